@@ -147,7 +147,7 @@ def table(found: Sequence[MethodResult]) -> str:
             good, bad = [], defaultdict(lambda: defaultdict(list))
             for job in trainer.jobs:
                 told = [row for row in rows if job.kind == kind and row.job == job.name]
-                if len(told) == len(STAGES) and all(row.works for row in told):
+                if len(told) == len(STAGES) and not any(map(reason, told)):
                     good.append(job.method)
                 for row in told:
                     if why := reason(row):

@@ -223,7 +223,7 @@ def test_a_method_is_told_beside_deepspeeds(
         for stage in (2, 3)
     ]
     line = methods.table(rows).splitlines()[2]
-    assert methods.reason(rows[0]) == said and (f"| {job.method} | - |" in line) == (said == "")
+    assert methods.reason(rows[0]) == said and (f"| pt | {job.method} |" in line) == (said == "")
     assert not said or f"{job.method}: {said}" in line
 
 

@@ -47,8 +47,9 @@ def warning_once(message: str) -> None:
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
     """Set the level of a logger and of its handlers, such as "info"."""
     target = logger if custom_logger is None else custom_logger
-    for each in (target, *target.handlers):
-        each.setLevel(log_level_str.upper())
+    target.setLevel(log_level_str.upper())
+    for handler in target.handlers:
+        handler.setLevel(target.level)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
