@@ -27,6 +27,7 @@ RESULTS = ROOT / "tests" / "doors" / "methods.json"
 STAGES = (2, 3)
 LIMIT = 4 * 3600.0
 """Seconds of all jobs of one trainer on one package."""
+NOT_RUN = "was not run"
 NEAR = 1e-6
 """Of fp32 losses."""
 NEAR_OF = {"bf16": 1e-2}
@@ -56,7 +57,9 @@ class MethodResult:
     @property
     def works(self) -> bool:
         """Return True if the job has DeepSpeed's losses, or ran where DeepSpeed fails."""
-        return not self.here and (bool(self.there) or (self.apart is not None and self.apart <= self.limit))
+        if self.here or self.there:
+            return not self.here and self.there != NOT_RUN
+        return self.apart is not None and self.apart <= self.limit
 
     @property
     def limit(self) -> float:
@@ -65,8 +68,8 @@ class MethodResult:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return what `rank_server.py` wrote about a job."""
-    empty = {"said": "was not run", "losses": [], "saved": {}}
+    """Return what `rank_server.py` wrote about a job, or that it wrote nothing."""
+    empty = {"said": NOT_RUN, "losses": [], "saved": {}}
     return json.loads(path.read_text()) if path.exists() else empty
 
 
@@ -144,12 +147,15 @@ def table(found: Sequence[MethodResult]) -> str:
             good, bad = [], defaultdict(lambda: defaultdict(list))
             for job in trainer.jobs:
                 told = [row for row in rows if job.kind == kind and row.job == job.name]
-                if len(told) == len(STAGES) and all(row.works for row in told):
+                if len(told) == len(STAGES) and not any(map(reason, told)):
                     good.append(job.method)
                 for row in told:
                     if why := reason(row):
                         bad[why][job.method].append(row.stage)
-            others = "; ".join(f"{_named(who)}: {why}" for why, who in bad.items()) or "-"
+            known = {row.job for row in rows}
+            left = [job.method for job in trainer.jobs if job.kind == kind and job.name not in known]
+            wrong = [f"{_named(who)}: {why}" for why, who in bad.items()]
+            others = "; ".join([*wrong, *([f"not tried yet: {', '.join(left)}"] if left else [])]) or "-"
             shown = f"{trainer.shown} {rows[0].version}"
             lines.append(f"| {shown} | {kind} | {', '.join(good) or '-'} | {others} |")
     return "\n".join(lines) + "\n"
@@ -157,6 +163,8 @@ def table(found: Sequence[MethodResult]) -> str:
 
 def reason(row: MethodResult) -> str:
     """Say in the table's words what is not as on DeepSpeed."""
+    if row.there == NOT_RUN:
+        return f'fails here, "{_short(row.here)}"' if row.here else "works here, and was not run on DeepSpeed"
     if row.here and _without_names(row.here) == _without_names(row.there):
         return f'its own refusal, "{_short(row.here)}"'
     if row.here and row.there:

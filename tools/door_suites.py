@@ -124,7 +124,8 @@ def reason(told: tuple[str, str]) -> str:
         return f"no `{name[1]}`"
     if name := _MISSING.search(why):
         return f"no `{next(filter(None, name.groups()))}`"
-    return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", why)[:160]
+    short = why.removeprefix("Failed: ").partition(" Traceback (")[0].partition("; got ")[0]
+    return re.sub(r"\b(bf16|fp16|fp32)\b", "DTYPE", re.sub(r"0x[0-9a-f]+|\b\d+(\.\d+)?\b", "#", short))[:160]
 
 
 _MISSING = re.compile(r"cannot import name '(\w+)'|No module named '([\w.]+)'|has no attribute '(\w+)'")

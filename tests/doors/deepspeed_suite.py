@@ -9,6 +9,7 @@ count as ranks, and an error on one rank ends the test. FILE gets one JSON line 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -28,7 +29,19 @@ GRACE = 5.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--outcomes", required=True)
+    parser.addoption("--outcomes", required=True, type=Path)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Outcomes(config.getoption("--outcomes")))
+
+
+def pytest_sessionstart() -> None:
+    """Let DeepSpeed compile its optimizers while no test waits for them."""
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    make = getattr(accelerator, "create_op_builder", None)
+    for name in ("FusedAdamBuilder", "CPUAdamBuilder") if make is not None else ():
+        make(name).load()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,36 +51,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         harness.DistributedExec._launch_procs = _launch  # type: ignore[attr-defined]
 
 
-def pytest_runtest_logreport(report: Any) -> None:
-    if report.when == "call" or report.outcome != "passed":
-        _write(report, report.when)
+class Outcomes:
+    """Writes a line for each test, and for each file that cannot be collected."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-def pytest_collectreport(report: Any) -> None:
-    if report.outcome != "passed":
-        _write(report, "collect")
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self._write(report, report.when)
 
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.outcome != "passed":
+            self._write(report, "collect")
 
-_options: dict[str, Any] = {}
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    _options["outcomes"] = config.getoption("--outcomes")
-
-
-def _write(report: Any, when: str) -> None:
-    crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", None)
-    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
-    lines = [line for line in text.splitlines() if line.startswith("E ") and "Error" in line]
-    why = crash or (lines[-1][1:].strip() if lines else text[-300:])
-    told = {
-        "test": report.nodeid,
-        "when": when,
-        "outcome": report.outcome,
-        "why": why.replace("\n", " ")[:400],
-    }
-    with open(_options["outcomes"], "a") as file:
-        file.write(json.dumps(told) + "\n")
+    def _write(self, report: Any, when: str) -> None:
+        crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", None)
+        text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
+        lines = [line for line in text.splitlines() if line.startswith("E ") and "Error" in line]
+        why = " ".join((crash or (lines[-1][1:] if lines else text[-300:])).split())[:400]
+        told = {"test": report.nodeid, "when": when, "outcome": report.outcome, "why": why}
+        with self._path.open("a") as file:
+            file.write(json.dumps(told) + "\n")
 
 
 def _launch(self: Any, count: int, init_method: str) -> None:

@@ -7,7 +7,7 @@ ranks, four steps, the models and data of `tiny.py`. Values are the trainers' ow
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ class Job:
     method: str
     commands: tuple[Mapping[str, Any], ...]
     """Arguments, with `{data}`, `{stage}`, `{out}` and `{first}`, the folder of the first command."""
-    form: Any
-    """Makes of arguments and these names what the entry point takes."""
+    form: Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
+    """Makes the argument of the trainer's entry point, of arguments and of the values of these names."""
 
     @property
     def name(self) -> str:

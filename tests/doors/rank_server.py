@@ -67,15 +67,15 @@ def run_ranks(call: Callable[[Any], object], argument: Any, log: Path, folder: P
             os.setsid()
             _be_rank(call, argument, rank, port, log, failed)
         ranks[pid] = rank
-    until, first = time.monotonic() + LIMIT, 0
+    until, failing = time.monotonic() + LIMIT, False
     alive = dict(ranks)
     try:
         while alive and time.monotonic() < until:
             for pid in list(alive):
                 if os.waitpid(pid, os.WNOHANG)[0]:
                     rank = alive.pop(pid)
-                    if (failed / f"{rank}.json").exists() and not first:
-                        first, until = 1, min(until, time.monotonic() + GRACE)
+                    if (failed / f"{rank}.json").exists() and not failing:
+                        failing, until = True, min(until, time.monotonic() + GRACE)
             time.sleep(0.02)
     finally:
         for pid in ranks:

@@ -377,6 +377,22 @@ def test_a_parameters_communication_dtype_is_the_plans() -> None:
     run_ranks(wires, 2)
 
 
+def tags_that_differ(folder: str, mode: str) -> None:
+    engine = make(1, checkpoint={"tag_validation": mode})
+    tag = f"tag{deepspeed.comm.get_rank()}"
+    if mode == "FAIL":
+        with pytest.raises(AssertionError, match="the same on all ranks; got 'tag0', 'tag1'"):
+            engine.save_checkpoint(folder, tag=tag)
+    else:
+        engine.save_checkpoint(folder, tag=tag)
+        assert engine.load_checkpoint(folder)[0] == str(Path(folder) / "tag0")
+
+
+@pytest.mark.parametrize("mode", ["FAIL", "Warn"])
+def test_tags_that_differ_between_ranks(mode: str, tmp_path: Path) -> None:
+    run_ranks(tags_that_differ, 2, str(tmp_path), mode)
+
+
 def saved(folder: str, stage: int, other: int) -> None:
     engine = make(stage, bf16={"enabled": True})
     train(engine, 2)

@@ -207,6 +207,7 @@ def test_nothing_of_a_command_is_left(doors: Any, tmp_path: Path, monkeypatch: p
         ("E: no", "E: no", None, "", 'its own refusal, "E: no"'),
         ("E: no", "F: off", None, "", 'fails on both: here "E: no"; on DeepSpeed "F: off"'),
         ("E: no", "", None, "", 'refused here, "E: no"'),
+        ("", "was not run", None, "", "works here, and was not run on DeepSpeed"),
         ("", "F: off", None, "", 'works here and fails on DeepSpeed, "F: off"'),
         ("", "", 1e-3, "", "1e-03 from DeepSpeed's losses"),
         ("", "", 0.0, "`w` is [2] and [3] on DeepSpeed", "`w` is [2] and [3] on DeepSpeed"),
@@ -222,7 +223,7 @@ def test_a_method_is_told_beside_deepspeeds(
         for stage in (2, 3)
     ]
     line = methods.table(rows).splitlines()[2]
-    assert methods.reason(rows[0]) == said and (f"| {job.method} | - |" in line) == (said == "")
+    assert methods.reason(rows[0]) == said and (f"| pt | {job.method} |" in line) == (said == "")
     assert not said or f"{job.method}: {said}" in line
 
 

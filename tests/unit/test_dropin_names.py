@@ -59,7 +59,7 @@ IMPORTED = {
     "ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
     "ops.lion": ("DeepSpeedCPULion", "FusedLion"),
     "pipe": ("PipelineModule", "LayerSpec"),
-    "runtime.config": ("DeepSpeedConfigError",),
+    "runtime.config": ("DeepSpeedConfigError", "ADAM_OPTIMIZER"),
     "runtime.dataloader": ("DeepSpeedDataLoader", "RepeatingLoader"),
     "runtime.engine": ("DeepSpeedEngine",),
     "runtime.lr_schedules": ("WarmupLR", "VALID_LR_SCHEDULES"),

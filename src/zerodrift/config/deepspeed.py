@@ -222,7 +222,7 @@ refused sequence_parallel_size: a sequence is not split over ranks
     off: 0, 1
 
 # Checkpoints
-ignored checkpoint.tag_validation: ranks always agree on the tag before they write
+ignored checkpoint.tag_validation: ranks write under rank 0's tag; the drop-in fails or warns as it says
 ignored checkpoint.load_universal: every checkpoint loads at any world size and any stage
 refused checkpoint.use_node_local_storage: a checkpoint is one folder that all ranks see
     instead: Save to shared storage.

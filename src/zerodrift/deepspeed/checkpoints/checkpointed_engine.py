@@ -36,7 +36,7 @@ from zerodrift.checkpoint import (
     new_file,
 )
 from zerodrift.comm import raise_on_all_ranks
-from zerodrift.deepspeed.names import MissingCheckpointError
+from zerodrift.deepspeed.names import MissingCheckpointError, MisuseError
 from zerodrift.deepspeed.tools import logger
 from zerodrift.engine import Engine, native
 from zerodrift.errors import CheckpointError, UnsupportedError
@@ -143,7 +143,7 @@ class CheckpointedEngine(nn.Module):
         engine = self._engine
         client = engine.comm.broadcast_object(dict(client_state), 0)
         counts = {"micro_steps": self.micro_steps, "global_samples": self.global_samples}
-        tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        tag = self._common_tag(str(tag) if tag is not None else f"global_step{self.global_steps}")
         state, frozen = {"client": client, "counts": counts}, not exclude_frozen_parameters
         self.checkpoints_in(save_dir).save(tag, state, latest=save_latest, frozen=frozen, within=True)
         script = Path(save_dir) / "zero_to_fp32.py"
@@ -153,6 +153,18 @@ class CheckpointedEngine(nn.Module):
                     partial.write_text(SCRIPT, encoding="utf-8")
                     partial.chmod(0o755)
         return True
+
+    def _common_tag(self, tag: str) -> str:
+        """Return rank 0's tag. If ranks differ, raise or warn as `checkpoint.tag_validation` says."""
+        tags = self._engine.comm.all_gather_object(tag)
+        mode = str((self.config.get("checkpoint") or {}).get("tag_validation", "warn")).lower()
+        if len({*tags}) > 1 and mode != "ignore":
+            must, got = "must be the same on all ranks", ", ".join(map(repr, sorted({*tags})[:4]))
+            problem = MisuseError("save_checkpoint: tag", must, got=got, do="Pass one tag, or none.")
+            if mode == "fail":
+                raise problem
+            logger.warning("%s The checkpoint has that of rank 0.", problem)
+        return tags[0]
 
     def load_checkpoint(
         self,

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn, Union
 
-from zerodrift.deepspeed.names.tables import ABSENT, LOWER_CASE, PRESENT, ROOT
+from zerodrift.deepspeed.names.tables import ABSENT, FIRST_WORD, LOWER_CASE, PRESENT, ROOT
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
 
 HERE = "must be a name of the drop-in"
@@ -196,5 +196,7 @@ def _value(entry: str, home: str) -> Any:
     name, _, other = entry.partition("=")
     if home == LOWER_CASE:
         return name.lower()
+    if home == FIRST_WORD:
+        return name.partition("_")[0].lower()
     module = importlib.import_module(home if home.startswith(OUTSIDE) else f"{HOME}.{home}")
     return getattr(module, other or name)

@@ -13,6 +13,7 @@ ROOT = "deepspeed"
 """The package itself in the left column."""
 
 LOWER_CASE = "(its own name in lower case)"
+FIRST_WORD = "(the first word of its own name in lower case)"
 
 PRESENT: Mapping[str, str] = {
     "tools.collectives": """
@@ -53,6 +54,7 @@ PRESENT: Mapping[str, str] = {
         runtime.activation_checkpointing
         runtime.activation_checkpointing.checkpointing: checkpoint configure is_configured
             non_reentrant_checkpoint reset
+        runtime.swap_tensor: MIN_SWAPPABLE_BYTES
         runtime.utils: move_to_device see_memory_usage
         runtime.zero.leaf_module_config: DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES
             DEFAULT_LEAF_MODULE_NAME_SUFFIXES
@@ -142,6 +144,10 @@ PRESENT: Mapping[str, str] = {
             CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE CYCLE_MIN_LR CYCLE_MAX_LR
             DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR
             WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS
+    """,
+    FIRST_WORD: """
+        runtime.config: ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER
+            MUON_OPTIMIZER
     """,
 }
 """Our file -> the modules and names that it provides."""
@@ -264,10 +270,6 @@ ABSENT: Mapping[str, str] = {
     "Write the schedule in the config's `scheduler` block.": """
         deepspeed runtime.lr_schedules: add_tuning_arguments
         runtime.lr_schedules: parse_arguments override_params get_config_from_args get_lr_from_config
-    """,
-    "Write the name as a string.": """
-        runtime.config: ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER DEEPSPEED_OPTIMIZERS
-            LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER
     """,
     "Use `zero.Init` and `zero.GatheredParameters`.": """
         runtime.zero.parameter_offload: ZeROOrderedDict ensure_zero_ordered_dict

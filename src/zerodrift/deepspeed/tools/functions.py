@@ -49,7 +49,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
     target = logger if custom_logger is None else custom_logger
     target.setLevel(log_level_str.upper())
     for handler in target.handlers:
-        handler.setLevel(log_level_str.upper())
+        handler.setLevel(target.level)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -225,6 +225,8 @@ DEFAULT_LEAF_MODULE_CLASSES = [
 ]
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
+MIN_SWAPPABLE_BYTES = 1024**2
+"""Size below which DeepSpeed keeps a tensor off the disk."""
 
 
 def mark_configured_leaves(model: nn.Module, block: Mapping[str, Any] | None) -> None:
