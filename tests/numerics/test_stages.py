@@ -46,7 +46,7 @@ def train_alike(
     return found[0].losses
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("world", [1, 2])
