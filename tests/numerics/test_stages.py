@@ -55,6 +55,7 @@ def test_all_stages_are_the_same_bits_with_one_micro_batch(world: int, moe: bool
     train_alike(mode, moe)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("moe", "mode", "stages"),
     [
