@@ -55,7 +55,7 @@ def mark(items: Iterable[pytest.Item]) -> None:
             for test in product:
                 if test not in chosen:
                     test.add_marker("slow")
-        patient = [test for test in tests if not _has(test, "long", "slow")]
+        patient = [test for test in tests if not _has(test, "second", "long", "slow")]
         for place, strength in QUICK.items():
             if name.startswith(place):
                 for test in _chosen(patient, strength, name):

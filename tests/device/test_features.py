@@ -96,16 +96,22 @@ def summed_by_the_tree(stage: int, when: str, model: str) -> list[Any]:
 
 FEATURES: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "fp16": (2, trained, (2, "fp16", 1, "dense", FP16)),
+    "autocast-fp16": (2, trained, (1, "autocast-fp16", 1, "dense", FP16)),
+    "autocast-bf16": (2, trained, (3, "autocast-bf16", 1, "dense", {})),
     "pins": (2, trained, (3, "bf16", 1, "experts", PINS)),
     "accumulation": (2, trained, (1, "bf16", 3, "dense", {})),
+    "no_sync": (2, without_synchronization, (2,)),
     "recomputed": (2, trained, (3, "bf16", 1, "recomputed", {})),
     "muon": (2, trained, (3, "bf16", 1, "dense", MUON)),
+    "native": (2, trained, (3, "bf16", 2, "dense", {"precision": {"reduce": {"order": "native"}}})),
     "tree": (2, summed_by_the_tree, (3, "every", "dense")),
     "narrow columns": (2, trained, (3, "bf16", 2, "dense", NARROW)),
+    "narrow columns, whole storage": (2, trained, (1, "bf16", 1, "dense", NARROW)),
     "replicas": (4, trained, (3, "fp32", 1, "dense", {"sharding": {"replicate": 2}})),
     "ranks of experts": (2, on_ranks_of_experts, (3, None)),
     "offload": (2, offloaded, (2, {}, False)),
     "fully_shard": (2, by_fully_shard, (3, "bf16")),
+    "fully_shard over replicas": (2, by_fully_shard, (1, "autocast-fp16")),
     "1f1b, tied": (2, test_pipelines.trained, (0, "1f1b", None, True)),
     "zbv": (2, test_pipelines.trained, (0, "zbv", "queue")),
 }
@@ -124,11 +130,6 @@ MORE: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
         for m in ("fp32", "autocast-bf16")
     },
     "own optimizer": (2, offloaded, (2, {}, True)),
-    "autocast-bf16": (2, trained, (3, "autocast-bf16", 1, "dense", {})),
-    "native": (2, trained, (3, "bf16", 2, "dense", {"precision": {"reduce": {"order": "native"}}})),
-    "no_sync": (2, without_synchronization, (2,)),
-    "narrow columns, whole storage": (2, trained, (1, "bf16", 1, "dense", NARROW)),
-    "fully_shard over replicas": (2, by_fully_shard, (1, "autocast-fp16")),
 }
 
 

@@ -24,9 +24,9 @@ RUNNER = Path(__file__).parent / "run_scripts.py"
 
 
 def against_plain(name: str, stages: tuple[int, ...]) -> list[str]:
-    """What the drop-in does otherwise than plain torch, at these stages."""
+    """What the drop-in does otherwise than plain torch, at these stages or else at the script's last."""
     script = SCRIPTS[name]
-    chosen = sorted({*script.stages} & {*stages})
+    chosen = sorted({*script.stages} & {*stages}) or [script.stages[-1]]
     expected = None if script.own else told(script, plain, 0)
     found = {stage: told(script, zerodrift.deepspeed, stage) for stage in chosen}
     if expected is None:
@@ -36,7 +36,7 @@ def against_plain(name: str, stages: tuple[int, ...]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("ranks", "stages"),
-    [(2, (0, 3)), *(pytest.param(ranks, STAGES, marks=pytest.mark.slow) for ranks in (1, 2))],
+    [(2, (3,)), *(pytest.param(ranks, STAGES, marks=pytest.mark.slow) for ranks in (1, 2))],
 )
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_does_as_plain_torch_does(name: str, ranks: int, stages: tuple[int, ...]) -> None:

@@ -15,7 +15,8 @@ from tests.e2e.test_jobs import SMALL
 from tests.e2e.test_train_launch import children, on_two_ranks, rank_of, until
 
 WHY_NOT = possible()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+# Two launchers and two ranks each; `tests/ranks/test_shared.py` has ranks of several hosts in one process.
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 STEPS = 10
 
@@ -46,7 +47,6 @@ def test_two_hosts_are_as_one(tmp_path: Path, on_one: dict[int, float]) -> None:
     assert f"step {STEPS}/{STEPS}" in said[0] and "step " not in said[1], "one rank of all speaks"
 
 
-@pytest.mark.slow
 def test_the_example_trains_on_two_hosts(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
     changes = [*SMALL, f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
@@ -58,7 +58,6 @@ def test_the_example_trains_on_two_hosts(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
-@pytest.mark.slow
 def test_a_host_that_loses_its_rank_comes_back(tmp_path: Path, on_one: dict[int, float]) -> None:
     file = job(tmp_path, "slow", STEPS, run={"checkpoint_every": 2})
     with two_hosts() as (one, other):

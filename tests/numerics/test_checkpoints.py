@@ -239,7 +239,7 @@ def other_ranks(folder: str, load: bool) -> Any:
     return run, steps
 
 
-@pytest.mark.long
+@pytest.mark.second
 def test_step_counts_of_torch_go_to_whoever_owns_the_parameter(tmp_path: Path) -> None:
     saved = run_ranks(other_ranks, 4, str(tmp_path), False)
     for run, steps in run_ranks(other_ranks, 2, str(tmp_path), True):

@@ -78,6 +78,7 @@ def _batch(step: int, number: int) -> Tensor:
     return torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(100 * step + number))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("mode", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_it_is_that_of_whole_values_at_every_stage_and_world(mode: str) -> None:
     alone = run_ranks(digests, 1, [0], mode, {})[0]

@@ -193,6 +193,7 @@ def test_a_gradient_in_the_loss_goes_through_exchanges_twice() -> None:
         assert max(errors.values()) < 1e-5, errors
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("rank", [1, 2])
 @on_ranks(4)
 def test_what_is_not_finite_on_one_rank_is_found_by_all(rank: int) -> None:
@@ -213,11 +214,13 @@ def test_what_is_not_finite_on_one_rank_is_found_by_all(rank: int) -> None:
     assert second.loss_scale == first.loss_scale / 2
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mesh", ["ep2 x 2", "ep4", "ep2, 2 replicas"])
+@pytest.mark.second
+@pytest.mark.parametrize(
+    ("mesh", "stages"), [("ep2 x 2", (0, 3)), ("ep4", (1, 3)), ("ep2, 2 replicas", (0, 1))]
+)
 @on_ranks(4)
-def test_what_is_sent_is_the_plan_and_an_exchange_of_tokens(mesh: str) -> None:
-    for stage in (0, 1, 3):
+def test_what_is_sent_is_the_plan_and_an_exchange_of_tokens(mesh: str, stages: tuple[int, ...]) -> None:
+    for stage in stages:
         engine = engine_of(config(stage, mesh))
         with engine.comm.record() as log:
             accumulate(engine, MICRO)
@@ -303,6 +306,7 @@ def test_checkpoints_do_not_know_of_expert_parallelism(tmp_path: Path) -> None:
         assert all(found_elsewhere(each) == [] for each in folder.glob("step-*"))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("stage", [0, 2])
 @on_ranks(4)
 def test_statistics_are_of_whole_parameters(stage: int) -> None:

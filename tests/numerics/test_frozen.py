@@ -79,7 +79,7 @@ def resumed_by(folder: Path, stage: int, frozen: str | None) -> tuple[dict[str, 
     return masters(engine), engine.digest()
 
 
-@pytest.mark.long
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("frozen", "first", "world", "loaded_by"),
     [("fp8", 3, 2, [(0, 1), (3, 4)]), ("nf4", 0, 4, [(2, 2)]), ("mxfp4", 3, 1, [(3, 1), (3, 2)])],
@@ -140,7 +140,7 @@ def resident(line: str) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process in /proc")
-@pytest.mark.long
+@pytest.mark.second
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2, timeout=200)
 def test_a_base_is_loaded_into_its_format_with_little_beside_it(stage: int, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_narrow_gather_is_the_same_bits_at_every_stage(world: int, mode: str, 
     assert losses != train_alike(mode, True, stages=(0,))
 
 
-@pytest.mark.long
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("wire", "replicate"),
     [
@@ -162,7 +162,7 @@ def saved_with_feedback(folder: str, stage: int, load: bool) -> Any:
     return held, finish(engine)
 
 
-@pytest.mark.long
+@pytest.mark.second
 def test_what_was_rounded_away_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     first = run_ranks(saved_with_feedback, 2, str(tmp_path), 2, False)
     for stage in (0, 3):

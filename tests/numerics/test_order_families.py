@@ -222,7 +222,7 @@ def going_on(folder: str, first: int, last: int, seed: int) -> str:
     return str(engine.digest())
 
 
-@pytest.mark.long
+@pytest.mark.second
 def test_a_run_goes_on_with_its_seed(tmp_path: Path) -> None:
     (whole,) = run_ranks(going_on, 1, str(tmp_path / "whole"), 0, 3, 11)
     run_ranks(going_on, 2, str(tmp_path / "parts"), 0, 1, 11)

@@ -98,6 +98,7 @@ def route(stage: int, mode: str, rules: Rules) -> tuple[list[float], Counter[str
     return losses, counts
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stages", [(0, 3), pytest.param((0, 1, 2), marks=pytest.mark.slow)], ids=str)
 @on_ranks(2)
@@ -255,6 +256,7 @@ USES: dict[str, Any] = {
 }
 
 
+@pytest.mark.second
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks there
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pin_holds_wherever_the_parameter_is_used(mode: str) -> None:

@@ -101,7 +101,7 @@ def in_fp8(alone: bool) -> list[Run]:
     return [whole(1, compute="fp8")] if alone else [trained(1, *way, compute="fp8") for way in ways]
 
 
-@pytest.mark.long
+@pytest.mark.second
 def test_products_in_fp8_are_the_bits_of_one_process() -> None:
     """Also those for weights' gradients, which no queue defers."""
     ((alone,),) = run_ranks(in_fp8, 1, True)

@@ -313,6 +313,7 @@ def test_stages_and_numbers_of_ranks_are_the_same_bits(cells: list[Cell]) -> Non
     assert found[-1] == found[-2] and len({left for left, _ in found}) == 2 + len(OTHERS) - 1
 
 
+@pytest.mark.second
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("compute", ["fp8", "fp8-hp-grad-weight"])
@@ -376,7 +377,7 @@ def test_a_product_outside_of_the_layer_is_in_fp8_or_refused(way: str) -> None:
         train(engine, 1)
 
 
-@pytest.mark.long
+@pytest.mark.second
 @on_ranks(1)
 def test_compiled_blocks_hooks_and_copies_see_what_they_always_see() -> None:
     losses, seen = [], []

@@ -51,7 +51,7 @@ def train_alike(
     return found[0].losses
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("world", [1, 2])
@@ -60,6 +60,7 @@ def test_all_stages_are_the_same_bits_with_one_micro_batch(world: int, moe: bool
     train_alike(mode, moe)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("moe", "mode", "stages"),
     [

@@ -25,6 +25,7 @@ from zerodrift.plan.stages import part
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 
 
+@pytest.mark.second
 @on_ranks(2)
 def test_the_order_that_a_plan_shows_is_the_order_that_runs() -> None:
     for schedule in SCHEDULES:

@@ -40,7 +40,7 @@ def audited(folder: Path, *more: str, model: str = "small") -> Result:
     return CliRunner().invoke(app, [*words, "--confirm", "2", "--data", str(folder / "ids.json"), *more])
 
 
-@pytest.mark.long
+@pytest.mark.second
 def test_what_is_printed_is_what_the_json_says(tmp_path: Path) -> None:
     page = tmp_path / "audit.html"
     done = audited(tmp_path, "--html", str(page))

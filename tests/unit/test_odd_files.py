@@ -139,7 +139,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.second
 @pytest.mark.parametrize(("name", "text"), [case[1:] for case in TEXTS], ids=[case[0] for case in TEXTS])
 def test_a_text_that_no_person_writes_is_one_error_at_once(
     name: str, text: str | bytes, tmp_path: Path

@@ -13,15 +13,11 @@ from __future__ import annotations
 import argparse
 
 from zerodrift.alias import activate
-from zerodrift.deepspeed.tools import init_distributed
-from zerodrift.deepspeed.tools import DeepSpeedDataLoader
-from zerodrift.deepspeed.tools import get_accelerator
 from zerodrift.deepspeed.engine import DeepSpeedEngine
-from zerodrift.deepspeed.tools import log_dist, logger
 from zerodrift.deepspeed.initialization import initialize
-from zerodrift.deepspeed.names import DeepSpeedModules, lookup
-from zerodrift.deepspeed.names import ROOT
+from zerodrift.deepspeed.names import ROOT, DeepSpeedModules, lookup
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
+from zerodrift.deepspeed.tools import DeepSpeedDataLoader, get_accelerator, init_distributed, log_dist, logger
 from zerodrift.errors import ConfigError as DeepSpeedConfigError
 from zerodrift.versions import DEEPSPEED
 
