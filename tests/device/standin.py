@@ -214,7 +214,8 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     shapes = None
 
     def compute() -> Any:
-        with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        # Tensors of an inference mode, which may be over when a launch runs, are written only in one.
+        with torch.inference_mode(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             return call(*host_args, **host_kwargs)
 
     if signature.draws and not device.dry:
@@ -235,8 +236,10 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     targets = [device.native.host_view(tensor) for tensor in made]
 
     def start() -> bool:
-        for target, value in zip(targets, _tensors(compute()), strict=True):
-            target.copy_(value)
+        with torch.inference_mode():
+            for target, value in zip(targets, _tensors(compute()), strict=True):
+                if value.numel() or signature.name != _BATCH_NORM:
+                    target.copy_(value)
         return True
 
     launch_on(signature.name, inputs, [*written, *made], start)
@@ -367,6 +370,9 @@ _FOR_INTEGERS = {
 
 _NUMBERS = (int, float, complex)
 
+_BATCH_NORM = "aten.native_batch_norm.default"
+"""Where it evaluates, its statistics are empty, which torch's meta device does not know."""
+
 _NORMS = ("aten.native_layer_norm", "aten.native_group_norm")
 """Operations whose statistics have the input's dtype on a CPU, and fp32 elsewhere."""
 
@@ -455,7 +461,7 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
         device.record("copy", _stream(), f"{way}, {'pinned' if locked else 'pageable'}", source.nbytes)
 
     def start() -> bool:
-        with torch.no_grad():
+        with torch.inference_mode():
             out.copy_(values)
         return True
 

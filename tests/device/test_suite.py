@@ -82,7 +82,14 @@ FILES = (
     "tests/ranks/test_ways.py",
     "tests/ranks/test_weights.py",
 )
-WITH_LONG = ("tests/numerics/test_faults.py", "tests/numerics/test_late.py")
+WITH_LONG = (
+    "tests/numerics/test_faults.py",
+    "tests/numerics/test_late.py",
+    "tests/numerics/test_order.py",
+    "tests/numerics/test_order_families.py",
+    "tests/numerics/test_order_pipelines.py",
+    "tests/numerics/test_pipelines.py",
+)
 """Files of which long tests are run too, for those are what is particular to them."""
 
 CARRIERS = "about what carries messages between CPUs, in any order; NCCL is torch's"
@@ -90,7 +97,9 @@ COMMANDS = "about commands; one trains on the device in test_features.py"
 DIFFER = "ranks differ on purpose, and the strict carrier says so before the check of the engine"
 DTENSORS = "DTensor's collectives ask a process group of C++ for a backend, and the strict one is in Python"
 FAKE = "has a process group of its own, whose other ranks are not there"
+FUSED = "torch asks a device for a fused cell of a recurrent layer, which no CPU has"
 PEERS = "needs DeepSpeed, and is about its files"
+SPARSE = "torch has sparse tensors on a CPU and on CUDA alone"
 SWAPPED = "a model without its weights is converted: as on no GPU, conversions swap parameters here"
 WATCHDOG = "a wait is the stream's, so the host goes on; on a GPU it is NCCL's watchdog that notices"
 
@@ -106,6 +115,9 @@ LEFT_OUT = {
     "tests/e2e/test_train.py": COMMANDS,
     "tests/e2e/test_train_launch.py": COMMANDS,
     "tests/e2e/test_train_pipeline.py": COMMANDS,
+    "tests/habits/test_habits.py::test_habit[stage3-fp32-a_recurrent_cell]": FUSED,
+    "tests/habits/test_habits.py::test_habit[stage3-fp32-recurrent_layers]": FUSED,
+    "tests/habits/test_habits.py::test_habit[stage3-fp32-sparse_gradients]": SPARSE,
     "tests/ranks/test_collectives.py::test_sums_by_the_tree_are_its_bits_on_every_carrier": CARRIERS,
     "tests/ranks/test_collectives.py::test_halves_are_two_messages_where_slices_are_three": CARRIERS,
     "tests/ranks/test_collectives.py::test_operations_overlap_and_may_be_waited_for_in_any_order": CARRIERS,
