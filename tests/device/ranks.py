@@ -16,6 +16,7 @@ from tests.device.standin import NAME, Order, install, ordered
 from tests.device.strict import StrictGroup, begin
 from tests.ranks import harness
 from zerodrift.comm import mesh
+from zerodrift.kernels import products
 
 
 def on_devices(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -61,7 +62,11 @@ def _with_device(function: Callable[..., Any], args: tuple[Any, ...], order: Ord
     torch.get_device_module(NAME).set_rng_state(torch.get_rng_state())
     dist.init_process_group("strict", store=store, rank=rank, world_size=world)
     place, find = torch.device(NAME, rank), mesh._device
+    obstacle, scaled = products.obstacle, products.scaled_product
     try:
+        # Products of fp8 operands are those of a CPU, as all kernels are.
+        products.obstacle = lambda of: "" if of.type == NAME else obstacle(of)
+        products.scaled_product = products.reference_product
         if order is None:
             return _on_host(function(place, *args))
         mesh._device = lambda process, asked: find(process, place if str(asked or "cpu") == "cpu" else asked)
@@ -75,7 +80,7 @@ def _with_device(function: Callable[..., Any], args: tuple[Any, ...], order: Ord
             os._exit(1)
         raise
     finally:
-        mesh._device = find
+        mesh._device, products.obstacle, products.scaled_product = find, obstacle, scaled
         torch.set_default_device(None)
         device.forget()
 

@@ -11,6 +11,7 @@ Nothing else holds it back.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import types
 from collections import Counter, defaultdict, deque
@@ -21,7 +22,6 @@ from random import Random
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
 
 import zerodrift
 from tests.device.build import extension
@@ -34,6 +34,9 @@ Order = Literal["at once", "side streams first", "side streams last", "random"]
 """When launches run: when they are issued, or when the host waits, in one of three orders."""
 
 ORDERS: tuple[Order, ...] = ("at once", "side streams first", "side streams last", "random")
+
+SHORTEST, LONGEST = 5e-5, 2e-3
+"""Seconds between two looks at what waits for other ranks, longer the longer nothing goes on."""
 
 STALL = 0.5
 """Seconds without progress after which ranks compare what they wait for."""
@@ -132,7 +135,7 @@ class Device:
         """Run all launches in the device's order; without `until_over` none that waits for other ranks."""
         if self.running:
             return
-        self.running, since = True, time.monotonic()
+        self.running, since, pause = True, time.monotonic(), SHORTEST
         waiting: set[int] = set()
         self.read_log()
         try:
@@ -143,7 +146,8 @@ class Device:
                 if not free and not until_over:
                     return
                 if not free:
-                    time.sleep(1e-4)
+                    time.sleep(pause)
+                    pause = min(2 * pause, LONGEST)
                     waiting.clear()
                     if time.monotonic() - since > STALL:
                         heads = [self.queues[stream][0] for stream in ready]
@@ -154,7 +158,7 @@ class Device:
                 stream = self._choose(free)
                 if self._advance(self.queues[stream]):
                     waiting.clear()
-                    since = time.monotonic()
+                    since, pause = time.monotonic(), SHORTEST
                 else:
                     waiting.add(stream)  # other streams go on meanwhile
             assert not any(self.queues.values()), "a stream waits for an event that no stream records"
@@ -198,50 +202,120 @@ def accesses(tensors: Sequence[torch.Tensor], *, writes: bool) -> list[Access]:
 
 def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Launch an operation on the current stream, and return tensors that it will have written."""
-    written = _written(op, args, kwargs)
-    call = _FOR_INTEGERS.get(str(op.overloadpacket), op)
-    call = op.overloadpacket if _has_numbers_for_tensors(op, args) else call
+    signature = _signature(op)
+    written = _tensors([signature.argument(place, args, kwargs) for place in signature.written])
+    call = signature.call
+    if any(place < len(args) and isinstance(args[place], _NUMBERS) for place in signature.tensors):
+        call = op.overloadpacket  # the dispatcher has handed on Python's numbers where it takes tensors
     if kwargs and any(not out.numel() for out in written):
         _resize_outputs(call, args, kwargs)
-    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    host_args, host_kwargs = pytree.tree_map(_as_launched, (args, kwargs))
+    inputs = _tensors((args, kwargs))
+    host_args, host_kwargs = _mapped(_as_launched, (args, kwargs))
     shapes = None
 
     def compute() -> Any:
-        with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        # Tensors of an inference mode, which may be over when a launch runs, are written only in one.
+        with torch.inference_mode(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             return call(*host_args, **host_kwargs)
 
-    if torch.Tag.nondeterministic_seeded in op.tags and not device.dry:
+    if signature.draws and not device.dry:
         compute = _drawing(call, compute, host_args, host_kwargs)
-    if _returns_its_arguments(op):
-        launch_on(str(op), inputs, written, lambda: compute() is None or True)
-        return _arguments_returned(op, args, kwargs)
+    if signature.returned is not None:
+        launch_on(signature.name, inputs, written, lambda: compute() is None or True)
+        found = [signature.argument(place, args, kwargs) for place in signature.returned]
+        return None if not found else found[0] if len(found) == 1 else tuple(found)
     with contextlib.suppress(Exception):
         shapes = _shapes(call, args, kwargs)
     if shapes is None:  # they follow from values: the host waits, as it does on a GPU
         device.called("stream", _stream())
         return _put(op, compute(), inputs, written)
-    if str(op.overloadpacket) in _NORMS:
+    if signature.is_norm:
         shapes = tuple(shape.to(args[0].dtype) for shape in shapes)
-    results = pytree.tree_map_only(torch.Tensor, _empty_like, shapes)
-    made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+    results = _mapped(_empty_like, shapes)
+    made = _tensors(results)
     targets = [device.native.host_view(tensor) for tensor in made]
 
     def start() -> bool:
-        values = [leaf for leaf in pytree.tree_leaves(compute()) if isinstance(leaf, torch.Tensor)]
-        for target, value in zip(targets, values, strict=True):
-            target.copy_(value)
+        with torch.inference_mode():
+            for target, value in zip(targets, _tensors(compute()), strict=True):
+                if value.numel() or signature.name != _BATCH_NORM:
+                    target.copy_(value)
         return True
 
-    launch_on(str(op), inputs, [*written, *made], start)
+    launch_on(signature.name, inputs, [*written, *made], start)
     return results
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What an operation's schema says of its arguments, by their places."""
+
+    name: str
+    call: Any
+    """What computes it on the host."""
+    names: tuple[str, ...]
+    tensors: tuple[int, ...]
+    """Arguments that are tensors."""
+    written: tuple[int, ...]
+    returned: tuple[int, ...] | None
+    """Arguments that are its results; None if it makes tensors."""
+    draws: bool
+    """Whether it draws random numbers."""
+    is_norm: bool
+
+    def argument(self, place: int, args: Any, kwargs: Any) -> Any:
+        return args[place] if place < len(args) else kwargs.get(self.names[place])
+
+
+@functools.cache
+def _signature(op: Any) -> Signature:
+    given, results, packet = op._schema.arguments, op._schema.returns, str(op.overloadpacket)
+    written = tuple(place for place, of in enumerate(given) if _is_written(of))
+    returned = None
+    if all(map(_is_written, results)):
+        places = {alias: place for place in written for alias in given[place].alias_info.before_set}
+        returned = tuple(places[next(iter(of.alias_info.before_set))] for of in results)
+    return Signature(
+        name=str(op),
+        call=_FOR_INTEGERS.get(packet, op),
+        names=tuple(of.name for of in given),
+        tensors=tuple(place for place, of in enumerate(given) if isinstance(of.type, torch.TensorType)),
+        written=written,
+        returned=returned,
+        draws=torch.Tag.nondeterministic_seeded in op.tags,
+        is_norm=packet in _NORMS,
+    )
+
+
+def _is_written(of: Any) -> bool:
+    return of.alias_info is not None and of.alias_info.is_write
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to the leaves of nested tuples, lists and dicts, which have no other containers."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_mapped(function, each) for each in value])
+    if kind is dict:
+        return {name: _mapped(function, each) for name, each in value.items()}
+    return function(value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for each in value for tensor in _tensors(each)]
 
 
 def _drawing(call: Any, compute: Callable[[], Any], args: Any, kwargs: Any) -> Callable[[], Any]:
     """Return `compute` with the numbers that its generator has next, which are drawn now, as on a GPU: from
     the one that is given, or from the device's own, whose numbers are those of a CPU's with the same seed."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    given = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
+    given = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
     own = given or device.native.host_generator(device.native.default_generator(-1))
     used = given or torch.default_generator
     state = own.get_state()
@@ -254,18 +328,22 @@ def _drawing(call: Any, compute: Callable[[], Any], args: Any, kwargs: Any) -> C
         finally:
             used.set_state(before)
 
-    blank_args, blank_kwargs = pytree.tree_map_only(torch.Tensor, torch.ones_like, (args, kwargs))
+    blank_args, blank_kwargs = _mapped(_blank, (args, kwargs))
     with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         _, after = draw(lambda: call(*blank_args, **blank_kwargs))
     own.set_state(after)
     return lambda: draw(compute)[0]
 
 
+def _blank(leaf: Any) -> Any:
+    return torch.ones_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
 def _shapes(call: Any, args: Any, kwargs: Any) -> Any:
     """Return the results of an operation on the meta device, which are kept."""
     key = (call, *map(_described, args), *map(_described, kwargs.items()))
     if key not in _KNOWN:
-        meta_args, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
+        meta_args, meta_kwargs = _mapped(_on_meta, (args, kwargs))
         with torch.no_grad():
             _KNOWN[key] = call(*meta_args, **meta_kwargs)
     return _KNOWN[key]
@@ -290,6 +368,11 @@ _FOR_INTEGERS = {
 }
 """Operations that a GPU has for integers too, and a CPU only for floats."""
 
+_NUMBERS = (int, float, complex)
+
+_BATCH_NORM = "aten.native_batch_norm.default"
+"""Where it evaluates, its statistics are empty, which torch's meta device does not know."""
+
 _NORMS = ("aten.native_layer_norm", "aten.native_group_norm")
 """Operations whose statistics have the input's dtype on a CPU, and fp32 elsewhere."""
 
@@ -306,16 +389,17 @@ def launch_on(
 
 def _put(op: Any, computed: Any, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> Any:
     """Return computed values as tensors of the device."""
-    results = pytree.tree_map_only(torch.Tensor, _empty_like, computed)
-    made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
-    values = [leaf for leaf in pytree.tree_leaves(computed) if isinstance(leaf, torch.Tensor)]
-    for target, value in zip(made, values, strict=True):
+    results = _mapped(_empty_like, computed)
+    made = _tensors(results)
+    for target, value in zip(made, _tensors(computed), strict=True):
         device.native.host_view(target).copy_(value)
     launch_on(str(op), inputs, [*written, *made], lambda: True)
     return results
 
 
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+def _empty_like(tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
     place = torch.device(NAME, torch.accelerator.current_device_index())
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
 
@@ -352,51 +436,9 @@ def _on_meta(leaf: Any) -> Any:
     return None if isinstance(leaf, torch.Generator) else leaf
 
 
-def _has_numbers_for_tensors(op: Any, args: Any) -> bool:
-    """Return whether the dispatcher has handed on Python's numbers where the operation takes tensors."""
-    pairs = zip(op._schema.arguments, args, strict=False)
-    return any(
-        isinstance(of.type, torch.TensorType) and isinstance(value, (int, float, complex))
-        for of, value in pairs
-    )
-
-
-def _is_written(of: Any) -> bool:
-    return of.alias_info is not None and of.alias_info.is_write
-
-
-def _written(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the arguments that an operation writes."""
-    places = [place for place, of in enumerate(op._schema.arguments) if _is_written(of)]
-    values = [
-        args[place] if place < len(args) else kwargs.get(op._schema.arguments[place].name) for place in places
-    ]
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _returns_its_arguments(op: Any) -> bool:
-    """Return whether an operation makes no tensors: it writes into its arguments alone."""
-    return all(_is_written(of) for of in op._schema.returns)
-
-
-def _arguments_returned(op: Any, args: Any, kwargs: Any) -> Any:
-    if not op._schema.returns:
-        return None
-    written = {
-        next(iter(of.alias_info.before_set)): place
-        for place, of in enumerate(op._schema.arguments)
-        if _is_written(of)
-    }
-    found = []
-    for of in op._schema.returns:
-        place = written[next(iter(of.alias_info.before_set))]
-        found.append(args[place] if place < len(args) else kwargs[op._schema.arguments[place].name])
-    return found[0] if len(found) == 1 else tuple(found)
-
-
 def _resize_outputs(call: Any, args: Any, kwargs: Any) -> None:
     """Give empty `out` arguments the shapes that the operation will write."""
-    meta_args, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
+    meta_args, meta_kwargs = _mapped(_on_meta, (args, kwargs))
     call(*meta_args, **meta_kwargs)
     for name, out in kwargs.items():
         if isinstance(out, torch.Tensor) and out.shape != meta_kwargs[name].shape:
@@ -419,7 +461,7 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
         device.record("copy", _stream(), f"{way}, {'pinned' if locked else 'pageable'}", source.nbytes)
 
     def start() -> bool:
-        with torch.no_grad():
+        with torch.inference_mode():
             out.copy_(values)
         return True
 

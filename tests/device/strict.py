@@ -9,6 +9,7 @@ names what each waits for.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import threading
@@ -134,6 +135,7 @@ class StrictGroup(dist.ProcessGroup):
     """Name of an operation -> the group and ranks that each of its parts needs."""
     aborted: ClassVar[bool] = False
     """Whether a rank has died. The host gets one error, and what was issued ends as if it had run."""
+    _is_aborted = False
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -185,8 +187,8 @@ class StrictGroup(dist.ProcessGroup):
         return self._store
 
     def abort(self) -> None:
-        """Forget everything that was issued."""
-        self._device.queues.clear()
+        """End what was issued as if it had run, from any thread. What is issued later is an error."""
+        self._is_aborted = True
 
     def shutdown(self) -> None:
         """Wait for everything that was issued."""
@@ -303,7 +305,9 @@ class StrictGroup(dist.ProcessGroup):
                 return False
             stages[-1].wait()
             if len(stages) == 1:
-                self._compare(number, heard)
+                if difference := self._difference(number, heard):
+                    self._meet()
+                    raise StrictError(difference)
                 stages.append(begin(outs, values))
                 return False
             self._over += 1
@@ -372,7 +376,7 @@ class StrictGroup(dist.ProcessGroup):
 
         def start() -> bool:
             try:
-                return StrictGroup.aborted or progress(outs, values)
+                return StrictGroup.aborted or self._is_aborted or progress(outs, values)
             except RuntimeError as error:
                 StrictGroup.aborted = not isinstance(error, StrictError)
                 raise
@@ -382,21 +386,30 @@ class StrictGroup(dist.ProcessGroup):
             return StreamWork(None, (), stream, writes)
         return StreamWork(stream.record_event(), [*reads, *writes], stream, writes)
 
-    def _compare(self, number: int, heard: torch.Tensor) -> None:
+    def _difference(self, number: int, heard: torch.Tensor) -> str:
+        """Say what differs between what the ranks are about to do; "" if nothing does."""
         texts = dict(enumerate(map(_decoded, heard.view(self.size(), TEXT))))
         if len({text.partition("\n")[0] for text in texts.values()}) > 1:
             must = f"all ranks must issue the same operation {number} on communicator {self._number}"
-            raise StrictError(f"{must}; got {_each(texts)}")
+            return f"{must}; got {_each(texts)}"
         rows = [text.split("\n  ")[1] for text in texts.values()]
         given = [json.loads(of) for of in rows if of]
         for sender, receiver in itertools.product(range(len(given)), repeat=2):
             sent, due = given[sender]["send"][receiver], given[receiver]["receive"][sender]
             if sent != due:
                 text = f"rank {sender} sends {sent} rows to rank {receiver}, which receives {due}"
-                raise StrictError(f"{text}; {_each(texts)}")
+                return f"{text}; {_each(texts)}"
+        return ""
+
+    def _meet(self) -> None:
+        """Wait until all ranks have found a difference: one that leaves before closes its connections."""
+        options = dist.BarrierOptions()
+        options.timeout = timedelta(seconds=5)
+        with contextlib.suppress(RuntimeError):  # what a rank was to send is not on its way any more
+            self._gloo.barrier(options).wait()
 
     def _check(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        if StrictGroup.aborted:
+        if StrictGroup.aborted or self._is_aborted:
             raise RuntimeError(f"communicator {self._number} was aborted, and `{name}` is issued on it")
         for tensor in tensors:
             problems = {

@@ -30,7 +30,7 @@ def python(*arguments: str, seconds: float = 120, **variables: str) -> str:
     return done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_of_the_tests_for_a_gpu() -> None:
     """Without Triton's interpreter a first program fails, as it does without a compiler."""
     library()  # compiled here, which takes longer than a test may
@@ -39,7 +39,7 @@ def test_one_of_the_tests_for_a_gpu() -> None:
     assert re.search(r"\b1 passed", said), said
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_doctor_sees_the_device() -> None:
     facts = {fact["what"]: fact for fact in json.loads(python("-m", "zerodrift", "doctor", "--json"))}
     assert facts["standin:3"]["found"].startswith("the stand-in device, 4.00 TiB")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -137,3 +138,24 @@ def _carried(device: torch.device, what: str) -> list[float]:
 @pytest.mark.parametrize("what", CARRIED)
 def test_what_nccl_carries_arrives(what: str) -> None:
     assert on_devices(_carried, 2, what) == CARRIED[what]
+
+
+def _aborted(device: torch.device) -> str:
+    """Wait for a message that is never sent, until another thread aborts the communicator."""
+    group = dist.new_group([0, 1])
+    if dist.get_rank():
+        return ""
+    received = torch.zeros(1, device=device)
+    dist.irecv(received, 1, group=group)
+    threading.Timer(0.2, group.abort).start()
+    torch.accelerator.synchronize()
+    try:
+        dist.all_reduce(received, group=group)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_aborted_communicator_ends_waits_and_takes_nothing_more() -> None:
+    said, _ = on_devices(_aborted, 2)
+    assert said == "communicator 1 was aborted, and `all-reduce` is issued on it"

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.device.build import needs_device
 from tests.device.plugin import ROOT
+from tests.device.ranks import instead_of_cpu
+from tests.device.standin import NAME
+from tests.ranks import harness
 
 FILES = (
+    "tests/habits/test_habits.py",
     "tests/models/test_architectures.py",
     "tests/models/test_boundaries.py",
     "tests/models/test_experts.py",
@@ -64,6 +70,7 @@ FILES = (
     "tests/ranks/test_own_optimizers.py",
     "tests/ranks/test_pipeline_checkpointing.py",
     "tests/ranks/test_pipeline_edges.py",
+    "tests/ranks/test_pipeline_failures.py",
     "tests/ranks/test_pipelines.py",
     "tests/ranks/test_recorder.py",
     "tests/ranks/test_traps_autograd.py",
@@ -75,8 +82,14 @@ FILES = (
     "tests/ranks/test_ways.py",
     "tests/ranks/test_weights.py",
 )
-ALWAYS = "tests/ranks/test_mesh.py"
-WITH_LONG = ("tests/numerics/test_faults.py", "tests/numerics/test_late.py")
+WITH_LONG = (
+    "tests/numerics/test_faults.py",
+    "tests/numerics/test_late.py",
+    "tests/numerics/test_order.py",
+    "tests/numerics/test_order_families.py",
+    "tests/numerics/test_order_pipelines.py",
+    "tests/numerics/test_pipelines.py",
+)
 """Files of which long tests are run too, for those are what is particular to them."""
 
 CARRIERS = "about what carries messages between CPUs, in any order; NCCL is torch's"
@@ -84,7 +97,9 @@ COMMANDS = "about commands; one trains on the device in test_features.py"
 DIFFER = "ranks differ on purpose, and the strict carrier says so before the check of the engine"
 DTENSORS = "DTensor's collectives ask a process group of C++ for a backend, and the strict one is in Python"
 FAKE = "has a process group of its own, whose other ranks are not there"
+FUSED = "torch asks a device for a fused cell of a recurrent layer, which no CPU has"
 PEERS = "needs DeepSpeed, and is about its files"
+SPARSE = "torch has sparse tensors on a CPU and on CUDA alone"
 SWAPPED = "a model without its weights is converted: as on no GPU, conversions swap parameters here"
 WATCHDOG = "a wait is the stream's, so the host goes on; on a GPU it is NCCL's watchdog that notices"
 
@@ -100,7 +115,9 @@ LEFT_OUT = {
     "tests/e2e/test_train.py": COMMANDS,
     "tests/e2e/test_train_launch.py": COMMANDS,
     "tests/e2e/test_train_pipeline.py": COMMANDS,
-    "tests/habits/test_habits.py": "a product of 300 that takes an hour here",
+    "tests/habits/test_habits.py::test_habit[stage3-fp32-a_recurrent_cell]": FUSED,
+    "tests/habits/test_habits.py::test_habit[stage3-fp32-recurrent_layers]": FUSED,
+    "tests/habits/test_habits.py::test_habit[stage3-fp32-sparse_gradients]": SPARSE,
     "tests/ranks/test_collectives.py::test_sums_by_the_tree_are_its_bits_on_every_carrier": CARRIERS,
     "tests/ranks/test_collectives.py::test_halves_are_two_messages_where_slices_are_three": CARRIERS,
     "tests/ranks/test_collectives.py::test_operations_overlap_and_may_be_waited_for_in_any_order": CARRIERS,
@@ -113,13 +130,13 @@ LEFT_OUT = {
     "tests/ranks/test_deepspeed_resume.py": PEERS,
     "tests/ranks/test_dropin.py::test_an_init_may_initialise_what_is_below_it": SWAPPED,
     "tests/ranks/test_dropin.py::test_parameters_without_an_engine": SWAPPED,
-    "tests/ranks/test_failures.py::test_what_ends_one_rank_ends_the_others_within_the_timeout": WATCHDOG,
-    "tests/ranks/test_failures.py::test_ranks_that_go_through_units_in_different_orders_are_told": DIFFER,
+    "tests/ranks/test_failures.py::test_what_ends_one_rank_ends_the_others_within_the_timeout[0-": WATCHDOG,
+    "tests/ranks/test_failures.py::test_what_ends_one_rank_ends_the_others_within_the_timeout[3-k": WATCHDOG,
+    "tests/ranks/test_failures.py::test_ranks_that_go_through_units_in_different_orders_are_told[3-": DIFFER,
     "tests/ranks/test_fsdp2.py::test_two_ranks_see[parameters]": DTENSORS,
     "tests/ranks/test_harness.py": "about the ranks themselves, which are processes of the CPU",
     "tests/ranks/test_host.py": FAKE,
     "tests/ranks/test_own_optimizers.py::test_dtensors_are_whole_to_whoever_looks_at_them": DTENSORS,
-    "tests/ranks/test_pipeline_failures.py": DIFFER,
     "tests/ranks/test_shared.py": CARRIERS,
     "tests/ranks/test_tensor_parallel.py": DTENSORS,
     "tests/ranks/test_values.py::test_contexts_leave_what_was_there_and_what_was_kept[some]": SWAPPED,
@@ -142,12 +159,22 @@ def test_every_file_of_ranks_is_run_or_left_out() -> None:
         assert file in FILES and f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8")
 
 
-CELLS = [pytest.param(file, marks=pytest.mark.long if file == ALWAYS else pytest.mark.slow) for file in FILES]
+def place_of_a_tensor() -> str:
+    return str(torch.ones(1).device)
 
 
 @needs_device
+@pytest.mark.long
+def test_ranks_are_on_the_device_where_the_option_puts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = functools.partial(instead_of_cpu, order="side streams last")
+    monkeypatch.setattr(harness, "instead", [way])
+    assert harness.run_ranks(place_of_a_tensor, 2) == [f"{NAME}:0", f"{NAME}:1"]
+
+
+@needs_device
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("file", CELLS)
+@pytest.mark.parametrize("file", FILES)
 def test_ranks_do_on_the_device_what_they_do_on_the_cpu(file: str) -> None:
     left_out = [f"--deselect={name}" for name in LEFT_OUT if name.startswith(f"{file}::")]
     command = ["-m", "pytest", file, "-q", "-n", "0", "--timeout", "1200", "--standin", "side streams last"]

@@ -87,7 +87,7 @@ def values_that_are_kept(loop: Loop) -> None:
     for found in (kept, state):
         loop.see("kept", {name: found[name] for name in sorted(found)})
         loop.see("printed", repr(found["head.bias"])[:20])
-        loop.see("numpy", found["head.bias"].float().detach().numpy().tolist())
+        loop.see("numpy", found["head.bias"].float().detach().cpu().numpy().tolist())
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

@@ -152,7 +152,9 @@ def _meet(mine: Alarm, mesh: Any) -> None:
     with mine.raised("meeting", "waiting"):
         if mesh.rank() == 1:
             raise Boom("away")
-        torch.distributed.recv(torch.empty(1), group=mesh.group("pipeline"), group_src=1)
+        received = torch.empty(1)
+        torch.distributed.recv(received, group=mesh.group("pipeline"), group_src=1)
+        received.item()  # on a device, the wait is here
 
 
 def test_the_store_alone_ends_a_wait() -> None:
