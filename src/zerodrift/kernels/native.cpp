@@ -139,8 +139,7 @@ const float* last_moment(float* buffer, const Update& u, int64_t block, int64_t 
   if (last == nullptr) return nullptr;
   if (u.state_kind != STATE_8BIT) return widen(buffer, last, u.state_kind == STATE_FP32 ? FP32 : BF16, at, n);
   const float scale = (second ? u.scale2 : u.scale1)[block];
-  const float* value = u.codes[second].value;
-  for (int i = 0; i < n; ++i) buffer[i] = value[static_cast<const uint8_t*>(last)[at + i]] * scale;
+  decode_plain(buffer, static_cast<const uint8_t*>(last) + at, scale, u.codes[second], n);
   return buffer;
 }
 
