@@ -11,6 +11,7 @@
 
 using Word = uint32_t;
 using Half = uint16_t;
+using Byte = uint8_t;
 
 namespace {
 
@@ -58,9 +59,12 @@ extern "C" void move_fp32(int64_t n, const Word* __restrict grad, Half* __restri
   }
 }
 
-// The two halves of a split one.
-extern "C" void move_split(int64_t n, const Word* __restrict grad, Half* __restrict high, Half* __restrict low,
-                           Word* __restrict first, Word* __restrict second) {
+namespace {
+
+// The two halves of a split one, and moments of any width.
+template <class Moment>
+void move_moments(int64_t n, const Word* __restrict grad, Half* __restrict high, Half* __restrict low,
+                  Moment* __restrict first, Moment* __restrict second) {
   for (int64_t at = 0; at < n; at += PIECE) {
     ask(grad + at, AHEAD);
     ask(high + at, AHEAD);
@@ -69,12 +73,22 @@ extern "C" void move_split(int64_t n, const Word* __restrict grad, Half* __restr
     ask(second + at, AHEAD);
     for (int i = 0; i < PIECE; ++i) {
       const Word g = grad[at + i];
-      first[at + i] ^= g;
-      second[at + i] ^= g;
+      first[at + i] ^= static_cast<Moment>(g);
+      second[at + i] ^= static_cast<Moment>(g);
       high[at + i] ^= static_cast<Half>(g >> 16);
       low[at + i] ^= static_cast<Half>(g);
     }
   }
+}
+
+}  // namespace
+
+extern "C" void move_split(int64_t n, const Word* grad, Half* high, Half* low, Word* first, Word* second) {
+  move_moments(n, grad, high, low, first, second);
+}
+
+extern "C" void move_split_8bit(int64_t n, const Word* grad, Half* high, Half* low, Byte* first, Byte* second) {
+  move_moments(n, grad, high, low, first, second);
 }
 
 // What a norm reads.

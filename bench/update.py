@@ -254,10 +254,11 @@ def limit_cases() -> list[Case]:
 
         return build
 
-    fp32, bf16, low = torch.float32, torch.bfloat16, torch.int16
+    fp32, bf16, low, byte = torch.float32, torch.bfloat16, torch.int16, torch.uint8
     return [
         Case("limit: the bytes of fp32 master", 30, moving(moved.move_fp32, bf16, fp32, fp32, fp32)),
         Case("limit: the bytes of split", 28, moving(moved.move_split, bf16, low, fp32, fp32)),
+        Case("limit: the bytes of split, 8bit", 16, moving(moved.move_split_8bit, bf16, low, byte, byte)),
         Case("limit: the bytes of a norm", 4, moving(moved.move_read)),
     ]
 

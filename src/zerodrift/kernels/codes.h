@@ -1,13 +1,13 @@
 // How a moment rests in 8 bits: a block of 256 values to codes and a scale, and back.
 //
-// The definition is `optim/blockwise.py`, which also makes the tables. There are two ways from a value to its
-// code, chosen by the processor: lookups in registers with 512-bit vectors, plain loops without.
+// The definition is `optim/blockwise.py`, which also makes the tables. There are plain loops for any processor, and
+// lookups in registers with 512-bit vectors for whole pieces whose scale is an ordinary one.
 //
 // Invariant: both ways leave the codes of the definition, bit for bit.
 
 #pragma once
 
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
 #include <immintrin.h>
 #endif
 
@@ -43,146 +43,21 @@ float block_scale(const float* __restrict in, int n) {
   return value(most < LARGEST_SCALE ? most : LARGEST_SCALE);
 }
 
-#if defined(__AVX512F__)
+// The plain loops, for any number of values of any kind. HALF: which half of a random word rounds this moment;
+// see [Note: random bits].
 
-// [Note: tables in registers] With 512-bit vectors a lookup among 32 numbers is one instruction, and a gather
-// is sixteen loads. So the values of a code are looked up 32 at a time and the right ones kept; and a decade
-// is found by the exponent of a number: no binade has two bounds in it, so 32 binades tell the decade but for
-// one comparison. The arithmetic is that of the plain loops below, operation by operation.
-constexpr int BINADES = 32;  // from 2^-31 to 1; the lowest bound is 1e-7
-
-struct Table {
-  alignas(64) float value[256];
-  alignas(64) float bound[BINADES];  // the one in this binade, or one that nothing reaches
-  alignas(64) int32_t base[BINADES];  // how many bounds are below this binade
-  alignas(64) float start[16];
-  alignas(64) float steep[16];
-
-  explicit Table(const Code& code) {
-    std::memcpy(value, code.value, sizeof(value));
-    for (int i = 0; i < BINADES; ++i) {
-      const float low = std::ldexp(1.0f, i - 31), high = 2.0f * low;
-      bound[i] = 2.0f;
-      base[i] = 0;
-      for (int level = 0; level < LEVELS; ++level) {
-        const float at = code.bound[level];
-        if (at < low) base[i] += 1;
-        if (at >= low && at < high) bound[i] = at;
-      }
-    }
-    for (int level = 0; level < LEVELS; ++level) {
-      start[level] = start[level + LEVELS] = code.start[level];
-      steep[level] = steep[level + LEVELS] = code.steep[level];
-    }
-  }
-};
-
-// A block in vectors of 16. What is left at its end goes by way of a buffer, which is faster than masks: some
-// processors do not forward a masked store to the load behind it.
-template <class In, class Out, class Step>
-void in_sixteens(Out* __restrict out, const In* __restrict in, int n, Step step) {
-  int i = 0;
-  for (; i + 16 <= n; i += 16) step(out + i, in + i, i);
-  if (i == n) return;
-  In from[16] = {0};
-  Out to[16];
-  std::memcpy(from, in + i, sizeof(In) * (n - i));
-  step(to, from, i);
-  std::memcpy(out + i, to, sizeof(Out) * (n - i));
-}
-
-inline __m512 find32(const float* table, __m512i index) {
-  return _mm512_permutex2var_ps(_mm512_load_ps(table), index, _mm512_load_ps(table + 16));
-}
-
-inline __m512 find128(const float* table, __m512i index) {
-  const __mmask16 bit5 = _mm512_test_epi32_mask(index, _mm512_set1_epi32(32));
-  const __mmask16 bit6 = _mm512_test_epi32_mask(index, _mm512_set1_epi32(64));
-  const __m512 low = _mm512_mask_blend_ps(bit5, find32(table, index), find32(table + 32, index));
-  const __m512 high = _mm512_mask_blend_ps(bit5, find32(table + 64, index), find32(table + 96, index));
-  return _mm512_mask_blend_ps(bit6, low, high);
-}
-
-template <bool SIGNED>
-void decode(float* __restrict out, const uint8_t* __restrict in, float scale, const Table& table, int n) {
-  const __m512 factor = _mm512_set1_ps(scale);
-  in_sixteens(out, in, n, [&](float* to, const uint8_t* from, int) {
-    const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    __m512 found = find128(table.value, code);
-    const __mmask16 bit7 = _mm512_test_epi32_mask(code, _mm512_set1_epi32(128));
-    if (SIGNED) {
-      const __m512i bits = _mm512_castps_si512(found);
-      found = _mm512_castsi512_ps(_mm512_mask_xor_epi32(bits, bit7, bits, _mm512_set1_epi32(INT32_MIN)));
-    } else {
-      found = _mm512_mask_blend_ps(bit7, found, find128(table.value + 128, code));
-    }
-    _mm512_storeu_ps(to, _mm512_mul_ps(found, factor));
-  });
-}
-
-// HALF: which half of a random word rounds this moment; see [Note: random bits]. There are words for a block.
-template <bool SIGNED, int HALF>
-float encode(uint8_t* __restrict out, const float* __restrict in, const Table& table,
-             const uint32_t* __restrict words, int n) {
-  const float scale = block_scale(in, n);
-  const __m512 inverse = _mm512_set1_ps(scale > 0.0f ? 1.0f / scale : 0.0f);
-  const __m512 one = _mm512_set1_ps(1.0f);
-  const __m512i unit = _mm512_set1_epi32(1), largest = _mm512_set1_epi32(0x7FFFFFFF);
-  const __m512i top = _mm512_set1_epi32(SIGNED ? 127 : 255), lower = _mm512_set1_epi32(0xFFFF);
-  const __m512 start = _mm512_load_ps(table.start), steep = _mm512_load_ps(table.steep);
-  const __m512i low = _mm512_load_si512(table.base), high = _mm512_load_si512(table.base + 16);
-  const bool least = !SIGNED && scale != 0.0f;  // what is there is never stored as nothing
-  in_sixteens(out, in, n, [&](uint8_t* to, const float* from, int i) {
-    const __m512i u = _mm512_loadu_si512(from);
-    const __m512i magnitude = _mm512_and_si512(u, largest);
-    __m512 part = _mm512_mul_ps(_mm512_castsi512_ps(magnitude), inverse);
-    // A NaN is 1 as well.
-    part = _mm512_mask_mov_ps(one, _mm512_cmp_ps_mask(part, one, _CMP_LE_OQ), part);
-    // Exponents from 96 on; a lookup takes the last five bits, of which 96 has none.
-    const __m512i binade =
-        _mm512_max_epi32(_mm512_srli_epi32(_mm512_castps_si512(part), 23), _mm512_set1_epi32(127 - 31));
-    const __mmask16 above = _mm512_cmp_ps_mask(part, find32(table.bound, binade), _CMP_GT_OQ);
-    __m512i level = _mm512_permutex2var_epi32(low, binade, high);
-    level = _mm512_mask_add_epi32(level, above, level, unit);
-    const __m512i first = _mm512_sub_epi32(_mm512_sllv_epi32(unit, level), unit);
-    const __m512i word = _mm512_loadu_si512(words + i);
-    const __m512i drawn = HALF ? _mm512_srli_epi32(word, 16) : _mm512_and_si512(word, lower);
-    const __m512 share = _mm512_mul_ps(_mm512_cvtepi32_ps(drawn), _mm512_set1_ps(0x1p-16f));
-    const __m512 inside = _mm512_mul_ps(_mm512_sub_ps(part, _mm512_permutexvar_ps(level, start)),
-                                        _mm512_permutexvar_ps(level, steep));
-    __m512i found = _mm512_add_epi32(first, _mm512_cvttps_epi32(_mm512_add_ps(inside, share)));
-    found = _mm512_min_epi32(found, top);
-    const __mmask16 something = _mm512_test_epi32_mask(magnitude, magnitude);
-    if (least) found = _mm512_mask_max_epi32(found, something, found, unit);
-    if (SIGNED) {
-      const __mmask16 number = _mm512_cmple_epu32_mask(magnitude, _mm512_set1_epi32(INFINITY_BITS));
-      const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(u, 24), _mm512_set1_epi32(128));
-      found = _mm512_mask_or_epi32(found, number, found, sign);
-    }
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(found));
-  });
-  return scale;
-}
-
-#else
-
-using Table = Code;
-
-template <bool SIGNED>
-void decode(float* __restrict out, const uint8_t* __restrict in, float scale, const Table& table, int n) {
-  const float* __restrict value = table.value;
+inline void decode_plain(float* __restrict out, const uint8_t* __restrict in, float scale, const Code& code, int n) {
+  const float* __restrict value = code.value;
   for (int i = 0; i < n; ++i) out[i] = value[in[i]] * scale;
 }
 
-// HALF: which half of a random word rounds this moment; see [Note: random bits].
 template <bool SIGNED, int HALF>
-float encode(uint8_t* __restrict out, const float* __restrict in, const Table& table,
-             const uint32_t* __restrict words, int n) {
+void encode_plain(uint8_t* __restrict out, const float* __restrict in, float scale, const Code& code,
+                  const uint32_t* __restrict words, int n) {
   constexpr int TOP = SIGNED ? 127 : 255;
-  const float scale = block_scale(in, n);
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   const int least = !SIGNED && scale != 0.0f;  // what is there is never stored as nothing
-  const Code c = table;
+  const Code c = code;
   for (int i = 0; i < n; ++i) {
     const uint32_t u = bits(in[i]);
     const uint32_t magnitude = u & 0x7FFFFFFFu;
@@ -204,7 +79,128 @@ float encode(uint8_t* __restrict out, const float* __restrict in, const Table& t
     const uint32_t sign = SIGNED && magnitude <= INFINITY_BITS ? u >> 31 << 7 : 0;
     out[i] = static_cast<uint8_t>(static_cast<uint32_t>(found) | sign);
   }
-  return scale;
+}
+
+#if defined(__AVX512BW__)
+
+// [Note: tables in registers] With 512-bit vectors a lookup among 16 numbers, or among 64 halves of one, is one
+// instruction, and a gather is sixteen loads. So the two halves of a value are looked up for 32 codes at a time.
+// A decade is found by the exponent of a number: no two neighbouring binades have two bounds in them, so 16 groups
+// of two tell the decade but for one comparison, and a number above its group's bound has the decade of the next
+// group. Steps are counted in 65536ths, so that a random half is added as it is; the sum with 2^39, whose last bit
+// is 65536, rounded towards zero, has the code as its lowest byte. Where the scale is the largest magnitude, no
+// fraction is above one, and no code above the last.
+constexpr int GROUPS = 16;  // of two binades, from 2^-31 to 2; the lowest bound is 1e-7
+
+struct Table {
+  const Code& code;
+  alignas(64) uint16_t high[256];
+  alignas(64) uint16_t low[256];
+  alignas(64) float bound[GROUPS];  // the one in this group, or one that nothing reaches
+  alignas(64) float start[GROUPS];  // of what is not above the bound, like the next two
+  alignas(64) float steep[GROUPS];  // in 65536ths of a code
+  alignas(64) float first[GROUPS];  // the code before the decade's, in 65536ths, and 2^39
+
+  explicit Table(const Code& from) : code(from) {
+    for (int i = 0; i < 256; ++i) {
+      high[i] = static_cast<uint16_t>(bits(code.value[i]) >> 16);
+      low[i] = static_cast<uint16_t>(bits(code.value[i]));
+    }
+    for (int group = 0; group < GROUPS; ++group) {
+      const float least = std::ldexp(1.0f, 2 * group - 31);
+      int level = 0;
+      while (code.bound[level] < least) ++level;  // the last one is 2
+      bound[group] = code.bound[level] < 4.0f * least ? code.bound[level] : 2.0f;
+      start[group] = code.start[level];
+      steep[group] = code.steep[level] * 0x1p16f;
+      first[group] = 0x1p39f + 0x1p16f * static_cast<float>((1 << level) - 1);
+    }
+  }
+};
+
+// The low 7 bits of 32 codes, or all 8, to a half of their values.
+template <bool SIGNED>
+INLINE __m512i find_halves(const uint16_t* table, __m512i code) {
+  const auto among_64 = [&](int at) {
+    return _mm512_permutex2var_epi16(_mm512_load_si512(table + at), code, _mm512_load_si512(table + at + 32));
+  };
+  const __mmask32 bit6 = _mm512_test_epi16_mask(code, _mm512_set1_epi16(64));
+  const __m512i found = _mm512_mask_blend_epi16(bit6, among_64(0), among_64(64));
+  if (SIGNED) return found;
+  const __mmask32 bit7 = _mm512_test_epi16_mask(code, _mm512_set1_epi16(128));
+  return _mm512_mask_blend_epi16(bit7, found, _mm512_mask_blend_epi16(bit6, among_64(128), among_64(192)));
+}
+
+template <bool SIGNED>
+void decode(float* __restrict out, const uint8_t* __restrict in, float scale, const Table& table, int n) {
+  if (n % 32 != 0) return decode_plain(out, in, scale, table.code, n);
+  const __m512 factor = _mm512_set1_ps(scale);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // of four codes, as `unpack` takes them
+  for (int i = 0; i < n; i += 32) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
+    const __m512i code = _mm512_cvtepu8_epi16(_mm256_permutevar8x32_epi32(codes, order));
+    __m512i high = find_halves<SIGNED>(table.high, code);
+    const __m512i low = find_halves<SIGNED>(table.low, code);
+    if (SIGNED) {
+      const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(code, 8), _mm512_set1_epi16(INT16_MIN));
+      high = _mm512_or_si512(high, sign);
+    }
+    const __m512i left = _mm512_unpacklo_epi16(low, high), right = _mm512_unpackhi_epi16(low, high);
+    _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_castsi512_ps(left), factor));
+    _mm512_storeu_ps(out + i + 16, _mm512_mul_ps(_mm512_castsi512_ps(right), factor));
+  }
+}
+
+template <bool SIGNED, int HALF>
+void encode(uint8_t* __restrict out, const float* __restrict in, float scale, const Table& table,
+            const uint32_t* __restrict words, int n) {
+  if (n % 16 != 0 || !(scale > 0.0f && scale < value(LARGEST_SCALE)))
+    return encode_plain<SIGNED, HALF>(out, in, scale, table.code, words, n);
+  const __m512 inverse = _mm512_set1_ps(1.0f / scale);
+  const __m512 bound = _mm512_load_ps(table.bound), start = _mm512_load_ps(table.start);
+  const __m512 steep = _mm512_load_ps(table.steep), first = _mm512_load_ps(table.first);
+  const __m512i least = _mm512_set1_epi32((127 - 31) << 23), unit = _mm512_set1_epi32(1);
+  for (int i = 0; i < n; i += 16) {
+    const __m512 x = _mm512_loadu_ps(in + i);
+    const __m512 part = _mm512_mul_ps(_mm512_abs_ps(x), inverse);
+    // A lookup takes the last four bits of its index: half of the exponent.
+    __m512i group = _mm512_srli_epi32(_mm512_max_epi32(_mm512_castps_si512(part), least), 24);
+    const __mmask16 above = _mm512_cmp_ps_mask(part, _mm512_permutexvar_ps(group, bound), _CMP_GT_OQ);
+    group = _mm512_mask_add_epi32(group, above, group, unit);
+    const __m512 behind = _mm512_sub_ps(part, _mm512_permutexvar_ps(group, start));
+    const __m512 inside = _mm512_mul_ps(behind, _mm512_permutexvar_ps(group, steep));
+    const __m512i word = _mm512_loadu_si512(words + i);
+    const __m512i draw = HALF ? _mm512_srli_epi32(word, 16) : _mm512_and_si512(word, _mm512_set1_epi32(0xFFFF));
+    const __m512 sum = _mm512_add_ps(inside, _mm512_cvtepi32_ps(draw));
+    const __m512i found = _mm512_castps_si512(_mm512_add_round_ps(sum, _mm512_permutexvar_ps(group, first),
+                                                                  _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC));
+    __m128i code = _mm512_cvtepi32_epi8(found);
+    if (SIGNED) {
+      code = _mm_mask_add_epi8(code, _mm512_movepi32_mask(_mm512_castps_si512(x)), code, _mm_set1_epi8(INT8_MIN));
+    } else {  // what is there is never stored as nothing
+      const __mmask16 something = _mm512_test_epi32_mask(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MAX));
+      code = _mm_mask_max_epu8(code, something, code, _mm_set1_epi8(1));
+    }
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), code);
+  }
+}
+
+#else
+
+struct Table {
+  const Code& code;
+  explicit Table(const Code& from) : code(from) {}
+};
+
+template <bool SIGNED>
+void decode(float* __restrict out, const uint8_t* __restrict in, float scale, const Table& table, int n) {
+  decode_plain(out, in, scale, table.code, n);
+}
+
+template <bool SIGNED, int HALF>
+void encode(uint8_t* __restrict out, const float* __restrict in, float scale, const Table& table,
+            const uint32_t* __restrict words, int n) {
+  encode_plain<SIGNED, HALF>(out, in, scale, table.code, words, n);
 }
 
 #endif

@@ -117,16 +117,6 @@ INLINE void ask_all(const Update& u, int64_t at) {
   if (u.moment2 != nullptr) ask<true>(u.moment2, Moment::SIZE, at);
 }
 
-// The update of a whole block, piece by piece, between requests for the memory of a later one.
-template <class Moment>
-INLINE void advance_asking(const Update& u, const Group& h, const Block<Moment>& block, int64_t at) {
-  for (int from = 0; from < BLOCK; from += PIECE) {
-    ask_all<Moment>(u, at + AHEAD + from);
-    if (u.root == nullptr) advance<Moment, false>(u.algorithm, u.root, h, block.part(from, PIECE));
-  }
-  if (u.root != nullptr) advance<Moment, false>(u.algorithm, u.root, h, block);  // one call for all roots
-}
-
 // What a block looked like before its update, kept on request.
 struct Before {
   float weight[BLOCK];
@@ -149,8 +139,7 @@ const float* last_moment(float* buffer, const Update& u, int64_t block, int64_t 
   if (last == nullptr) return nullptr;
   if (u.state_kind != STATE_8BIT) return widen(buffer, last, u.state_kind == STATE_FP32 ? FP32 : BF16, at, n);
   const float scale = (second ? u.scale2 : u.scale1)[block];
-  const float* value = u.codes[second].value;
-  for (int i = 0; i < n; ++i) buffer[i] = value[static_cast<const uint8_t*>(last)[at + i]] * scale;
+  decode_plain(buffer, static_cast<const uint8_t*>(last) + at, scale, u.codes[second], n);
   return buffer;
 }
 
@@ -197,39 +186,53 @@ struct Tables<Coded> {
 };
 
 // The moments of a block, where an update finds and leaves them: in memory, or in fp32 buffers between 8-bit
-// codes.
+// codes. They are loaded by pieces, and stored whole: a scale depends on all of them.
 template <class Moment>
 struct Moments {
   using Type = typename Moment::Type;
   Type *m, *v;
-  Moments(const Update& u, const Tables<Moment>&, int64_t, int64_t at, int)
+  Moments(const Update& u, int64_t at)
       : m(u.moment1 == nullptr ? nullptr : static_cast<Type*>(u.moment1) + at),
         v(u.moment2 == nullptr ? nullptr : static_cast<Type*>(u.moment2) + at) {}
-  void store(const Update&, const Tables<Moment>&, int64_t, int64_t, const uint32_t*, int) {}
+  void load(const Update&, const Tables<Moment>&, int64_t, int, int) {}
+  void store(const Update&, const Tables<Moment>&, int64_t, const uint32_t*, int) {}
 };
 
 template <>
 struct Moments<Coded> {
-  float *m = nullptr, *v = nullptr;
   alignas(64) float first[BLOCK], second[BLOCK];
-  Moments(const Update& u, const Tables<Coded>& tables, int64_t block, int64_t at, int n) {
-    if (u.moment1 != nullptr) {
-      m = first;
-      decode<true>(m, static_cast<const uint8_t*>(u.moment1) + at, u.scale1[block], tables.first, n);
-    }
-    if (u.moment2 != nullptr) {
-      v = second;
-      decode<false>(v, static_cast<const uint8_t*>(u.moment2) + at, u.scale2[block], tables.second, n);
-    }
+  float *m, *v;
+  uint8_t *codes1, *codes2;
+  Moments(const Update& u, int64_t at)
+      : m(u.moment1 == nullptr ? nullptr : first),
+        v(u.moment2 == nullptr ? nullptr : second),
+        codes1(static_cast<uint8_t*>(u.moment1) + at),
+        codes2(static_cast<uint8_t*>(u.moment2) + at) {}
+  INLINE void load(const Update& u, const Tables<Coded>& tables, int64_t block, int from, int n) {
+    if (m != nullptr) decode<true>(m + from, codes1 + from, u.scale1[block], tables.first, n);
+    if (v != nullptr) decode<false>(v + from, codes2 + from, u.scale2[block], tables.second, n);
   }
-  void store(const Update& u, const Tables<Coded>& tables, int64_t block, int64_t at, const uint32_t* words,
-             int n) {
-    if (m != nullptr)
-      u.scale1[block] = encode<true, 0>(static_cast<uint8_t*>(u.moment1) + at, m, tables.first, words, n);
-    if (v != nullptr)
-      u.scale2[block] = encode<false, 1>(static_cast<uint8_t*>(u.moment2) + at, v, tables.second, words, n);
+  // Both scales first, so that a processor need not wait for one.
+  INLINE void store(const Update& u, const Tables<Coded>& tables, int64_t block, const uint32_t* words, int n) {
+    if (m != nullptr) u.scale1[block] = block_scale(m, n);
+    if (v != nullptr) u.scale2[block] = block_scale(v, n);
+    if (m != nullptr) encode<true, 0>(codes1, m, u.scale1[block], tables.first, words, n);
+    if (v != nullptr) encode<false, 1>(codes2, v, u.scale2[block], tables.second, words, n);
   }
 };
+
+// The update of a whole block, piece by piece, between requests for the memory of a later one. 8-bit moments are
+// decoded beside the divisions of the piece before.
+template <class Moment>
+INLINE void advance_asking(const Update& u, const Group& h, const Block<Moment>& block, int64_t at,
+                           Moments<Moment>& moments, const Tables<Moment>& tables) {
+  for (int from = 0; from < BLOCK; from += PIECE) {
+    ask_all<Moment>(u, at + AHEAD + from);
+    moments.load(u, tables, at / BLOCK, from, PIECE);
+    if (u.root == nullptr) advance<Moment, false>(u.algorithm, u.root, h, block.part(from, PIECE));
+  }
+  if (u.root != nullptr) advance<Moment, false>(u.algorithm, u.root, h, block);  // one call for all roots
+}
 
 // WHOLE: all but the last one are, and their loops have a length that the compiler knows.
 template <class Moment, bool WHOLE>
@@ -247,22 +250,24 @@ void update_block(const Update& u, const Tables<Moment>& tables, int64_t block) 
     random_words(buffer, u.keys[block], u.stochastic, n);
     words = buffer;
   }
-  Moments<Moment> moments(u, tables, block, at, n);
+  Moments<Moment> moments(u, at);
   if (u.statistics == nullptr) {
     const Block<Moment> here{p, moments.m, moments.v, g, nullptr, words, n};
     if (WHOLE) {
-      advance_asking<Moment>(u, h, here, at);
+      advance_asking<Moment>(u, h, here, at, moments, tables);
     } else {
+      moments.load(u, tables, block, 0, n);
       advance<Moment, false>(u.algorithm, u.root, h, here);
     }
-    moments.store(u, tables, block, at, words, n);
+    moments.store(u, tables, block, words, n);
     store_visible(u, p, at, n);
     return;
   }
   Before before;
   remember(before, u, p, g, at, n);
+  moments.load(u, tables, block, 0, n);
   advance<Moment, true>(u.algorithm, u.root, h, {p, moments.m, moments.v, g, before.wanted, words, n});
-  moments.store(u, tables, block, at, words, n);
+  moments.store(u, tables, block, words, n);
   store_visible(u, p, at, n);
   account(u.statistics + STATISTICS * block, before, u, p, block, at, n);
 }

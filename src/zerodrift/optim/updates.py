@@ -70,9 +70,9 @@ class Hyper:
     maximize: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class UpdateStep:
-    """One optimizer step, the same for every slice."""
+    """One optimizer step, the same object for every slice: what is derived from it is kept by its identity."""
 
     algorithm: Algorithm
     hypers: tuple[Hyper, ...]
