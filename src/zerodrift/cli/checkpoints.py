@@ -79,22 +79,22 @@ def convert(
             raise ConfigError("--to", "must be safetensors or checkpoint", got=repr(to))
         if merge:
             _refuse_with_merge({"--to": to == "checkpoint", "--trust": trust, "--optimizer": bool(optimizer)})
-            from zerodrift.train import MergeOptions
-            from zerodrift.train import merge as run_merge
-
-            with streams.progress(f"merging {source}"):
-                done = run_merge(source, target, MergeOptions(model, dtype, max_shard_size, overwrite, tag))
-            streams.emit(str(done))
-            return
         from zerodrift.weights import ConvertOptions
         from zerodrift.weights import convert as run
 
         kind: Literal["safetensors", "checkpoint"] | None = None
         if to is not None:
             kind = "checkpoint" if to == "checkpoint" else "safetensors"
+        chosen = ConvertOptions(kind, dtype, max_shard_size, overwrite, tag, trust, optimizer)
+        if merge:
+            from zerodrift.train import merge as run_merge
+
+            with streams.progress(f"merging {source}"):
+                done = run_merge(source, target, chosen, model)
+            streams.emit(str(done))
+            return
         from zerodrift.train import checkpoints_at, config_of
 
-        chosen = ConvertOptions(kind, dtype, max_shard_size, overwrite, tag, trust, optimizer)
         model = model or config_of(source)
         streams.emit(str(run(checkpoints_at(source), target, chosen, model, shown=True)))
 
