@@ -20,8 +20,9 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import ZerodriftError
 from zerodrift.kernels import narrow
 from zerodrift.train.loop.start import train
-from zerodrift.train.tools.merge import MergeOptions, merge
+from zerodrift.train.tools.merge import merge
 from zerodrift.train.tools.sample import SamplingOptions, TextGenerator
+from zerodrift.weights import ConvertOptions
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
 
@@ -82,7 +83,7 @@ def test_every_door_leads_to_what_peft_makes(trained: Path, tmp_path: Path, dtyp
     run = trained / "run"
     for number, place in enumerate((run, run / "export", run / "checkpoints" / "step-00000002")):
         target = tmp_path / str(number)
-        done = merge(place, target, MergeOptions(dtype=None if dtype == "bf16" else dtype))
+        done = merge(place, target, ConvertOptions(dtype=None if dtype == "bf16" else dtype))
         assert f"merged into {trained / 'base'}" in str(done)
         found = weights(target)
         assert found.keys() == expected.keys() and all(found[k].equal(expected[k]) for k in found), place
@@ -123,7 +124,7 @@ def test_a_base_that_rested_in_a_format_is_merged_with_its_decoded_values(
     for place in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000002"):
         for dtype in (None, "fp32"):
             target = tmp_path / f"{place.name}-{dtype}"
-            merge(place, target, MergeOptions(dtype=dtype))
+            merge(place, target, ConvertOptions(dtype=dtype))
             of = torch.float32 if dtype else torch.bfloat16
             found = weights(target)
             assert all(found[name].equal(value.to(of)) for name, value in expected.items())
@@ -170,10 +171,10 @@ def test_another_base_is_refused(
         file.write_text(file.read_text().replace(str(trained), str(folder)))
     named = change(folder)
     with pytest.raises(ZerodriftError, match=re.escape(words)):
-        merge(folder / "run", tmp_path / "merged", MergeOptions(named))
+        merge(folder / "run", tmp_path / "merged", base_path=named)
     assert not (tmp_path / "merged").exists()
     if change is moved:  # and where it is named, it is found
-        merge(folder / "run", tmp_path / "merged", MergeOptions(str(folder / "elsewhere")))
+        merge(folder / "run", tmp_path / "merged", base_path=str(folder / "elsewhere"))
         assert weights(tmp_path / "merged")
 
 

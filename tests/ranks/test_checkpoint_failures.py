@@ -22,9 +22,9 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.plain import weights
 from zerodrift.api import make_plan
 from zerodrift.checkpoint import save as saving
+from zerodrift.checkpoint.atomic import Lock
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.checkpoint.folder import CheckpointFolder
-from zerodrift.checkpoint.lock import Lock
 from zerodrift.comm.mesh import start
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native_executor import NativeExecutor

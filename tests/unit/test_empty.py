@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from zerodrift.errors import ModelError
 from zerodrift.model import recipe
 from zerodrift.model.empty_model import SMALL, empty
 
@@ -191,7 +192,7 @@ def test_writes_after_the_context_and_elements_that_nobody_wrote_are_noticed() -
         model = blank(4, 4)
         model.x.data[1:].zero_()
     initial = recipe.RecipeValues({"x": model.x}, 0)
-    with pytest.raises(recipe.UnwrittenError):
+    with pytest.raises(ModelError, match="`x`: must be initialized as a whole"):
         initial.fill("x", 0, torch.empty(16))
 
 

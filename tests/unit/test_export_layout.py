@@ -73,13 +73,12 @@ def made_of(name: str, layout: Layout, *parameters: str) -> SavedTensor:
 def pour(folder: Path, tensors: list[SavedTensor], values: dict[str, torch.Tensor], step: int) -> None:
     """Write parameters in runs of `step` elements, backwards."""
     files = pack(tensors, 400)
-    writer = SafetensorsWriter(folder, files)
-    writer.create()
-    for name, value in values.items():
-        flat = value.reshape(-1)
-        for start in reversed(range(0, flat.numel(), step)):
-            writer.write(name, start, flat[start : start + step])
-    writer.close()
+    with SafetensorsWriter.opened(folder, files) as writer:
+        writer.create()
+        for name, value in values.items():
+            flat = value.reshape(-1)
+            for start in reversed(range(0, flat.numel(), step)):
+                writer.write(name, start, flat[start : start + step])
     if len(files) > 1:
         (folder / "model.safetensors.index.json").write_text(index_text(files))
 

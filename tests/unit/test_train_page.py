@@ -36,7 +36,7 @@ from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.report.display import Display, Pace, clock
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, read
 from zerodrift.train.report.page import run_page
-from zerodrift.train.tools.flops import ForwardFlops, peak, readable
+from zerodrift.train.tools.flops import forward_flops, peak, readable
 
 
 def step(number: int, loss: float = 2.0, skipped: bool = False) -> StepMetrics:
@@ -219,11 +219,10 @@ def test_a_device_has_the_peak_of_its_maker_and_not_of_a_namesake(device: str, t
 
 def test_the_flops_of_a_forward_are_those_of_its_products() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4, bias=False))
-    flops = ForwardFlops()
-    with flops.counting(model):
+    with forward_flops(model) as flops:
         for _ in range(2):
             model(torch.ones(5, 8)).sum().backward()
-    assert flops.found == 2 * 5 * (8 * 16 + 16 * 4)
+    assert sum(flops) == 2 * 5 * (8 * 16 + 16 * 4)
     assert [readable(flops) for flops in (0, 1.5e9, 4.2e13)] == ["0 FLOP/s", "1.5 GFLOP/s", "42 TFLOP/s"]
 
 

@@ -6,7 +6,7 @@ from zerodrift.faces import face
 
 if TYPE_CHECKING:
     from zerodrift.checkpoint import paths, state
-    from zerodrift.checkpoint.atomic import NewFolder, new_file, new_folder
+    from zerodrift.checkpoint.atomic import Lock, NewFolder, new_file, new_folder
     from zerodrift.checkpoint.checkpoints import Checkpoints, Loaded, Part
     from zerodrift.checkpoint.contents import VERSIONS
     from zerodrift.checkpoint.differences import Allowed
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         CheckpointFolder, DEEPSPEED, LATEST, automatic, has_deepspeed_files, is_deepspeed, read_latest,
     )  # fmt: skip
     from zerodrift.checkpoint.inspection import inspect, inspection_json, inspection_text
-    from zerodrift.checkpoint.lock import Lock
     from zerodrift.checkpoint.manifest import (
         MANIFEST, Manifest, SHARED, SavedParameter, read_entries, read_manifest, read_plan, state_file,
         verified,

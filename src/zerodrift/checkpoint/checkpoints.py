@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -25,14 +25,10 @@ from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, automatic, che
 from zerodrift.checkpoint.manifest import SHARED, Manifest, SavedParameter, Sums, raise_damage, state_file
 from zerodrift.checkpoint.save import Head, Save, everywhere, over_ranks, require_own
 from zerodrift.checkpoint.tensors import CheckpointReader
-from zerodrift.engine import Digest, Shards
+from zerodrift.engine import Digest, Engine, Shards
 from zerodrift.errors import CheckpointError, Problem, UnsupportedError, ZerodriftError
 from zerodrift.model import non_persistent_buffers
-
-if TYPE_CHECKING:
-    from zerodrift.comm import Collectives
-    from zerodrift.engine import Engine
-    from zerodrift.optim import Counters
+from zerodrift.optim import Counters
 
 T = TypeVar("T")
 Parts = Literal["all", "weights"]
@@ -98,7 +94,7 @@ class Checkpoints:
         if type(keep) is not int or keep < 0:
             raise CheckpointError("keep", "must be a whole number of at least 0", got=repr(keep))
         self._engine = engine
-        self._comm: Collectives = engine.comm
+        self._comm = engine.comm
         self._folder = CheckpointFolder(folder, shared=shared)
         self._keep, self._asynchronous, self._quiet, self._shared = keep, asynchronous, quiet, shared
         there: dict[str, str] = {}
@@ -107,7 +103,7 @@ class Checkpoints:
                 there = self._folder.runs()
         self.run, self._runs = self._comm.broadcast_object((run or uuid.uuid4().hex, there), 0)
         """The name of this run, or of the run that was loaded; and the run of each tag that was there."""
-        self._pending: tuple[Save, Head | None] | None = None
+        self._pending: Save | None = None
         if self._runs and engine.progress.background is None:
             engine.progress.background = self
         self.digest: Digest | None = None
@@ -154,29 +150,29 @@ class Checkpoints:
             return contents.head(engine, self.run, tag, stages, digest, alike=alike, frozen=frozen)
 
         head = everywhere(comm, summarize)
-        save = Save(comm, self._folder, tag, None if self._shared else self.run, latest)
+        save = Save(comm, self._folder, None if self._shared else self.run, head, latest)
         if self._asynchronous:
-            self._pending = (save, head)
+            self._pending = save
             engine.progress.background = self
             items = contents.items(engine, frozen)
             save.start(lambda: [item.copied() for item in items], own)
         else:
             save.write(contents.items(engine, frozen), own)
-            self._print(f"saved {save.finish(head, self._keep)}")
+            self._print(f"saved {save.finish(self._keep)}")
 
     def wait(self) -> None:
         """Wait until a save under way is complete; raises on every rank if it failed."""
         if self._pending is not None:
-            (save, head), self._pending = self._pending, None
+            save, self._pending = self._pending, None
             self._engine.progress.background = None
-            self._print(f"saved {save.finish(head, self._keep)}")
+            self._print(f"saved {save.finish(self._keep)}")
 
     def check(self) -> None:
         """Finish a save that is written. The engine calls this in every step of a save, and in the first."""
         if self._pending is None:
             self._engine.progress.background = None
             require_own(self._folder, self._runs, self.run)
-        elif self._pending[0].done():
+        elif self._pending.done():
             self.wait()
 
     finish = wait
@@ -185,7 +181,7 @@ class Checkpoints:
     def abandon(self) -> None:
         """Drop a save under way. The engine calls this if an exception ends this rank."""
         if self._pending is not None:
-            (save, _), self._pending = self._pending, None
+            save, self._pending = self._pending, None
             self._engine.progress.background = None
             save.abandon()
 
@@ -234,12 +230,12 @@ class Checkpoints:
         engine, comm = self._engine, self._comm
         manifest = self._verified(path, verify)
         saved = everywhere(comm, lambda: self._judged(path, manifest, parts, without))
-        before = everywhere(comm, lambda: states.StateBeforeLoad(engine))
+        restore = everywhere(comm, lambda: states.copied(engine))
         try:
             # State that may still be refused comes before the first weight.
             everywhere(comm, lambda: self._put(saved, parts))
         except ZerodriftError:
-            before.restore()
+            restore()
             raise
         counters = saved.shared["counters"] if saved.takes_moments else None
         try:
@@ -247,7 +243,9 @@ class Checkpoints:
             ranks = saved.shared.get("feedback", 0) if counters is not None else 0
             everywhere(comm, lambda: contents.fill_feedback(engine, saved.reader, ranks))
         except CheckpointError as error:
-            raise CheckpointError.of([*error.problems, _HALF_LOADED]) from error
+            must, got = "must have the weights of one checkpoint", "weights replaced in part"
+            half_loaded = Problem("model", must, got=got, do="Load a whole checkpoint before the next step.")
+            raise CheckpointError.of([*error.problems, half_loaded]) from error
         Shards(engine).sync_storage()
         if "optimizer" in parts and saved.own is not None:
             states.put_random_state(saved.own["random"], engine.mesh.device)
@@ -257,11 +255,9 @@ class Checkpoints:
         if digests and len(saved.table) == len(engine.plan.rows):
             self.digest = engine.digest()
             contents.require_saved(engine, digests, self.digest, path, moments=saved.takes_moments)
-        loaded = Loaded(path, manifest.tag, manifest.step, saved.client, saved.differences)
-        self._print(f"loaded {path}, step {manifest.step}")
-        for difference in loaded.differences:
-            self._print(f"  {difference}")
-        return loaded
+        for text in (f"loaded {path}, step {manifest.step}", *(f"  {each}" for each in saved.differences)):
+            self._print(text)
+        return Loaded(path, manifest.tag, manifest.step, saved.client, saved.differences)
 
     def _verified(self, path: Path, verify: bool) -> Manifest:
         """Verify the files, each rank a share, and return the manifest."""
@@ -300,9 +296,8 @@ class Checkpoints:
             saved = contents.shapes(shared["buffers"])
             if engine.plan.policy.pipeline is not None:  # the checkpoint has those of all stages
                 saved = {name: shape for name, shape in saved.items() if name in here}
-            problems += compare.check_buffers(
-                saved, here, here.keys() - non_persistent_buffers(engine.module)
-            )
+            persistent = here.keys() - non_persistent_buffers(engine.module)
+            problems += compare.check_buffers(saved, here, persistent)
         for word, found in compare.check_meaning(manifest, table, shared, now).items():
             if ("schedule" if word == "schedule" else "optimizer") not in parts:
                 without |= {word}
@@ -346,11 +341,3 @@ class Checkpoints:
             states.put_groups(engine, shared["groups"])
         if "optimizer" in parts and own is not None:
             states.put_modules(engine.module, own["modules"])
-
-
-_HALF_LOADED = Problem(
-    "model",
-    "must have the weights of one checkpoint",
-    got="weights replaced in part",
-    do="Load a whole checkpoint before the next step.",
-)

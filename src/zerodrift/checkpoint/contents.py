@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,15 +27,11 @@ from zerodrift.checkpoint.tensors import (
     weight_key,
 )
 from zerodrift.dtypes import DType
-from zerodrift.engine import MOMENTS, Digest, Shards, Span
+from zerodrift.engine import MOMENTS, Digest, Engine, Shards, Span
 from zerodrift.errors import CheckpointError
 from zerodrift.kernels import PackedRun, narrow
-from zerodrift.optim import SCHEDULES
+from zerodrift.optim import SCHEDULES, Counters
 from zerodrift.versions import __version__
-
-if TYPE_CHECKING:
-    from zerodrift.engine import Engine
-    from zerodrift.optim import Counters
 
 VERSIONS = (("zerodrift", __version__), ("torch", torch.__version__))
 WINDOW = 1 << 20
@@ -234,12 +229,9 @@ def fill(
 
 
 def fill_feedback(engine: Engine, reader: CheckpointReader, ranks: int) -> None:
-    """Fill what narrow wires have rounded away, saved by so many data ranks; drop it where there
-    is none: what was rounded away belongs to other weights.
-
-    Every rank gets its own. On another number of ranks the first one gets the sum of all: it is added to the
-    same sum of gradients.
-    """
+    """Fill what narrow wires have rounded away, saved by so many data ranks; drop it where there is none:
+    what was rounded away belongs to other weights. Every rank gets its own. On another number of ranks the
+    first one gets the sum of all: it is added to the same sum of gradients."""
     rank, world = engine.mesh.rank("data"), engine.mesh.size("data")
     saved = [rank] if ranks == world else range(0 if rank else ranks)
     for piece in Shards(engine).pieces():

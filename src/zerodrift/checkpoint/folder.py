@@ -19,8 +19,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from zerodrift.checkpoint.atomic import NewFolder, sync_folder
-from zerodrift.checkpoint.lock import Lock
+from zerodrift.checkpoint.atomic import Lock, NewFolder, sync_folder
 from zerodrift.checkpoint.manifest import MANIFEST, PARAMETERS, SHARED, Manifest, read_manifest, write_whole
 from zerodrift.checkpoint.paths import is_folder, kind_at, listed, read_file, short
 from zerodrift.errors import CheckpointError, did_you_mean

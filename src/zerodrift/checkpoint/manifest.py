@@ -152,9 +152,6 @@ class Manifest:
         return sum(file.bytes for file in self.files) + self.of_ranks.bytes
 
 
-# --- writing ----------------------------------------------------------------------------------------------
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the last file of a checkpoint, with a checksum of its own."""
     write_whole(folder / MANIFEST, _manifest_text(encode(manifest)))
@@ -225,9 +222,6 @@ def _description_text(value: str) -> str:
 def _sums(text: bytes, description: Description) -> Sums:
     size = len(text) + description.tensors.bytes + description.state.bytes
     return np.append(np.frombuffer(hashlib.sha256(text).digest(), "<i8"), np.int64(size))
-
-
-# --- reading ----------------------------------------------------------------------------------------------
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -321,9 +315,6 @@ def _chunk(file: str, key: str, numel: int, start: int, count: int, dtype: str, 
     if not all(type(number) is int and number >= 0 for number in (numel, start, count, offset, length)):
         raise ValueError("a run of elements that is none")
     return Chunk(str(key), numel, start, count, str(dtype), file, offset, length)
-
-
-# --- damage -----------------------------------------------------------------------------------------------
 
 
 def damage(folder: Path, files: Sequence[File], *, content: bool = True) -> list[Problem]:

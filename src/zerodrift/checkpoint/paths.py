@@ -98,7 +98,7 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 @contextmanager
-def writing(path: Path, todo: str = "Choose another folder.", only: Collection[int] = ()) -> Iterator[None]:
+def writing(path: Path, only: Collection[int] = ()) -> Iterator[None]:
     """Turn a refusal of the system to write `path` into a CheckpointError; with `only`, of these numbers."""
     try:
         yield
@@ -108,7 +108,7 @@ def writing(path: Path, todo: str = "Choose another folder.", only: Collection[i
         refused = refusal(error)
         if refused is None or (only and refused.errno not in only):
             raise
-        raise unwritable(path, refused, todo) from error
+        raise unwritable(path, refused) from error
 
 
 def full_disk_named(path: Path) -> AbstractContextManager[None]:
@@ -130,11 +130,11 @@ def refusal(error: BaseException | None) -> OSError | None:
     return None
 
 
-def unwritable(path: Path, error: OSError, todo: str = "Choose another folder.") -> CheckpointError:
+def unwritable(path: Path, error: OSError) -> CheckpointError:
     """Return the error for a refused write, with the free space if the disk is full."""
     where = error.filename if isinstance(error.filename, str) else str(path)
-    if error.errno in FULL:
-        todo = f"{free(path)}Make room, or choose another disk."
+    is_full = error.errno in FULL
+    todo = f"{free(path)}Make room, or choose another disk." if is_full else "Choose another folder."
     return CheckpointError(short(where), "must be written", got=error.strerror or said(error), do=todo)
 
 

@@ -42,15 +42,13 @@ class Head:
 
 def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
     """Do local work on every rank; if it fails on one, all ranks raise the same CheckpointError."""
-    done: list[T] = []
     with raise_on_all_ranks(comm):
         try:
-            done.append(work())
+            return work()
         except ZerodriftError as error:
             raise CheckpointError.joined([error]) from error
         except Exception as error:
             raise CheckpointError("checkpoint", "must be read and written", got=said(error)) from error
-    return done[0]
 
 
 def over_ranks(comm: Collectives, numbers: np.ndarray) -> np.ndarray:
@@ -94,16 +92,15 @@ class Save:
     """A save under way."""
 
     def __init__(
-        self, comm: Collectives, folder: CheckpointFolder, tag: str, run: str | None, latest: bool = True
+        self, comm: Collectives, folder: CheckpointFolder, run: str | None, head: Head | None, latest: bool
     ) -> None:
-        """Create the folder on rank 0, or raise on all ranks. Without `run` the folder may hold any run's
-        checkpoints; without `latest` the file of that name stays as it is."""
-        self._comm, self._folder, self._tag, self._latest = comm, folder, tag, latest
+        """Create the folder on rank 0, which has the `head`, or raise on all ranks. Without `run` any run's
+        checkpoints may be there; without `latest` the file of that name stays as it is."""
+        self._comm, self._folder, self._head, self._latest = comm, folder, head, latest
         self._rank = comm.mesh.rank()
         self._new: NewFolder | None = None
         """Only on rank 0."""
-        self._chunks: list[Chunk] = []
-        self._sums: Sums = NO_SUMS
+        self._written: tuple[list[Chunk], Sums] = ([], NO_SUMS)
         self._error: ZerodriftError | None = None
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
@@ -113,7 +110,8 @@ class Save:
                 require_own(folder, folder.runs(), run)
 
         def begin() -> Path:
-            self._new = folder.begin(tag, check)
+            assert head is not None
+            self._new = folder.begin(head.manifest.tag, check)
             return self._new.path
 
         self._path = self._on_rank_0(begin)
@@ -121,9 +119,7 @@ class Save:
     def write(self, items: Iterable[Item], own: bytes) -> None:
         """Write this rank's tensors and state. An error is kept for `finish`."""
         try:
-            self._chunks, self._sums = write_rank_files(
-                self._path, self._rank, self._until_stopped(items), own
-            )
+            self._written = write_rank_files(self._path, self._rank, self._until_stopped(items), own)
         except Exception as error:
             self._error = _refused(error, self._folder.path)
 
@@ -150,7 +146,7 @@ class Save:
         running = self._thread is not None and self._thread.is_alive()
         return not over_ranks(self._comm, np.array([running], np.int64))[0]
 
-    def finish(self, head: Head | None, keep: int) -> Path:
+    def finish(self, keep: int) -> Path:
         """Collective: wait for all ranks and publish, or raise on all ranks the errors of any."""
         if self._thread is not None:
             self._thread.join()
@@ -159,12 +155,12 @@ class Save:
             errors = comm.all_gather_object(self._error)
             if not any(errors):
                 if len(errors) <= FEW:
-                    chunks = list(chain.from_iterable(comm.gather_object(self._chunks)))
-                sums = over_ranks(comm, self._sums)
+                    chunks = list(chain.from_iterable(comm.gather_object(self._written[0])))
+                sums = over_ranks(comm, self._written[1])
 
             def publish() -> Path:
                 try:
-                    path = self._publish(errors, chunks, sums, head)
+                    path = self._publish(errors, chunks, sums)
                     if keep:
                         self._folder.prune(keep)
                     return path
@@ -189,9 +185,7 @@ class Save:
             raise CheckpointError.joined([sent])
         return Path(sent)
 
-    def _publish(
-        self, errors: Sequence[ZerodriftError | None], chunks: list[Chunk], sums: Sums, head: Head | None
-    ) -> Path:
+    def _publish(self, errors: Sequence[ZerodriftError | None], chunks: list[Chunk], sums: Sums) -> Path:
         """Write the last files on rank 0, and rename the folder."""
         failed = {rank: error for rank, error in enumerate(errors) if error is not None}
         if failed:
@@ -201,9 +195,8 @@ class Save:
             must = "must stay locked by this run while it saves"
             do = "Two runs save here: give each a folder of its own."
             raise CheckpointError(self._folder.path, must, got="another lock", do=do)
-        if head is None:
-            raise AssertionError("rank 0 has the head")
-        write_head(self._path, head, len(errors), chunks, sums)
+        assert self._head is not None
+        write_head(self._path, self._head, len(errors), chunks, sums)
         return self._folder.publish(self._new, self._latest)
 
     def abandon(self) -> None:

@@ -14,24 +14,18 @@ import io
 import pathlib
 import random
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from zerodrift.checkpoint.differences import CheckpointDifference
 from zerodrift.checkpoint.paths import open_own
+from zerodrift.engine import Engine
 from zerodrift.errors import CheckpointError, UnsupportedError, said
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from zerodrift.engine import Engine
-
-
-# --- as bytes ---------------------------------------------------------------------------------------------
 
 DATA = (
     *(argparse.Namespace, types.SimpleNamespace, frozenset, range, slice),
@@ -98,11 +92,9 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
 def shared(engine: Engine, counters: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the state that rank 0 writes for all."""
     if engine.schedule is not None and not hasattr(engine.schedule, "state_dict"):
-        must, do = (
-            "must have `state_dict` and `load_state_dict`, to be saved",
-            "Add them, or use a scheduler of torch.",
-        )
-        raise UnsupportedError("schedule", must, got=type(engine.schedule).__name__, do=do)
+        must = "must have `state_dict` and `load_state_dict`, to be saved"
+        got, do = type(engine.schedule).__name__, "Add them, or use a scheduler of torch."
+        raise UnsupportedError("schedule", must, got=got, do=do)
     scaler = engine.scaler.state_dict() if engine.scaler.active else None
     buffers = {name: buffer.detach().cpu().clone() for name, buffer in engine.module.named_buffers()}
     return {**_progress(engine), "scaler": scaler, "counters": dict(counters), "buffers": buffers}
@@ -158,27 +150,24 @@ def put_groups(engine: Engine, saved: Sequence[Mapping[str, Any]]) -> None:
             group.update(options)
 
 
-class StateBeforeLoad:
-    """A copy of a run's state, weights, moments and random numbers apart, to undo a load that fails."""
+def copied(engine: Engine) -> Callable[[], None]:
+    """Copy a run's state, weights, moments and random numbers apart. The result undoes a load that failed."""
+    state, scale = copy.deepcopy(_progress(engine)), engine.scaler.state_dict()
+    buffers = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers()}
+    modules = {name: module.get_extra_state() for name, module in _stateful(engine.module)}
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._state = copy.deepcopy(_progress(engine))
-        self._scale = engine.scaler.state_dict()
-        self._buffers = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers()}
-        self._modules = {name: module.get_extra_state() for name, module in _stateful(engine.module)}
-
-    def restore(self) -> None:
-        engine = self._engine
-        put_counts(engine, self._state)
-        put_scale(engine, self._scale)
-        put_schedule(engine, self._state["schedule"])
-        for group, options in zip(_param_groups(engine), self._state["groups"], strict=True):
+    def restore() -> None:
+        put_counts(engine, state)
+        put_scale(engine, scale)
+        put_schedule(engine, state["schedule"])
+        for group, options in zip(_param_groups(engine), state["groups"], strict=True):
             for key in group.keys() - options.keys() - {"params"}:
                 del group[key]
-        put_groups(engine, self._state["groups"])
-        put_buffers(engine.module, self._buffers)
-        put_modules(engine.module, self._modules)
+        put_groups(engine, state["groups"])
+        put_buffers(engine.module, buffers)
+        put_modules(engine.module, modules)
+
+    return restore
 
 
 # --- of one rank ------------------------------------------------------------------------------------------
@@ -217,10 +206,8 @@ def put_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def check_random_state(state: Mapping[str, Any], device: torch.device) -> CheckpointDifference | None:
-    """Raise unless the state can be restored, by trying it on generators of its own.
-
-    Return a difference if one of the run that saved and this run draws on a GPU, and the other on a CPU.
-    """
+    """Raise unless the state can be restored, by trying it on generators of its own. Return a difference if
+    one of the run that saved and this run draws on a GPU, and the other on a CPU."""
     python, plain, words, cuda = _generators(state)
     random.Random().setstate(python)
     np.random.RandomState().set_state(plain)
@@ -251,9 +238,6 @@ def put_modules(model: nn.Module, states: Mapping[str, Any]) -> None:
     for name, module in _stateful(model):
         if name in states:
             module.set_extra_state(states[name])
-
-
-# --- buffers ----------------------------------------------------------------------------------------------
 
 
 def bits_digest(tensor: torch.Tensor) -> str:

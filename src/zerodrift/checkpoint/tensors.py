@@ -55,9 +55,6 @@ moment_key = "moments.{}.{}".format
 feedback_key = "feedback.{}.{}".format
 
 
-# --- writing ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Item:
     """A run of elements of one tensor of `numel` elements."""
@@ -183,8 +180,6 @@ def _places(start: int, stop: int, size: int, count: int) -> range:
     return range(start // size, min((stop - 1) // size + 1, count))
 
 
-# --- reading ----------------------------------------------------------------------------------------------
-
 _NO_PLAN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of a plan that another version wrote."""
 
@@ -279,9 +274,8 @@ class CheckpointReader:
         if _is_whole(chunks, start, stop):
             return chunks
         if not chunks:
-            raise CheckpointError(
-                self._folder, f"must hold the tensor {short(repr(key))}", got="none", do=OTHER
-            )
+            must = f"must hold the tensor {short(repr(key))}"
+            raise CheckpointError(self._folder, must, got="none", do=OTHER)
         must = f"must hold each element of {short(repr(key))} once"
         raise CheckpointError(short(self._folder), must, got="gaps or overlaps", do=OTHER)
 
@@ -333,9 +327,8 @@ class CheckpointReader:
             raise CheckpointError(self._folder, "must be readable", got=said(error), do=OTHER) from error
         wanted = (f"torch.{chunk.dtype}", (chunk.count,))
         if not isinstance(values, torch.Tensor) or (str(values.dtype), values.shape) != wanted:
-            must = (
-                f"must hold {chunk.count:,} elements of {chunk.dtype} of {chunk.key!r} where its index says"
-            )
+            what = f"{chunk.count:,} elements of {chunk.dtype} of {chunk.key!r}"
+            must = f"must hold {what} where its index says"
             raise CheckpointError(self._folder, must, got="something else", do=OTHER)
         return values
 

@@ -79,17 +79,18 @@ def convert(
             refused = {"--to": to == "checkpoint", "--trust": trust, "--optimizer": optimizer}
             if option := next((option for option, given in refused.items() if given), ""):
                 raise ConfigError(option, "must be left out with `--merge`, which writes safetensors")
-            from zerodrift.train import MergeOptions
-            from zerodrift.train import merge as run_merge
-
-            with streams.progress(f"merging {source}"):
-                done = run_merge(source, target, MergeOptions(model, dtype, max_shard_size, overwrite, tag))
-            streams.emit(str(done))
-            return
-        from zerodrift.train import checkpoints_at, config_of
         from zerodrift.weights import ConvertOptions
         from zerodrift.weights import convert as run
 
         chosen = ConvertOptions(cast(Any, to), dtype, max_shard_size, overwrite, tag, trust, optimizer)
+        if merge:
+            from zerodrift.train import merge as run_merge
+
+            with streams.progress(f"merging {source}"):
+                done = run_merge(source, target, chosen, model)
+            streams.emit(str(done))
+            return
+        from zerodrift.train import checkpoints_at, config_of
+
         model = model or config_of(source)
         streams.emit(str(run(checkpoints_at(source), target, chosen, model, shown=True)))

@@ -178,14 +178,17 @@ def _kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence warnings and logs while a model is built. Errors are raised."""
+    """Silence warnings, logs and progress bars while a model is built or read. Errors are raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers.utils import logging as transformers_logging
 
-        before = transformers_logging.get_verbosity()
+        before, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
         transformers_logging.set_verbosity(logging.CRITICAL)
+        transformers_logging.disable_progress_bar()
         try:
             yield
         finally:
             transformers_logging.set_verbosity(before)
+            if bars:
+                transformers_logging.enable_progress_bar()

@@ -15,10 +15,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from zerodrift.errors import ModelError
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+TODO = (
+    "Give weights that have them, or build the model inside `zerodrift.empty()` with parameters that are "
+    "written in place, as the functions of `torch.nn.init` do."
+)
 ATTRIBUTE = "_zerodrift_recipe"
 """Attribute of a parameter that holds its recipe, so that both live equally long."""
 
@@ -200,15 +206,14 @@ class RecipeValues:
             # Rounded if the model was cast after construction, as real values would have been.
             values = replay(recipe, name, self._seed).to(self._dtypes[name]).reshape(-1)
             if values.is_floating_point() and bool(values.isnan().any()):
-                raise UnwrittenError(name)
+                must = "must be initialized as a whole by its own module"
+                raise ModelError(name, must, got="elements that nobody wrote", do=TODO)
             self._values = values
         out.copy_(self._values[start : start + out.numel()])
 
-
-class UnwrittenError(Exception):
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
+    def fill_packed(self, name: str, start: int, run: object, at: int, numel: int) -> bool:
+        """Return False: values that are computed are in no narrow format."""
+        return False
 
 
 def list_obstacles(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from zerodrift.train.report.summary import preview
     from zerodrift.train.tools.artifacts import checkpoints_at, config_of
     from zerodrift.train.tools.doctor import doctor_text, examine
-    from zerodrift.train.tools.merge import MergeOptions, merge
+    from zerodrift.train.tools.merge import merge
     from zerodrift.train.tools.outline import dry_run, job_to_audit, planned_from
     from zerodrift.train.tools.replay import replay
     from zerodrift.train.tools.sample import SamplingOptions, TextGenerator

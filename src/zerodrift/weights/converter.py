@@ -12,6 +12,7 @@ import math
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,27 +20,7 @@ from typing import Literal
 
 from torch import nn
 
-from zerodrift.checkpoint import (
-    LATEST,
-    MANIFEST,
-    VERSIONS,
-    CheckpointFolder,
-    Head,
-    Item,
-    Manifest,
-    SavedParameter,
-    automatic,
-    is_deepspeed,
-    kind_at,
-    moment_key,
-    new_folder,
-    packed,
-    short,
-    weight_key,
-    write_head,
-    write_rank_files,
-    writing,
-)
+from zerodrift import checkpoint
 from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, Problems, UnsupportedError, ZerodriftError, said
 from zerodrift.mesh import MeshShape
@@ -47,10 +28,10 @@ from zerodrift.model import non_persistent_buffers, safetensors
 from zerodrift.policy import exported_as
 from zerodrift.weights.boxes import Shape
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
-from zerodrift.weights.exporter import exported_dtype, lay_out, specify, write_config
+from zerodrift.weights.exporter import exported_dtype, lay_out, saved_name, specify, write_config
 from zerodrift.weights.narrow_layouts import MatrixCollector
 from zerodrift.weights.reader import ProgressBar
-from zerodrift.weights.sources import ConvertSource, TrainingState, dtype_of, open_safetensors, open_zerodrift
+from zerodrift.weights.sources import ConvertSource, dtype_of, open_safetensors, open_zerodrift
 from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, size_in_bytes
 
 Target = Literal["safetensors", "checkpoint"]
@@ -124,15 +105,17 @@ def open_source(
     path: Path, model: nn.Module | None = None, tag: str = "", trust: bool = False, optimizer: str = ""
 ) -> ConvertSource:
     """Open the checkpoint at `path`, of whatever kind it is."""
-    kind = kind_at(path)
+    kind = checkpoint.kind_at(path)
     if kind == "nothing":
-        raise CheckpointError(short(path), "must be there to be converted", got="no such file or folder")
+        must, got = "must be there to be converted", "no such file or folder"
+        raise CheckpointError(checkpoint.short(path), must, got=got)
     try:
-        if kind == "folder" and (path / MANIFEST).is_file():
+        if kind == "folder" and (path / checkpoint.MANIFEST).is_file():
             return open_zerodrift(path)
-        if kind == "folder" and (CheckpointFolder(path).tags() or CheckpointFolder(path).halves()):
-            return open_zerodrift(CheckpointFolder(path).find(tag or LATEST))
-        if kind == "folder" and (tag or is_deepspeed(path)):
+        folder = checkpoint.CheckpointFolder(path)
+        if kind == "folder" and (folder.tags() or folder.halves()):
+            return open_zerodrift(folder.find(tag or checkpoint.LATEST))
+        if kind == "folder" and (tag or checkpoint.is_deepspeed(path)):
             return open_deepspeed(path, tag, trust, optimizer)
         if kind == "file" or safetensors.holds(path):
             return open_safetensors(path, model)
@@ -140,10 +123,10 @@ def open_source(
         raise
     except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         must = "must be laid out as what it seems to be"
-        raise CheckpointError(short(path), must, got=said(error)) from error
+        raise CheckpointError(checkpoint.short(path), must, got=said(error)) from error
     must = "must be a zerodrift checkpoint, a DeepSpeed checkpoint or safetensors files"
     do = "Give the folder that was saved to, or the one of a tag in it."
-    raise CheckpointError(short(path), must, got="a folder with none of them", do=do)
+    raise CheckpointError(checkpoint.short(path), must, got="a folder with none of them", do=do)
 
 
 def _build_model(model: str | None, source: Path) -> tuple[nn.Module | None, Path | None]:
@@ -151,7 +134,7 @@ def _build_model(model: str | None, source: Path) -> tuple[nn.Module | None, Pat
     from zerodrift.model import huggingface
 
     if model is None:
-        has_config = kind_at(source) == "folder" and (source / huggingface.CONFIG).is_file()
+        has_config = checkpoint.kind_at(source) == "folder" and (source / huggingface.CONFIG).is_file()
         if not has_config or not huggingface.is_installed():
             return None, None
         model = str(source)
@@ -172,10 +155,8 @@ def _check_model(source: ConvertSource, model: nn.Module) -> None:
             problems.add(name, must, got=str(list(there[name])))
     missing = [name for name, _ in model.named_parameters() if name not in there]
     extra = [entry.name for entry in source.entries if not set(entry.names) & here.keys()]
-    for must, names in (
-        ("must hold what the model has", missing),
-        ("must not hold what the model lacks", extra),
-    ):
+    found = {"must hold what the model has": missing, "must not hold what the model lacks": extra}
+    for must, names in found.items():
         if names:
             more = f" and {len(names) - 10} more" if len(names) > 10 else ""
             problems.add(str(source.path), must, got=", ".join(names[:10]) + more)
@@ -194,33 +175,27 @@ def _to_safetensors(
     size = size_in_bytes(options.max_shard_size, "--max-shard-size")
     aliases = {name: entry.names for name, entry in names.items()}
     layout = lay_out(nn.Module() if model is None else model, shapes, dtypes, size, aliases)
-    files = layout.files
-    with new_folder(target, options.overwrite) as new, writing(target):
-        writer = SafetensorsWriter(new.path, files)
-        writer.create()
-        write_config(new.path, layout, model)
-        matrices = MatrixCollector(layout.matrices, writer)
-        if folder is not None:
-            for file in sorted(file for pattern in ALIKE for file in folder.glob(pattern)):
-                if file.is_file():
-                    shutil.copyfile(file, new.path / file.name)
-        total = sum(tensor.nbytes for file in files for tensor in file.tensors)
-        bar = ProgressBar(f"writing {len(files)} files", total, shown)
-        try:
+    total = sum(tensor.nbytes for file in layout.files for tensor in file.tensors)
+    bar = closing(ProgressBar(f"writing {len(layout.files)} files", total, shown))
+    with checkpoint.new_folder(target, options.overwrite) as new, checkpoint.writing(target):
+        with bar as progress, SafetensorsWriter.opened(new.path, layout.files) as writer:
+            writer.create()
+            write_config(new.path, layout, model)
+            matrices = MatrixCollector(layout.matrices, writer)
+            if folder is not None:
+                for file in sorted(file for pattern in ALIKE for file in folder.glob(pattern)):
+                    if file.is_file():
+                        shutil.copyfile(file, new.path / file.name)
             for name, entry in names.items():
                 for start, values in source.weight(entry):
                     before = writer.written
                     if name in writer:
                         writer.write(name, start, values)
                     matrices.add(name, start, values)
-                    bar(writer.written - before)
+                    progress(writer.written - before)
             for name, buffer in source.buffers.items():
                 if name in writer:
                     writer.write(name, 0, buffer.reshape(-1))
-            writer.close()
-        finally:
-            bar.close()
-            writer.close(sync=False)
         new.publish()
     notes = list(source.notes)
     if model is None:
@@ -228,7 +203,7 @@ def _to_safetensors(
             "Names and layout are the module's own, and there is no config. Give `--model` with the config "
             "for a folder that `transformers` loads."
         )
-    if source.trained is not None and source.trained.optimizer:
+    if source.trained.optimizer:
         notes.append("Moments and counters were left out: safetensors files hold weights alone.")
     counts = len(names), source.elements, writer.written
     return ConversionResult(source.kind, "safetensors files", target, *counts, tuple(notes))
@@ -236,10 +211,9 @@ def _to_safetensors(
 
 def _select(
     source: ConvertSource, model: nn.Module | None, dtype: DType | None
-) -> tuple[dict[str, SavedParameter], dict[str, Shape], dict[str, DType]]:
+) -> tuple[dict[str, checkpoint.SavedParameter], dict[str, Shape], dict[str, DType]]:
     """Return what is written, under which name, shape and dtype, in the order of the model."""
-    tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
-    names = {next((n for n in entry.names if n not in tied), entry.name): entry for entry in source.entries}
+    names = {saved_name(entry.names, model): entry for entry in source.entries}
     shapes: dict[str, Shape] = {name: entry.shape for name, entry in names.items()}
     dtypes, modules = {}, {} if model is None else dict(model.named_modules())
     for name, entry in names.items():
@@ -257,30 +231,26 @@ def _select(
 
 def to_checkpoint(source: ConvertSource, target: Path, shown: bool = False) -> ConversionResult:
     """Write a source as a checkpoint of ours, into a folder that holds none yet."""
-    trained = source.trained or TrainingState()
-    folder, tag = CheckpointFolder(target), automatic(trained.step)
+    folder, tag = checkpoint.CheckpointFolder(target), checkpoint.automatic(source.trained.step)
 
     def check() -> None:
         if tags := folder.tags():
             got, do = ", ".join(tags[:5]), "Choose another folder."
             raise CheckpointError(folder.path, "must hold no checkpoint yet", got=got, do=do)
 
-    with writing(target), folder.begin(tag, check) as new:
-        size = _write_checkpoint(source, trained, new.path, tag, shown)
+    with checkpoint.writing(target), folder.begin(tag, check) as new:
+        size = _write_checkpoint(source, new.path, tag, shown)
         home = folder.publish(new)
     notes = list(source.notes)
-    if not trained.optimizer:
-        notes.append(
-            "There is no optimizer state: load it with `allow=('optimizer',)`, and moments begin at zero."
-        )
+    if not source.trained.optimizer:
+        again = "load it with `allow=('optimizer',)`, and moments begin at zero"
+        notes.append(f"There is no optimizer state: {again}.")
     counts = len(source.entries), source.elements, size
     return ConversionResult(source.kind, "a zerodrift checkpoint", home, *counts, tuple(notes))
 
 
-def _write_checkpoint(
-    source: ConvertSource, trained: TrainingState, path: Path, tag: str, shown: bool
-) -> int:
-    entries = tuple(map(_as_fp32, source.entries))
+def _write_checkpoint(source: ConvertSource, path: Path, tag: str, shown: bool) -> int:
+    trained, entries = source.trained, tuple(map(_as_fp32, source.entries))
     total = 4 * sum((1 + len(e.moments)) * math.prod(e.shape) for e in entries)
     shared = {
         "global_steps": trained.step,
@@ -292,14 +262,15 @@ def _write_checkpoint(
         "buffers": {name: buffer.detach().clone() for name, buffer in source.buffers.items()},
         "alike": True,
     }
-    own = packed({"random": None, "client": trained.client, "modules": {}, "buffers": {}}, "client")
-    manifest = Manifest(
+    own_state = {"random": None, "client": trained.client, "modules": {}, "buffers": {}}
+    own = checkpoint.packed(own_state, "client")
+    manifest = checkpoint.Manifest(
         run=uuid.uuid4().hex,
         tag=tag,
         step=trained.step,
         skipped=trained.skipped,
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        versions=VERSIONS,
+        versions=checkpoint.VERSIONS,
         source=str(source.path.name),
         mode=trained.mode,
         stage=trained.stage,
@@ -313,29 +284,27 @@ def _write_checkpoint(
         parameters=len(entries),
         elements=source.elements,
     )
-    head = Head(manifest, entries, None, packed(shared, "schedule"))
-    bar = ProgressBar(f"writing {path.parent}", total, shown)
-    try:
-        chunks, sums = write_rank_files(path, 0, _items(source, bar), own)
-    finally:
-        bar.close()
-    return write_head(path, head, 1, chunks, sums).bytes
+    head = checkpoint.Head(manifest, entries, None, checkpoint.packed(shared, "schedule"))
+    with closing(ProgressBar(f"writing {path.parent}", total, shown)) as bar:
+        chunks, sums = checkpoint.write_rank_files(path, 0, _items(source, bar), own)
+    return checkpoint.write_head(path, head, 1, chunks, sums).bytes
 
 
-def _as_fp32(entry: SavedParameter) -> SavedParameter:
+def _as_fp32(entry: checkpoint.SavedParameter) -> checkpoint.SavedParameter:
     """Return the entry as a checkpoint has it, with its weights in fp32."""
     held = DType(entry.dtype)
     dtype = DType.FP32 if held.is_floating and DType.FP32.holds(held) else held
-    return SavedParameter(entry.names, entry.shape, dtype.value, entry.group, entry.moments)
+    return checkpoint.SavedParameter(entry.names, entry.shape, dtype.value, entry.group, entry.moments)
 
 
-def _items(source: ConvertSource, bar: Callable[[int], None]) -> Iterator[Item]:
+def _items(source: ConvertSource, bar: Callable[[int], None]) -> Iterator[checkpoint.Item]:
     for entry in source.entries:
         numel, dtype = math.prod(entry.shape), DType(_as_fp32(entry).dtype).torch
         for start, values in source.weight(entry):
-            yield Item(weight_key(entry.name), numel, start, values.detach().to(dtype))
+            yield checkpoint.Item(checkpoint.weight_key(entry.name), numel, start, values.detach().to(dtype))
             bar(4 * values.numel())
         for key in entry.moments:
             for start, values in source.moment(entry, key):
-                yield Item(moment_key(key, entry.name), numel, start, values.detach().float())
+                name = checkpoint.moment_key(key, entry.name)
+                yield checkpoint.Item(name, numel, start, values.detach().float())
                 bar(4 * values.numel())

@@ -14,33 +14,26 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from zerodrift.checkpoint import NewFolder, everywhere, new_folder, writing
 from zerodrift.dtypes import ADMITTED, DType, parse_among, word
-from zerodrift.engine import SegmentShard, Shards, Span
-from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, ZerodriftError, listed
+from zerodrift.engine import Engine, SegmentShard, Shards, Span
+from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, ZerodriftError, listed, several
 from zerodrift.model import OwningModule, ParameterSpec, huggingface, non_persistent_buffers
 from zerodrift.plan import Plan, Row, whole_row
 from zerodrift.policy import exported_as
 from zerodrift.weights.boxes import Shape
 from zerodrift.weights.conversions import saved_form
-from zerodrift.weights.narrow_layouts import (
-    NarrowMatrix,
-    find_matrices,
-    quantization_config,
-    wide_modules,
-)
+from zerodrift.weights.narrow_layouts import NarrowMatrix, find_matrices, quantization_config, wide_modules
 from zerodrift.weights.reader import ProgressBar
 from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, TensorFile, pack, size_in_bytes
-
-if TYPE_CHECKING:
-    from zerodrift.engine import Engine
 
 _UNBOUNDED = 2**62
 
@@ -59,10 +52,8 @@ class Exported:
 
     def __str__(self) -> str:
         held = ", ".join(f"{count:,} {dtype}" for dtype, count in self.dtypes)
-        return (
-            f"exported    {self.path}: {len(self.files)} file{'s' if len(self.files) > 1 else ''}, "
-            f"{self.bytes / 1e9:.3g} GB, {held} tensors in {self.seconds:.1f} s"
-        )
+        written = f"{several(len(self.files), 'file')}, {self.bytes / 1e9:.3g} GB, {held} tensors"
+        return f"exported    {self.path}: {written} in {self.seconds:.1f} s"
 
 
 def export(
@@ -73,11 +64,8 @@ def export(
     max_shard_size: int | str | None = SHARD_SIZE,
     overwrite: bool = False,
 ) -> Exported:
-    """Write the model of an engine. Collective: every rank calls it alike.
-
-    `dtype` replaces the `export` column of every floating parameter that is not pinned. Without a
-    `max_shard_size` there is one file.
-    """
+    """Write the model of an engine. Collective: every rank calls it alike. `dtype` replaces the `export`
+    column of every floating parameter that is not pinned. Without a `max_shard_size` there is one file."""
     begin = time.monotonic()
     comm, rank, model = engine.comm, engine.mesh.rank(), engine.whole
     target = Path(folder).expanduser()
@@ -85,7 +73,7 @@ def export(
     def plan_files() -> FolderLayout:
         shapes, dtypes = contents(engine.plan, model, exported_dtype(dtype))
         size = _UNBOUNDED if max_shard_size is None else size_in_bytes(max_shard_size)
-        names = {saved_name(row, model): row.names for row in engine.plan.rows}
+        names = {saved_name(row.names, model): row.names for row in engine.plan.rows}
         return lay_out(model, shapes, dtypes, size, names)
 
     layout = everywhere(comm, plan_files)
@@ -156,7 +144,7 @@ def contents(plan: Plan, model: nn.Module, dtype: DType | None) -> tuple[dict[st
     ]
     for name in names:
         row = None if name in ignored else plan.row(name)
-        if row is not None and name == saved_name(row, model):
+        if row is not None and name == saved_name(row.names, model):
             shapes[name] = row.whole_shape
             held = specify(row.names, row.source, row.whole_shape, modules)
             dtypes[name] = exported_as(dtype, held, row.columns)
@@ -174,12 +162,12 @@ def specify(
     return ParameterSpec(tuple(names), shape, dtype, tuple(owners))
 
 
-def saved_name(row: Row, model: nn.Module) -> str:
+def saved_name(names: Sequence[str], model: nn.Module | None) -> str:
     """Return the name that a tied parameter is written under: the one that `transformers` ties others to."""
     # A dict in transformers 5, a list of patterns in 4.
     tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
-    own = [name for name in row.names if not any(re.fullmatch(pattern, name) for pattern in tied)]
-    return (own or list(row.names))[0]
+    own = [name for name in names if not any(re.fullmatch(pattern, name) for pattern in tied)]
+    return (own or names)[0]
 
 
 def _check_visible(path: Path, files: tuple[TensorFile, ...], rank: int) -> None:
@@ -197,51 +185,42 @@ def _write(
     engine: Engine, path: Path, files: tuple[TensorFile, ...], buffers: Mapping[str, torch.Tensor]
 ) -> None:
     """Write the slices and buffers of this rank."""
-    writer = SafetensorsWriter(path, files)
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     title, share = f"exporting to {path.parent}", total // engine.mesh.size("world")
-    bar = ProgressBar(title, share, engine.mesh.rank() == 0)
-    try:
-        with writing(path):
-            for piece in Shards(engine).pieces():
-                masters: torch.Tensor | None = None
-                stored = piece.stored()
-                for span in piece.share:
-                    name = saved_name(whole_row(engine.plan, span.row), engine.whole)
-                    if name not in writer:
-                        continue
-                    flat = stored
-                    columns = span.row.columns
-                    if writer.dtype(name) is not columns.storage.dtype or columns.rounds_on_the_way:
-                        flat = masters = piece.weights() if masters is None else masters
-                    before = writer.written
-                    writer.write(name, span.start, span.part(flat).values)
-                    bar(writer.written - before)
-            for name, buffer in buffers.items():
-                if name in writer:
-                    writer.write(name, 0, buffer.detach().reshape(-1))
-            writer.close()
-    finally:
-        bar.close()
-        writer.close(sync=False)
+    bar = closing(ProgressBar(title, share, engine.mesh.rank() == 0))
+    with writing(path), bar as progress, SafetensorsWriter.opened(path, files) as writer:
+        for piece in Shards(engine).pieces():
+            masters: torch.Tensor | None = None
+            stored = piece.stored()
+            for span in piece.share:
+                name = saved_name(whole_row(engine.plan, span.row).names, engine.whole)
+                if name not in writer:
+                    continue
+                flat = stored
+                columns = span.row.columns
+                if writer.dtype(name) is not columns.storage.dtype or columns.rounds_on_the_way:
+                    flat = masters = piece.weights() if masters is None else masters
+                before = writer.written
+                writer.write(name, span.start, span.part(flat).values)
+                progress(writer.written - before)
+        for name, buffer in buffers.items():
+            if name in writer:
+                writer.write(name, 0, buffer.detach().reshape(-1))
 
 
 def _write_matrices(engine: Engine, path: Path, layout: FolderLayout) -> None:
-    """Collect one matrix at a time on all ranks; one of them encodes and writes it. Collective.
-
-    A matrix is added up as integers: every element has its bits on one rank, and zeros on the others.
-    """
+    """Collect one matrix at a time on all ranks; one of them encodes and writes it. Collective. A matrix is
+    added up as integers: every element has its bits on one rank, and zeros on the others."""
     comm, ranks, rank = engine.comm, engine.mesh.size("world"), engine.mesh.rank("world")
-    writer = SafetensorsWriter(path, layout.files)
     spans: dict[str, list[tuple[SegmentShard, Span]]] = {}
     for piece in Shards(engine).pieces():
         for span in piece.share:
-            name = saved_name(whole_row(engine.plan, span.row), engine.whole)
+            name = saved_name(whole_row(engine.plan, span.row).names, engine.whole)
             spans.setdefault(name, []).append((piece, span))
     last: list[tuple[SegmentShard, torch.Tensor]] = []
     """The last piece whose weights were asked for, and they."""
     failed: list[Exception] = []
-    try:
+    with SafetensorsWriter.opened(path, layout.files) as writer:
         for number, matrix in enumerate(layout.matrices):
             numel = matrix.tensor.numel
             flat = torch.zeros(numel + -numel % ranks, device=engine.mesh.device)
@@ -259,9 +238,6 @@ def _write_matrices(engine: Engine, path: Path, layout: FolderLayout) -> None:
                     failed.append(error)
         if failed:
             raise failed[0]
-        writer.close()
-    finally:
-        writer.close(sync=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from zerodrift.checkpoint import kind_at
 from zerodrift.comm import Collectives, raise_on_all_ranks
-from zerodrift.engine import SegmentShard, Shards, ValueSource, ValueSources
+from zerodrift.engine import Engine, SegmentShard, Shards, ValueSource, ValueSources
 from zerodrift.errors import ModelError, Problems, RankError
 from zerodrift.kernels import PackedRun, narrow
 from zerodrift.model import ModelSpec, describe, is_dtensor, list_tensors, listed, recipe
@@ -41,9 +40,6 @@ from zerodrift.weights.matching import (
     match,
 )
 from zerodrift.weights.reader import ProgressBar, SafetensorsReader
-
-if TYPE_CHECKING:
-    from zerodrift.engine import Engine
 
 WINDOW = 1 << 20
 """Number of elements compared at once if files hold a tied parameter twice."""
@@ -85,8 +81,8 @@ class SafetensorsWeights:
 
     def __init__(self, match: Match) -> None:
         self.match = match
-        self._reader = SafetensorsReader(self._progress)
-        self._bar: ProgressBar | None = None
+        self._bar = ProgressBar()
+        self._reader = SafetensorsReader(lambda count: self._bar(count))
         self._begin = time.monotonic()
 
     @staticmethod
@@ -158,14 +154,9 @@ class SafetensorsWeights:
                 do = "Build the model untied, or remove the one that is not meant."
                 raise ModelError(name, must, got="others in the files", do=do)
 
-    def _progress(self, count: int) -> None:
-        if self._bar is not None:
-            self._bar(count)
-
     def close(self) -> None:
         self._reader.close()
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
     def finish(self, model: nn.Module, comm: Collectives) -> LoadedWeights:
         """Close the files, and sum up what all ranks read."""
@@ -193,11 +184,6 @@ def _some(names: tuple[str, ...]) -> str:
 
 # --- into a new engine -----------------------------------------------------------------------------------
 
-TODO = (
-    "Give weights that have them, or build the model inside `zerodrift.empty()` with parameters that are "
-    "written in place, as the functions of `torch.nn.init` do."
-)
-
 
 @dataclass(slots=True)
 class InitialValues:
@@ -215,7 +201,6 @@ class InitialValues:
         model: nn.Module, weights: str | os.PathLike[str] | None, strict: Strict, comm: Collectives
     ) -> InitialValues:
         """Describe the model, and read the headers of the files. Collective."""
-        sources: list[InitialValues] = []
         with raise_on_all_ranks(comm):
             spec, files = describe(model), None
             if weights is not None:
@@ -226,8 +211,7 @@ class InitialValues:
                 want = expected_tensors(spec.parameters, spec.buffers, model)
                 files = SafetensorsWeights.open(weights, model, want, strict)
                 spec = replace(spec, checkpoint=tuple(dtypes(files.match).items()))
-            sources.append(InitialValues(model, spec, files, comm))
-        return sources[0]
+            return InitialValues(model, spec, files, comm)
 
     def show(self, shown: bool) -> None:
         """Show a progress bar while files are read."""
@@ -256,7 +240,7 @@ class InitialValues:
             raise RankError("model", "must be built alike on every rank", got=got, do=do)
         # Rank 0's seed, so that values do not depend on the number of ranks.
         seed = self.comm.broadcast_object(torch.initial_seed(), 0)
-        initial = _RecipeSource(recipe.RecipeValues(bare, seed))
+        initial = recipe.RecipeValues(bare, seed)
         return ValueSources({**rows, **dict.fromkeys(bare, initial)}, buffers)
 
     def finish(self) -> LoadedWeights | None:
@@ -271,9 +255,9 @@ def _check_sources(bare: dict[str, nn.Parameter], buffers: list[str]) -> None:
     problems = Problems()
     for why, names in reasons.items():
         must = "must have first values, from a checkpoint or their own module"
-        problems.add(listed(names), must, got=why, do=TODO)
+        problems.add(listed(names), must, got=why, do=recipe.TODO)
     if buffers:
-        problems.add(listed(buffers), "must have values, as buffers", got="the meta device", do=TODO)
+        problems.add(listed(buffers), "must have values, as buffers", got="the meta device", do=recipe.TODO)
     problems.raise_as(ModelError)
 
 
@@ -294,26 +278,6 @@ def _fingerprint(rows: dict[str, ValueSource], bare: dict[str, nn.Parameter]) ->
     return digest.hexdigest()
 
 
-class _RecipeSource:
-    """Initial values by recipe; an element that no operation wrote is an error with its parameter's name."""
-
-    def __init__(self, recipes: recipe.RecipeValues) -> None:
-        self._recipes = recipes
-
-    def exact(self, name: str) -> torch.dtype:
-        return self._recipes.exact(name)
-
-    def fill_packed(self, name: str, start: int, run: PackedRun, at: int, numel: int) -> bool:
-        return False
-
-    def fill(self, name: str, start: int, out: torch.Tensor) -> None:
-        try:
-            self._recipes.fill(name, start, out)
-        except recipe.UnwrittenError as error:
-            must = "must be initialized as a whole by its own module"
-            raise ModelError(name, must, got="elements that nobody wrote", do=TODO) from error
-
-
 # --- into an engine that runs -----------------------------------------------------------------------------
 
 
@@ -321,20 +285,15 @@ def load_weights(
     engine: Engine, path: str | os.PathLike[str], strict: Strict = True, *, quiet: bool = False
 ) -> LoadedWeights:
     """Replace the weights of `engine` by those of safetensors files: one file, an index, or a folder.
-    Moments, step and schedule stay.
-
-    Collective. `strict` is as in `initialize`. Errors in the files are found before anything is replaced; if
-    reading fails later, weights are partly replaced and the error says so.
-    """
+    Moments, step and schedule stay. Collective. `strict` is as in `initialize`. Errors in the files are found
+    before anything is replaced; if reading fails later, weights are partly replaced and the error says so."""
     comm, plan, model = engine.comm, engine.plan, engine.whole
     shown = engine.mesh.rank() == 0 and not quiet
-    opened: list[SafetensorsWeights] = []
     with raise_on_all_ranks(comm):
-        opened.append(
-            SafetensorsWeights.open(path, model, expected_tensors(plan.rows, plan.buffers, model), strict)
-        )
-        opened[0].show(shown, engine.mesh.size("shard") * engine.mesh.size("pipeline"))
-    files, shards = opened[0], Shards(engine)
+        want = expected_tensors(plan.rows, plan.buffers, model)
+        files = SafetensorsWeights.open(path, model, want, strict)
+        files.show(shown, engine.mesh.size("shard") * engine.mesh.size("pipeline"))
+    shards = Shards(engine)
     # The stages of a pipeline read their own segments, and agree after each that it could be read.
     most = max(len(part(plan, rank).segments) for rank in range(plan.mesh.pipeline))
     try:

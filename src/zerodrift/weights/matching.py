@@ -42,12 +42,10 @@ def expected_tensors(
     parameters: Iterable[ParameterSpec | Row], buffers: Iterable[BufferSpec | BufferRow], model: nn.Module
 ) -> tuple[ExpectedTensor, ...]:
     """List what a state dict of the model would hold, tied parameters once."""
-    tensors = [
-        ExpectedTensor(p.names, p.whole_shape, p.source)
-        if isinstance(p, Row)
-        else ExpectedTensor(p.names, p.shape, p.dtype)
-        for p in parameters
-    ]
+    tensors = []
+    for each in parameters:
+        form = (each.whole_shape, each.source) if isinstance(each, Row) else (each.shape, each.dtype)
+        tensors.append(ExpectedTensor(each.names, *form))
     left_out = non_persistent_buffers(model)
     for buffer in buffers:
         if buffer.name not in left_out:

@@ -53,12 +53,9 @@ class QuantisedTensor:
     @property
     def dtype(self) -> DType:
         """The narrow format that the tensor is in; fp32 if it has no name here."""
-        same = (
-            d
-            for d, form in NARROW.items()
-            if (form.element, form.block) == (self.form.element, self.form.block)
-        )
-        return next((d for d in same if NARROW[d].scale == "fp32"), DType.FP32)
+        own = (self.form.element, self.form.block, "fp32")
+        known = {(form.element, form.block, form.scale): dtype for dtype, form in NARROW.items()}
+        return known.get(own, DType.FP32)
 
     @property
     def stored(self) -> str:
@@ -68,10 +65,8 @@ class QuantisedTensor:
     def read(
         self, reader: SafetensorsReader, box: Box, out: torch.Tensor, first: int, steps: bool = False
     ) -> None:
-        """Decode one box of the tensor into flat `out`, which begins at element `first` of the target.
-
-        With `steps` it is how far a value may have been from what it was rounded to, instead.
-        """
+        """Decode one box of the tensor into flat `out`, which begins at element `first` of the target. With
+        `steps` it is how far a value may have been from what it was rounded to, instead."""
         for part in spans(simplified(box), 4):
             codes = self._codes(reader, part.origin, part.span)
             if steps:
@@ -138,18 +133,13 @@ def find_quantised(
     tensors: tuple[StoredTensor, ...], wanted: Sequence[str], reader: SafetensorsReader, problems: Problems
 ) -> tuple[tuple[StoredTensor, ...], dict[str, QuantisedTensor]]:
     """Return the tensors as if they were decoded, without their scales, and those that are quantised by name.
-
-    Scales that the model itself wants stay tensors of their own.
-    """
+    Scales that the model itself wants stay tensors of their own."""
     known, names = {tensor.name: tensor for tensor in tensors}, frozenset(wanted)
     found: dict[str, QuantisedTensor] = {}
     used: set[str] = set()
     for tensor in tensors:
-        state = (
-            next((name for name in known if name.startswith(f"{tensor.name}{_STATE}")), "")
-            if (tensor.dtype is DType.UINT8)
-            else ""
-        )
+        states = (name for name in known if name.startswith(f"{tensor.name}{_STATE}"))
+        state = next(states, "") if tensor.dtype is DType.UINT8 else ""
         scale = "" if state or tensor.dtype not in _ELEMENTS else _scale_of(tensor, known)
         if state:
             quantised, companions = _bitsandbytes(tensor, known, state, reader, problems)
@@ -255,10 +245,8 @@ def _bitsandbytes(
         problems.add(tensor.name, must, got=f"{kind} of bitsandbytes", do=do)
         return None, companions
     blocks = -(-math.prod(shape) // block)
-    if (
-        math.prod(absmax.shape) != blocks
-        or 2 * math.prod(tensor.shape) != math.prod(shape) + math.prod(shape) % 2
-    ):
+    codes = -(-math.prod(shape) // 2)
+    if math.prod(absmax.shape) != blocks or math.prod(tensor.shape) != codes:
         must, got = f"must have codes for {list(shape)} and {blocks:,} scales", f"{list(absmax.shape)} scales"
         problems.add(tensor.name, must, got=got, do="Save it again.")
         return None, companions

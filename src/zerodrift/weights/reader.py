@@ -161,8 +161,6 @@ class Pages:
             self._ask = None
 
 
-# --- the bar -----------------------------------------------------------------------------------------------
-
 PATIENCE = 2.0
 """Seconds before a bar is shown."""
 
@@ -170,7 +168,7 @@ PATIENCE = 2.0
 class ProgressBar:
     """Counts bytes, and shows them if `shown` and there is a terminal."""
 
-    def __init__(self, title: str, total: int, shown: bool) -> None:
+    def __init__(self, title: str = "", total: int = 0, shown: bool = False) -> None:
         self._title, self._total = title, total
         self._shown = shown and sys.stderr.isatty()
         self._begin = time.monotonic()

@@ -8,6 +8,7 @@ Invariant: equal tensors in an equal order give equal files; each element is wri
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -177,15 +178,30 @@ class SafetensorsWriter:
         self._open: dict[int, int] = {}
         """Number of a file -> its descriptor."""
         self._places: dict[str, list[_Place]] = {}
+        self._whole: dict[str, _Place] = {}
+        """Tensors that have no parts of parameters, by their own names."""
         for number, file in enumerate(files):
             for tensor, start in zip(file.tensors, file.starts, strict=True):
                 for part in tensor.parts:
                     place = _Place(number, start, tensor, part.box)
                     self._places.setdefault(part.parameter, []).append(place)
-        self._whole = {place.tensor.name: place for place in _whole_tensors(files)}
-        """Tensors that have no parts of parameters, by their own names."""
+                if not tensor.parts:
+                    self._whole[tensor.name] = _Place(number, start, tensor, Box(0, 0, 0, ()))
         self.written = 0
         """Bytes of tensors written so far."""
+
+    @staticmethod
+    @contextlib.contextmanager
+    def opened(folder: Path, files: Sequence[TensorFile]) -> Iterator[SafetensorsWriter]:
+        """Yield a writer, whose files are flushed to the disk at the end, and closed in any case."""
+        writer = SafetensorsWriter(folder, files)
+        try:
+            yield writer
+            for descriptor in writer._open.values():
+                os.fsync(descriptor)
+        finally:
+            for descriptor in writer._open.values():
+                os.close(descriptor)
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -216,16 +232,6 @@ class SafetensorsWriter:
         """Write elements of a tensor that has no parts, in its dtype, from `first` on."""
         place = self._whole[tensor]
         self._put(place, first * place.tensor.dtype.size, values.cpu().contiguous())
-
-    def close(self, sync: bool = True) -> None:
-        """Close the files; with `sync`, after flushing them to the disk."""
-        opened, self._open = self._open, {}
-        try:
-            for descriptor in opened.values() if sync else ():
-                os.fsync(descriptor)
-        finally:
-            for descriptor in opened.values():
-                os.close(descriptor)
 
     def _write(self, place: _Place, box: Box, values: torch.Tensor, name: str) -> None:
         dtype = place.tensor.dtype
@@ -266,13 +272,6 @@ class SafetensorsWriter:
         if number not in self._open:
             self._open[number] = os.open(self._folder / self._files[number].name, os.O_RDWR)
         return self._open[number]
-
-
-def _whole_tensors(files: Sequence[TensorFile]) -> Iterator[_Place]:
-    for number, file in enumerate(files):
-        for tensor, start in zip(file.tensors, file.starts, strict=True):
-            if not tensor.parts:
-                yield _Place(number, start, tensor, Box(0, 0, 0, ()))
 
 
 def _runs(box: Box) -> tuple[int, tuple[BoxAxis, ...]]:

@@ -189,9 +189,6 @@ def _in_vocabulary(vocabulary: int) -> str:
 _TOKENIZER = "Name the tokenizer that made it in `data.tokenizer`."
 
 
-# --- folders of blocks --------------------------------------------------------------------------------
-
-
 def read_index(folder: Path) -> dict[str, Any]:
     """Return the index of a folder of blocks."""
     try:
@@ -231,9 +228,6 @@ def open_blocks(folder: Path, part: str) -> Blocks:
 def damaged(folder: Path, got: str) -> ConfigError:
     todo = "It is damaged: remove the folder, and start again; blocks are made anew and go on in their order."
     return ConfigError(str(folder), "must hold the blocks that were written", got=got, do=todo)
-
-
-# --- token maps of other programs -----------------------------------------------------------------------
 
 
 def open_tokens(files: Sequence[Path], dtype: str, length: int, vocabulary: int) -> Blocks:
@@ -284,6 +278,5 @@ def _check_first(rows: Rows, vocabulary: int) -> None:
     some = np.concatenate([rows[index] for index in range(min(len(rows), -(-64 // rows.length)))])
     if rows.dtype == np.uint16 and first[::2].any() and len(some) >= 64 and not some[1::2].any():
         got = "a 0 in every second place, as 32-bit numbers have"
-        raise ConfigError(
-            str(rows.file), "must hold uint16 numbers", got=got, do="Set `data.token_dtype: uint32`."
-        )
+        todo = "Set `data.token_dtype: uint32`."
+        raise ConfigError(str(rows.file), "must hold uint16 numbers", got=got, do=todo)

@@ -107,9 +107,6 @@ def _without_template(talk: Conversation, tokenizer: Tokenizer) -> tuple[Tokens,
     return np.concatenate(parts), np.concatenate(learned)
 
 
-# --- with a template --------------------------------------------------------------------------------------
-
-
 def _with_template(
     talk: Conversation, tokenizer: TransformersTokenizer, learn_all: bool
 ) -> tuple[Tokens, Tokens]:
@@ -161,11 +158,9 @@ def _accepted_form(talk: Conversation, tokenizer: TransformersTokenizer) -> tupl
 
 
 def _call_forms(talk: Conversation) -> Iterator[Conversation]:
-    """Yield a conversation with tool calls in the four forms that templates expect.
-
-    Some templates write arguments as JSON and want a mapping, others want the text. Some see a call only
-    where the content is missing, others where it is empty.
-    """
+    """Yield a conversation with tool calls in the four forms that templates expect. Some templates write
+    arguments as JSON and want a mapping, others want the text. Some see a call only where the content is
+    missing, others where it is empty."""
     for swap_emptiness in (False, True):
         for as_text in (False, True):
             turns = []
@@ -217,11 +212,8 @@ def _answer(
 
 
 def _end(behind: str, behind_the_last: str, tokenizer: TransformersTokenizer) -> int:
-    """Return the number of characters that end an answer.
-
-    These are the marks and line ends that follow it both inside a conversation and at its end, or else the
-    first mark.
-    """
+    """Return the number of characters that end an answer. These are the marks and line ends that follow it
+    both inside a conversation and at its end, or else the first mark."""
     if not tokenizer.inner.is_fast:
         return _common(behind, behind_the_last)
     (here, places), (there, _) = map(tokenizer.encode_with_places, (behind, behind_the_last))

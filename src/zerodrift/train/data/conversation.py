@@ -191,9 +191,6 @@ def _history(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     return turns
 
 
-# --- turns ------------------------------------------------------------------------------------------------
-
-
 def _turns(row: Mapping[str, Any], column: str, where: str) -> list[dict[str, Any]]:
     value, where = _parsed(row, column, where), f"{where}: {column}"
     if not isinstance(value, list) or not value:
@@ -277,9 +274,6 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
             raise ConfigError(f"{where}[{number}]", "must be a call with `name` and `arguments`", got=got)
         calls.append(dict(call) if "function" in call else {"type": "function", "function": dict(inner)})
     return calls
-
-
-# --- values -----------------------------------------------------------------------------------------------
 
 
 def names(keys: Iterable[str]) -> str:

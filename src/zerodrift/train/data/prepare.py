@@ -64,9 +64,8 @@ class PreparedData:
             return self.sets[0].counts.facts()
         facts = []
         for each, share in zip(self.sets, self._shares(), strict=True):
-            facts.append(
-                (each.name, f"{each.counts.kind}, {share} of training" if share else each.counts.kind)
-            )
+            of_training = f", {share} of training" if share else ""
+            facts.append((each.name, f"{each.counts.kind}{of_training}"))
             facts += [(f"  {name}", fact) for name, fact in each.counts.facts()]
         return facts
 
@@ -254,9 +253,6 @@ def _too_little(where: str, got: str) -> ConfigError:
     return ConfigError(where, must, got=got, do=todo)
 
 
-# --- digests of files -----------------------------------------------------------------------------------
-
-
 def _stamps(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
     stamps = {}
     for file in files:
@@ -298,9 +294,6 @@ def _digests_of(files: Sequence[Path], kept: Path) -> list[str]:
         beside.write_text(json.dumps(known))
         beside.replace(kept)
     return digests
-
-
-# --- making blocks ------------------------------------------------------------------------------------
 
 
 def _make_blocks(

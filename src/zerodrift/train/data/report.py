@@ -85,9 +85,8 @@ class DataCounts:
         is_plain = all(form.startswith(("a text", "`text`")) for form in self.forms)
         if self.forms and (self.kind == "chat" or len(self.forms) > 1 or not is_plain):
             facts.append(("made of", ", ".join(f"{form} ({count:,})" for form, count in self.forms.items())))
-        padding = (
-            f", {train.padding / (train.blocks * self.block):.1%} of it padding" if train.padding else ""
-        )
+        share = train.padding / (train.blocks * self.block) if train.padding else 0.0
+        padding = f", {share:.1%} of it padding" if train.padding else ""
         facts.append(("blocks", f"{several(train.blocks, 'block')} of {self.block:,} tokens{padding}"))
         if held.blocks:
             documents_held = several(held.documents, self.noun) if held.documents else "the last blocks"

@@ -43,9 +43,6 @@ def read_rows(file: Path, holds: str) -> Generator[tuple[int, Row]]:
             yield from _JsonReader(stream, file).rows(is_array=holds == formats.ARRAY)
 
 
-# --- JSON -------------------------------------------------------------------------------------------------
-
-
 def _lines(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(stream, 1):
         where = f"{file}:{number}"
@@ -158,9 +155,6 @@ def _unusual_json(where: str, error: BaseException) -> ConfigError:
     return ConfigError(where, must, got=first_line(error))
 
 
-# --- CSV --------------------------------------------------------------------------------------------------
-
-
 def _table(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
     csv.field_size_limit(_LARGEST_CELL)
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
@@ -196,9 +190,6 @@ def _require_once(names: list[str], where: str) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         got = ", ".join(f"`{name}`" for name in twice) + " twice"
         raise ConfigError(where, "must name each column once", got=got)
-
-
-# --- parquet and Arrow ------------------------------------------------------------------------------------
 
 
 def _columns(stream: BinaryIO, file: Path, holds: str) -> Iterator[Row]:

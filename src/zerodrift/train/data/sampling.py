@@ -56,10 +56,8 @@ def blocks_of(indices: np.ndarray, micro_batch: int, size: int) -> np.ndarray:
 
 
 def permute(place: int, count: int, key: int) -> int:
-    """Return where `place` goes in a permutation of `range(count)`.
-
-    A Feistel network permutes the next power of four. A result outside the range goes through again.
-    """
+    """Return where `place` goes in a permutation of `range(count)`. A Feistel network permutes the next power
+    of four. A result outside the range goes through again."""
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
     while True:
@@ -81,9 +79,6 @@ def mix_bits(value: int) -> int:
 
 def epoch_key(seed: int, epoch: int) -> int:
     return mix_bits(seed * 0x9E3779B97F4A7C15 + epoch)
-
-
-# --- several sets -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -168,9 +163,6 @@ def divide_by_weight(counts: tuple[int, ...], weights: tuple[float, ...]) -> tup
     return tuple(int(count) for count in given)
 
 
-# --- grouped by length ------------------------------------------------------------------------------------
-
-
 def lengths_of(blocks: Blocks | Mixture) -> np.ndarray:
     """Return the tokens of each block up to its last label: no learned token sees what follows."""
     if isinstance(blocks, Mixture):
@@ -188,11 +180,9 @@ def lengths_of(blocks: Blocks | Mixture) -> np.ndarray:
 
 
 class GroupedSampler:
-    """The order of another sampler, with blocks of like length in one micro-batch.
-
-    A window of steps takes the blocks that it would take anyway, ordered by length, and deals them to its
-    steps in an order of its own. A step still depends on its number alone.
-    """
+    """The order of another sampler, with blocks of like length in one micro-batch. A window of steps takes
+    the blocks that it would take anyway, ordered by length, and deals them to its steps in an order of its
+    own. A step still depends on its number alone."""
 
     def __init__(self, order: BlockSampler | MixtureSampler, lengths: np.ndarray, seed: int) -> None:
         self.lengths = lengths
@@ -223,26 +213,20 @@ def padding_shares(
     for number in range(steps):
         chosen = sampler.step(number, samples)
         used += int(sampler.lengths[chosen].sum())
-        cut += sum(
-            micro * sampler.padded_length(chosen[at : at + micro], most) for at in range(0, samples, micro)
-        )
+        parts = [chosen[at : at + micro] for at in range(0, samples, micro)]
+        cut += micro * sum(sampler.padded_length(part, most) for part in parts)
     return 1 - used / cut, 1 - used / (steps * samples * most)
 
 
 def window(number: int, samples: int, count: int) -> tuple[int, int]:
-    """Return the first step and the size of a step's window.
-
-    No window reaches over the end of an epoch of `count` blocks: a step that does is a window by itself.
-    """
+    """Return the first step and the size of a step's window. No window reaches over the end of an epoch of
+    `count` blocks: a step that does is a window by itself."""
     epoch = number * samples // count
     first, end = -(-epoch * count // samples), (epoch + 1) * count // samples
     if not first <= number < end:
         return number, 1
     start = first + (number - first) // WINDOW * WINDOW
     return start, min(WINDOW, end - start)
-
-
-# --- micro-batches ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,10 +301,6 @@ class Feed:
         most = self.blocks.length
         return most if self.groups is None else self.groups.padded_length(chosen, most)
 
-    def epoch(self, steps: int) -> float:
-        """Return the passes over the data in a number of steps."""
-        return steps * self.seat.samples / len(self.blocks)
-
 
 def micro_batch(
     blocks: Blocks | Mixture, chosen: np.ndarray, mean: float, device: torch.device, length: int | None = None
@@ -341,10 +321,8 @@ def micro_batch(
 def validation_batches(
     blocks: Blocks | Mixture, seat: BatchLayout, most: int | None
 ) -> Iterator[tuple[MicroBatch, int]]:
-    """Deal the first `most` validation blocks to ranks in turns, the same every time.
-
-    Yields a micro-batch and its labels; none for a batch that only gives all ranks as many forwards.
-    """
+    """Deal the first `most` validation blocks to ranks in turns, the same every time. Yields a micro-batch
+    and its labels; none for a batch that only gives all ranks as many forwards."""
     stride = seat.ranks * seat.micro
     count = len(blocks) if most is None else min(most, len(blocks))
     for turn in range(-(-count // stride)):

@@ -69,11 +69,9 @@ class ByteTokenizer:
 
 
 class TransformersTokenizer:
-    """A tokenizer that `transformers` reads.
-
-    Every token is below `vocabulary`. The `start` tokens begin a text, as Llama's `<s>` does; `end` ends a
-    document and pads; `marks` are the special tokens by their spelling.
-    """
+    """A tokenizer that `transformers` reads. Every token is below `vocabulary`. The `start` tokens begin a
+    text, as Llama's `<s>` does; `end` ends a document and pads; `marks` are the special tokens by their
+    spelling."""
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
@@ -179,20 +177,14 @@ def _fingerprint(folder: Path) -> str:
 
 def _load(folder: Path) -> Any:
     if not is_installed():
-        must, todo = (
-            "`transformers` must be installed to read a tokenizer",
-            "Run `pip install 'zerodrift[hf]'`.",
-        )
+        must = "`transformers` must be installed to read a tokenizer"
+        todo = "Run `pip install 'zerodrift[hf]'`."
         raise ModelError("data.tokenizer", must, got="no such package", do=todo)
     from transformers import AutoTokenizer
 
-    load = functools.partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
-    return attempt(
-        lambda: load(str(folder)), str(folder), "must hold a tokenizer that `transformers` can read"
-    )
-
-
-# --- long texts -----------------------------------------------------------------------------------------
+    how = {"local_files_only": True, "trust_remote_code": False}
+    load = functools.partial(AutoTokenizer.from_pretrained, str(folder), **how)
+    return attempt(load, str(folder), "must hold a tokenizer that `transformers` can read")
 
 
 def encode_pieces(pieces: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tokens]:
@@ -227,11 +219,9 @@ def _windows(pieces: Iterator[str], tokenizer: TransformersTokenizer) -> Iterato
 def _tokens_from(
     text: str, done: int, last: Tokens, tokenizer: TransformersTokenizer
 ) -> tuple[Tokens, np.ndarray]:
-    """Return the tokens from `done` on and their places.
-
-    As little of the text in front is encoded as makes the tokens meet the `last` ones. If they never meet, as
-    in an endless run of spaces, encoding begins at `done`.
-    """
+    """Return the tokens from `done` on and their places. As little of the text in front is encoded as makes
+    the tokens meet the `last` ones. If they never meet, as in an endless run of spaces, encoding begins at
+    `done`."""
     met: tuple[Tokens, np.ndarray] | None = None
     for before in (OVERLAP, WINDOW) if done else ():
         first = max(0, text.rfind("\n", 0, max(0, done - before)))

@@ -12,9 +12,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +35,7 @@ from zerodrift.model import (
     is_installed,
     listed,
     make,
+    quiet,
     read_config,
     safetensors,
 )
@@ -93,11 +92,9 @@ def source_of(written: Model) -> ModelSource:
 
 
 def build(written: Model, source: ModelSource) -> nn.Module:
-    """Return the model in training mode.
-
-    A model of `transformers` has no memory for its parameters yet: the engine reads or draws each rank's own
-    slices. Except that adapters on random weights need those in memory.
-    """
+    """Return the model in training mode. A model of `transformers` has no memory for its parameters yet: the
+    engine reads or draws each rank's own slices. Except that adapters on random weights need those in
+    memory."""
     torch.manual_seed(written.seed)  # for first values, drawn here or by the engine
     if source.config is None:
         model = make(source.text)
@@ -233,33 +230,14 @@ def require_whole(folder: Path, missing: Iterable[str], unexpected: Iterable[str
     problems.raise_as(ModelError)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the reports and progress bars of `transformers`: whatever matters is raised."""
-    from transformers.utils import logging as transformers_logging
-
-    before = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.ERROR)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
 # --- label smoothing --------------------------------------------------------------------------------------
 
 
 class SmoothedLoss:
-    """The loss function of a causal language model, with labels smoothed where gradients are needed.
-
-    Models of `transformers` call a function that can be replaced, also in the last stage of a pipeline, and
-    add the losses of routers to it. Evaluations keep the plain loss, so that perplexity means the same in
-    every run. The smoothed loss is that of `transformers.trainer_pt_utils.LabelSmoother`.
-    """
+    """The loss function of a causal language model, with labels smoothed where gradients are needed. Models
+    of `transformers` call a function that can be replaced, also in the last stage of a pipeline, and add the
+    losses of routers to it. Evaluations keep the plain loss, so that perplexity means the same in every run.
+    The smoothed loss is that of `transformers.trainer_pt_utils.LabelSmoother`."""
 
     def __init__(self, share: float, plain: Callable[..., torch.Tensor]) -> None:
         self.was_called = False
@@ -380,10 +358,8 @@ def check_causal(model: nn.Module, source: str) -> None:
 
 def require_document_mask(engine: Engine, seat: BatchLayout, length: int, vocabulary: int) -> None:
     """Refuse `data.attend: document` for a model that lets documents of a block see each other. Collective.
-
     The model gets positions that start again with each document, from which those of `transformers` make a
-    mask. Some have no mask, and carry a state from one document into the next. Nothing of the run changes.
-    """
+    mask. Some have no mask, and carry a state from one document into the next. Nothing of the run changes."""
     where, todo, name = "data.attend", "Use `data.attend: block`.", type(engine.module).__name__
     if engine.plan.policy.pipeline is not None:
         raise ConfigError(where, "must be `block` with `config.pipeline`", got="'document'", do=todo)

@@ -13,19 +13,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerodrift.checkpoint import MANIFEST, Allowed, CheckpointFolder, Checkpoints, Loaded, read_plan
 from zerodrift.checkpoint import state as states
 from zerodrift.config import Config, Reduce
+from zerodrift.engine import Engine
 from zerodrift.errors import CheckpointError
 from zerodrift.plan import Plan
 from zerodrift.policy import KEY, ORDER, Order
 from zerodrift.train.job import Job
 from zerodrift.train.loop.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from zerodrift.engine import Engine
 
 JOB, STEP, PLACE, BASE = "job", "step", "data", "base"
 """Keys of the `client` state that checkpoints of a run carry."""
@@ -154,10 +152,8 @@ def load(checkpoints: Checkpoints, path: Path, job: Job, engine: Engine) -> tupl
 
 
 def _restore_numbers(engine: Engine, own: Sequence[Mapping[str, Any]], schedule_is_new: bool) -> None:
-    """Restore rates, betas and weight decay of this run's config, and a loss scale that is constant.
-
-    The schedule goes on at the place where the checkpoint was saved.
-    """
+    """Restore rates, betas and weight decay of this run's config, and a loss scale that is constant. The
+    schedule goes on at the place where the checkpoint was saved."""
     if engine.optimizer is not None:
         for group, options in zip(engine.optimizer.param_groups, own, strict=True):
             group.update(options)

@@ -339,9 +339,6 @@ def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
     problems.raise_as(ConfigError)
 
 
-# --- numbers ------------------------------------------------------------------------------------------
-
-
 def length_of(job: Job, config: Config, prepared: PreparedData, world: int) -> tuple[Policy, int]:
     """Return the policy on these ranks, and the number of steps."""
     mesh = mesh_for(config, world)

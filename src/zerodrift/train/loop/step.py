@@ -93,10 +93,7 @@ def has_finite_gradient(engine: Engine, batch: MicroBatch, name: str) -> bool:
 
 class StepDigests:
     """Takes digests of one step, for `zerodrift replay`: its gradients before the update, and the state
-    after.
-
-    Two runs that computed the same bits have the same digests, on any number of ranks.
-    """
+    after. Two runs that computed the same bits have the same digests, on any number of ranks."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -160,12 +157,9 @@ class NonFiniteStep:
 def find_nonfinite(
     engine: Engine, step: int, batches: Sequence[MicroBatch], losses: Sequence[float], result: StepResult
 ) -> NonFiniteStep:
-    """Find where a skipped step comes from. Collective.
-
-    A skipped step leaves the parameters as they were, so it can be examined. A loss that is not finite names
-    its micro-batch. If only a gradient is not, the micro-batches run once more, one by one, until one leaves
-    such a gradient.
-    """
+    """Find where a skipped step comes from. Collective. A skipped step leaves the parameters as they were, so
+    it can be examined. A loss that is not finite names its micro-batch. If only a gradient is not, the
+    micro-batches run once more, one by one, until one leaves such a gradient."""
     rank = engine.mesh.rank("data")
 
     def gathered(mine: list[BadMicroBatch]) -> list[BadMicroBatch]:

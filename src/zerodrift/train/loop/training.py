@@ -32,7 +32,7 @@ from zerodrift.train.loop.signals import END, STEP, Stop, signal_name
 from zerodrift.train.loop.step import StepDigests, StepRun, find_nonfinite, run_step, save_batches
 from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, memory
-from zerodrift.train.tools.flops import TRAINING, ForwardFlops
+from zerodrift.train.tools.flops import TRAINING, forward_flops
 
 LONGEST_ERROR = 4000
 """Characters of an error on the page."""
@@ -57,10 +57,8 @@ class _Clock:
 
 
 class StepRecorder:
-    """Records the steps of `run.profile` on one rank: a trace for Perfetto or chrome://tracing.
-
-    A recorded run computes the same bits.
-    """
+    """Records the steps of `run.profile` on one rank: a trace for Perfetto or chrome://tracing. A recorded
+    run computes the same bits."""
 
     def __init__(self, wanted: Profile | None, folder: Path, rank: int, device: str) -> None:
         self._wanted, self.folder, self._rank, self._device = wanted, folder, rank, device
@@ -258,7 +256,7 @@ class Loop:
             lr=result.lr[0] if result.lr else 0.0,
             loss_scale=result.loss_scale,
             tokens=self._tokens,
-            epoch=self._feed.epoch(step),
+            epoch=step * self._feed.seat.samples / len(self._feed.blocks),
             seconds=seconds,
             tokens_per_second=tokens / took,
             memory=memory(self._feed.seat.device),
@@ -279,16 +277,14 @@ class Loop:
             if is_first and self._run.check_precision:
                 # Compiled code has no operations to observe.
                 mine = inside.enter_context(observe(engine, operations=not is_compiled))
-                flops = ForwardFlops()
-                if not is_compiled:
-                    inside.enter_context(flops.counting(engine.module))
+                flops = [] if is_compiled else inside.enter_context(forward_flops(engine.module))
             inside.enter_context(digests or contextlib.nullcontext())
             yield
         if not (is_first and self._run.check_precision):
             return
-        if flops.found and self._leads and plan.policy.pipeline is None:
+        if any(flops) and self._leads and plan.policy.pipeline is None:
             tokens = self._feed.tokens(step - 1)[self._feed.seat.numbers[0]]
-            self._write("flops", {"step": step, "per_token": TRAINING * flops.found / tokens})
+            self._write("flops", {"step": step, "per_token": TRAINING * sum(flops) / tokens})
         seen = merged(engine.comm.all_gather_object(mine))
         line, wider = compare.line(plan, seen), compare.widened(plan, seen)
         for text in (line, *map(legible, wider)):

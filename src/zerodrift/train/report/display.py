@@ -1,9 +1,8 @@
 """Show a run while it goes: one live line on a terminal, and plain lines elsewhere.
 
-Texts beside the live line (the plan, notes, evaluations) are printed above
-it. The line is drawn several times a second, so that a step of minutes shows its micro-batches and a long
-evaluation its name. It is never wider than the terminal: figures are dropped in the order of `DROPPED`, and
-the step, the loss and the time left stay.
+Texts beside the live line (the plan, notes, evaluations) are printed above it. The line is drawn several
+times a second, so that a step of minutes shows its micro-batches and a long evaluation its name. It is never
+wider than the terminal: figures are dropped in the order of `DROPPED`, and step, loss and time left stay.
 """
 
 from __future__ import annotations

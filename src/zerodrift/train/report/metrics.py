@@ -61,10 +61,8 @@ class StepMetrics:
 
 
 class RunLines:
-    """The lines of a run in memory: steps as columns of 88 bytes a step, all others as they are.
-
-    Iterates over the lines that are not steps. A value that is not a finite number counts as missing.
-    """
+    """The lines of a run in memory: steps as columns of 88 bytes a step, all others as they are. Iterates
+    over the lines that are not steps. A value that is not a finite number counts as missing."""
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         self._columns = {field.name: array("d") for field in fields(StepMetrics)}
@@ -155,9 +153,6 @@ class Metrics:
             close()
 
 
-# --- the file ---------------------------------------------------------------------------------------------
-
-
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the whole lines of a file."""
     return [line for line in _read(path) if line is not None]
@@ -225,9 +220,6 @@ def memory(device: torch.device) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-# --- boards -----------------------------------------------------------------------------------------------
-
-
 def check_boards(run: Run) -> None:
     """Refuse a board that is not installed."""
     problems = Problems()
@@ -239,10 +231,8 @@ def check_boards(run: Run) -> None:
 
 
 def _boards(folder: RunFolder, run: Run, after: int) -> list[tuple[Write, Callable[[], None]]]:
-    """Open the boards of a run: how each writes the numbers of a step, and how it is closed.
-
-    A resumed run goes on in the same curves.
-    """
+    """Open the boards of a run: how each writes the numbers of a step, and how it is closed. A resumed run
+    goes on in the same curves."""
     boards: list[tuple[Write, Callable[[], None]]] = []
     if run.tensorboard:
         from torch.utils.tensorboard import SummaryWriter

@@ -149,9 +149,6 @@ def _skips(lines: RunLines) -> PageSection:
     )
 
 
-# --- precision ----------------------------------------------------------------------------------------
-
-
 def _precision(lines: RunLines) -> list[Paragraph | PageTable]:
     last = lines.last_of_kind("precision")
     if not last:
@@ -191,9 +188,6 @@ def _rounding(lines: RunLines) -> PageSection:
 
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.2g}"
-
-
-# --- provenance ---------------------------------------------------------------------------------------
 
 
 def _samples(lines: RunLines) -> PageSection:
@@ -236,9 +230,6 @@ def _traces(lines: RunLines) -> PageSection:
     return PageSection("Traces", "traces", [words, FactList(facts)] if facts else ())
 
 
-# --- curves -----------------------------------------------------------------------------------------------
-
-
 def held_out(lines: RunLines) -> list[Point]:
     """Return (step, loss) of the evaluations."""
     found = [line for line in lines.of_kind("evaluation") if line["validation_loss"] is not None]
@@ -271,10 +262,6 @@ def _count(value: float) -> str:
     return elements(round(value)) if value >= 1 else significant(value)
 
 
-def _bytes(value: float) -> str:
-    return size(round(value))
-
-
 def _specs(lines: RunLines) -> list[Chart]:
     def losses(shown: Sequence[Point], evaluated: Sequence[Point]) -> list[Series]:
         dots = [f"step {x:g}: {y:.6g}" for x, y in evaluated]
@@ -288,14 +275,14 @@ def _specs(lines: RunLines) -> list[Chart]:
     confused = losses(perplexities(trained), perplexities(evaluated))
     norms, rates = lines.steps("grad_norm"), lines.steps("lr")
     speed, memory = lines.steps("tokens_per_second"), lines.steps("memory")
-    norm = Series("gradient norm", "master", norms)
+    norm, used = Series("gradient norm", "master", norms), Series("memory", "wire", memory)
     specs = [
         Chart("Loss", losses(trained, evaluated), _number),
         Chart("Perplexity", confused, _number, log=_spread(*confused) > 20),
         Chart("Gradient norm before clipping", [norm], _number, log=_spread(norm) > 20),
         Chart("Learning rate", [Series("learning rate", "state", rates)], "{:.3g}".format, from_zero=True),
         Chart("Tokens per second", [Series("throughput", "accumulate", speed)], _count, from_zero=True),
-        Chart("Memory of rank 0", [Series("memory", "wire", memory)], _bytes, from_zero=True, binary=True),
+        Chart("Memory of rank 0", [used], lambda value: size(round(value)), from_zero=True, binary=True),
     ]
     scale = Series("loss scale", "buffers", lines.steps("loss_scale"))
     if any(value != 1.0 for _, value in scale.points):

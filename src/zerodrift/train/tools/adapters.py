@@ -128,9 +128,6 @@ def copy_weights(place: Path, parameters: Mapping[str, nn.Parameter]) -> list[st
     return missing
 
 
-# --- the base -------------------------------------------------------------------------------------------
-
-
 def saved_base(folder: Path) -> dict[str, str]:
     """Return `source` and `digest` of the base; for adapters of others the `source` of their config."""
     try:
@@ -186,9 +183,7 @@ def base_digest(model: nn.Module, weights: Path | None = None) -> str:
     if weights is not None:
         spec = describe(model)
         files = SafetensorsWeights.open(weights, model, expected_tensors(spec.parameters, (), model), False)
-    named = [
-        (base_name(name), name, value) for name, value in model.named_parameters() if ".lora_" not in name
-    ]
+    named = [(base_name(n), n, value) for n, value in model.named_parameters() if ".lora_" not in n]
     for short, name, value in sorted(named, key=lambda names: names[0]):
         flat = value.detach().reshape(-1)
         at = np.linspace(0, max(0, flat.numel() - 1), min(VALUES, flat.numel())).astype(np.int64)

@@ -45,35 +45,24 @@ _SLOWER = ("Laptop", "Max Q", "D")
 """Words in the names of slower variants."""
 
 
-class ForwardFlops:
-    """The operations of the first forward of a module inside `counting`; None if none was complete."""
+@contextlib.contextmanager
+def forward_flops(model: nn.Module) -> Iterator[list[int]]:
+    """Yield a list that gets the operations of the first forward of a module inside the block, one by one."""
+    counts: list[int] = []
+    mode = every_operation(lambda *called: counts.append(flops_of(*called)), compiled=False)
+    running = contextlib.ExitStack()
 
-    def __init__(self) -> None:
-        self.found: int | None = None
+    def start(*_: Any) -> None:
+        begin.remove()
+        running.enter_context(mode)
 
-    @contextlib.contextmanager
-    def counting(self, model: nn.Module) -> Iterator[None]:
-        counts: list[int] = []
-        mode = every_operation(lambda *called: counts.append(flops_of(*called)), compiled=False)
-        entered = False
-
-        def before(module: nn.Module, arguments: Any) -> None:
-            nonlocal entered
-            if self.found is None and not entered:
-                entered = True
-                mode.__enter__()
-
-        def after(module: nn.Module, arguments: Any, output: Any) -> None:
-            nonlocal entered
-            if entered:
-                entered = False
-                mode.__exit__(None, None, None)
-                self.found = sum(counts)
-
-        with contextlib.ExitStack() as hooks:
-            hooks.callback(model.register_forward_pre_hook(before).remove)
-            hooks.callback(model.register_forward_hook(after, always_call=True).remove)
-            yield
+    begin = model.register_forward_pre_hook(start)
+    end = model.register_forward_hook(lambda *_: running.close(), always_call=True)
+    try:
+        yield counts
+    finally:
+        begin.remove()
+        end.remove()
 
 
 def peak(device: str, dtype: str) -> float | None:

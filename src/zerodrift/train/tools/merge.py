@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +18,22 @@ from torch import nn
 
 from zerodrift.checkpoint import CheckpointFolder, new_folder, writing
 from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
-from zerodrift.model import attempt, importable
+from zerodrift.model import attempt, importable, quiet
 from zerodrift.train.data.hub import advice, path_of
 from zerodrift.train.data.tokenizer import copy_tokenizer, has_tokenizer
 from zerodrift.train.job import Model
 from zerodrift.train.loop import model as models
 from zerodrift.train.tools import adapters
 from zerodrift.train.tools.artifacts import TrainedModel, base_of, checkpoints_at, model_at
-from zerodrift.weights import SHARD_SIZE, ConversionResult, exported_dtype, size_in_bytes
+from zerodrift.weights import ConversionResult, ConvertOptions, exported_dtype, size_in_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class MergeOptions:
-    """How to merge."""
-
-    base: str | None = None
-    """Path of the base; by default that of the training."""
-    dtype: str | None = None
-    """By default that of the base."""
-    max_shard_size: int | str = SHARD_SIZE
-    overwrite: bool = False
-    tag: str = ""
-
-
-def merge(source: Path, target: Path, options: MergeOptions | None = None) -> ConversionResult:
-    """Write the model that the adapters at `source` and their base make."""
-    options = options or MergeOptions()
+def merge(
+    source: Path, target: Path, options: ConvertOptions | None = None, base_path: str | None = None
+) -> ConversionResult:
+    """Write the model that the adapters at `source` and their base make, by default in the dtype of the base.
+    Without a `base_path` the base is that of the training."""
+    options = options or ConvertOptions()
     adapters.require_peft("--merge")
     dtype = exported_dtype(options.dtype)
     if dtype is not None and dtype.format is not None:
@@ -53,7 +42,7 @@ def merge(source: Path, target: Path, options: MergeOptions | None = None) -> Co
     size = size_in_bytes(options.max_shard_size, "--max-shard-size")
     found = _adapters_at(source, options.tag)
     with importable(found.started_in):
-        base, written = _base(found, options.base)
+        base, written = _base(found, base_path)
         cast = None if dtype is None else dtype.torch
         written_in = cast or base.dtype
         model: Any
@@ -74,7 +63,7 @@ def merge(source: Path, target: Path, options: MergeOptions | None = None) -> Co
         raise CheckpointError(str(source), "must come to finite weights", got=got, do="Merge an earlier one.")
     with new_folder(target, options.overwrite) as new, writing(target):
         merged.config.use_cache = True  # off in training
-        with models.quiet():
+        with quiet():
             merged.save_pretrained(str(new.path), max_shard_size=size)
         places = [place for place in (found.export, Path(written.source).expanduser()) if place is not None]
         if tokenizer := next(filter(has_tokenizer, places), None):
@@ -85,10 +74,8 @@ def merge(source: Path, target: Path, options: MergeOptions | None = None) -> Co
     notes = [f"merged into {written.source}"]
     if found.checkpoint is None and not adapters.saved_base(found.export or source).get("digest"):
         notes.append("Nothing says which base these adapters were trained on: it was taken at its name.")
-    kind = f"adapters in {found.checkpoint or found.export}"
-    return ConversionResult(
-        kind, "safetensors files", target, len(sizes), sum(sizes), bytes_written, tuple(notes)
-    )
+    kind, counts = f"adapters in {found.checkpoint or found.export}", (len(sizes), sum(sizes), bytes_written)
+    return ConversionResult(kind, "safetensors files", target, *counts, tuple(notes))
 
 
 def _adapters_at(source: Path, tag: str) -> TrainedModel:
@@ -140,9 +127,9 @@ def _require_untied(model: nn.Module) -> None:
 
     uses = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
-        weight = (
-            getattr(module.get_base_layer(), "weight", None) if isinstance(module, BaseTunerLayer) else None
-        )
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        weight = getattr(module.get_base_layer(), "weight", None)
         if weight is not None and uses[id(weight)] > 1:
             must = "must go with adapters on weights that nothing else uses"
             got = f"one on `{name.removeprefix('base_model.model.')}`, whose weight is tied to another's"

@@ -193,9 +193,6 @@ def _find_optimizer(
     return "adamw"
 
 
-# --- the stages ------------------------------------------------------------------------------------------
-
-
 def _count_updates(
     bases: Iterable[Mapping[int, Mapping[str, Any]]], groups: Sequence[Mapping[str, Any]]
 ) -> int:
@@ -239,9 +236,6 @@ def _cut(pieces: Sequence[torch.Tensor], start: int, numel: int) -> Iterator[Run
         if low < high:
             yield low - start, piece[low - begin : high - begin]
         begin += piece.numel()
-
-
-# --- stages 1 and 2 ---------------------------------------------------------------------------------------
 
 
 def stage_1_or_2(files: DeepSpeedFiles) -> StageContents:
@@ -308,9 +302,6 @@ def _check_values(
             raise CheckpointError(files.folder, must, got=got, do=_OTHER_SAVE)
 
 
-# --- stage 3 ----------------------------------------------------------------------------------------------
-
-
 def stage_3(files: DeepSpeedFiles) -> StageContents:
     model, states = files.models[0], [state["optimizer_state_dict"] for state in files.optimizers]
     ranks, bases = len(states), [state["optimizer_state_dict"] for state in states]
@@ -353,9 +344,6 @@ def _shares(flats: Sequence[Sequence[torch.Tensor]], start: int, share: int, num
         count = min(share, numel - rank * share)
         for begin, values in _cut(own, start, max(count, 0)):
             yield rank * share + begin, values
-
-
-# --- stage 0 ----------------------------------------------------------------------------------------------
 
 
 def stage_0(files: DeepSpeedFiles) -> StageContents:

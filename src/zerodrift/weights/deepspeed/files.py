@@ -85,9 +85,8 @@ def find_tag(path: Path, tag: str = "") -> Path:
     tag = tag or read_latest(path)
     if not tag:
         got = f"none, and {listed(tags) if tags else 'no folder in it'}"
-        raise CheckpointError(
-            path, f"must have a file `{LATEST}` that names a tag", got=got, do="Give the tag."
-        )
+        must = f"must have a file `{LATEST}` that names a tag"
+        raise CheckpointError(path, must, got=got, do="Give the tag.")
     if tag not in tags:
         must, do = f"must have a folder for the tag {short(repr(tag))}", did_you_mean(short(tag), tags)
         raise CheckpointError(short(path), must, got="none", do=do)
@@ -206,14 +205,12 @@ def _load_all(
 
 
 def _load(path: Path, trust: bool) -> dict[str, Any]:
-    must = "must be readable"
+    if kind_at(path) != "file":
+        raise _damaged(path, "a folder")
     try:
-        if kind_at(path) != "file":
-            raise _DamageError("a folder")
         saved_as = _check_archive(path)
-    except (_DamageError, OSError) as error:
-        got = (error.strerror or said(error)) if isinstance(error, OSError) else str(error)
-        raise CheckpointError(path, must, got=short(got), do=_DAMAGED) from error
+    except OSError as error:
+        raise _damaged(path, error.strerror or said(error)) from error
     if not _is_own_name(path.name, saved_as):
         must = "must be the file that was saved under its name"
         raise CheckpointError(path, must, got=f"`{saved_as}.pt`", do=_MIXED)
@@ -223,7 +220,7 @@ def _load(path: Path, trust: bool) -> dict[str, Any]:
     except Exception as error:
         klass = re.search(r"(?:GLOBAL|class|global) [`']?([\w.]+)", str(error))
         if klass is None or not isinstance(error, pickle.UnpicklingError):
-            raise CheckpointError(path, must, got=said(error)[:180], do=_DAMAGED) from error
+            raise _damaged(path, said(error)[:180]) from error
         must = "must hold tensors, numbers, text and containers of them"
         got = f"an object of `{klass[1]}`, which only its own code can read"
         do = "If you trust who wrote the file, read it with `trust` (`--trust`)."
@@ -243,18 +240,17 @@ def _is_own_name(name: str, saved_as: str) -> bool:
     return True
 
 
-class _DamageError(Exception):
-    """A file of torch that is not as it was written."""
+def _damaged(path: Path, got: str) -> CheckpointError:
+    return CheckpointError(path, "must be readable", got=short(got), do=_DAMAGED)
 
 
 def _check_archive(path: Path) -> str:
     """Compare every CRC of a zip that torch wrote, and return the name that the file had then."""
     with path.open("rb") as stream:
         if stream.read(4) != b"PK\x03\x04":
-            raise _DamageError(
-                "no zip, which torch has written since 1.6: the older format has no checksums, and damage in "
-                "it cannot be seen. If it is one of those, load it with torch and save it again"
-            )
+            old = "the older format has no checksums, and damage in it cannot be seen"
+            todo = "If it is one of those, load it with torch and save it again"
+            raise _damaged(path, f"no zip, which torch has written since 1.6: {old}. {todo}")
         try:
             with zipfile.ZipFile(stream) as archive:
                 records = archive.infolist()
@@ -263,15 +259,15 @@ def _check_archive(path: Path) -> str:
                 first = min((record.header_offset for record in records), default=-1)
                 # Python accepts bytes before an archive, which torch does not expect.
                 if first or len(names) < len(records) or len(tops) != 1:
-                    raise _DamageError("a zip whose list of records is damaged")
+                    raise _damaged(path, "a zip whose list of records is damaged")
                 for record in records:
                     if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
-                        raise _DamageError(f"a damaged record `{record.filename}`")
+                        raise _damaged(path, f"a damaged record `{record.filename}`")
                     with archive.open(record) as data:
                         while data.read(4 << 20):
                             pass
                 return tops.pop()
-        except _DamageError:
+        except CheckpointError:
             raise
         except Exception as error:  # damage makes `zipfile` raise nearly anything
-            raise _DamageError(f"a damaged zip ({error or type(error).__name__})") from error
+            raise _damaged(path, f"a damaged zip ({error or type(error).__name__})") from error
