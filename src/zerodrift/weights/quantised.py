@@ -53,8 +53,8 @@ class QuantisedTensor:
     @property
     def dtype(self) -> DType:
         """The narrow format that the tensor is in; fp32 if it has no name here."""
-        own = (self.form.element, self.form.block, "fp32")
-        known = {(form.element, form.block, form.scale): dtype for dtype, form in NARROW.items()}
+        own = self.form.element, self.form.block
+        known = {(form.element, form.block): d for d, form in NARROW.items() if form.scale == "fp32"}
         return known.get(own, DType.FP32)
 
     @property

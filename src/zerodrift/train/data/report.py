@@ -90,8 +90,8 @@ class DataCounts:
         facts.append(("blocks", f"{several(train.blocks, 'block')} of {self.block:,} tokens{padding}"))
         if held.blocks:
             documents_held = several(held.documents, self.noun) if held.documents else "the last blocks"
-            share = f" ({held.tokens / tokens:.1%})" if tokens else ""
-            in_blocks = f"{held.tokens:,} tokens{share} in {several(held.blocks, 'block')}"
+            of_all = f" ({held.tokens / tokens:.1%})" if tokens else ""
+            in_blocks = f"{held.tokens:,} tokens{of_all} in {several(held.blocks, 'block')}"
             facts.append(("held out", f"{documents_held}, {in_blocks}"))
         if reasons := [*self.reasons(), *self.beside]:
             facts.append(("left out", "; ".join(reasons)))
