@@ -36,15 +36,15 @@ def model() -> nn.Module:
 
 
 def audited(rank: int, ranks: int, stage: int) -> Audit:
-    batches = [{"tokens": batch(number)} for number in range(2)]
+    batches = [{"tokens": batch(number)} for number in range(4)]
     config = {
         "precision": {"mode": "bf16", "reduce": {"wire": "bf16", "when": "last"}},
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
     plan = zerodrift.make_plan(config, model(), ranks)
-    mine = batches[rank * 2 // ranks : (rank + 1) * 2 // ranks]
-    return audit(plan, model, mine, confirm=1, budget=None)
+    mine = batches[rank * 4 // ranks : (rank + 1) * 4 // ranks]
+    return audit(plan, model, mine, confirm=2, budget=None)
 
 
 def on_ranks() -> Audit:
@@ -55,7 +55,7 @@ def test_the_numbers_are_those_of_one_process() -> None:
     alone = audited(0, 1, 0)
     first, second = run_ranks(on_ranks, 2)
     assert first.drift == second.drift == alone.drift
-    assert first.drift.choices == 2 * 2 * 2 * 12
+    assert first.drift.choices == 2 * 4 * 2 * 12
     assert [one.choice for one in first.replayed] == [one.choice for one in second.replayed]
     mine = {one.choice: one.square for one in alone.shortlist}
     theirs = {one.choice: one.square for one in first.shortlist}
