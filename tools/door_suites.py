@@ -126,8 +126,10 @@ def reason(told: tuple[str, str]) -> str:
         return f"no `{name[1]}`"
     if name := _MISSING.search(why):
         return f"no `{next(filter(None, name.groups()))}`"
-    short = why.removeprefix("Failed: ").partition(" Traceback (")[0].partition("; got ")[0]
-    return re.sub(r"\b(bf16|fp16|fp32)\b", "DTYPE", re.sub(r"0x[0-9a-f]+|\b\d+(\.\d+)?\b", "#", short))[:160]
+    short = why.removeprefix("Failed: ")
+    for end in (" Traceback (", "; got ", " + where ", " where ", "\\n"):
+        short = short.partition(end)[0]
+    return re.sub(r"\b(bf16|fp16|fp32)\b", "DTYPE", re.sub(r"0x[0-9a-f]+|\b\d+(\.\d+)?\b", "#", short))[:120]
 
 
 _MISSING = re.compile(r"cannot import name '(\w+)'|No module named '([\w.]+)'|has no attribute '(\w+)'")
@@ -174,7 +176,12 @@ def table(found: Iterable[SuiteResult]) -> str:
     """Return a row for each file."""
     lines = ["| tests | file | pass on DeepSpeed | of these here | why not |", "| --- " * 5 + "|"]
     for row in found:
-        why = "; ".join(f"{count}: {text}" for text, count in row.why.items()).replace("|", "/") or "-"
+        why = (
+            "; ".join(f"{count}: {text}" for text, count in row.why.items())
+            .replace("|", "/")
+            .replace("<", "&lt;")
+            or "-"
+        )
         there = "not run" if row.there is None else row.there
         counted = row.here + sum(row.why.values())
         if not counted:
