@@ -3,7 +3,7 @@
 `tools/doors.py suite FOLDER CHECKOUT` runs DeepSpeed's unit tests, or accelerate's, by the plugins
 `tests/doors/deepspeed_suite.py` and `accelerate_suite.py`, and calls this.
 
-Invariant: a test that DeepSpeed itself fails on this machine counts neither way.
+Invariant: a test that DeepSpeed itself fails on this machine counts neither way, where DeepSpeed was run.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class SuiteResult:
 
     suite: str
     file: str
-    there: int
-    """How many tests pass on DeepSpeed."""
+    there: int | None
+    """How many tests pass on DeepSpeed; None where it was not run."""
     here: int
-    """How many of these pass on zerodrift."""
+    """How many of these pass on zerodrift, or of all."""
     more: int
     """How many pass on zerodrift alone."""
     why: Mapping[str, int] = field(default_factory=dict)
-    """Reason -> how many of DeepSpeed's passes fail for it."""
+    """Reason -> how many of DeepSpeed's passes, or of all tests, fail for it."""
 
 
 def read(path: Path) -> dict[str, tuple[str, str]]:
@@ -106,12 +106,14 @@ def compare(suite: str, here: Outcomes, there: Outcomes) -> list[SuiteResult]:
         files.setdefault(test.partition("::")[0], []).append(test)
     rows = []
     for file, tests in sorted(files.items()):
-        good = {test for test in tests if there.get(test, ("", ""))[0] == "passed"}
+        known = there or {test: ("passed", "") for test, told in here.items() if told[0] != "skipped"}
+        good = {test for test in tests if known.get(test, ("", ""))[0] == "passed"}
         ours = {test for test in tests if here.get(test, ("", ""))[0] == "passed"}
         uncollected = here.get(file, ("", ""))[1]
         missing = ("failed", uncollected or "did not run")
         why = dict(Counter(reason(here.get(test, missing)) for test in good - ours).most_common())
-        rows.append(SuiteResult(suite, file, len(good), len(good & ours), len(ours - good), why))
+        passes = len(good) if there else None
+        rows.append(SuiteResult(suite, file, passes, len(good & ours), len(ours - good), why))
     return rows
 
 
@@ -124,8 +126,10 @@ def reason(told: tuple[str, str]) -> str:
         return f"no `{name[1]}`"
     if name := _MISSING.search(why):
         return f"no `{next(filter(None, name.groups()))}`"
-    short = why.removeprefix("Failed: ").partition(" Traceback (")[0].partition("; got ")[0]
-    return re.sub(r"\b(bf16|fp16|fp32)\b", "DTYPE", re.sub(r"0x[0-9a-f]+|\b\d+(\.\d+)?\b", "#", short))[:160]
+    short = why.removeprefix("Failed: ")
+    for end in (" Traceback (", "; got ", " + where ", " where ", "\\n"):
+        short = short.partition(end)[0]
+    return re.sub(r"\b(bf16|fp16|fp32)\b", "DTYPE", re.sub(r"0x[0-9a-f]+|\b\d+(\.\d+)?\b", "#", short))[:120]
 
 
 _MISSING = re.compile(r"cannot import name '(\w+)'|No module named '([\w.]+)'|has no attribute '(\w+)'")
@@ -172,7 +176,16 @@ def table(found: Iterable[SuiteResult]) -> str:
     """Return a row for each file."""
     lines = ["| tests | file | pass on DeepSpeed | of these here | why not |", "| --- " * 5 + "|"]
     for row in found:
-        if row.there:
-            why = "; ".join(f"{count}: {text}" for text, count in row.why.items()).replace("|", "/") or "-"
-            lines.append(f"| {row.suite} | `{row.file}` | {row.there} | {row.here} | {why} |")
+        why = (
+            "; ".join(f"{count}: {text}" for text, count in row.why.items())
+            .replace("|", "/")
+            .replace("<", "&lt;")
+            or "-"
+        )
+        there = "not run" if row.there is None else row.there
+        counted = row.here + sum(row.why.values())
+        if not counted:
+            continue
+        here = f"{row.here} of {counted}"
+        lines.append(f"| {row.suite} | `{row.file}` | {there} | {here} | {why} |")
     return "\n".join(lines) + "\n"

@@ -218,7 +218,10 @@ TOOLS: Mapping[str, Tool] = {
     "llamafactory": Tool(
         "LLaMA-Factory",
         "llamafactory",
-        ("llamafactory==0.9.5",),
+        (
+            *("llamafactory==0.9.5", "adam-mini==1.1.1", "apollo-torch==1.0.3", "badam==1.4"),
+            *("bitsandbytes", "galore-torch==1.0", "jieba", "nltk", "rouge-chinese"),
+        ),
         tuple(
             Example(name, "llamafactory-cli train {file}", LLAMAFACTORY + more)
             for name, more in (
@@ -245,7 +248,7 @@ TOOLS: Mapping[str, Tool] = {
     "ms-swift": Tool(
         "ms-swift",
         "ms-swift",
-        ("ms-swift==4.6.0",),
+        ("ms-swift==4.6.0", "msgspec"),
         (
             Example("`swift sft`", SWIFT.replace("{kind}", "sft") + " --tuner_type full"),
             Example("LoRA", SWIFT.replace("{kind}", "sft") + " --tuner_type lora --lora_rank 4"),

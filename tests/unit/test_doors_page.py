@@ -246,4 +246,6 @@ def test_the_tests_of_another_package_count_where_deepspeed_passes_them(doors: A
         suites.SuiteResult("S", "f.py", 2, 1, 1, {"no `z`": 1}),
         suites.SuiteResult("S", "g.py", 1, 0, 0, {"no `X`": 1}),
     ]
-    assert "| S | `f.py` | 2 | 1 | 1: no `z` |" in suites.table(suites.compare("S", here, there))
+    assert "| S | `f.py` | 2 | 1 of 2 | 1: no `z` |" in suites.table(suites.compare("S", here, there))
+    alone = suites.table(suites.compare("S", here, {}))
+    assert "| S | `f.py` | not run | 2 of 3 | 1: no `z` |" in alone
