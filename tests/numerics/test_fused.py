@@ -257,6 +257,24 @@ def test_codes_around_the_bounds_of_decades_and_binades() -> None:
 
 
 @compiled
+def test_8bit_blocks_without_an_ordinary_scale() -> None:
+    """Zeros, moments below the least scale and beyond the largest, infinities and NaNs, in blocks each."""
+    sizes = torch.tensor([0.0, 1e-40, 1e-25, 1e-14, 1.0, 1e18, 1e30, 3e37, 1.0, 1.0])
+    gradient = torch.randn(sizes.numel(), 256, generator=generator()) * sizes[:, None]
+    gradient[-2:, 5] = torch.tensor([torch.inf, torch.nan])
+    keys, scheme = block_keys(4, 0, sizes.numel()), Scheme(DType.FP32, Master.SAME, State.EIGHT_BIT)
+    for algorithm in ELEMENTWISE:
+        one = allocate(scheme, torch.zeros(gradient.numel()), moments_of(algorithm), keys=keys)
+        other = copy.deepcopy(one)
+        for number in (1, 2, 3):
+            step = UpdateStep(algorithm, (Hyper(1e-3, number, momentum=0.9),), number)
+            reference_update(scheme, one, gradient.flatten(), step)
+            fused.update(scheme, other, gradient.flatten(), step)
+            assert_equal(one, other, f"{algorithm} {number}")
+        assert one.moments[0].view(-1, 256)[4].unique().numel() > 30
+
+
+@compiled
 @pytest.mark.parametrize("shift", [0, 8, 1])
 @pytest.mark.parametrize(("storage", "master"), MASTERS[:3], ids=str)
 def test_large_slices_equal_the_reference(storage: DType, master: Master, shift: int) -> None:
