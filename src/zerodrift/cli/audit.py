@@ -75,7 +75,7 @@ def audit(
         else:
             from zerodrift.inspect.audit import audit_text
 
-            streams.emit(audit_text(found, color=streams.color()))
+            streams.emit(audit_text(found, **streams.layout(80)))
 
 
 def _parse_share(text: str) -> float:
