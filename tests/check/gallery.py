@@ -51,6 +51,8 @@ class Script:
     """Lines of the script and what to write instead, as `zerodrift check` says it."""
     says: tuple[str, ...] = ()
     """What it prints of that."""
+    remains: str = ""
+    """A kind of finding that the mended script still has."""
 
     def command(self, port: int) -> list[str]:
         """What a user would type; a free port keeps runs apart."""
@@ -114,16 +116,8 @@ class Routed(Tiny):
 
 
 """
-FLAT = """\
-tiny, wide = Tiny(), MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True)
-rest = {"use_orig_params": not args.flat, "device_id": torch.device("cpu")}
-tiny.router = FullyShardedDataParallel(tiny.router, mixed_precision=wide, **rest)
-model = FullyShardedDataParallel(
-    tiny,
-"""
 FSDP1 = (
     (' if args.reduce == "fp32" else torch.bfloat16', ""),
-    ("model = FullyShardedDataParallel(\n    Tiny(),\n", FLAT),
     (", unsynchronized=model.no_sync", ""),
 )
 UNIT = "fully_shard(model.router, mp_policy=MixedPrecisionPolicy(torch.float32))\n"
@@ -180,6 +174,7 @@ BUGS: tuple[Script, ...] = (
         f"rounded-before-accumulation {EXPERT} accumulate",
         more=NO_SYNC,
         says=("# no `with model.no_sync():`",),
+        remains="router-in-16-bits",
         mend=FSDP1),
     _bug("fsdp1-no-sync-flat",
         f"rounded-before-accumulation {EXPERT} accumulate",
@@ -187,6 +182,7 @@ BUGS: tuple[Script, ...] = (
         arguments=("--flat", "--reduce", "bf16"),
         more=NO_SYNC,
         says=("# no `with model.no_sync():`", "reduce_dtype=torch.float32"),
+        remains="router-in-16-bits",
         mend=FSDP1),
     _bug("fsdp2-no-sync",
         SUMS,

@@ -68,15 +68,8 @@ def test_a_block_says_what_mends_a_finding_and_loads(library: str) -> None:
     assert mending([run], []) == []
 
 
-@pytest.mark.parametrize(
-    ("library", "unit"),
-    {
-        "fully_shard": "fully_shard(router, mp_policy=wide)",
-        "FullyShardedDataParallel": "router = FSDP(router, mixed_precision=wide)",
-    }.items(),
-)
-def test_a_router_that_is_gathered_in_16_bits_gets_a_unit_of_its_own(library: str, unit: str) -> None:
-    run = process(**LIBRARIES[library])
+def test_a_router_that_is_gathered_in_16_bits_gets_a_unit_of_its_own() -> None:
+    run, unit = process(**LIBRARIES["fully_shard"]), "fully_shard(router, mp_policy=wide)"
     found = [RunFinding("router-in-16-bits", None, NAMES["router-in-16-bits"], "what.", "do.")]
     before = mending([run], found)[0].text
     assert "router.weight.float()" in before and unit not in before

@@ -65,11 +65,10 @@ _SUMS = {
     "other stages ignore it before DeepSpeed 0.19.8.",
 }
 
-_OWN_UNIT = "Give the router a unit of its own in fp32, since a cast adds no digit to gathered 16 bits: "
 _ROUTERS = {
     "": "Compute the router's logits in fp32: cast its weight and its input up, with autocast off.",
-    "fully_shard": f"{_OWN_UNIT}`fully_shard(router, mp_policy=MixedPrecisionPolicy(torch.float32))`.",
-    "fsdp": f"{_OWN_UNIT}`MixedPrecision(torch.float32, cast_forward_inputs=True)`.",
+    "fully_shard": "Give the router a unit of its own in fp32, since a cast adds no digit to gathered 16 "
+    "bits: `fully_shard(router, mp_policy=MixedPrecisionPolicy(torch.float32))`.",
 }
 
 _AVERAGES = {

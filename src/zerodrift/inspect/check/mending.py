@@ -111,28 +111,13 @@ def _gathers_narrow(model: ModelRecord) -> bool:
 
 
 def _wide_units(kind: str, found: set[Kind]) -> list[str]:
-    """Return the lines that make modules units of their own, which gather fp32."""
+    """Return the lines that make modules units of their own, which gather fp32, for `fully_shard`."""
     lines = []
-    for finding, module in _MODULES if kind in _WIDE else ():
+    for finding, module in _MODULES if kind == "fully_shard" else ():
         if finding in found:
-            first, *rest = _WIDE[kind]
-            lines += [_line(first, found, (finding,)), *(line.format(module=module) for line in rest)]
+            lines.append(_line("wide = MixedPrecisionPolicy(torch.float32)", found, (finding,)))
+            lines.append(f"fully_shard({module}, mp_policy=wide)")
     return lines
-
-
-_WIDE = {
-    "fully_shard": (
-        "wide = MixedPrecisionPolicy(torch.float32)",
-        "fully_shard({module}, mp_policy=wide)",
-    ),
-    "fsdp": (
-        "wide = MixedPrecision(",
-        "    param_dtype=torch.float32,",
-        "    cast_forward_inputs=True,",
-        ")",
-        "{module} = FSDP({module}, mixed_precision=wide)",
-    ),
-}
 
 
 def _script(found: set[Kind]) -> list[str]:
