@@ -23,7 +23,7 @@ help:
 	@echo "make bench   the benchmarks as they were run, and the page of what they find; hours"
 	@echo "make gpu     on a machine with GPUs: their tests, then their benchmarks; 20 minutes at most"
 	@echo "make wheel   a wheel with the CPU kernels in it, tried where there is neither a compiler nor the repository"
-	@echo "make lock    pin the newest of every package in requirements/; make test uses them from then on"
+	@echo "make lock    pin the newest of every package in requirements/; DRY=1 only says what would change"
 	@echo "make newest  the quick tests and those of models with the newest of every package, pinned or not"
 	@echo "make peers   the tests beside DeepSpeed, Lightning, TRL, verl and wandb, which make test skips"
 	@echo "make versions   the tests with other versions of Python, torch, transformers and DeepSpeed; hours"
@@ -81,7 +81,7 @@ wheel: env
 	$(BIN)/python -m pytest -q -n 0 tests/e2e/test_wheel.py --wheel "$$(ls dist/*.whl)"
 
 lock:
-	$(PYTHON) tools/lock.py "$(TORCH)" $(if $(UNTIL),--until $(UNTIL))
+	$(PYTHON) tools/lock.py "$(TORCH)" $(if $(UNTIL),--until $(UNTIL)) $(if $(DRY),--dry)
 
 newest: env
 	$(BIN)/python tools/matrix.py newest $(VENV)-newest --torch="$(TORCH_INDEX)"

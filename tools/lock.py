@@ -9,6 +9,7 @@ pyproject.toml, and writes it as two files that any pip can install:
 
     python tools/lock.py torch==2.13.0                        # the newest of everything beside this torch
     python tools/lock.py torch==2.13.0 --until 2026-11-25     # what there was before that day
+    python tools/lock.py torch==2.13.0 --dry                  # say what would change, and write nothing
 """
 
 from __future__ import annotations
@@ -60,16 +61,41 @@ def split(found: str) -> tuple[str, str]:
     )
 
 
+def pins(text: str) -> dict[str, set[str]]:
+    """Return package -> versions, of which one package may have several, for several Pythons."""
+    found: dict[str, set[str]] = {}
+    for name, version in re.findall(r"^([\w.-]+)==([^\s;\\]+)", text, re.MULTILINE):
+        found.setdefault(name, set()).add(version)
+    return found
+
+
+def changes(before: str, after: str) -> list[str]:
+    """Return one line for each package whose pin differs between two texts."""
+    old, new = pins(before), pins(after)
+    lines = []
+    for name in sorted(old.keys() | new.keys()):
+        was, becomes = (" and ".join(sorted(each.get(name, ()))) or "none" for each in (old, new))
+        if was != becomes:
+            lines.append(f"  {name}: {was} -> {becomes}")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Pin every package of the development environment.")
     parser.add_argument("torch", metavar="TORCH==VERSION")
     parser.add_argument("--until", metavar="DATE", help="nothing that was uploaded later")
+    parser.add_argument("--dry", action="store_true", help="say what would change, and write nothing")
     asked = parser.parse_args()
-    locked, torch = split(resolve(asked.torch, asked.until))
-    LOCK.parent.mkdir(exist_ok=True)
-    LOCK.write_text(locked)
-    TORCH.write_text(torch)
-    print(f"{LOCK.relative_to(ROOT)}: {len(re.findall('==', locked))} pins; make demo, make test use them")
+    found = dict(zip((LOCK, TORCH), split(resolve(asked.torch, asked.until)), strict=True))
+    before = "".join(path.read_text() for path in found if path.exists())
+    lines = changes(before, "".join(found.values()))
+    print("\n".join(["The pins that change:", *lines] if lines else ["No pin changes."]))
+    if asked.dry:
+        return
+    for path, text in found.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    print(f"{LOCK.relative_to(ROOT)}: {len(pins(found[LOCK]))} packages; make demo, make test use them")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,14 @@ _LARGEST = {
     Element.NF4: 1.0,
 }
 
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+"""The numbers of NF4's codes, as fp32 values (Dettmers et al., QLoRA, 2023)."""
+
 ScaleRule = Literal["exact", "floor", "ceil"]
 """The scale of a block with largest magnitude `amax`: `amax / largest` in fp32; or a power of two, either the
 one of the OCP's microscaling formats, `2^(floor(log2 amax) - floor(log2 largest))`, or the least that is not

@@ -1,4 +1,4 @@
-"""Regular files and file locks.
+"""Regular files, file locks and the folder of the user's cache.
 
 Reading a pipe or a device may never end, so the kind of a path is checked first.
 
@@ -80,3 +80,14 @@ def is_locked(path: Path) -> bool:
     except OSError:
         return True
     return False
+
+
+def cache_folder() -> Path | None:
+    """Return the user's cache folder for zerodrift, made if need be; None where it cannot be written."""
+    base = os.environ.get("XDG_CACHE_HOME", "").strip()
+    with contextlib.suppress(OSError, RuntimeError):
+        folder = (Path(base) if base else Path.home() / ".cache") / "zerodrift"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    return None

@@ -1,7 +1,8 @@
 """Codec between frozen dataclasses and JSON values, driven by annotations.
 
-Enums become their values and tuples become lists. A field with `metadata={"omitted": True}` is not written
-while it has its default, so that JSON and digests without it stay the same.
+Enums become their values, tuples become lists and sets become sorted lists. A field with
+`metadata={"omitted": True}` is not written while it has its default, so that JSON and digests without it stay
+the same.
 
 Invariant: `decode(type(x), encode(x)) == x`.
 """
@@ -30,6 +31,8 @@ def encode(value: Any) -> Any:
         }
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
+    if isinstance(value, frozenset):
+        return sorted(encode(item) for item in value)
     return value
 
 
@@ -66,6 +69,8 @@ def _decode(kind: Any, data: Any) -> Any:
         if len(items) == 2 and items[1] is Ellipsis:
             return tuple(_decode(items[0], item) for item in data)
         return tuple(_decode(item, value) for item, value in zip(items, data, strict=True))
+    if origin is frozenset:
+        return frozenset(_decode(typing.get_args(kind)[0], item) for item in data)
     if origin is typing.Literal or kind is Any:
         return data
     if isinstance(kind, type) and issubclass(kind, enum.Enum):

@@ -47,6 +47,12 @@ class Script:
     """Packages."""
     mended: tuple[str, str] = ("", "")
     """The package that has mended it, and the first version."""
+    mend: tuple[tuple[str, str], ...] = ()
+    """Lines of the script and what to write instead, as `zerodrift check` says it."""
+    says: tuple[str, ...] = ()
+    """What it prints of that."""
+    remains: str = ""
+    """A kind of finding that the mended script still has."""
 
     def command(self, port: int) -> list[str]:
         """What a user would type; a free port keeps runs apart."""
@@ -101,6 +107,23 @@ def _deepspeed(config: str, *findings: str, **rest: Any) -> Script:
     return _bug(config, *findings, path=path, needs=needs, launcher="deepspeed", arguments=arguments, **rest)
 
 
+ROUTER = """
+class Routed(Tiny):
+    def route(self, h):
+        with torch.autocast(h.device.type, enabled=False):
+            logits = torch.nn.functional.linear(h.float(), self.router.weight.float())
+        return logits.softmax(-1)
+
+
+"""
+FSDP1 = (
+    (' if args.reduce == "fp32" else torch.bfloat16', ""),
+    (", unsynchronized=model.no_sync", ""),
+)
+UNIT = "fully_shard(model.router, mp_policy=MixedPrecisionPolicy(torch.float32))\n"
+WHOLE = "\nfully_shard(model, mp_policy=policy)"
+WIDE = "fully_shard(router, mp_policy=wide)"
+
 WIRE = "wire-in-16-bits"
 EXPERT = "experts.0.weight"
 TRAINER = ("transformers", "accelerate")
@@ -111,7 +134,9 @@ SOON = ("deepspeed", "0.19.8")
 BUGS: tuple[Script, ...] = (
     _bug("accelerate-3979",
         "no-master * master",
-        more=f"state-too-narrow router-in-16-bits norm-in-16-bits {WIRE}"),
+        more=f"state-too-narrow router-in-16-bits norm-in-16-bits {WIRE}",
+        says=("model = model.float()", "reduce_dtype=torch.float32", WIDE),
+        mend=(("policy = ", "model = model.float()\npolicy = "), (WHOLE, f"\n{UNIT}{WHOLE[1:]}"))),
     _bug("deepspeed-7747",
         "router-in-16-bits router.weight compute",
         more=WIRE,
@@ -128,21 +153,44 @@ BUGS: tuple[Script, ...] = (
     _deepspeed("stage_1_average_autocast", "not-averaged * reduce", SUMS, mended=SOON),
     _bug("bf16-adamw",
         *("no-master * master", "state-too-narrow * state"),
-        more=f"norm-in-16-bits router-in-16-bits {WIRE}"),
+        more=f"norm-in-16-bits router-in-16-bits {WIRE}",
+        says=("model = model.float()", "with torch.autocast(inputs.device.type, torch.bfloat16):"),
+        mend=(("from torch.nn.parallel", "import torch\nfrom torch.nn.parallel"),
+            ("start()\n", f"{ROUTER}start()\n"),
+            ("(Tiny().bfloat16())", "(Routed().bfloat16().float()), autocast=True"))),
     _bug("norm-gains",
         *("norm-in-16-bits norm.weight master", "no-master up.weight master"),
-        more="state-too-narrow never-updated"),
+        more="state-too-narrow never-updated",
+        says=("model = model.float()", "param_dtype=torch.bfloat16"),
+        mend=(("fully_shard(model, ", "model = model.float()\nfully_shard(model, "),
+            ("MixedPrecisionPolicy(reduce", "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce"))),
     _bug("prime-rl-3557",
         *("no-master layers.0.A_log master", "never-updated layers.1.D storage"),
         "upcast-without-effect layers.0.A_log compute",
-        more="state-too-narrow"),
-    _bug("fsdp1-no-sync", f"rounded-before-accumulation {EXPERT} accumulate", more=NO_SYNC),
+        more="state-too-narrow",
+        says=("model = model.float()",),
+        mend=(("policy = ", "model = model.float()\npolicy = "),)),
+    _bug("fsdp1-no-sync",
+        f"rounded-before-accumulation {EXPERT} accumulate",
+        more=NO_SYNC,
+        says=("# no `with model.no_sync():`",),
+        remains="router-in-16-bits",
+        mend=FSDP1),
     _bug("fsdp1-no-sync-flat",
         f"rounded-before-accumulation {EXPERT} accumulate",
         path="bugs/fsdp1_no_sync.py",
         arguments=("--flat", "--reduce", "bf16"),
-        more=NO_SYNC),
-    _bug("fsdp2-no-sync", SUMS, more=f"router-in-16-bits {WIRE}", mended=("torch", "2.15")),
+        more=NO_SYNC,
+        says=("# no `with model.no_sync():`", "reduce_dtype=torch.float32"),
+        remains="router-in-16-bits",
+        mend=FSDP1),
+    _bug("fsdp2-no-sync",
+        SUMS,
+        more=f"router-in-16-bits {WIRE}",
+        mended=("torch", "2.15"),
+        says=("reduce_dtype=torch.float32", WIDE),
+        mend=(("param_dtype=torch.bfloat16)", "param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"),
+            (WHOLE, f"\n{UNIT}{WHOLE[1:]}"))),
     _bug("lightning-bf16-true",
         *("no-master model.experts.0.weight master", "state-too-narrow * state"),
         more=f"no-master norm-in-16-bits router-in-16-bits {WIRE}",
@@ -152,12 +200,31 @@ BUGS: tuple[Script, ...] = (
         more=f"no-master norm-in-16-bits {WIRE}",
         needs=" ".join(TRAINER)),
     _deepspeed("fp16_autocast_clip", "norm-of-scaled-gradients - grad"),
-    _bug("clip-before-unscale", "norm-of-scaled-gradients - grad"),
-    _bug("untied", "untied lm_head.weight storage", needs="transformers"),
-    _bug("never-updated", "never-updated * master"),
-    _bug("narrow-export", "narrow-export * export"),
-    _bug("ranks-differ", "ranks-differ * storage"),
-    _bug("not-averaged", "not-averaged * reduce"),
+    _bug("clip-before-unscale",
+        "norm-of-scaled-gradients - grad",
+        says=("Call `scaler.unscale_(optimizer)` before clipping.",),
+        mend=(("    torch.nn.utils.clip", "    scaler.unscale_(optimizer)\n    torch.nn.utils.clip"),)),
+    _bug("untied",
+        "untied lm_head.weight storage",
+        needs="transformers",
+        says=("`model.tie_weights()`",),
+        mend=(("rotary.__init__", "model.tie_weights()\nrotary.__init__"),)),
+    _bug("never-updated",
+        "never-updated * master",
+        says=("Build the optimizer from the parameters",),
+        mend=(("fully_shard(model)\n", ""), ("optimizer = ", "fully_shard(model)\noptimizer = "))),
+    _bug("narrow-export",
+        "narrow-export * export",
+        says=("Write the weights as they are trained",),
+        mend=((".to(torch.bfloat16)", ""),)),
+    _bug("ranks-differ",
+        "ranks-differ * storage",
+        says=("Begin with the same values on every rank",),
+        mend=(("torch.manual_seed(rank())", "torch.manual_seed(0)"),)),
+    _bug("not-averaged",
+        "not-averaged * reduce",
+        says=("Divide by the number of ranks",),
+        mend=(("[dist.all_reduce(parameter.grad)", "[dist.all_reduce(parameter.grad.div_(2))"),)),
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -96,6 +97,21 @@ def test_a_public_bug_is_named(script: Script, tmp_path: Path) -> None:
     named = {kind for kind, _, _ in script.findings} | set(script.more)
     assert not {kind for kind, _, _ in found} - named, printed
     assert code == (3 if script.expect else 0), printed
+    words = " ".join(printed.split())
+    assert not [said for said in script.says if said not in words], printed
+
+
+@pytest.mark.parametrize("script", cells(script for script in BUGS if script.mend))
+def test_what_is_printed_mends_a_script(script: Script, tmp_path: Path) -> None:
+    needs(script)
+    text = (HERE / script.path).read_text()
+    for old, new in script.mend:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (tmp_path / "mended.py").write_text(text)
+    code, printed, seen = check(dataclasses.replace(script, path=str(tmp_path / "mended.py")), tmp_path)
+    assert {kind for kind, _, _ in findings(seen)} <= {script.remains}, printed
+    assert code == 0, printed
 
 
 @pytest.mark.parametrize("script", cells(HEALTHY))

@@ -33,7 +33,11 @@ SAID: dict[Kind, dict[str, str]] = {
         "FullyShardedDataParallel": "reduce_dtype=torch.float32",
         "DeepSpeed": '"communication_data_type": "fp32"',
     },
-    "rounded-before-accumulation": {"DeepSpeed": '"grad_accum_dtype": "fp32"'},
+    "rounded-before-accumulation": {
+        "fully_shard": "reduce_dtype=torch.float32",
+        "FullyShardedDataParallel": "# no `with model.no_sync():`",
+        "DeepSpeed": '"grad_accum_dtype": "fp32"',
+    },
     "loss-in-16-bits": {"*": "logits.float()"},
     "average-in-16-bits": {"*": "copy.deepcopy(model).float()"},
     "router-in-16-bits": {"*": "router.weight.float()"},
@@ -62,6 +66,17 @@ def test_a_block_says_what_mends_a_finding_and_loads(library: str) -> None:
             assert resolve(config, mesh_for(config, 2)).mode.name == "BF16"
         assert ('"match": "layers.*.router.weight"' in str(blocks)) is (kind in NAMES)
     assert mending([run], []) == []
+
+
+def test_a_router_that_is_gathered_in_16_bits_gets_a_unit_of_its_own() -> None:
+    run, unit = process(**LIBRARIES["fully_shard"]), "fully_shard(router, mp_policy=wide)"
+    found = [RunFinding("router-in-16-bits", None, NAMES["router-in-16-bits"], "what.", "do.")]
+    before = mending([run], found)[0].text
+    assert "router.weight.float()" in before and unit not in before
+    run.models[0].parameters[0].add("gather", "bfloat16", "")
+    after = mending([run], found)[0].text
+    assert after.splitlines()[-1] == unit and "router.weight.float()" not in after
+    assert run_findings([run])[-1].do.startswith("Give the router a unit of its own in fp32")
 
 
 def test_findings_with_one_mending_stand_together_and_the_costliest_first() -> None:

@@ -21,9 +21,9 @@ from tests.models.architectures import ARCHITECTURES, SIZES, since
 from tests.numerics.runs import make
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.checkpoint import Checkpoints, inspect, inspection_text
+from zerodrift.dtypes import NF4
 from zerodrift.inspect.drift.tensor_status import follow_tensors
 from zerodrift.inspect.drift.trainer import load_trainer
-from zerodrift.kernels.narrow import NF4
 from zerodrift.weights import ConvertOptions, convert
 
 FORMATS = ("fp8-128x128", "fp8-row", "int8-row", "nf4")

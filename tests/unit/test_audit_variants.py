@@ -12,7 +12,22 @@ from tests.audit.networks import Decoder
 from zerodrift.api import make_plan
 from zerodrift.inspect.audit import variants
 from zerodrift.inspect.audit.advice import Candidate, candidates, rules_for
-from zerodrift.inspect.audit.results import Bytes, FormatAdvice, FormatGoal, FormatPoint, Point
+from zerodrift.inspect.audit.results import (
+    AuditFinding,
+    Bytes,
+    CellReplay,
+    Estimate,
+    FormatAdvice,
+    FormatGoal,
+    FormatPoint,
+    FormatTrial,
+    GradientLine,
+    NarrowerColumn,
+    Place,
+    Point,
+    Recommendation,
+    UpdateCost,
+)
 from zerodrift.inspect.audit.run import Subject, plan_for
 from zerodrift.inspect.audit.signals import Drift
 from zerodrift.inspect.audit.text import Audit
@@ -132,3 +147,37 @@ def test_rules_are_printed_as_they_load_however_long_a_name_is() -> None:
         "precision": {"rules": [dict(rule) for rule in rules]}
     }
     assert [line for line in shown.splitlines() if len(line) > 80] == [f'    - match: "{names[2]}"']
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 100, 120])
+def test_an_audit_fits_the_terminal_and_says_what_it_leaves_out(width: int) -> None:
+    name = "model.layers.*.block_sparse_moe.experts.*.down_projection.weight"
+    drift, none = Drift(0.5, -0.1, 2.0, 0.1, 4096, 0.25, 1234567, 9999999), Drift(*(0.0,) * 4, 1, 0.0, 0, 0)
+    choice, bytes_ = Choice(name, "compute", (name,)), Bytes(10**9, 2 * 10**9, 10**8, 10**9)
+    more = Bytes(2 * 10**9, 3 * 10**9, 10**9, 10**10)
+    points = (
+        Point("bf16", (), drift, bytes_),
+        Point("bf16_autocast", ((name, (name,), None), ("lm_head.*", ("lm_head",), None)), none, more),
+    )
+    at = FormatPoint(drift, bytes_)
+    trial = FormatTrial(name, (name,), "storage", "mxfp8_e4m3", 10**9, (), at, FormatPoint(none, more))
+    audit = Audit(
+        "a model " * 20, "d" * 64, "bf16", 8, 4, drift, none, 0.999,
+        (Estimate(choice, 0.1, 0.01), Estimate(replace(choice, pattern=f"other.{name}"), 0.1, 0.01)),
+        (CellReplay(choice, drift, none),),
+        (Place(f"model.{name}", "scaled_dot_product_attention", "modeling.py:123", "bf16", 0.2, 0.1, 1.0),),
+        (GradientLine(name, 0.9, 0.123, 1.0, 1.0, 0.01, 0.02),),
+        (UpdateCost(name, 0.123, 0.1, 0.1, "bf16"),),
+        findings=(AuditFinding("lost updates", name * 3, "many words " * 20, "Do " * 40, 1.0),),
+        recommendation=Recommendation(0.01, "rest", points, points[1], 1, ({"match": "a", "pin": "fp32"},)),
+        narrower=(NarrowerColumn("accumulate", "bf16", 0.1, name, 0.9, 123, bytes_, more),),
+        formats=FormatAdvice(FormatGoal("bytes", 2.0, True), 1.0, at, (trial,), (0,), at, at, ()),
+    )  # fmt: skip
+    lines = audit.text(width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    figures = ["rest", "wire"] if width < 80 else ["flips", "rest", "peak", "wire", "compute"]
+    assert ["mode", "left", *figures, "pins"] in [line.split() for line in lines]
+    left_out = [line for line in lines if line.startswith("80 columns also show: ")]
+    assert len(left_out) == (3 if width < 80 else 0)
+    is_whole = name.removesuffix(".weight") in audit.text(width=width)
+    assert is_whole == (width == 120), "names have what a wider terminal has more"

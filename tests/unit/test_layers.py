@@ -25,7 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "alias": {"errors", "versions"},
     "optimizers": set(),
     "config": {"dtypes", "errors", "files", "mesh", "optimizers"},
-    "model": {"dtypes", "errors", "files"},
+    "model": {"dtypes", "errors", "files", "record"},
     "policy": {"config", "dtypes", "errors", "mesh", "model", "optimizers", "record"},
     "plan": {"policy", "dtypes", "errors", "mesh", "model", "optimizers", "record"},
     "report": {"plan", "policy", "dtypes", "errors", "mesh", "model", "record", "config", "legible"},
@@ -239,6 +239,7 @@ def test_no_room_reads_the_environment_but_those_that_may() -> None:
         *("startup.py", "train/loop/launcher.py", "deepspeed/tools/collectives.py", "deepspeed/runner.py"),
         "engine/habits/determinism.py",  # sets what cuBLAS and flash-attention read
         "versions.py",  # the first rank speaks for all
+        "files.py",  # the user's cache folder
         "train/data/hub.py",  # looks where huggingface_hub does
     }
     for path in FILES:

@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.unit.test_matching import open_, refusal
+from zerodrift.api import make_plan
 from zerodrift.dtypes import DType
+from zerodrift.errors import ModelError
 from zerodrift.kernels import PackedRun, narrow
+from zerodrift.model import describe
 from zerodrift.weights.load import SafetensorsWeights
 from zerodrift.weights.matching import dtypes
 
@@ -122,6 +125,39 @@ def test_what_cannot_be_decoded_is_refused_by_name(tmp_path: Path) -> None:
     save_file({**tensors, "weight_scale": torch.ones(5, 7)}, tmp_path / "model.safetensors")
     text = refusal(tmp_path, model=One(8, 64))
     assert "must have a floating scale for all of it, or for rows" in text and "[5, 7]" in text
+
+
+@pytest.mark.parametrize("scale", [(2, 3), (200, 1), (1,), (50, 96)])
+def test_a_plan_of_files_has_the_parameters_and_says_their_format(
+    scale: tuple[int, ...], tmp_path: Path
+) -> None:
+    blocks = {(2, 3): "tiles of 128x128", (200, 1): "rows", (1,): "one block", (50, 96): "tiles of 4x4"}
+    tensors = {
+        "norm.weight": torch.ones(64).bfloat16(),
+        "up.weight": torch.randn(200, 384).to(FP8),
+        "up.weight_scale": torch.ones(scale),
+    }
+    save_file(tensors, tmp_path / "fp8.safetensors")
+    spec = describe(tmp_path / "fp8.safetensors")
+    form = f"e4m3 in {blocks[scale]} with an fp32 scale"
+    assert [(p.name, p.shape, p.dtype, p.trained) for p in spec.parameters] == [
+        ("norm.weight", (64,), DType.BF16, True),
+        ("up.weight", (200, 384), DType.FP32, True),
+    ]
+    assert spec.formats == (("up.weight", form),)
+    assert f"the files hold 1 tensor as {form}" in make_plan({}, spec).notes
+    save_file({**tensors, "up.weight_scale": torch.ones(5, 7)}, tmp_path / "fp8.safetensors")
+    with pytest.raises(ModelError, match=r"up\.weight`: must have a floating scale"):
+        describe(tmp_path / "fp8.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["plain", "nested"])
+def test_a_plan_of_nf4_has_the_shapes_behind_the_codes(kind: str, tmp_path: Path) -> None:
+    spec = describe(from_bitsandbytes(tmp_path, kind))
+    assert [(p.name, p.shape, p.trained) for p in spec.parameters] == [("weight", (24, 64), True)]
+    assert spec.checkpoint == (("weight", DType.NF4_64),)
+    end = ", itself in codes" if kind == "nested" else ""
+    assert spec.formats == (("weight", f"nf4 in blocks of 64 with an fp32 scale{end}"),)
 
 
 def test_blocks_of_a_run_are_written_copied_and_stored_alone() -> None:

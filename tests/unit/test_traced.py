@@ -289,7 +289,8 @@ def test_findings_that_differ_in_numbers_are_one_line() -> None:
 # --- the page -----------------------------------------------------------------------------------------
 
 
-def test_the_page_is_80_columns_whatever_the_names() -> None:
+@pytest.mark.parametrize("width", [50, 60, 80, 100, 120])
+def test_the_text_fits_the_terminal_whatever_the_names(width: int) -> None:
     long = ".".join(["a_very_long_name_of_a_module_indeed"] * 6)
     wide = "日本語" * 20
     operations = [
@@ -299,11 +300,11 @@ def test_the_page_is_80_columns_whatever_the_names() -> None:
         cast("3 fp32", "4 bf16", module=long),
     ]
     made = traced(operations)
-    text = trace_text(plan(), made, hidden(plan(), made), color=False)
+    text = trace_text(plan(), made, hidden(plan(), made), color=False, width=width)
     assert "\x1b" not in text
     from rich.cells import cell_len
 
-    assert max(map(cell_len, text.splitlines())) <= 80
+    assert width - 8 <= max(map(cell_len, text.splitlines())) <= width
     assert "\x1b[" in trace_text(plan(), made, hidden(plan(), made), color=True)
 
 

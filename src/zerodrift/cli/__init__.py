@@ -66,7 +66,7 @@ def _root(
     """
     if context.invoked_subcommand is None:
         with streams.errors(debug=False):
-            is_narrow = streams.layout()["width"] < 80
+            is_narrow = streams.columns(80) < 80
             lines = [
                 f"  {question}\n      {command}" if is_narrow else f"  {question:35} {command}"
                 for question, command in QUESTIONS

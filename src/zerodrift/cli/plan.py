@@ -252,7 +252,7 @@ def _trace_text(planned: Plan, source: PlanSource, inputs: str | None, device: s
     found = [*nondeterministic(planned, seen, device, source.digest_every), *found]
     if json:
         return as_json.trace_json(planned, seen, found)
-    return trace_text(planned, seen, found, color=streams.layout()["color"])
+    return trace_text(planned, seen, found, **streams.layout(80))
 
 
 def _timeline(planned: Plan) -> Timeline | None:

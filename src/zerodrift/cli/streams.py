@@ -60,13 +60,18 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
-def layout() -> dict[str, Any]:
-    """Return colour and width of a report: at most WIDEST columns on a terminal, and WIDTH elsewhere."""
+def columns(elsewhere: int) -> int:
+    """Return the columns of a report: those of a terminal, at most WIDEST, or `elsewhere` without one."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    found = shutil.get_terminal_size((elsewhere, 24)).columns if is_terminal else elsewhere
+    return max(NARROWEST, min(found, WIDEST))
+
+
+def layout(elsewhere: int | None = None) -> dict[str, Any]:
+    """Return colour and width of a report. Without a terminal it has `elsewhere` columns, or else WIDTH."""
     from zerodrift.report import WIDTH
 
-    wide = sys.stdout is not None and sys.stdout.isatty()
-    columns = shutil.get_terminal_size((WIDTH, 24)).columns if wide else WIDTH
-    return {"color": color(), "width": max(NARROWEST, min(columns, WIDEST))}
+    return {"color": color(), "width": columns(elsewhere or WIDTH)}
 
 
 def narrow_layout() -> dict[str, Any]:

@@ -29,18 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerodrift.dtypes import DType, Element, Format
+from zerodrift.dtypes import NF4, DType, Element, Format
 from zerodrift.kernels import device, native
 
 LEAST, MOST = 2.0**-96, 2.0**126
-
-NF4 = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
-    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
-    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
-    *(0.7229568362236023, 1.0),
-)
-"""The numbers of NF4's codes, as fp32 values (Dettmers et al., QLoRA, 2023)."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)

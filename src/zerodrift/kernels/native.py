@@ -15,7 +15,6 @@ import ctypes
 import functools
 import hashlib
 import logging
-import os
 import platform
 import tempfile
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.files import locked
+from zerodrift.files import cache_folder, locked
 from zerodrift.kernels import build
 from zerodrift.kernels.probe import contraction
 
@@ -156,14 +155,3 @@ def _features() -> frozenset[str]:
     """Return the processor's features; none where the system does not list them."""
     lines = (line.partition(":") for line in processor().splitlines())
     return frozenset(word for name, _, rest in lines if name.strip() == "flags" for word in rest.split())
-
-
-def cache_folder() -> Path | None:
-    """Return the user's cache folder for zerodrift, made if need be; None where it cannot be written."""
-    base = os.environ.get("XDG_CACHE_HOME", "").strip()
-    with contextlib.suppress(OSError, RuntimeError):
-        folder = (Path(base) if base else Path.home() / ".cache") / "zerodrift"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    return None

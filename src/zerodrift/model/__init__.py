@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zerodrift.model.huggingface import CONFIG, is_installed, quiet, read_config
     from zerodrift.model.inputs import Inputs, inputs_for
     from zerodrift.model.module import has_forward, non_persistent_buffers
+    from zerodrift.model.quantised import QuantisedTensor, find_quantised
     from zerodrift.model.safetensors import holds, list_tensors, natural
     from zerodrift.model.sources import build_runnable, describe
     from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec

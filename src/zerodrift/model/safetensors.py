@@ -1,8 +1,9 @@
 """Describe a model by the headers of its safetensors files: one file, an index, or a folder with either.
 
 Tensors are in natural order of their names' components, so `layers.2` comes before `layers.10`. Headers have
-neither classes, nor ties, nor buffers: every tensor is a parameter, floating ones are trained, and
-`OwningModule.klass` is empty. `model/header.py` checks each file.
+neither classes, nor ties, nor buffers: every tensor but scales of others is a parameter, floating ones are
+trained, and `OwningModule.klass` is empty. `model/header.py` checks each file, and `model/quantised.py` finds
+codes and their scales.
 
 Invariant: every tensor is in exactly one file, and an index, if there is one, names that file.
 """
@@ -12,12 +13,15 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from reprlib import repr as shown
 
+from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, Problems
 from zerodrift.model.document import listed, read
 from zerodrift.model.header import StoredTensor, read_header
+from zerodrift.model.quantised import find_quantised
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
 
 SUFFIX = ".safetensors"
@@ -27,8 +31,11 @@ _PREFERRED = ("model" + SUFFIX, "model" + INDEX_SUFFIX)
 
 
 def from_safetensors(path: str | os.PathLike[str]) -> ModelSpec:
-    """Describe the model of a `.safetensors` file, an index, or a folder of either."""
-    tensors = list_tensors(path)
+    """Describe the model of a `.safetensors` file, an index, or a folder of either.
+
+    A tensor that is stored as codes with scales has the shape and dtype that it is decoded to.
+    """
+    tensors, checkpoint, formats = stored_as(list_tensors(path))
     parameters = tuple(
         ParameterSpec(
             names=(tensor.name,),
@@ -39,8 +46,21 @@ def from_safetensors(path: str | os.PathLike[str]) -> ModelSpec:
         )
         for tensor in tensors
     )
-    checkpoint = tuple((tensor.name, tensor.dtype) for tensor in tensors)
-    return ModelSpec(str(path), parameters, checkpoint=checkpoint)
+    return ModelSpec(str(path), parameters, checkpoint=checkpoint, formats=formats)
+
+
+def stored_as(
+    tensors: tuple[StoredTensor, ...], wanted: Sequence[str] = ()
+) -> tuple[tuple[StoredTensor, ...], tuple[tuple[str, DType], ...], tuple[tuple[str, str], ...]]:
+    """Return the tensors without the scales of others, and `ModelSpec.checkpoint` and `ModelSpec.formats`.
+
+    Scales in `wanted`, the names of a model, stay tensors of their own.
+    """
+    problems = Problems()
+    plain, coded = find_quantised(tensors, wanted, problems)
+    problems.raise_as(ModelError)
+    checkpoint = tuple((t.name, coded[t.name].dtype if t.name in coded else t.dtype) for t in plain)
+    return plain, checkpoint, tuple((name, tensor.describe()) for name, tensor in coded.items())
 
 
 def list_tensors(path: str | os.PathLike[str]) -> tuple[StoredTensor, ...]:

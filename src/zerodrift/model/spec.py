@@ -66,6 +66,8 @@ class ModelSpec:
     buffers: tuple[BufferSpec, ...] = ()
     checkpoint: tuple[tuple[str, DType], ...] = ()
     """(name, dtype) of the tensors in the checkpoint of the weights, if there is one. Decides `export`."""
+    formats: tuple[tuple[str, str], ...] = ()
+    """(name, format in words) of the tensors that the checkpoint holds as codes with scales."""
     containers: frozenset[str] = frozenset()
     """Paths of modules without a forward (`ModuleList`, `ModuleDict`), which are never called. Empty if the
     source has no modules."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -206,6 +207,8 @@ def _notes(
     policy: Policy, model: ModelSpec, rows: list[Row], segments: list[Segment], units: list[Unit], shard: int
 ) -> Iterable[str]:
     """Write the notes that a reader should see before the first step."""
+    for form, tensors in Counter(form for _, form in model.formats).items():
+        yield f"the files hold {several(tensors, 'tensor')} as {form}"
     trained = [(row, update) for row in rows if (update := row.columns.update)]
     if not trained:
         yield "no parameter is trained: there is nothing to update"

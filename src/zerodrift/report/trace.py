@@ -1,8 +1,8 @@
-"""A trace as text of 80 columns: findings first, then a tree of modules with their operations.
+"""A trace as text: findings first, then a tree of modules with their operations.
 
 Modules that run the same operations, and whose paths differ only in numbers, share a line.
 
-Invariant: no line is wider than WIDTH, and the lines name every module with an operation exactly once.
+Invariant: no line is wider than asked for, and the lines name every module with an operation exactly once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from zerodrift.report.frame import elide, grid, legible_text, pairs, render, sec
 from zerodrift.report.rows import fold_names
 
 WIDTH = 80
+"""Columns of the text outside a terminal."""
 
-_MODULE, _DTYPES = 30, 17
+_DTYPES = 17
 _KINDS = {
     "refused": "refused by torch",
     "not deterministic": "not deterministic on CUDA",
@@ -35,19 +36,20 @@ _KINDS = {
 }
 
 
-def trace_text(plan: Plan, trace: Trace, found: Sequence[Hidden], *, color: bool) -> str:
+def trace_text(plan: Plan, trace: Trace, found: Sequence[Hidden], *, color: bool, width: int = WIDTH) -> str:
     """Render a whole trace."""
     modules = traced_modules(trace)
+    most = min(width * 3 // 8, int(width * 0.65) - _DTYPES - 4)
     parts = [
-        title("plan --trace", plan.digest, WIDTH),
-        pairs(_facts(plan, trace), width=WIDTH),
+        title("plan --trace", plan.digest, width),
+        pairs(_facts(plan, trace), width=width),
         section("findings", "" if found else "none"),
         *_findings(found),
         section("operations", "views are left out, and what has only whole numbers"),
-        grid(list(_rows(modules)), (_MODULE, _DTYPES), ("", "bold"), WIDTH),
+        grid(list(_rows(modules, most)), (most, _DTYPES), ("", "bold"), width),
         Text("\n<  in the backward, in any order", style="dim"),
     ]
-    return render(parts, color, WIDTH)
+    return render(parts, color, width)
 
 
 def _facts(plan: Plan, trace: Trace) -> list[tuple[str, str]]:
@@ -92,7 +94,8 @@ class _Branch:
     below: dict[str, _Branch] = field(default_factory=dict)
 
 
-def _rows(modules: Sequence[TracedModule]) -> Iterator[tuple[str, str, str]]:
+def _rows(modules: Sequence[TracedModule], most: int) -> Iterator[tuple[str, str, str]]:
+    """Yield the lines of the tree, with names of at most `most` columns."""
     root = _Branch("")
     for module in modules:
         node = root
@@ -100,8 +103,8 @@ def _rows(modules: Sequence[TracedModule]) -> Iterator[tuple[str, str, str]]:
             node = node.below.setdefault(part, _Branch(part))
         node.module = module
     if root.module is not None:
-        yield from _node_rows(_Branch("(the model itself)", root.module), 0, (), 1)
-    yield from _below(root, 0, 1)
+        yield from _node_rows(_Branch("(the model itself)", root.module), "(the model itself)", 1, most)
+    yield from _below(root, 0, 1, most)
 
 
 def _parts(pattern: str) -> list[str]:
@@ -115,7 +118,7 @@ def _parts(pattern: str) -> list[str]:
     return parts
 
 
-def _below(node: _Branch, depth: int, count: int) -> Iterator[tuple[str, str, str]]:
+def _below(node: _Branch, depth: int, count: int, most: int) -> Iterator[tuple[str, str, str]]:
     """Yield the lines below a node that stands for `count` modules."""
     for _, group in groupby(node.below.values(), key=_merged_by):
         first, *others = group
@@ -123,9 +126,9 @@ def _below(node: _Branch, depth: int, count: int) -> Iterator[tuple[str, str, st
         while first.module is None and len(first.below) == 1:
             (child,) = first.below.values()
             first = _Branch(f"{first.name}.{child.name}", child.module, child.below)
-        yield from _node_rows(first, depth, names, count)
+        yield from _node_rows(first, "  " * depth + ", ".join((first.name, *names)), count, most)
         own = first.module
-        yield from _below(first, depth + 1, count if own is None else len(own.paths))
+        yield from _below(first, depth + 1, count if own is None else len(own.paths), most)
 
 
 def _merged_by(node: _Branch) -> object:
@@ -135,22 +138,19 @@ def _merged_by(node: _Branch) -> object:
     return (tuple(operation_runs(node.module)), len(node.module.paths), node.module.calls, node.module.klass)
 
 
-def _node_rows(
-    node: _Branch, depth: int, others: Sequence[str], count: int
-) -> Iterator[tuple[str, str, str]]:
-    name = "  " * depth + ", ".join((node.name, *others))
+def _node_rows(node: _Branch, name: str, count: int, most: int) -> Iterator[tuple[str, str, str]]:
     module = node.module
     if module is None:
-        yield elide(name, _MODULE), "", ""
+        yield elide(name, most), "", ""
         return
     if len(module.paths) != count:
-        name = f"{elide(name, _MODULE - 6)} x{len(module.paths)}"
+        name = f"{elide(name, most - 6)} x{len(module.paths)}"
     shown = _merged(operation_runs(module))
     called = several(module.calls, "call") + ": " if module.calls > 1 else ""
     for number, run in enumerate(shown or [OperationRun("", ())]):
         mark = "< " if run.backward else ""
         text = (called if not number else "") + mark + ", ".join(_repeated(run.names))
-        yield elide(name, _MODULE) if not number else "", run.dtypes, text
+        yield elide(name, most) if not number else "", run.dtypes, text
 
 
 def _merged(found: Sequence[OperationRun]) -> list[OperationRun]:

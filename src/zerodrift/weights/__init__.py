@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zerodrift.weights.exporter import Exported, export, exported_dtype, whole_values
     from zerodrift.weights.load import InitialValues, LoadedWeights, SafetensorsWeights, load_weights
     from zerodrift.weights.matching import ExpectedTensor, expected_tensors, match
+    from zerodrift.weights.quantised import decode_quantised
     from zerodrift.weights.reader import SafetensorsReader
     from zerodrift.weights.sources import TrainingState
     from zerodrift.weights.writer import SHARD_SIZE, size_in_bytes

@@ -39,6 +39,7 @@ from zerodrift.weights.matching import (
     expected_tensors,
     match,
 )
+from zerodrift.weights.quantised import copy_codes, decode_quantised, has_whole_blocks
 from zerodrift.weights.reader import ProgressBar, SafetensorsReader
 
 WINDOW = 1 << 20
@@ -117,7 +118,7 @@ class SafetensorsWeights:
         for box in within(boxes, start, start + out.numel()):
             quantised = self.match.quantised.get(box.number)
             if quantised is not None:
-                quantised.read(self._reader, box, out, start)
+                decode_quantised(quantised, self._reader, box, out, start)
             else:
                 self._reader.read(self.match.tensors[box.number], box, out, start)
 
@@ -129,13 +130,13 @@ class SafetensorsWeights:
         if filled.again:
             return False
         for source in sources:
-            if source is None or not source.has_whole_blocks(filled.boxes):
+            if source is None or not has_whole_blocks(filled.boxes):
                 return False
             if not form.keeps(source.form, source.shape[-1]):
                 return False
         for box in within(filled.boxes, start, start + numel):
             place = at + box.start - start
-            self.match.quantised[box.number].fill(self._reader, box.origin, run, place, box.numel)
+            copy_codes(self.match.quantised[box.number], self._reader, box.origin, run, place, box.numel)
         return True
 
     def _compare(

@@ -16,12 +16,20 @@ from torch import nn
 
 from zerodrift.dtypes import DType, widest
 from zerodrift.errors import ModelError, Problems, did_you_mean
-from zerodrift.model import BufferSpec, ParameterSpec, StoredTensor, listed, non_persistent_buffers, read
+from zerodrift.model import (
+    BufferSpec,
+    ParameterSpec,
+    QuantisedTensor,
+    StoredTensor,
+    find_quantised,
+    listed,
+    non_persistent_buffers,
+    read,
+)
 from zerodrift.plan import BufferRow, Row
 from zerodrift.weights.boxes import Box
 from zerodrift.weights.conversions import convert
-from zerodrift.weights.quantised import QuantisedTensor, find_quantised
-from zerodrift.weights.reader import SafetensorsReader
+from zerodrift.weights.quantised import has_whole_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +109,8 @@ def match(
     in_files = _names_in_files(model)
     base = model.get_base_model() if in_files is not _unchanged else model  # type: ignore[operator]
     names = [in_files(name) for entry in want for name in entry.names]
-    problems, reader = Problems(), SafetensorsReader()
-    try:
-        tensors, quantised = find_quantised(tensors, names, reader, problems)
-    finally:
-        reader.close()
+    problems = Problems()
+    tensors, quantised = find_quantised(tensors, names, problems)
     problems.raise_as(ModelError, f"weights of {path}")
     converted = convert(base, names, tensors)
     by_number = {n: quantised[t.name] for n, t in enumerate(tensors) if t.name in quantised}
@@ -233,4 +238,4 @@ def _dtype(result: Match, filled: TensorPlaces) -> DType:
     first = sources[0] if sources else None
     if first is None or not all(each is not None and each.dtype is first.dtype for each in sources):
         return filled.exact
-    return first.dtype if first.has_whole_blocks(filled.boxes) else filled.exact
+    return first.dtype if has_whole_blocks(filled.boxes) else filled.exact

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.dtypes import DType, Element, Format
+from zerodrift.dtypes import NF4, DType, Element, Format
 from zerodrift.errors import ConfigError, Problems
 from zerodrift.kernels import narrow
 from zerodrift.policy import cut_tiles
@@ -90,7 +90,7 @@ class NarrowMatrix:
             placed += scales.numel()
         if others:
             table_to, state_to = others
-            writer.put(table_to, 0, torch.tensor(narrow.NF4))
+            writer.put(table_to, 0, torch.tensor(NF4))
             writer.put(state_to, 0, self._state())
 
     def _state(self) -> torch.Tensor:

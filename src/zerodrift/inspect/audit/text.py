@@ -1,4 +1,9 @@
-"""An audit as text of 80 columns, and as JSON."""
+"""An audit as text and as JSON.
+
+Below WIDTH columns, tables leave out columns of figures and say which.
+
+Invariant: no line is wider than asked for, but a rule of YAML with a name that is.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +48,6 @@ from zerodrift.report import (
 
 WIDTH = 80
 SHOWN = 10  # lines of a table
-_NAME = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +97,9 @@ class Audit:
     seconds: float = 0.0
     """Seconds of the estimates."""
 
-    def text(self, *, color: bool = False) -> str:
-        """The whole audit at 80 columns."""
-        return audit_text(self, color=color)
+    def text(self, *, color: bool = False, width: int = WIDTH) -> str:
+        """The whole audit."""
+        return audit_text(self, color=color, width=width)
 
     def to_json(self) -> dict[str, Any]:
         """Every number of the audit."""
@@ -124,27 +128,58 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def audit_text(audit: Audit, *, color: bool = False) -> str:
-    parts: list[RenderableType] = [title("audit", audit.digest, WIDTH), pairs(facts(audit), width=WIDTH)]
+def audit_text(audit: Audit, *, color: bool = False, width: int = WIDTH) -> str:
+    parts: list[RenderableType] = [title("audit", audit.digest, width), pairs(facts(audit), width=width)]
     parts.append(section("findings", "" if audit.findings else "none"))
     for finding in audit.findings[:SHOWN]:
-        where = elide(finding.where, WIDTH - 20)
+        where = elide(finding.where, width - 20)
         parts.append(Text().append(finding.kind, style="bold red").append(f"  {where}"))
-        parts += [grid([("", f"{finding.what}."), ("", finding.do)], (2,), ("",), WIDTH), Text()]
+        parts += [grid([("", f"{finding.what}."), ("", finding.do)], (2,), ("",), width), Text()]
     if len(audit.findings) > SHOWN:
         parts.append(Text(f"and {len(audit.findings) - SHOWN} more", style="dim"))
     widths = {"cell": 7, "operation": 20, "alone": 7, "removes": 7, "loss": 8, "flips": 5}
     for name, detail, rows in cell_tables(audit):
-        table = text_table(rows, [widths.get(head, _NAME) for head in rows[0]], (0, 1))
-        parts += [section(name, detail), table]
-        parts += [grid(_LEGEND, (8,), ("dim",), WIDTH)] if name == "replayed" else []
+        of_columns = [widths.get(head, _name_width(width)) for head in rows[0]]
+        parts += [section(name, detail), text_table(rows, of_columns, (0, 1), _gap(width))]
+        parts += [grid(_LEGEND, (8,), ("dim",), width)] if name == "replayed" else []
     if audit.recommendation is not None:
-        parts += _pins(audit.recommendation, audit.drift)
+        parts += _pins(audit.recommendation, audit.drift, width)
     if audit.narrower:
-        parts += _narrower(audit.narrower)
+        parts += _narrower(audit.narrower, width)
     if audit.formats is not None:
-        parts += _formats(audit.formats)
-    return render([*parts, *_gradients(audit)], color, WIDTH)
+        parts += _formats(audit.formats, width)
+    return render([*parts, *_gradients(audit, width)], color, width)
+
+
+def _gap(width: int) -> str:
+    return " " if width < WIDTH else "  "
+
+
+def _name_width(width: int) -> int:
+    """Return the columns of a name, beside the five columns of the widest table of cells."""
+    return width - 34 - 5 * len(_gap(width))
+
+
+def _table(
+    rows: Sequence[Sequence[str]],
+    widths: Sequence[int],
+    words: Sequence[str],
+    wide_only: Sequence[str],
+    width: int,
+    bold: int | None = None,
+) -> list[RenderableType]:
+    """Set rows under their head. A width of 0 stands for the rest of the line; columns in `words` are elided.
+
+    The columns in `wide_only` are left out below WIDTH columns, and a line says so.
+    """
+    left_out = wide_only if width < WIDTH else ()
+    kept = [number for number, head in enumerate(rows[0]) if head not in left_out]
+    found = [widths[number] for number in kept]
+    found[found.index(0)] = width - sum(found) - len(found) + 1
+    left = [at for at, number in enumerate(kept) if rows[0][number] in words]
+    text = text_table([[row[number] for number in kept] for row in rows], found, left, " ", bold)
+    note = Text(f"{WIDTH} columns also show: {', '.join(left_out)}", style="dim")
+    return [text, *([note] if left_out else []), Text()]
 
 
 def facts(audit: Audit) -> list[tuple[str, str]]:
@@ -244,7 +279,7 @@ _LEGEND = [
 BYTES = {"rest": "at rest", "peak": "at peak", "wire": "on the wire"}
 
 
-def _pins(advice: Recommendation, drift: Drift) -> list[RenderableType]:
+def _pins(advice: Recommendation, drift: Drift, width: int) -> list[RenderableType]:
     chosen, first = advice.chosen, advice.points[0]
     points = points_to_show(advice)
     rows: list[tuple[str, ...]] = [("", "mode", "left", "flips", "rest", "peak", "wire", "compute", "pins")]
@@ -258,8 +293,15 @@ def _pins(advice: Recommendation, drift: Drift) -> list[RenderableType]:
             last if len(names) < 2 else f"{len(names) - 1} + {last}",
         ))  # fmt: skip
     bold = next((number for number, point in enumerate(points, 1) if point is chosen), None)
-    text = text_table(rows, (1, 13, 6, 5, 6, 6, 6, 7, 22), (0, 1, 8), " ", bold)
-    parts: list[RenderableType] = [section("pins", "each line was run"), text, Text()]
+    table = _table(
+        rows,
+        (1, 13, 6, 5, 6, 6, 6, 7, 0),
+        ("", "mode", "pins"),
+        ("flips", "peak", "compute"),
+        width,
+        bold,
+    )
+    parts: list[RenderableType] = [section("pins", "each line was run"), *table]
     if not chosen.pins and chosen.mode == first.mode:
         return [*parts, Text("No pin removes a part worth a rule for that many bytes.")]
     removed = percent(min(1.0, max(0.0, advice.removed)))
@@ -267,7 +309,7 @@ def _pins(advice: Recommendation, drift: Drift) -> list[RenderableType]:
         f"{removed} of the squared drift that fp32 everywhere removes, for at most {advice.budget:.1%} more "
         f"bytes {BYTES[advice.of]}:"
     )
-    return [*parts, grid([("", told)], (0,), ("",), WIDTH), Text(), _copied(config_text(advice))]
+    return [*parts, grid([("", told)], (0,), ("",), width), Text(), _copied(config_text(advice, width))]
 
 
 def _copied(config: str) -> RenderableType:
@@ -294,24 +336,24 @@ def bytes_changed(now: Bytes, before: Bytes) -> list[str]:
     return found
 
 
-def config_text(advice: Recommendation) -> str:
+def config_text(advice: Recommendation, width: int = WIDTH) -> str:
     """The recommendation as YAML for the config."""
-    return rules_text(advice.rules, f"  mode: {advice.chosen.mode}")
+    return rules_text(advice.rules, f"  mode: {advice.chosen.mode}", width=width)
 
 
-def rules_text(rules: Sequence[Mapping[str, str]], *lines: str) -> str:
+def rules_text(rules: Sequence[Mapping[str, str]], *lines: str, width: int = WIDTH) -> str:
     """Rules as YAML for the config, below other lines of `precision`. A rule that is wide takes several."""
     found = ["precision:", *lines, *(["  rules:"] if rules else [])]
     for rule in rules:
         quoted = {**rule, "match": json.dumps(rule["match"], ensure_ascii=False)}
         cells = [f"{key}: {value}" for key, value in quoted.items()]
         line = f"    - {{{', '.join(cells)}}}"
-        is_wide = len(line) > WIDTH
+        is_wide = len(line) > width
         found += [f"    - {cells[0]}", *(f"      {cell}" for cell in cells[1:])] if is_wide else [line]
     return "\n".join(found)
 
 
-def _narrower(found: Sequence[NarrowerColumn]) -> list[RenderableType]:
+def _narrower(found: Sequence[NarrowerColumn], width: int) -> list[RenderableType]:
     rows: list[tuple[str, ...]] = [("column", "median", "worst", "", "rest", "peak", "wire")]
     for one in found:
         changes = bytes_changed(one.after, one.before)[:3]
@@ -319,9 +361,10 @@ def _narrower(found: Sequence[NarrowerColumn]) -> list[RenderableType]:
         rows.append((name, percent(one.middle), percent(one.most), _tail(one.worst), *changes))
         if one.many:
             moved = several(one.many, "gradient" if one.column == "reduce" else "update")
-            rows.append(("", "", "", f"{moved} by more than 5%", "", "", ""))
-    text = text_table(rows, (12, 7, 7, 24, 7, 7, 7), (0, 3), " ")
-    return [section("narrower", "what it changes of a gradient's or an update's norm"), text, Text()]
+            by = f"{one.many} above 5%" if width < WIDTH else f"{moved} by more than 5%"
+            rows.append(("", "", "", by, "", "", ""))
+    table = _table(rows, (12, 7, 7, 0, 7, 7, 7), ("column", ""), ("median", "peak"), width)
+    return [section("narrower", "what it changes of a gradient's or an update's norm"), *table]
 
 
 def format_table(advice: FormatAdvice) -> list[tuple[str, ...]]:
@@ -394,38 +437,43 @@ def _end(name: str, width: int) -> str:
     return ".".join(parts)
 
 
-def _formats(advice: FormatAdvice) -> list[RenderableType]:
+def _formats(advice: FormatAdvice, width: int) -> list[RenderableType]:
     name, rows = f"for {advice.goal.of}", format_table(advice)
     parts: list[RenderableType] = [section("narrow formats", f"{name}; each line was run")]
     if len(rows) > 1:
         shown = rows[: 1 + max(SHOWN, len(advice.taken))]
-        cells = [(row[0], _end(row[1], 25), f"{row[2]} {row[3]}", *row[4:]) for row in shown]
+        room = width - 55 if width >= WIDTH else width - 39
+        cells = [(row[0], _end(row[1], room), f"{row[2]} {row[3]}", *row[4:]) for row in shown]
         cells[0] = ("", "parameters", "format", *rows[0][4:])
-        parts += [text_table(cells, (1, 25, 12, 8, 6, 6, 7, 8), (0, 1, 2), " "), Text()]
+        words = ("", "parameters", "format")
+        parts += _table(cells, (1, 0, 12, 8, 6, 6, 7, 8), words, ("elements", "wire"), width)
         if len(rows) > len(shown):
             parts += [Text(f"and {len(rows) - len(shown)} more", style="dim"), Text()]
     told = [
         *format_facts(advice),
         *(f"Not run, {reason}: {names}." for reason, names in formats_left_out(advice)),
     ]
-    parts.append(grid([("", line) for line in told], (0,), ("",), WIDTH))
-    return [*parts, *([Text(), _copied(rules_text(advice.rules))] if advice.rules else [])]
+    parts.append(grid([("", line) for line in told], (0,), ("",), width))
+    rules = rules_text(advice.rules, width=width)
+    return [*parts, *([Text(), _copied(rules)] if advice.rules else [])]
 
 
-def _gradients(audit: Audit) -> list[RenderableType]:
+def _gradients(audit: Audit, width: int) -> list[RenderableType]:
     def figure(value: float) -> str:
         return f"{value:.2g}" if value else "-"
 
+    name = _name_width(width)
     worst = sorted(audit.gradients, key=lambda line: -line.relative)[:5]
     rows = [("parameter", "from fp32", "accumulate", "reduce")]
     rows += [(g.name, f"{g.relative:.2g}", figure(g.accumulate), figure(g.reduce)) for g in worst]
     parts: list[RenderableType] = [
         section("gradients", "norm of the difference over the norm"),
-        text_table(rows, (_NAME, 10, 10, 8)),
+        text_table(rows, (name, 10, 10, 8), gap=_gap(width)),
     ]
     lost = sorted(audit.updates, key=lambda cost: -(cost.lost + cost.stuck))[:5]
     if lost and lost[0].lost + lost[0].stuck > 0:
         rows = [("parameter", "lost", "stuck", "underflow")]
         rows += [(u.name, percent(u.lost), percent(u.stuck), percent(u.underflow)) for u in lost]
-        parts += [section("updates", "shares of elements"), text_table(rows, (_NAME, 8, 8, 10))]
+        table = text_table(rows, (name, 8, 8, 10), gap=_gap(width))
+        parts += [section("updates", "shares of elements"), table]
     return parts

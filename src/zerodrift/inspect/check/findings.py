@@ -49,9 +49,16 @@ _MASTERS = {
 _SUMS = {
     "": "Keep gradients in fp32: fp32 weights under autocast do.",
     "fully_shard": "Give `MixedPrecisionPolicy` `reduce_dtype=torch.float32`, or reduce every micro-batch.",
-    "fsdp": "Give `MixedPrecision` `reduce_dtype=torch.float32`, or reduce every micro-batch.",
+    "fsdp": "Reduce every micro-batch, without `no_sync`: FSDP adds them in the dtype of its flat "
+    "parameters, whatever `reduce_dtype` is.",
     "deepspeed": "Set `data_types.grad_accum_dtype` to fp32 with ZeRO stage 3 or, in bf16, with stage 1: "
     "other stages ignore it before DeepSpeed 0.19.8.",
+}
+
+_ROUTERS = {
+    "": "Compute the router's logits in fp32: cast its weight and its input up, with autocast off.",
+    "fully_shard": "Give the router a unit of its own in fp32, since a cast adds no digit to gathered 16 "
+    "bits: `fully_shard(router, mp_policy=MixedPrecisionPolicy(torch.float32))`.",
 }
 
 _AVERAGES = {
@@ -103,11 +110,12 @@ def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
         do = masters if set(rounded) & set(_names(bare)) and not library(model) else advice(_SUMS, model)
         cost = wire_error(dtype, micro_batches)
         yield from finding("rounded-before-accumulation", "accumulate", rounded, what, do, "", cost)
-        routers = _names(p for p in parameters if p.has("compute", dtype) and _is_router(p, model))
+        found = [p for p in parameters if p.has("compute", dtype) and _is_router(p, model)]
         what = f"Routers compute in {dtype}: logits that differ by less than it resolves send tokens to "
         what += "other experts."
-        do = "Compute the router's logits in fp32: cast its weight and its input up, with autocast off."
-        yield from finding("router-in-16-bits", "compute", routers, what, do, "", 1 / 2**bits)
+        is_rounded = any(parameter.has("gather", dtype) for parameter in found)
+        do = advice(_ROUTERS, model) if is_rounded else _ROUTERS[""]
+        yield from finding("router-in-16-bits", "compute", _names(found), what, do, "", 1 / 2**bits)
         buffers = [name for name, held in model.buffers.items() if held == dtype]
         what = f"Buffers are {dtype}: constants such as frequencies of positions or running statistics were "
         what += "rounded with the weights."

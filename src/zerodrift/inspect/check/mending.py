@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from zerodrift.inspect.check.run_finding import Kind, RunFinding, library
+from zerodrift.inspect.check.run_finding import BITS, Kind, RunFinding, library
 from zerodrift.inspect.trace import ModelRecord, ProcessRecord
 
 _WEIGHTS: tuple[Kind, ...] = ("no-master", "norm-in-16-bits", "upcast-without-effect", "state-too-narrow")
@@ -43,12 +43,6 @@ _TRAINERS = {
 """Module -> its name, how it is told a precision, and its word for fp16."""
 
 
-_SHARDED = {
-    "fully_shard": ("fully_shard", "MixedPrecisionPolicy", "fully_shard(model, mp_policy=policy)"),
-    "fsdp": ("FullyShardedDataParallel", "MixedPrecision", "model = FSDP(model, mixed_precision=policy)"),
-}  # kind of library -> its name, the class of its policy, and the call that takes one
-
-
 def _theirs(process: ProcessRecord, model: ModelRecord, found: set[Kind]) -> tuple[str, str]:
     """Return the name of the library that ran, and what to write with it."""
     kind, half = library(model), _half(process.models)
@@ -58,20 +52,61 @@ def _theirs(process: ProcessRecord, model: ModelRecord, found: set[Kind]) -> tup
     if found & {*_WEIGHTS, "weights-rounded"}:
         lines.append(_line("model = model.float()", found, (*_WEIGHTS, "weights-rounded")))
     trainer = next((name for name in _TRAINERS if name in process.libraries), "")
-    title, policy, call = _SHARDED.get(kind, ("torch", "", ""))
-    if not found & {*_WEIGHTS, *_SUMS}:
-        title = title if kind or not trainer else _TRAINERS[trainer][0]
-    elif kind in _SHARDED:
-        lines += [_line(f"policy = {policy}(", found, _SUMS), f"    param_dtype=torch.{half},"]
-        lines += ["    reduce_dtype=torch.float32,", ")", call]
-    elif trainer:
-        title, call, fp16 = _TRAINERS[trainer]
+    if kind in _SHARDED:
+        units = _wide_units(kind, found) if _gathers_narrow(model) else []
+        lines += _sharded(kind, found, half, units)
+        return _SHARDED[kind][0], "\n".join([*lines, *_script(found - {*_PINNED} if units else found)])
+    title = _TRAINERS[trainer][0] if trainer else "torch"
+    if found & {*_WEIGHTS, *_SUMS} and trainer:
+        _, call, fp16 = _TRAINERS[trainer]
         lines.append(call.format("bf16" if half == "bfloat16" else fp16))
-    else:
+    elif found & {*_WEIGHTS, *_SUMS}:
         lines += [f"with torch.autocast(inputs.device.type, torch.{half}):", "    logits = model(inputs)"]
-        if "wire-in-16-bits" in found:
+        if any(event["kind"] == "communication-hook" for event in process.events):
             lines.append(_line("# no hook: DistributedDataParallel(model)", found, ("wire-in-16-bits",)))
     return title, "\n".join([*lines, *_script(found)])
+
+
+_SHARDED = {
+    "fully_shard": ("fully_shard", "MixedPrecisionPolicy", "fully_shard(model, mp_policy=policy)"),
+    "fsdp": ("FullyShardedDataParallel", "MixedPrecision", "model = FSDP(model, mixed_precision=policy)"),
+}
+"""Word for a library -> its name, its class of policies, and how it is given one."""
+
+
+def _sharded(kind: str, found: set[Kind], half: str, units: list[str]) -> list[str]:
+    """Return the lines of a policy, with the units that come before the whole model.
+
+    FSDP adds micro-batches in the dtype of its flat parameters, whatever the policy says.
+    """
+    _, policy, call = _SHARDED[kind]
+    by_policy: tuple[Kind, ...] = _SUMS if kind == "fully_shard" else ("wire-in-16-bits",)
+    lines = units
+    if found & {*_WEIGHTS, *by_policy}:
+        lines = [_line(f"policy = {policy}(", found, by_policy), f"    param_dtype=torch.{half},"]
+        lines += ["    reduce_dtype=torch.float32,", ")", *units, call]
+    if kind == "fsdp" and _SUMS[0] in found:
+        lines = [*lines, _line("# no `with model.no_sync():`", found, _SUMS[:1])]
+    return lines
+
+
+_MODULES: tuple[tuple[Kind, str], ...] = (("router-in-16-bits", "router"), ("logits-rounded", "head"))
+"""A finding about one module, which has to compute in fp32, and a name for that module."""
+
+
+def _gathers_narrow(model: ModelRecord) -> bool:
+    """Return True if weights are gathered in 16 bits, so that a cast where they compute adds no digit."""
+    return any(parameter.has("gather", dtype) for parameter in model.parameters for dtype in BITS)
+
+
+def _wide_units(kind: str, found: set[Kind]) -> list[str]:
+    """Return the lines that make modules units of their own, which gather fp32, for `fully_shard`."""
+    lines = []
+    for finding, module in _MODULES if kind == "fully_shard" else ():
+        if finding in found:
+            lines.append(_line("wide = MixedPrecisionPolicy(torch.float32)", found, (finding,)))
+            lines.append(f"fully_shard({module}, mp_policy=wide)")
+    return lines
 
 
 def _script(found: set[Kind]) -> list[str]:
@@ -79,7 +114,7 @@ def _script(found: set[Kind]) -> list[str]:
     lines = []
     if "loss-in-16-bits" in found:
         lines.append(_line("loss = loss_of(logits.float(), targets)", found, ("loss-in-16-bits",)))
-    for kind, weight in (("router-in-16-bits", "router"), ("logits-rounded", "head")):
+    for kind, weight in _MODULES:
         if kind in found:
             lines.append(_line("with torch.autocast(x.device.type, enabled=False):", found, (kind,)))
             lines.append(f"    logits = linear(x.float(), {weight}.weight.float())")

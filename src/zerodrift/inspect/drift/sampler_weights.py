@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zerodrift.errors import ModelError, UnsupportedError, listed
 from zerodrift.model import list_tensors
-from zerodrift.weights import Box, ExpectedTensor, SafetensorsReader, match
+from zerodrift.weights import Box, ExpectedTensor, SafetensorsReader, decode_quantised, match
 
 _PACKED = re.compile(r".*\.(qweight|qzeros|g_idx|weight_packed|blocks)")
 _SHOWN = 5
@@ -63,7 +63,7 @@ def read_sampler_weights(path: Path, model: nn.Module, want: Sequence[ExpectedTe
         for box in boxes:
             quantised = matched.quantised.get(box.number)
             if quantised is not None:
-                quantised.read(reader, box, flat, 0, steps)
+                decode_quantised(quantised, reader, box, flat, 0, steps)
             else:
                 reader.read(matched.tensors[box.number], box, flat)
         return flat.view(shape)
