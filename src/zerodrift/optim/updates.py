@@ -72,7 +72,7 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdateStep:
-    """One optimizer step, the same object for every slice: what derives from it is kept by its identity."""
+    """One optimizer step, one object for all slices: what is derived from it is kept by its identity."""
 
     algorithm: Algorithm
     hypers: tuple[Hyper, ...]
