@@ -46,8 +46,9 @@ def waits_in(run: Callable[[], object]) -> list[str]:
     if IS_STANDIN:
         return _waits_for_the_standin(run)
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
         torch.cuda.set_sync_debug_mode("warn")
+        warnings.simplefilter("always")
         try:
             run()
         finally:

@@ -83,7 +83,7 @@ def global_norm(
     agreement = agreement or RankAgreement()
     summed = torch.zeros(squares.DIGITS + 4, dtype=torch.int64, device=comm.mesh.device)
     squares.add_squares(gradients, summed[:-3])
-    summed[-1] = agreement.checksum()
+    summed[-1:].fill_(agreement.checksum())  # an item that is set to a number is copied, and waited for
     if written is not None and checksum is not None:
         summed[-3], summed[-2] = written, checksum
     mine = summed[-2:].clone()
