@@ -207,7 +207,7 @@ def no_room(folder: str, asynchronous: bool) -> Any:
 
     def save() -> None:
         checkpoints.save()
-        checkpoints._pending and checkpoints._pending[0]._thread.join()  # type: ignore[union-attr]
+        checkpoints._pending and checkpoints._pending._thread.join()  # type: ignore[union-attr]
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         train(engine, 1)
         checkpoints.save()

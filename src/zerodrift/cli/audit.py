@@ -52,14 +52,7 @@ def audit(
         if of not in ("rest", "peak", "wire"):
             raise typer.BadParameter("must be rest, peak or wire", param_hint="--of")
         share = _parse_share(budget)
-        from zerodrift.inspect.audit import (
-            audit_json,
-            audit_subject,
-            audit_text,
-            load_subject,
-            parse_goal,
-            this_rank,
-        )
+        from zerodrift.inspect.audit import audit_json, audit_subject, load_subject, parse_goal, this_rank
 
         goal = None if narrow is None else parse_goal(narrow, "--narrow")
         rank = this_rank()
@@ -76,7 +69,7 @@ def audit(
             from zerodrift.inspect.audit import audit_page
 
             write_page(html, audit_page(found))
-        streams.emit(audit_json(found) if json else audit_text(found, **streams.layout(80)))
+        streams.emit(audit_json(found) if json else found.text(**streams.layout(80)))
 
 
 def _parse_share(text: str) -> float:

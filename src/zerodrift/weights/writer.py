@@ -190,11 +190,11 @@ class SafetensorsWriter:
         self.written = 0
         """Bytes of tensors written so far."""
 
-    @staticmethod
+    @classmethod
     @contextlib.contextmanager
-    def opened(folder: Path, files: Sequence[TensorFile]) -> Iterator[SafetensorsWriter]:
+    def opened(cls, folder: Path, files: Sequence[TensorFile]) -> Iterator[SafetensorsWriter]:
         """Yield a writer, whose files are flushed to the disk at the end, and closed in any case."""
-        writer = SafetensorsWriter(folder, files)
+        writer = cls(folder, files)
         try:
             yield writer
             for descriptor in writer._open.values():
