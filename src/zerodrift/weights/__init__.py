@@ -17,6 +17,6 @@ if TYPE_CHECKING:
     from zerodrift.weights.quantised import decode_quantised
     from zerodrift.weights.reader import SafetensorsReader
     from zerodrift.weights.sources import TrainingState
-    from zerodrift.weights.writer import SHARD_SIZE, size_in_bytes
+    from zerodrift.weights.writer import size_in_bytes
 
 __getattr__, __dir__, __all__ = face(__name__)

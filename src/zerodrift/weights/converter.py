@@ -20,7 +20,27 @@ from typing import Literal
 
 from torch import nn
 
-from zerodrift import checkpoint
+from zerodrift.checkpoint import (
+    LATEST,
+    MANIFEST,
+    VERSIONS,
+    CheckpointFolder,
+    Head,
+    Item,
+    Manifest,
+    SavedParameter,
+    automatic,
+    is_deepspeed,
+    kind_at,
+    moment_key,
+    new_folder,
+    packed,
+    short,
+    weight_key,
+    write_head,
+    write_rank_files,
+    writing,
+)
 from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, Problems, UnsupportedError, ZerodriftError, said
 from zerodrift.mesh import MeshShape
@@ -105,17 +125,17 @@ def open_source(
     path: Path, model: nn.Module | None = None, tag: str = "", trust: bool = False, optimizer: str = ""
 ) -> ConvertSource:
     """Open the checkpoint at `path`, of whatever kind it is."""
-    kind = checkpoint.kind_at(path)
+    kind = kind_at(path)
     if kind == "nothing":
         must, got = "must be there to be converted", "no such file or folder"
-        raise CheckpointError(checkpoint.short(path), must, got=got)
+        raise CheckpointError(short(path), must, got=got)
     try:
-        if kind == "folder" and (path / checkpoint.MANIFEST).is_file():
+        if kind == "folder" and (path / MANIFEST).is_file():
             return open_zerodrift(path)
-        folder = checkpoint.CheckpointFolder(path)
+        folder = CheckpointFolder(path)
         if kind == "folder" and (folder.tags() or folder.halves()):
-            return open_zerodrift(folder.find(tag or checkpoint.LATEST))
-        if kind == "folder" and (tag or checkpoint.is_deepspeed(path)):
+            return open_zerodrift(folder.find(tag or LATEST))
+        if kind == "folder" and (tag or is_deepspeed(path)):
             return open_deepspeed(path, tag, trust, optimizer)
         if kind == "file" or safetensors.holds(path):
             return open_safetensors(path, model)
@@ -123,10 +143,10 @@ def open_source(
         raise
     except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         must = "must be laid out as what it seems to be"
-        raise CheckpointError(checkpoint.short(path), must, got=said(error)) from error
+        raise CheckpointError(short(path), must, got=said(error)) from error
     must = "must be a zerodrift checkpoint, a DeepSpeed checkpoint or safetensors files"
     do = "Give the folder that was saved to, or the one of a tag in it."
-    raise CheckpointError(checkpoint.short(path), must, got="a folder with none of them", do=do)
+    raise CheckpointError(short(path), must, got="a folder with none of them", do=do)
 
 
 def _build_model(model: str | None, source: Path) -> tuple[nn.Module | None, Path | None]:
@@ -134,7 +154,7 @@ def _build_model(model: str | None, source: Path) -> tuple[nn.Module | None, Pat
     from zerodrift.model import huggingface
 
     if model is None:
-        has_config = checkpoint.kind_at(source) == "folder" and (source / huggingface.CONFIG).is_file()
+        has_config = kind_at(source) == "folder" and (source / huggingface.CONFIG).is_file()
         if not has_config or not huggingface.is_installed():
             return None, None
         model = str(source)
@@ -177,7 +197,7 @@ def _to_safetensors(
     layout = lay_out(nn.Module() if model is None else model, shapes, dtypes, size, aliases)
     total = sum(tensor.nbytes for file in layout.files for tensor in file.tensors)
     bar = closing(ProgressBar(f"writing {len(layout.files)} files", total, shown))
-    with checkpoint.new_folder(target, options.overwrite) as new, checkpoint.writing(target):
+    with new_folder(target, options.overwrite) as new, writing(target):
         with bar as progress, SafetensorsWriter.opened(new.path, layout.files) as writer:
             writer.create()
             write_config(new.path, layout, model)
@@ -211,7 +231,7 @@ def _to_safetensors(
 
 def _select(
     source: ConvertSource, model: nn.Module | None, dtype: DType | None
-) -> tuple[dict[str, checkpoint.SavedParameter], dict[str, Shape], dict[str, DType]]:
+) -> tuple[dict[str, SavedParameter], dict[str, Shape], dict[str, DType]]:
     """Return what is written, under which name, shape and dtype, in the order of the model."""
     names = {saved_name(entry.names, model): entry for entry in source.entries}
     shapes: dict[str, Shape] = {name: entry.shape for name, entry in names.items()}
@@ -231,14 +251,14 @@ def _select(
 
 def to_checkpoint(source: ConvertSource, target: Path, shown: bool = False) -> ConversionResult:
     """Write a source as a checkpoint of ours, into a folder that holds none yet."""
-    folder, tag = checkpoint.CheckpointFolder(target), checkpoint.automatic(source.trained.step)
+    folder, tag = CheckpointFolder(target), automatic(source.trained.step)
 
     def check() -> None:
         if tags := folder.tags():
             got, do = ", ".join(tags[:5]), "Choose another folder."
             raise CheckpointError(folder.path, "must hold no checkpoint yet", got=got, do=do)
 
-    with checkpoint.writing(target), folder.begin(tag, check) as new:
+    with writing(target), folder.begin(tag, check) as new:
         size = _write_checkpoint(source, new.path, tag, shown)
         home = folder.publish(new)
     notes = list(source.notes)
@@ -263,14 +283,14 @@ def _write_checkpoint(source: ConvertSource, path: Path, tag: str, shown: bool) 
         "alike": True,
     }
     own_state = {"random": None, "client": trained.client, "modules": {}, "buffers": {}}
-    own = checkpoint.packed(own_state, "client")
-    manifest = checkpoint.Manifest(
+    own = packed(own_state, "client")
+    manifest = Manifest(
         run=uuid.uuid4().hex,
         tag=tag,
         step=trained.step,
         skipped=trained.skipped,
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        versions=checkpoint.VERSIONS,
+        versions=VERSIONS,
         source=str(source.path.name),
         mode=trained.mode,
         stage=trained.stage,
@@ -284,27 +304,27 @@ def _write_checkpoint(source: ConvertSource, path: Path, tag: str, shown: bool) 
         parameters=len(entries),
         elements=source.elements,
     )
-    head = checkpoint.Head(manifest, entries, None, checkpoint.packed(shared, "schedule"))
+    head = Head(manifest, entries, None, packed(shared, "schedule"))
     with closing(ProgressBar(f"writing {path.parent}", total, shown)) as bar:
-        chunks, sums = checkpoint.write_rank_files(path, 0, _items(source, bar), own)
-    return checkpoint.write_head(path, head, 1, chunks, sums).bytes
+        chunks, sums = write_rank_files(path, 0, _items(source, bar), own)
+    return write_head(path, head, 1, chunks, sums).bytes
 
 
-def _as_fp32(entry: checkpoint.SavedParameter) -> checkpoint.SavedParameter:
+def _as_fp32(entry: SavedParameter) -> SavedParameter:
     """Return the entry as a checkpoint has it, with its weights in fp32."""
     held = DType(entry.dtype)
     dtype = DType.FP32 if held.is_floating and DType.FP32.holds(held) else held
-    return checkpoint.SavedParameter(entry.names, entry.shape, dtype.value, entry.group, entry.moments)
+    return SavedParameter(entry.names, entry.shape, dtype.value, entry.group, entry.moments)
 
 
-def _items(source: ConvertSource, bar: Callable[[int], None]) -> Iterator[checkpoint.Item]:
+def _items(source: ConvertSource, bar: Callable[[int], None]) -> Iterator[Item]:
     for entry in source.entries:
         numel, dtype = math.prod(entry.shape), DType(_as_fp32(entry).dtype).torch
         for start, values in source.weight(entry):
-            yield checkpoint.Item(checkpoint.weight_key(entry.name), numel, start, values.detach().to(dtype))
+            yield Item(weight_key(entry.name), numel, start, values.detach().to(dtype))
             bar(4 * values.numel())
         for key in entry.moments:
             for start, values in source.moment(entry, key):
-                name = checkpoint.moment_key(key, entry.name)
-                yield checkpoint.Item(name, numel, start, values.detach().float())
+                name = moment_key(key, entry.name)
+                yield Item(name, numel, start, values.detach().float())
                 bar(4 * values.numel())

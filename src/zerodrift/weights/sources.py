@@ -14,7 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift import checkpoint
+from zerodrift.checkpoint import (
+    CHUNK,
+    SHARED,
+    CheckpointReader,
+    Destination,
+    SavedParameter,
+    moment_key,
+    read_entries,
+    read_plan,
+    read_state,
+    verified,
+)
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import CheckpointError
 from zerodrift.model import describe, safetensors
@@ -56,10 +67,10 @@ class ConvertSource:
 
     kind: str
     path: Path
-    entries: tuple[checkpoint.SavedParameter, ...]
+    entries: tuple[SavedParameter, ...]
     buffers: Mapping[str, torch.Tensor]
-    weight: Callable[[checkpoint.SavedParameter], Iterator[Run]]
-    moment: Callable[[checkpoint.SavedParameter, str], Iterator[Run]] = lambda entry, key: iter(())
+    weight: Callable[[SavedParameter], Iterator[Run]]
+    moment: Callable[[SavedParameter, str], Iterator[Run]] = lambda entry, key: iter(())
     trained: TrainingState = TrainingState()
     plan: Plan | None = None
     notes: tuple[str, ...] = ()
@@ -90,25 +101,25 @@ def _chunks(
 ) -> Iterator[Run]:
     """Yield a tensor in runs of at most CHUNK elements; `read(start, into)` fills one."""
     total = math.prod(shape)
-    for start in range(0, total, checkpoint.CHUNK):
-        into = torch.empty(min(checkpoint.CHUNK, total - start), dtype=dtype)
+    for start in range(0, total, CHUNK):
+        into = torch.empty(min(CHUNK, total - start), dtype=dtype)
         read(start, into)
         yield start, into
 
 
 def open_zerodrift(path: Path) -> ConvertSource:
-    manifest, table = checkpoint.verified(path), checkpoint.read_entries(path)
-    reader, shared = checkpoint.CheckpointReader(path), checkpoint.read_state(path, checkpoint.SHARED)
+    manifest, table = verified(path), read_entries(path)
+    reader, shared = CheckpointReader(path), read_state(path, SHARED)
     for entry in table:
         reader.check(entry)
 
-    def moment(entry: checkpoint.SavedParameter, key: str) -> Iterator[Run]:
+    def moment(entry: SavedParameter, key: str) -> Iterator[Run]:
         def read(start: int, into: torch.Tensor) -> None:
-            reader.read([checkpoint.Destination(checkpoint.moment_key(key, entry.name), start, into)])
+            reader.read([Destination(moment_key(key, entry.name), start, into)])
 
         return _chunks(read, entry.shape, torch.float32)
 
-    def weight(entry: checkpoint.SavedParameter) -> Iterator[Run]:
+    def weight(entry: SavedParameter) -> Iterator[Run]:
         def read(start: int, into: torch.Tensor) -> None:
             reader.read_weights([(held[entry.name], start, into)])
 
@@ -117,7 +128,7 @@ def open_zerodrift(path: Path) -> ConvertSource:
     held = {entry.name: entry for entry in table}
     # What rests in a narrow format is decoded.
     entries = tuple(replace(e, dtype="fp32") if DType(e.dtype).format is not None else e for e in table)
-    document = checkpoint.read_plan(path)
+    document = read_plan(path)
     return ConvertSource(
         f"a zerodrift checkpoint, step {manifest.step}",
         path,
@@ -144,13 +155,13 @@ def open_safetensors(path: Path, model: nn.Module | None) -> ConvertSource:
     for item in want:
         if not item.is_buffer:
             dtype = from_torch(files.exact(item.name)) or item.dtype
-            entries.append(checkpoint.SavedParameter(item.names, item.shape, dtype.value, -1, ()))
+            entries.append(SavedParameter(item.names, item.shape, dtype.value, -1, ()))
         elif files.holds(item.name):
             flat = torch.empty(math.prod(item.shape), dtype=item.dtype.torch)
             files.fill(item.name, 0, flat)
             buffers[item.name] = flat.view(item.shape)
 
-    def runs(entry: checkpoint.SavedParameter) -> Iterator[Run]:
+    def runs(entry: SavedParameter) -> Iterator[Run]:
         dtype = DType(entry.dtype).torch
         return _chunks(lambda start, into: files.fill(entry.name, start, into), entry.shape, dtype)
 
