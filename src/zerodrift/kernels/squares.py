@@ -33,6 +33,10 @@ LOWEST = -352
 AT_ONCE = 1 << 20
 """Blocks whose sums are added in one call: 2^28 elements, in 8 MiB."""
 
+COPIES = 1024
+"""Copies of the digits that a device adds to: sums of one size go to few digits, and additions to one place
+wait for each other."""
+
 _MASK = 0xFFFFFFFF
 
 
@@ -112,10 +116,14 @@ def _add_digits(sums: Tensor, out: Tensor) -> None:
     digit, shift = place // 32, place % 32
     digit = digit.clamp(max=DIGITS - 3)
     low, high = (mantissa & _MASK) << shift, (mantissa >> 32) << shift
-    out.index_add_(0, digit, low & _MASK)
+    copies = 1 if sums.device.type == "cpu" else COPIES
+    place = digit * copies + torch.arange(sums.numel(), device=sums.device) % copies
+    wide = out.new_zeros(DIGITS * copies)
+    wide.index_add_(0, place, low & _MASK)
     # A 32-bit value shifted by up to 31 places stays below 2^63, so `>>` extends no sign.
-    out.index_add_(0, digit + 1, (low >> 32) + (high & _MASK))
-    out.index_add_(0, digit + 2, high >> 32)
+    wide.index_add_(0, place + copies, (low >> 32) + (high & _MASK))
+    wide.index_add_(0, place + 2 * copies, high >> 32)
+    out[:DIGITS] += wide.view(DIGITS, copies).sum(1)
 
 
 def total(summed: Tensor | Sequence[int]) -> float:
