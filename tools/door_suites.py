@@ -1,7 +1,7 @@
 """Run other people's tests on zerodrift and on DeepSpeed, for the third table of docs/doors.md.
 
-`tools/doors.py suite FOLDER CHECKOUT` runs DeepSpeed's unit tests, or accelerate's, by the plugins
-`tests/doors/deepspeed_suite.py` and `accelerate_suite.py`, and calls this.
+`tools/doors.py suite FOLDER NAME CHECKOUT` runs DeepSpeed's unit tests by the plugin
+`tests/doors/deepspeed_suite.py`, and calls this.
 
 Invariant: a test that DeepSpeed itself fails on this machine counts neither way, where DeepSpeed was run.
 """
@@ -59,12 +59,6 @@ SUITES = {
             *(f"unit/checkpoint/test_{name}.py" for name in _CHECKPOINT),
             "unit/monitor",
         ),
-    ),
-    "accelerate": Suite(
-        "accelerate",
-        ("pytest", "pytest-timeout", "parameterized"),
-        ("--timeout", "100", "-W", "ignore", "-p", "accelerate_suite"),
-        ("deepspeed",),
     ),
 }
 

@@ -3,7 +3,7 @@
     python tools/doors.py all FOLDER [TOOL ...]     # or: make doors. Some tools, or all
     python tools/doors.py all FOLDER trl --only sft # of their examples those that have this in their name
     python tools/doors.py methods FOLDER [TRAINER ...] [--only TEXT]   # every method of three trainers
-    python tools/doors.py suite FOLDER NAME CHECKOUT    # tests of DeepSpeed or accelerate, from a checkout
+    python tools/doors.py suite FOLDER NAME CHECKOUT    # tests of DeepSpeed, from a checkout
     python tools/doors.py page                      # writes the tables anew
 
 Each tool gets an environment of its own in FOLDER, some 2 GB with torch for CPUs. A cell is one example of
