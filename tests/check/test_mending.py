@@ -71,10 +71,10 @@ def test_a_block_says_what_mends_a_finding_and_loads(library: str) -> None:
 def test_a_router_that_is_gathered_in_16_bits_gets_a_unit_of_its_own() -> None:
     run, unit = process(**LIBRARIES["fully_shard"]), "fully_shard(router, mp_policy=wide)"
     found = [RunFinding("router-in-16-bits", None, NAMES["router-in-16-bits"], "what.", "do.")]
-    before = mending([run], found)[0].text
+    before = mending([run], found)[0][1]
     assert "router.weight.float()" in before and unit not in before
     run.models[0].parameters[0].add("gather", "bfloat16", "")
-    after = mending([run], found)[0].text
+    after = mending([run], found)[0][1]
     assert after.splitlines()[-1] == unit and "router.weight.float()" not in after
     assert run_findings([run])[-1].do.startswith("Give the router a unit of its own in fp32")
 
