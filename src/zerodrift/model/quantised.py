@@ -50,12 +50,9 @@ class QuantisedTensor:
     @property
     def dtype(self) -> DType:
         """The narrow format that the tensor is in; fp32 if it has no name here."""
-        same = (
-            d
-            for d, form in NARROW.items()
-            if (form.element, form.block) == (self.form.element, self.form.block)
-        )
-        return next((d for d in same if NARROW[d].scale == "fp32"), DType.FP32)
+        own = self.form.element, self.form.block
+        known = {(form.element, form.block): d for d, form in NARROW.items() if form.scale == "fp32"}
+        return known.get(own, DType.FP32)
 
     @property
     def stored(self) -> str:
@@ -78,11 +75,8 @@ def find_quantised(
     found: dict[str, QuantisedTensor] = {}
     used: set[str] = set()
     for tensor in tensors:
-        state = (
-            next((name for name in known if name.startswith(f"{tensor.name}{_STATE}")), "")
-            if (tensor.dtype is DType.UINT8)
-            else ""
-        )
+        states = (name for name in known if name.startswith(f"{tensor.name}{_STATE}"))
+        state = next(states, "") if tensor.dtype is DType.UINT8 else ""
         scale = "" if state or tensor.dtype not in _ELEMENTS else _scale_of(tensor, known)
         if state:
             quantised, companions = _bitsandbytes(tensor, known, state, problems)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from zerodrift.inspect.audit import text
+from zerodrift.inspect.audit import advice_rows, text
 from zerodrift.inspect.audit.results import FormatAdvice, Point, Recommendation
 from zerodrift.inspect.audit.text import Audit
 from zerodrift.report import (
@@ -97,11 +97,11 @@ def _heat(value: float) -> PageCell:
 
 def _pins(whole: float, advice: Recommendation) -> list[Any]:
     rows: list[Cells] = []
-    for point in text.points_to_show(advice):
+    for point in advice_rows.points_to_show(advice):
         mark = ">" if point is advice.chosen else ""
         pins = PageCell(" ".join(pattern for pattern, _, _ in point.pins) or "none", "name")
         flips = f"{point.drift.flips:,}" if point.drift.choices else ""
-        changes = text.bytes_changed(point.bytes, advice.points[0].bytes)
+        changes = advice_rows.bytes_changed(point.bytes, advice.points[0].bytes)
         left = percent(point.drift.square / whole)
         rows.append((mark, PageCell(point.mode, "cell"), pins, left, flips, *changes))
     head = ("", "mode", "pins", "left", "flips", "rest", "peak", "wire", "compute")
@@ -115,16 +115,18 @@ def _pins(whole: float, advice: Recommendation) -> list[Any]:
 
 
 def _formats(advice: FormatAdvice) -> list[Any]:
-    head, *rows = text.format_table(advice)
+    head, *rows = advice_rows.format_table(advice)
     cells: list[Cells] = [
         (mark, PageCell(pattern, "name"), PageCell(column, "cell"), PageCell(word, "cell"), *figures)
         for mark, pattern, column, word, *figures in rows
     ]
     told: list[Any] = [Paragraph(f"Formats for {advice.goal.of}; every line was run.", "")]
     told += [PageTable(head, cells, "rows", figures=head[4:])] if cells else []
-    told += [Paragraph(line, "") for line in text.format_facts(advice)]
+    told += [Paragraph(line, "") for line in advice_rows.format_facts(advice)]
     told += [Preformatted(text.rules_text(advice.rules))] if advice.rules else []
-    told += [Paragraph(f"Not run, {reason}: {names}.") for reason, names in text.formats_left_out(advice)]
+    told += [
+        Paragraph(f"Not run, {reason}: {names}.") for reason, names in advice_rows.formats_left_out(advice)
+    ]
     return told
 
 
