@@ -32,11 +32,10 @@ from torch import Tensor
 
 from zerodrift import optimizers
 from zerodrift.dtypes import BLOCK, DType
-from zerodrift.kernels import device, native
+from zerodrift.kernels import block_keys, device, native, parameter_key
 from zerodrift.kernels.build import find_compiler
 from zerodrift.kernels.squares import block_square_sums, digits, total
 from zerodrift.optim.fused import update
-from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.schemes import Scheme, allocate
 from zerodrift.optim.updates import Hyper, Root, UpdateStep, moment_count, reference_update
 from zerodrift.optimizers import Algorithm

@@ -75,6 +75,9 @@ one of the OCP's microscaling formats, `2^(floor(log2 amax) - floor(log2 largest
 below `amax / largest`."""
 
 
+Scale = Literal["fp32", "bf16", "e8m0"]
+"""The dtype of a scale. One in bf16 is the exact one rounded to nearest, ties to even, before it divides."""
+
 Block = int | tuple[int, int] | Literal["row", "tensor"]
 
 
@@ -86,7 +89,7 @@ class Format:
     block: Block
     """Consecutive elements of the flattened parameter; or (rows, columns) of the last two dimensions, cut at
     the edges; or a row of the last dimension; or all of it."""
-    scale: Literal["fp32", "e8m0"] = "fp32"
+    scale: Scale = "fp32"
     rule: ScaleRule = "exact"
 
     @property
@@ -96,7 +99,7 @@ class Format:
 
     @property
     def scale_bytes(self) -> int:
-        return 4 if self.scale == "fp32" else 1
+        return {"fp32": 4, "bf16": 2, "e8m0": 1}[self.scale]
 
     @property
     def run(self) -> int:
@@ -146,8 +149,9 @@ class Format:
             blocks = f"tiles of {block[0]}x{block[1]}"
         else:
             blocks = {"row": "rows", "tensor": "one block"}[block]
-        rule = {"exact": "an fp32 scale", "floor": "a power of two (floor)", "ceil": "a power of two (ceil)"}
-        return f"{element} in {blocks} with {rule[self.rule]}"
+        exact = {"fp32": "an fp32 scale", "bf16": "a bf16 scale"}.get(self.scale, "")
+        scale = exact if self.rule == "exact" else f"a power of two ({self.rule})"
+        return f"{element} in {blocks} with {scale}"
 
 
 # --- dtypes -----------------------------------------------------------------------------------------------
@@ -185,7 +189,9 @@ class DType(enum.Enum):
     E5M2_128 = "e5m2-128"
     INT8_256 = "int8-256"
     INT4_128 = "int4-128"
+    INT4_64_BF16 = "int4-64-bf16"
     NF4_64 = "nf4-64"
+    NF4_64_BF16 = "nf4-64-bf16"
     MXFP8 = "mxfp8"
     MXFP4 = "mxfp4"
     FP8_ROW = "fp8-row"
@@ -273,7 +279,9 @@ NARROW: Mapping[DType, Format] = {
     DType.E5M2_128: Format(Element.E5M2, 128),
     DType.INT8_256: Format(Element.INT8, 256),
     DType.INT4_128: Format(Element.INT4, 128),
+    DType.INT4_64_BF16: Format(Element.INT4, 64, "bf16"),
     DType.NF4_64: Format(Element.NF4, 64),
+    DType.NF4_64_BF16: Format(Element.NF4, 64, "bf16"),
     DType.MXFP8: Format(Element.E4M3, 32, "e8m0", "floor"),
     DType.MXFP4: Format(Element.E2M1, 32, "e8m0", "floor"),
     DType.FP8_ROW: Format(Element.E4M3, "row"),
@@ -312,6 +320,7 @@ _FLAT = (DType.FP8_128, DType.MXFP8, DType.INT8_256)
 _RESTING = (
     *(DType.NF4_64, DType.INT8_256, DType.FP8_128),
     *(DType.MXFP8, DType.INT4_128, DType.MXFP4),
+    *(DType.NF4_64_BF16, DType.INT4_64_BF16),
 )
 
 EXPORTED = (DType.FP8_128X128, DType.FP8_ROW, DType.INT8_ROW, DType.NF4_64)
@@ -325,7 +334,7 @@ ADMITTED: Mapping[str, tuple[DType, ...]] = {
     "compute.product": (*_TRAINING, DType.FP8_ROW),
     "grad": _TRAINING,
     "accumulate": _TRAINING,
-    "reduce.wire": (*_TRAINING, *_FLAT, DType.E5M2_128, DType.INT4_128),
+    "reduce.wire": (*_TRAINING, *_FLAT, DType.E5M2_128, DType.INT4_128, DType.INT4_64_BF16),
     "reduce.sum": _TRAINING,
     "export": (*_TRAINING, *EXPORTED),
     "buffers": _TRAINING,
@@ -355,9 +364,11 @@ def parse(text: str) -> DType:
 
 
 def word(dtype: DType, among: Sequence[DType]) -> str:
-    """Return the shortest word for one of the dtypes of a column that is no other's in part."""
+    """Return the shortest word for one of the dtypes of a column that is no other's in part. A format with
+    bf16 scales has no short word."""
     short = next((short for short, formats in SHORT.items() if dtype in formats), "")
     alike = [other for other in among if short and other.value.startswith(f"{short}-")]
+    alike = [other for other in alike if NARROW[other].scale != "bf16"]
     return short if alike == [dtype] else dtype.value
 
 

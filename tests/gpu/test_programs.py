@@ -36,14 +36,13 @@ from tests.numerics.test_fused import (
 from zerodrift import optimizers
 from zerodrift.api import make_plan
 from zerodrift.dtypes import DType
-from zerodrift.kernels import device, narrow, native
+from zerodrift.kernels import block_keys, device, narrow, native
 from zerodrift.kernels.digests import BYTES, prints, reference_prints
 from zerodrift.kernels.probe import Contraction, contraction
 from zerodrift.kernels.squares import block_square_sums, reference_square_sums
 from zerodrift.optim import fused
 from zerodrift.optim.factory import make_updater
 from zerodrift.optim.fused import update_on_device
-from zerodrift.optim.rounding import block_keys
 from zerodrift.optim.schemes import Scheme, SliceTensors, allocate
 from zerodrift.optim.updater import Owned
 from zerodrift.optim.updates import Hyper, UpdateStep, room_for_statistics
@@ -288,6 +287,12 @@ def test_narrow_formats_equal_the_definition(dtype: DType, monkeypatch: pytest.M
             out = torch.full_like(values, 3.0, device=DEVICE)
             narrow.decode(dtype, found, out)
             test_formats.assert_same(out.cpu(), decoded.to(kind), (dtype, kind, number))
+            if dtype in test_formats.DRAWN:
+                draws = test_formats.draws_of(values, number)
+                packed, decoded = test_formats.reference(dtype, values.float(), draws)
+                drawn = narrow.Draws(draws.keys.to(DEVICE), number)
+                narrow.encode(dtype, values.to(DEVICE), found, drawn)
+                test_formats.assert_same(found.cpu(), packed, (dtype, kind, number, "drawn"))
             out = torch.full_like(values, 3.0, device=DEVICE)
             narrow.decode(dtype, found, out, add=True)
             test_formats.assert_same(out.cpu(), decoded.to(kind) + 3.0, (dtype, kind, number))

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from zerodrift.dtypes import NARROW, DType
+from zerodrift.dtypes import NARROW, DType, Element
 from zerodrift.kernels import device, narrow, narrow_programs, programs
 
 MOMENTS = ("*fp32", "*i16", "*i16", "*u8")
@@ -64,15 +64,18 @@ def compiled(target: GPUTarget, algorithm: int, master: int, state: int) -> str:
     return triton.compile(source, target=target, options=device.strict_options(target)).asm["ptx"]
 
 
-def compiled_narrow(target: GPUTarget, dtype: DType, way: int) -> str:
+def compiled_narrow(target: GPUTarget, dtype: DType, way: int, drawn: bool = False) -> str:
     """Return the assembly of encoding or decoding bf16 in a narrow format."""
-    fixed = narrow.choices(NARROW[dtype]) | {"way": way}
+    fixed = narrow.choices(NARROW[dtype]) | {"way": way} | ({} if drawn else {"keys": None})
     fixed["tile"] = device.NARROW_SPAN // fixed["block"]
-    scale = "*u8" if fixed["exponents"] else "*fp32"
+    scale = ("*fp32", "*i16", "*u8")[fixed["scale"]]
     types = {"codes": "*u8", "scales": scale, "values": "*i16", "numbers": "*fp32", "numel": "i64"}
+    types |= {"keys": "*i64", "number": "i64"}
     names = narrow_programs.narrow.arg_names
     signature = {name: "constexpr" if name in fixed else types[name] for name in names}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in types}
+    attributes = {
+        (names.index(name),): [["tt.divisibility", 16]] for name in types if name not in (*fixed, "number")
+    }
     source = ASTSource(narrow_programs.narrow, signature, fixed, attributes)
     return triton.compile(source, target=target, options=device.strict_options(target)).asm["ptx"]
 
@@ -88,6 +91,8 @@ def main() -> None:
     runs = {
         f"{dtype} {way}": words_of(compiled_narrow(target, dtype, way)) for dtype in flat for way in range(3)
     }
+    drawn = [dtype for dtype in flat if NARROW[dtype].element is not Element.NF4]
+    runs |= {f"{dtype} drawn": words_of(compiled_narrow(target, dtype, 0, drawn=True)) for dtype in drawn}
     print(json.dumps({"options": device.strict_options(target), "passes": passes, "runs": runs}))
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from zerodrift import optimizers
 from zerodrift.dtypes import DType
 from zerodrift.errors import UnsupportedError
-from zerodrift.kernels import build, native
+from zerodrift.kernels import block_keys, build, native, parameter_key
 from zerodrift.kernels.probe import Contraction, contraction
 from zerodrift.optim import fused
-from zerodrift.optim.rounding import block_keys, parameter_key, round_away
+from zerodrift.optim.rounding import round_away
 from zerodrift.optim.schemes import Scheme, SliceTensors, allocate, read
 from zerodrift.optim.updates import Hyper, Root, UpdateStep, reference_update, room_for_statistics
 from zerodrift.optimizers import ELEMENTWISE, Algorithm

@@ -18,13 +18,14 @@ from zerodrift import ZerodriftError, cost, describe, export, load_weights, make
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.comm import Collectives, Sum, start_narrow_sum
 from zerodrift.dtypes import ADMITTED, DType, parse_among
-from zerodrift.engine.step.trained_segment import trained_of
+from zerodrift.engine.step.trained_segment import TrainedSegment, trained_of
 from zerodrift.errors import ModelError
 from zerodrift.kernels import narrow
+from zerodrift.optim import keys_of_blocks
 from zerodrift.plan import collectives
 
 GATHERS = ("fp8", "mxfp8", "int8")
-WIRES = (*GATHERS, "int4", "e5m2-128")
+WIRES = (*GATHERS, "int4", "e5m2-128", "int4-64-bf16")
 
 
 def format_of(word: str) -> DType:
@@ -55,16 +56,21 @@ def test_a_narrow_gather_is_the_same_bits_at_every_stage(world: int, mode: str, 
 
 @pytest.mark.second
 @pytest.mark.parametrize(
-    ("wire", "replicate"),
+    ("wire", "replicate", "rounding"),
     [
-        *(("fp8", 2), ("int4", 1)),
-        *(pytest.param(wire, number, marks=pytest.mark.slow) for wire in WIRES for number in (1, 2)),
+        *(("fp8", 2, "stochastic"), ("int4", 1, "nearest")),
+        *(
+            pytest.param(wire, number, rounding, marks=pytest.mark.slow)
+            for wire in WIRES
+            for number in (1, 2)
+            for rounding in ("nearest", "stochastic")
+        ),
     ],
 )
 @on_ranks(4, timeout=200)
-def test_a_narrow_wire_is_the_same_bits_at_every_stage(wire: str, replicate: int) -> None:
+def test_a_narrow_wire_is_the_same_bits_at_every_stage(wire: str, replicate: int, rounding: str) -> None:
     for when in ("last", "every"):
-        reduce = {"wire": wire, "when": when}
+        reduce = {"wire": wire, "when": when, "rounding": rounding}
         found = []
         for stage in (0, 3):
             written = config(stage, "bf16", 2, precision={"reduce": reduce, "gather": "fp8"})
@@ -109,14 +115,26 @@ def test_every_part_is_encoded_once_and_added_in_fp32(wire: str) -> None:
 
 FED = {"reduce": {"feedback": True}}
 LOSSY = {"reduce": {"wire": "int4", "feedback": True}}
-FEEDBACK = {"precision": LOSSY}
+DRAWN = {"reduce": {"wire": "int4", "feedback": True, "rounding": "stochastic"}}
+FEEDBACK = {"precision": DRAWN}
 
 
+def sent_by(segment: TrainedSegment, flat: torch.Tensor, drawn: bool, step: int, rank: int) -> torch.Tensor:
+    """A rank's gradient as it arrives, with draws that are made anew."""
+    keys = keys_of_blocks(segment.rows, 0, segment.spec.padded)
+    draws = narrow.Draws(keys, (step * 2**20) * 2**24 + rank) if drawn else None
+    out = torch.empty_like(flat)
+    narrow.decode_runs(DType.INT4_128, narrow.encode_runs(DType.INT4_128, flat, 1, draws), out, 1)
+    return out
+
+
+@pytest.mark.parametrize("precision", [LOSSY, DRAWN], ids=["nearest", "stochastic"])
 @on_ranks(2)
-def test_what_the_wire_rounds_away_is_added_to_the_next_gradient() -> None:
+def test_what_the_wire_rounds_away_is_added_to_the_next_gradient(precision: dict[str, Any]) -> None:
     """Beside a loop that keeps what encoding has lost of each rank's gradients by itself."""
     wire, lost = DType.INT4_128, {}
-    plain, kept = (make(config(2, "fp32", **rest), GPT(layers=1)) for rest in ({}, FEEDBACK))
+    rests = ({}, {"precision": precision})
+    plain, kept = (make(config(2, "fp32", **rest), GPT(layers=1)) for rest in rests)
     rank, world = plain.mesh.rank("shard"), plain.mesh.size("shard")
     for step in range(3):
         with torch.no_grad():
@@ -134,7 +152,7 @@ def test_what_the_wire_rounds_away_is_added_to_the_next_gradient() -> None:
                 grad = alone.get_parameter(row.name).grad
                 flat[row.offset : row.offset + row.numel] = grad.reshape(-1)
             flat += lost.get(segment.number, 0.0)
-            sent = narrow.round_trip(wire, flat)
+            sent = sent_by(segment, flat, precision == DRAWN, step, rank)
             lost[segment.number] = flat - sent
             assert torch.equal(segment.wire.feedback, lost[segment.number])
             parts = kept.comm.all_gather_object(sent, "shard")
@@ -206,6 +224,19 @@ def test_other_weights_begin_without_what_was_rounded_away(tmp_path: Path) -> No
             {"reduce": {"wire": "bf16"}, "rules": [{"match": "embed*", **FED}]},
             {},
             "must have a narrow wire",
+        ),
+        (
+            2,
+            {"reduce": {"wire": "bf16", "feedback": True}},
+            {},
+            "`reduce.feedback` must have a narrow wire",
+        ),
+        (2, {"reduce": {"rounding": "stochastic"}}, {}, "`reduce.rounding` must have a narrow wire"),
+        (
+            2,
+            {"reduce": "int4", "rules": [{"match": "*.bias", "reduce": {"rounding": "stochastic"}}]},
+            {},
+            "`reduce.rounding` must have a narrow wire",
         ),
         (3, {"gather": "fp8", "storage": "bf16"}, {}, "`storage` must be fp32"),
         (2, {"gather": "fp8", "master": "split"}, {}, "`master` must be fp32"),

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
+from zerodrift.kernels import block_keys, random_words
 from zerodrift.optim.blockwise import LARGEST_SCALE, LEAST_SCALE, LEVELS, Code, decode, encode, tables
-from zerodrift.optim.rounding import block_keys, random_words
 
 CPU = torch.device("cpu")
 

@@ -6,15 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.unit.models import at, moe, parameter
 from zerodrift import ConfigError, MeshError, ModelSpec, Plan, cost, make_plan
 from zerodrift.dtypes import BLOCK
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import ParameterSpec
-from zerodrift.optim.flat import block_keys_of
-from zerodrift.optim.updater import Owned
+from zerodrift.optim import keys_of_blocks
 from zerodrift.plan.schedule import collectives
 from zerodrift.record import decode, encode
 from zerodrift.report.explanation import explain
@@ -158,12 +156,8 @@ def block_keys(made: Plan, name: str, part: int) -> list[int]:
     assert row is not None
     spec = made.segments[row.segment]
     rows = tuple(made.rows[number] for number in spec.rows)
-    storage = torch.empty(spec.padded, dtype=torch.bfloat16)
-    update = row.columns.update
-    assert update is not None
-    piece = Owned(row.segment, spec, update, rows, storage, storage, 0, part)
-    span = piece.span(row)
-    return block_keys_of(piece)[span.start // BLOCK : -(-span.stop // BLOCK)].tolist()
+    keys = keys_of_blocks(rows, 0, spec.padded, part)
+    return keys[row.offset // BLOCK : -(-(row.offset + row.numel) // BLOCK)].tolist()
 
 
 def test_random_rounding_draws_the_same_bits_wherever_an_expert_is() -> None:

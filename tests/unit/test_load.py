@@ -51,7 +51,7 @@ PINNED = "zero_optimization.fp32_pinned_parameters"
         ("precision.accumulate=int8", "must be fp32, bf16 or fp16; got 'int8'."),
         (
             "precision.reduce=3",
-            "must be fp32, bf16, fp16, fp8, mxfp8, int8, e5m2-128, int4 or a block of keys",
+            "must be fp32, bf16, fp16, fp8, mxfp8, int8, e5m2-128, int4, int4-64-bf16 or a block of keys",
         ),
         ("precision.reduce.wire=3", "`precision.reduce.wire`: must be fp32, bf16, fp16, fp8"),
         ("gradient_clipping=-1", '`gradient_clipping`: must be a number of at least 0 or "auto"; got -1.'),

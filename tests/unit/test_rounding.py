@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerodrift.optim.rounding import block_keys, parameter_key, random_words, round_stochastic, step_key
+from zerodrift.kernels import block_keys, parameter_key, random_words, step_key
+from zerodrift.optim.rounding import round_stochastic
 
 KEY = parameter_key("layers.0.weight", seed=7)
 

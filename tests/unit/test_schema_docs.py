@@ -61,7 +61,10 @@ def test_every_key_has_a_docstring_and_words() -> None:
         (Annotated[int, Field(ge=0, le=3)], "0, 1, 2 or 3"),
         (Annotated[float, Field(ge=0.5, le=9.0)], "a number from 0.5 to 9.0"),
         (int, "a whole number"),
-        (Wire | Reduce | None, "fp32, bf16, fp16, fp8, mxfp8, int8, e5m2-128, int4 or a block of keys"),
+        (
+            Wire | Reduce | None,
+            "fp32, bf16, fp16, fp8, mxfp8, int8, e5m2-128, int4, int4-64-bf16 or a block of keys",
+        ),
         (tuple[str, ...], "a list of strings"),
         (dict[str, Any], "a block of arguments"),
     ],

@@ -30,7 +30,7 @@ from zerodrift.config.schema import (
 from zerodrift.train.job_file import read_job
 
 COLUMNS = """storage: bf16, gather: bf16, compute: bf16, grad: bf16, accumulate: fp32, master: split,
-   reduce: {wire: bf16, sum: fp32, when: every, order: rank, feedback: false},
+   reduce: {wire: bf16, sum: fp32, when: every, order: rank, feedback: false, rounding: nearest},
    state: bf16-stochastic, export: fp32"""
 PRODUCTS = "{forward: fp8, grad_input: fp8, grad_weight: bf16, pad: true}"
 WRITTEN: dict[str, tuple[int, str]] = {

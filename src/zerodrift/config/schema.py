@@ -33,9 +33,9 @@ DTypeName = Literal["fp32", "bf16", "fp16"]
 """The dtypes that an editor offers. A key accepts every spelling of the dtypes in `dtypes.ADMITTED`."""
 DTypeKey = DType | DTypeName
 GatherKey = DTypeKey | Literal["fp8", "mxfp8", "int8"]
-WireKey = GatherKey | Literal["int4", "e5m2-128"]
+WireKey = GatherKey | Literal["int4", "e5m2-128", "int4-64-bf16"]
 ExportKey = DTypeKey | Literal["fp8-128x128", "fp8-row", "int8-row", "nf4"]
-FrozenKey = DType | Literal["nf4", "int8", "fp8", "mxfp8", "int4", "mxfp4"]
+FrozenKey = DType | Literal["nf4", "int8", "fp8", "mxfp8", "int4", "mxfp4", "nf4-64-bf16", "int4-64-bf16"]
 
 
 def _integer(value: Any) -> Any:
@@ -93,6 +93,9 @@ class Reduce(Block):
     feedback: Flag | None = None
     """Narrow wires only: add what a rank's rounding has lost to its next gradient. Takes an fp32 value for
     each element on every rank. Default false."""
+    rounding: Literal["nearest", "stochastic"] | None = None
+    """Narrow wires only: round to the nearest code, or up or down at random so that the mean is kept. The
+    random bits depend on parameter, element, step, micro-batch and rank alone. Default `nearest`."""
 
 
 class MatrixProducts(Block):

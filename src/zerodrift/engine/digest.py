@@ -22,8 +22,7 @@ from zerodrift.dtypes import BLOCK
 from zerodrift.engine.habits.determinism import cuda_switches
 from zerodrift.engine.shards import SegmentShard, Span
 from zerodrift.errors import RankError
-from zerodrift.kernels import block_digests, native
-from zerodrift.optim import block_keys, parameter_key
+from zerodrift.kernels import block_digests, block_keys, native, parameter_key
 from zerodrift.plan import Plan
 
 WEIGHTS, VISIBLE, MOMENTS, GRADIENTS = KINDS = ("weights", "visible weights", "moments", "gradients")

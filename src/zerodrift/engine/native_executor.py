@@ -133,6 +133,8 @@ class NativeExecutor:
 
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
         self._progress = progress
+        for wire in filter(None, (segment.wire for segment in self._trained)):
+            wire.step = lambda: progress.global_steps + progress.skipped_steps
         if self.runner is None:
             self._handles += progress.watch(self.module)
             mark_as_ours(self._handles)

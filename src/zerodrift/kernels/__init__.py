@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from zerodrift.kernels.digests import BYTES, block_digests, prints
     from zerodrift.kernels.packed import PackedRun
     from zerodrift.kernels.probe import contraction, exact_sqrt, vector_root
+    from zerodrift.kernels.random_bits import block_keys, parameter_key, random_words, step_key
     from zerodrift.kernels.squares import reference_square_sums
 
 __getattr__, __dir__, __all__ = face(__name__)

@@ -90,11 +90,19 @@ def prints(words: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def narrow(codes: Tensor, scales: Tensor, values: Tensor, numbers: Tensor, **choices: Any) -> None:
+def narrow(
+    codes: Tensor,
+    scales: Tensor,
+    values: Tensor,
+    numbers: Tensor,
+    keys: Tensor | None,
+    number: int,
+    **choices: Any,
+) -> None:
     """Encode or decode a run. The arguments are those of `narrow_programs.narrow`."""
     tile, numel = NARROW_SPAN // choices["block"], values.numel()
-    tensors = (codes, scales, as_bits(values), numbers)
-    _launch("narrow", values, NARROW_SPAN, *tensors, numel, tile=tile, **choices)
+    tensors = (codes, as_bits(scales), as_bits(values), numbers, keys)
+    _launch("narrow", values, NARROW_SPAN, *tensors, number, numel, tile=tile, **choices)
 
 
 def _launch(name: str, flat: Tensor, elements: int, *arguments: Any, **choices: int) -> None:

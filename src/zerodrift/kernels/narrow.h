@@ -23,12 +23,13 @@ namespace {
 
 enum Element : int32_t { E4M3 = 0, E5M2 = 1, E2M1 = 2, INT8 = 3, INT4 = 4, NF4 = 5 };
 enum Rule : int32_t { EXACT = 0, FLOOR = 1, CEIL = 2 };
+enum Scale : int32_t { SCALE_FP32 = 0, SCALE_BF16 = 1, SCALE_E8M0 = 2 };
 
 struct Format {
   int32_t element;
   int32_t block;      // elements
   int32_t rule;       // of the scale
-  int32_t exponents;  // whether a scale is stored as its exponent: e8m0 instead of fp32
+  int32_t scale;      // its dtype
 };
 
 constexpr float NF4_NUMBERS[16] = {
@@ -185,10 +186,9 @@ INLINE void encode_codes<NormalFloat>(uint8_t* __restrict codes, const float* __
 
 template <class Numbers>
 INLINE void draw_codes(uint8_t* __restrict codes, const float* __restrict quotients, uint32_t largest,
-                       const int64_t* __restrict draws, int n) {
-  for (int i = 0; i < n; ++i)
-    codes[i] = static_cast<uint8_t>(
-        Numbers::drawn(quotients[i], largest, static_cast<uint32_t>(draws[i]) & 0xFFFFu));
+                       const uint32_t* __restrict words) {
+  for (int i = 0; i < BLOCK; ++i)
+    codes[i] = static_cast<uint8_t>(Numbers::drawn(quotients[i], largest, words[i] & 0xFFFFu));
 }
 
 constexpr int PART = 32;  // elements: no block is smaller
@@ -242,12 +242,16 @@ INLINE float scale_of(const Format& format, uint32_t most, float largest) {
   most = most < LARGEST_SCALE ? most : LARGEST_SCALE;
   if (format.rule == FLOOR) return value((most & INFINITY_BITS) - ((bits(largest) & INFINITY_BITS) - (127u << 23)));
   const float exact = value(most) / largest;
-  return format.rule == EXACT ? exact : value((bits(exact) + 0x7FFFFFu) & INFINITY_BITS);
+  if (format.rule == CEIL) return value((bits(exact) + 0x7FFFFFu) & INFINITY_BITS);
+  return format.scale == SCALE_BF16 ? value(static_cast<uint32_t>(bf16_even(exact)) << 16) : exact;
 }
 
 INLINE void store_scale(uint8_t* scales, const Format& format, int64_t block, float scale) {
-  if (format.exponents) {
+  if (format.scale == SCALE_E8M0) {
     scales[block] = static_cast<uint8_t>(bits(scale) >> 23 & 0xFFu);
+  } else if (format.scale == SCALE_BF16) {
+    const uint16_t high = static_cast<uint16_t>(bits(scale) >> 16);
+    std::memcpy(scales + 2 * block, &high, 2);
   } else {
     std::memcpy(scales + 4 * block, &scale, 4);
   }
@@ -255,9 +259,14 @@ INLINE void store_scale(uint8_t* scales, const Format& format, int64_t block, fl
 
 INLINE float load_scale(const uint8_t* scales, const Format& format, int64_t block) {
   float scale;
-  if (!format.exponents) {
+  if (format.scale == SCALE_FP32) {
     std::memcpy(&scale, scales + 4 * block, 4);
     return scale;
+  }
+  if (format.scale == SCALE_BF16) {
+    uint16_t high;
+    std::memcpy(&high, scales + 2 * block, 2);
+    return value(static_cast<uint32_t>(high) << 16);
   }
   const uint32_t exponent = scales[block];
   if (exponent == 0xFFu) return value(QUIET << 16);
@@ -298,7 +307,8 @@ struct Run {
   void* values;
   uint8_t* codes;
   uint8_t* scales;
-  const int64_t* draws;  // a word per value, whose lower 16 bits round it when it is encoded; null: to nearest
+  const int64_t* keys;  // of spans, from which a word is drawn for each value that is encoded; null: to nearest
+  int64_t number;       // of the draw, mixed
 };
 
 template <class Numbers>
@@ -324,11 +334,12 @@ void encode_span(const Run& run, int64_t at, int n) {
   uint8_t* codes = run.codes + (PAIRS ? at / 2 : at);
   uint8_t* out = n < BLOCK ? last : codes;
   uint8_t* coded = PAIRS ? unpacked : out;
-  if (run.draws == nullptr) {
+  if (run.keys == nullptr) {
     encode_codes<Numbers>(coded, quotients, bits(run.largest));
   } else {
-    std::memset(coded + n, 0, BLOCK - n);
-    draw_codes<Numbers>(coded, quotients, bits(run.largest), run.draws + at, n);
+    alignas(64) uint32_t words[BLOCK];
+    random_words(words, run.keys[at / BLOCK], run.number, BLOCK);
+    draw_codes<Numbers>(coded, quotients, bits(run.largest), words);
   }
   if (PAIRS) pack<Numbers>(out, unpacked);
   if (n < BLOCK) std::memcpy(codes, last, PAIRS ? n / 2 : n);

@@ -1,10 +1,10 @@
 """Encode values into a narrow format and decode them: the definition in plain PyTorch, and its fast forms.
 
-A block of values becomes a code per element and one scale. The scale comes from the block's largest magnitude
-`amax` by the format's rule. A code is the element's nearest number to `value / scale`, ties to even (NF4:
-ties to the lower), or one of the two numbers around it by random bits. A quotient beyond the largest number
-becomes that number. Decoding is `number * scale` in fp32, rounded once more if the result has 16 bits. All
-arithmetic is in fp32.
+A block of values becomes a code per element and one scale. The scale comes from the block's largest
+magnitude `amax` by the format's rule, and is rounded to its own dtype before it divides. A code is the
+element's nearest number to `value / scale`, ties to even (NF4: ties to the lower), or one of the two numbers
+around it by random bits. A quotient beyond the largest number becomes that number. Decoding is
+`number * scale` in fp32, rounded once more if the result has 16 bits. All arithmetic is in fp32.
 
 A block with an infinity or a NaN decodes to NaN as a whole, so that it is seen. A block whose `amax` is below
 2^-96 decodes to zeros, and an `amax` above 2^126 counts as 2^126: between them no scale is subnormal or
@@ -24,13 +24,15 @@ import enum
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerodrift.dtypes import NF4, DType, Element, Format
+from zerodrift.dtypes import BLOCK, NF4, DType, Element, Format
 from zerodrift.kernels import device, native
+from zerodrift.kernels.random_bits import random_words, step_key
 
 LEAST, MOST = 2.0**-96, 2.0**126
 
@@ -46,19 +48,39 @@ def form_of(dtype: DType) -> Format:
     return dtype.format
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The source of a run's random words; see `random_bits.py`."""
+
+    keys: Tensor
+    """A key for each 256 elements, the last ones in part. int64."""
+    number: int
+    """The draw's number: another one gives other words."""
+
+    def words(self, numel: int) -> Tensor:
+        """Return the word of each element. Shape [numel], int64."""
+        return random_words(self.keys, self.number).view(-1)[:numel]
+
+    def split(self, parts: int) -> list[Draws]:
+        """Return the draws of so many parts of equal length."""
+        return [Draws(keys, self.number) for keys in self.keys.chunk(parts)]
+
+
 @torch.no_grad()
-def encode(dtype: DType, values: Tensor, packed: Tensor, draws: Tensor | None = None) -> None:
+def encode(dtype: DType, values: Tensor, packed: Tensor, draws: Draws | None = None) -> None:
     """Encode flat values into `packed`. Shapes [whole blocks], any floating dtype; [nbytes], uint8.
 
-    With `draws`, a random int64 word per value, each value is rounded up or down by the lower 16 bits of its
-    word, so that the mean is kept. NF4 is only rounded to nearest.
+    With `draws` each value is rounded up or down by the lower 16 bits of its random word, so that the mean is
+    kept. NF4 is only rounded to nearest.
     """
     run = _Run(dtype, values, packed)
-    if run.has_fast_form and (draws is None or values.device.type == "cpu"):
+    if draws is not None:
+        run.require_drawable(draws)
+    if run.has_fast_form:
         run.execute(_Way.ENCODE, draws)
     else:
         blocks = values.reshape(-1, run.block)
-        words = None if draws is None else draws.view(blocks.shape)
+        words = None if draws is None else draws.words(values.numel()).view(blocks.shape)
         codes, scales = reference_encode(run.form, blocks, words)
         run.codes.copy_(pack(run.form.element, codes.view(-1)))
         run.scales.copy_(scales)
@@ -96,11 +118,12 @@ def round_trip(dtype: DType, values: Tensor, to: torch.dtype | None = None) -> T
     return out[: values.numel()].view(values.shape)
 
 
-def encode_runs(dtype: DType, values: Tensor, runs: int) -> Tensor:
+def encode_runs(dtype: DType, values: Tensor, runs: int, draws: Draws | None = None) -> Tensor:
     """Return flat values as so many packed runs of equal length, one after the other."""
     packed = values.new_empty(runs * dtype.nbytes(values.numel() // runs), dtype=torch.uint8)
-    for part, run in zip(values.chunk(runs), packed.chunk(runs), strict=True):
-        encode(dtype, part, run)
+    drawn = [None] * runs if draws is None else draws.split(runs)
+    for part, run, draw in zip(values.chunk(runs), packed.chunk(runs), drawn, strict=True):
+        encode(dtype, part, run, draw)
     return packed
 
 
@@ -129,6 +152,8 @@ class _Way(enum.IntEnum):
 
 _ELEMENTS = (Element.E4M3, Element.E5M2, Element.E2M1, Element.INT8, Element.INT4, Element.NF4)
 _RULES = ("exact", "floor", "ceil")
+_SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.uint8}
+"""The dtypes of scales in memory, in the order of their numbers; e8m0 as bytes."""
 _COMPILED_BLOCKS = (32, 64, 128, 256)
 
 
@@ -143,7 +168,7 @@ class _Run:
             raise AssertionError(f"{packed.numel()} bytes are no run of {numel} values in {dtype}")
         self.values = values
         self.codes, scales = packed.tensor_split([numel * self.form.element.bits // 8])
-        self.scales = scales.view(torch.float32) if self.form.scale == "fp32" else scales
+        self.scales = scales.view(_SCALE_DTYPES[self.form.scale])
 
     @property
     def has_fast_form(self) -> bool:
@@ -155,24 +180,27 @@ class _Run:
             return self.block in _COMPILED_BLOCKS and native.library() is not None
         return self.values.numel() > 0 and device.works(self.values.device)
 
-    def execute(self, way: _Way, draws: Tensor | None = None) -> None:
-        """Run the fast form."""
-        if draws is not None and (draws.shape, draws.dtype) != (self.values.shape, torch.int64):
-            raise AssertionError(f"draws must be int64 of shape {self.values.shape}, not {draws.shape}")
-        if draws is not None and self.form.element is Element.NF4:
+    def require_drawable(self, draws: Draws) -> None:
+        """Raise unless these draws are of this run."""
+        keys, count = draws.keys, -(-self.values.numel() // BLOCK)
+        if keys.dtype is not torch.int64 or keys.numel() != count or not keys.is_contiguous():
+            raise AssertionError(f"{keys.numel()} keys in {keys.dtype} for {count} blocks")
+        if self.form.element is Element.NF4:
             raise AssertionError("NF4 is only rounded to nearest")
+
+    def execute(self, way: _Way, draws: Draws | None = None) -> None:
+        """Run the fast form."""
         words, values, threads = choices(self.form), self.values, torch.get_num_threads()
+        keys, number = (None, 0) if draws is None else (draws.keys, step_key(draws.number))
         built = native.library() if values.device.type == "cpu" else None
         if built is None:
             numbers = numbers_of(self.form.element, values.device)
-            device.narrow(self.codes, self.scales, values, numbers, way=int(way), **words)
+            device.narrow(self.codes, self.scales, values, numbers, keys, number, way=int(way), **words)
             return
-        described = (ctypes.c_int32 * 4)(*(words[name] for name in ("element", "block", "rule", "exponents")))
+        described = (ctypes.c_int32 * 4)(*(words[name] for name in ("element", "block", "rule", "scale")))
         values_at, codes, scales = (tensor.data_ptr() for tensor in (values, self.codes, self.scales))
-        kind = native.TYPES[values.dtype]
-        draws = None if draws is None else draws.contiguous()
-        words_at = None if draws is None else draws.data_ptr()
-        built.narrow(values.numel(), described, way, values_at, kind, codes, scales, words_at, threads)
+        kind, keys_at = native.TYPES[values.dtype], None if keys is None else keys.data_ptr()
+        built.narrow(values.numel(), described, way, values_at, kind, codes, scales, keys_at, number, threads)
 
 
 def choices(form: Format) -> dict[str, Any]:
@@ -184,7 +212,7 @@ def choices(form: Format) -> dict[str, Any]:
         "exponent": math.floor(math.log2(form.element.largest)),
         "block": form.block,
         "rule": _RULES.index(form.rule),
-        "exponents": int(form.scale == "e8m0"),
+        "scale": [*_SCALE_DTYPES].index(form.scale),
     }
 
 
@@ -193,22 +221,24 @@ def choices(form: Format) -> dict[str, Any]:
 
 @torch.no_grad()
 def reference_encode(form: Format, blocks: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Encode a block per row as (codes, scales): uint8, shape [blocks, elements]; fp32 or the exponents of
-    e8m0 as uint8, shape [blocks]."""
+    """Encode a block per row as (codes, scales): uint8, shape [blocks, elements]; fp32, bf16 or the exponents
+    of e8m0 as uint8, shape [blocks]."""
     blocks = blocks.float()
     amax = blocks.abs().amax(1) if blocks.shape[1] else blocks.new_zeros(len(blocks))
     scales = scales_of(form, amax)
     divisor = torch.where(scales > 0, scales, 1.0)
     quotients = torch.where((scales > 0)[:, None], blocks / divisor[:, None], 0.0)  # zeros for NaN as well
     codes = codes_of(form.element, quotients, draws)
-    return codes, scales if form.scale == "fp32" else _exponents(scales)
+    if form.scale == "bf16":  # by its bits: a cast of torch's leaves other NaNs
+        return codes, (scales.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    return codes, _exponents(scales) if form.scale == "e8m0" else scales
 
 
 @torch.no_grad()
 def reference_decode(form: Format, codes: Tensor, scales: Tensor) -> Tensor:
     """Decode what `reference_encode` returns. Shape [blocks, elements], fp32."""
     values = numbers_of(form.element, codes.device)[codes.int()]
-    return values * (scales if scales.dtype is torch.float32 else powers_of(scales))[:, None]
+    return values * (powers_of(scales) if scales.dtype is torch.uint8 else scales.float())[:, None]
 
 
 def scales_of(form: Format, amax: Tensor) -> Tensor:
@@ -222,6 +252,8 @@ def scales_of(form: Format, amax: Tensor) -> Tensor:
         scales = capped / form.element.largest
         if form.rule == "ceil":
             scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    if form.scale == "bf16":
+        scales = scales.bfloat16().float()
     scales = torch.where(amax < LEAST, 0.0, scales)
     return torch.where(amax.isfinite(), scales, torch.nan)
 

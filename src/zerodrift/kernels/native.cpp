@@ -375,9 +375,10 @@ extern "C" void zerodrift_sums(int64_t numel, int64_t count, const void* const* 
 
 // Encodes a run of whole blocks, or decodes it; see `enum Way`.
 extern "C" void zerodrift_narrow(int64_t numel, const Format* format, int32_t way, void* values, int32_t type,
-                                 void* codes, void* scales, const int64_t* draws, int32_t threads) {
+                                 void* codes, void* scales, const int64_t* keys, int64_t number,
+                                 int32_t threads) {
   const Run run{*format, LARGEST[format->element], numel, type, values, static_cast<uint8_t*>(codes),
-                static_cast<uint8_t*>(scales), draws};
+                static_cast<uint8_t*>(scales), keys, number};
   const SpanFunction function = span_function(format->element, way);
   const int64_t spans = (numel + BLOCK - 1) / BLOCK;
   const int count = workers(numel, threads);

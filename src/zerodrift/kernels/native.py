@@ -61,8 +61,10 @@ class Library:
         """(numel, data, bytes of an element, first place, weights, out, threads)"""
         self.sums = bind("sums", int64, int64, address, int32, address, int32, int32, int32)
         """(numel, count of parts, their addresses, type, out, type, whether by the tree, threads)"""
-        self.narrow = bind("narrow", int64, address, int32, address, int32, address, address, address, int32)
-        """(numel, a Format struct, way, values, type, codes, scales, draws, threads); see `narrow.h`"""
+        self.narrow = bind(
+            "narrow", int64, address, int32, address, int32, address, address, address, int64, int32
+        )
+        """(numel, Format, way, values, type, codes, scales, keys, number, threads); see `narrow.h`"""
 
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

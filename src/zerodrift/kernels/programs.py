@@ -63,7 +63,7 @@ def _high(bits):
 
 
 @triton.jit
-def _wide(high):
+def wide_bf16(high):
     """Convert bf16 bits in int16 to fp32."""
     return value_of(high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
 
@@ -73,7 +73,7 @@ def load_wide(data, at, mask):
     """Load fp32, fp16, or the bits of bf16, as fp32."""
     held = tl.load(data + at, mask=mask, other=0)
     if data.dtype.element_ty == tl.int16:
-        return _wide(held)
+        return wide_bf16(held)
     else:
         return held.to(tl.float32)
 
@@ -108,7 +108,7 @@ def _mix(x):
 
 
 @triton.jit
-def _random_words(keys, block, there, stochastic):
+def random_words(keys, block, there, stochastic):
     """Draw 32 random bits per element; see [Note: random bits] in updates.h. Shape [blocks, 256]."""
     key = tl.load(keys + block, mask=there, other=0)
     key = _mix((key ^ stochastic.to(tl.int64)).to(tl.uint64, bitcast=True))
@@ -291,7 +291,7 @@ def update(
         row += tl.load(groups + block, mask=there, other=0)[:, None] * WIDTH
     words = tl.zeros_like(at).to(tl.uint32)
     if keys is not None:
-        words = _random_words(keys, block, there, stochastic)
+        words = random_words(keys, block, there, stochastic)
 
     g = load_wide(grad, at, mask) * tl.load(row)
     p = _load_master(storage, master, at, mask, master_kind)
@@ -346,7 +346,7 @@ def sums(parts, out, numel, count, narrow: tl.constexpr, tile: tl.constexpr):
         here += numel
         total += load_wide(parts, here, mask)
         if narrow == BF16_SUM:
-            total = _wide(bf16_even(total))
+            total = wide_bf16(bf16_even(total))
         elif narrow == FP16_SUM:
             total = total.to(tl.float16).to(tl.float32)
     tl.store(out + at, _narrowed(total, narrow), mask=mask)

@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from zerodrift.optim import flat
     from zerodrift.optim.elementwise import RefuseNewData, declare, require_for_dtensors
     from zerodrift.optim.factory import make_updater
-    from zerodrift.optim.flat import TORCH_DECAY
+    from zerodrift.optim.flat import TORCH_DECAY, keys_of_blocks
     from zerodrift.optim.fused import UpdateFunction, update
-    from zerodrift.optim.rounding import block_keys, parameter_key, round_away, split
+    from zerodrift.optim.rounding import round_away, split
     from zerodrift.optim.schedules import (
         SCHEDULES, VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type, make_schedule,
     )  # fmt: skip

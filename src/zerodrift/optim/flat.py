@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import json
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -23,14 +23,14 @@ from torch import nn
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, Problems, UnsupportedError
+from zerodrift.kernels import block_keys, parameter_key
 from zerodrift.optim import muon, schemes
 from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.muon import MuonHyper
-from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
 from zerodrift.optim.updates import Hyper, Root, UpdateStep
 from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, MUON, SGD, Algorithm, algorithm_for
-from zerodrift.plan import Plan
+from zerodrift.plan import Plan, Row
 from zerodrift.policy import ANY, ComponentSpec, check_arguments, state_verdict
 
 NO_UPDATE = Hyper(lr=0.0)
@@ -91,7 +91,7 @@ class FlatUpdater:
                 1 if piece.number in self._matrices else count,
                 initial=piece.initial,
                 groups=self._group_table(piece, group_of),
-                keys=block_keys_of(piece) if self._schemes[piece.number].state.drawn else None,
+                keys=_keys(piece) if self._schemes[piece.number].state.drawn else None,
             )
             for piece in owned
         }
@@ -256,18 +256,24 @@ def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
 _refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
-def block_keys_of(piece: Owned) -> torch.Tensor:
-    """Return the random key of every block, from the parameter's name and the block's place in it."""
-    keys = torch.zeros(-(-piece.storage.numel() // BLOCK), dtype=torch.int64)
-    for row in piece.rows:
-        span = piece.span(row)
-        if span.stop > span.start:
-            first, last = span.start // BLOCK, -(-span.stop // BLOCK)
-            inside = (piece.start + span.start - row.offset) // BLOCK
-            if row.parts > 1:
-                inside += piece.part * -(-row.numel // BLOCK)
-            keys[first:last] = block_keys(parameter_key(row.name), inside, last - first)
+def _keys(piece: Owned) -> torch.Tensor:
+    keys = keys_of_blocks(piece.rows, piece.start, piece.storage.numel(), piece.part)
     return keys.to(piece.storage.device)
+
+
+def keys_of_blocks(rows: Iterable[Row], start: int, numel: int, part: int = 0) -> torch.Tensor:
+    """Return the random key of every block of a part of a segment, from the parameter's name and the block's
+    place in it. `part` is the number of the rows' part, for rows in several."""
+    keys = torch.zeros(-(-numel // BLOCK), dtype=torch.int64)
+    for row in rows:
+        low, high = max(row.offset - start, 0), min(row.offset + row.numel - start, numel)
+        if high > low:
+            first, last = low // BLOCK, -(-high // BLOCK)
+            inside = (start + low - row.offset) // BLOCK + (
+                part * -(-row.numel // BLOCK) if row.parts > 1 else 0
+            )
+            keys[first:last] = block_keys(parameter_key(row.name), inside, last - first)
+    return keys
 
 
 _NUMBERS: Mapping[str, Callable[[Any], Any]] = {

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.kernels import contraction, device, native, vector_root
+from zerodrift.kernels import contraction, device, native, step_key, vector_root
 from zerodrift.optim import blockwise
-from zerodrift.optim.rounding import step_key
 from zerodrift.optim.schemes import Scheme, SliceTensors, read, read_moment
 from zerodrift.optim.updates import (
     ARITHMETIC,

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from zerodrift.dtypes import ADMITTED, BLOCK, DType
 from zerodrift.errors import UnsupportedError
-from zerodrift.kernels import host_memory
+from zerodrift.kernels import host_memory, random_words
 from zerodrift.optim import blockwise
-from zerodrift.optim.rounding import join, random_words, round_stochastic, split
+from zerodrift.optim.rounding import join, round_stochastic, split
 from zerodrift.policy import Master, State
 
 
@@ -56,7 +56,7 @@ class SliceTensors:
     groups: Tensor | None = None
     """int32 per block: which group of hyper-parameters it belongs to. None: all to group 0."""
     keys: Tensor | None = None
-    """int64 per block, from `rounding.block_keys`; needed where rounding draws random bits."""
+    """int64 per block, from `kernels.block_keys`; needed where rounding draws random bits."""
 
     @property
     def numel(self) -> int:

@@ -38,6 +38,9 @@ from zerodrift.policy import (
     rank_levels,
 )
 
+_KEY = 8
+"""Bytes of a random key, which a block of elements has."""
+
 
 @dataclass(frozen=True, slots=True)
 class RestingBytes:
@@ -53,11 +56,13 @@ class RestingBytes:
     """Fp32 values, on every rank, that the wire has rounded away and the next gradient gets."""
     secondary: int = 0
     """This rank's part of the second copy from which a backward gathers."""
+    keys: int = 0
+    """Random keys of blocks, where moments or gradients are rounded stochastically."""
 
     @property
     def total(self) -> int:
         held = self.storage + self.buffers + self.accumulate + self.master + self.state
-        return held + self.checksums + self.feedback + self.secondary
+        return held + self.checksums + self.feedback + self.secondary + self.keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +165,7 @@ def stage_cost(whole_plan: Plan, stage: int, micro_batches: int) -> Cost:
 
 
 def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
-    storage = accumulate = master = state = checksums = feedback = secondary = 0
+    storage = accumulate = master = state = checksums = feedback = secondary = keys = 0
     for segment in plan.segments:
         columns, update, shard = segment.columns, segment.columns.update, plan.slices(segment)
         storage += _resting_bytes(segment, columns.storage, shard)
@@ -175,6 +180,10 @@ def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
             checksums += -(-segment.padded * columns.storage.dtype.size // CHECKSUM_BLOCK) * 8
         if update.reduce.feedback and shard > 1:
             feedback += segment.padded * DType.FP32.size
+        if update.reduce.rounding == "stochastic":
+            keys += segment.padded // BLOCK * _KEY
+        if update.state.drawn:
+            keys += owned // BLOCK * _KEY
         count = count_moments(plan.policy.optimizer, update.optimizer)
         state += owned // BLOCK * block_bytes(update.state) * count
         if not plan.policy.sharding.free_accumulator:
@@ -183,7 +192,7 @@ def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
     if not plan.policy.sharding.free_accumulator:
         accumulate += sum(_arriving(plan, micro_batches))
     buffers = sum(buffer.numel * buffer.storage.size for buffer in plan.buffers)
-    return RestingBytes(storage, buffers, accumulate, master, state, checksums, feedback, secondary)
+    return RestingBytes(storage, buffers, accumulate, master, state, checksums, feedback, secondary, keys)
 
 
 def _peak(plan: Plan, rest: RestingBytes, micro_batches: int) -> Peak:

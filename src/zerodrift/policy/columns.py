@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from zerodrift.dtypes import DType, lost
 from zerodrift.errors import Problems
+from zerodrift.policy import narrow
 from zerodrift.policy.backends import Backend
 from zerodrift.policy.decisions import (
     COLUMNS,
@@ -30,16 +31,7 @@ from zerodrift.policy.decisions import (
     State,
     Update,
 )
-from zerodrift.policy.narrow import (
-    ACCUMULATE,
-    FROZEN,
-    MASTER,
-    NO_WIRE,
-    SCALED,
-    STORAGE,
-    SUM,
-    NarrowRefusal,
-)
+from zerodrift.policy.narrow import NarrowRefusal
 from zerodrift.policy.order import CARRIED, WIRE, refuse_order
 from zerodrift.policy.rules import PRODUCTS, Demands, is_by_rule
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict, storage_verdict
@@ -155,7 +147,7 @@ class _ColumnFiller:
             return dtype
         reason = VECTOR if self.traits.trained else "frozen: it never changes"
         if not self.traits.trained and is_by_rule(key):
-            self._exclude(FROZEN, dtype)
+            self._exclude(narrow.FROZEN, dtype)
         self.demands = {column: pair for column, pair in self.demands.items() if column != "gather"}
         self._kept_wide = f"{reason}, so not {dtype}"
         return None
@@ -166,12 +158,12 @@ class _ColumnFiller:
 
     def storage(self) -> DType:
         mode, source = self.context.mode, self.traits.source
-        narrow = self._narrow_gather()
-        if narrow is not None and self.storage_axis:
-            reason = f"`gather` is {narrow}: it is encoded from fp32 values"
+        encoded = self._narrow_gather()
+        if encoded is not None and self.storage_axis:
+            reason = f"`gather` is {encoded}: it is encoded from fp32 values"
             storage = self._demanded("storage", DType.FP32, reason)
             if storage is not DType.FP32:
-                self._exclude(STORAGE, storage)
+                self._exclude(narrow.STORAGE, storage)
             return storage
         if mode.autocast:
             default, reason = DType.FP32, f"mode {mode}: parameters rest in fp32"
@@ -244,9 +236,9 @@ class _ColumnFiller:
                 self._refuse("gather", must, said, "Leave `gather` out.")
             self.why["gather"] = f"{storage} travels as it rests, and is decoded for each use"
             return storage
-        narrow = self._narrow_gather()
-        if narrow is not None:
-            gather, key = narrow, self.demands["gather"][1]
+        encoded = self._narrow_gather()
+        if encoded is not None:
+            gather, key = encoded, self.demands["gather"][1]
             after = "gathered once after each update" if not self.storage_axis else "encoded at each gather"
             source = "storage" if self.storage_axis else "the fp32 master"
             self.why["gather"] = f"{key}: {source} is the source, {after}"
@@ -310,7 +302,7 @@ class _ColumnFiller:
             self._allow("reduce.wire", wire, accumulate)
         total = self._demanded("reduce.sum", DType.FP32, "the ranks' gradients are summed in fp32")
         if wire.format is not None and total is not DType.FP32:
-            self._exclude(SUM, total)
+            self._exclude(narrow.SUM, total)
         if not total.holds(wire):
             must = f"`reduce.sum` must hold the wire dtype, {wire}"
             self._refuse("reduce.sum", must, total, "Use the wire's dtype or fp32.")
@@ -333,20 +325,30 @@ class _ColumnFiller:
         feedback = self._feedback(wire, accumulate)
         if feedback:
             parts |= {"feedback": self.place("reduce.feedback")}
+        rounding = self._wire_option("reduce.rounding", "nearest", wire, narrow.NEAREST)
+        if rounding != "nearest":
+            parts |= {f"rounding {rounding}": self.place("reduce.rounding")}
         self.why["reduce"] = "; ".join(f"{part}: {reason}" for part, reason in parts.items())
-        return Reduction(wire, total, when, order, feedback)  # type: ignore[arg-type]
+        return Reduction(wire, total, when, order, feedback, rounding)  # type: ignore[arg-type]
+
+    def _wire_option(self, column: str, usual: str, wire: DType, refusal: NarrowRefusal) -> str:
+        """Return an option of the wire; where all parameters are asked for it, those that travel plain are
+        left out."""
+        asked, key = self.demands.get(column, (usual, ""))
+        if wire.format is not None or asked == usual:
+            return asked
+        if is_by_rule(key):
+            self._exclude(refusal, wire)
+        return usual
 
     def _feedback(self, wire: DType, accumulate: DType) -> bool:
         """Return whether what the wire has rounded away is added to the next gradient."""
-        asked, key = self.demands.get("reduce.feedback", ("false", ""))
-        if asked == "false" or (wire.format is None and not is_by_rule(key)):
+        if self._wire_option("reduce.feedback", "false", wire, narrow.NO_WIRE) == "false":
             return False
-        if wire.format is None:
-            self._exclude(NO_WIRE, wire)
-        elif self.context.mode.scaled:
-            self._exclude(SCALED, self.context.mode)
+        if self.context.mode.scaled:
+            self._exclude(narrow.SCALED, self.context.mode)
         elif accumulate is not DType.FP32:
-            self._exclude(ACCUMULATE, accumulate)
+            self._exclude(narrow.ACCUMULATE, accumulate)
         return True
 
     def _allow(self, column: str, dtype: DType, of: DType) -> None:
@@ -363,12 +365,12 @@ class _ColumnFiller:
             self._refuse(column, must, dtype, "Set `precision.allow_narrow: true` to allow that.")
 
     def _master(self, storage: DType) -> Master:
-        mode, narrow = self.context.mode, self._narrow_gather()
-        if narrow is not None and not self.storage_axis:
-            why = f"storage shows what travels in {narrow}: a copy in fp32 is the source"
+        mode, encoded = self.context.mode, self._narrow_gather()
+        if encoded is not None and not self.storage_axis:
+            why = f"storage shows what travels in {encoded}: a copy in fp32 is the source"
             master = Master(self._text("master", Master.FP32.value, why))
             if master is not Master.FP32:
-                self._exclude(MASTER, master)
+                self._exclude(narrow.MASTER, master)
             return master
         if storage is DType.FP32:  # a second copy in fp32 would be the same bits
             why = "storage is fp32: it is its own master"

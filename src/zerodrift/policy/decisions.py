@@ -121,6 +121,8 @@ class Reduction:
     """Sum in the order of ranks, by one tree (`policy/order.py`), or in the carrier's order."""
     feedback: bool = field(default=False, metadata={"omitted": True})
     """Whether what rounding to the wire has lost is added to the next gradient."""
+    rounding: Literal["nearest", "stochastic"] = field(default="nearest", metadata={"omitted": True})
+    """The rounding to a narrow wire."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,13 @@ NO_WIRE = NarrowRefusal(
     "there is little to give back",
     "Set `reduce.wire` to a narrow format, such as int4.",
 )
+NEAREST = NarrowRefusal(
+    "reduce.rounding",
+    "stochastic rounding on a plain wire",
+    "have a narrow wire",
+    "a cast to a plain dtype rounds to the nearest value",
+    "Set `reduce.wire` to a narrow format, such as int4.",
+)
 SCALED = NarrowRefusal(
     "reduce.feedback",
     "feedback with a loss scale",
@@ -99,7 +106,19 @@ GATHER_BACKEND = NarrowRefusal(
     "Use the native backend.",
 )
 
-TRAVEL = (FROZEN, STORAGE, MASTER, GATHER_BACKEND, SUM, NO_WIRE, SCALED, ACCUMULATE, TWICE, WIRE_BACKEND)
+TRAVEL = (
+    FROZEN,
+    STORAGE,
+    MASTER,
+    GATHER_BACKEND,
+    SUM,
+    NO_WIRE,
+    NEAREST,
+    SCALED,
+    ACCUMULATE,
+    TWICE,
+    WIRE_BACKEND,
+)
 """All that narrow gathers and wires are refused with, beside `order: tree` and `order: native`."""
 
 SLICED = "formats with a scale per row or tile do not travel: a slice would cut their blocks"

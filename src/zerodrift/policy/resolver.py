@@ -10,7 +10,7 @@ Invariant: pure. No process group, no device and no environment variable is read
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from zerodrift import mesh as meshes
 from zerodrift.config import Config, ConfigSource, load
@@ -20,8 +20,8 @@ from zerodrift.mesh import MeshShape
 from zerodrift.policy import choices, modes, order, pipelining, products, rules
 from zerodrift.policy.arguments import AutoNumbers, AutoValues
 from zerodrift.policy.backends import BACKENDS
-from zerodrift.policy.decisions import Decision, Mode, Policy
-from zerodrift.policy.narrow import TWICE
+from zerodrift.policy.decisions import Decision, Mode, Policy, ResolvedRule
+from zerodrift.policy.narrow import NEAREST, NO_WIRE, TWICE
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
 
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
@@ -114,7 +114,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         do = f"Set `backend: {takes}`, or build the model without tensor parallelism."
         problems.add("backend", must, got=f"{backend.name}, and DTensors over {mesh.tensor} ranks", do=do)
     backend.refuse_settings(config, mesh, optimizer, problems)
-    _check_feedback(config, mesh, problems)
+    _check_wire(demands, resolved, mesh, problems)
     print_every = int(numbers.number("steps_per_print", config.steps_per_print, 0))
     numbers.require_all_used()
     problems.raise_as(ConfigError)
@@ -207,16 +207,26 @@ def _zero_plus_plus(config: Config) -> Iterator[tuple[str, object, str]]:
             yield column, dtype, f"zero_optimization.{key}"
 
 
-def _check_feedback(config: Config, mesh: MeshShape, problems: Problems) -> None:
-    """Refuse feedback where gradients are rounded a second time, between replicas."""
-    demands = {"precision": rules.column_values(config.precision)}
-    demands |= {
-        f"{rules.RULES}[{n}]": rules.column_values(rule) for n, rule in enumerate(config.precision.rules)
-    }
-    for key, pairs in demands.items():
-        asked = ("reduce.feedback", "true") in pairs
-        if asked and (mesh.replicate > 1 or mesh.expert > 1):
-            problems.add(f"{key}.reduce.feedback", TWICE.must, got="true", do=TWICE.do)
+def _check_wire(
+    demands: rules.Demands, resolved: Sequence[ResolvedRule], mesh: MeshShape, problems: Problems
+) -> None:
+    """Refuse options of a narrow wire where none is narrow, and feedback where gradients are rounded a second
+    time, between replicas."""
+    asked = [(column, value, why) for column, (value, why) in demands.items()]
+    asked += [(column, value, rule.why) for rule in resolved for column, value in rule.sets]
+    is_narrow = any(column == "reduce.wire" and DType(value).format for column, value, _ in asked)
+    for column, word, refusal in (
+        ("reduce.feedback", "true", NO_WIRE),
+        ("reduce.rounding", "stochastic", NEAREST),
+    ):
+        value, why = demands.get(column, ("", ""))
+        if value == word and not is_narrow:
+            wire, _ = demands.get("reduce.wire", ("the dtype of the gradient", ""))
+            problems.add(why, refusal.must, got=wire, do=refusal.do)
+    if mesh.replicate > 1 or mesh.expert > 1:
+        for column, value, why in asked:
+            if (column, value) == ("reduce.feedback", "true"):
+                problems.add(why, TWICE.must, got="true", do=TWICE.do)
 
 
 def _is_narrow_product(column: str, value: str) -> bool:

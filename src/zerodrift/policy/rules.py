@@ -70,7 +70,7 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
     if isinstance(reduce, DType):
         values += [("reduce.wire", str(reduce))]
     elif reduce is not None:
-        for part in ("wire", "sum", "when", "order", "feedback"):
+        for part in ("wire", "sum", "when", "order", "feedback", "rounding"):
             if (value := getattr(reduce, part)) is not None:
                 values.append((f"reduce.{part}", str(value).lower() if part == "feedback" else str(value)))
     if isinstance(block, schema.Rule):

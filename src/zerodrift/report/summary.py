@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 
 from zerodrift.errors import listed, several
 from zerodrift.plan import Boundary, Cost, Plan, accumulators_of, rank_micro_batches
@@ -121,6 +122,8 @@ def describe_columns(columns: Columns) -> dict[str, str]:
     words["reduce"] = f"{reduce.wire} on the wire, summed in {reduce.sum}, {WHEN[reduce.when]}"
     if reduce.order != "rank":
         words["reduce"] += f", {ORDERS[reduce.order]}"
+    words["reduce"] += ", rounded stochastically" if reduce.rounding == "stochastic" else ""
+    words["reduce"] += ", with feedback" if reduce.feedback else ""
     return words
 
 
@@ -249,8 +252,7 @@ def buffers(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 def rest_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
     """Return (column, bytes) pairs at rest between steps."""
-    columns = ("storage", "buffers", "accumulate", "master", "state", "checksums", "feedback", "secondary")
-    return tuple((column, getattr(cost.rest, column)) for column in columns)
+    return tuple((field.name, getattr(cost.rest, field.name)) for field in fields(cost.rest))
 
 
 def peak_parts(cost: Cost) -> tuple[tuple[str, int], ...]:

@@ -58,7 +58,7 @@ class Model(Block):
     `model.layers.[01].*`."""
     lora: Lora | None = None
     """Train adapters instead of the model."""
-    base: Literal["", "nf4", "int8", "fp8", "mxfp8", "int4", "mxfp4"] = ""
+    base: Literal["", "nf4", "int8", "fp8", "mxfp8", "int4", "mxfp4", "nf4-64-bf16", "int4-64-bf16"] = ""
     """The format in which linear layers that are not trained rest and travel, such as `nf4` for the base of
     adapters: `precision.frozen` of the config."""
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from zerodrift.engine.progress import refusal
 from zerodrift.engine.step.segment import is_due
-from zerodrift.optim import parameter_key
+from zerodrift.kernels import parameter_key
 
 
 def seed_of(seed: int, step: int, micro_batch: int) -> int:

@@ -33,8 +33,7 @@ from zerodrift.engine.habits.gradient_exposure import GradientExposure
 from zerodrift.engine.step.accumulation import GradientBuffers, TreeSum
 from zerodrift.engine.step.narrow_wire import NarrowWire
 from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.kernels import narrow
-from zerodrift.optim import Owned, Updater, round_away
+from zerodrift.optim import Owned, Updater, keys_of_blocks, round_away
 from zerodrift.plan import Row, Segment
 from zerodrift.policy import Master, Update
 
@@ -60,7 +59,10 @@ class TrainedSegment(FlatSegment):
         super().__init__(number, spec, rows, parameters, comm, unit)
         self.update = update
         reduce = update.reduce
-        self.wire = NarrowWire(reduce.wire, reduce.feedback) if reduce.wire.format is not None else None
+        self.wire = NarrowWire(reduce, comm.mesh.rank("data")) if reduce.wire.format is not None else None
+        if self.wire is not None and reduce.rounding == "stochastic":
+            keys = keys_of_blocks(rows, 0, spec.padded, self._expert_rank)
+            self.wire.keys = keys.to(comm.mesh.device)
         self.has_separate_master = not self.gathers and update.master is not Master.SAME
         self._sums_whole = not update.accumulate.axis
         self._landing_pool = pools.sums if self._sums_whole else pools.spare
@@ -361,7 +363,7 @@ class TrainedSegment(FlatSegment):
             if before != 1.0 and self.ranks == 1:
                 flat.div_(before)
             if self.wire is not None:
-                packed = narrow.encode_runs(reduce.wire, flat, 1)
+                packed = self.wire.encode_slice(flat, self.rank, self.ranks)
                 narrow_all_reduce(self.comm, flat, packed, reduce.wire, "replicate", how, self.label)
                 return
             wire = flat if flat.dtype is reduce.wire.torch else flat.to(reduce.wire.torch)
