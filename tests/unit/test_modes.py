@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,26 @@ def test_autocast_without_a_dtype_is_bf16_and_says_so() -> None:
     policy = resolve(load({"torch_autocast": {"enabled": True}}), MeshShape())
     (decision,) = [d for d in policy.decisions if d.key == "precision.mode"]
     assert decision.value == "autocast-bf16" and "not given" in decision.why
+
+
+@pytest.mark.parametrize(
+    ("written", "on"),
+    [
+        ({"bf16": {"enabled": True}}, True),
+        ({"bf16": {}, "precision": {"mode": "bf16"}}, True),
+        *(({"bf16": {}}, False), ({"bf16": {"enabled": False}}, False)),
+        ({"bf16": {}, "fp16": {"enabled": True}}, False),
+    ],
+    ids=str,
+)
+def test_flags_of_a_block_that_is_off_are_listed_as_ignored(written: dict[str, Any], on: bool) -> None:
+    flags = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    policy = resolve(load({**written, "bf16": {**written["bf16"], **flags}}), MeshShape())
+    demanded = {value for _, value, key in policy.demands if key in {f"bf16.{flag}" for flag in flags}}
+    assert demanded == ({"same", "bf16", "bf16-stochastic"} if on else set())
+    ignored = [] if on else [(f"bf16.{flag}", "`bf16.enabled` is not true") for flag in flags]
+    assert [pair for pair in policy.ignored if pair[0].startswith("bf16.")] == ignored
+    assert not {f"bf16.{flag}" for flag in flags} & set(policy.used) or on
 
 
 LOW = {"mode": "autocast-bf16"}

@@ -104,8 +104,31 @@ def _autocast(config: Config, block: TorchAutocast, bf16: Flag, fp16: Flag, prob
 
 
 def low_masters(config: Config, dtype: DType) -> bool:
-    """Return True if the block of `dtype` is enabled and keeps masters and accumulator in that dtype."""
+    """Return True if the block of `dtype` is on and keeps masters and accumulator in that dtype."""
+    return _is_on(config, dtype) and f"{dtype}.{dtype}_master_weights_and_grads" in _flags(config)
+
+
+def low_moments(config: Config) -> bool:
+    """Return True if the block `bf16` is on and keeps moments in bf16."""
+    return _is_on(config, DType.BF16) and "bf16.bf16_optimizer_states" in _flags(config)
+
+
+def _is_on(config: Config, dtype: DType) -> bool:
     block = config.bf16 if dtype is DType.BF16 else config.fp16
-    if block is None or block.enabled is not True:
-        return False
-    return bool(getattr(block, f"{dtype}_master_weights_and_grads"))
+    if block is None or block.enabled in (True, False):
+        return block is not None and block.enabled is True
+    return config.precision.mode == str(dtype)
+
+
+def _flags(config: Config) -> list[str]:
+    """Return the keys by which `bf16` and `fp16` change columns, where they are true."""
+    keys = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
+    keys += ("fp16.fp16_master_weights_and_grads",)
+    pairs = [(key, key.split(".")) for key in keys]
+    return [key for key, (block, flag) in pairs if getattr(getattr(config, block), flag, None)]
+
+
+def flags_without_effect(config: Config) -> tuple[tuple[str, str], ...]:
+    """Return (key, reason) for each flag of a block that is off."""
+    off = [key for key in _flags(config) if not _is_on(config, DType(key.partition(".")[0]))]
+    return tuple((key, f"`{key.partition('.')[0]}.enabled` is not true") for key in off)

@@ -118,6 +118,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     print_every = int(numbers.number("steps_per_print", config.steps_per_print, 0))
     numbers.require_all_used()
     problems.raise_as(ConfigError)
+    used, off = (key.path for key in config.keys if key.status == "used"), modes.flags_without_effect(config)
     decisions = (
         mode_decision,
         Decision("backend", backend.name, "`backend`" if config.backend else "default"),
@@ -153,8 +154,8 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         statistics=bool(precision.statistics),
         print_every=print_every,
         decisions=decisions,
-        ignored=tuple((key.path, key.because) for key in config.keys if key.status == "ignored"),
-        used=tuple(sorted(key.path for key in config.keys if key.status == "used")),
+        ignored=(*((key.path, key.because) for key in config.keys if key.status == "ignored"), *off),
+        used=tuple(sorted(set(used) - {path for path, _ in off})),
         pipeline=pipeline,
         experts=experts,
     )
@@ -165,7 +166,7 @@ _CLIP_DEFAULT = "default, as in DeepSpeed; 0 is off"
 
 def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
     """Return the columns that the config sets for all parameters, from any of the keys that can set them."""
-    types, bf16 = config.data_types, config.bf16
+    types = config.data_types
     written: list[tuple[str, object, str]] = [
         *(
             (column, value, f"precision.{'compute' if column.startswith('compute') else column}")
@@ -182,7 +183,7 @@ def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
             written += [("master", "same", key), ("accumulate", dtype, key)]
             if mode.autocast:
                 written += [("storage", dtype, key), ("compute", dtype, key)]
-    if bf16 is not None and bf16.bf16_optimizer_states:
+    if modes.low_moments(config):
         written.append(("state", "bf16-stochastic", "bf16.bf16_optimizer_states"))
     demands: rules.Demands = {}
     for column, value, key in written:
