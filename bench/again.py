@@ -4,12 +4,16 @@
     python bench/again.py --only step-fp32,persistent    # these results
 
 A script of which no result is kept runs with its defaults, and prints. Figures by hand stay as they are. One
-that fails keeps its old result, and does not stop the others.
+that fails keeps its old result, and does not stop the others. After an interruption the same command goes on
+with what has not run, as long as zerodrift and the benchmarks are the same; what `--only` names always runs.
+What needs a GPU or another environment is left out where there is none. Claims that are missed are named.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import re
 import shlex
 import subprocess
@@ -19,10 +23,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from claims import Results
-from result import ROOT
+from claims import Results, claims
+from result import ROOT, shown
+
+from zerodrift.comm import usable_accelerator
 
 BENCH = Path(__file__).parent
+ROUND = ROOT / "runs" / "bench.json"
+"""The benchmarks that have run since the last round of all of them ended."""
+PEER = "PYTHON"
+"""Stands in a command for the interpreter of another environment."""
 MEASURES = re.compile(r"^from result import Result, flags$", re.MULTILINE)
 """What a script begins with that keeps what it finds."""
 
@@ -61,6 +71,37 @@ def benchmarks() -> list[Benchmark]:
     return [*kept, *(Benchmark(["python", path], None, None) for path in others)]
 
 
+def obstacle(each: Benchmark, has_gpu: bool) -> str:
+    """Return what a benchmark needs and this machine or command has not; empty if nothing is missing."""
+    if not has_gpu and ("cuda" in each.words or each.words[1].startswith("bench/gpu")):
+        return "needs a GPU"
+    return "needs another environment, of which its first lines tell" if PEER in each.words else ""
+
+
+def sources() -> str:
+    """Return a digest of zerodrift and of the benchmarks."""
+    paths = sorted([*(ROOT / "src" / "zerodrift").rglob("*.*"), *BENCH.glob("*.*")])
+    kept = [path.read_bytes() for path in paths if path.suffix in (".py", ".h", ".cpp")]
+    return hashlib.sha256(b"".join(kept)).hexdigest()
+
+
+def begun() -> list[str]:
+    """Return the names of a round that was not ended, if it ran what is there now."""
+    told = json.loads(ROUND.read_text()) if ROUND.exists() else {}
+    return list(told["ran"]) if told.get("sources") == sources() else []
+
+
+def missed(names: Sequence[str]) -> list[str]:
+    """Return a line for each claim that rests on one of these results and misses its limit."""
+    lines = []
+    for claim in claims(Results()):
+        if claim.met is False and claim.limit is not None and claim.figure.source in names:
+            most = "at least" if claim.limit.at_least else "at most"
+            limit = shown(claim.limit.value, claim.figure.form)
+            lines.append(f"missed: {claim.what}: {claim.figure}, claimed {most} {limit}")
+    return lines
+
+
 def heading(number: int, todo: Sequence[Benchmark]) -> str:
     """Which one runs, and how long it and the rest will take, as far as that is known."""
     left = todo[number:]
@@ -81,8 +122,8 @@ def _long(seconds: float) -> str:
     return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
 
 
-def run(todo: Sequence[Benchmark], beside: str) -> list[str]:
-    """One after the other; the names of those that failed."""
+def run(todo: Sequence[Benchmark], beside: str, ran: list[str], round_of_all: bool) -> list[str]:
+    """Run one after the other, and return the names of those that failed; the others are added to `ran`."""
     failed = []
     for number, each in enumerate(todo):
         print(heading(number, todo), flush=True)
@@ -91,6 +132,11 @@ def run(todo: Sequence[Benchmark], beside: str) -> list[str]:
         print(f"   {each.name}: {_long(time.monotonic() - began)}" + f", failed with {code}" * bool(code))
         if code:
             failed.append(each.name)
+            continue
+        ran.append(each.name)
+        if round_of_all:
+            ROUND.parent.mkdir(exist_ok=True)
+            ROUND.write_text(json.dumps({"sources": sources(), "ran": ran}))
     return failed
 
 
@@ -99,7 +145,7 @@ def main() -> int:
     parser.add_argument("--beside", default="not said", help="what else runs: `nothing`, `other work`")
     parser.add_argument("--only", metavar="NAME,...", help="of results, or of scripts that keep none")
     asked = parser.parse_args()
-    todo = benchmarks()
+    todo, ran = benchmarks(), [] if asked.only else begun()
     if asked.only:
         names = {each.name for each in todo}
         wanted = {*asked.only.split(",")}
@@ -107,12 +153,24 @@ def main() -> int:
             unknown, there = (", ".join(sorted(each)) for each in (wanted - names, names))
             parser.error(f"--only: must be names of {there}; got {unknown}")
         todo = [each for each in todo if each.name in wanted]
+    if ran:
+        print(f"these ran before the last stop: {', '.join(ran)}")
+        todo = [each for each in todo if each.name not in ran]
+    has_gpu = usable_accelerator() is not None
+    left_out = {each.name: why for each in todo if (why := obstacle(each, has_gpu))}
+    for name, why in left_out.items():
+        print(f"{name} is left out: it {why}")
+    todo = [each for each in todo if each.name not in left_out]
     try:
-        failed = run(todo, asked.beside)
+        failed = run(todo, asked.beside, ran, not asked.only)
     except KeyboardInterrupt:
+        print("\nstopped" + "; the same command goes on from here" * (not asked.only), file=sys.stderr)
         return 130
     pages = subprocess.run([sys.executable, "tools/refresh.py"], cwd=ROOT, check=False).returncode
+    print("\n".join(missed(ran)))
     print(f"{len(todo) - len(failed)} of {len(todo)} ran" + f"; failed: {', '.join(failed)}" * bool(failed))
+    if not (failed or asked.only):
+        ROUND.unlink(missing_ok=True)
     return bool(failed) or pages
 
 

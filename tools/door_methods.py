@@ -1,7 +1,8 @@
 """Run every method of the trainers in `tests/doors/methods.py`, and write the second table of docs/doors.md.
 
 `tools/doors.py methods FOLDER` calls this. All jobs of a trainer run in one process for each of the two
-packages (`tests/doors/rank_server.py`), since importing a trainer takes longer than a job.
+packages (`tests/doors/rank_server.py`), since importing a trainer takes longer than a job. A job that has run
+to its end, or to its refusal, runs again when the job, the trainer or zerodrift is another.
 
 Invariant: an error in the table is the last line of what the run raised.
 """
@@ -9,6 +10,7 @@ Invariant: an error in the table is the last line of what the run raised.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import re
@@ -119,19 +121,45 @@ def keep(found: Iterable[MethodResult]) -> None:
 
 
 def run_trainer(
-    trainer: str, version: str, python: Path, data: Path, environment: dict[str, str], chosen: Sequence[Job]
+    trainer: str,
+    version: str,
+    python: Path,
+    data: Path,
+    environment: dict[str, str],
+    chosen: Sequence[Job],
+    sources: str,
 ) -> list[MethodResult]:
-    """Run the chosen jobs of a trainer on both packages."""
+    """Run the chosen jobs of a trainer that have not run yet, on both packages; `sources` is of zerodrift."""
     kept = python.parents[1] / "methods"
     folders = [kept / "zerodrift", kept / "deepspeed"]
-    pairs = [f"{job.name}:{stage}" for job in chosen for stage in STAGES]
     server = [str(python), str(ROOT / "tests" / "doors" / "rank_server.py"), trainer, str(data)]
-    for folder, before in zip(folders, ([str(python), "-m", "zerodrift", "run", "--"], []), strict=True):
+    on_zerodrift = [str(python), "-m", "zerodrift", "run", "--"]
+    for folder, before, of in zip(folders, (on_zerodrift, []), (sources, ""), strict=True):
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "all.log").open("w") as printed:
-            command = [*before, *server, str(folder), *pairs]
-            processes.run(command, {**os.environ, **environment}, data, printed, LIMIT)
+        left = []
+        for job in chosen:
+            asked = hashlib.sha256(repr((version, job.commands, of, *_scripts())).encode()).hexdigest()
+            left += [f"{job.name}:{s}" for s in STAGES if not _has_run(folder / f"{job.name}-{s}", asked)]
+        print(f"{before[2] if before else 'deepspeed'}: {len(left)} of {len(STAGES) * len(chosen)} to run")
+        if left:
+            with (folder / "all.log").open("a") as printed:
+                command = [*before, *server, str(folder), *left]
+                processes.run(command, {**os.environ, **environment}, data, printed, LIMIT)
     return [result(trainer, version, job, stage, folders) for job in chosen for stage in STAGES]
+
+
+def _scripts() -> list[bytes]:
+    """Return the files that every job depends on."""
+    return [(ROOT / "tests" / "doors" / name).read_bytes() for name in ("tiny.py", "rank_server.py")]
+
+
+def _has_run(job: Path, asked: str) -> bool:
+    """Return True if there is a result of what is asked for; leave none of anything else."""
+    told, record = job.with_name(f"{job.name}.json"), job.with_name(f"{job.name}.asked")
+    if not record.exists() or record.read_text() != asked:
+        told.unlink(missing_ok=True)
+        record.write_text(asked)
+    return told.exists()
 
 
 # --- the table ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Invariant: a test that DeepSpeed itself fails on this machine counts neither way
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -140,29 +141,35 @@ def keep(found: Iterable[SuiteResult]) -> None:
     RESULTS.write_text("[\n" + ",\n".join(kept) + "\n]\n")
 
 
-def run(python: Path, tests: Path, environment: Mapping[str, str], suite: Suite) -> list[Outcomes]:
-    """Run files of tests on zerodrift and on DeepSpeed; return the outcomes of each."""
-    told: list[Outcomes] = []
-    folder = python.parents[1] / "suites"
-    folder.mkdir(exist_ok=True)
+def run(
+    python: Path, tests: Path, environment: Mapping[str, str], suite: Suite, sources: str
+) -> list[Outcomes]:
+    """Run files of tests on zerodrift and on DeepSpeed; return the outcomes of each.
+
+    A file that ran to its end runs again when the plugin is another or, on zerodrift, `sources`.
+    """
     path = f"{PLUGINS}{os.pathsep}{environment['PYTHONPATH']}"
-    for name, before in (("zerodrift", [str(python), "-m", "zerodrift", "run", "--"]), ("deepspeed", [])):
-        outcomes = folder / f"{name}.jsonl"
-        outcomes.unlink(missing_ok=True)
-        options = [
-            "-q",
-            "--continue-on-collection-errors",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "deepspeed_suite",
-            "--outcomes",
-            str(outcomes),
-        ]
-        with (folder / f"{name}.log").open("w") as printed:
-            command = [*before, str(python), "-m", "pytest", *options, *suite.options, *suite.files]
-            processes.run(command, {**environment, "PYTHONPATH": path}, tests, printed, LIMIT)
-        told.append(read(outcomes))
+    plugin, told = (PLUGINS / "deepspeed_suite.py").read_text(), []
+    on_zerodrift = [str(python), "-m", "zerodrift", "run", "--"]
+    for name, before, of in (("zerodrift", on_zerodrift, sources), ("deepspeed", [], "")):
+        digest = hashlib.sha256(f"{plugin}{of}{suite.options}".encode()).hexdigest()[:16]
+        folder = python.parents[1] / "suites" / name / digest
+        folder.mkdir(parents=True, exist_ok=True)
+        found: dict[str, tuple[str, str]] = {}
+        for number, file in enumerate(suite.files, 1):
+            outcomes = folder / f"{file.replace('/', '.')}.jsonl"
+            print(f"[{number}/{len(suite.files)}] {file} on {name}", flush=True)
+            if not outcomes.exists():
+                draft = outcomes.with_suffix(".draft")
+                draft.write_text("")
+                options = ["-q", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
+                options += ["-p", "deepspeed_suite", "--outcomes", str(draft), *suite.options]
+                command = [*before, str(python), "-m", "pytest", *options, file]
+                with outcomes.with_suffix(".log").open("w") as printed:
+                    processes.run(command, {**environment, "PYTHONPATH": path}, tests, printed, LIMIT)
+                draft.replace(outcomes)
+            found |= read(outcomes)
+        told.append(found)
     return told
 
 

@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -415,7 +415,8 @@ def try_methods(folder: Path, names: Sequence[str], only: str, torch: Sequence[s
         with tempfile.TemporaryDirectory(prefix=f"doors-{name}-", ignore_cleanup_errors=True) as data:
             make_data(python, Path(data))
             environment, version = environment_of(TOOLS[name], python), version_of(TOOLS[name], python)
-            rows = door_methods.run_trainer(name, version, python, Path(data), environment, chosen)
+            args = name, version, python, Path(data), environment, chosen, sources()
+            rows = door_methods.run_trainer(*args)
         door_methods.keep(rows)
         write_page()
         wrong += [f"{row.trainer} {row.job}, stage {row.stage}: {row.here}" for row in rows if not row.works]
@@ -428,7 +429,7 @@ def try_suite(folder: Path, name: str, checkout: Path, torch: Sequence[str]) -> 
     suite = door_suites.SUITES[name]
     tool = dataclasses.replace(TOOLS[suite.tool], packages=(*TOOLS[suite.tool].packages, *suite.packages))
     python = made(f"{suite.tool}-tests", folder / f"{suite.tool}-tests", torch, tool)
-    told = door_suites.run(python, checkout / "tests", environment_of(tool, python), suite)
+    told = door_suites.run(python, checkout / "tests", environment_of(tool, python), suite, sources())
     door_suites.keep(door_suites.compare(name, *told))
     write_page()
     return 0
@@ -477,7 +478,8 @@ def main() -> int:
         write_page()
         return 0
     if asked.verb == "suite":
-        return try_suite(asked.folder.resolve(), asked.name, asked.checkout.resolve(), asked.torch.split())
+        ask = asked.folder.resolve(), asked.name, asked.checkout.resolve(), asked.torch.split()
+        return until_stopped(lambda: try_suite(*ask))
     known: Mapping[str, Any] = TRAINERS if asked.verb == "methods" else TOOLS
     if unknown := set(asked.tools) - set(known):
         parser.error(f"no such tool: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
@@ -487,14 +489,24 @@ def main() -> int:
         names = [example.name for tool in asked.tools or TOOLS for example in TOOLS[tool].examples]
     if not any(asked.only in name for name in names):
         parser.error(f"no example has {asked.only!r} in its name: {', '.join(names)}")
+    try_them = try_all if asked.verb == "all" else try_methods
+    return until_stopped(
+        lambda: try_them(asked.folder.resolve(), asked.tools, asked.only, asked.torch.split())
+    )
+
+
+def until_stopped(run: Callable[[], int]) -> int:
+    """Run a verb and return its exit code, that of an interruption, or 1 for an environment that fails."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     try:
-        try_them = try_all if asked.verb == "all" else try_methods
-        return try_them(asked.folder.resolve(), asked.tools, asked.only, asked.torch.split())
+        return run()
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 130
+    except (SetupError, subprocess.CalledProcessError) as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

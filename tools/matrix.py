@@ -1,12 +1,15 @@
 """Runs the tests with other versions of Python, torch, transformers and DeepSpeed, for docs/support.md.
 
     python tools/matrix.py all FOLDER              # or: make versions. Each cell in an environment of its own
+    python tools/matrix.py all FOLDER --only TEXT  # of its cells those that have this in their name
     python tools/matrix.py newest FOLDER           # or: make newest. The newest of everything on this day
     python tools/matrix.py one PYTHON SUITE        # one suite with an interpreter that is set up
 
-An environment that is there is used again, and a row of the same versions and suite is replaced. A cell whose
-`pythonX.Y` is not on the PATH, or whose packages cannot be installed, is said and left out. On Linux torch
-comes as the CUDA build, of several GB for each environment, unless `--torch` gives pip another index.
+An environment that is there is used again, and a row of the same versions and suite is replaced. The same
+command goes on where it was stopped: a suite that passed runs again when zerodrift or its tests are others. A
+cell whose `pythonX.Y` is not on the PATH, or whose packages cannot be installed, is said and left out. On
+Linux torch comes as the CUDA build, of several GB for each environment, unless `--torch` gives pip another
+index.
 
 Invariant: versions are what the interpreter says of itself, and counts are what pytest counted.
 """
@@ -15,9 +18,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +35,7 @@ from xml.etree import ElementTree
 from zerodrift.versions import warning
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import processes
 from environment import ROOT, SetupError, make_environment
 
 PAGE = ROOT / "docs" / "support.md"
@@ -215,8 +222,12 @@ print(json.dumps(found))
 """
 
 
+LIMIT = 4 * 3600.0
+"""Seconds of one suite."""
+
+
 def run(python: Path, suite: str) -> Row:
-    """A suite with an interpreter, as `make test` runs it; every test has ten minutes."""
+    """Run a suite with an interpreter, as `make test` runs it; every test has ten minutes."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         environment = {
@@ -229,7 +240,9 @@ def run(python: Path, suite: str) -> Row:
         )
         pytest = ["-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "--timeout", "600"]
         asks = ["-m", SUITES[suite].marks, f"--junitxml={report}", *SUITES[suite].paths]
-        subprocess.run([str(python), *pytest, *asks], env=environment, cwd=ROOT)
+        code = processes.run([str(python), *pytest, *asks], environment, ROOT, sys.stdout, LIMIT)
+        if not report.exists():
+            raise SetupError(f"{python}: `{suite}` did not run to its end; exit code {code}")
         counted = counts(report)
     return Row(**json.loads(asked.stdout), suite=suite, **counted, date=datetime.date.today().isoformat())
 
@@ -259,6 +272,45 @@ def made(cell: Cell, folder: Path, torch: Sequence[str]) -> Path:
     return make_environment(folder / name, f"python{cell.python}", [*torch, f"torch=={cell.torch}"], wanted)
 
 
+@functools.cache
+def sources() -> str:
+    """Return a digest of zerodrift and its tests."""
+    paths = sorted(path for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.*"))
+    kept = [path.read_bytes() for path in paths if path.suffix in (".py", ".h", ".cpp", ".json", ".txt")]
+    return hashlib.sha256(b"".join(kept)).hexdigest()
+
+
+def run_all(folder: Path, torch: Sequence[str], cells: Sequence[Cell]) -> int:
+    """Run the suites of cells that have not passed yet, and say what came of all."""
+    told, wrong = [], 0
+    for cell in cells:
+        print(f"== {cell}", flush=True)
+        try:
+            python = made(cell, folder, torch)
+            for suite in cell.suites:
+                record = python.parents[1] / f"passed-{suite}"
+                if record.exists() and record.read_text() == sources():
+                    told.append(f"{cell}: {suite} passed before")
+                    continue
+                row = run(python, suite)
+                keep(row)
+                told.append(f"{cell}: {said(row)}")
+                if row.failed == "0":
+                    record.write_text(sources())
+                else:
+                    wrong += 1
+        except (SetupError, OSError) as error:
+            print(error, file=sys.stderr)
+            told.append(f"{cell}: not run. {error}".partition("\n")[0])
+            wrong += 1
+    print("\n".join(["", *told]))
+    return int(wrong > 0)
+
+
+def said(row: Row) -> str:
+    return f"{row.suite}: {row.passed} passed, {row.failed} failed, {row.skipped} skipped"
+
+
 def run_newest(home: Path, torch: Sequence[str]) -> int:
     """Run the suites of a new month with the newest of everything, and say what came of them."""
     today = datetime.date.today().isoformat()
@@ -268,9 +320,12 @@ def run_newest(home: Path, torch: Sequence[str]) -> int:
         keep(row)
     print(f"\nThe newest of everything on {today}, now in {PAGE.relative_to(ROOT)}:")
     for row in rows:
-        versions = f"Python {row.python}, torch {row.torch}, transformers {row.transformers}"
-        print(f"  {row.suite:8} {versions}: {row.passed} passed, {row.failed} failed, {row.skipped} skipped")
+        print(f"  Python {row.python}, torch {row.torch}, transformers {row.transformers}; {said(row)}")
     return int(any(row.failed != "0" for row in rows))
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -280,30 +335,32 @@ def main() -> int:
         several = verbs.add_parser(verb)
         several.add_argument("folder", type=Path)
         several.add_argument("--torch", default="", metavar="OPTIONS", help="of pip, for torch")
+        if verb == "all":
+            several.add_argument("--only", default="", metavar="TEXT", help="cells with this in their names")
     one = verbs.add_parser("one")
     one.add_argument("python", type=Path)
     one.add_argument("suite", choices=SUITES)
     asked = parser.parse_args()
-    if asked.verb == "one":
-        # The link of an environment is not followed: behind it is the interpreter that it was made with.
-        keep(run(Path(os.path.abspath(asked.python)), asked.suite))
-        return 0
-    if asked.verb == "newest":
-        try:
-            return run_newest(asked.folder.resolve(), asked.torch.split())
-        except SetupError as error:
-            print(error, file=sys.stderr)
-            return 1
-    for cell in CELLS:
-        print(f"== {cell}", flush=True)
-        try:
-            python = made(cell, asked.folder.resolve(), asked.torch.split())
-        except SetupError as error:
-            print(f"no environment for it: {error}", file=sys.stderr)
-            continue
-        for suite in cell.suites:
-            keep(run(python, suite))
-    return 0
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        if asked.verb == "one":
+            # The link of an environment is not followed: behind it is the interpreter that it was made with.
+            row = run(Path(os.path.abspath(asked.python)), asked.suite)
+            keep(row)
+            return int(row.failed != "0")
+        folder, torch = asked.folder.resolve(), asked.torch.split()
+        if asked.verb == "newest":
+            return run_newest(folder, torch)
+        cells = [cell for cell in CELLS if asked.only in str(cell)]
+        if not cells:
+            parser.error(f"no cell has {asked.only!r} in its name: {'; '.join(map(str, CELLS))}")
+        return run_all(folder, torch, cells)
+    except SetupError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ class Script:
     """Lines of the script and what to write instead, as `zerodrift check` says it."""
     says: tuple[str, ...] = ()
     """What it prints of that."""
-    remains: str = ""
-    """A kind of finding that the mended script still has."""
+    keys: Mapping[str, Any] | None = None
+    """Keys of DeepSpeed that it prints, which mend the config."""
 
     def command(self, port: int) -> list[str]:
         """What a user would type; a free port keeps runs apart."""
@@ -119,10 +119,31 @@ class Routed(Tiny):
 FSDP1 = (
     (' if args.reduce == "fp32" else torch.bfloat16', ""),
     (", unsynchronized=model.no_sync", ""),
+    ("import ModuleWrapPolicy", "import CustomPolicy"),
+    ("model = FullyShardedDataParallel(\n    Tiny()", """model, wide = Tiny(), MixedPrecision(torch.float32)
+
+
+def is_unit(m):
+    if m is model.router:
+        return {"mixed_precision": wide}
+    return isinstance(m, Expert)
+
+
+model = FullyShardedDataParallel(
+    model"""),
+    ("ModuleWrapPolicy({Expert})", "CustomPolicy(is_unit)"),
+)  # fmt: skip
+FSDP1_SAYS = (
+    "# no `with model.no_sync():`",
+    'return {"mixed_precision": wide}',
+    "units = CustomPolicy(is_unit)",
 )
 UNIT = "fully_shard(model.router, mp_policy=MixedPrecisionPolicy(torch.float32))\n"
 WHOLE = "\nfully_shard(model, mp_policy=policy)"
 WIDE = "fully_shard(router, mp_policy=wide)"
+
+AUTOCAST = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+STAGE_3 = {"data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 3}}
 
 WIRE = "wire-in-16-bits"
 EXPERT = "experts.0.weight"
@@ -141,16 +162,44 @@ BUGS: tuple[Script, ...] = (
         "router-in-16-bits router.weight compute",
         more=WIRE,
         launcher="deepspeed",
-        needs="deepspeed"),
-    _bug("deepspeed-5812", "buffer-rounded frequencies -", more=WIRE, needs="deepspeed"),
-    _bug("deepspeed-7718", "not-accumulated * accumulate", more=WIRE, needs="deepspeed"),
-    _deepspeed("grad_accum_dtype_stage_2", SUMS, NO_EFFECT, expected=True, mended=SOON),
-    _deepspeed("gradient_accumulation_dtype", SUMS, NO_EFFECT, expected=True),
+        needs="deepspeed",
+        says=("model = model.float()", "with torch.autocast(x.device.type, enabled=False):"),
+        keys={"bf16": {"enabled": False}, "torch_autocast": AUTOCAST},
+        mend=(("model = Pinned()", "model = Pinned().float()"),
+            ('"bf16": {"enabled": True}', f'"torch_autocast": {AUTOCAST}'),
+            ("        return nn.functional.linear(h.to(weight.dtype), weight).softmax(-1)",
+            """        with torch.autocast(h.device.type, enabled=False):
+            return nn.functional.linear(h.float(), weight.float()).softmax(-1)"""))),
+    _bug("deepspeed-5812",
+        "buffer-rounded frequencies -",
+        more=WIRE,
+        needs="deepspeed",
+        says=("restore the buffers after the cast",),
+        mend=(("for step in",
+            "model.frequencies = 10000.0 ** (-torch.arange(0, 1, 2 / WIDTH))\nfor step in"),)),
+    _bug("deepspeed-7718",
+        "not-accumulated * accumulate",
+        more=WIRE,
+        needs="deepspeed",
+        says=("call `engine.step()` after each",),
+        mend=((" / MICRO_BATCHES", ""),
+            ("    engine.step()", "        engine.step()"),
+            ('"train_micro_', '"gradient_accumulation_steps": MICRO_BATCHES,\n    "train_micro_'))),
+    _deepspeed("grad_accum_dtype_stage_2", SUMS, NO_EFFECT, expected=True, mended=SOON, keys=STAGE_3),
+    _deepspeed("gradient_accumulation_dtype", SUMS, NO_EFFECT, expected=True, keys=STAGE_3),
     _deepspeed("communication_data_type_autocast",
         *("key-without-effect up.weight reduce", "key-without-effect head.weight reduce"),
-        expected=True),
-    _deepspeed("stage_1_average", "not-averaged * reduce", mended=SOON),
-    _deepspeed("stage_1_average_autocast", "not-averaged * reduce", SUMS, mended=SOON),
+        expected=True,
+        keys={"torch_autocast": AUTOCAST}),
+    _deepspeed("stage_1_average", "not-averaged * reduce", mended=SOON, keys=STAGE_3),
+    _deepspeed("stage_1_average_autocast", "not-averaged * reduce", SUMS,
+        mended=SOON,
+        keys={"torch_autocast": AUTOCAST, "data_types": STAGE_3["data_types"]}),
+    _deepspeed("bf16_master_weights",
+        *("no-master up.weight master", "norm-in-16-bits norm.weight master", "state-too-narrow * state"),
+        keys={
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": False, "bf16_optimizer_states": False},
+            "communication_data_type": "fp32"}),
     _bug("bf16-adamw",
         *("no-master * master", "state-too-narrow * state"),
         more=f"norm-in-16-bits router-in-16-bits {WIRE}",
@@ -173,16 +222,14 @@ BUGS: tuple[Script, ...] = (
     _bug("fsdp1-no-sync",
         f"rounded-before-accumulation {EXPERT} accumulate",
         more=NO_SYNC,
-        says=("# no `with model.no_sync():`",),
-        remains="router-in-16-bits",
+        says=FSDP1_SAYS,
         mend=FSDP1),
     _bug("fsdp1-no-sync-flat",
         f"rounded-before-accumulation {EXPERT} accumulate",
         path="bugs/fsdp1_no_sync.py",
         arguments=("--flat", "--reduce", "bf16"),
         more=NO_SYNC,
-        says=("# no `with model.no_sync():`", "reduce_dtype=torch.float32"),
-        remains="router-in-16-bits",
+        says=(*FSDP1_SAYS, "reduce_dtype=torch.float32"),
         mend=FSDP1),
     _bug("fsdp2-no-sync",
         SUMS,
@@ -194,12 +241,21 @@ BUGS: tuple[Script, ...] = (
     _bug("lightning-bf16-true",
         *("no-master model.experts.0.weight master", "state-too-narrow * state"),
         more=f"no-master norm-in-16-bits router-in-16-bits {WIRE}",
-        needs="lightning"),
+        needs="lightning",
+        says=("model = model.float()", 'Trainer(precision="bf16-mixed")', "router.weight.float()"),
+        mend=(("class Module", f"{ROUTER.lstrip()}class Module"),
+            ("self.model = Tiny()", "self.model = Routed().float()"),
+            ('precision="bf16-true"', 'precision="bf16-mixed"'))),
     _bug("hf-trainer-bf16",
         *("no-master model.embed_tokens.weight master", "state-too-narrow * state"),
         more=f"no-master norm-in-16-bits {WIRE}",
-        needs=" ".join(TRAINER)),
-    _deepspeed("fp16_autocast_clip", "norm-of-scaled-gradients - grad"),
+        needs=" ".join(TRAINER),
+        says=("model = model.float()", "TrainingArguments(bf16=True)"),
+        mend=(("from_pretrained(folder)\n", "from_pretrained(folder).float()\n"),)),
+    _deepspeed("fp16_autocast_clip",
+        "norm-of-scaled-gradients - grad",
+        says=("Use bfloat16 in `torch_autocast`",),
+        keys={"torch_autocast": AUTOCAST}),
     _bug("clip-before-unscale",
         "norm-of-scaled-gradients - grad",
         says=("Call `scaler.unscale_(optimizer)` before clipping.",),

@@ -99,18 +99,33 @@ def test_a_public_bug_is_named(script: Script, tmp_path: Path) -> None:
     assert code == (3 if script.expect else 0), printed
     words = " ".join(printed.split())
     assert not [said for said in script.says if said not in words], printed
+    assert script.keys is None or _keys_of_deepspeed(printed) == script.keys, printed
 
 
-@pytest.mark.parametrize("script", cells(script for script in BUGS if script.mend))
+def _keys_of_deepspeed(printed: str) -> Any:
+    block = re.search(r"^DeepSpeed\n(  \{$.*?^  \}$)", printed, flags=re.MULTILINE | re.DOTALL)
+    return json.loads(block[1]) if block else None
+
+
+@pytest.mark.parametrize("script", cells(script for script in BUGS if script.mend or script.keys))
 def test_what_is_printed_mends_a_script(script: Script, tmp_path: Path) -> None:
     needs(script)
-    text = (HERE / script.path).read_text()
+    text, config = (HERE / script.path).read_text(), tmp_path / "mended.json"
     for old, new in script.mend:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     (tmp_path / "mended.py").write_text(text)
-    code, printed, seen = check(dataclasses.replace(script, path=str(tmp_path / "mended.py")), tmp_path)
-    assert {kind for kind, _, _ in findings(seen)} <= {script.remains}, printed
+    mended = dataclasses.replace(script, path=str(tmp_path / "mended.py"))
+    if not script.mend:
+        *before, file = script.arguments
+        keys = json.loads(Path(file).read_text())
+        for key, value in (script.keys or {}).items():
+            keys[key] = {**keys.get(key, {}), **value} if isinstance(value, dict) else value
+        config.write_text(json.dumps(keys))
+        expect = str(config) if script.expect else ""
+        mended = dataclasses.replace(mended, arguments=(*before, str(config)), expect=expect)
+    code, printed, seen = check(mended, tmp_path)
+    assert not findings(seen), printed
     assert code == 0, printed
 
 

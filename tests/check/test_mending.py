@@ -20,6 +20,7 @@ LIBRARIES: dict[str, dict[str, Any]] = {
     "fully_shard": {"layout": "sharded on dim 0 over 2 ranks"},
     "FullyShardedDataParallel": {"wrappers": ("FullyShardedDataParallel",)},
     "DeepSpeed": {"wrappers": ("DeepSpeedEngine",)},
+    "transformers": {"libraries": {"accelerate": "1"}, "trainer": "transformers.trainer"},
     "accelerate": {"libraries": {"accelerate": "1"}},
     "Lightning": {"libraries": {"lightning": "2"}},
 }
@@ -27,7 +28,13 @@ LIBRARIES: dict[str, dict[str, Any]] = {
 NAMES = {"router-in-16-bits": ("layers.3.router.weight", "layers.4.router.weight")}
 
 SAID: dict[Kind, dict[str, str]] = {
-    "no-master": {"*": "model.float()", "DeepSpeed": '"bf16"'},
+    "no-master": {
+        "*": "model.float()",
+        "DeepSpeed": '"bf16_master_weights_and_grads": false',
+        "transformers": "TrainingArguments(bf16=True)",
+        "accelerate": 'Accelerator(mixed_precision="bf16")',
+        "Lightning": 'Trainer(precision="bf16-mixed")',
+    },
     "wire-in-16-bits": {
         "fully_shard": "reduce_dtype=torch.float32",
         "FullyShardedDataParallel": "reduce_dtype=torch.float32",
@@ -68,14 +75,20 @@ def test_a_block_says_what_mends_a_finding_and_loads(library: str) -> None:
     assert mending([run], []) == []
 
 
-def test_a_router_that_is_gathered_in_16_bits_gets_a_unit_of_its_own() -> None:
-    run, unit = process(**LIBRARIES["fully_shard"]), "fully_shard(router, mp_policy=wide)"
+@pytest.mark.parametrize(
+    ("library", "unit"),
+    [
+        ("fully_shard", "fully_shard(router, mp_policy=wide)"),
+        ("FullyShardedDataParallel", "units = CustomPolicy(is_unit)"),
+    ],
+)
+def test_a_router_that_is_gathered_in_16_bits_gets_a_unit_of_its_own(library: str, unit: str) -> None:
+    run = process(**LIBRARIES[library])
     found = [RunFinding("router-in-16-bits", None, NAMES["router-in-16-bits"], "what.", "do.")]
-    before = mending([run], found)[0][1]
-    assert "router.weight.float()" in before and unit not in before
+    assert unit not in mending([run], found)[0][1]
     run.models[0].parameters[0].add("gather", "bfloat16", "")
     after = mending([run], found)[0][1]
-    assert after.splitlines()[-1] == unit and "router.weight.float()" not in after
+    assert unit in after.splitlines() and "router.weight.float()" not in after
     assert run_findings([run])[-1].do.startswith("Give the router a unit of its own in fp32")
 
 

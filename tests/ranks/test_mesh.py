@@ -139,10 +139,14 @@ def test_the_device_is_the_cpu_without_cuda(launch: Callable[..., None]) -> None
         start(MeshShape(), device="meta")
 
 
-def test_a_device_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
-    with pytest.raises(MeshError, match=r"`device`: must be a device with streams; got 'mps'\. Use `cpu`\."):
+def test_a_device_that_cannot_train_is_refused_and_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mps has no float64; it has streams since torch 2.15."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("mps"))
+    with pytest.raises(
+        MeshError, match=r"must be a device with streams and float64; got 'mps'\. Use `cpu`\."
+    ):
         start(MeshShape(), device="mps")
+    assert start(MeshShape()).device == torch.device("cpu")
 
 
 def test_an_unknown_axis_is_a_mistake_of_ours() -> None:

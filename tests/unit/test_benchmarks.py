@@ -98,6 +98,46 @@ def test_every_benchmark_is_run_again(bench: SimpleNamespace) -> None:
     assert found["plan_scale"].arguments("nothing")[1:] == ["bench/plan_scale.py"]
 
 
+def test_a_round_goes_on_and_says_what_is_left_out_and_missed(
+    bench: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The first round is stopped in its third benchmark; one that is named runs whatever ran before."""
+    ran: list[str] = []
+    stops = [False]
+
+    def one(command: list[str], **_: Any) -> Any:
+        name = command[command.index("--save") + 1] if "--save" in command else command[1]
+        stops[0] = len(ran) == 2 and not stops[0]
+        if stops[0]:
+            raise KeyboardInterrupt
+        ran.append(name)
+        return SimpleNamespace(returncode=0)
+
+    chosen = [
+        each for each in bench.again.benchmarks() if each.name in ("gpu-step", "host", "qlora", "step-bf16")
+    ]
+    chosen.append(bench.again.Benchmark(["python", "bench/step.py"], "step-memory", None))
+    monkeypatch.setattr(bench.again, "benchmarks", lambda: chosen)
+    monkeypatch.setattr(bench.again, "usable_accelerator", lambda: None)
+    monkeypatch.setattr(bench.again, "ROUND", tmp_path / "runs" / "bench.json")
+    monkeypatch.setattr(bench.again.subprocess, "run", one)
+    monkeypatch.setattr(sys, "argv", ["again.py"])
+    assert bench.again.main() == 130 and ran == ["host", "step-bf16"]
+    assert "gpu-step is left out: it needs a GPU\nqlora is left out" in capsys.readouterr().out
+    assert bench.again.main() == 0 and ran[2:] == ["step-memory", "tools/refresh.py"]
+    said = capsys.readouterr().out
+    assert "these ran before the last stop: host, step-bf16\n" in said
+    assert (
+        "missed: MiB at the peak of a step at stage 3, 92M parameters, fp32, two ranks: 1220, claimed" in said
+    )
+    monkeypatch.setattr(sys, "argv", ["again.py", "--only", "host"])
+    assert bench.again.main() == 0 and ran[4:] == ["host", "tools/refresh.py"]
+    assert not (tmp_path / "runs" / "bench.json").exists()
+
+
 @pytest.mark.parametrize(
     ("limit", "met"),
     [((1.05, False), True), ((1.04, False), False), ((1.05, True), True), ((1.06, True), False)],

@@ -467,6 +467,19 @@ def test_a_library_is_one_wherever_it_is_installed(file: str, is_script: bool | 
     assert places._is_script(file) is is_script
 
 
+def test_a_folder_of_installed_packages_on_the_path_holds_libraries(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `pip install --target` makes it; a folder without the records of packages is the user's."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    places._targets.cache_clear()
+    assert places._is_script(f"{tmp_path}/mine.py") is True
+    (tmp_path / "deepspeed-0.19.6.dist-info").mkdir()
+    places._targets.cache_clear()
+    assert places._is_script(f"{tmp_path}/deepspeed/engine.py") is False
+    places._targets.cache_clear()
+
+
 # --- other libraries' narrow weights -----------------------------------------------------------------------
 
 

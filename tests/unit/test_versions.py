@@ -52,26 +52,39 @@ def test_both_ends_of_a_range_are_cells_of_the_matrix(name: str, matrix: ModuleT
         assert any(version == end or version.startswith(f"{end}.") for version in found), end
 
 
-def test_a_cell_that_cannot_be_made_is_said_and_left_out(
+def test_a_cell_that_cannot_be_made_is_said_and_what_passed_is_not_run_again(
     matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """A suite that failed runs again with the same command, and so does all where zerodrift is another."""
     cells = (matrix.Cell("3.99", "2.15.0", "5.23.0", "", ("quick",)), matrix.CELLS[0])
     home = tmp_path / f"py{cells[1].python}-torch{cells[1].torch}-tf{cells[1].transformers}"
-    ran = []
+    home.mkdir()
+    ran: list[str] = []
     made_elsewhere = matrix.make_environment
 
     def made(folder: Path, python: str, *lists: Any) -> Path:
         return folder / "bin" / "python" if folder == home else made_elsewhere(folder, python, *lists)
 
+    def run(python: Path, suite: str) -> Any:
+        assert python == home / "bin" / "python"
+        ran.append(suite)
+        failed = "1 `test_a`" if ran == ["quick"] else "0"
+        return matrix.Row("3.11.7", "2.15.0", "5.24.0", "-", suite, "9", failed, "0", "2026-01-01")
+
     monkeypatch.setattr(matrix, "make_environment", made)
     monkeypatch.setattr(matrix, "CELLS", cells)
-    monkeypatch.setattr(matrix, "run", lambda python, suite: (python, suite))
-    monkeypatch.setattr(matrix, "keep", ran.append)
+    monkeypatch.setattr(matrix, "run", run)
+    monkeypatch.setattr(matrix, "PAGE", tmp_path / "support.md")
     monkeypatch.setattr(sys, "argv", ["matrix.py", "all", str(tmp_path)])
-    matrix.main()
+    assert matrix.main() == 1
     told = capfd.readouterr()
     assert "== Python 3.99, torch 2.15.0" in told.out and "python3.99" in told.err
-    assert ran == [(home / "bin" / "python", suite) for suite in cells[1].suites]
+    assert "transformers 5.24.0: quick: 9 passed, 1 `test_a` failed, 0 skipped\n" in told.out
+    assert matrix.main() == 1 and ran == ["quick", "models", "quick"]
+    assert "models passed before" in capfd.readouterr().out
+    monkeypatch.setattr(matrix, "sources", lambda: "others")
+    matrix.main()
+    assert ran[3:] == ["quick", "models"]
 
 
 def test_a_row_is_kept_once(matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

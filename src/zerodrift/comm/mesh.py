@@ -198,9 +198,14 @@ def start(
 
 
 def usable_accelerator() -> torch.device | None:
-    """Return the accelerator that this torch has, if there is one on this machine and it has streams."""
+    """Return the accelerator that this torch has, if there is one on this machine and it can train."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return found if found is not None and hasattr(torch.get_device_module(found), "Stream") else None
+    return found if found is not None and _can_train(found) else None
+
+
+def _can_train(device: torch.device) -> bool:
+    """Return True if a device has streams and float64, in which squares are summed; mps has no float64."""
+    return device.type != "mps" and hasattr(torch.get_device_module(device), "Stream")
 
 
 def leave_slowly() -> None:
@@ -280,8 +285,9 @@ def _device(process: _Process, asked: torch.device | str | None) -> torch.device
     if accelerator is None or device.type != accelerator.type:
         must = "must be `cpu`, `cuda` or the accelerator of this torch"
         raise MeshError("device", must, got=repr(str(device)))
-    if not hasattr(torch.get_device_module(device), "Stream"):  # mps
-        raise MeshError("device", "must be a device with streams", got=repr(str(device)), do="Use `cpu`.")
+    if not _can_train(device):
+        must = "must be a device with streams and float64"
+        raise MeshError("device", must, got=repr(str(device)), do="Use `cpu`.")
     index, count = process.local if device.index is None else device.index, torch.accelerator.device_count()
     if index >= count:
         must = f"must be below the {count} GPUs of this machine"

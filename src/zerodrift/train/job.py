@@ -22,8 +22,10 @@ Paths = str | tuple[str, ...]
 
 
 class Lora(Block):
-    """Low-rank adapters, through `peft`: only they are trained. `zerodrift convert --merge` merges them into
-    their model."""
+    """Low-rank adapters, through `peft`: only they are trained.
+
+    `zerodrift convert --merge` merges them into their model.
+    """
 
     rank: Positive = 8
     """Rank of the adapters."""

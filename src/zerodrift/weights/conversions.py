@@ -169,7 +169,9 @@ _PRIVATE = (
 
 def _loader() -> Any:
     """Return the module of `transformers` 5 that converts weights; None for version 4, which has one form.
-    Private names; tested with transformers 5.0 to 5.24."""
+
+    Private names; tested with transformers 5.0 to 5.24.
+    """
     try:
         import transformers
     except ImportError:
@@ -249,8 +251,10 @@ def saved_form(
     model: nn.Module, shapes: Mapping[str, Shape], dtypes: Mapping[str, DType]
 ) -> tuple[SavedTensor, ...]:
     """Return the tensors that a checkpoint of `model` holds, in the form that `from_pretrained` reads; for
-    any other module the parameters themselves. A tensor of several parameters has the widest of their
-    dtypes."""
+    any other module the parameters themselves.
+
+    A tensor of several parameters has the widest of their dtypes.
+    """
     loading = _loader() if hasattr(model, "save_pretrained") and hasattr(model, "config") else None
     if loading is None:
         return tuple(SavedTensor.of(name, shape, dtypes[name]) for name, shape in shapes.items())

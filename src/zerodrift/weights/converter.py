@@ -102,8 +102,11 @@ def convert(
     model: str | None = None,
     shown: bool = False,
 ) -> ConversionResult:
-    """Convert the checkpoint at `source`. `model` is a `transformers` config or a folder with one: with it,
-    names and layout are those of the architecture's checkpoints on one side, of its module on the other."""
+    """Convert the checkpoint at `source`.
+
+    `model` is a `transformers` config or a folder with one: with it, names and layout are those of the
+    architecture's checkpoints on one side, of its module on the other.
+    """
     options = options or ConvertOptions()
     module, folder = _build_model(model, source)
     opened = open_source(source, module, options.tag, options.trust, options.optimizer)

@@ -64,8 +64,11 @@ def export(
     max_shard_size: int | str | None = SHARD_SIZE,
     overwrite: bool = False,
 ) -> Exported:
-    """Write the model of an engine. Collective: every rank calls it alike. `dtype` replaces the `export`
-    column of every floating parameter that is not pinned. Without a `max_shard_size` there is one file."""
+    """Write the model of an engine.
+
+    Collective: every rank calls it alike. `dtype` replaces the `export` column of every floating parameter
+    that is not pinned. Without a `max_shard_size` there is one file.
+    """
     begin = time.monotonic()
     comm, rank, model = engine.comm, engine.mesh.rank(), engine.whole
     target = Path(folder).expanduser()
@@ -209,8 +212,11 @@ def _write(
 
 
 def _write_matrices(engine: Engine, path: Path, layout: FolderLayout) -> None:
-    """Collect one matrix at a time on all ranks; one of them encodes and writes it. Collective. A matrix is
-    added up as integers: every element has its bits on one rank, and zeros on the others."""
+    """Collect one matrix at a time on all ranks; one of them encodes and writes it.
+
+    Collective. A matrix is added up as integers: every element has its bits on one rank, and zeros on the
+    others.
+    """
     comm, ranks, rank = engine.comm, engine.mesh.size("world"), engine.mesh.rank("world")
     spans: dict[str, list[tuple[SegmentShard, Span]]] = {}
     for piece in Shards(engine).pieces():

@@ -188,8 +188,11 @@ def _some(names: tuple[str, ...]) -> str:
 
 @dataclass(slots=True)
 class InitialValues:
-    """The sources of a model's initial values. Every parameter and buffer has one, the same on every rank, or
-    all ranks raise one error that names all that have none."""
+    """The sources of a model's initial values.
+
+    Every parameter and buffer has one, the same on every rank, or all ranks raise one error that names all
+    that have none.
+    """
 
     model: nn.Module
     spec: ModelSpec
@@ -286,8 +289,10 @@ def load_weights(
     engine: Engine, path: str | os.PathLike[str], strict: Strict = True, *, quiet: bool = False
 ) -> LoadedWeights:
     """Replace the weights of `engine` by those of safetensors files: one file, an index, or a folder.
+
     Moments, step and schedule stay. Collective. `strict` is as in `initialize`. Errors in the files are found
-    before anything is replaced; if reading fails later, weights are partly replaced and the error says so."""
+    before anything is replaced; if reading fails later, weights are partly replaced and the error says so.
+    """
     comm, plan, model = engine.comm, engine.plan, engine.whole
     shown = engine.mesh.rank() == 0 and not quiet
     with raise_on_all_ranks(comm):

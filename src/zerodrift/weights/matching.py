@@ -104,8 +104,10 @@ def match(
     want: Sequence[ExpectedTensor],
     strict: Strict,
 ) -> Match:
-    """Find every value that the checkpoint has for the model, or raise one ModelError with all that is
-    wrong. A model with adapters of `peft` is matched by the names of its base; adapters stay as they are."""
+    """Find every value that the checkpoint has for the model, or raise one ModelError with all that is wrong.
+
+    A model with adapters of `peft` is matched by the names of its base; adapters stay as they are.
+    """
     in_files = _names_in_files(model)
     base = model.get_base_model() if in_files is not _unchanged else model  # type: ignore[operator]
     names = [in_files(name) for entry in want for name in entry.names]

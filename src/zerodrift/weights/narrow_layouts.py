@@ -60,7 +60,9 @@ class NarrowMatrix:
 
     def collect(self, out: torch.Tensor, name: str, start: int, values: torch.Tensor) -> int:
         """Copy what a run of a parameter has of the matrix to its place; return the number of elements.
-        Shapes [elements of the matrix], fp32; [elements of the run]."""
+
+        Shapes [elements of the matrix], fp32; [elements of the run].
+        """
         count = 0
         for part in self.tensor.parts:
             if name == part.parameter:
@@ -103,7 +105,9 @@ def find_matrices(
     saved: Sequence[SavedTensor], shapes: Mapping[str, Shape], plain: DType
 ) -> tuple[tuple[SavedTensor, ...], tuple[NarrowMatrix, ...]]:
     """Put the tensors of a layout in the place of every narrow one, and return the matrices to be encoded.
-    `shapes` are those of the parameters."""
+
+    `shapes` are those of the parameters.
+    """
     tensors: list[SavedTensor] = []
     found: list[NarrowMatrix] = []
     problems = Problems()
@@ -190,8 +194,10 @@ def quantization_config(dtype: DType, plain: DType, kept: Sequence[str]) -> dict
 
 
 def wide_modules(model: nn.Module, shapes: Mapping[str, Shape], narrow: Collection[str]) -> list[str]:
-    """Return the paths of linear layers and stacks that are not exported in a narrow format. `shapes` are
-    those of all parameters, tied ones by every name."""
+    """Return the paths of linear layers and stacks that are not exported in a narrow format.
+
+    `shapes` are those of all parameters, tied ones by every name.
+    """
     paths: dict[str, None] = {}
     for path, module in model.named_modules():
         for name in (f"{path}.{name}".lstrip(".") for name in module._parameters):

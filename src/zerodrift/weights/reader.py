@@ -1,4 +1,5 @@
 """Read boxes of tensors from files: positioned reads, and a bounded buffer for what cannot go to its place.
+
 A bar on a terminal shows how far a reader or a writer is.
 
 Invariant: no more than CHUNK bytes are held, and `count` is the number of bytes that were read.
@@ -145,8 +146,11 @@ POPULATE_WRITE = 23
 
 
 class Pages:
-    """Creates the pages of fresh memory at once. A read of 1 GiB then takes a tenth less of the processor
-    (`bench/load.py`); where the system does not know the request, nothing happens."""
+    """Creates the pages of fresh memory at once.
+
+    A read of 1 GiB then takes a tenth less of the processor (`bench/load.py`); where the system does not know
+    the request, nothing happens.
+    """
 
     def __init__(self) -> None:
         self._ask = ctypes.CDLL(None).madvise if sys.platform == "linux" else None

@@ -84,8 +84,10 @@ class TensorFile:
 def pack(
     tensors: Sequence[SavedTensor], shard_size: int, single: str = SINGLE, note: dict[str, str] | None = None
 ) -> tuple[TensorFile, ...]:
-    """Divide tensors into files of at most `shard_size` bytes; a larger tensor has a file of its own. Files
-    are cut and named as huggingface_hub does."""
+    """Divide tensors into files of at most `shard_size` bytes; a larger tensor has a file of its own.
+
+    Files are cut and named as huggingface_hub does.
+    """
     for tensor in tensors:
         _check_name(tensor.name)
     groups: list[list[SavedTensor]] = []

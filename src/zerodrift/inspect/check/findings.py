@@ -29,8 +29,8 @@ def run_findings(processes: Sequence[ProcessRecord]) -> list[RunFinding]:
             found += _never_updated(processes, model)
     what = "Gradients are clipped while the loss scale is in them: their norm is thousands of times too "
     what += "large, so every step is clipped to the bone."
-    do = "Call `scaler.unscale_(optimizer)` before clipping."
     lines = [event["line"] for event in first.events if event["kind"] == "clipped_scaled"]
+    do = _CLIPS["deepspeed" if any(library(model) == "deepspeed" for model in first.models) else ""]
     found += [RunFinding("norm-of-scaled-gradients", "grad", (), what, do, line) for line in lines]
     worst: dict[str, float] = {}
     for one in found:
@@ -59,6 +59,15 @@ _ROUTERS = {
     "": "Compute the router's logits in fp32: cast its weight and its input up, with autocast off.",
     "fully_shard": "Give the router a unit of its own in fp32, since a cast adds no digit to gathered 16 "
     "bits: `fully_shard(router, mp_policy=MixedPrecisionPolicy(torch.float32))`.",
+    "fsdp": "Give the router a unit of its own in fp32, since a cast adds no digit to gathered 16 bits: a "
+    "`CustomPolicy` with `MixedPrecision(torch.float32)` for it.",
+    "deepspeed": "Keep the weights in fp32, since `bf16` and `fp16` cast every one: use `torch_autocast` in "
+    "their place, and turn autocast off where the router's logits are computed.",
+}
+
+_CLIPS = {
+    "": "Call `scaler.unscale_(optimizer)` before clipping.",
+    "deepspeed": "Use bfloat16 in `torch_autocast`, which needs no loss scale, or `fp16` in its place.",
 }
 
 _AVERAGES = {
@@ -113,7 +122,7 @@ def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
         found = [p for p in parameters if p.has("compute", dtype) and _is_router(p, model)]
         what = f"Routers compute in {dtype}: logits that differ by less than it resolves send tokens to "
         what += "other experts."
-        is_rounded = any(parameter.has("gather", dtype) for parameter in found)
+        is_rounded = any(p.has("gather", dtype) or p.has("storage", dtype) for p in found)
         do = advice(_ROUTERS, model) if is_rounded else _ROUTERS[""]
         yield from finding("router-in-16-bits", "compute", _names(found), what, do, "", 1 / 2**bits)
         buffers = [name for name, held in model.buffers.items() if held == dtype]

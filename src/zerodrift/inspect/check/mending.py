@@ -38,6 +38,7 @@ def mending(processes: Sequence[ProcessRecord], findings: Sequence[RunFinding]) 
 _TRAINERS = {
     "lightning": ("Lightning", 'Trainer(precision="{}-mixed")', "16"),
     "pytorch_lightning": ("Lightning", 'Trainer(precision="{}-mixed")', "16"),
+    "transformers.trainer": ("transformers", "TrainingArguments({}=True)", "fp16"),
     "accelerate": ("accelerate", 'Accelerator(mixed_precision="{}")', "fp16"),
 }
 """Module -> its name, how it is told a precision, and its word for fp16."""
@@ -47,11 +48,11 @@ def _theirs(process: ProcessRecord, model: ModelRecord, found: set[Kind]) -> tup
     """Return the name of the library that ran, and what to write with it."""
     kind, half = library(model), _half(process.models)
     if kind == "deepspeed":
-        return "DeepSpeed", _deepspeed(found, half)
+        return "DeepSpeed", _deepspeed(model, found, half)
     lines: list[str] = []
     if found & {*_WEIGHTS, "weights-rounded"}:
         lines.append(_line("model = model.float()", found, (*_WEIGHTS, "weights-rounded")))
-    trainer = next((name for name in _TRAINERS if name in process.libraries), "")
+    trainer = next((name for name in _TRAINERS if name in (*process.libraries, process.trainer)), "")
     if kind in _SHARDED:
         units = _wide_units(kind, found) if _gathers_narrow(model) else []
         lines += _sharded(kind, found, half, units)
@@ -84,7 +85,10 @@ def _sharded(kind: str, found: set[Kind], half: str, units: list[str]) -> list[s
     lines = units
     if found & {*_WEIGHTS, *by_policy}:
         lines = [_line(f"policy = {policy}(", found, by_policy), f"    param_dtype=torch.{half},"]
-        lines += ["    reduce_dtype=torch.float32,", ")", *units, call]
+        lines += ["    reduce_dtype=torch.float32,", ")", *units]
+        lines += [] if units and kind == "fsdp" else [call]
+    if units and kind == "fsdp":
+        lines = [*lines, "model = FSDP(model, auto_wrap_policy=units, mixed_precision=policy)"]
     if kind == "fsdp" and _SUMS[0] in found:
         lines = [*lines, _line("# no `with model.no_sync():`", found, _SUMS[:1])]
     return lines
@@ -100,13 +104,17 @@ def _gathers_narrow(model: ModelRecord) -> bool:
 
 
 def _wide_units(kind: str, found: set[Kind]) -> list[str]:
-    """Return the lines that make modules units of their own, which gather fp32, for `fully_shard`."""
-    lines = []
-    for finding, module in _MODULES if kind == "fully_shard" else ():
-        if finding in found:
-            lines.append(_line("wide = MixedPrecisionPolicy(torch.float32)", found, (finding,)))
-            lines.append(f"fully_shard({module}, mp_policy=wide)")
-    return lines
+    """Return the lines that make modules units of their own, which gather fp32."""
+    kinds = [finding for finding, _ in _MODULES if finding in found]
+    modules = [module for finding, module in _MODULES if finding in found]
+    if not modules:
+        return []
+    lines = [_line(f"wide = {_SHARDED[kind][1]}(torch.float32)", found, kinds)]
+    if kind == "fully_shard":
+        return [*lines, *(f"fully_shard({module}, mp_policy=wide)" for module in modules)]
+    is_wide = f"m is {modules[0]}" if len(modules) == 1 else f"m in ({', '.join(modules)})"
+    lines += ["def is_unit(m):", f"    if {is_wide}:", '        return {"mixed_precision": wide}']
+    return [*lines, "    return isinstance(m, Block)", "units = CustomPolicy(is_unit)"]
 
 
 def _script(found: set[Kind]) -> list[str]:
@@ -128,15 +136,40 @@ def _line(code: str, found: set[Kind], kinds: Sequence[Kind]) -> str:
     return f"{code:<{_COMMENT}}  # {mended}" if mended else code
 
 
-def _deepspeed(found: set[Kind], half: str) -> str:
-    if not found & {*_WEIGHTS, *_SUMS}:
-        return "\n".join(_script(found))
-    config: dict[str, object] = {"bf16" if half == "bfloat16" else "fp16": {"enabled": True}}
-    if "rounded-before-accumulation" in found:
+def _deepspeed(model: ModelRecord, found: set[Kind], half: str) -> str:
+    """Return the keys that change, and lines of the script.
+
+    Autocast of DeepSpeed sends the gradients of the modules that it lowers in their dtype, and clips before
+    it divides by a loss scale. Stages below 3 add micro-batches in another dtype than the model's, and keep
+    the average, only from DeepSpeed 0.19.8 on.
+    """
+    short = "bf16" if half == "bfloat16" else "fp16"
+    is_autocast = any(p.has("storage", "float32") and p.has("compute", half) for p in model.parameters)
+    config: dict[str, object] = {}
+    if not is_autocast and found & {*_PINNED}:
+        config = {short: {"enabled": False}, "torch_autocast": _autocast(half)}
+    elif is_autocast and found & {"wire-in-16-bits", "norm-of-scaled-gradients"}:
+        scaled = "norm-of-scaled-gradients" in found
+        config["torch_autocast"] = _autocast("bfloat16" if scaled else half)
+    elif found & {*_WEIGHTS}:
+        config[short] = {"enabled": True, f"{short}_master_weights_and_grads": False}
+        if short == "bf16":
+            config[short] |= {"bf16_optimizer_states": False}
+    if found & {"rounded-before-accumulation", "not-averaged"}:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-    if "wire-in-16-bits" in found:
+        if not is_autocast:
+            config["zero_optimization"] = {"stage": 3}
+    if "wire-in-16-bits" in found and "torch_autocast" not in config:
         config["communication_data_type"] = "fp32"
-    return "\n".join([json.dumps(config, indent=2), *_script(found)])
+    lines = [json.dumps(config, indent=2)] if config else []
+    if short in config and "torch_autocast" in config:
+        lines.append("model = model.float()  # before `deepspeed.initialize`")
+    return "\n".join([*lines, *_script(found)])
+
+
+def _autocast(dtype: str) -> dict[str, object]:
+    """Return the autocast of DeepSpeed without the modules whose gradients it sends in 16 bits."""
+    return {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
 
 
 def _zerodrift(models: Sequence[ModelRecord], findings: Sequence[RunFinding]) -> str:

@@ -122,7 +122,8 @@ _WIRES = {
     "ddp": "Reduce gradients in fp32: leave the communication hook out, and keep the weights in fp32.",
     "fully_shard": "Give `MixedPrecisionPolicy` `reduce_dtype=torch.float32`.",
     "fsdp": "Give `MixedPrecision` `reduce_dtype=torch.float32`.",
-    "deepspeed": 'Set `"communication_data_type": "fp32"`.',
+    "deepspeed": 'Set `"communication_data_type": "fp32"`, or, under `torch_autocast`, which ignores it, '
+    '`"lower_precision_safe_modules": []`.',
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import os
 import sys
 import sysconfig
@@ -111,7 +112,15 @@ def _is_script(file: str) -> bool | None:
     """Return True for a script, False for a library, None for frames between the two."""
     if file.startswith(("<", _HERE)):
         return None
-    return not (file.startswith((_PACKAGE, *_LIBRARIES)) or any(part in file for part in _SITES))
+    return not (file.startswith((_PACKAGE, *_LIBRARIES, *_targets())) or any(part in file for part in _SITES))
+
+
+@functools.cache
+def _targets() -> tuple[str, ...]:
+    """Return the folders of `pip install --target` on the path, which have the names of no environment."""
+    return tuple(
+        folder + os.sep for folder in sys.path if folder and glob.glob(f"{glob.escape(folder)}/*.dist-info")
+    )
 
 
 def _frames() -> Iterator[tuple[str, types.FrameType]]:

@@ -121,6 +121,7 @@ class ProcessRecord:
     models: list[ModelRecord]
     micro_batches: int = 1  # backward passes of the last step
     libraries: dict[str, str] = field(default_factory=dict)
+    trainer: str = ""  # `transformers.trainer` if a script imported it, which builds its own Accelerator
     notes: list[str] = field(default_factory=list)  # sentences on cells that could not be seen, or not surely
     events: list[dict[str, Any]] = field(default_factory=list)
     """Events that make a finding: `{"kind": ..., "line": ...}`."""

@@ -30,6 +30,7 @@ TRIED = ("2.13", "2.15")  # versions of torch
 
 _LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers", "zerodrift")
 _LIBRARIES_OF_LIGHTNING = ("lightning", "pytorch_lightning")
+_TRAINER = "transformers.trainer"
 
 
 def _accelerate_runs() -> bool:
@@ -108,6 +109,7 @@ class Watcher:
         for name in (*_LIBRARIES, *_LIBRARIES_OF_LIGHTNING):
             if sys.modules.get(name) is not None and (name != "accelerate" or _accelerate_runs()):
                 process.libraries[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+        process.trainer = _TRAINER if _TRAINER in sys.modules else ""
         if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
             untried = f"torch {torch.__version__} is not among those that were tried ({', '.join(TRIED)})"
             process.notes.append(f"{untried}: what it does elsewhere than they do may be missing.")

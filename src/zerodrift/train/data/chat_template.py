@@ -158,9 +158,11 @@ def _accepted_form(talk: Conversation, tokenizer: TransformersTokenizer) -> tupl
 
 
 def _call_forms(talk: Conversation) -> Iterator[Conversation]:
-    """Yield a conversation with tool calls in the four forms that templates expect. Some templates write
-    arguments as JSON and want a mapping, others want the text. Some see a call only where the content is
-    missing, others where it is empty."""
+    """Yield a conversation with tool calls in the four forms that templates expect.
+
+    Some templates write arguments as JSON and want a mapping, others want the text. Some see a call only
+    where the content is missing, others where it is empty.
+    """
     for swap_emptiness in (False, True):
         for as_text in (False, True):
             turns = []
@@ -212,8 +214,11 @@ def _answer(
 
 
 def _end(behind: str, behind_the_last: str, tokenizer: TransformersTokenizer) -> int:
-    """Return the number of characters that end an answer. These are the marks and line ends that follow it
-    both inside a conversation and at its end, or else the first mark."""
+    """Return the number of characters that end an answer.
+
+    These are the marks and line ends that follow it both inside a conversation and at its end, or else the
+    first mark.
+    """
     if not tokenizer.inner.is_fast:
         return _common(behind, behind_the_last)
     (here, places), (there, _) = map(tokenizer.encode_with_places, (behind, behind_the_last))

@@ -82,7 +82,10 @@ class Document:
 
 def kind_of(files: Sequence[Path], data: Data) -> str:
     """Return `text`, `prompts`, `chat` or `tokens`; `data.format: auto` looks at the suffixes and the first
-    row. Prompts are texts to continue, as TRL joins them."""
+    row.
+
+    Prompts are texts to continue, as TRL joins them.
+    """
     if data.format != "auto":
         return "text" if data.format == "files" else data.format
     token_files = [file for file in files if file.suffix.lower() in TOKEN_SUFFIXES]

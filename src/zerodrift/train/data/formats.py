@@ -104,8 +104,10 @@ def _is_rows(start: bytes) -> bool:
 
 
 def _is_one_line(start: bytes, kind: type = dict) -> bool:
-    """Return True if the first line is a whole object, or an array that another line follows. An object
-    longer than the part that is read counts as one line."""
+    """Return True if the first line is a whole object, or an array that another line follows.
+
+    An object longer than the part that is read counts as one line.
+    """
     line, end, rest = start.partition(b"\n")
     if kind is dict and not end and len(start) > _HEAD // 2:
         return True

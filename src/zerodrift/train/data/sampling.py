@@ -56,8 +56,10 @@ def blocks_of(indices: np.ndarray, micro_batch: int, size: int) -> np.ndarray:
 
 
 def permute(place: int, count: int, key: int) -> int:
-    """Return where `place` goes in a permutation of `range(count)`. A Feistel network permutes the next power
-    of four. A result outside the range goes through again."""
+    """Return where `place` goes in a permutation of `range(count)`.
+
+    A Feistel network permutes the next power of four. A result outside the range goes through again.
+    """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
     while True:
@@ -120,8 +122,10 @@ class Mixture:
 
 
 class MixtureSampler:
-    """The order of the blocks of several sets, which have `counts` blocks. Among as many samples as there
-    are blocks in all, each set has its `shares`."""
+    """The order of the blocks of several sets, which have `counts` blocks.
+
+    Among as many samples as there are blocks in all, each set has its `shares`.
+    """
 
     def __init__(self, counts: tuple[int, ...], shares: tuple[int, ...], seed: int) -> None:
         self._order, self._total = BlockSampler(sum(counts), seed), sum(counts)
@@ -180,9 +184,11 @@ def lengths_of(blocks: Blocks | Mixture) -> np.ndarray:
 
 
 class GroupedSampler:
-    """The order of another sampler, with blocks of like length in one micro-batch. A window of steps takes
-    the blocks that it would take anyway, ordered by length, and deals them to its steps in an order of its
-    own. A step still depends on its number alone."""
+    """The order of another sampler, with blocks of like length in one micro-batch.
+
+    A window of steps takes the blocks that it would take anyway, ordered by length, and deals them to its
+    steps in an order of its own. A step still depends on its number alone.
+    """
 
     def __init__(self, order: BlockSampler | MixtureSampler, lengths: np.ndarray, seed: int) -> None:
         self.lengths = lengths
@@ -219,8 +225,10 @@ def padding_shares(
 
 
 def window(number: int, samples: int, count: int) -> tuple[int, int]:
-    """Return the first step and the size of a step's window. No window reaches over the end of an epoch of
-    `count` blocks: a step that does is a window by itself."""
+    """Return the first step and the size of a step's window.
+
+    No window reaches over the end of an epoch of `count` blocks: a step that does is a window by itself.
+    """
     epoch = number * samples // count
     first, end = -(-epoch * count // samples), (epoch + 1) * count // samples
     if not first <= number < end:
@@ -321,8 +329,10 @@ def micro_batch(
 def validation_batches(
     blocks: Blocks | Mixture, seat: BatchLayout, most: int | None
 ) -> Iterator[tuple[MicroBatch, int]]:
-    """Deal the first `most` validation blocks to ranks in turns, the same every time. Yields a micro-batch
-    and its labels; none for a batch that only gives all ranks as many forwards."""
+    """Deal the first `most` validation blocks to ranks in turns, the same every time.
+
+    Yields a micro-batch and its labels; none for a batch that only gives all ranks as many forwards.
+    """
     stride = seat.ranks * seat.micro
     count = len(blocks) if most is None else min(most, len(blocks))
     for turn in range(-(-count // stride)):

@@ -69,9 +69,11 @@ class ByteTokenizer:
 
 
 class TransformersTokenizer:
-    """A tokenizer that `transformers` reads. Every token is below `vocabulary`. The `start` tokens begin a
-    text, as Llama's `<s>` does; `end` ends a document and pads; `marks` are the special tokens by their
-    spelling."""
+    """A tokenizer that `transformers` reads.
+
+    Every token is below `vocabulary`. The `start` tokens begin a text, as Llama's `<s>` does; `end` ends a
+    document and pads; `marks` are the special tokens by their spelling.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
@@ -219,9 +221,11 @@ def _windows(pieces: Iterator[str], tokenizer: TransformersTokenizer) -> Iterato
 def _tokens_from(
     text: str, done: int, last: Tokens, tokenizer: TransformersTokenizer
 ) -> tuple[Tokens, np.ndarray]:
-    """Return the tokens from `done` on and their places. As little of the text in front is encoded as makes
-    the tokens meet the `last` ones. If they never meet, as in an endless run of spaces, encoding begins at
-    `done`."""
+    """Return the tokens from `done` on and their places.
+
+    As little of the text in front is encoded as makes the tokens meet the `last` ones. If they never meet, as
+    in an endless run of spaces, encoding begins at `done`.
+    """
     met: tuple[Tokens, np.ndarray] | None = None
     for before in (OVERLAP, WINDOW) if done else ():
         first = max(0, text.rfind("\n", 0, max(0, done - before)))

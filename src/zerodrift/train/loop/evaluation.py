@@ -46,8 +46,10 @@ def evaluate(session: Session) -> tuple[float, int]:
 
 
 class BestEvaluation:
-    """The lowest validation loss so far, and the number of evaluations after it. It depends on the losses in
-    their order alone, so a resumed run knows what an unbroken one would."""
+    """The lowest validation loss so far, and the number of evaluations after it.
+
+    It depends on the losses in their order alone, so a resumed run knows what an unbroken one would.
+    """
 
     def __init__(self, patience: int, losses: Iterable[float | None] = ()) -> None:
         """`patience` is how many evaluations may follow the best; 0 for any number."""
@@ -72,9 +74,12 @@ class BestEvaluation:
 
 
 def continue_prompt(engine: Engine, letters: Tokenizer, prompt: str) -> str:
-    """Continue a prompt greedily with the engine's own forward, for the page of the run. Collective. All
-    ranks run each forward, so a model that fits no single rank writes too. It has no cache, and suits a few
-    dozen tokens. It ends at the end token, at the model's positions, or after `LONGEST` tokens."""
+    """Continue a prompt greedily with the engine's own forward, for the page of the run.
+
+    Collective. All ranks run each forward, so a model that fits no single rank writes too. It has no cache,
+    and suits a few dozen tokens. It ends at the end token, at the model's positions, or after `LONGEST`
+    tokens.
+    """
     given = [*letters.start, *map(int, letters.encode(prompt))] or [letters.end]
     room = positions(engine.module)
     written: list[int] = []

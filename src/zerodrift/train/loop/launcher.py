@@ -80,8 +80,11 @@ class LaunchRequest:
 
 
 def write_failure(path: str, message: str, refused: bool, when: float) -> None:
-    """Write the error of a rank. By `when`, on one clock for all ranks, the first causes the others.
-    `refused` is whether zerodrift refused something; False for a defect of the program."""
+    """Write the error of a rank.
+
+    By `when`, on one clock for all ranks, the first causes the others. `refused` is whether zerodrift refused
+    something; False for a defect of the program.
+    """
     beside = Path(path).with_suffix(".writing")
     beside.write_text(json.dumps({"when": when, "message": message, "refused": refused}))
     beside.replace(path)
@@ -210,8 +213,10 @@ def _is_in_order(code: int) -> bool:
 
 
 def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
-    """Return the error of the rank that failed first. A killed rank writes no error, and comes before those
-    that only missed it."""
+    """Return the error of the rank that failed first.
+
+    A killed rank writes no error, and comes before those that only missed it.
+    """
     failures = [(json.loads(rank.failure.read_text()), rank) for rank in failed if rank.failure.is_file()]
     failures.sort(key=lambda pair: pair[0]["when"])
     silent = [rank for rank in failed if not rank.failure.is_file()]

@@ -1,5 +1,6 @@
-"""Build the model of a job: weights, adapters, frozen parameters, recomputation and loss. Check it against
-the data: its vocabulary, its positions, and what its tokens see.
+"""Build the model of a job: weights, adapters, frozen parameters, recomputation and loss.
+
+Check it against the data: its vocabulary, its positions, and what its tokens see.
 
 A source is a folder with a `transformers` config and perhaps weights, a config file alone, or a function. The
 blocks that are recomputed and compiled are the units of the plan, which are also what is gathered.
@@ -92,9 +93,11 @@ def source_of(written: Model) -> ModelSource:
 
 
 def build(written: Model, source: ModelSource) -> nn.Module:
-    """Return the model in training mode. A model of `transformers` has no memory for its parameters yet: the
-    engine reads or draws each rank's own slices. Except that adapters on random weights need those in
-    memory."""
+    """Return the model in training mode.
+
+    A model of `transformers` has no memory for its parameters yet: the engine reads or draws each rank's own
+    slices. Except that adapters on random weights need those in memory.
+    """
     torch.manual_seed(written.seed)  # for first values, drawn here or by the engine
     if source.config is None:
         model = make(source.text)
@@ -234,10 +237,12 @@ def require_whole(folder: Path, missing: Iterable[str], unexpected: Iterable[str
 
 
 class SmoothedLoss:
-    """The loss function of a causal language model, with labels smoothed where gradients are needed. Models
-    of `transformers` call a function that can be replaced, also in the last stage of a pipeline, and add the
-    losses of routers to it. Evaluations keep the plain loss, so that perplexity means the same in every run.
-    The smoothed loss is that of `transformers.trainer_pt_utils.LabelSmoother`."""
+    """The loss function of a causal language model, with labels smoothed where gradients are needed.
+
+    Models of `transformers` call a function that can be replaced, also in the last stage of a pipeline, and
+    add the losses of routers to it. Evaluations keep the plain loss, so that perplexity means the same in
+    every run. The smoothed loss is that of `transformers.trainer_pt_utils.LabelSmoother`.
+    """
 
     def __init__(self, share: float, plain: Callable[..., torch.Tensor]) -> None:
         self.was_called = False
@@ -357,9 +362,12 @@ def check_causal(model: nn.Module, source: str) -> None:
 
 
 def require_document_mask(engine: Engine, seat: BatchLayout, length: int, vocabulary: int) -> None:
-    """Refuse `data.attend: document` for a model that lets documents of a block see each other. Collective.
-    The model gets positions that start again with each document, from which those of `transformers` make a
-    mask. Some have no mask, and carry a state from one document into the next. Nothing of the run changes."""
+    """Refuse `data.attend: document` for a model that lets documents of a block see each other.
+
+    Collective. The model gets positions that start again with each document, from which those of
+    `transformers` make a mask. Some have no mask, and carry a state from one document into the next. Nothing
+    of the run changes.
+    """
     where, todo, name = "data.attend", "Use `data.attend: block`.", type(engine.module).__name__
     if engine.plan.policy.pipeline is not None:
         raise ConfigError(where, "must be `block` with `config.pipeline`", got="'document'", do=todo)

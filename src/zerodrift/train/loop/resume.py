@@ -121,8 +121,10 @@ def load(checkpoints: Checkpoints, path: Path, job: Job, engine: Engine) -> tupl
 
 
 def _restore_numbers(engine: Engine, own: Sequence[Mapping[str, Any]], schedule_is_new: bool) -> None:
-    """Restore rates, betas and weight decay of this run's config, and a loss scale that is constant. The
-    schedule goes on at the place where the checkpoint was saved."""
+    """Restore rates, betas and weight decay of this run's config, and a loss scale that is constant.
+
+    The schedule goes on at the place where the checkpoint was saved.
+    """
     if engine.optimizer is not None:
         for group, options in zip(engine.optimizer.param_groups, own, strict=True):
             group.update(options)

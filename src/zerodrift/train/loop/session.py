@@ -175,7 +175,9 @@ class Session:
 
     def export(self, folder: Path) -> None:
         """Write the model in the dtypes of the `export` column; adapters with the digest of their base.
-        Collective."""
+
+        Collective.
+        """
         engine = self.engine
         if self.job.model.lora is None:
             export(engine, folder, overwrite=True)

@@ -45,8 +45,10 @@ def train(
 def evaluate(
     source: str, overrides: Sequence[str] = (), nproc: int | None = None, debug: bool = False
 ) -> int:
-    """Evaluate the newest checkpoint, or the one that `run.resume` names; return the exit code. Nothing is
-    trained, and the run stays as it is."""
+    """Evaluate the newest checkpoint, or the one that `run.resume` names; return the exit code.
+
+    Nothing is trained, and the run stays as it is.
+    """
     from zerodrift.train.loop.evaluation import overrides_to_evaluate
 
     job, _ = read_job(source, overrides)

@@ -1,5 +1,6 @@
-"""Run one optimizer step of a job: this rank's micro-batches in, the losses of all ranks out. Find where a
-loss or gradient that is not finite comes from, and say what helps against a lack of memory.
+"""Run one optimizer step of a job: this rank's micro-batches in, the losses of all ranks out.
+
+Find where a loss or gradient that is not finite comes from, and say what helps against a lack of memory.
 
 A step depends on the job, its number and the state before it. Under `reduce.order: tree` it does not depend
 on the number of ranks. The ranks of a pipeline get the same micro-batches and the same losses.
@@ -93,7 +94,10 @@ def has_finite_gradient(engine: Engine, batch: MicroBatch, name: str) -> bool:
 
 class StepDigests:
     """Takes digests of one step, for `zerodrift replay`: its gradients before the update, and the state
-    after. Two runs that computed the same bits have the same digests, on any number of ranks."""
+    after.
+
+    Two runs that computed the same bits have the same digests, on any number of ranks.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -157,9 +161,12 @@ class NonFiniteStep:
 def find_nonfinite(
     engine: Engine, step: int, batches: Sequence[MicroBatch], losses: Sequence[float], result: StepResult
 ) -> NonFiniteStep:
-    """Find where a skipped step comes from. Collective. A skipped step leaves the parameters as they were, so
-    it can be examined. A loss that is not finite names its micro-batch. If only a gradient is not, the
-    micro-batches run once more, one by one, until one leaves such a gradient."""
+    """Find where a skipped step comes from.
+
+    Collective. A skipped step leaves the parameters as they were, so it can be examined. A loss that is not
+    finite names its micro-batch. If only a gradient is not, the micro-batches run once more, one by one,
+    until one leaves such a gradient.
+    """
     rank = engine.mesh.rank("data")
 
     def gathered(mine: list[BadMicroBatch]) -> list[BadMicroBatch]:

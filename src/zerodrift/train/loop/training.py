@@ -57,8 +57,10 @@ class _Clock:
 
 
 class StepRecorder:
-    """Records the steps of `run.profile` on one rank: a trace for Perfetto or chrome://tracing. A recorded
-    run computes the same bits."""
+    """Records the steps of `run.profile` on one rank: a trace for Perfetto or chrome://tracing.
+
+    A recorded run computes the same bits.
+    """
 
     def __init__(self, wanted: Profile | None, folder: Path, rank: int, device: str) -> None:
         self._wanted, self.folder, self._rank, self._device = wanted, folder, rank, device

@@ -61,8 +61,10 @@ class StepMetrics:
 
 
 class RunLines:
-    """The lines of a run in memory: steps as columns of 88 bytes a step, all others as they are. Iterates
-    over the lines that are not steps. A value that is not a finite number counts as missing."""
+    """The lines of a run in memory: steps as columns of 88 bytes a step, all others as they are.
+
+    Iterates over the lines that are not steps. A value that is not a finite number counts as missing.
+    """
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         self._columns = {field.name: array("d") for field in fields(StepMetrics)}
@@ -231,8 +233,10 @@ def check_boards(run: Run) -> None:
 
 
 def _boards(folder: RunFolder, run: Run, after: int) -> list[tuple[Write, Callable[[], None]]]:
-    """Open the boards of a run: how each writes the numbers of a step, and how it is closed. A resumed run
-    goes on in the same curves."""
+    """Open the boards of a run: how each writes the numbers of a step, and how it is closed.
+
+    A resumed run goes on in the same curves.
+    """
     boards: list[tuple[Write, Callable[[], None]]] = []
     if run.tensorboard:
         from torch.utils.tensorboard import SummaryWriter

@@ -99,8 +99,11 @@ def _padding(job: Job, prepared: PreparedData, steps: int, plan: Plan) -> str:
 
 
 def preview(job: Job, *, color: bool, width: int) -> str:
-    """Return what was read, and the first blocks in the order of training. Learned text stands between `[[`
-    and `]]`, and is green where there is colour. Blocks are made if they are not in the cache."""
+    """Return what was read, and the first blocks in the order of training.
+
+    Learned text stands between `[[` and `]]`, and is green where there is colour. Blocks are made if they are
+    not in the cache.
+    """
     require_validation(job)
     letters = tokenizer(job.data.tokenizer, job.model.source)
     source = models.source_of(job.model)
@@ -147,8 +150,11 @@ def _shortened(text: str) -> str:
 
 
 def environment(command: str, computed: Mapping[str, object]) -> dict[str, str]:
-    """Return the facts that can be found out; `computed` is what the bits of a run depend on. The `folder` is
-    the working folder, which relative paths of a job start from. Versions are those of imported packages."""
+    """Return the facts that can be found out; `computed` is what the bits of a run depend on.
+
+    The `folder` is the working folder, which relative paths of a job start from. Versions are those of
+    imported packages.
+    """
     # The commit of the working folder, `-dirty` with other files; empty outside of a repository.
     command_of_git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     commit = ""

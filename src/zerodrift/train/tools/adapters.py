@@ -177,8 +177,10 @@ def base_name(name: str) -> str:
 
 
 def base_digest(model: nn.Module, weights: Path | None = None) -> str:
-    """Return a digest of evenly spread values of each parameter but adapters, whatever their dtype. The files
-    of `weights` have the values of parameters without memory."""
+    """Return a digest of evenly spread values of each parameter but adapters, whatever their dtype.
+
+    The files of `weights` have the values of parameters without memory.
+    """
     digest, files = hashlib.blake2b(digest_size=12), None
     if weights is not None:
         spec = describe(model)

@@ -32,7 +32,9 @@ def merge(
     source: Path, target: Path, options: ConvertOptions | None = None, base_path: str | None = None
 ) -> ConversionResult:
     """Write the model that the adapters at `source` and their base make, by default in the dtype of the base.
-    Without a `base_path` the base is that of the training."""
+
+    Without a `base_path` the base is that of the training.
+    """
     options = options or ConvertOptions()
     adapters.require_peft("--merge")
     dtype = exported_dtype(options.dtype)

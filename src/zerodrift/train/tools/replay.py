@@ -80,8 +80,10 @@ def _recorded(folder: RunFolder, lines: Lines) -> dict[int, Mapping[str, Any]]:
 
 
 def _batch(plan: Plan, ranks: int) -> list[str]:
-    """Return overrides for another number of ranks, or say why they cannot have the plan's micro-batches. A
-    pipeline stays one if its stages have equally many ranks, and is left out otherwise."""
+    """Return overrides for another number of ranks, or say why they cannot have the plan's micro-batches.
+
+    A pipeline stays one if its stages have equally many ranks, and is left out otherwise.
+    """
     batch, mesh = plan.policy.batch, plan.mesh
     if ranks == mesh.world:
         return []
@@ -191,8 +193,10 @@ def compare_step(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 def difference_lines(
     found: Mapping[str, Sequence[Any]], units: int, plan: Plan, changed: Sequence[str]
 ) -> list[str]:
-    """Return what differs in a step of a run with this plan, and where to look for the cause. `changed` are
-    circumstances of the computation."""
+    """Return what differs in a step of a run with this plan, and where to look for the cause.
+
+    `changed` are circumstances of the computation.
+    """
 
     def few(names: Sequence[str]) -> str:
         more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""

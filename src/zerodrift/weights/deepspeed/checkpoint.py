@@ -66,7 +66,9 @@ class StageContents:
 
 def open_deepspeed(path: Path, tag: str = "", trust: bool = False, optimizer: str = "") -> ConvertSource:
     """Open the checkpoint in a folder, or of a `tag` in it, by default the one that `latest` names.
-    `optimizer` overrides the meaning of the moments."""
+
+    `optimizer` overrides the meaning of the moments.
+    """
     folder = find_tag(path, tag)
     try:
         return _read(read_files(folder, trust), optimizer)

@@ -57,8 +57,11 @@ def _names_by_shape(
     groups: Sequence[Mapping[str, Any]],
     moments: Mapping[int, Mapping[str, torch.Tensor]],
 ) -> dict[int, str]:
-    """Return the name of each number, or nothing if there is a choice. A group's parameters are in the order
-    of the model; if it holds all parameters of its shapes, there is one way to assign them."""
+    """Return the name of each number, or nothing if there is a choice.
+
+    A group's parameters are in the order of the model; if it holds all parameters of its shapes, there is one
+    way to assign them.
+    """
     names: dict[int, str] = {}
     for options in groups:
         found = [{moment.shape for moment in moments.get(k, {}).values()} for k in options["params"]]
