@@ -52,49 +52,6 @@ def test_both_ends_of_a_range_are_cells_of_the_matrix(name: str, matrix: ModuleT
         assert any(version == end or version.startswith(f"{end}.") for version in found), end
 
 
-def test_a_cell_that_cannot_be_made_is_said_and_left_out(
-    matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    cells = (matrix.Cell("3.99", "2.15.0", "5.23.0", "", ("quick",)), matrix.CELLS[0])
-    home = tmp_path / f"py{cells[1].python}-torch{cells[1].torch}-tf{cells[1].transformers}"
-    ran = []
-    made_elsewhere = matrix.make_environment
-
-    def made(folder: Path, python: str, *lists: Any) -> Path:
-        return folder / "bin" / "python" if folder == home else made_elsewhere(folder, python, *lists)
-
-    monkeypatch.setattr(matrix, "make_environment", made)
-    monkeypatch.setattr(matrix, "CELLS", cells)
-    monkeypatch.setattr(matrix, "run", lambda python, suite: (python, suite))
-    monkeypatch.setattr(matrix, "keep", ran.append)
-    monkeypatch.setattr(sys, "argv", ["matrix.py", "all", str(tmp_path)])
-    matrix.main()
-    told = capfd.readouterr()
-    assert "== Python 3.99, torch 2.15.0" in told.out and "python3.99" in told.err
-    assert ran == [(home / "bin" / "python", suite) for suite in cells[1].suites]
-
-
-def test_a_row_is_kept_once(matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix, "PAGE", tmp_path / "support.md")
-    first = matrix.Row("3.11.7", "2.15.0", "5.23.0", "-", "quick", "9", "1 `test_a`", "0", "2026-01-01")
-    other = matrix.Row("3.11.7", "2.14.1", "5.23.0", "-", "quick", "9", "0", "1", "2026-01-01")
-    again = matrix.Row("3.11.7", "2.15.0", "5.23.0", "-", "quick", "10", "0", "0", "2026-01-02")
-    for row in (first, other, again):
-        matrix.keep(row)
-    assert matrix.rows_of(matrix.PAGE.read_text()) == [other, again]
-
-
-def test_counts_are_those_of_the_report(matrix: ModuleType, tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    cases = (
-        '<testcase name="a"/><testcase name="b[1]"><failure/></testcase>'
-        '<testcase name="b[2]"><failure/></testcase><testcase name="c"><skipped/></testcase>'
-        '<testcase name="d"><error/></testcase>'
-    )
-    report.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    assert matrix.counts(report) == {"passed": "1", "failed": "3 `b` `d`", "skipped": "1"}
-
-
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_another_torch_or_python_is_another_environment(tmp_path: Path) -> None:
     def would(*asked: str) -> str:
