@@ -35,7 +35,6 @@ def format_of(word: str) -> DType:
     ("world", "mode", "gather"),
     [
         (1, "bf16", "fp8"),
-        (2, "bf16", "fp8"),
         (2, "autocast-bf16", "mxfp8"),
         (2, "fp32", "int8"),
         (4, "fp16", "fp8"),
@@ -55,15 +54,21 @@ def test_a_narrow_gather_is_the_same_bits_at_every_stage(world: int, mode: str, 
 
 @pytest.mark.second
 @pytest.mark.parametrize(
-    ("wire", "replicate"),
+    ("wire", "replicate", "whens"),
     [
-        *(("fp8", 2), ("int4", 1)),
-        *(pytest.param(wire, number, marks=pytest.mark.slow) for wire in WIRES for number in (1, 2)),
+        *(("fp8", 2, ("every",)), ("int4", 1, ("last",))),
+        *(
+            pytest.param(wire, number, ("last", "every"), marks=pytest.mark.slow)
+            for wire in WIRES
+            for number in (1, 2)
+        ),
     ],
 )
 @on_ranks(4, timeout=200)
-def test_a_narrow_wire_is_the_same_bits_at_every_stage(wire: str, replicate: int) -> None:
-    for when in ("last", "every"):
+def test_a_narrow_wire_is_the_same_bits_at_every_stage(
+    wire: str, replicate: int, whens: tuple[str, ...]
+) -> None:
+    for when in whens:
         reduce = {"wire": wire, "when": when}
         found = []
         for stage in (0, 3):

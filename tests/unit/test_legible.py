@@ -6,7 +6,6 @@ import io
 import pickle
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rich.console import Console
 
 from tests.unit.at_random import ODD_NAMES
 from tests.unit.models import moe
+from tests.unit.test_report_page import read
 from zerodrift import Plan, cost, errors, make_plan
 from zerodrift.cli import streams
 from zerodrift.dtypes import DType
@@ -125,25 +125,15 @@ def test_brackets_are_no_markup(plan: Plan) -> None:
     assert "[red]a[/red].[bold].weight" in text
 
 
-class _Page(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.add(tag)
-        assert not any(name.startswith("on") for name, _ in attrs)
-
-
 def test_a_page_holds_no_element_of_somebody_elses(plan: Plan) -> None:
     made = page.plan_page(plan, cost(plan), rows.group_rows(plan))
     is_legible("\n".join(line[:100] for line in made.split("\n")))
     assert "\x1b" not in made and "alert(1)</script>" not in made
-    reader, plain = _Page(), _Page()
-    reader.feed(made)
+    reader = read(made)
     usual = make_plan({"bf16": {"enabled": True}}, moe(tie=True), 2)
-    plain.feed(page.plan_page(usual, cost(usual), rows.group_rows(usual)))
-    assert "img" not in reader.tags and reader.tags - plain.tags <= {"wbr", "ul", "li", "b"}
+    plain = read(page.plan_page(usual, cost(usual), rows.group_rows(usual)))
+    assert not any(name.startswith("on") for name, _ in reader.attributes) and "img" not in reader.tags
+    assert {*reader.tags} - {*plain.tags} <= {"wbr", "ul", "li", "b"}
 
 
 @pytest.mark.parametrize("width", [4, 10, 37, 80, 100])
