@@ -6,6 +6,7 @@ gathered with the root.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -202,17 +203,27 @@ def test_a_checkpoint_of_one_layout_is_loaded_into_the_other(tmp_path: Path) -> 
     require_alike(before, finish(engine))
 
 
+COPIED: dict[str, tuple[dict[str, Any], Any]] = {
+    "bf16": ({}, partial(GPT, moe=True)),
+    "fp32": ({"gather": "int8", "frozen": "nf4"}, adapted),
+    "autocast-bf16": ({"gather": "fp32", "rules": [{"match": "*.norm*", "pin": "fp32"}]}, GPT),
+}
+
+
 @pytest.mark.parametrize(
-    ("world", "copies"), [(4, 2), *(pytest.param(each, each, marks=pytest.mark.slow) for each in (3, 4))]
+    ("world", "copies", "modes"),
+    [
+        (4, 2, ("bf16", "fp32")),
+        pytest.param(4, 2, ("autocast-bf16",), marks=pytest.mark.slow),
+        *(pytest.param(each, each, COPIED, marks=pytest.mark.slow) for each in (3, 4)),
+    ],
 )
 @on_ranks("world", timeout=200)
-def test_a_second_copy_changes_where_a_backward_gathers_and_no_value(world: int, copies: int) -> None:
-    pinned = {"gather": "fp32", "rules": [{"match": "*.norm*", "pin": "fp32"}]}
-    for mode, precision, model in (
-        ("bf16", {}, partial(GPT, moe=True)),
-        ("fp32", {"gather": "int8", "frozen": "nf4"}, adapted),
-        ("autocast-bf16", pinned, GPT),
-    ):
+def test_a_second_copy_changes_where_a_backward_gathers_and_no_value(
+    world: int, copies: int, modes: Iterable[str]
+) -> None:
+    for mode in modes:
+        precision, model = COPIED[mode]
         found = []
         for ranks in (1, copies):
             sharding = {"secondary": ranks}
