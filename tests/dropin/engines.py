@@ -268,28 +268,7 @@ def _train_by_a_file(run: Run, text: str, number: int = 0) -> None:
     run.train(engine, 1, first=number)
 
 
-# --- functions ----------------------------------------------------------------------------------------------
-
-
-def a_gradient_of_the_input(run: Run) -> None:
-    """`torch.func.grad` and `vmap` through the engine, between steps."""
-    engine, x = run.engine(Net()), run.data(7)
-    run.train(engine, 1)
-    run.tell("grad", torch.func.grad(lambda x: engine(x).sum())(x))
-    run.tell("vmap", torch.func.vmap(lambda row: engine(row[None])[0])(x))
-    run.tell("jacobian", torch.func.jacrev(lambda x: engine(x).sum(0))(x))
-    run.train(engine, 1, first=1)
-
-
-def other_parameters(run: Run) -> None:
-    """`torch.func.functional_call` with values of one's own, and its gradient."""
-    engine, x = run.engine(Net()), run.data(7)
-    run.train(engine, 1)
-    values = run.weights(engine.module)
-    run.tell("call", torch.func.functional_call(engine.module, values, (x,)))
-    grads = torch.func.grad(lambda v: torch.func.functional_call(engine.module, v, (x,)).sum())(values)
-    run.tell("grads", grads)
-    run.train(engine, 1, first=1)
+# --- names --------------------------------------------------------------------------------------------------
 
 
 def parameters_with_names(run: Run) -> None:
@@ -322,7 +301,5 @@ SCRIPTS = (
     Script(what_is_asserted, alike=BELOW_3[:2], why="`no_sync` itself is asserted"),
     *([Script(files_that_are_no_json)] if importlib.util.find_spec("hjson") else []),
     Script(a_file_that_is_json),
-    Script(a_gradient_of_the_input, alike=BELOW_3, why="it crashes"),
-    Script(other_parameters, alike=BELOW_3, why="it crashes"),
     Script(parameters_with_names),
 )

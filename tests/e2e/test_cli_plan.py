@@ -174,10 +174,6 @@ def test_html_is_written_beside_the_text(files: Files, tmp_path: Path) -> None:
     assert digest in text and digest[:12] in done.stdout
 
 
-def test_a_plan_for_thousands_of_ranks(files: Files) -> None:
-    assert "shard 4096 (4,096 ranks)" in ok("plan", *files, "--world-size", "4096")
-
-
 def test_plans_do_not_import_torch(files: Files) -> None:
     code = (
         "import sys\n"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import commands
+from tests.e2e.launching import deepspeed
 from zerodrift import startup
 from zerodrift.errors import ZerodriftError
 
@@ -201,3 +202,17 @@ def test_the_command_deepspeed_is_there_where_deepspeed_is_not(folder: Path) -> 
         assert f"rank {rank} of 2 at {rank} {rank}" in done.stdout
     done = run("--num_nodes=2 train.py")
     assert done.returncode == 2 and "torchrun --nnodes" in done.stderr
+
+
+@pytest.mark.skipif(
+    not Path(sys.executable).with_name("deepspeed").exists(),
+    reason="needs the command `deepspeed`, which is not installed",
+)
+def test_the_command_of_deepspeed_itself_starts_a_script_that_imports_the_drop_in(folder: Path) -> None:
+    mine = TRAIN.replace("argparse, deepspeed,", "argparse, zerodrift.deepspeed as deepspeed,")
+    (folder / "mine.py").write_text(mine.replace("from deepspeed.", "from zerodrift.deepspeed."))
+    deepspeed(folder / "mine.py", ["--deepspeed", "--deepspeed_config", "ds.json"], folder)
+    said = (folder / "output").read_text()
+    for rank in range(2):
+        assert f"rank {rank} of 2 at {rank} {rank}" in said, said
+    assert "trained on zerodrift.deepspeed.engine" in said

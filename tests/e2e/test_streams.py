@@ -14,7 +14,7 @@ from zerodrift.cli import app
 from zerodrift.train.loop.start import train
 
 COMMAND = f"{sys.executable} -m zerodrift"
-PRINTERS = ("support", "--help", "--version", "plan --help")
+PRINTERS = ("support", "--help")
 
 
 def shell(line: str, **environment: str | None) -> subprocess.CompletedProcess[str]:

@@ -5,10 +5,7 @@ Invariant: what is read is right or an error, and what is written stays written.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +15,6 @@ from torch import Tensor, nn
 from tests.habits.loop import Habit, Loop, Trainer, habits_of, refused, refused_cases
 from tests.habits.networks import (
     ORDER,
-    WIDTH,
     Block,
     Made,
     Net,
@@ -65,20 +61,10 @@ def an_average_of_weights(loop: Loop) -> None:
     fit(loop, net, seed=5)
 
 
-def an_averaged_model(loop: Loop) -> None:
-    """`torch.optim.swa_utils.AveragedModel` over the module, updated inside `gathered`."""
-    net = loop.train(Net())
-    with net.gathered():
-        average = torch.optim.swa_utils.AveragedModel(net.module)
-    for _ in steps_of(loop, net):
-        with net.gathered():
-            average.update_parameters(net.module)
-    with torch.no_grad():
-        loop.see("with the average", average(loop.data(9)))
-
-
 def values_that_are_kept(loop: Loop) -> None:
     """What `gathered` gave is used after it: printed, cloned, made numpy, pickled, saved."""
+    from safetensors.torch import load, save
+
     net = loop.train(Net())
     fit(loop, net)
     with net.gathered() as full:
@@ -92,17 +78,8 @@ def values_that_are_kept(loop: Loop) -> None:
     torch.save(state, file)
     file.seek(0)
     loop.see("saved", torch.load(file)["head.weight"])
+    loop.see("saved by others", load(save({name: value.detach() for name, value in state.items()})))
     fit(loop, net)
-
-
-def values_that_are_saved_by_others(loop: Loop) -> None:
-    """safetensors, of what was kept."""
-    from safetensors.torch import load, save
-
-    net = loop.train(Net())
-    with net.gathered():
-        state = {name: value.detach() for name, value in net.module.state_dict().items()}
-    loop.see("saved", load(save(state)))
 
 
 def a_gather_in_a_gather(loop: Loop) -> None:
@@ -114,32 +91,6 @@ def a_gather_in_a_gather(loop: Loop) -> None:
         with torch.no_grad():
             loop.see("called", net(loop.data(0)))
         loop.see("after a call", [full["blocks.0.up.weight"], net.module.blocks[0].up.weight])
-    fit(loop, net)
-
-
-def a_copy_of_the_model(loop: Loop) -> None:
-    """deepcopy inside `gathered`: a target network that is used as it is."""
-    net = loop.train(Net())
-    with net.gathered():
-        target = copy.deepcopy(net.module)
-    target.requires_grad_(False)
-
-    def loss(x: Tensor) -> Tensor:
-        return square(net(x) - target(x) - 1.0)
-
-    fit(loop, net, loss)
-    loop.see("target", dict(target.named_parameters()))
-
-
-def a_pickled_model(loop: Loop) -> None:
-    """The module pickled inside `gathered`, hooks and all."""
-    net = loop.train(Net())
-    fit(loop, net)
-    with net.gathered():
-        text = pickle.dumps(net.module)
-    other = pickle.loads(text)
-    with torch.no_grad():
-        loop.see("unpickled", other(loop.data(9)))
     fit(loop, net)
 
 
@@ -157,13 +108,6 @@ def a_penalty_outside_of_gathered(loop: Loop, net: Trainer, x: Tensor) -> Tensor
     """The same without `gathered`: right, or an error, and no NaN."""
     penalty = sum(parameter.float().square().sum() for parameter in net.module.parameters())
     return square(net(x)) + 0.01 * penalty
-
-
-def statistics_outside_of_gathered(loop: Loop) -> None:
-    """The norm of the weights for a log."""
-    net = loop.train(Net())
-    fit(loop, net, steps=1)
-    loop.see("norm of weights", sum(p.detach().float().norm() for p in net.module.parameters()))
 
 
 def names_shapes_and_counts(loop: Loop) -> None:
@@ -188,50 +132,6 @@ def gradients_for_a_log(loop: Loop) -> None:
 
 
 # --- writing --------------------------------------------------------------------------------------------
-
-
-def weights_that_are_clamped(loop: Loop) -> None:
-    """WGAN, inside `gathered(write=True)`."""
-    net = loop.train(Net())
-    for _ in steps_of(loop, net):
-        with net.gathered(write=True) as full:
-            for value in full.values():
-                value.clamp_(-0.125, 0.125)
-
-
-def written_outside(loop: Loop, write: Callable[[nn.Module], Any]) -> None:
-    """In a plain loop over the parameters, by `nn.init`, through `.data`, or no bit but the signs."""
-    net = loop.train(Net())
-    for _ in steps_of(loop, net):
-        with torch.no_grad():
-            write(net.module)
-
-
-def clamp(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.clamp_(-0.125, 0.125)
-
-
-def initialize(module: nn.Module) -> None:
-    nn.init.zeros_(module.head.weight)
-    nn.init.constant_(module.head.bias, 0.5)
-
-
-def write_data(module: nn.Module) -> None:
-    """Which counts no version."""
-    module.blocks[1].up.weight.data.mul_(0.5)
-    module.head.weight.data[0] = 0.25
-
-
-WRITES: dict[str, Any] = {
-    "weights_that_are_clamped_outside": (clamp, "`into.weight`: must be gathered"),
-    "a_head_that_is_initialized_outside": (initialize, "`head.weight`: must be gathered"),
-    "data_that_is_written_outside": (write_data, "`blocks.1.up.weight`: must be gathered"),
-    "signs_that_are_flipped_outside": (
-        lambda module: module.blocks[1].up.weight.data.neg_(),
-        "`blocks.1.up.weight`: must be gathered",
-    ),
-}
 
 
 def weights_that_a_forward_writes(loop: Loop) -> None:
@@ -266,47 +166,6 @@ def a_head_that_is_initialized(loop: Loop) -> None:
     fit(loop, net)
 
 
-def a_state_dict_that_is_loaded(loop: Loop) -> None:
-    net = loop.train(Net())
-    fit(loop, net)
-    torch.manual_seed(4)
-    given = {name: value.to(loop.dtype) for name, value in Net().state_dict().items()}
-    with net.gathered(write=True):
-        net.module.load_state_dict(given)
-    fit(loop, net, seed=3)
-
-
-def a_state_dict_that_is_loaded_outside(loop: Loop) -> None:
-    net = loop.train(Net())
-    torch.manual_seed(4)
-    net.module.load_state_dict({name: value.to(loop.dtype) for name, value in Net().state_dict().items()})
-    fit(loop, net)
-
-
-def a_rollback(loop: Loop) -> None:
-    """The best weights are kept and put back."""
-    net = loop.train(Net())
-    fit(loop, net)
-    with net.gathered():
-        best = copy.deepcopy(net.module.state_dict())
-    fit(loop, net, seed=2)
-    with net.gathered(write=True):
-        net.module.load_state_dict(best)
-    fit(loop, net, seed=4)
-
-
-def an_exception_while_writing(loop: Loop) -> None:
-    """Everything is as it was."""
-    net = loop.train(Net())
-    fit(loop, net)
-    if not loop.plain:  # what plain torch writes stays written
-        with contextlib.suppress(KeyError), net.gathered(write=True) as full:
-            full["head.weight"].zero_()
-            net.module.blocks[1].up.bias.data.fill_(3.0)
-            raise KeyError("mine")
-    fit(loop, net, seed=3)
-
-
 def a_mask_on_weights(loop: Loop) -> None:
     """Pruning: the same elements are zeroed after every step."""
     net = loop.train(Net())
@@ -315,40 +174,27 @@ def a_mask_on_weights(loop: Loop) -> None:
             full["blocks.1.up.weight"].tril_()
 
 
-LOADED = "a master is what was loaded; the plain loop's keeps more than bf16 where the weight was so before"
-
 # --- surgery --------------------------------------------------------------------------------------------
 
 
-def lora(base: nn.Module) -> nn.Module:
-    return Made(lambda self, x: self.base(x) + self.more(x), base=base, more=nn.Linear(WIDTH, WIDTH))
-
-
-def operated(loop: Loop, change: Callable[[nn.Module, torch.dtype], Any]) -> None:
+def operated(loop: Loop, change: Callable[[nn.Module], Any]) -> None:
     """The model is changed after the engine was made."""
     model = Net()
     model.blocks[2].up.requires_grad_(False)
     net = loop.train(model)
     fit(loop, net)
-    change(net.module, loop.dtype)
+    change(net.module)
     fit(loop, net, seed=3)
 
 
 SURGERY: dict[str, Any] = {
-    # A new head; LoRA by hand; growing a model; as `resize_token_embeddings` does; gradual unfreezing.
-    "a_module_that_is_replaced": (lambda net, to: setattr(net, "head", nn.Linear(WIDTH, 2).to(to)), "`head"),
-    "a_module_that_is_added": (lambda net, to: setattr(net, "head", lora(net.head).to(to)), "`head"),
-    "a_block_that_is_added": (lambda net, to: net.blocks.append(Block().to(to)), "`blocks.3"),
-    "a_parameter_that_is_replaced": (
-        lambda net, to: setattr(net.head, "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=to))),
-        "`head.weight`: must stay",
-    ),
     "a_parameter_that_is_thawed": (
-        lambda net, to: net.blocks[2].up.requires_grad_(True),
+        lambda net: net.blocks[2].up.requires_grad_(True),
         "`blocks.2.up.weight`: must stay frozen",
     ),
-    "a_model_that_is_cast": (lambda net, to: net.double(), "`into.weight`: must"),
+    "a_model_that_is_cast": (lambda net: net.double(), "`into.weight`: must"),
 }
+"""Modules and parameters that are replaced, added or taken away are in `ranks/test_values.py`."""
 
 
 def a_parameter_that_is_frozen(loop: Loop) -> None:
@@ -450,21 +296,6 @@ def two_models_in_one(loop: Loop) -> None:
     step_on(net, (square(net(loop.data(number), which)) for number, which in turns))
 
 
-def an_engine_after_another(loop: Loop) -> None:
-    """The same model trained, let go, and trained again."""
-    model = Net()
-    net = loop.train(model)
-    fit(loop, net)
-    if loop.stage == 3:
-        with net.gathered():
-            state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        again = Net()
-        again.load_state_dict(state)
-    else:
-        again = copy.deepcopy(model)
-    fit(loop, loop.train(again))
-
-
 def a_value(trainer: Trainer, name: str) -> Any:
     with trainer.gathered([name]) as full:
         return full[name].clone()
@@ -496,14 +327,7 @@ ABSENT = "no rank has the values"
 
 HABITS = habits_of(
     globals(),
-    *refused(
-        ABSENT,
-        {
-            a_penalty_outside_of_gathered: "`into.weight`: must be gathered",
-            statistics_outside_of_gathered: "`into.weight`: must be gathered",
-        },
-        at=(3,),
-    ),
+    *refused(ABSENT, {a_penalty_outside_of_gathered: "`into.weight`: must be gathered"}, at=(3,)),
     *refused(
         "the values are there for the forward alone",
         {
@@ -513,15 +337,8 @@ HABITS = habits_of(
         at=(3,),
         split=OUTSIDE,
     ),
-    *refused(
-        "masters start anew",
-        {a_state_dict_that_is_loaded_outside: "`into.weight`: must be loaded inside `engine.gathered"},
-    ),
     *refused_cases("the engine has the gradients", touched, TOUCHES),
     *refused_cases("the plan is of the model as it was", operated, SURGERY),
-    *refused_cases(ABSENT, written_outside, WRITES, at=(3,), split=OUTSIDE),
     Habit(gradients_for_a_log, close=ORDER, why="what is looked at is reduced before the rest of its step"),
-    Habit(a_state_dict_that_is_loaded, close=2**-8, why=LOADED),
-    Habit(a_rollback, close=2**-8, why=LOADED),
     Habit(a_gradient_that_is_added, close=ORDER, why="it is added after the ranks' sum"),
 )

@@ -86,7 +86,13 @@ CASES: dict[str, tuple[dict[str, Any], Build]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("torch sgd", "torch amsgrad")
+"""What they keep, others here keep too."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+)
 @on_ranks(2)
 def test_every_scheme_and_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Two steps, saved, one more; and that one again in an engine that was just made."""

@@ -61,7 +61,6 @@ EVERYWHERE: Worlds = dict.fromkeys((1, 2, 4), STAGES)
     [
         ("AdamW", 3, {1: (0,), 2: (0, 3), 4: (3,)}),
         ("SGD", 3, {1: (3,), 2: (1, 2), 4: (0,)}),
-        ("Lion", 3, {1: (0,), 2: (0, 3), 4: (3,)}),
         *(
             pytest.param(kind, steps, EVERYWHERE, marks=pytest.mark.slow)
             for kind in KINDS

@@ -194,7 +194,7 @@ def test_a_gradient_in_the_loss_goes_through_exchanges_twice() -> None:
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("rank", [slow(1), 2])
 @on_ranks(4)
 def test_what_is_not_finite_on_one_rank_is_found_by_all(rank: int) -> None:
     """fp16: a gradient of one rank's experts is not finite in the first step."""
@@ -216,7 +216,7 @@ def test_what_is_not_finite_on_one_rank_is_found_by_all(rank: int) -> None:
 
 @pytest.mark.second
 @pytest.mark.parametrize(
-    ("mesh", "stages"), [("ep2 x 2", (0, 3)), ("ep4", (1, 3)), ("ep2, 2 replicas", (0, 1))]
+    ("mesh", "stages"), [("ep2 x 2", (0, 3)), slow("ep4", (1, 3)), ("ep2, 2 replicas", (0, 1))]
 )
 @on_ranks(4)
 def test_what_is_sent_is_the_plan_and_an_exchange_of_tokens(mesh: str, stages: tuple[int, ...]) -> None:
@@ -307,7 +307,7 @@ def test_checkpoints_do_not_know_of_expert_parallelism(tmp_path: Path) -> None:
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [slow(0), 2])
 @on_ranks(4)
 def test_statistics_are_of_whole_parameters(stage: int) -> None:
     lines = []

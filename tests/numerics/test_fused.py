@@ -275,6 +275,7 @@ def test_8bit_blocks_without_an_ordinary_scale() -> None:
 
 
 @compiled
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("shift", [0, 8, 1])
 @pytest.mark.parametrize(("storage", "master"), MASTERS[:3], ids=str)
 def test_large_slices_equal_the_reference(storage: DType, master: Master, shift: int) -> None:

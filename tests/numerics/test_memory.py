@@ -378,7 +378,8 @@ def test_the_plans_peak_is_a_bound_where_sums_travel_by_halves() -> None:
 @pytest.mark.parametrize(
     ("stage", "schedule", "when"),
     [
-        *((2, "zbv", "every"), (3, "interleaved-zero-bubble", "last")),
+        (2, "zbv", "every"),
+        pytest.param(3, "interleaved-zero-bubble", "last", marks=pytest.mark.slow),
         pytest.param(1, "1f1b", "last", marks=pytest.mark.slow),
     ],
 )

@@ -239,10 +239,9 @@ long, slow = pytest.mark.long, pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "mode", "stages", "rest"),
     [
-        (1, "bf16", (0, 3), {}),
-        *((2, mode, stages, {}) for mode, stages in (("fp32", (0, 3)), ("bf16", STAGES), ("fp16", (1, 2)))),
+        *((2, mode, stages, {}) for mode, stages in (("fp32", (0, 3)), ("fp16", (1, 2)))),
         (4, "bf16", (0, 3), {}),
-        pytest.param(4, "bf16", STAGES, {}, marks=slow),
+        *(pytest.param(world, "bf16", STAGES, {}, marks=slow) for world in (1, 2, 4)),
         *(
             pytest.param(4 if rest is HYBRID else 2, "bf16", stages, rest, marks=[long, *marks])
             for rest in (STOCHASTIC, ROUTER, HYBRID)

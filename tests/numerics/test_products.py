@@ -307,8 +307,8 @@ OTHERS = [
 @pytest.mark.long
 @pytest.mark.parametrize("cells", [[*CELLS[:2], *CELLS[6:]], pytest.param(CELLS, marks=pytest.mark.slow)])
 def test_stages_and_numbers_of_ranks_are_the_same_bits(cells: list[Cell]) -> None:
-    """Weights, masters, moments and norms on 1, 2 and 4 ranks, and at stages 0 and 3 or at every stage."""
-    found = require_same([*cells, *OTHERS], WORLDS)
+    """Weights, masters, moments and norms: on 1 and 4 ranks at stages 0 and 3, or on 2 and at every stage."""
+    found = require_same([*cells, *OTHERS], WORLDS if cells is CELLS else WORLDS[::2])
     assert all(found[place] == found[place % 2] for place in range(len(cells)))
     assert found[-1] == found[-2] and len({left for left, _ in found}) == 2 + len(OTHERS) - 1
 
@@ -328,15 +328,16 @@ def test_all_stages_train_alike_in_every_mode(moe: bool, compute: str, mode: str
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("compute", ["fp8", pytest.param("fp8-hp-grad-weight", marks=pytest.mark.slow)])
 @on_ranks(1)
-def test_a_run_in_fp8_learns_as_one_in_bf16() -> None:
+def test_a_run_in_fp8_learns_as_one_in_bf16(compute: str) -> None:
     """Losses of the last steps, which a run that forms one of the products wrongly does not reach."""
     runs = {}
-    for compute in ("bf16", "fp8", "fp8-hp-grad-weight"):
-        engine = make(config(3, "bf16", precision={"compute": compute}), GPT())
-        runs[compute] = train(engine, 150).losses
+    for each in ("bf16", compute):
+        engine = make(config(3, "bf16", precision={"compute": each}), GPT())
+        runs[each] = train(engine, 150).losses
         engine.destroy()
-    last = {compute: sum(losses[-10:]) / 10 for compute, losses in runs.items()}
+    last = {each: sum(losses[-10:]) / 10 for each, losses in runs.items()}
     assert last["bf16"] < 0.5 * runs["bf16"][0]
     assert last == pytest.approx(dict.fromkeys(last, last["bf16"]), rel=0.03)
 

@@ -6,6 +6,7 @@ gathered with the root.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -202,26 +203,36 @@ def test_a_checkpoint_of_one_layout_is_loaded_into_the_other(tmp_path: Path) -> 
     require_alike(before, finish(engine))
 
 
-@pytest.mark.parametrize(("world", "copies"), [(4, (2, 4)), pytest.param(3, (3,), marks=pytest.mark.slow)])
+COPIED: dict[str, tuple[dict[str, Any], Any]] = {
+    "bf16": ({}, partial(GPT, moe=True)),
+    "fp32": ({"gather": "int8", "frozen": "nf4"}, adapted),
+    "autocast-bf16": ({"gather": "fp32", "rules": [{"match": "*.norm*", "pin": "fp32"}]}, GPT),
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "copies", "modes"),
+    [
+        (4, 2, ("bf16", "fp32")),
+        pytest.param(4, 2, ("autocast-bf16",), marks=pytest.mark.slow),
+        *(pytest.param(each, each, COPIED, marks=pytest.mark.slow) for each in (3, 4)),
+    ],
+)
 @on_ranks("world", timeout=200)
 def test_a_second_copy_changes_where_a_backward_gathers_and_no_value(
-    world: int, copies: tuple[int, ...]
+    world: int, copies: int, modes: Iterable[str]
 ) -> None:
-    pinned = {"gather": "fp32", "rules": [{"match": "*.norm*", "pin": "fp32"}]}
-    for mode, precision, model in (
-        ("bf16", {}, partial(GPT, moe=True)),
-        ("fp32", {"gather": "int8", "frozen": "nf4"}, adapted),
-        ("autocast-bf16", pinned, GPT),
-    ):
+    for mode in modes:
+        precision, model = COPIED[mode]
         found = []
-        for ranks in (1, *copies):
+        for ranks in (1, copies):
             sharding = {"secondary": ranks}
             engine = make(config(3, mode, 2, precision=precision, sharding=sharding), model())
             run = train(engine, 1, 2)
             with torch.no_grad():  # values that change between steps, and in an evaluation
                 engine(batch(9, 0))
                 engine.parameter("layers.0.norm1.weight").master = torch.full((32,), 0.5)
-            run.losses += train(engine, FEW, 2).losses
+            run.losses += train(engine, TWO, 2).losses
             found.append(finish(engine, run))
             kept = [segment.secondary for segment in engine.executor.segments if segment.secondary]
             assert bool(kept) == (1 < ranks < world)

@@ -38,12 +38,15 @@ def reports(stages: tuple[int, ...], mode: str, rest: dict[str, Any]) -> list[Up
     return [report(stage, mode, 3, rest) for stage in stages]
 
 
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "rest"),
     [
         ("bf16", on()),
-        ("bf16", {**on(), "optimizer": {"type": "Muon", "params": {"lr": 0.02}}}),
+        pytest.param("bf16", {**on(), **MUON}, marks=pytest.mark.slow),
         ("fp32", on(state="bf16-stochastic")),
     ],
     ids=["split", "muon", "stochastic"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -329,15 +330,22 @@ POINTS = [
 """Who dies before what, in a save or a load."""
 
 
+@pytest.fixture(scope="module")
+def twice_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("twice") / "saved"
+    run_ranks(saved, 2, str(folder))
+    return folder
+
+
 @pytest.mark.cells(1)
 @pytest.mark.parametrize(("who", "event", "word", "load"), POINTS, ids=str)
 def test_a_rank_that_dies_costs_that_save_or_load_alone(
-    who: int, event: str, word: str, load: bool, tmp_path: Path
+    who: int, event: str, word: str, load: bool, twice_saved: Path, tmp_path: Path
 ) -> None:
-    run_ranks(saved, 2, str(tmp_path))
-    results = run_ranks(dies, 2, str(tmp_path), who, event, word, load, dying={who})
+    folder = str(shutil.copytree(twice_saved, tmp_path / "saved", symlinks=True))
+    results = run_ranks(dies, 2, folder, who, event, word, load, dying={who})
     assert results[who] is None and results[1 - who] < 3 * TIMEOUT
-    for step, names in run_ranks(comes_back, 2, str(tmp_path)):
+    for step, names in run_ranks(comes_back, 2, folder):
         assert step == 2 and names == [], "what the dead save left is gone"
 
 

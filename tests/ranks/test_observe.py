@@ -358,7 +358,7 @@ def piecewise(schedule: str, weights: str | None, keep: str) -> tuple[str, list[
 @pytest.mark.parametrize(
     ("schedule", "weights", "keep"),
     [
-        ("1f1b", None, "step"),
+        pytest.param("1f1b", None, "step", marks=pytest.mark.slow),
         ("zbv", "queue", "micro-batch"),
         pytest.param("zbv", "autograd", "step", marks=pytest.mark.slow),
     ],

@@ -188,7 +188,7 @@ def replicated(cells: list[tuple[int, int]]) -> dict[str, str]:
     return report({str(cell): (config(cell[0], "bf16", cell[1], **mesh), GPT) for cell in cells})
 
 
-def copied() -> dict[str, str]:
+def copied(names: list[str]) -> dict[str, str]:
     """A second copy of the blocks on pairs of ranks: gathers of a backward, also of a recomputed forward."""
     pairs = {"sharding": {"secondary": 2}}
     narrow, wide = ({"precision": {"gather": word}, **pairs} for word in ("fp8", "fp32"))
@@ -202,9 +202,11 @@ def copied() -> dict[str, str]:
         "recomputed inside": (config(3, "bf16", 2, **pairs), partial(Recomputing, True, True)),
         "a frozen block": (config(3, "autocast-bf16", 2, **pairs), frozen_block),
     }
-    return report(cases)
+    return report({name: cases[name] for name in names})
 
 
+SOME = ["gathered in fp8", "frozen in nf4", "nested, recomputed", "a frozen block"]
+REST = ["plain", "gathered in fp32", "recomputed inside"]
 slow = pytest.mark.slow
 
 
@@ -217,7 +219,8 @@ slow = pytest.mark.slow
         pytest.param(plain, 2, [ODD], id="two ranks, other cells", marks=slow),
         pytest.param(recomputing, 2, [], id="checkpointing"),
         pytest.param(shaped, 2, [], id="pins, nesting, keeping"),
-        pytest.param(copied, 4, [], id="a second copy on pairs of ranks"),
+        pytest.param(copied, 4, [SOME], id="a second copy on pairs of ranks"),
+        pytest.param(copied, 4, [REST], id="other second copies", marks=slow),
         pytest.param(replicated, 4, [[(0, 1), (1, 2), (2, 1), (3, 2)]], id="2 replicas of 2 shards"),
         pytest.param(
             replicated, 4, [[(0, 2), (1, 1), (2, 2), (3, 1)]], id="the other cells of these", marks=slow

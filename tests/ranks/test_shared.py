@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-import zerodrift as zd
 from tests.ranks.harness import on_ranks
 from tests.ranks.test_collectives import joined, values_of
 from zerodrift.comm import pairs, shared
@@ -204,32 +202,3 @@ def descriptors() -> int:
 @on_ranks(4)
 def test_axes_share_memory_side_by_side() -> list[AxisName]:
     return unlike([joined(carrier, shard=2, replicate=2) for carrier in BOTH], ["shard", "replicate", "data"])
-
-
-def trained(stage: int, mode: str, least: int) -> torch.Tensor:
-    pairs.LEAST = least
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.LayerNorm(40), nn.Linear(40, 1))
-    config = {
-        "precision": {"mode": mode},
-        "zero_optimization": {"stage": stage},
-        "sharding": {"units": ["0", "3"]},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    }
-    engine = zd.initialize(model, config=config, device="cpu", quiet=True)
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    for _ in range(4):
-        loss = engine(torch.randn(6, 24, generator=generator)).float().square().mean()
-        engine.backward(loss)
-        engine.step()
-    with engine.gathered():
-        values = torch.cat([p.detach().float().reshape(-1) for p in engine.module.parameters()]).clone()
-    engine.destroy()
-    return values
-
-
-@linux
-@on_ranks(2)
-def test_training_has_the_same_bits_with_and_without() -> list[tuple[int, str]]:
-    cells = [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
-    return [cell for cell in cells if not torch.equal(trained(*cell, 1), trained(*cell, 1 << 40))]

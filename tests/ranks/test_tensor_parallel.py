@@ -85,7 +85,7 @@ def run(
 CLIPPED = {"optimizer": SGD, "gradient_clipping": 0.1}
 slow = pytest.mark.slow
 CASES = [
-    (2, 3, "fp32", 1, {"optimizer": SGD}),
+    pytest.param(2, 3, "fp32", 1, {"optimizer": SGD}, marks=slow),
     (2, 0, "fp32", 2, {"optimizer": SGD}),
     (4, 3, "bf16", 2, {"optimizer": SGD}),
     *(

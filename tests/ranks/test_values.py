@@ -61,6 +61,7 @@ WRITES: dict[str, Callable[[nn.Linear], Any]] = {
     "through data": lambda head: head.weight.data.zero_(),
     "detached": lambda head: head.weight.detach().copy_(torch.linspace(-1, 1, 8)[None]),
     "one element": lambda head: head.weight.data[0, 3].fill_(-7.0),
+    "no bit but the signs": lambda head: head.weight.data.neg_(),
 }
 
 

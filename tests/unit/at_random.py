@@ -281,7 +281,8 @@ def run(one: Case, scratch: Path | None = None, reports: bool = True) -> str:
     try:
         source = _written(one.written, scratch)
         made = make_plan(source, describe(one.model), one.world, auto=one.auto, overrides=one.overrides)
-        cost(made, one.micro_batches)
+        bill = cost(made, one.micro_batches)
+        assert bill.peak.total >= bill.rest.total >= 0
         made.digest  # noqa: B018
         if reports:
             look(made)

@@ -58,20 +58,6 @@ def test_what_is_printed_is_kept_in_full(
     assert '["theirs", null, 1, "-"]' in (tmp_path / "x.json").read_text()
 
 
-def test_ranks_of_torchrun_are_in_the_command(
-    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench/check.py", "--rounds", "4"])
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    found = bench.result.Result.begin("", options())
-    assert found.command == "torchrun --nproc-per-node 2 bench/check.py --rounds 4"
-    again = bench.again.Benchmark(found.command.split(), "check", None)
-    assert again.arguments("nothing")[1:] == [
-        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "bench/check.py", "--rounds", "4"),
-        *("--save", "check", "--beside", "nothing"),
-    ]
-
-
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_a_result_says_how_it_was_made(bench: SimpleNamespace, path: Path) -> None:
     result = bench.result.read(path)
@@ -207,13 +193,3 @@ def test_pictures_are_those_of_the_results(bench: SimpleNamespace) -> None:
     for name, picture in drawn.items():
         assert f"(img/{name})" in page
         assert (ROOT / "docs" / "img" / name).read_text(encoding="utf-8") == picture, "run `make docs`"
-
-
-def test_a_bar_is_as_long_as_its_figure(bench: SimpleNamespace) -> None:
-    made = bench.plots.Bar("ours <1>", 1.0, "1.0", True), bench.plots.Bar("theirs", 4.0, "4.0", False)
-    picture = bench.plots.bars("Times", [bench.plots.Bars("fp32", made, ((2.0, "goal"),))])
-    widths = [float(width) for width in re.findall(r'<rect x="\d+" y="\d+" width="([\d.]+)"', picture)]
-    assert widths == [bench.plots.LENGTH / 4, bench.plots.LENGTH]
-    (limit,) = re.findall(r'd="M([\d.]+) \d+V\d+" class="limit"', picture)
-    assert float(limit) == bench.plots.EDGE + bench.plots.NAMES + bench.plots.LENGTH / 2
-    assert "ours &lt;1&gt;" in picture and "prefers-color-scheme:dark" in picture

@@ -205,20 +205,6 @@ def test_no_bit_of_a_manifest_can_change_unseen(tmp_path: Path) -> None:
         read_manifest(path)
 
 
-def test_damage_is_named_file_by_file(tmp_path: Path) -> None:
-    path = save(CheckpointFolder(tmp_path), 1)
-    files = read_manifest(path).files
-    assert damage(path, files) == []
-    data = bytearray((path / "__0_0.distcp").read_bytes())
-    data[5] ^= 1
-    (path / "__0_0.distcp").write_bytes(data)
-    (path / "parameters.json").unlink()
-    texts = [str(problem) for problem in damage(path, files)]
-    assert len(texts) == 2
-    assert "must be there; got no such file" in texts[0] and "must be the bits that were written" in texts[1]
-    assert len(damage(path, files, content=False)) == 1
-
-
 # --- the lock ---------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from tests.unit.laid_out import lay_out, values
 from zerodrift.errors import ZerodriftError
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 
-FLIPS = 150
+FLIPS = 60
 """Of single bits, at each stage."""
 
 

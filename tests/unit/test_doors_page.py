@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -121,35 +120,6 @@ def test_a_failure_ends_nothing_else_and_what_ran_is_kept(
     assert apart.try_all(home, ["deepspeed"], "", []) == 1 and ran[8:] == [failed]
 
 
-def test_losses_that_are_apart_are_asked_for_again(
-    apart: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """DeepSpeed gave others once; the same command runs both again, and nothing else."""
-    ran: list[str] = []
-    python = made_python("deepspeed", tmp_path / "all" / "deepspeed")
-
-    def run(cell: Any, *_: Any) -> Any:
-        once = cell.stage == 3 and cell.on == "DeepSpeed" and str(cell) not in ran
-        ran.append(str(cell))
-        return apart.Outcome([1.0, 4.0 if once else 2.0], "", "2026-11-23", cell.asked)
-
-    monkeypatch.setattr(apart, "made", lambda *_: python)
-    monkeypatch.setattr(apart, "run", run)
-    assert apart.try_all(tmp_path / "all", ["deepspeed"], "torchrun", []) == 1
-    assert "`torchrun` is 5e-01 from DeepSpeed at stage 3" in capsys.readouterr().err
-    assert apart.try_all(tmp_path / "all", ["deepspeed"], "torchrun", []) == 0
-    assert len(ran) == 6 and ran[4:] == ran[2:4] and [row.apart for row in apart.results()] == [0.0, 0.0]
-
-
-def test_a_cell_of_another_command_or_source_is_another(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = doors.TOOLS["deepspeed"]
-    cells = [doors.Cell(tool, e, 2, on) for e in tool.examples for on in ("DeepSpeed", "zerodrift")]
-    first = [cell.asked for cell in cells]
-    assert first == [cell.asked for cell in cells] and len({*first}) == 3  # one command on DeepSpeed
-    monkeypatch.setattr(doors, "sources", lambda: "others")
-    assert [cell.asked == asked for cell, asked in zip(cells, first, strict=True)] == [True, False] * 2
-
-
 def test_the_furthest_number_is_found(doors: Any) -> None:
     assert doors.furthest([1.0, 4.0], [1.0, 2.0]) == 1.0 and doors.furthest([0.5], [0.25]) == 0.25
     assert doors.furthest([], []) is doors.furthest([1.0], [1.0, 2.0]) is None
@@ -162,28 +132,6 @@ def test_a_run_of_losses_that_are_not_finite_has_failed(doors: Any) -> None:
     assert doors.why_it_failed(0, []) == "wrote no losses"
     assert doors.why_it_failed(3, [math.nan]) == "exit code 3"
     assert doors.why_it_failed(None, []).startswith("not done in")
-
-
-def test_a_name_that_is_none_is_said(
-    doors: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words, said in (
-        (["trk"], "no such tool: trk; there are trl,"),
-        (["trl", "--only", "sfx"], "has 'sfx' in"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["doors.py", "all", "folder", *words])
-        with pytest.raises(SystemExit):
-            doors.main()
-        assert said in capsys.readouterr().err
-
-
-def test_what_an_example_leaves_in_its_folder_is_read(doors: Any, tmp_path: Path) -> None:
-    (tmp_path / "told.json").write_text('{"b": {"losses": [3.0], "file": ["x"]}, "a": [1, 2]}')
-    assert doors.losses(tmp_path) == [3.0, 1.0, 2.0]
-    (tmp_path / "told.json").unlink()
-    assert doors.losses(tmp_path) == []
-    (tmp_path / "trainer_state.json").write_text('{"log_history": [{"loss": 4.0}, {"epoch": 1}]}')
-    assert doors.losses(tmp_path) == [4.0]
 
 
 def test_nothing_of_a_command_is_left(doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

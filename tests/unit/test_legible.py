@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,16 @@ from rich.console import Console
 
 from tests.unit.at_random import ODD_NAMES
 from tests.unit.models import moe
+from tests.unit.test_report_page import read
 from zerodrift import Plan, cost, errors, make_plan
 from zerodrift.cli import streams
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.legible import LINE, WORD, legible
 from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec
-from zerodrift.report import as_json, rows, terminal
 from zerodrift.report import plan_html as page
-from zerodrift.report.explanation import explain_row, matching
+from zerodrift.report import rows, terminal
 from zerodrift.report.frame import elide
-from zerodrift.report.updates import UpdateLine, UpdateReport
 
 ODD = (
     *ODD_NAMES,
@@ -123,53 +120,20 @@ def plan() -> Plan:
     return odd_plan()
 
 
-def test_a_report_is_legible_and_as_wide_as_it_says(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    for columns in ("80", "100", "20"):
-        monkeypatch.setenv("COLUMNS", columns)
-        texts = [
-            terminal.plan_text(plan, cost(plan), rows.group_rows(plan), color=False),
-            terminal.rows_text(plan, rows.list_rows(plan, matching(plan, "*", "--rows")), color=False),
-            *(terminal.explanation_text(explain_row(plan, n), plan.digest, color=False) for n in range(5)),
-            UpdateReport(3, tuple(UpdateLine(name, 4, 1, 1, 1, 1, 1.0, 1.0) for name in ODD)).text(40),
-        ]
-        for text in texts:
-            is_legible(text)
-            wide = [line for line in text.split("\n") if cell_len(line) > 100]
-            assert not wide, wide[0]
-    colored = terminal.plan_text(plan, cost(plan), rows.group_rows(plan), color=True)
-    assert set(re.findall(r"\x1b[^m]*m?", colored)) <= set(re.findall(r"\x1b\[[\d;]+m", colored))
-
-
 def test_brackets_are_no_markup(plan: Plan) -> None:
     text = terminal.plan_text(plan, cost(plan), rows.group_rows(plan), color=False)
     assert "[red]a[/red].[bold].weight" in text
-
-
-class _Page(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.add(tag)
-        assert not any(name.startswith("on") for name, _ in attrs)
 
 
 def test_a_page_holds_no_element_of_somebody_elses(plan: Plan) -> None:
     made = page.plan_page(plan, cost(plan), rows.group_rows(plan))
     is_legible("\n".join(line[:100] for line in made.split("\n")))
     assert "\x1b" not in made and "alert(1)</script>" not in made
-    reader, plain = _Page(), _Page()
-    reader.feed(made)
+    reader = read(made)
     usual = make_plan({"bf16": {"enabled": True}}, moe(tie=True), 2)
-    plain.feed(page.plan_page(usual, cost(usual), rows.group_rows(usual)))
-    assert "img" not in reader.tags and reader.tags - plain.tags <= {"wbr", "ul", "li", "b"}
-
-
-def test_json_is_exact(plan: Plan) -> None:
-    text = as_json.plan_json(plan, cost(plan))
-    assert text.isascii() and "\x1b" not in text
-    assert Plan.from_json(json.loads(text)) == plan
+    plain = read(page.plan_page(usual, cost(usual), rows.group_rows(usual)))
+    assert not any(name.startswith("on") for name, _ in reader.attributes) and "img" not in reader.tags
+    assert {*reader.tags} - {*plain.tags} <= {"wbr", "ul", "li", "b"}
 
 
 @pytest.mark.parametrize("width", [4, 10, 37, 80, 100])

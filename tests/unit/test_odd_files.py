@@ -238,21 +238,21 @@ def loads_or_says(source: Any, *overrides: str) -> None:
         json.dumps([[use.path, use.value, use.status, use.because] for use in config.keys])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.dictionaries(st.one_of(st.sampled_from(NAMES), KEYS), VALUES, max_size=5))
 @pytest.mark.long
 def test_any_dict_loads_or_is_a_config_error(source: Any) -> None:
     loads_or_says(source)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(VALUES)
 def test_anything_loads_or_is_a_config_error(source: Any) -> None:
     if not (isinstance(source, str) and os.path.exists(source)):
         loads_or_says(source)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(st.sampled_from(PATHS), st.text(alphabet="*&![]{}:,-'\"|>%@#= \n\t0123456789abefln.", max_size=12))
 def test_any_override_loads_or_is_a_config_error(path: str, value: str) -> None:
     loads_or_says({}, f"{path}={value}")
@@ -273,7 +273,7 @@ YAML_PIECES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=150)
 @given(st.one_of(st.lists(YAML_PIECES, max_size=14).map("".join), st.text(max_size=20)))
 def test_any_yaml_text_loads_or_is_a_config_error(scratch: Path, text: str) -> None:
     loads_or_says(write(scratch, "a.yaml", text.encode("utf-8", "surrogatepass")))
@@ -285,7 +285,7 @@ JSON_PIECES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(st.one_of(st.lists(JSON_PIECES, max_size=14).map("".join), st.binary(max_size=20)))
 def test_any_json_text_loads_or_is_a_config_error(scratch: Path, text: str | bytes) -> None:
     loads_or_says(write(scratch, "a.json", text))

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit import handmade
@@ -111,19 +111,6 @@ def test_every_cell_of_every_set_is_shown_in_full(plan: Plan) -> None:
     assert header.split()[1:] == list(COLUMNS)
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    st.lists(
-        st.tuples(st.text("ab._0", min_size=1, max_size=220), st.lists(st.integers(1, 10**6), max_size=7)),
-        min_size=1,
-        max_size=4,
-        unique_by=lambda pair: pair[0],
-    )
-)
-def test_any_name_and_any_shape_fits(model: list[tuple[str, list[int]]]) -> None:
-    check(plan_text(handmade.plan([handmade.given(name, tuple(shape), BF16) for name, shape in model])))
-
-
 def test_cells_stand_under_their_headers() -> None:
     lines = plan_text(PLANS["widest of everything"]).splitlines()
     header = next(line for line in lines if line.startswith("set"))
@@ -145,14 +132,6 @@ def _without_escapes(text: str) -> str:
     import re
 
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
-
-
-def test_environment_does_not_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = handmade.moe(layers=2)
-    before = plan_text(plan)
-    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "40", "TERM": "dumb", "LINES": "5"}.items():
-        monkeypatch.setenv(name, value)
-    assert plan_text(plan) == before
 
 
 def test_pinned_lines_are_marked_without_colour() -> None:

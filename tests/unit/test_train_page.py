@@ -10,7 +10,6 @@ import re
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from tests.unit.models import moe
+from tests.unit.test_report_page import read as read_page
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
 from zerodrift.report.blocks import show
@@ -86,25 +86,6 @@ def test_a_curve_stays_inside_its_drawing_and_leaves_out_what_is_no_number() -> 
 # --- the page -----------------------------------------------------------------------------------------
 
 
-class Balanced(HTMLParser):
-    """Fails on an element that is not closed, and notes what refers outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.outside: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "input", "wbr"):
-            self.open.append(tag)
-        self.outside += [v or "" for k, v in attrs if k in ("src", "href") or "http" in (v or "")]
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None: ...
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def page(lines: list[dict[str, Any]], **run: Any) -> str:
     job = Job(model={"source": "m"}, data={"train": "<text>"}, run={"folder": "runs/<a>", **run})
     plan = make_plan({"precision": {"mode": "bf16"}}, moe(), world_size=2)
@@ -128,9 +109,8 @@ LINES: list[dict[str, Any]] = [
 
 def test_the_page_is_whole_refers_to_nothing_and_has_the_figures() -> None:
     text = page(LINES)
-    parser = Balanced()
-    parser.feed(text)
-    assert parser.open == [] and parser.outside == []
+    found = read_page(text).attributes
+    assert not [value for key, value in found if key in ("src", "href") or "http" in (value or "")]
     assert "runs/&lt;a&gt;" in text and "<text>" not in text
     for figure in ("1.8750", "running, step 3 of 3", "256 MiB", "DIFFERENT", "as declared"):
         assert figure in text, figure
