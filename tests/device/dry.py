@@ -30,7 +30,9 @@ from zerodrift.kernels import squares
 from zerodrift.model.recipe import RecipeValues
 
 HOME = Path(zerodrift.__file__).parent
-OWN = tuple(str(Path(__file__).with_name(name)) for name in ("dry.py", "standin.py", "strict.py"))
+OWN = tuple(
+    str(Path(__file__).with_name(name)) for name in ("copies.py", "dry.py", "standin.py", "strict.py")
+)
 
 PASSES = {"all-reduce": 2}
 """How often an operation sends its buffer over a ring; others once."""

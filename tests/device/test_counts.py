@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.device.dry import dry_world, recorded
 from tests.device.ranks import on_devices
 from tests.device.standin import NAME
 from zerodrift.api import initialize
+from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.plan import cost
 
 pytestmark = needs_device
@@ -209,21 +211,30 @@ def test_more_micro_batches_and_other_modes() -> None:
     assert alone["collectives"] == 0 and alone["waits"] == ["collectives.read"]
 
 
-def _planted(device: torch.device) -> list[str]:
-    """Where a wait is recorded, that somebody adds to the engine."""
-    from zerodrift.engine.step import trained_segment
+def _sets_an_item(segment: Any) -> None:
+    """Set an item to a number, which the host's memory holds."""
+    torch.zeros(2, device=NAME)[-1] = 0.5
 
-    start = trained_segment.TrainedSegment.finish_reduce
+
+PLANTED: dict[str, Callable[[Any], object]] = {
+    "synchronize": lambda segment: torch.accelerator.synchronize(),
+    "an item that is set to a number": _sets_an_item,
+    "a tensor made of a list": lambda segment: torch.tensor([0.5], device=NAME),
+}
+
+
+def _with_waits(device: torch.device, planted: str) -> list[str]:
+    """Where waits are recorded, one of which somebody adds to each reduction of the engine."""
+    finish = TrainedSegment.finish_reduce
 
     def waits(segment: Any) -> None:
-        start(segment)
-        torch.accelerator.synchronize()
+        finish(segment)
+        PLANTED[planted](segment)
 
-    trained_segment.TrainedSegment.finish_reduce = waits  # type: ignore[method-assign]
-    found = _count(ranks=2, stage=3)
-    trained_segment.TrainedSegment.finish_reduce = start  # type: ignore[method-assign]
-    return list(found["waits"])
+    with mock.patch.object(TrainedSegment, "finish_reduce", waits):
+        return list(_count(ranks=2, stage=3)["waits"])
 
 
-def test_a_wait_too_many_is_seen() -> None:
-    assert on_devices(_planted, 1)[0] == ["", "", "", "collectives.read"]
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_wait_too_many_is_seen(planted: str) -> None:
+    assert on_devices(_with_waits, 1, planted)[0] == ["", "", "", "collectives.read"]
