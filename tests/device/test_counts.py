@@ -6,6 +6,7 @@ same model alone.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from tests.device.ranks import on_devices
 from tests.device.standin import NAME
 from zerodrift.api import initialize
 from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.kernels import device as programs
 from zerodrift.plan import cost
 
 pytestmark = needs_device
@@ -209,6 +211,59 @@ def test_more_micro_batches_and_other_modes() -> None:
     assert few["casts"] == 3 * few["parameters"] and few["segments"] == 0
     assert plain["casts"] == 0 and plain["waits"] == ["collectives.read"]
     assert alone["collectives"] == 0 and alone["waits"] == ["collectives.read"]
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "fp16": {"fp16": {"enabled": True}},
+    "autocast": {"precision": {"mode": "autocast-bf16"}},
+    "8bit": {"precision": {"state": "8bit"}},
+    "tree": {"precision": {"reduce": {"order": "tree"}}},
+    "native": {"precision": {"reduce": {"order": "native"}}},
+    "narrow": {"precision": {"gather": "fp8", "reduce": {"wire": "int4", "feedback": True}}},
+    "secondary": {"sharding": {"secondary": 2}},
+    "Muon": {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}},
+    "no Triton": {},
+}
+
+
+def _copies_and_waits(device: torch.device, names: list[str]) -> list[tuple[list[str], list[str]]]:
+    return [_step_of(name) for name in names]
+
+
+def _step_of(name: str) -> tuple[list[str], list[str]]:
+    """Where one step of a mode waits, and where it copies from the host."""
+    config = {
+        "precision": {"mode": "bf16"},
+        "zero_optimization": {"stage": 3},
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    if "fp16" in MODES[name]:
+        del config["precision"]
+    for key, value in MODES[name].items():
+        config[key] = {**config[key], **value} if key == "precision" else value
+    with dry_world(8), contextlib.ExitStack() as stack:
+        if name == "no Triton":
+            stack.enter_context(mock.patch.object(programs, "works", lambda where: False))
+            stack.enter_context(mock.patch.object(programs, "obstacle", lambda where: "not there"))
+        batch = torch.ones(2, WIDTH, device=NAME)
+        engine = initialize(Network(2, 2), config=config, device=NAME, quiet=True)
+        for _ in range(WARM):
+            _step(engine, batch, 2)
+        with recorded() as step:
+            _step(engine, batch, 2)
+        engine.destroy()
+    sent = [entry.origin for entry in step.of("copy") if entry.name.startswith("from the host")]
+    return [entry.origin for entry in step.of("wait")], sent
+
+
+def test_no_mode_waits_more() -> None:
+    (found,) = on_devices(_copies_and_waits, 1, list(MODES), timeout=280)
+    sent = {name: [] if name == "no Triton" else ["fused.coefficient_table"] for name in MODES}
+    assert dict(zip(MODES, found, strict=True)) == {
+        name: (["collectives.read"], sent[name]) for name in MODES
+    }
 
 
 def _sets_an_item(segment: Any) -> None:
