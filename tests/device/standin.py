@@ -224,7 +224,7 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs and any(not out.numel() for out in written):
         _resize_outputs(call, args, kwargs)
     inputs = _tensors((args, kwargs))
-    if not all(tensor.device.type == NAME or not tensor.dim() for tensor in inputs):  # torch's words
+    if any(tensor.dim() and tensor.device.type != NAME for tensor in inputs) and _is_asked_by_engine():
         places = ", ".join(sorted({str(tensor.device) for tensor in inputs}))
         raise RuntimeError(f"Expected all tensors to be on the same device, but found {places} in {op}")
     host_args, host_kwargs = _mapped(_as_launched, (args, kwargs))
@@ -381,7 +381,7 @@ def _described(value: Any) -> Any:
 _KNOWN: dict[Any, Any] = {}
 
 _ENGINE = str(Path(zerodrift.__file__).parent)
-"""The generator of a CPU is an error there; tests that name no device may have made one."""
+"""Generators and operands of a CPU are errors there; tests that name no device may have made some."""
 
 _FOR_INTEGERS = {
     "aten.histc": lambda values, *rest: torch.histc(values.double(), *rest).to(values.dtype),
