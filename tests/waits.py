@@ -58,6 +58,8 @@ class Waits(TorchFunctionMode):
         is_sent = name in SENT and where is not None and where is not fused.CPU  # what is named so stays
         if name in ASKED or is_sent:
             self.add(name)
+        if name == "__setitem__" and isinstance(args[2], (int, float)) and not args[0][args[1]].dim():
+            self.add(name)  # a number of the host is copied
         if name == "to" and any(isinstance(value, torch.device) for value in (*args, *kwargs.values())):
             self.add("to")
         return func(*args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,14 +23,16 @@ import torch.distributed as dist
 import zerodrift
 from tests.device import standin
 from tests.device.standin import NAME, install, launch_on
-from tests.device.strict import StrictGroup
+from tests.device.strict import StrictGroup, _End
 from zerodrift.comm import Collectives
 from zerodrift.kernels import device as programs
 from zerodrift.kernels import squares
 from zerodrift.model.recipe import RecipeValues
 
 HOME = Path(zerodrift.__file__).parent
-OWN = tuple(str(Path(__file__).with_name(name)) for name in ("dry.py", "standin.py", "strict.py"))
+OWN = tuple(
+    str(Path(__file__).with_name(name)) for name in ("copies.py", "dry.py", "standin.py", "strict.py")
+)
 
 PASSES = {"all-reduce": 2}
 """How often an operation sends its buffer over a ring; others once."""
@@ -101,6 +103,13 @@ class DryGroup(StrictGroup):
         sent = PASSES.get(name, 1) * largest * (self.size() - 1) // self.size()
         self._device.record("collective", stream.stream_id, name, sent)
         return self._put(f"{name} of communicator {self._number}", reads, writes, stream, lambda *of: True)
+
+    def _exchange(self, ends: Sequence[_End], stream: torch.Stream) -> dist.Work:
+        self._check("message", [end.tensor for end in ends])
+        reads, writes = ([end.tensor for end in ends if end.sends is sends] for sends in (True, False))
+        sent = sum(tensor.nbytes for tensor in reads)
+        self._device.record("collective", stream.stream_id, "messages", sent)
+        return self._put(f"messages on communicator {self._number}", reads, writes, stream, lambda *of: True)
 
 
 @contextlib.contextmanager

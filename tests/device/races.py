@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 
-_OWN = {str(Path(__file__).with_name(name)) for name in ("races.py", "standin.py", "strict.py")}
+_OWN = {str(Path(__file__).with_name(name)) for name in ("copies.py", "races.py", "standin.py", "strict.py")}
 """Files whose frames no stack shows."""
 
 

@@ -68,7 +68,9 @@ def _with_device(function: Callable[..., Any], args: tuple[Any, ...], order: Ord
         products.obstacle = lambda of: "" if of.type == NAME else obstacle(of)
         products.scaled_product = products.reference_product
         if order is None:
-            return _on_host(function(place, *args))
+            value = function(place, *args)
+            device.run()
+            return _on_host(value)
         mesh._device = lambda process, asked: find(process, place if str(asked or "cpu") == "cpu" else asked)
         torch.set_default_device(place)
         with ordered(order, seed=rank):

@@ -25,6 +25,7 @@ import torch
 
 import zerodrift
 from tests.device.build import extension
+from tests.device.copies import Copies, set_item
 from tests.device.races import Access, RaceChecker, stack
 
 NAME = "standin"
@@ -94,7 +95,7 @@ class Device:
         self.races.launch(stream, name, accesses)
         self.queues[stream].append(Launch(name, start))
         if self.order == "at once":
-            self.run(until_over=False)
+            self.run(lambda: True)
 
     def on_host(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Check what the host itself does to page-locked memory, which nobody sees but who calls this."""
@@ -129,10 +130,20 @@ class Device:
             self.counts["host waits"] += 1
             self.record("wait", number, what, 0)
             self.races.host_waits(what, (number, version) if what == "event" else number)
-        self.run()
+        if what == "event":
+            self.run(lambda: (number, version) in self.recorded)
+        elif what == "stream":
+            self.run(lambda: not self.queues[number])
+        else:
+            self.run()
 
-    def run(self, *, until_over: bool = True) -> None:
-        """Run all launches in the device's order; without `until_over` none that waits for other ranks."""
+    def _is_idle(self) -> bool:
+        return not any(self.queues.values())
+
+    def run(self, is_over: Callable[[], bool] | None = None) -> None:
+        """Run launches in the device's order: all that can, and those that wait for other ranks until what
+        the host waits for `is_over`; by default until all are."""
+        is_over = is_over or self._is_idle
         if self.running:
             return
         self.running, since, pause = True, time.monotonic(), SHORTEST
@@ -143,7 +154,7 @@ class Device:
                 number for number, queue in self.queues.items() if queue and self._is_ready(queue[0])
             ]:
                 free = [stream for stream in ready if stream not in waiting]
-                if not free and not until_over:
+                if not free and is_over():
                     return
                 if not free:
                     time.sleep(pause)
@@ -161,7 +172,7 @@ class Device:
                     since, pause = time.monotonic(), SHORTEST
                 else:
                     waiting.add(stream)  # other streams go on meanwhile
-            assert not any(self.queues.values()), "a stream waits for an event that no stream records"
+            assert self._is_idle(), "a stream waits for an event that no stream records"
         finally:
             self.running = False
 
@@ -203,6 +214,9 @@ def accesses(tensors: Sequence[torch.Tensor], *, writes: bool) -> list[Access]:
 def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Launch an operation on the current stream, and return tensors that it will have written."""
     signature = _signature(op)
+    if signature.packet == "aten._foreach_copy_" and {one.device.type for one in _tensors(args)} != {NAME}:
+        return [one.copy_(other, *args[2:], **kwargs) for one, other in zip(*args[:2], strict=True)]
+    args = _COPIES.arguments(signature.packet, args)
     written = _tensors([signature.argument(place, args, kwargs) for place in signature.written])
     call = signature.call
     if any(place < len(args) and isinstance(args[place], _NUMBERS) for place in signature.tensors):
@@ -210,6 +224,9 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs and any(not out.numel() for out in written):
         _resize_outputs(call, args, kwargs)
     inputs = _tensors((args, kwargs))
+    if any(tensor.dim() and tensor.device.type != NAME for tensor in inputs) and _is_asked_by_engine():
+        places = ", ".join(sorted({str(tensor.device) for tensor in inputs}))
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {places} in {op}")
     host_args, host_kwargs = _mapped(_as_launched, (args, kwargs))
     shapes = None
 
@@ -227,7 +244,7 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     with contextlib.suppress(Exception):
         shapes = _shapes(call, args, kwargs)
     if shapes is None:  # they follow from values: the host waits, as it does on a GPU
-        device.called("stream", _stream())
+        wait_for_the_stream()
         return _put(op, compute(), inputs, written)
     if signature.is_norm:
         shapes = tuple(shape.to(args[0].dtype) for shape in shapes)
@@ -251,6 +268,8 @@ class Signature:
     """What an operation's schema says of its arguments, by their places."""
 
     name: str
+    packet: str
+    """Its name without that of the overload."""
     call: Any
     """What computes it on the host."""
     names: tuple[str, ...]
@@ -277,6 +296,7 @@ def _signature(op: Any) -> Signature:
         returned = tuple(places[next(iter(of.alias_info.before_set))] for of in results)
     return Signature(
         name=str(op),
+        packet=packet,
         call=_FOR_INTEGERS.get(packet, op),
         names=tuple(of.name for of in given),
         tensors=tuple(place for place, of in enumerate(given) if isinstance(of.type, torch.TensorType)),
@@ -361,7 +381,7 @@ def _described(value: Any) -> Any:
 _KNOWN: dict[Any, Any] = {}
 
 _ENGINE = str(Path(zerodrift.__file__).parent)
-"""The generator of a CPU is an error there; tests that name no device may have made one."""
+"""Generators and operands of a CPU are errors there; tests that name no device may have made some."""
 
 _FOR_INTEGERS = {
     "aten.histc": lambda values, *rest: torch.histc(values.double(), *rest).to(values.dtype),
@@ -445,20 +465,17 @@ def _resize_outputs(call: Any, args: Any, kwargs: Any) -> None:
             out.resize_(meta_kwargs[name].shape)
 
 
-def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copy between devices, or on one. Only page-locked memory of the host is read or written late."""
-    host = [tensor for tensor in (source, target) if tensor.device.type == "cpu"]
-    locked = all(device.native.is_pinned(tensor.data_ptr()) for tensor in host if tensor.numel())
+def launch_copy(source: torch.Tensor, target: torch.Tensor, host_waits: bool) -> None:
+    """Copy one range of memory to another. Without the host's waiting its memory is read or written late."""
+    from_host, to_host = source.device.type == "cpu", target.device.type == "cpu"
     values, out = _on_host(source), _on_host(target)
-    is_late = locked and non_blocking
-    if source.device.type == "cpu" and not is_late:
+    if from_host and host_waits:
         values = values.clone()  # staged
-    if host:
-        device.counts["copies from the host" if source.device.type == "cpu" else "copies to the host"] += 1
-        device.counts["pageable copies"] += not locked
-        device.counts["blocking copies from the host"] += source.device.type == "cpu" and not is_late
-        way = "from the host" if source.device.type == "cpu" else "to the host"
-        device.record("copy", _stream(), f"{way}, {'pinned' if locked else 'pageable'}", source.nbytes)
+    if from_host or to_host:
+        way = "from the host" if from_host else "to the host"
+        device.counts[f"copies {way}"] += 1
+        kind = "pinned" if _is_pinned(source if from_host else target) else "pageable"
+        device.record("copy", _stream(), f"{way}, {kind}", source.nbytes)
 
     def start() -> bool:
         with torch.inference_mode():
@@ -466,17 +483,25 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
         return True
 
     launch_on("copy_", [source], [target], start)
-    if device.dry and target.device.type == "cpu":
+    if device.dry and to_host:
         target.zero_()
-    if target.device.type == "cpu" and not is_late:
-        device.called("stream", _stream())
-    return target
+    if host_waits:
+        wait_for_the_stream()
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    return bool(device.native.is_pinned(tensor.data_ptr()))
+
+
+def wait_for_the_stream() -> None:
+    """Let the host wait for the current stream."""
+    device.called("stream", _stream())
 
 
 def scalar(tensor: torch.Tensor) -> Any:
     """Read one value; the host waits."""
     launch_on("item", [tensor], [], lambda: True)
-    device.called("stream", _stream())
+    wait_for_the_stream()
     return device.native.host_view(tensor).item()
 
 
@@ -550,6 +575,8 @@ def _module(native: Any) -> types.ModuleType:
     return made
 
 
+_COPIES = Copies(launch_copy, _is_pinned, wait_for_the_stream)
+
 device: Device
 _LIBRARIES: list[torch.library.Library] = []
 
@@ -566,11 +593,12 @@ def install() -> Device:
         torch._register_device_module(NAME, _module(device.native))
         torch.utils.generate_methods_for_privateuse1_backend()
         device.native.on_call(device.called)
+        torch.Tensor.__setitem__ = set_item  # type: ignore[method-assign]
         everything, some = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
         everything.fallback(run_operation, "PrivateUse1")
         for name in _kernels():
             some.impl(name.removeprefix("aten::"), _launcher(name), "PrivateUse1")
-        some.impl("_copy_from", copy, "PrivateUse1")
+        some.impl("_copy_from", _COPIES.copy, "PrivateUse1")
         some.impl("_local_scalar_dense", scalar, "PrivateUse1")
         some.impl("convolution_overrideable", convolve, "PrivateUse1")
         some.impl("convolution_backward_overrideable", convolve_back, "PrivateUse1")

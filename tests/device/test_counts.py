@@ -6,11 +6,13 @@ same model alone.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ from tests.device.dry import dry_world, recorded
 from tests.device.ranks import on_devices
 from tests.device.standin import NAME
 from zerodrift.api import initialize
+from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.kernels import device as programs
 from zerodrift.plan import cost
 
 pytestmark = needs_device
@@ -209,21 +213,83 @@ def test_more_micro_batches_and_other_modes() -> None:
     assert alone["collectives"] == 0 and alone["waits"] == ["collectives.read"]
 
 
-def _planted(device: torch.device) -> list[str]:
-    """Where a wait is recorded, that somebody adds to the engine."""
-    from zerodrift.engine.step import trained_segment
+MODES: dict[str, dict[str, Any]] = {
+    "fp16": {"fp16": {"enabled": True}},
+    "autocast": {"precision": {"mode": "autocast-bf16"}},
+    "8bit": {"precision": {"state": "8bit"}},
+    "tree": {"precision": {"reduce": {"order": "tree"}}},
+    "native": {"precision": {"reduce": {"order": "native"}}},
+    "narrow": {"precision": {"gather": "fp8", "reduce": {"wire": "int4", "feedback": True}}},
+    "secondary": {"sharding": {"secondary": 2}},
+    "Muon": {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}},
+    "no Triton": {},
+}
 
-    start = trained_segment.TrainedSegment.finish_reduce
+
+def _copies_and_waits(device: torch.device, names: list[str]) -> list[tuple[list[str], list[str]]]:
+    return [_step_of(name) for name in names]
+
+
+def _step_of(name: str) -> tuple[list[str], list[str]]:
+    """Where one step of a mode waits, and where it copies from the host."""
+    config = {
+        "precision": {"mode": "bf16"},
+        "zero_optimization": {"stage": 3},
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    if "fp16" in MODES[name]:
+        del config["precision"]
+    for key, value in MODES[name].items():
+        config[key] = {**config[key], **value} if key == "precision" else value
+    with dry_world(8), contextlib.ExitStack() as stack:
+        if name == "no Triton":
+            stack.enter_context(mock.patch.object(programs, "works", lambda where: False))
+            stack.enter_context(mock.patch.object(programs, "obstacle", lambda where: "not there"))
+        batch = torch.ones(2, WIDTH, device=NAME)
+        engine = initialize(Network(2, 2), config=config, device=NAME, quiet=True)
+        for _ in range(WARM):
+            _step(engine, batch, 2)
+        with recorded() as step:
+            _step(engine, batch, 2)
+        engine.destroy()
+    sent = [entry.origin for entry in step.of("copy") if entry.name.startswith("from the host")]
+    return [entry.origin for entry in step.of("wait")], sent
+
+
+def test_no_mode_waits_more() -> None:
+    (found,) = on_devices(_copies_and_waits, 1, list(MODES), timeout=280)
+    sent = {name: [] if name == "no Triton" else ["fused.coefficient_table"] for name in MODES}
+    assert dict(zip(MODES, found, strict=True)) == {
+        name: (["collectives.read"], sent[name]) for name in MODES
+    }
+
+
+def _sets_an_item(segment: Any) -> None:
+    """Set an item to a number, which the host's memory holds."""
+    torch.zeros(2, device=NAME)[-1] = 0.5
+
+
+PLANTED: dict[str, Callable[[Any], object]] = {
+    "synchronize": lambda segment: torch.accelerator.synchronize(),
+    "an item that is set to a number": _sets_an_item,
+    "a tensor made of a list": lambda segment: torch.tensor([0.5], device=NAME),
+}
+
+
+def _with_waits(device: torch.device, planted: str) -> list[str]:
+    """Where waits are recorded, one of which somebody adds to each reduction of the engine."""
+    finish = TrainedSegment.finish_reduce
 
     def waits(segment: Any) -> None:
-        start(segment)
-        torch.accelerator.synchronize()
+        finish(segment)
+        PLANTED[planted](segment)
 
-    trained_segment.TrainedSegment.finish_reduce = waits  # type: ignore[method-assign]
-    found = _count(ranks=2, stage=3)
-    trained_segment.TrainedSegment.finish_reduce = start  # type: ignore[method-assign]
-    return list(found["waits"])
+    with mock.patch.object(TrainedSegment, "finish_reduce", waits):
+        return list(_count(ranks=2, stage=3)["waits"])
 
 
-def test_a_wait_too_many_is_seen() -> None:
-    assert on_devices(_planted, 1)[0] == ["", "", "", "collectives.read"]
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_wait_too_many_is_seen(planted: str) -> None:
+    assert on_devices(_with_waits, 1, planted)[0] == ["", "", "", "collectives.read"]

@@ -163,18 +163,31 @@ def test_random_numbers_come_from_the_devices_generator() -> None:
     assert instead_of_cpu(drawn, 1, order="side streams last") == [(numbers, False)]
 
 
-def drawn_by_the_engine() -> str:
+def asked_by_the_engine(expression: str) -> str:
     file = str(Path(zd.__file__).with_name("asked.py"))
     try:
-        eval(compile("torch.rand(4, generator=torch.Generator())", file, "eval"), {"torch": torch})
+        eval(compile(expression, file, "eval"), {"torch": torch})
     except RuntimeError as error:
         return str(error)
     return ""
 
 
-def test_the_engine_must_not_draw_on_the_device_with_a_generator_of_the_cpu() -> None:
-    words = "Expected a 'standin' device type for generator but found 'cpu'"
-    assert instead_of_cpu(drawn_by_the_engine, 1) == [words]
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        (
+            "torch.rand(4, generator=torch.Generator())",
+            "Expected a 'standin' device type for generator but found 'cpu'",
+        ),
+        (
+            "torch.ones(2) + torch.ones(2, device='cpu')",
+            "Expected all tensors to be on the same device, but found cpu, standin:0 in aten.add.Tensor",
+        ),
+        ("torch.ones(2) + torch.ones((), device='cpu')", ""),
+    ],
+)
+def test_the_engine_must_not_use_what_is_of_the_cpu_on_the_device(expression: str, words: str) -> None:
+    assert instead_of_cpu(asked_by_the_engine, 1, expression) == [words]
 
 
 # --- files ---------------------------------------------------------------------------------------------

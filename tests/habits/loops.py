@@ -316,7 +316,7 @@ def an_exception_in_the_backward(loop: Loop) -> None:
 
 def a_default_device(loop: Loop) -> None:
     """`with torch.device(...)` around everything."""
-    with torch.device("cpu"):
+    with torch.get_default_device():
         fit(loop, loop.train(Net()))
 
 

@@ -228,13 +228,19 @@ def test_a_second_copy_changes_where_a_backward_gathers_and_no_value(
         for ranks in (1, copies):
             sharding = {"secondary": ranks}
             engine = make(config(3, mode, 2, precision=precision, sharding=sharding), model())
+            kept = [segment.secondary for segment in engine.executor.segments if segment.secondary]
             run = train(engine, 1, 2)
             with torch.no_grad():  # values that change between steps, and in an evaluation
+                engine.parameter("layers.0.norm1.weight").master = torch.full((32,), 0.25)
+                engine.eval()
                 engine(batch(9, 0))
+                assert not kept or not all(copy.is_current for copy in kept)
+                engine.train()
+                engine(batch(9, 0))
+                assert all(copy.is_current for copy in kept)
                 engine.parameter("layers.0.norm1.weight").master = torch.full((32,), 0.5)
             run.losses += train(engine, TWO, 2).losses
             found.append(finish(engine, run))
-            kept = [segment.secondary for segment in engine.executor.segments if segment.secondary]
             assert bool(kept) == (1 < ranks < world)
             rest = cost(engine.plan).rest.secondary
             assert rest == sum(copy._part.nbytes for copy in kept)

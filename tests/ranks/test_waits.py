@@ -116,6 +116,7 @@ def test_what_would_wait_is_seen() -> None:
         "index": [lambda: values[values > 1]],
         "masked_select": [lambda: values.masked_select(values > 1)],
         "equal": [lambda: torch.equal(values, values)],
+        "__setitem__": [lambda: values.__setitem__(-1, 0.5)],
         "_unique2": [values.unique],
     }
     for name, calls in ways.items():

@@ -12,6 +12,7 @@ Invariant: the total of a set of blocks is exact, independent of the order, and 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -116,14 +117,24 @@ def _add_digits(sums: Tensor, out: Tensor) -> None:
     digit, shift = place // 32, place % 32
     digit = digit.clamp(max=DIGITS - 3)
     low, high = (mantissa & _MASK) << shift, (mantissa >> 32) << shift
-    copies = 1 if sums.device.type == "cpu" else COPIES
-    place = digit * copies + torch.arange(sums.numel(), device=sums.device) % copies
+    copies, place = 1, digit
+    if sums.device.type != "cpu":
+        copies, place = COPIES, torch.add(_copy_of_each(sums.numel(), sums.device), digit, alpha=COPIES)
     wide = out.new_zeros(DIGITS * copies)
     wide.index_add_(0, place, low & _MASK)
     # A 32-bit value shifted by up to 31 places stays below 2^63, so `>>` extends no sign.
-    wide.index_add_(0, place + copies, (low >> 32) + (high & _MASK))
-    wide.index_add_(0, place + 2 * copies, high >> 32)
+    wide[copies:].index_add_(0, place, (low >> 32) + (high & _MASK))
+    wide[2 * copies :].index_add_(0, place, high >> 32)
     out[:DIGITS] += wide.view(DIGITS, copies).sum(1)
+
+
+@functools.lru_cache(maxsize=2)
+def _copy_of_each(count: int, where: torch.device) -> Tensor:
+    """Return which copy of the digits each of so many sums is added to. Kept, as each step has as many.
+
+    Shape [count], int16.
+    """
+    return torch.arange(count, device=where).remainder_(COPIES).to(torch.int16)
 
 
 def total(summed: Tensor | Sequence[int]) -> float:

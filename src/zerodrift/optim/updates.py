@@ -138,7 +138,7 @@ class Arithmetic:
 
 
 def _with_decay(change: Tensor, numbers: Coefficients, before: Tensor) -> Tensor:
-    decay = torch.tensor(numbers.decay, dtype=torch.float32, device=before.device)
+    decay = torch.full((), numbers.decay, dtype=torch.float32, device=before.device)
     return change + before * (decay - 1)
 
 
@@ -387,7 +387,8 @@ def update_blocks(
     """
     first, last = blocks
     start, stop = first * BLOCK, min(last * BLOCK, of.numel)
-    scale = torch.as_tensor(step.multiplier, dtype=torch.float32, device=of.storage.device) * sign
+    # Filled in, and not made on the host: the host would wait for that copy.
+    scale = torch.full((), step.multiplier * sign, dtype=torch.float32, device=of.storage.device)
     scaled = gradient[start:stop].float() * scale
     weight = read(scheme, of, start, stop)
     moments = tuple(read_moment(scheme, of, number, first, last) for number in range(len(of.moments)))

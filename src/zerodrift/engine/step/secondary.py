@@ -3,7 +3,7 @@
 A forward gathers over all ranks of the shard axis, and every rank keeps its part of what arrived. A backward
 gathers the parts, which between the ranks of one node takes no link between nodes: hpZ of ZeRO++, and
 `reshard_after_forward` of `fully_shard` with a number. Kept is what the model computes with, packed if it
-travels packed, so a backward has the bits of its forward.
+travels packed, so a backward has the bits of its forward. An evaluation keeps nothing.
 
 Invariant: `is_current` has the same value on all ranks, because only a gather that all of them take part in
 sets it, and only a change of values on all of them clears it.
