@@ -122,10 +122,9 @@ def _is_on(config: Config, dtype: DType) -> bool:
 
 def _flags(config: Config) -> list[str]:
     """Return the keys by which `bf16` and `fp16` change columns, where they are true."""
-    keys = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
-    keys += ("fp16.fp16_master_weights_and_grads",)
-    pairs = [(key, key.split(".")) for key in keys]
-    return [key for key, (block, flag) in pairs if getattr(getattr(config, block), flag, None)]
+    flags = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "fp16_master_weights_and_grads")
+    pairs = [(flag.partition("_")[0], flag) for flag in flags]
+    return [f"{block}.{flag}" for block, flag in pairs if getattr(getattr(config, block), flag, None)]
 
 
 def flags_without_effect(config: Config) -> tuple[tuple[str, str], ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from zerodrift.inspect.check.run_finding import BITS, Kind, RunFinding, library
 from zerodrift.inspect.trace import ModelRecord, ProcessRecord
@@ -145,7 +146,7 @@ def _deepspeed(model: ModelRecord, found: set[Kind], half: str) -> str:
     """
     short = "bf16" if half == "bfloat16" else "fp16"
     is_autocast = any(p.has("storage", "float32") and p.has("compute", half) for p in model.parameters)
-    config: dict[str, object] = {}
+    config: dict[str, Any] = {}
     if not is_autocast and found & {*_PINNED}:
         config = {short: {"enabled": False}, "torch_autocast": _autocast(half)}
     elif is_autocast and found & {"wire-in-16-bits", "norm-of-scaled-gradients"}:
