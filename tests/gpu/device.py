@@ -12,7 +12,7 @@ import torch
 
 from tests.device import standin
 from tests.device.programs import INTERPRETED
-from tests.device.races import stack
+from tests.device.races import lines, stack
 from zerodrift.comm import usable_accelerator
 from zerodrift.kernels import device as programs
 
@@ -61,7 +61,7 @@ def _waits_for_the_standin(run: Callable[[], object]) -> list[str]:
     known = device.races.host_waits
 
     def record(what: str, which: object) -> None:
-        found.append(f"{what} {' < '.join(stack()[:3])}")
+        found.append(f"{what} {' < '.join(lines(stack()[:3]))}")
         known(what, which)
 
     device.races.host_waits = record  # type: ignore[method-assign]
