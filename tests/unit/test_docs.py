@@ -36,6 +36,7 @@ RUNNING = (
 """Pages whose Python is whole, except below `<!-- excerpt -->`; elsewhere it is an excerpt."""
 
 MODEL = "examples/qwen3-moe-tiny"
+LOCK = (ROOT / "requirements" / "lock.txt").read_text()
 
 
 def page(name: str) -> str:
@@ -95,7 +96,9 @@ def generated(refresh: ModuleType) -> dict[str, str]:
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_a_page_is_fresh(path: Path, refresh: ModuleType, generated: dict[str, str]) -> None:
-    pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
+    if path.name == "simulate.md" and f"transformers=={transformers.__version__} " not in LOCK:
+        pytest.skip("its figures are those of the operations of the locked transformers")
     text = path.read_text(encoding="utf-8")
     wanted = generated[path.name] if path.name in generated else refresh.fresh(text)
     assert text == wanted, "run `make docs`"
