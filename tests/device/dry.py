@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -85,6 +85,9 @@ class DryGroup(StrictGroup):
         self._store, self._device = store, install()
         self._stream = torch.Stream(torch.device(NAME, torch.accelerator.current_device_index()))
         self._number, self._name = next(self.numbers), ""
+
+    def _step(self, end: object) -> Callable[[], None]:
+        return lambda: None
 
     def _collective(
         self,
