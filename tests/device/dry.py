@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +41,7 @@ class Entry:
     """One event of a device, in the order of the host."""
 
     what: str
-    """`launch`, `collective`, `copy`, `allocation`, `free` or `wait`."""
+    """`launch`, `collective`, `message`, `copy`, `allocation`, `free` or `wait`."""
     stream: int
     name: str
     """The operation, the kind of a copy or a wait, or the address of memory."""
@@ -86,8 +86,10 @@ class DryGroup(StrictGroup):
         self._stream = torch.Stream(torch.device(NAME, torch.accelerator.current_device_index()))
         self._number, self._name = next(self.numbers), ""
 
-    def _step(self, end: object) -> Callable[[], None]:
-        return lambda: None
+    def _exchange(self, ends: Sequence[Any], stream: torch.Stream) -> dist.Work:
+        reads, writes = ([end.tensor for end in ends if end.sends is sends] for sends in (True, False))
+        self._device.record("message", stream.stream_id, "", sum(tensor.nbytes for tensor in reads))
+        return self._put(f"message of communicator {self._number}", reads, writes, stream, lambda *of: True)
 
     def _collective(
         self,

@@ -463,7 +463,7 @@ def _each(texts: Mapping[int, str]) -> str:
 
 
 def _batch_isend_irecv(messages: list[dist.P2POp]) -> list[dist.Work]:
-    """Send and receive at once on a strict group too: torch asks only groups of its own class whether they can."""
+    """Send and receive at once on a strict group too. torch only does on groups of its own class."""
     group = messages[0].group or dist.group.WORLD
     if not isinstance(group, StrictGroup):
         return _original_batch(messages)

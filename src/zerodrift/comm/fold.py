@@ -126,11 +126,11 @@ def _add_up(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, *
     if count <= FEW or kind not in native.TYPES or total.dtype not in (kind, torch.float32):
         return False
     if total.device.type != "cpu":
-        if tree or not isinstance(parts, torch.Tensor) or not parts.is_contiguous():
+        if not isinstance(parts, torch.Tensor) or not parts.is_contiguous():
             return False
-        if not device.works(total.device):
+        if (tree and count > device.TREE_PARTS) or not device.works(total.device):
             return False
-        device.sums(parts, total)
+        device.sums(parts, total, tree=tree)
         return True
     built = native.library()
     if built is None:

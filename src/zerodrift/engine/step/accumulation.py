@@ -73,9 +73,9 @@ class LandingLayout:
     def fill(
         self, landing: torch.Tensor, arrived: list[torch.Tensor | None], *, negative_zeros: bool
     ) -> None:
-        """Write every element: gradients, and zeros for the rest. Negative zeros become positive ones unless
-        `negative_zeros`."""
-        if not negative_zeros:
+        """Write every element: gradients, and zeros for the rest. On a CPU, negative zeros become positive
+        ones unless `negative_zeros`, which costs nothing there."""
+        if not negative_zeros and landing.is_cpu:
             self._fill_without_negative_zeros(landing, arrived)
             return
         self._gaps = self._gaps or [_zeros(length, landing) for length in self._lengths[:-1:2]]
@@ -100,14 +100,10 @@ class LandingLayout:
 
 
 def copy_without_negative_zeros(homes: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-    """Copy gradients of any dtype; see [Note: tree] of `trained_segment.py`."""
-    if not homes[0].is_cpu:
-        torch._foreach_copy_(homes, grads)
-        torch._foreach_add_(homes, 0.0)  # -0.0 + 0.0 is 0.0
-        return
+    """Copy gradients of any dtype; see [Note: zeros] of `trained_segment.py`."""
     for home, grad in zip(homes, grads, strict=True):
         own = grad if grad.dtype is home.dtype else grad.to(home.dtype)
-        torch.add(own, 0.0, out=home)  # in one pass
+        torch.add(own, 0.0, out=home)  # in one pass; -0.0 + 0.0 is 0.0
 
 
 def dense(grad: torch.Tensor) -> torch.Tensor:

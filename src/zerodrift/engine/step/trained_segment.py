@@ -12,10 +12,15 @@ collection: nothing that reaches `param.grad` is lost.
 arrival. So each lands once, and goes at once to where the tree adds it: whole where it waits for others of
 this rank, reduced where every micro-batch is. A right leaf is added to its left neighbour. In a pipeline a
 gradient may come in several turns, so each part has a buffer from `open_part` to `take_part`, which begins
-as zeros that are added to. So a negative zero becomes a positive one there, and none lands
-elsewhere: a sum with a part that has none has none, whatever is added to it. A step may leave the tree
-where the plan does not require it: a gradient that comes late, is put there by hand, or is read or changed
-before the last micro-batch. Then all that has come is one sum, and the rest is added as it comes.
+as zeros that are added to. A step may leave the tree where the plan does not require it: when a gradient
+comes late, is put there by hand, or is read or changed before the last micro-batch. Then all that has come is
+one sum, and the rest is added as it comes.
+
+[Note: zeros] What is added to zeros has no negative zero, and a missing gradient counts as positive ones. So
+that bits do not depend on either, no sum by the tree has a negative zero. It could only have one where all
+of its parts do, because 0.0 - 0.0 is 0.0. On a CPU the pass that copies gradients lets none land. On a device
+the launch by which all gradients of a segment land cannot do that, so one more goes over the finished sum, of
+which a rank has a slice.
 """
 
 from __future__ import annotations
@@ -272,6 +277,9 @@ class TrainedSegment(FlatSegment):
         """Make `reduced` the sum of all micro-batches of the step."""
         if self._sum:
             self.reduced = self._sum.take()
+        if self.tree and self.reduced is not None and not self.reduced.is_cpu:
+            with torch.no_grad():
+                self.reduced.add_(0.0)  # see [Note: zeros]
 
     def _give(self, flat: torch.Tensor) -> None:
         """Return a buffer of the tree to its pool, unless it is a part of `_whole`."""
