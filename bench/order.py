@@ -1,18 +1,19 @@
-"""A step whose sums go by the tree over micro-batches, beside one in the order of ranks: time and bytes.
+"""A step in each order of sums: the default, the order of ranks, a tree that is asked for, and the carrier's.
 
-    python bench/order.py                    # two gloo ranks, stages 0 and 3, 1 and 4 micro-batches
-    python bench/order.py --rounds 9 --micro-batches 8
+    python bench/order.py                    # 2 and 4 gloo ranks, all stages, 1 and 4 micro-batches
+    python bench/order.py --rounds 9 --ranks 2 --modes fp32 --micro-batches 2
 
-Both orders have an engine in the same two processes, and take turns in rounds; what is printed is the median
-of the ratios within a round, and the middle half of them; and the same median of processor time on rank 0,
-in which no other work on the machine is. torch's deterministic operations are on in turns too: only the tree
-asks for them. One thread each, fused AdamW, fp32. Bytes are counted by the loopback device, both ranks
-together. Needs Linux.
+All orders have an engine in the same processes, and take turns in rounds. Beside the milliseconds of the
+order of ranks stand the medians of the ratios to that within a round, and the ratios of the least processor
+time on rank 0, in which no other work on the machine is. `auto is` says which order the default is. torch's
+deterministic operations are on in turns too: only a tree that is asked for needs them. One thread each, fused
+AdamW. Bytes are counted by the loopback device, all ranks together. Needs Linux.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -28,14 +29,15 @@ from gpt import GPT
 from result import Result, flags
 from step import join, launch, sent_bytes
 
-ORDERS = ("rank", "tree")
+ORDERS = ("rank", "auto", "tree", "native")
 
 
-def engine(options: argparse.Namespace, stage: int, micro_batches: int, order: str) -> Any:
+def engine(options: argparse.Namespace, stage: int, mode: str, micro_batches: int, order: str) -> Any:
     from zerodrift import initialize
 
+    reduce = {"order": order, **({"when": options.when} if options.when else {})}
     config = {
-        "precision": {"mode": "fp32", "reduce": {"order": order, "when": options.when}},
+        "precision": {"mode": mode, "reduce": reduce},
         "zero_optimization": {"stage": stage},
         "gradient_accumulation_steps": micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -44,15 +46,28 @@ def engine(options: argparse.Namespace, stage: int, micro_batches: int, order: s
     return initialize(model, config=config, device="cpu", quiet=True)
 
 
-def timed(rank: int, folder: str, options: argparse.Namespace, stage: int, count: int, queue: Any) -> None:
-    join(rank, folder)
+Cell = tuple[int, str, int]
+"""Stage, mode, micro-batches."""
+
+
+def timed(
+    rank: int, folder: str, options: argparse.Namespace, ranks: int, cells: list[Cell], queue: Any
+) -> None:
+    join(rank, folder, ranks)
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(options.vocabulary, (options.batch, options.length), generator=generator)
-    engines = {order: engine(options, stage, count, order) for order in ORDERS}
+    found = [measured(options, cell, tokens) for cell in cells]
+    if rank == 0:
+        queue.put(found)
+    dist.barrier()
+
+
+def measured(options: argparse.Namespace, cell: Cell, tokens: torch.Tensor) -> dict[str, Any]:
+    engines = {order: engine(options, *cell, order) for order in ORDERS}
 
     def step(order: str) -> None:
         torch.use_deterministic_algorithms(order == "tree")
-        for _ in range(count):
+        for _ in range(cell[-1]):
             engines[order].backward(engines[order](tokens))
             engines[order].step()
 
@@ -62,7 +77,8 @@ def timed(rank: int, folder: str, options: argparse.Namespace, stage: int, count
     spent: dict[str, list[float]] = {order: [] for order in ORDERS}
     wires: dict[str, list[int]] = {order: [] for order in ORDERS}
     for turn in range(options.rounds):
-        for order in ORDERS if turn % 2 else reversed(ORDERS):
+        first = turn % len(ORDERS)
+        for order in ORDERS[first:] + ORDERS[:first]:
             dist.barrier()
             wire, start, own = sent_bytes(), time.perf_counter(), time.process_time()
             for _ in range(options.steps):
@@ -71,45 +87,58 @@ def timed(rank: int, folder: str, options: argparse.Namespace, stage: int, count
             dist.barrier()
             times[order].append((time.perf_counter() - start) / options.steps)
             wires[order].append((sent_bytes() - wire) // options.steps)
-    if rank == 0:
-        queue.put({"times": times, "spent": spent, "wires": wires})
-    dist.barrier()
+    default = "tree" if engines["auto"].plan.policy.tree else "rank"
+    for each in engines.values():
+        each.destroy()
+    return {"auto": default, "times": times, "spent": spent, "wires": wires}
 
 
-def _ratios(of: dict[str, list[float]]) -> list[float]:
-    return [tree / rank for rank, tree in zip(of["rank"], of["tree"], strict=True)]
+def _ratios(of: dict[str, list[float]], order: str) -> list[float]:
+    return [one / rank for one, rank in zip(of[order], of["rank"], strict=True)]
 
 
 def main() -> None:
     parser = flags(__doc__)
-    parser.add_argument("--stages", default="0,3")
+    parser.add_argument("--stages", default="0,1,2,3")
     parser.add_argument("--micro-batches", default="1,4")
-    parser.add_argument("--when", choices=["last", "every"], default="last")
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--modes", default="fp32,bf16")
+    parser.add_argument("--when", choices=["last", "every"], help="instead of the stage's")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=int, default=16)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     size = f"width {options.width}, {options.layers} layers, {options.batch} x {options.length}"
-    result = Result.begin(f"{size}, fp32, 2 ranks x 1 thread, reduce.when {options.when}", options)
-    columns = {"stage": "", "micro-batches": "", "rank ms": ".1f", "tree ms": ".1f", "tree / rank": ".3f"}
-    columns |= {"half": "", "processor": ".3f", "rank MB": ".1f", "tree MB": ".1f"}
-    table = result.table(columns)
-    for stage in map(int, options.stages.split(",")):
-        for count in map(int, options.micro_batches.split(",")):
-            found = launch(timed, options, stage, count)
-            times, wires = found["times"], found["wires"]
-            ratios, own = (_ratios(found[key]) for key in ("times", "spent"))
-            low, _, high = statistics.quantiles(ratios) if len(ratios) > 1 else ratios * 3
-            taken = (statistics.median(times[order]) * 1e3 for order in ORDERS)
-            sent = (statistics.median(wires[order]) / 1e6 for order in ORDERS)
-            spread = f"{low:.3f}-{high:.3f}"
-            table.row(stage, count, *taken, statistics.median(ratios), spread, statistics.median(own), *sent)
+    result = Result.begin(f"{size}, 1 thread a rank, reduce.when {options.when or 'of the stage'}", options)
+    columns = {"ranks": "", "mode": "", "stage": "", "micro-batches": "", "auto is": "", "rank ms": ".1f"}
+    columns |= {f"{order} / rank": ".2f" for order in ORDERS[1:]}
+    columns |= {f"{order}: processor": ".3f" for order in ORDERS[1:]}
+    table = result.table({**columns, "rank MB": ".1f", "tree MB": ".1f"})
+    stages, counts = (map(int, text.split(",")) for text in (options.stages, options.micro_batches))
+    cells = [
+        (stage, mode, count)
+        for mode, stage, count in itertools.product(options.modes.split(","), [*stages], [*counts])
+    ]
+    for ranks in map(int, options.ranks.split(",")):
+        for cell, found in zip(cells, launch(timed, options, ranks, cells, ranks=ranks), strict=True):
+            _row(table, ranks, cell, found)
     result.save(options.save)
+
+
+def _row(table: Any, ranks: int, cell: Cell, found: dict[str, Any]) -> None:
+    stage, mode, count = cell
+    times, wires = found["times"], found["wires"]
+    ratios = {order: _ratios(times, order) for order in ORDERS[1:]}
+    taken = statistics.median(times["rank"]) * 1e3
+    medians = (statistics.median(ratios[order]) for order in ORDERS[1:])
+    own = (min(found["spent"][order]) / min(found["spent"]["rank"]) for order in ORDERS[1:])
+    sent = (statistics.median(wires[order]) / 1e6 for order in ("rank", "tree"))
+    table.row(ranks, mode, stage, count, found["auto"], taken, *medians, *own, *sent)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parent))
 from result import Result, flags
 
+from zerodrift.comm import native
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.fold import Sum
 from zerodrift.comm.mesh import start
@@ -44,21 +45,21 @@ class Sent:
         self._ranks = ranks
 
     def __enter__(self) -> Self:
-        self._calls = dist.all_to_all_single, dist.batch_isend_irecv
+        self._calls = dist.all_to_all_single, native.exchange
         dist.all_to_all_single = self._all_to_all  # type: ignore[assignment]
-        dist.batch_isend_irecv = self._batch
+        native.exchange = self._exchange
         return self
 
     def __exit__(self, *_: object) -> None:
-        dist.all_to_all_single, dist.batch_isend_irecv = self._calls
+        dist.all_to_all_single, native.exchange = self._calls
 
     def _all_to_all(self, out: torch.Tensor, values: torch.Tensor, **rest: Any) -> Any:
         self.messages += [(rank, values.nbytes // self._ranks) for rank in range(1, self._ranks)]
         return self._calls[0](out, values, **rest)
 
-    def _batch(self, swap: list[dist.P2POp]) -> list[dist.Work]:
-        self.messages += [(op.group_peer, op.tensor.nbytes) for op in swap if op.op is dist.isend]
-        return self._calls[1](swap)
+    def _exchange(self, group: Any, partner: int, out: torch.Tensor, into: torch.Tensor) -> None:
+        self.messages.append((partner, out.nbytes))
+        self._calls[1](group, partner, out, into)
 
 
 class Allocated(TorchDispatchMode):

@@ -215,11 +215,11 @@ ENGINES: dict[str, Callable[[argparse.Namespace], Step]] = {
 """Name -> how to build it. `zd-N` is zerodrift at stage N, `ds-N` DeepSpeed, `keep` keeps after forward."""
 
 
-def join(rank: int, folder: str) -> None:
+def join(rank: int, folder: str, ranks: int = 2) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
 
 
 def sent_bytes() -> int:
@@ -306,14 +306,14 @@ def resident(kind: str = "VmRSS") -> float:
     return 0.0
 
 
-def launch(function: Any, *args: Any) -> dict[str, Any]:
+def launch(function: Any, *args: Any, ranks: int = 2) -> dict[str, Any]:
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = mp.start_processes(
-            function, args=(folder, *args, queue), nprocs=2, join=False, start_method="spawn"
+        processes = mp.start_processes(
+            function, args=(folder, *args, queue), nprocs=ranks, join=False, start_method="spawn"
         )
-        while not ranks.join(timeout=1):
+        while not processes.join(timeout=1):
             pass
     return queue.get()
 

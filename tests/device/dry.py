@@ -43,7 +43,7 @@ class Entry:
     """One event of a device, in the order of the host."""
 
     what: str
-    """`launch`, `collective`, `copy`, `allocation`, `free` or `wait`."""
+    """`launch`, `collective`, `message`, `copy`, `allocation`, `free` or `wait`."""
     stream: int
     name: str
     """The operation, the kind of a copy or a wait, or the address of memory."""
@@ -87,6 +87,11 @@ class DryGroup(StrictGroup):
         self._store, self._device = store, install()
         self._stream = torch.Stream(torch.device(NAME, torch.accelerator.current_device_index()))
         self._number, self._name = next(self.numbers), ""
+
+    def _exchange(self, ends: Sequence[Any], stream: torch.Stream) -> dist.Work:
+        reads, writes = ([end.tensor for end in ends if end.sends is sends] for sends in (True, False))
+        self._device.record("message", stream.stream_id, "", sum(tensor.nbytes for tensor in reads))
+        return self._put(f"message of communicator {self._number}", reads, writes, stream, lambda *of: True)
 
     def _collective(
         self,

@@ -149,6 +149,7 @@ class StrictGroup(dist.ProcessGroup):
         place = self._stream.device
         self._pairs: dict[int, torch.Stream] = defaultdict(lambda: torch.Stream(place))
         self._counts: Counter[tuple[int, bool]] = Counter()
+        self._coalesced: list[_End] | None = None
         if not self._number:
             self._device.on_stall = self._compare_stalls
 
@@ -177,6 +178,10 @@ class StrictGroup(dist.ProcessGroup):
     @property
     def supports_splitting(self) -> bool:
         return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return True
 
     def get_group_store(self) -> dist.Store:
         return self._store
@@ -251,15 +256,25 @@ class StrictGroup(dist.ProcessGroup):
         torch.accelerator.current_stream().synchronize()
         return work
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work:
-        return self._exchange([_End(tensors[0], to, True)], self._pairs[to])
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work | None:
+        return self._message(_End(tensors[0], to, True))
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work:
-        return self._exchange([_End(tensors[0], source, False)], self._pairs[source])
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work | None:
+        return self._message(_End(tensors[0], source, False))
 
-    def batch(self, messages: Sequence[dist.P2POp]) -> dist.Work:
-        """Send and receive at once, on the stream of collectives. Alone, messages of a pair run in order."""
-        ends = [_End(each.tensor, each.group_peer, each.op is dist.isend) for each in messages]
+    def _message(self, end: _End) -> dist.Work | None:
+        """Alone, messages of a pair run in order; those between `_start_coalescing` and its end at once, on
+        the stream of collectives."""
+        if self._coalesced is None:
+            return self._exchange([end], self._pairs[end.peer])
+        self._coalesced.append(end)
+        return None
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        ends, self._coalesced = self._coalesced or [], None
         return self._exchange(ends, self._stream)
 
     # --- what they have in common ----------------------------------------------------------------------
@@ -448,8 +463,14 @@ def _each(texts: Mapping[int, str]) -> str:
 
 
 def _batch_isend_irecv(messages: list[dist.P2POp]) -> list[dist.Work]:
+    """Send and receive at once on a strict group too. torch only does on groups of its own class."""
     group = messages[0].group or dist.group.WORLD
-    return [group.batch(messages)] if isinstance(group, StrictGroup) else _original_batch(messages)
+    if not isinstance(group, StrictGroup):
+        return _original_batch(messages)
+    group._start_coalescing(messages[0].tensor.device)
+    for each in messages:
+        (group.send if each.op is dist.isend else group.recv)([each.tensor], each.group_peer, each.tag)
+    return [group._end_coalescing(messages[0].tensor.device)]
 
 
 _original_batch = dist.batch_isend_irecv

@@ -71,6 +71,12 @@ def zero_a_block(engine: Any, run: Run, step: int) -> None:
         parameter.grad.zero_()
 
 
+def replace_unread(engine: Any, run: Run, step: int) -> None:
+    """`p.grad = ...` for a gradient that nothing has read, before and after the last micro-batch."""
+    for parameter in engine.module.head.parameters():
+        parameter.grad = 1e-2 * (step + 1) * torch.ones_like(parameter)
+
+
 CHANGES: dict[Any, tuple[int, dict[str, Any]]] = {
     clip: (3, {"optimizer": ADAMW}),
     clip_by_value: (4, {"gradient_accumulation_steps": 2}),
@@ -78,6 +84,7 @@ CHANGES: dict[Any, tuple[int, dict[str, Any]]] = {
     drop_the_head: (4, {"optimizer": ADAMW}),
     add_noise: (3, {}),
     zero_a_block: (3, {"gradient_clipping": 0.02}),
+    replace_unread: (4, {"gradient_accumulation_steps": 2}),
 }
 """Change of `param.grad` between backward and step -> micro-batches and keys of the config."""
 

@@ -79,7 +79,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "data": {"train": "text.txt", "block": 16},
         "run": {"folder": "run", "steps": STEPS, "checkpoint_every": 2, "digest_every": 1, "keep": 9},
         "config": {
-            "precision": {"reduce": {"order": "tree"}},
             "zero_optimization": {"stage": 2},
             "train_batch_size": 8,
             "train_micro_batch_size_per_gpu": 2,

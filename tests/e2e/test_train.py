@@ -6,18 +6,21 @@ import importlib.util
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.e2e.jobs import TEXT, exported, job, kinds, losses, on_a_rank, trained
 from tests.ranks.harness import run_ranks
-from zerodrift.checkpoint.manifest import read_manifest
+from zerodrift.checkpoint import manifest
+from zerodrift.checkpoint.manifest import File, read_manifest, write_plan
 from zerodrift.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionError, ZerodriftError
 from zerodrift.plan.table import Plan
 from zerodrift.train.data.conversation import read_conversation
 from zerodrift.train.data.documents import Document
 from zerodrift.train.loop import model as models
+from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.start import train
 from zerodrift.train.tools.outline import dry_run
 
@@ -79,18 +82,19 @@ def test_samples_are_on_the_page_and_change_nothing(tmp_path: Path) -> None:
     assert "<b>It is &lt;</b>" in (tmp_path / "b" / "run" / "report.html").read_text()
 
 
-def test_the_tree_trains_to_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """Uneven micro-batches and dropout among them, dealt in turns and by neighbours."""
+def test_a_run_of_the_default_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """And where the tree is asked for; uneven micro-batches and dropout, dealt in turns and by neighbours."""
     rows = [{"prompt": "what decides?", "completion": "the plan" * (1 + number % 5)} for number in range(64)]
     data = {"format": "chat", "block": 48, "validation": 0.2}
     ends, seen = set(), set()
-    for ranks, stage in ((1, 1), (2, 1), (2, 3)):
-        folder = tmp_path / f"{ranks}-{stage}"
+    tree = {"reduce": {"order": "tree"}}
+    for number, (ranks, stage, order) in enumerate(((1, 1, {}), (1, 3, {}), (2, 3, {}), (2, 2, tree))):
+        folder = tmp_path / str(number)
         config = {
-            "precision": {"mode": "fp32", "reduce": {"order": "tree"}},
+            "precision": {"mode": "fp32", **order},
             "zero_optimization": {"stage": stage},
             "train_batch_size": 8,
-            "gradient_accumulation_steps": 4 // ranks,
+            "gradient_accumulation_steps": 2 // ranks,
         }
         run = {"evaluate_every": 2, "evaluate_blocks": 8}
         file = job(folder, "dropping", steps=4, rows=rows, config=config, data=data, run=run)
@@ -100,6 +104,30 @@ def test_the_tree_trains_to_the_same_bits_on_any_number_of_ranks(tmp_path: Path)
         ends.add(exported(folder))
     assert len(ends) == 1, "the numbers of ranks differ"
     assert len(seen) == 1 and len(*seen) == 2, "so do their evaluations"
+
+
+def test_a_run_that_was_begun_in_the_order_of_ranks_goes_on_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that was written before there was another default has no such decision."""
+
+    def as_before(folder: Path, plan: dict[str, Any]) -> File:
+        decisions = plan["policy"]["decisions"]
+        others = [each for each in decisions if "order of sums" not in str(each)]
+        assert len(others) == len(decisions) - 1
+        return write_plan(folder, {**plan, "policy": {**plan["policy"], "decisions": others}})
+
+    run = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "write_plan", as_before)
+        trained(tmp_path, steps=2, config={"precision": {"mode": "fp32", "reduce": {"order": "rank"}}})
+    for steps in (3, 4):
+        trained(tmp_path, steps=steps)
+        assert not run.load_plan().policy.tree
+    assert "order of sums" not in str([line["changed"] for line in kinds(tmp_path, "start")])
+    trained(tmp_path, steps=5, config={"precision": {"mode": "fp32", "reduce": {"order": "tree"}}})
+    changed = kinds(tmp_path, "start")[-1]["changed"]
+    assert any("order" in str(each) for each in changed), changed
 
 
 def test_an_evaluation_is_of_all_that_is_held_out_however_it_is_cut(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from tests.numerics.test_fused import (
     moments_of,
     step_of,
 )
+from tests.unit.test_sums import one_by_one
 from zerodrift import optimizers
 from zerodrift.api import make_plan
 from zerodrift.dtypes import DType
@@ -254,18 +255,17 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
             check_steps(scheme, make(scheme, moments_of(algorithm)), gradients, steps)
 
 
-@pytest.mark.parametrize("count", [3, 5, 33])
-def test_sums_of_many_parts_in_their_order(count: int) -> None:
+@pytest.mark.parametrize("tree", [False, True], ids=["rank", "tree"])
+@pytest.mark.parametrize("count", [3, 5, 8, 33])
+def test_sums_of_many_parts_in_a_known_order(count: int, tree: bool) -> None:
     generator = torch.Generator().manual_seed(count)
     for kind, total in [(0, 0), (1, 0), (2, 0), (1, 1), (2, 2)]:
         dtypes = [torch.float32, torch.bfloat16, torch.float16]
         values = torch.randn(count, 700, generator=generator)
         parts = torch.ldexp(values, torch.randint(-6, 7, values.shape, generator=generator)).to(dtypes[kind])
-        want = parts[0].to(dtypes[total])
-        for part in parts[1:]:
-            want = want + part.to(dtypes[total])
+        want = one_by_one(parts, dtypes[total], "tree" if tree else "rank")
         out = torch.empty(700, dtype=dtypes[total], device=DEVICE)
-        device.sums(parts.to(DEVICE), out)
+        device.sums(parts.to(DEVICE), out, tree=tree)
         assert torch.equal(out.cpu(), want), (kind, total)
 
 

@@ -80,6 +80,17 @@ def compiled_narrow(target: GPUTarget, dtype: DType, way: int, drawn: bool = Fal
     return triton.compile(source, target=target, options=device.strict_options(target)).asm["ptx"]
 
 
+def compiled_tree(target: GPUTarget, parts: str, out: str, count: int) -> str:
+    """Return the assembly of a sum by the tree over so many parts."""
+    fixed = {"count": count, "height": (count - 1).bit_length(), "tile": device._SPAN}
+    fixed["narrow"] = 1 if out == "*i16" else 0
+    types = {"parts": parts, "out": out, "numel": "i32"}
+    names = programs.tree_sums.arg_names
+    signature = {name: "constexpr" if name in fixed else types[name] for name in names}
+    source = ASTSource(programs.tree_sums, signature, fixed)
+    return triton.compile(source, target=target, options=device.strict_options(target)).asm["ptx"]
+
+
 def words_of(assembly: str) -> Counter[str]:
     return Counter(re.findall(r"^\s+(?:@%p\d+ )?([a-z][\w.:]*)", assembly, re.MULTILINE))
 
@@ -93,7 +104,10 @@ def main() -> None:
     }
     drawn = [dtype for dtype in flat if NARROW[dtype].element is not Element.NF4]
     runs |= {f"{dtype} drawn": words_of(compiled_narrow(target, dtype, 0, drawn=True)) for dtype in drawn}
-    print(json.dumps({"options": device.strict_options(target), "passes": passes, "runs": runs}))
+    kinds = [(*types, count) for types in (("*fp32", "*fp32"), ("*i16", "*i16")) for count in (3, 8, 24)]
+    trees = {" ".join(map(str, kind)): words_of(compiled_tree(target, *kind)) for kind in kinds}
+    options = device.strict_options(target)
+    print(json.dumps({"options": options, "passes": passes, "runs": runs, "trees": trees}))
 
 
 if __name__ == "__main__":

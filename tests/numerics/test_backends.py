@@ -26,11 +26,12 @@ PINNED = {"rules": [{"match": "*.router.*", "pin": "fp32"}]}
 def both(
     stage: int, mode: str, micro: int = 1, moe: bool = False, steps: int = 2, **rest: Any
 ) -> dict[str, Run]:
-    """A run on each backend; fp32 storage on both, which is what `fully_shard` has."""
+    """A run on each backend; fp32 storage and the order of ranks on both, which `fully_shard` has unasked."""
     precision = {"storage": "fp32", **rest.pop("precision", {})}
     runs = {}
-    for backend in ("native", "fsdp2"):
-        written = config(stage, mode, micro, backend=backend, precision=precision, **rest)
+    for backend, order in (("native", {"order": "rank"}), ("fsdp2", {})):
+        given = {**precision, "reduce": {**order, **precision.get("reduce", {})}}
+        written = config(stage, mode, micro, backend=backend, precision=given, **rest)
         engine = make(written, GPT(moe=moe, layers=1))
         runs[backend] = train(engine, steps, micro)
         engine.destroy()

@@ -6,6 +6,7 @@ the tree is defined, and uses nothing of zerodrift but the seeds.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -93,9 +94,11 @@ class Cell:
     precision: dict[str, Any] = field(default_factory=dict, hash=False)
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     loop: Loop = usual
+    order: str = "tree"
+    """The word of the config; empty leaves it out, and `when` with it."""
 
     def written(self, ranks: int, scale: int = 17) -> dict[str, Any]:
-        reduce = {"order": "tree", "when": self.when}
+        reduce = {"order": self.order, "when": self.when} if self.order else None
         precision: dict[str, Any] = {"reduce": reduce, "state": self.state, **self.precision}
         if self.model == "moe" and self.mode != "fp32":
             precision["rules"] = [{"match": "*.router.*", "pin": "fp32"}]
@@ -116,6 +119,8 @@ class Cell:
 def trained(cell: Cell) -> tuple[str, list[Any]]:
     """On one rank: the digest of what a run leaves, and norms and loss scales on its way."""
     engine = cell.engine()
+    assert engine.plan.policy.tree
+    assert torch.are_deterministic_algorithms_enabled() is bool(cell.order)
     engine.seed = 5
     told: list[Any] = []
     for step in range(STEPS + ("fp16" in cell.mode)):
@@ -171,6 +176,117 @@ def test_one_two_and_four_ranks_are_the_same_bits() -> None:
     assert len({left for left, _ in told}) == len(FEW)
     others = run_ranks(trained_all, 2, list(LIKE.values()), timeout=250)[0]
     assert [told[number] for number in LIKE] == others
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("total", "worlds"), [(2, (1, 2)), (4, (2, 4))])
+def test_the_default_has_the_bits_of_the_tree(total: int, worlds: tuple[int, ...]) -> None:
+    """With one and with two micro-batches on a rank, at every stage."""
+    usual = [
+        Cell(stage, "", mode, model, total, order="")
+        for mode in ("fp32", "bf16")
+        for model in ("dense", "moe", "dropout")
+        for stage in range(4)
+    ]
+    asked = [replace(cell, stage=1, when="last", order="tree") for cell in usual[::4]]
+    told = require_same([*usual, *asked], worlds)
+    for number, expected in enumerate(told[len(usual) :]):
+        assert told[4 * number : 4 * number + 4] == [expected] * 4, asked[number]
+
+
+class Averaged(GPT):
+    """Keeps a running mean in a buffer, and drops out by torch's generator, as most models of most people."""
+
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__(layers=layers)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        self.mean.lerp_(x.detach().mean(), 0.5)
+        return self.head(self.norm(nn.functional.dropout(self.layers[0](x), 0.3, self.training)))
+
+
+def backwards(engine: Engine, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        torch.manual_seed(number)
+        engine.backward(engine(batch(0, number + 7 * engine.mesh.rank())))
+
+
+def reads_between(engine: Engine) -> None:
+    backwards(engine, [0])
+    assert engine.parameter("norm.weight").gradient.abs().sum() > 0
+    backwards(engine, [1])
+    engine.step()
+
+
+def assigns_between(engine: Engine) -> None:
+    backwards(engine, [0])
+    parameter = engine.parameter("norm.weight")
+    parameter.gradient = 2 * parameter.gradient
+    backwards(engine, [1])
+    engine.step()
+
+
+def adds_by_hand(engine: Engine) -> None:
+    backwards(engine, [0, 1])
+    for parameter in engine.module.parameters():
+        parameter.grad = torch.full(parameter.shape, 0.25)
+    engine.step()
+
+
+def one_more(engine: Engine) -> None:
+    backwards(engine, [0, 1, 2, 5])
+    engine.step()
+
+
+def three_for_two(engine: Engine) -> None:
+    engine.progress.accumulation = 3
+    backwards(engine, [0, 1, 2])
+    engine.step()
+    engine.progress.accumulation = 2
+
+
+def begins_anew(engine: Engine) -> None:
+    backwards(engine, [0])
+    engine.zero_grad()
+    backwards(engine, [1, 2])
+    engine.step()
+
+
+HABITS = [reads_between, assigns_between, adds_by_hand, one_more, three_for_two, begins_anew]
+
+
+def habits() -> list[str]:
+    """On one rank: the stages and habits after which the default has other weights than by rank."""
+    differs = []
+    for stage, habit in itertools.product(range(4), HABITS):
+        found = []
+        for order in ("auto", "rank"):
+            written = config(stage, "fp32", 2, precision={"reduce": {"order": order}}, **MOMENTUM)
+            engine = make(written, Averaged())
+            assert engine.plan.policy.tree is (order == "auto")
+            try:
+                habit(engine)
+            except UnsupportedError as error:
+                found.append({"": torch.zeros(())})
+                assert "order" not in str(error), error
+                engine.destroy()
+                continue
+            backwards(engine, [3, 4])  # and goes on by the tree
+            assert engine.step().updated
+            with engine.gathered() as values:
+                found.append({name: value.clone() for name, value in values.items()})
+            engine.destroy()
+        one, other = found
+        wrong = [n for n in one.keys() | other.keys() if not torch.allclose(one[n], other[n], 1e-5, 1e-7)]
+        differs += [f"stage {stage}, {habit.__name__}: {wrong}"] if wrong else []
+    return differs
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_default_refuses_nothing_that_the_order_of_ranks_does_not(world: int) -> None:
+    assert run_ranks(habits, world, timeout=250) == [[]] * world
 
 
 @pytest.mark.long
@@ -262,7 +378,9 @@ def test_the_order_of_ranks_has_other_bits() -> None:
 
 
 def by_rank() -> str:
-    engine = make(config(1, "fp32", 8 // _world()), MODELS["dense"]())
+    engine = make(
+        config(1, "fp32", 8 // _world(), precision={"reduce": {"order": "rank"}}), MODELS["dense"]()
+    )
     for number in engine.micro_batches_of_this_rank():
         engine.backward(engine(batch(0, number)))
     engine.step()

@@ -76,6 +76,11 @@ def test_nothing_is_contracted_or_flushed_in_what_is_compiled(capability: int) -
     for case, words in told["runs"].items():
         assert not any(".ftz" in word or "approx" in word or "fma" in word for word in words), (case, words)
         assert ("div.rn.f32" in words) == case.endswith(" 0"), (case, words)
+    for case, words in told["trees"].items():
+        count, each = int(case.split()[2]), 2  # elements a thread
+        kept = ("ld.global", "ld.shared", "bar.sync", "fma")
+        found = {word: words[word] for word in words if word.startswith(kept)}
+        assert [*found.values()] == [each * count], f"{case}: parts are read once, and nothing else; {found}"
 
 
 @pytest.fixture

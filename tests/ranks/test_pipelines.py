@@ -100,8 +100,8 @@ def one_micro_batch(weights: str | None) -> tuple[set[torch.dtype], dict[str, to
     else:
         engine = pipeline(written, "zbv", weights, model, micro_batches=1)
         engine.accumulate(data(0, engine.mesh.rank("data"))[:1])
-    sums = {segment.reduced.dtype for segment in engine.executor.segments if segment.reduced is not None}
     found = gradients(engine)
+    sums = {segment.reduced.dtype for segment in engine.executor.segments if segment.reduced is not None}
     return sums, found
 
 

@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "backends": {"engine", "model", "optim", "comm", "plan", "policy", "report", "errors", "optimizers"},
     "checkpoint": {
-        *{"engine", "optim", "comm", "kernels", "plan", "report", "model"},
+        *{"engine", "optim", "comm", "kernels", "plan", "policy", "report", "model"},
         *{"dtypes", "errors", "files", "mesh", "record", "versions"},
     },
     "weights": {

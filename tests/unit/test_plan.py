@@ -330,19 +330,20 @@ def test_moments_follow_the_optimizer() -> None:
 
 def test_the_peak_holds_two_units_and_two_gradients() -> None:
     model = spec(*(parameter(f"layers.{i}.a.w", (1024, 1024)) for i in range(4)))
-    bill = cost(plan(at(3), model, world=4))
+    in_turn = {"precision": {"mode": "bf16", "reduce": {"order": "rank"}}}
+    bill = cost(plan(at(3) | in_turn, model, world=4))
     assert bill.peak.gathered == 2 * 2 * 2**20
     assert bill.peak.gradient == (1 + 2) * 4 * 2**20  # as autograd leaves one; what two are reduced from
     assert bill.peak.accumulate == 4 * 2**20
     assert bill.peak.wire == 2 * (3 + 1) * 2**20  # of two: three quarters received, one summed
     with_root = spec(parameter("head.w", (4096, 1024)), *model.parameters)
-    bill = cost(plan(at(3), with_root, world=4))
+    bill = cost(plan(at(3) | in_turn, with_root, world=4))
     # The last gradients are the root's. No block is gathered then, and one is under way.
     assert bill.peak.gathered == 4 * 2 * 2**20
     assert bill.peak.gradient == (4 + 4 + 1) * 4 * 2**20 and bill.peak.wire == (3 + 1) * 2**20
-    waiting = cost(plan(at(1), model, world=4), 2)
+    waiting = cost(plan(at(1) | in_turn, model, world=4), 2)
     assert waiting.peak.accumulate == 4 * 4 * 2**20 + 4 * 2**20
-    assert cost(plan(at(0), model, world=4), 2).peak.accumulate == 4 * 4 * 2**20
+    assert cost(plan(at(0) | in_turn, model, world=4), 2).peak.accumulate == 4 * 4 * 2**20
     kept = cost(plan(at(3, sharding={"keep_gathered": "step"}), model, world=4))
     assert kept.peak.gathered == 4 * 2 * 2**20
     # Whole fp32 storage pays for its low copy under autocast.

@@ -42,7 +42,8 @@ def line(**changed: Any) -> dict[str, Any]:
     ],
 )
 def test_what_differs_is_named_with_where_to_look(changed: dict[str, Any], words: list[str]) -> None:
-    plan = make_plan({"gradient_accumulation_steps": 2}, moe(), world_size=2)
+    written = {"gradient_accumulation_steps": 2, "precision": {"reduce": {"order": "rank"}}}
+    plan = make_plan(written, moe(), world_size=2)
     said = "\n".join(difference_lines(compare_step(line(), line(**changed)), 3, plan, ["by a, here b"]))
     for word in [*words, "  computed   by a, here b"]:
         assert word in said

@@ -60,6 +60,8 @@ def test_bits_are_those_of_one_addition_after_the_other(path: str, order: Order)
             out = torch.empty(numel, dtype=total)
             fold(out, given, how)
             assert same_bits(out, want) and torch.equal(parts, before), (kind, total, count, numel)
+        fold(out, before, how, scratch=True)
+        assert same_bits(out, want), (kind, total, count, numel)
         for place in range(min(count, 4) if kind is total else 0):
             held = parts.clone()
             fold(held[place], held, how)

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from zerodrift.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.errors import CheckpointError, Problem, Problems, did_you_mean
 from zerodrift.plan import Boundary, Plan
+from zerodrift.policy import BY_RANK, ORDER
 
 Allowed = Literal["model", "optimizer", "groups", "schedule", "loss_scale", "buffers"]
 """Differences that may be allowed; their subject then stays as the run has it. `model` allows parameters that
@@ -235,6 +236,7 @@ def _compare_plans(before: Plan, now: Plan) -> list[CheckpointDifference]:
         both = _casts(theirs.get(paths[0])), _casts(mine.get(paths[0]))
         changes.append(CheckpointDifference("boundary", *both, f"{count}, first {paths[0]}"))
     saved, here = ({d.key: d.value for d in plan.policy.decisions} for plan in (before, now))
+    saved.setdefault(ORDER, BY_RANK)  # a plan without that decision is of an order of ranks
     for key in dict.fromkeys([*saved, *here]):
         if saved.get(key) != here.get(key) and key not in ("zero_optimization.stage", "precision.mode"):
             changes.append(CheckpointDifference(key, saved.get(key, "none"), here.get(key, "none")))

@@ -82,10 +82,13 @@ def fold(
     parts: Sequence[torch.Tensor] | torch.Tensor,
     how: Sum,
     spare: torch.Tensor | None = None,
+    *,
+    scratch: bool = False,
 ) -> None:
     """Write the sum of `parts` to `out`: flat tensors of one length, and `out` may be one of them.
 
-    For parts in one tensor, shape [parts, elements], the host makes as many calls for many as for few.
+    For parts in one tensor, shape [parts, elements], the host makes as many calls for many as for few. The
+    tree may form its sums in them if they are `scratch`.
     `spare` holds the sum if it cannot be formed in `out`: in `how.dtype`, at least as long, or one of two
     parts.
     """
@@ -106,7 +109,7 @@ def fold(
         if not tree:
             _add_in_turn(total, parts)
         elif isinstance(parts, torch.Tensor) and len(parts) > FEW:
-            _add_by_levels(total, parts)
+            _add_by_levels(total, parts, scratch=scratch)
         else:
             _add_by_tree(total, parts)
     if total is out:
@@ -123,11 +126,11 @@ def _add_up(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, *
     if count <= FEW or kind not in native.TYPES or total.dtype not in (kind, torch.float32):
         return False
     if total.device.type != "cpu":
-        if tree or not isinstance(parts, torch.Tensor) or not parts.is_contiguous():
+        if not isinstance(parts, torch.Tensor) or not parts.is_contiguous():
             return False
-        if not device.works(total.device):
+        if (tree and count > device.TREE_PARTS) or not device.works(total.device):
             return False
-        device.sums(parts, total)
+        device.sums(parts, total, tree=tree)
         return True
     built = native.library()
     if built is None:
@@ -155,16 +158,15 @@ def _add_in_turn(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tens
         total.add_(part)
 
 
-def _add_by_levels(total: torch.Tensor, parts: torch.Tensor) -> None:
+def _add_by_levels(total: torch.Tensor, parts: torch.Tensor, *, scratch: bool) -> None:
     """Add the tree level by level, each in one call. The last sum of a level may wait for one above."""
-    sums, last = parts, None
+    is_room = scratch and parts.dtype is total.dtype
+    sums, last = parts if is_room else parts.to(total.dtype, copy=True), None
     while len(sums) > 1:
         pairs = len(sums) // 2
-        left, right = sums[: 2 * pairs : 2], sums[1 : 2 * pairs : 2]
         if len(sums) % 2:
-            odd = sums[-1].to(total.dtype, copy=True)
-            last = odd if last is None else odd.add_(last)
-        sums = (left.to(total.dtype, copy=True) if sums is parts else left).add_(right)
+            last = sums[-1] if last is None else sums[-1].add_(last)
+        sums = sums[: 2 * pairs : 2].add_(sums[1 : 2 * pairs : 2])
     if last is None:
         total.copy_(sums[0])
     else:
@@ -202,7 +204,6 @@ class HalvingExchange:
     """Values of this rank. In the last exchange they are flat, like `incoming`."""
 
 
-@torch.no_grad()
 def halving_exchanges(
     full: torch.Tensor, rank: int, ranks: int, room: torch.Tensor
 ) -> Iterator[HalvingExchange]:

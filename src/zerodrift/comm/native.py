@@ -107,7 +107,7 @@ class NativeCalls:
 
         def finish() -> None:
             arrive()
-            fold(out, parts, how)
+            fold(out, parts, how, scratch=True)
 
         return finish
 
@@ -117,26 +117,38 @@ class NativeCalls:
         """Gather every rank's `values`, and sum them here."""
         received = values.new_empty(values.numel() * line.size)
         self.gather(turn, line, received, values)()
-        fold(out, received.view(line.size, -1), how)
+        fold(out, received.view(line.size, -1), how, scratch=True)
 
+    @torch.no_grad()
     def halve(
         self, turn: StartedCollective, line: Axis, out: torch.Tensor, full: torch.Tensor, how: Sum
     ) -> None:
         """Sum by recursive halving. All of it is issued here, or over on return."""
-
-        def exchange_with(peer: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-            """Wait for it: the current stream does, or on a CPU the host."""
-            messages = [
-                dist.P2POp(function, values.view(torch.uint8), peer, line.group)
-                for function, values in ((dist.isend, outgoing), (dist.irecv, incoming))
-            ]
-            for work in dist.batch_isend_irecv(messages):
-                work.wait()
-
         for each in halving_exchanges(full, line.rank, line.size, torch.empty_like(full)):
-            peer = line.ranks[each.partner]  # torch would look for it among all ranks
-            self.call(turn, line, exchange_with, peer, each.outgoing, each.incoming, partner=each.partner)
+            ends = line.group, each.partner, each.outgoing, each.incoming
+            self.call(turn, line, exchange, *ends, partner=each.partner)
         fold(out, (each.incoming, each.kept), how, each.incoming)
+
+
+def exchange(group: Any, partner: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+    """Send and receive at once, and wait for both: the current stream does, or on a CPU the host.
+
+    The calls are those of `torch.distributed.batch_isend_irecv`, which makes 60 to 80 more of the host, and
+    are private in torch (2.13 to 2.15).
+    """
+    device = outgoing.device
+    is_one_call = group._get_backend(device).supports_coalescing
+    if is_one_call:
+        group._start_coalescing(device)
+    # As bytes, since no backend knows every dtype.
+    works = [
+        group.send([outgoing.view(torch.uint8)], partner, 0),
+        group.recv([incoming.view(torch.uint8)], partner, 0),
+    ]
+    if is_one_call:
+        works = [group._end_coalescing(device)]
+    for work in works:
+        work.wait()
 
 
 class CommunicationStream:

@@ -160,6 +160,7 @@ class Pairs:
                 post.send(outgoing[to][bounds(number)], [to], number)
         return finish
 
+    @torch.no_grad()
     def halve(
         self, turn: StartedCollective, line: Axis, out: torch.Tensor, full: torch.Tensor, how: Sum
     ) -> Callable[[], None]:
@@ -175,6 +176,7 @@ class Pairs:
         exchanges = halving_exchanges(full, line.rank, line.size, room)
         first = begin(next(exchanges))
 
+        @torch.no_grad()
         def finish() -> None:
             post.finish()
             last = first

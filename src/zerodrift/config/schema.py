@@ -86,10 +86,12 @@ class Reduce(Block):
     """Dtype in which the gradients of all ranks are summed. Default `fp32`."""
     when: Literal["last", "every"] | None = None
     """Reduce after the `last` micro-batch or `every` one. Default `last` at stages 0-1, `every` at 2-3."""
-    order: Literal["rank", "tree", "native"] | None = None
-    """Add gradients in the order of ranks (`rank`); by one `tree` over the micro-batches of a step, which
-    gives the same bits on any number of ranks; or as the carrier does (`native`: NCCL's reduce-scatter),
-    which scales furthest and promises no order. The same for all parameters. Default `rank`."""
+    order: Literal["auto", "rank", "tree", "native"] | None = None
+    """Add gradients by one `tree` over the micro-batches of a step, which gives the same bits on any number
+    of ranks; in the order of ranks (`rank`); or as the carrier does (`native`: NCCL's reduce-scatter), which
+    promises no order. The same for all parameters. Default `auto`: the tree where that takes no
+    more memory, else the order of ranks; the plan says which. Written, `tree` also refuses what would change
+    its bits."""
     feedback: Flag | None = None
     """Narrow wires only: add what a rank's rounding has lost to its next gradient. Takes an fp32 value for
     each element on every rank. Default false."""

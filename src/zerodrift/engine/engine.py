@@ -80,8 +80,8 @@ class Engine:
         self.determinism = Determinism(self.module, mesh.device)
         self._release = weakref.finalize(self, release_determinism, self.determinism)
         self._state: MicrobatchState | None = None
-        self.determinism.ask(need_of(plan.policy.tree))
-        if plan.policy.tree:
+        self.determinism.ask(need_of(plan.policy.requires_tree))
+        if plan.policy.requires_tree:
             self._state = MicrobatchState(self.module, mesh.device)
 
     # --- a micro-batch ----------------------------------------------------------------------------------
@@ -117,8 +117,8 @@ class Engine:
     def micro_batches_of_this_rank(self) -> tuple[int, ...]:
         """Which micro-batches of a step this rank takes, in which order, by their numbers over all ranks.
 
-        Under `reduce.order: tree`, a step in which every micro-batch goes to the rank that has its number
-        here leaves the same bits on any number of ranks.
+        Where the plan sums by the tree, a step in which every micro-batch goes to the rank that has its
+        number here leaves the same bits on any number of ranks.
         """
         return rank_micro_batches(self.plan, self.mesh.rank("data"), self.accumulation)
 
@@ -181,7 +181,7 @@ class Engine:
         """Train on all micro-batches of a step, and update: `accumulate` and `step`. With `weights`, the loss
         of each micro-batch is multiplied by its own before its backward.
 
-        The ranks of a pipeline are given the same micro-batches. Under `reduce.order: tree` each rank is
+        The ranks of a pipeline are given the same micro-batches. Where the plan sums by the tree each rank is
         given those of `micro_batches_of_this_rank`, and they are seeded here. Without a pipeline each is a
         dict of the model's keyword arguments, unless `initialize` was given `parts`."""
         batches, weights = self._begin_batch(micro_batches, weights)

@@ -89,7 +89,9 @@ class NativeExecutor:
         self._traversal = Traversal(self.units, order, prefetch_budget(self.part))
         for unit in self.units:
             unit.traversal = self._traversal
-        self.gradients = Gradients(self.units, self._traversal, policy.averaging.before)
+        self.gradients = Gradients(
+            self.units, self._traversal, policy.averaging.before, requires_tree=policy.requires_tree
+        )
         self.precision = compute.ForwardPrecision(plan, mesh.device)
         self.turns = Turns(mesh.device, generators(mesh.device))
         """Alternates a forward and a backward while the other's exchange travels."""
@@ -197,7 +199,7 @@ class NativeExecutor:
         self.sum_over_ends()
         found = [(segment.number, segment.first_uncollected_gradient) for segment in by_hand]
         norm = self._norm_of_reduced(found)
-        if found and self.plan.policy.tree:
+        if found and self.plan.policy.requires_tree:
             raise refusal("gradient by hand", name=found[0][1])
         if by_hand:
             self.gradients.reduce(by_hand)

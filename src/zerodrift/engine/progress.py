@@ -199,7 +199,7 @@ class TrainingProgress:
         """Return whether all micro-batches of a step are there; then look after background work."""
         if self.micro_batches == 0 or not self.is_boundary:
             return False
-        if self._plan.policy.tree and not sums_by_tree(self._plan, self.micro_batches):
+        if self._plan.policy.requires_tree and not sums_by_tree(self._plan, self.micro_batches):
             raise refusal("no whole tree", count=self.micro_batches, ranks=self._plan.mesh.data)
         if self.background is not None:
             self.background.check()
@@ -220,8 +220,8 @@ class TrainingProgress:
         return 1.0 / (self.scaler.scale * self.accumulation)
 
     def require_whole_sum(self, name: str) -> None:
-        """Refuse to show a gradient in the middle of a step under the tree, which has no sum then."""
-        if self._plan.policy.tree and self.micro_batches and not self.is_boundary:
+        """Refuse to show a gradient in the middle of a step of a required tree, which has no sum then."""
+        if self._plan.policy.requires_tree and self.micro_batches and not self.is_boundary:
             raise refusal("sum not formed", name=name)
 
     def multiplier(self, norm: Norm) -> float:

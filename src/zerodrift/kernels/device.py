@@ -29,6 +29,9 @@ TILE = 4
 _SPAN = 256
 """Elements per program of a sum: slices are many and short where parts are many."""
 
+TREE_PARTS = 64
+"""Most parts that a program adds by the tree: it is written out for them."""
+
 NARROW_SPAN = 2048
 """Elements per program of a narrow format."""
 
@@ -78,10 +81,14 @@ def squares(flat: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def sums(parts: Tensor, out: Tensor) -> None:
-    """Add the rows of contiguous `parts` in their order, and write the sum to flat `out`."""
-    counts, narrow = (out.numel(), len(parts)), native.TYPES[out.dtype]
-    _launch("sums", out, _SPAN, as_bits(parts), as_bits(out), *counts, narrow=narrow, tile=_SPAN)
+def sums(parts: Tensor, out: Tensor, *, tree: bool = False) -> None:
+    """Add the rows of contiguous `parts` in their order or by the tree, and write the sum to flat `out`."""
+    tensors, count, narrow = (as_bits(parts), as_bits(out)), len(parts), native.TYPES[out.dtype]
+    if tree:  # compiled for each number of parts, at most `TREE_PARTS`
+        shape = {"count": count, "height": (count - 1).bit_length()}
+        _launch("tree_sums", out, _SPAN, *tensors, out.numel(), narrow=narrow, tile=_SPAN, **shape)
+    else:
+        _launch("sums", out, _SPAN, *tensors, out.numel(), count, narrow=narrow, tile=_SPAN)
 
 
 def prints(words: Tensor, out: Tensor) -> Tensor:

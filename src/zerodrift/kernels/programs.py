@@ -344,12 +344,52 @@ def sums(parts, out, numel, count, narrow: tl.constexpr, tile: tl.constexpr):
     here = at
     for _ in range(1, count):
         here += numel
-        total += load_wide(parts, here, mask)
-        if narrow == BF16_SUM:
-            total = wide_bf16(bf16_even(total))
-        elif narrow == FP16_SUM:
-            total = total.to(tl.float16).to(tl.float32)
+        total = _rounded(total + load_wide(parts, here, mask), narrow)
     tl.store(out + at, _narrowed(total, narrow), mask=mask)
+
+
+@triton.jit
+def tree_sums(
+    parts, out, numel, count: tl.constexpr, height: tl.constexpr, narrow: tl.constexpr, tile: tl.constexpr
+):
+    """Add up the parts as `sums` does, but by the binary tree over them, of `height` levels."""
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    mask = at < numel
+    total = _node(parts, at, at * 0 + numel, mask, 0, height, count, narrow)
+    tl.store(out + at, _narrowed(total, narrow), mask=mask)
+
+
+@triton.jit
+def _node(
+    parts,
+    at,
+    numel,
+    mask,
+    first: tl.constexpr,
+    height: tl.constexpr,
+    count: tl.constexpr,
+    narrow: tl.constexpr,
+):
+    """Return the sum of a node of the tree, from part `first` on. A half that is missing is skipped."""
+    if height == 0:
+        return load_wide(parts, at + numel * first, mask)
+    else:
+        half: tl.constexpr = 1 << (height - 1)
+        total = _node(parts, at, numel, mask, first, height - 1, count, narrow)
+        if first + half < count:
+            right = _node(parts, at, numel, mask, first + half, height - 1, count, narrow)
+            total = _rounded(total + right, narrow)
+        return total
+
+
+@triton.jit
+def _rounded(total, narrow: tl.constexpr):
+    if narrow == BF16_SUM:
+        return wide_bf16(bf16_even(total))
+    elif narrow == FP16_SUM:
+        return total.to(tl.float16).to(tl.float32)
+    else:
+        return total
 
 
 @triton.jit

@@ -295,20 +295,19 @@ def _most_unfinished(plan: Plan, micro_batches: int) -> int:
 
 
 def _arriving(plan: Plan, micro_batches: int) -> tuple[int, ...]:
-    """Return the bytes of the buffers in which micro-batches arrive under `order: tree`.
+    """Return the bytes of the slices in which reduced micro-batches arrive under `order: tree`.
 
-    One item per size of segments, because segments of one size share a buffer.
+    One item per size of segments, because segments of one size share a buffer. Whole gradients arrive in a
+    partial sum.
     """
     if micro_batches == 1:
         return ()
-    own = plan.policy.pipeline is not None  # counted with the sums
     sizes = {
-        _resting_bytes(segment, update.accumulate, plan.slices(segment))
-        * (REDUCTIONS if update.accumulate.axis else 1)
+        _resting_bytes(segment, update.accumulate, plan.slices(segment)) * REDUCTIONS
         for segment in plan.segments
         if (update := segment.columns.update) is not None
         and update.reduce.order == "tree"
-        and not (own and not _sums_slices(plan, segment))
+        and _sums_slices(plan, segment)
     }
     return tuple(sizes)
 
@@ -393,7 +392,8 @@ def _halves(update: Update, shard: int) -> bool:
 
 
 HALVING = 8
-"""Least number of ranks, a power of two, on which a sum by the tree exchanges halves."""
+"""Least number of ranks, a power of two, on which a sum by the tree needs room for one segment: where halves
+are exchanged, and where a carrier brings all parts in one call and sums are formed in them."""
 
 CHECKSUM_BLOCK = 512
 """Bytes of storage that have one checksum, of 8 bytes; `BYTES` in the kernels."""

@@ -30,6 +30,7 @@ from zerodrift.policy import (
     ColumnsOf,
     Master,
     Policy,
+    for_parameters,
     queues,
     refuse_order,
     refuse_ranks,
@@ -45,16 +46,16 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     """
     if not model.parameters:
         raise ModelError(model.source, "must have parameters", got="none", do="Is it the right file?")
-    columns_of = ColumnsOf(policy, model)
-    require_matches(policy.rules, model, columns_of.problems)
-    columns = [columns_of(parameter) for parameter in model.parameters]
-    columns_of.require_one_export(columns)
-    columns_of.problems.raise_as(ConfigError)
-    if not policy.mode.autocast:
-        require_one_compute(model, columns, policy.rules, columns_of.problems)
-        columns_of.problems.raise_as(ConfigError)
+    columns = _columns(policy, model)
+    pieces = stages.pieces(policy.pipeline, mesh)
+    split = "layers" if policy.pipeline is None else policy.pipeline.split
+    found = gathered = find_units(model, policy.sharding.units, pieces, split)
+    tied = any(columns[index].update is not None for members in found for index in members.copies)
+    policy, before = for_parameters(policy, columns, mesh, tied), policy
+    if policy is not before:
+        columns = _columns(policy, model)
     problems = Problems()
-    if policy.tree:
+    if policy.requires_tree:
         whens = [kind.update.reduce.when for kind in columns if kind.update is not None]
         refuse_ranks(whens, policy.batch.accumulation, mesh, problems)
         problems.raise_as(ConfigError)
@@ -62,9 +63,6 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     rows: list[Row] = []
     units: list[Unit] = []
     segments: list[Segment] = []
-    pieces = stages.pieces(policy.pipeline, mesh)
-    split = "layers" if policy.pipeline is None else policy.pipeline.split
-    found = gathered = find_units(model, policy.sharding.units, pieces, split)
     if pieces == 1 and policy.backend == "native" and not policy.sharding.units:
         gathered = move_small_segments(found, columns, model, mesh.shard)
     moved = len(gathered[0].parameters) - len(found[0].parameters)
@@ -72,7 +70,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     v_shaped = policy.pipeline is not None and policy.pipeline.schedule in V_SHAPED
     for members in gathered:
         stages.require_ends(policy.pipeline, mesh, model, members.stage, members.copies)
-        for index in members.copies if policy.tree and not v_shaped else ():
+        for index in members.copies if policy.requires_tree and not v_shaped else ():
             if columns[index].update is not None:
                 got = f"tree, and {' tied to '.join(model.parameters[index].names)}"
                 refuse_order(TIED, KEY, problems, got=got)
@@ -97,6 +95,18 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     if policy.backend == "fsdp2":
         find_groups(plan)  # a plan that fully_shard cannot run is refused where it is made
     return plan
+
+
+def _columns(policy: Policy, model: ModelSpec) -> list[Columns]:
+    columns_of = ColumnsOf(policy, model)
+    require_matches(policy.rules, model, columns_of.problems)
+    columns = [columns_of(parameter) for parameter in model.parameters]
+    columns_of.require_one_export(columns)
+    columns_of.problems.raise_as(ConfigError)
+    if not policy.mode.autocast:
+        require_one_compute(model, columns, policy.rules, columns_of.problems)
+        columns_of.problems.raise_as(ConfigError)
+    return columns
 
 
 def _require_experts(model: ModelSpec, columns: Sequence[Columns], ranks: int) -> None:

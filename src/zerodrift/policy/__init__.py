@@ -8,13 +8,15 @@ if TYPE_CHECKING:
     from zerodrift.policy.arguments import ANY, AutoValues, check_arguments
     from zerodrift.policy.backends import BACKENDS
     from zerodrift.policy.decisions import (
-        Batch, COLUMNS, Columns, ComponentSpec, LinearProducts, LossScale, Master, Mode, MuonUpdate, OPTIONS,
-        Output, Pipelining, Placed, Placement, Policy, Reduction, ResolvedRule, Schedule, State, Update,
+        Batch, COLUMNS, Columns, ComponentSpec, LinearProducts, LossScale, Master, Mode, MuonUpdate,
+        OPTIONS, Order, Output, Pipelining, Placed, Placement, Policy, Reduction, ResolvedRule, Schedule,
+        State, Update,
     )  # fmt: skip
     from zerodrift.policy.narrow import SLICED, TRAVEL
     from zerodrift.policy.order import (
-        CARRIED, DeterminismNeed, GIVEN_UP, KEY, REFUSED, SILENT, TIED, When, accumulators, assignment,
-        micro_batches_of_rank, need_of, rank_levels, refuse_order, refuse_ranks, remedy,
+        BY_RANK, CARRIED, DEFAULT_RANK, DeterminismNeed, GIVEN_UP, KEY, ORDER, REFUSED, SAME_BITS, SILENT,
+        TIED, When, accumulators, assignment, for_parameters, micro_batches_of_rank, need_of, rank_levels,
+        refuse_order, refuse_ranks, remedy,
     )  # fmt: skip
     from zerodrift.policy.parameters import ColumnsOf, cut_tiles, exported_as
     from zerodrift.policy.pipelining import SINGLE, SPLIT, V_SHAPED, most_unfinished, queues

@@ -49,6 +49,7 @@ class ColumnContext:
     """Decay of the optimizer's second moment, which limits its rounding; None without one."""
     muon: bool
     """Whether the optimizer is Muon, which leaves some parameters to AdamW."""
+    requires_tree: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,9 +317,9 @@ class _ColumnFiller:
         parts = {f"wire {wire}": wire_why, f"sum {total}": sum_why, f"when {when}": why}
         if wire_why == sum_why:
             parts = {f"wire and sum {wire}": wire_why, f"when {when}": why}
-        if order != "rank":
-            parts |= {f"order {order}": order_why}
-        if order == "tree" and not accumulate is wire is total:
+        if order_why:  # none in plans from before there was a decision
+            parts[f"order {order}"] = order_why
+        if self.context.requires_tree and not accumulate is wire is total:
             refuse_order(WIRE, "precision.reduce.order", self.problems)
         if order == "native" and wire is not total:
             refuse_order(CARRIED, "precision.reduce.order", self.problems, "native")

@@ -391,6 +391,9 @@ class Policy:
     """Globs on parameters that are divided over the expert axis; empty without such an axis."""
     pipeline: Pipelining | None = field(default=None, metadata={"omitted": True})
     """None without a pipeline."""
+    requires_tree: bool = field(default=False, metadata={"omitted": True})
+    """Whether `order: tree` is written, so that what would change the bits of the tree is refused. The
+    default adds by the tree too, and refuses nothing for it."""
 
     @property
     def tree(self) -> bool:

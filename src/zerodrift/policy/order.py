@@ -1,4 +1,4 @@
-"""`reduce.order: tree`: the micro-batches of each rank, and the cases in which no assignment makes the tree.
+"""The order of sums: `reduce.order`, its default, and the micro-batches of each rank under the tree.
 
 The micro-batches of a step are numbered over all ranks, and their gradients are summed by one binary tree: a
 node of level k is the sum of 2^k neighbours, left + right. Gradients are summed in three turns: over the
@@ -22,15 +22,15 @@ scaled_dot_product_attention, which takes no cuDNN kernel in this mode.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from zerodrift.config import Config
 from zerodrift.errors import Problems, listed, several
 from zerodrift.mesh import MeshShape
 from zerodrift.policy.backends import Backend
-from zerodrift.policy.decisions import Averaging, Decision, Exclusion, Pipelining
-from zerodrift.policy.pipelining import queues
+from zerodrift.policy.decisions import Averaging, Columns, Decision, Exclusion, Order, Pipelining, Policy
+from zerodrift.policy.pipelining import most_unfinished, queues
 
 When = Literal["last", "every"]
 WHENS: tuple[When, ...] = ("last", "every")
@@ -171,40 +171,144 @@ RANKS = Exclusion(
 
 REFUSED = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE, RULE)
 
+AUTOCAST = Exclusion(
+    "autocast",
+    "the gradients of safe modules travel in its dtype, rounded where one rank hands its sum to others",
+    "Write `order: tree`, with which they travel in fp32",
+)
+MANY = 64
+"""Ranks of a shard group from which on the default keeps more than one sum of slices: each is a 64th of the
+gradients or less, and in the order of ranks most parts of a sum would cross the network."""
+MEMORY = Exclusion(
+    "more than 2 micro-batches on a rank, or more than 1 in a pipeline",
+    "partial sums of the tree would wait beside the one sum that the order of ranks keeps, unless they are "
+    f"slices on {MANY} ranks or more",
+    "Write `order: tree` where there is memory for them",
+)
+
+DEFAULT_RANK = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE, AUTOCAST, MEMORY)
+"""Features with which the order of ranks is the default."""
+
 GIVEN_UP = "the same bits at every stage, and in every run, are given up"
+
+ORDER = "order of sums"
+"""Key of the decision on it."""
+BY_RANK = "by rank: other bits on another number of ranks"
+SAME_BITS = {
+    True: "the same bits on any number of ranks",
+    False: "the same bits on any number of ranks that adds by it",
+}
+"""Promise of the tree, by whether the config asks for it."""
+_IN_WORDS: dict[Order, str] = {"rank": BY_RANK, "native": "the carrier's"}
+
+
+@dataclass(frozen=True, slots=True)
+class OrderFeatures:
+    """Features of a run that decide the order of sums, beside its parameters."""
+
+    mesh: MeshShape
+    backend: Backend
+    averaging: Averaging
+    pipeline: Pipelining | None
+    narrows: bool
+    """Whether autocast chooses a narrow wire for some gradients."""
 
 
 def decide_order(
-    config: Config,
-    mesh: MeshShape,
-    backend: Backend,
-    averaging: Averaging,
-    pipeline: Pipelining | None,
-    written: str,
-    problems: Problems,
-) -> tuple[Decision, ...]:
-    """List the decisions on an order of sums other than `rank`, and refuse features that it excludes."""
+    config: Config, features: OrderFeatures, written: str, problems: Problems
+) -> tuple[Order, str]:
+    """Return the order of sums and its reason. `written` is the config's word, `auto` without one.
+
+    `for_parameters` has what depends on the parameters. What excludes `tree` is refused if that is written,
+    and makes `rank` the default.
+    """
     for number, rule in enumerate(config.precision.rules):
         if getattr(rule.reduce, "order", None) not in (None, written):
             refuse_order(RULE, f"precision.rules[{number}].reduce.order", problems)
-    if written == "native":
-        return (Decision("order of sums", "the carrier's", f"`{KEY}`: {GIVEN_UP}"),)
-    if written != "tree":
-        return ()
-    for refusal, holds in (
-        (BACKEND, backend.name != "native"),
-        (QUEUE, queues(pipeline)),
-        (EXPERTS, mesh.expert > 1),
-        (TENSOR, mesh.tensor > 1),
-        (BEFORE, averaging.before != 1.0),
-        (SUM, not averaging.mean),
-    ):
-        if holds:
+    pipeline = features.pipeline
+    excluding = [
+        refusal
+        for refusal, holds in (
+            (BACKEND, features.backend.name != "native"),
+            (QUEUE, queues(pipeline)),
+            (EXPERTS, features.mesh.expert > 1),
+            (TENSOR, features.mesh.tensor > 1),
+            (BEFORE, features.averaging.before != 1.0),
+            (SUM, not features.averaging.mean),
+        )
+        if holds
+    ]
+    if written == "auto":
+        excluding += [AUTOCAST] if features.narrows else []
+        return ("rank", _by_default(excluding[0])) if excluding else ("tree", "default")
+    if written == "tree":
+        for refusal in excluding:
             refuse_order(refusal, KEY, problems)
-    return (
-        Decision("order of sums", "tree over micro-batches", f"`{KEY}`"),
-        Decision("operations", "deterministic", f"`{KEY}`: torch refuses others while the engine is there"),
+    order: Order = written  # type: ignore[assignment]
+    return order, f"`{KEY}`: {GIVEN_UP}" if order == "native" else f"`{KEY}`"
+
+
+def _by_default(refusal: Exclusion, reason: str = "") -> str:
+    return f"default with {refusal.what}: {reason or refusal.reason}"
+
+
+def decisions(order: Order, why: str, requires_tree: bool) -> tuple[Decision, ...]:
+    """Return the decisions that follow from the order of sums."""
+    value = _IN_WORDS.get(order, f"tree over micro-batches: {SAME_BITS[requires_tree]}")
+    found = (Decision(ORDER, value, why),)
+    if not requires_tree:
+        return found
+    why = f"{why}: torch refuses others while the engine is there"
+    return (*found, Decision("operations", "deterministic", why))
+
+
+def for_parameters(policy: Policy, columns: Iterable[Columns], mesh: MeshShape, tied: bool) -> Policy:
+    """Return a policy whose default order of sums serves these parameters.
+
+    `tied` is True if some of them are tied across pieces of a pipeline.
+    """
+    if policy.requires_tree or not policy.tree:
+        return policy
+    found = _excluding_parameters(policy, columns, mesh, tied)
+    if found is None:
+        return policy
+    why = _by_default(*found)
+    others = (demand for demand in policy.demands if demand[0] != "reduce.order")
+    return replace(
+        policy,
+        demands=(*others, ("reduce.order", "rank", why)),
+        decisions=tuple(
+            Decision(ORDER, BY_RANK, why) if each.key == ORDER else each for each in policy.decisions
+        ),
     )
+
+
+def _excluding_parameters(
+    policy: Policy, columns: Iterable[Columns], mesh: MeshShape, tied: bool
+) -> tuple[Exclusion, str] | None:
+    updates = {kind.update for kind in columns if kind.update is not None}
+    if any(not update.accumulate.dtype is update.reduce.wire is update.reduce.sum for update in updates):
+        return WIRE, ""
+    if tied:
+        return TIED, ""
+    count = policy.batch.accumulation
+    whens = sorted({update.reduce.when for update in updates})
+    if assignment(whens, count, mesh) is None:
+        fit = numbers_of_ranks(whens, count * mesh.data, mesh.replicate)
+        each = f"{several(count, 'micro-batch', 'micro-batches')} on each of {several(mesh.data, 'rank')}"
+        others = f"; {listed(fit, 'or')} ranks do" if fit else ""
+        return RANKS, f"{each} make no whole nodes of the tree{others}"
+    for when in whens:
+        is_sliced = when == "every" and mesh.shard > 1
+        sums, is_thin = accumulators(count), is_sliced and mesh.shard >= MANY
+        if policy.pipeline is not None:
+            unfinished = most_unfinished(policy.pipeline, mesh.pipeline, count)
+            sums = unfinished + (sums - 1 if is_sliced else count.bit_length() - 1)
+            is_thin = is_thin and unfinished == 1
+        if sums > 1 and not is_thin:
+            kept = "slices of" if is_sliced else "whole"
+            return MEMORY, f"the tree would keep {sums} sums of {kept} gradients, the order of ranks keeps 1"
+    return None
 
 
 def refuse_order(refusal: Exclusion, where: str, problems: Problems, got: str = "tree") -> None:

@@ -65,6 +65,7 @@ class ColumnsOf:
             policy.allow_narrow,
             _beta2(policy.optimizer),
             policy.optimizer is not None and of_type(policy.optimizer.type).matrices,
+            policy.requires_tree,
         )
         self._known: dict[Any, Columns] = {}
         matches = ((_COMPUTED_WITH.fullmatch(buffer.name), buffer.dtype) for buffer in model.buffers)

@@ -96,14 +96,17 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     elif isinstance(theirs, DType):
         buffers, buffers_why = theirs, "data_types.buffer_dtype"
     sharding, sharding_decisions = choices.decide_sharding(config, stage, backend, mesh, problems)
-    order_of_sums = demands.get("reduce.order", ("rank", ""))[0]
+    order_of_sums = demands.pop("reduce.order", ("auto", ""))[0]
     pipeline, pipeline_decisions = pipelining.decide_pipeline(
         config, mesh, batch.accumulation, order_of_sums == "tree", problems
     )
     safe, safe_decisions = _safe_modules(config, mode)
+    narrows = bool(safe) and "reduce.wire" not in demands
     schedule = choices.decide_schedule(config, numbers, optimizer, problems)
     experts, expert_decisions = choices.decide_experts(config, mesh, averaging, problems)
-    order_decisions = order.decide_order(config, mesh, backend, averaging, pipeline, order_of_sums, problems)
+    features = order.OrderFeatures(mesh, backend, averaging, pipeline, narrows)
+    decided = order.decide_order(config, features, order_of_sums, problems)
+    demands["reduce.order"] = decided
     resolved = rules.from_config(precision.rules, config.zero_optimization.fp32_pinned_parameters or ())
     asked = [why for column, (value, why) in demands.items() if _is_narrow_product(column, value)]
     asked += [rule.why for rule in resolved if any(_is_narrow_product(*pair) for pair in rule.sets)]
@@ -127,7 +130,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         batch_decision,
         Decision("gradient_clipping", f"{clip:g}" if clip else "off", clip_why),
         averaging_decision,
-        *order_decisions,
+        *order.decisions(*decided, order_of_sums == "tree"),
         *product_decisions,
         scale_decision,
         *safe_decisions,
@@ -158,6 +161,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         used=tuple(sorted(set(used) - {path for path, _ in off})),
         pipeline=pipeline,
         experts=experts,
+        requires_tree=order_of_sums == "tree",
     )
 
 

@@ -94,6 +94,7 @@ def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tupl
     ]
     for number, block in enumerate(rules):
         sets = (dict(PIN) if block.pin is not None else {}) | dict(column_values(block))
+        sets.pop("reduce.order", None)  # that of `precision.reduce`, or refused
         pattern, klass = block.match or "", block.class_ or ""
         kind = "+".join(name for name, text in (("glob", pattern), ("class", klass)) if text)
         shown = " and ".join(f"'{text}'" for text in (pattern, klass) if text)

@@ -13,7 +13,7 @@ from dataclasses import fields
 
 from zerodrift.errors import listed, several
 from zerodrift.plan import Boundary, Cost, Plan, accumulators_of, rank_micro_batches
-from zerodrift.policy import COLUMNS, Columns
+from zerodrift.policy import BY_RANK, COLUMNS, ORDER, SAME_BITS, Columns
 from zerodrift.report import figures
 from zerodrift.report.rows import ColumnSet, Table
 
@@ -54,9 +54,8 @@ def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
         ("stage", f"{policy.sharding.stage}: {listed(sharded) if sharded else 'nothing is'} sharded"),
         ("mesh", f"{plan.mesh} ({several(plan.mesh.world, 'rank')})" if plan.mesh.world > 1 else "1 rank"),
         ("backend", policy.backend),
+        ("order", _order(plan)),
     ]
-    if policy.tree:
-        pairs.append(("order", _order(plan)))
     for label, recipe in (("optimizer", policy.optimizer), ("schedule", policy.schedule)):
         if recipe is not None:  # AdamW, lr 0.0001, betas [0.9, 0.95]
             params = json.loads(recipe.params) if recipe.params else {}
@@ -66,14 +65,19 @@ def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def _order(plan: Plan) -> str:
-    """Describe which rank takes which micro-batches, and how many partial sums wait."""
+    """Describe what the bits depend on; under the tree also which rank takes which micro-batches, and how
+    many partial sums wait."""
+    if not plan.policy.tree:
+        found = (f"{each.value}; {each.why}" for each in plan.policy.decisions if each.key == ORDER)
+        return next(found, BY_RANK)  # plans from before there was a decision
     count, ranks = plan.policy.batch.accumulation, plan.mesh.data
     kind = "data rank" if plan.mesh.pipeline > 1 else "rank"
     taken = {rank: _few(rank_micro_batches(plan, rank)) for rank in sorted({0, 1 % ranks, ranks - 1})}
     shown = [f"{kind} {rank} takes {numbers}" for rank, numbers in taken.items()]
     total = several(count * ranks, "micro-batch", "micro-batches")
     sums = max((accumulators_of(plan, segment, count) for segment in plan.segments), default=1)
-    return f"one tree over {total}: {', '.join(shown)}; {several(sums, 'accumulator')}"
+    dealt = f"{', '.join(shown)}; {several(sums, 'accumulator')}"
+    return f"one tree over {total}, {SAME_BITS[plan.policy.requires_tree]}: {dealt}"
 
 
 def _few(numbers: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ from zerodrift.plan import block_bytes
 from zerodrift.policy import (
     CARRIED,
     DEFAULT_ACCUMULATE,
+    DEFAULT_RANK,
     GIVEN_UP,
     REFUSED,
     SLICED,
@@ -77,12 +78,15 @@ def support_text(
         parts.append(section(f"backend {backend}"))
         for number, places in enumerate(_side_by_side(matrix.places, (width - _MODE - _ACCUMULATE) // _CELL)):
             parts += [*([Text()] if number else []), *_block(matrix, backend, places)]
-    travel, tree, fp8 = ([(each.what, each.reason) for each in found] for found in (TRAVEL, REFUSED, UNFIT))
+    travel, usual, tree, fp8 = (
+        [(each.what, each.reason) for each in found] for found in (TRAVEL, DEFAULT_RANK, REFUSED, UNFIT)
+    )
     below: list[tuple[str, str, int, list[tuple[str, str]]]] = [
         ("reasons", "", 2, [(mark, text) for text, mark in matrix.letters.items()]),
         ("state", "the optimizer's moments", 15, list(_states(states))),
         ("storage", "parameters at rest in a narrow format", 15, list(_storages())),
         ("gather, reduce", "narrow formats are refused with", 32, travel),
+        ("reduce.order: auto", "the default: the tree, but the order of ranks with", 32, usual),
         ("reduce.order: tree", "is refused with", 32, tree),
         ("reduce.order: native", GIVEN_UP, 32, [(CARRIED.what, f"refused: {CARRIED.reason}")]),
         ("compute: fp8", "is refused with", 32, fp8),
@@ -179,8 +183,16 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
     lines += ["", "## Storage", ""]
     lines += ["Parameters at rest in a narrow format, in every mode and at every stage.", ""]
     lines += [f"- **{what}**: {text}." for what, text in _storages()]
-    lines += ["", "## Order", ""]
-    lines += ["What `precision.reduce: {order: tree}` is refused with ([order](order.md)).", ""]
+    lines += [
+        "",
+        "## Order",
+        "",
+        "By default (`precision.reduce: {order: auto}`) gradients are added by the tree over micro-batches,",
+        "for the same bits on any number of ranks ([order](order.md)), and in the order of ranks with",
+        "",
+    ]
+    lines += [f"- **{each.what}**: {each.reason}." for each in DEFAULT_RANK]
+    lines += ["", "What `precision.reduce: {order: tree}` is refused with ([order](order.md)).", ""]
     lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in REFUSED]
     lines += ["", f"With `order: native` {GIVEN_UP}. It is refused with", ""]
     lines += [f"- **{CARRIED.what}**: {CARRIED.reason}. {CARRIED.do}."]

@@ -25,11 +25,11 @@ class GradientExposure:
         """`arrived` has the numbers of the parameters that got a gradient in this step; it is kept up."""
         self._parameters, self._rows, self._arrived = parameters, rows, arrived
         self._collected: list[CollectedGradient] = []
-        self._values: torch.Tensor | None = None
-        """The sum of all ranks, or in the middle of a step of this one, that may be read. Shape [padded]."""
+        self._values: Callable[[], torch.Tensor] | None = None
+        """Returns the sum of all ranks, or in the middle of a step of this one, that may be read, once user
+        code reads or sets a gradient. Shape [padded]."""
         self._scale = 1.0
         self._end: Callable[[bool], None]
-        self._is_read = False
         self.is_shown = False
         self.removed: set[int] = set()
         """Parameters, by number, whose gradient user code has set to None while it was exposed."""
@@ -45,18 +45,19 @@ class GradientExposure:
                 if parameter.grad is None:
                     parameter.grad = collected
 
-    def expose_gradients(self, values: torch.Tensor, scale: float, end: Callable[[bool], None]) -> None:
-        """Allow user code to read and change `values` times `scale` until `hide`, which calls `end` with
+    def expose_gradients(
+        self, values: Callable[[], torch.Tensor], scale: float, end: Callable[[bool], None]
+    ) -> None:
+        """Allow user code to read and change `values()` times `scale` until `hide`, which calls `end` with
         whether they may have changed."""
-        self._values, self._scale, self._end, self._is_read = values, scale, end, False
+        self._values, self._scale, self._end = values, scale, end
         for collected in self._collected:
             collected.materialize = self._materialize_gradients
 
     def _materialize_gradients(self) -> None:
         if self._values is None:
             raise AssertionError("gradients that are not exposed")
-        self._is_read = True
-        values = self._values * self._scale
+        values = self._values() * self._scale
         for row, collected in zip(self._rows, self._collected, strict=True):
             collected.become(FlatSegment.view(values, row))
         self._collected = []
@@ -81,17 +82,19 @@ class GradientExposure:
                     parameter.grad, grad.cleared = None, False
         return cleared
 
-    def _read_back_gradients(self, values: torch.Tensor) -> None:
+    def _read_back_gradients(self, values: Callable[[], torch.Tensor]) -> None:
         for number, (parameter, row) in enumerate(zip(self._parameters, self._rows, strict=True)):
-            home, grad = FlatSegment.view(values, row), parameter.grad
+            grad, parameter.grad = parameter.grad, None
+            if type(grad) is CollectedGradient:
+                continue  # neither read nor set
+            home = FlatSegment.view(values(), row)
             if grad is None:
                 self._arrived.discard(number)
                 self.removed.add(number)
                 home.zero_()
-            elif self._is_read and not torch.equal(grad, home * self._scale):
+            elif not torch.equal(grad, home * self._scale):
                 self._arrived.add(number)
                 home.copy_(grad / self._scale)
-            parameter.grad = None
 
     def _end_exposure(self, *, changed: bool) -> None:
         exposed, self._values = self._values is not None, None

@@ -1,4 +1,4 @@
-"""Buffers that gradients accumulate in, and their sums by a tree.
+"""Buffers that gradients accumulate in, how they are filled, and their sums by a tree.
 
 Invariants: a buffer is in one pool or in use, never both, and holds anything when it is taken. The tree sum
 of n buffers is `additions(n)` of them, whatever n turns out to be.
@@ -7,11 +7,13 @@ of n buffers is `additions(n)` of them, whatever n turns out to be.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from zerodrift.comm import carries, leftovers
+from zerodrift.dtypes import BLOCK
+from zerodrift.plan import Row
 
 
 class BufferPool:
@@ -55,6 +57,64 @@ class GradientBuffers:
             self.sums.clear()
 
 
+class LandingLayout:
+    """The places of a segment's parameters in a landing buffer, and the copies that fill one."""
+
+    def __init__(self, rows: Sequence[Row], padded: int) -> None:
+        self._lengths: list[int] = []
+        """Elements of the gap before each parameter, of the parameter, and of what is behind the last."""
+        end = 0
+        for row in rows:
+            self._lengths += [row.offset - end, row.numel]
+            end = row.offset + row.numel
+        self._lengths.append(padded - end)
+        self._gaps: list[torch.Tensor] = []
+
+    def fill(
+        self, landing: torch.Tensor, arrived: list[torch.Tensor | None], *, negative_zeros: bool
+    ) -> None:
+        """Write every element: gradients, and zeros for the rest. On a CPU, negative zeros become positive
+        ones unless `negative_zeros`, which costs nothing there."""
+        if not negative_zeros and landing.is_cpu:
+            self._fill_without_negative_zeros(landing, arrived)
+            return
+        self._gaps = self._gaps or [_zeros(length, landing) for length in self._lengths[:-1:2]]
+        pieces = []
+        for gap, length, grad in zip(self._gaps, self._lengths[1::2], arrived, strict=True):
+            if grad is None:
+                pieces += [gap, _zeros(length, landing)]
+            else:
+                pieces += [gap, (grad.to_dense() if grad.is_sparse else grad).reshape(-1)]
+        end = landing.numel() - self._lengths[-1]
+        torch.cat(pieces, out=landing[:end])
+        landing[end:].zero_()
+
+    def _fill_without_negative_zeros(self, landing: torch.Tensor, arrived: list[torch.Tensor | None]) -> None:
+        parts = landing.split(self._lengths)
+        homes = [home for home, grad in zip(parts[1::2], arrived, strict=True) if grad is not None]
+        grads = [(g.to_dense() if g.is_sparse else g).reshape(-1) for g in arrived if g is not None]
+        if homes:
+            copy_without_negative_zeros(homes, grads)
+        rest = [home for home, grad in zip(parts[1::2], arrived, strict=True) if grad is None]
+        torch._foreach_zero_([*parts[::2], *rest])
+
+
+def copy_without_negative_zeros(homes: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    """Copy gradients of any dtype; see [Note: zeros] of `trained_segment.py`."""
+    for home, grad in zip(homes, grads, strict=True):
+        own = grad if grad.dtype is home.dtype else grad.to(home.dtype)
+        torch.add(own, 0.0, out=home)  # in one pass; -0.0 + 0.0 is 0.0
+
+
+def dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+def _zeros(count: int, like: torch.Tensor) -> torch.Tensor:
+    few = like.new_zeros(min(count, BLOCK))
+    return few if count <= BLOCK else few[:1].expand(count)
+
+
 class TreeSum:
     """The sum of a rank's micro-batches under `reduce.order: tree`, by the binary tree of `comm/fold.py`. It
     holds at most log2(m + 1) buffers of m micro-batches, owns what is added to it, and returns a buffer that
@@ -96,9 +156,9 @@ class TreeSum:
         self._sums.clear()
         return held
 
-    @torch.no_grad()
     def _add(self, pairs: Iterator[tuple[int, int]]) -> None:
         for left, right in pairs:
             part = self._sums.pop(right)
-            self._sums[left].add_(part)
+            with torch.no_grad():
+                self._sums[left].add_(part)
             self._give(part)

@@ -44,7 +44,11 @@ class BackwardCallbacks:
 class Gradients:
     """The gradients of all units through one optimizer step."""
 
-    def __init__(self, units: Sequence[LiveUnit], traversal: Traversal, before: float) -> None:
+    def __init__(
+        self, units: Sequence[LiveUnit], traversal: Traversal, before: float, *, requires_tree: bool = False
+    ) -> None:
+        """`before` divides before the reduction. If `requires_tree`, what has no place in the tree over
+        micro-batches is refused; if not, its segment leaves the tree until the step ends."""
         self._traversal = traversal
         self._units = units
         by_name = {unit.spec.name: unit for unit in units}
@@ -53,6 +57,7 @@ class Gradients:
         """Trained units in the order in which the plan reduces them."""
         self._segments = [segment for unit in self._trained for segment in unit.trained]
         self._tree = any(segment.tree for segment in self._segments)
+        self._requires_tree = requires_tree
         self.before = before
         traversal.gradients = self
         self._running = False
@@ -196,7 +201,7 @@ class Gradients:
         self._shows = True
         for segment in self._segments:
             segment.exposure.show()
-            if self.exposure_scale is not None:
+            if self.exposure_scale is not None and not self._requires_tree:
                 segment.expose_gradients(self._last, self.exposure_scale)
 
     def show_again(self) -> None:
@@ -233,9 +238,9 @@ class Gradients:
     def _reduce_segment(self, segment: TrainedSegment) -> None:
         if segment.tree:  # a place in the tree that has been summed already takes no more
             if segment.number in self._collected:
-                raise refusal("gradient too late", name=segment.first_uncollected_gradient)
-            if segment.reduced is not None:
-                raise refusal("backward too late", name=segment.rows[0].name)
+                self._leave_tree(segment, "gradient too late", segment.first_uncollected_gradient)
+            elif segment.reduced is not None:
+                self._leave_tree(segment, "backward too late", segment.rows[0].name)
             self._collected.add(segment.number)
         send = segment.update.reduce.when == "every" or (self._last and self._late is None)
         send = send and not (segment.tree and segment.ranks == 1)
@@ -247,6 +252,11 @@ class Gradients:
             self._send(segment)
         elif segment.tree:
             segment.add_to_sum()
+
+    def _leave_tree(self, segment: TrainedSegment, kind: str, name: str) -> None:
+        if self._requires_tree:
+            raise refusal(kind, name=name)
+        segment.leave_tree()
 
     def _land(self, segment: TrainedSegment) -> None:
         if self._is_late:
@@ -290,9 +300,9 @@ class Gradients:
         return [
             segment
             for segment in self._segments
-            if (segment.ranks > 1 or segment.tree)
+            if (segment.ranks > 1 or self._requires_tree)
             and segment.first_uncollected_gradient
-            and (segment.tree or not segment.has_unreduced_gradients)
+            and (self._requires_tree or not segment.has_unreduced_gradients)
         ]
 
     def flush(self, without: Sequence[TrainedSegment] = ()) -> None:
@@ -309,7 +319,7 @@ class Gradients:
                 continue
             loose = segment.first_uncollected_gradient
             if segment.tree and loose:
-                raise refusal("gradient by hand", name=loose)
+                self._leave_tree(segment, "gradient by hand", loose)
             if segment.tree and segment.has_unreduced_gradients:
                 self._send(segment)
             elif loose or segment.has_unreduced_gradients or self._late is not None:
@@ -322,6 +332,7 @@ class Gradients:
     def reduce(self, segments: Iterable[TrainedSegment]) -> None:
         """Reduce what has landed of segments, now."""
         for segment in segments:
+            segment.leave_tree()
             self._land(segment)
             self._send(segment)
         self._finish(0)

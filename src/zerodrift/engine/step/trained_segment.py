@@ -12,13 +12,19 @@ collection: nothing that reaches `param.grad` is lost.
 arrival. So each lands once, and goes at once to where the tree adds it: whole where it waits for others of
 this rank, reduced where every micro-batch is. A right leaf is added to its left neighbour. In a pipeline a
 gradient may come in several turns, so each part has a buffer from `open_part` to `take_part`, which begins
-as zeros that are added to. So a negative zero becomes a positive one there, and `_copy` lets none land
-elsewhere: a sum with a part that has none has none, whatever is added to it.
+as zeros that are added to. A step may leave the tree where the plan does not require it: when a gradient
+comes late, is put there by hand, or is read or changed before the last micro-batch. Then all that has come is
+one sum, and the rest is added as it comes.
+
+[Note: zeros] What is added to zeros has no negative zero, and a missing gradient counts as positive ones. So
+that bits do not depend on either, no sum by the tree has a negative zero. It could only have one where all
+of its parts do, because 0.0 - 0.0 is 0.0. On a CPU the pass that copies gradients lets none land. On a device
+the launch by which all gradients of a segment land cannot do that, so one more goes over the finished sum, of
+which a rank has a slice.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,10 +33,15 @@ import torch
 from torch import nn
 
 from zerodrift.comm import Collectives, Handle, Sum, narrow_all_reduce, start_narrow_sum
-from zerodrift.dtypes import BLOCK
 from zerodrift.engine.habits.absent_parameter import CollectedGradient
 from zerodrift.engine.habits.gradient_exposure import GradientExposure
-from zerodrift.engine.step.accumulation import GradientBuffers, TreeSum
+from zerodrift.engine.step.accumulation import (
+    GradientBuffers,
+    LandingLayout,
+    TreeSum,
+    copy_without_negative_zeros,
+    dense,
+)
 from zerodrift.engine.step.narrow_wire import NarrowWire
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.optim import Owned, Updater, keys_of_blocks, round_away
@@ -65,6 +76,7 @@ class TrainedSegment(FlatSegment):
             self.wire.keys = keys.to(comm.mesh.device)
         self.has_separate_master = not self.gathers and update.master is not Master.SAME
         self._sums_whole = not update.accumulate.axis
+        self._layout = LandingLayout(rows, spec.padded)
         self._landing_pool = pools.sums if self._sums_whole else pools.spare
         self._sum_pool = pools.spare if self._sums_whole else pools.sums
         self.landing: torch.Tensor | None = None
@@ -78,6 +90,7 @@ class TrainedSegment(FlatSegment):
         self._opened: set[int] = set()
         """Parameters, by number, whose `grad` was preset to their view."""
         self.tree = update.reduce.order == "tree"
+        """Whether this step's micro-batches are summed by the tree; False from `leave_tree` on."""
         self._sum = TreeSum(self._give)
         """Sum of a step's micro-batches so far; see [Note: tree]. Empty in the order of ranks."""
         self._parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
@@ -150,7 +163,7 @@ class TrainedSegment(FlatSegment):
         """
         arrived = self._new_gradients()
         self.arrived.update([number for number, grad in enumerate(arrived) if grad is not None])
-        neighbour = self._sum.neighbour if self._sums_whole else None
+        neighbour = self._sum.neighbour if self._sums_whole or self.ranks == 1 else None
         with torch.no_grad():
             if self.landing is None and neighbour is not None:
                 self._land_on(neighbour, arrived)
@@ -160,10 +173,11 @@ class TrainedSegment(FlatSegment):
                 for number, (grad, home) in enumerate(zip(arrived, self._homes, strict=True)):
                     if grad is None or grad is home or grad.data_ptr() == home.data_ptr():
                         continue
-                    if number in self._opened:
-                        self._copy([home], [_dense(grad)])  # `create_graph` puts old + new in its place
+                    if number in self._opened:  # `create_graph` puts old + new in its place
+                        copy = copy_without_negative_zeros if self.tree else torch._foreach_copy_
+                        copy([home], [dense(grad)])
                     else:
-                        home.add_(_dense(grad))
+                        home.add_(dense(grad))
         super().drop_gradients()
         self._opened.clear()
         if self.exposure.is_shown:
@@ -172,13 +186,25 @@ class TrainedSegment(FlatSegment):
     def expose_gradients(self, complete: bool, scale: Callable[[bool], float]) -> None:
         """Allow user code to read and change gradients, if every rank has all of them. `complete` says that
         they are the sum of all ranks; `scale` is what they are multiplied by then, or before."""
-        values = self.reduced if complete else self.landing
-        if values is None or self.update.axis or self.tree or self.comm.mesh.size("replicate") > 1:
+        if self.update.axis or self.comm.mesh.size("replicate") > 1:
             return
-        whole = self.whole_gradient() if complete else values
+        if complete:
+            self.end_sum()
+        elif self.landing is None and not (self._sum and (self._sums_whole or self.ranks == 1)):
+            return
+        if complete and self.reduced is None:
+            return
+        whole = self.whole_gradient() if complete else None
+
+        def values() -> torch.Tensor:
+            if whole is not None:
+                return whole
+            self.leave_tree()
+            assert self.landing is not None
+            return self.landing
 
         def end(changed: bool) -> None:
-            if not complete:
+            if whole is None:
                 return
             if changed and self.reduced is not None:
                 mine = self.slice_of(whole)
@@ -186,7 +212,7 @@ class TrainedSegment(FlatSegment):
                     self.reduced.copy_(mine)
             self.give_back(whole)
 
-        self.exposure.expose_gradients(whole, scale(complete), end)
+        self.exposure.expose_gradients(values, scale(complete), end)
 
     @property
     def _homes(self) -> list[torch.Tensor]:
@@ -199,61 +225,13 @@ class TrainedSegment(FlatSegment):
 
     def _land_first(self, arrived: list[torch.Tensor | None]) -> None:
         dtype = self.update.accumulate.dtype.torch
-        landing = self._landing_pool.take(self.spec.padded, dtype, self.full.device)
-        self.landing, self._grads = landing, []
-        if self.tree:
-            self._land_without_negative_zeros(landing, arrived)
-            return
-        pieces = []
-        for row, gap, grad in zip(self.rows, self._gaps, arrived, strict=True):
-            if grad is None:
-                pieces += [gap, self._zeros(row.numel)]
-            else:
-                pieces += [gap, (grad.to_dense() if grad.is_sparse else grad).reshape(-1)]
-        end = self.spec.padded - self._lengths[-1]
-        torch.cat(pieces, out=landing[:end])
-        landing[end:].zero_()
-
-    def _land_without_negative_zeros(self, landing: torch.Tensor, arrived: list[torch.Tensor | None]) -> None:
-        pairs = list(zip(self._homes, arrived, strict=True))
-        here = [(home, _dense(grad)) for home, grad in pairs if grad is not None]
-        if here:
-            self._copy([home for home, _ in here], [grad for _, grad in here])
-        gaps = landing.split(self._lengths)[::2]
-        torch._foreach_zero_([*gaps, *(home for home, grad in pairs if grad is None)])
-
-    @functools.cached_property
-    def _lengths(self) -> list[int]:
-        lengths, end = [], 0
-        for row in self.rows:
-            lengths += [row.offset - end, row.numel]
-            end = row.offset + row.numel
-        return [*lengths, self.spec.padded - end]
-
-    @functools.cached_property
-    def _gaps(self) -> list[torch.Tensor]:
-        """Zeros for the gap before each parameter."""
-        return [self._zeros(length) for length in self._lengths[:-1:2]]
-
-    def _zeros(self, count: int) -> torch.Tensor:
-        dtype = self.update.accumulate.dtype.torch
-        few = torch.zeros(min(count, BLOCK), dtype=dtype, device=self.full.device)
-        return few if count <= BLOCK else few[:1].expand(count)
-
-    def _copy(self, homes: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-        """Copy gradients; under the tree without negative zeros, see [Note: tree]."""
-        if not self.tree or not self.full.is_cpu:
-            torch._foreach_copy_(homes, grads)
-        if self.tree and not self.full.is_cpu:
-            torch._foreach_add_(homes, 0.0)  # a few launches more, for all of them
-        elif self.tree:
-            for home, grad in zip(homes, grads, strict=True):
-                torch.add(grad.to(home.dtype), 0.0, out=home)  # -0.0 + 0.0 is 0.0
+        self.landing, self._grads = self._landing_pool.take(self.spec.padded, dtype, self.full.device), []
+        self._layout.fill(self.landing, arrived, negative_zeros=not self.tree)
 
     def _land_on(self, left: torch.Tensor, arrived: list[torch.Tensor | None]) -> None:
         """Add the gradients to the part of the tree before them, as a buffer of theirs would be added."""
         pairs = [(self.view(left, row), grad) for row, grad in zip(self.rows, arrived, strict=True)]
-        here = [(home, _dense(grad).to(home.dtype)) for home, grad in pairs if grad is not None]
+        here = [(home, dense(grad).to(home.dtype)) for home, grad in pairs if grad is not None]
         if here:
             torch._foreach_add_([home for home, _ in here], [grad for _, grad in here])
         self._sum.added()
@@ -287,10 +265,23 @@ class TrainedSegment(FlatSegment):
         """Make the next part of the tree, which is complete, the landing buffer."""
         self.landing, self._grads = self._parts.pop(self._sum.count)
 
+    def leave_tree(self) -> None:
+        """Sum what has come, and add the rest of the step's gradients as they come."""
+        if self.tree and (self._sum or self.ranks == 1):
+            total = self._sum.take() if self._sum else self.reduced
+            if self._sums_whole or self.ranks == 1:
+                self.landing, self._grads = total, []
+            else:
+                self.reduced = total
+        self.tree = False
+
     def end_sum(self) -> None:
         """Make `reduced` the sum of all micro-batches of the step."""
         if self._sum:
             self.reduced = self._sum.take()
+        if self.tree and self.reduced is not None and not self.reduced.is_cpu:
+            with torch.no_grad():
+                self.reduced.add_(0.0)  # see [Note: zeros]
 
     def _give(self, flat: torch.Tensor) -> None:
         """Return a buffer of the tree to its pool, unless it is a part of `_whole`."""
@@ -408,6 +399,7 @@ class TrainedSegment(FlatSegment):
             if flat is not None:
                 self._landing_pool.give(flat)
         self.landing = self.reduced = self._whole = None
+        self.tree = self.update.reduce.order == "tree"
         self._grads, self._is_travelling = [], False
         self._opened.clear()
 
@@ -444,7 +436,3 @@ class TrainedSegment(FlatSegment):
 
 def trained_of(segments: Iterable[FlatSegment]) -> list[TrainedSegment]:
     return [segment for segment in segments if isinstance(segment, TrainedSegment)]
-
-
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_dense() if grad.is_sparse else grad

@@ -191,7 +191,11 @@ def narrower_columns(setup: AuditSetup, plan: Plan, whole: Policy) -> list[Narro
     """Measure a bf16 wire and 8-bit moments, where they are wide now and the plan admits them narrow."""
     updates = [row.columns.update for row in plan.rows if row.columns.update is not None]
     asked = []
-    if any(str(each.reduce.wire) == "fp32" for each in updates) and setup.mesh.data > 1 and not whole.tree:
+    if (
+        any(str(each.reduce.wire) == "fp32" for each in updates)
+        and setup.mesh.data > 1
+        and not whole.requires_tree
+    ):
         asked.append(("reduce", "reduce.wire", "bf16"))
     if any(str(each.state) == "fp32" for each in updates) and whole.optimizer is not None:
         asked.append(("state", "state", "8bit"))

@@ -326,7 +326,7 @@ def require_probe(plan: Plan) -> None:
     reasons = {
         "a pipeline": policy.pipeline is not None,
         f"backend {policy.backend}": policy.backend != "native",
-        "`reduce.order: tree`": policy.tree,
+        "`reduce.order: tree`": policy.requires_tree,
     }
     if got := next((reason for reason, holds in reasons.items() if holds), ""):
         must = "must be left out: it looks at whole micro-batches on the native backend"

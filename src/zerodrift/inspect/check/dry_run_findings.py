@@ -173,7 +173,7 @@ def nondeterministic(plan: Plan, trace: Trace, device: str, digest_every: int = 
     `policy/order.py` has the table, and torch refuses the same operations when they run. Only running can
     tell which kernel attention takes; each has a deterministic form where the engine asks for it.
     """
-    need = need_of(plan.policy.tree, digest_every)
+    need = need_of(plan.policy.requires_tree, digest_every)
     if device != "cuda" or need is None:
         return
     casts = [each for each in trace.operations if each.name in CASTS]

@@ -216,6 +216,8 @@ def _reduce_scatter(
     if order == "native" and cluster.carrier == "native" and total is call.dtype:
         return CollectiveTime(_ring(size, layout, cluster), 3 * mine)
     added = size + 2 * (call.numel // ranks) * total.size
+    if order == "tree" and cluster.carrier == "native":
+        added = 3 * (size - mine)  # each addition reads two sums and writes one
     return CollectiveTime(all_to_all_seconds(size, layout, cluster), added)
 
 

@@ -7,6 +7,7 @@ without effect.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerodrift.checkpoint import MANIFEST, Allowed, CheckpointFolder, Checkpoints, Loaded
+from zerodrift.checkpoint import MANIFEST, Allowed, CheckpointFolder, Checkpoints, Loaded, read_plan
 from zerodrift.checkpoint import state as states
+from zerodrift.config import Config, Reduce
 from zerodrift.engine import Engine
 from zerodrift.errors import CheckpointError
+from zerodrift.plan import Plan
+from zerodrift.policy import KEY, ORDER, Order
 from zerodrift.train.job import Job
 from zerodrift.train.loop.run_folder import RunFolder
 
@@ -86,6 +90,33 @@ def checkpoint_to_resume(wanted: str, folder: RunFolder) -> Path | None:
     # `run.resume` says where a run begins. Started again, the run goes on with its own checkpoints.
     newest = None if there.parent.resolve() == own.path.resolve() else own.newest()
     return there if newest is None else newest
+
+
+def with_order_of_run(config: Config, wanted: str, folder: RunFolder) -> Config:
+    """Return the config with the order of sums in which the run was begun that it goes on with, if it names
+    none: an order that was named then, or that of ranks, where a plan is from before the default was decided
+    by the plan."""
+    if wanted == "never" or getattr(config.precision.reduce, "order", None) is not None:
+        return config
+    path = checkpoint_to_resume(wanted, folder)
+    document = None if path is None else read_plan(path)
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version: its order is not known
+        before = None if document is None else Plan.from_json(document)
+        updates = () if before is None else [segment.columns.update for segment in before.segments]
+        order = next((update.reduce.order for update in updates if update is not None), None)
+        decided = () if before is None else before.policy.decisions
+        if order and KEY in next((each.why for each in decided if each.key == ORDER), KEY):
+            return with_order(config, order)
+    return config
+
+
+def with_order(config: Config, order: Order) -> Config:
+    """Return the config with another `precision.reduce.order`."""
+    reduce = config.precision.reduce
+    if not isinstance(reduce, Reduce):
+        reduce = Reduce(wire=reduce)
+    reduce = reduce.model_copy(update={"order": order})
+    return config.model_copy(update={"precision": config.precision.model_copy(update={"reduce": reduce})})
 
 
 def load(checkpoints: Checkpoints, path: Path, job: Job, engine: Engine) -> tuple[Loaded, tuple[Change, ...]]:

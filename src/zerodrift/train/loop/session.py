@@ -244,6 +244,7 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
     """Put a run together, and print what there is. Collective."""
     request = request or LaunchRequest()
     made = outline(job, config, display, started()[1])
+    config = resume.with_order_of_run(config, job.run.resume, made.folder)
     folder, letters, prepared, steps = made.folder, made.tokenizer, made.prepared, made.steps
     base = "" if job.model.lora is None else adapters.base_digest(made.model, made.source.weights)
     if config.pipeline is not None and config.pipeline.stages > 1:

@@ -90,7 +90,7 @@ def _batch(plan: Plan, ranks: int) -> list[str]:
     problems = Problems()
     if not plan.policy.tree:
         must = f"must be {mesh.world}, as the run had: its gradients were summed in the order of ranks"
-        todo = "Train with `precision.reduce: {order: tree}`, whose bits are the same on any number."
+        todo = "Train by the tree, whose bits are the same on any number: the plan says why it is not."
         problems.add("--nproc", must, got=ranks, do=todo)
     total = batch.accumulation * mesh.data
     stages = 1 if ranks % mesh.pipeline else mesh.pipeline
@@ -120,6 +120,7 @@ def replay_here(source: str, overrides: Sequence[str], run: str, last: int, resu
     from zerodrift.comm import started
     from zerodrift.engine import computed_by
     from zerodrift.train.job_file import read_job
+    from zerodrift.train.loop.resume import with_order
     from zerodrift.train.loop.session import assemble
     from zerodrift.train.loop.step import StepDigests, run_step
     from zerodrift.train.report.display import Display, clock
@@ -129,6 +130,8 @@ def replay_here(source: str, overrides: Sequence[str], run: str, last: int, resu
     folder = RunFolder(Path(run))
     lines, plan = read_metrics(folder.metrics), folder.load_plan()
     recorded = _recorded(folder, lines)
+    if ranks != plan.mesh.world and plan.policy.tree:
+        config = with_order(config, "tree")  # where the default on so many ranks may be another
     session = assemble(job, config, Display())
     engine = session.engine
     before = plan.mesh.world
