@@ -468,7 +468,7 @@ def _resize_outputs(call: Any, args: Any, kwargs: Any) -> None:
 def launch_copy(source: torch.Tensor, target: torch.Tensor, host_waits: bool) -> None:
     """Copy one range of memory to another. Without the host's waiting its memory is read or written late."""
     from_host, to_host = source.device.type == "cpu", target.device.type == "cpu"
-    values, out = _on_host(source), _on_host(target)
+    values, out = _resolved(source), _resolved(target)
     if from_host and host_waits:
         values = values.clone()  # staged
     if from_host or to_host:
@@ -487,6 +487,15 @@ def launch_copy(source: torch.Tensor, target: torch.Tensor, host_waits: bool) ->
         target.zero_()
     if host_waits:
         wait_for_the_stream()
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the host's view of a tensor, conjugated or negated where that is."""
+    view: torch.Tensor = _on_host(tensor)
+    if view is not tensor:
+        view = view.conj() if tensor.is_conj() else view
+        view = torch._neg_view(view) if tensor.is_neg() else view
+    return view
 
 
 def _is_pinned(tensor: torch.Tensor) -> bool:
@@ -600,6 +609,8 @@ def install() -> Device:
             some.impl(name.removeprefix("aten::"), _launcher(name), "PrivateUse1")
         some.impl("_copy_from", _COPIES.copy, "PrivateUse1")
         some.impl("_local_scalar_dense", scalar, "PrivateUse1")
+        for lazy in ("Conjugate", "Negative"):  # or these would copy for ever, to resolve what is copied
+            some.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
         some.impl("convolution_overrideable", convolve, "PrivateUse1")
         some.impl("convolution_backward_overrideable", convolve_back, "PrivateUse1")
         _LIBRARIES.extend([everything, some])

@@ -35,8 +35,9 @@ def decode_quantised(
         if steps:
             values = narrow.half_steps(tensor.form.element)[codes.int()] * (1 + 2**-8)
         else:
-            values = narrow.reference_decode(tensor.form, codes[None], torch.ones(1))[0]
-        scales = _scales(tensor, reader, torch.arange(part.origin, part.origin + part.span))
+            values = narrow.reference_decode(tensor.form, codes[None], torch.ones(1, device="cpu"))[0]
+        elements = torch.arange(part.origin, part.origin + part.span, device="cpu")
+        scales = _scales(tensor, reader, elements)
         values *= scales.abs() if steps else scales
         part.of_target(out, first).copy_(part.of_source(values, part.origin))
 
@@ -49,9 +50,9 @@ def copy_codes(
         numel = min(1 << 19, count - first)
         codes = _codes(tensor, reader, origin + first, numel)
         codes = torch.nn.functional.pad(codes, (0, -numel % run.block))
-        part = PackedRun.empty(run.dtype, codes.numel())
+        part = PackedRun.empty(run.dtype, codes.numel(), codes.device)
         part.codes.copy_(narrow.pack(tensor.form.element, codes).view_as(part.codes))
-        begins = torch.arange(origin + first, origin + first + numel, run.block)
+        begins = torch.arange(origin + first, origin + first + numel, run.block, device="cpu")
         part.scales.copy_(_scales(tensor, reader, begins).view(torch.uint8).view_as(part.scales))
         run.copy(start + first, part)
 
@@ -77,10 +78,12 @@ def _scales(tensor: QuantisedTensor, reader: SafetensorsReader, elements: torch.
         low, high = int(index.min()), int(index.max()) + 1
     scales = reader.staged(tensor.scales, low, high - low).clone()
     if tensor.nested is not None:
-        nested, blocks = tensor.nested, torch.arange(low, high) // tensor.nested.block
+        nested = tensor.nested
+        blocks = torch.arange(low, high, device="cpu") // nested.block
         table = reader.staged(nested.map, 0, 256).clone()
         outer = reader.staged(nested.scales, int(blocks[0]), int(blocks[-1] - blocks[0]) + 1).clone()
-        scales = table[scales.int()] * outer[blocks - blocks[0]] + torch.tensor(nested.offset)
+        scales = table[scales.int()] * outer[blocks - blocks[0]]
+        scales += torch.tensor(nested.offset, device="cpu")
     return scales.float()[index - low]
 
 
