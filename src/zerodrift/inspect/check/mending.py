@@ -114,7 +114,8 @@ def _wide_units(kind: str, found: set[Kind]) -> list[str]:
         return [*lines, *(f"fully_shard({module}, mp_policy=wide)" for module in modules)]
     is_wide = f"m is {modules[0]}" if len(modules) == 1 else f"m in ({', '.join(modules)})"
     lines += ["def is_unit(m):", f"    if {is_wide}:", '        return {"mixed_precision": wide}']
-    return [*lines, "    return isinstance(m, Block)", "units = CustomPolicy(is_unit)"]
+    lines += ["    return isinstance(m, Block)", "units = CustomPolicy(is_unit)"]
+    return [*lines, *(f"logits = {module}(x.float())" for module in modules)]
 
 
 def _script(found: set[Kind]) -> list[str]:
