@@ -153,9 +153,8 @@ def _deepspeed(model: ModelRecord, found: set[Kind], half: str) -> str:
         scaled = "norm-of-scaled-gradients" in found
         config["torch_autocast"] = _autocast("bfloat16" if scaled else half)
     elif found & {*_WEIGHTS}:
-        config[short] = {"enabled": True, f"{short}_master_weights_and_grads": False}
-        if short == "bf16":
-            config[short] |= {"bf16_optimizer_states": False}
+        states = {"bf16_optimizer_states": False} if short == "bf16" else {}
+        config[short] = {"enabled": True, f"{short}_master_weights_and_grads": False, **states}
     if found & {"rounded-before-accumulation", "not-averaged"}:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         if not is_autocast:
