@@ -89,7 +89,8 @@ def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
     parameters, micro_batches, steps = model.parameters, processes[0].micro_batches, processes[0].steps
     masters = advice(_MASTERS, model)
     for dtype, bits in BITS.items():
-        bare = [p for p in parameters if p.dtypes("master") == ("same",) and p.dtypes("storage") == (dtype,)]
+        resting = [p for p in parameters if p.dtypes("storage") == (dtype,)]
+        bare = [p for p in resting if p.dtypes("master") in (("same",), (dtype,))]
         norms = [parameter for parameter in bare if _is_norm(parameter)]
         wide = [p for p in bare if min((_WIDTH.get(d, 0) for d in p.dtypes("compute")), default=0) > 16]
         sums = [p for p in parameters if micro_batches > 1 and p.facts.get("gradients", 0) > steps]

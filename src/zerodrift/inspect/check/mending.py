@@ -115,7 +115,8 @@ def _wide_units(kind: str, found: set[Kind]) -> list[str]:
         return [*lines, *(f"fully_shard({module}, mp_policy=wide)" for module in modules)]
     is_wide = f"m is {modules[0]}" if len(modules) == 1 else f"m in ({', '.join(modules)})"
     lines += ["def is_unit(m):", f"    if {is_wide}:", '        return {"mixed_precision": wide}']
-    return [*lines, "    return isinstance(m, Block)", "units = CustomPolicy(is_unit)"]
+    lines += ["    return isinstance(m, Block)", "units = CustomPolicy(is_unit)"]
+    return [*lines, *(f"logits = {module}(x.float())" for module in modules)]
 
 
 def _script(found: set[Kind]) -> list[str]:
@@ -153,9 +154,8 @@ def _deepspeed(model: ModelRecord, found: set[Kind], half: str) -> str:
         scaled = "norm-of-scaled-gradients" in found
         config["torch_autocast"] = _autocast("bfloat16" if scaled else half)
     elif found & {*_WEIGHTS}:
-        config[short] = {"enabled": True, f"{short}_master_weights_and_grads": False}
-        if short == "bf16":
-            config[short] |= {"bf16_optimizer_states": False}
+        states = {"bf16_optimizer_states": False} if short == "bf16" else {}
+        config[short] = {"enabled": True, f"{short}_master_weights_and_grads": False, **states}
     if found & {"rounded-before-accumulation", "not-averaged"}:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         if not is_autocast:
