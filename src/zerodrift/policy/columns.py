@@ -333,8 +333,7 @@ class _ColumnFiller:
         return Reduction(wire, total, when, order, feedback, rounding)  # type: ignore[arg-type]
 
     def _wire_option(self, column: str, usual: str, wire: DType, refusal: NarrowRefusal) -> str:
-        """Return an option of the wire; where all parameters are asked for it, those that travel plain are
-        left out."""
+        """Return an option of the wire: the usual one of a plain wire, unless a rule asks for another."""
         asked, key = self.demands.get(column, (usual, ""))
         if wire.format is not None or asked == usual:
             return asked
