@@ -88,7 +88,8 @@ class DryGroup(StrictGroup):
         self._stream = torch.Stream(torch.device(NAME, torch.accelerator.current_device_index()))
         self._number, self._name = next(self.numbers), ""
 
-    def _exchange(self, ends: Sequence[Any], stream: torch.Stream) -> dist.Work:
+    def _exchange(self, ends: Sequence[_End], stream: torch.Stream) -> dist.Work:
+        self._check("message", [end.tensor for end in ends])
         reads, writes = ([end.tensor for end in ends if end.sends is sends] for sends in (True, False))
         self._device.record("message", stream.stream_id, "", sum(tensor.nbytes for tensor in reads))
         return self._put(f"message of communicator {self._number}", reads, writes, stream, lambda *of: True)
@@ -108,13 +109,6 @@ class DryGroup(StrictGroup):
         sent = PASSES.get(name, 1) * largest * (self.size() - 1) // self.size()
         self._device.record("collective", stream.stream_id, name, sent)
         return self._put(f"{name} of communicator {self._number}", reads, writes, stream, lambda *of: True)
-
-    def _exchange(self, ends: Sequence[_End], stream: torch.Stream) -> dist.Work:
-        self._check("message", [end.tensor for end in ends])
-        reads, writes = ([end.tensor for end in ends if end.sends is sends] for sends in (True, False))
-        sent = sum(tensor.nbytes for tensor in reads)
-        self._device.record("collective", stream.stream_id, "messages", sent)
-        return self._put(f"messages on communicator {self._number}", reads, writes, stream, lambda *of: True)
 
 
 @contextlib.contextmanager
