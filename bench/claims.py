@@ -199,9 +199,10 @@ def _pipelines(results: Results) -> Iterator[Claim]:
 
 def _order(results: Results) -> Iterator[Claim]:
     section = "The order of sums"
-    ratios = sorted(results.all("order-steps", "tree / rank"), key=lambda figure: figure.value)
-    what = f"A step by the tree, in one in the order of ranks: the slowest of {len(ratios)}"
-    yield Claim(section, what, ratios[-1], {"the fastest": ratios[0]}, Limit(1.05))
+    ratios = sorted(results.all("order-steps", "auto / rank", "tree"), key=lambda figure: figure.value)
+    what = f"A step by the tree as the default, in one in the order of ranks: the middle of {len(ratios)}"
+    beside = {"the fastest": ratios[0], "the slowest": ratios[-1]}
+    yield Claim(section, what, ratios[len(ratios) // 2], beside, Limit(1.03))
     most = results["order-scale"].tables[0].rows[-1][0]
     orders = {"by the tree": "tree: ms", "the carrier's own": "native: ms"}
     beside = {name: results.one("order-scale", column, most) for name, column in orders.items()}

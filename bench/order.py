@@ -7,7 +7,7 @@ All orders have an engine in the same processes, and take turns in rounds. Besid
 order of ranks stand the medians of the ratios to that within a round, and the ratios of the least processor
 time on rank 0, in which no other work on the machine is. `auto is` says which order the default is. torch's
 deterministic operations are on in turns too: only a tree that is asked for needs them. One thread each, fused
-AdamW. Bytes are counted by the loopback device, all ranks together. Needs Linux.
+AdamW.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 from gpt import GPT
 from result import Result, flags
-from step import join, launch, sent_bytes
+from step import join, launch
 
 ORDERS = ("rank", "auto", "tree", "native")
 
@@ -75,22 +75,20 @@ def measured(options: argparse.Namespace, cell: Cell, tokens: torch.Tensor) -> d
         step(order), step(order)
     times: dict[str, list[float]] = {order: [] for order in ORDERS}
     spent: dict[str, list[float]] = {order: [] for order in ORDERS}
-    wires: dict[str, list[int]] = {order: [] for order in ORDERS}
     for turn in range(options.rounds):
         first = turn % len(ORDERS)
         for order in ORDERS[first:] + ORDERS[:first]:
             dist.barrier()
-            wire, start, own = sent_bytes(), time.perf_counter(), time.process_time()
+            start, own = time.perf_counter(), time.process_time()
             for _ in range(options.steps):
                 step(order)
             spent[order].append(time.process_time() - own)
             dist.barrier()
             times[order].append((time.perf_counter() - start) / options.steps)
-            wires[order].append((sent_bytes() - wire) // options.steps)
     default = "tree" if engines["auto"].plan.policy.tree else "rank"
     for each in engines.values():
         each.destroy()
-    return {"auto": default, "times": times, "spent": spent, "wires": wires}
+    return {"auto": default, "times": times, "spent": spent}
 
 
 def _ratios(of: dict[str, list[float]], order: str) -> list[float]:
@@ -118,7 +116,7 @@ def main() -> None:
     columns = {"ranks": "", "mode": "", "stage": "", "micro-batches": "", "auto is": "", "rank ms": ".1f"}
     columns |= {f"{order} / rank": ".2f" for order in ORDERS[1:]}
     columns |= {f"{order}: processor": ".3f" for order in ORDERS[1:]}
-    table = result.table({**columns, "rank MB": ".1f", "tree MB": ".1f"})
+    table = result.table(columns)
     stages, counts = (map(int, text.split(",")) for text in (options.stages, options.micro_batches))
     cells = [
         (stage, mode, count)
@@ -132,13 +130,10 @@ def main() -> None:
 
 def _row(table: Any, ranks: int, cell: Cell, found: dict[str, Any]) -> None:
     stage, mode, count = cell
-    times, wires = found["times"], found["wires"]
-    ratios = {order: _ratios(times, order) for order in ORDERS[1:]}
-    taken = statistics.median(times["rank"]) * 1e3
-    medians = (statistics.median(ratios[order]) for order in ORDERS[1:])
+    taken = statistics.median(found["times"]["rank"]) * 1e3
+    medians = (statistics.median(_ratios(found["times"], order)) for order in ORDERS[1:])
     own = (min(found["spent"][order]) / min(found["spent"]["rank"]) for order in ORDERS[1:])
-    sent = (statistics.median(wires[order]) / 1e6 for order in ("rank", "tree"))
-    table.row(ranks, mode, stage, count, found["auto"], taken, *medians, *own, *sent)
+    table.row(ranks, mode, stage, count, found["auto"], taken, *medians, *own)
 
 
 if __name__ == "__main__":
