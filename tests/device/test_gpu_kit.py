@@ -47,6 +47,7 @@ def test_the_doctor_sees_the_device() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(6700)
 def test_all_of_the_kit(tmp_path: Path) -> None:
     """Every part, from the tests to the last benchmark."""
     command = ["bench/gpu.py", "--stub", "--minutes", "100", "--out", str(tmp_path)]
