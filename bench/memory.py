@@ -1,11 +1,12 @@
 """The memory of a Llama-3-8B step on a GPU, by the engine's own allocations, beside what its plan promises.
 
     python bench/memory.py [--ranks 1,8] [--stages 0,1,2,3] [--size 8B] [--tokens 16]
+    python bench/memory.py --size 3B --on cuda      # on a machine with a GPU: what its allocator says
 
-There is no GPU in this: the engine runs its steps on the stand-in device of the tests, dry, as rank 0 of so
-many ranks. Its host code, its collectives and the sizes of all tensors are those of a real run, while memory
-is addresses and no kernel runs. Every allocation and free is played through a model of CUDA's caching
-allocator, which tells what would be in use, what would be reserved, and whether it would fit.
+Without `--on` there is no GPU in this: the engine runs its steps on the stand-in device of the tests, dry, as
+rank 0 of so many ranks. Its host code, its collectives and the sizes of all tensors are those of a real run,
+while memory is addresses and no kernel runs. Every allocation and free is played through a model of CUDA's
+caching allocator, which tells what would be in use, what would be reserved, and whether it would fit.
 
 A plan leaves activations out. So here the batch is one sequence of a few tokens, with activation
 checkpointing, whose activations are a few MB: what is compared is the engine's part. The libraries of a real
@@ -19,7 +20,7 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,8 +31,9 @@ from result import Result, flags
 
 import zerodrift
 from tests.device.caching import CachingAllocator, OutOfMemory
-from tests.device.dry import Entry, dry_world, recorded
-from tests.device.standin import NAME
+
+if TYPE_CHECKING:
+    from tests.device.dry import Entry
 
 LIMIT = 0.05
 """How far a plan may be from the peak."""
@@ -41,8 +43,8 @@ DEVICES = {"80 GB": 79 * GIB, "141 GB": 139 * GIB}
 STEPS = 3
 
 
-def run(size: str, ranks: int, stage: int, tokens: int) -> tuple[list[Entry], Any]:
-    """The allocations of an engine from its beginning to its third step, and its bill."""
+def steps(size: str, stage: int, tokens: int, device: torch.device) -> Any:
+    """Run an engine from its beginning to its third step, and return its bill."""
     shape = dataclasses.replace(SHAPES[size], micro_batch=1, length=tokens, checkpoints=True)
     config = {
         "precision": {"mode": "bf16"},
@@ -50,17 +52,40 @@ def run(size: str, ranks: int, stage: int, tokens: int) -> tuple[list[Entry], An
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     }
+    with zerodrift.empty():
+        model = Llama(shape).bfloat16()
+    engine = zerodrift.initialize(model, config=config, device=device.type, quiet=True)
+    batch = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+    for _ in range(STEPS):
+        engine.backward(engine(batch))
+        engine.step()
+    bill = zerodrift.cost(engine.plan)
+    engine.destroy()
+    return bill
+
+
+def run(size: str, ranks: int, stage: int, tokens: int) -> tuple[list[Entry], Any]:
+    """The allocations of those steps on rank 0 of so many, and the bill."""
+    from tests.device.dry import dry_world, recorded
+
     with dry_world(ranks) as device, recorded() as recording:
-        with zerodrift.empty():
-            model = Llama(shape).bfloat16()
-        engine = zerodrift.initialize(model, config=config, device=NAME, quiet=True)
-        batch = torch.zeros(1, tokens, dtype=torch.int64, device=device)
-        for _ in range(STEPS):
-            engine.backward(engine(batch))
-            engine.step()
-        bill = zerodrift.cost(engine.plan)
-        engine.destroy()
+        bill = steps(size, stage, tokens, device)
     return recording.entries, bill
+
+
+def measured(options: argparse.Namespace) -> int:
+    """Run the steps on a real device, alone, and print what its allocator has counted."""
+    device = torch.device(options.on)
+    title = f"Llama-3 {options.size} on a real device: GiB"
+    result = Result.begin(title, options, "triton")
+    table = result.table({"ranks": "", "planned": ".2f", "measured": ".2f", "off": "+.1%", "reserved": ".2f"})
+    bill = steps(options.size, 3, options.tokens, device)
+    allocated = torch.accelerator.max_memory_allocated(device)
+    off = bill.peak.total / allocated - 1
+    reserved = torch.accelerator.max_memory_reserved(device)
+    table.row("1", bill.peak.total / GIB, allocated / GIB, off, reserved / GIB)
+    result.save(options.save)
+    return int(abs(off) > LIMIT)
 
 
 def fits(entries: list[Entry], capacity: int) -> str:
@@ -79,7 +104,10 @@ def main() -> int:
     parser.add_argument("--stages", default="0,1,2,3")
     parser.add_argument("--size", default="8B", choices=list(SHAPES))
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--on", metavar="DEVICE", help="run on this device, with one rank: cuda")
     options = parser.parse_args()
+    if options.on:
+        return measured(options)
     title = f"Llama-3 {options.size} in bf16, split master, AdamW, one sequence of {options.tokens} tokens"
     result = Result.begin(f"{title}: GiB of rank 0", options)
     columns = {

@@ -24,6 +24,7 @@ from zerodrift.comm import native as carrier
 from zerodrift.comm.mesh import Mesh
 from zerodrift.kernels import device, native
 from zerodrift.kernels.digests import reference_prints
+from zerodrift.kernels.squares import reference_digits, reference_square_sums
 from zerodrift.optim import fused
 
 HOME = str(Path(zerodrift.__file__).parent)
@@ -145,6 +146,8 @@ def play_a_gpu(patch: pytest.MonkeyPatch) -> Streams:
     patch.setattr(device, "works", lambda where: True)
     patch.setattr(device, "update", lambda *slices, **choices: streams.tell("update"))
     patch.setattr(device, "prints", lambda words, out: out.copy_(reference_prints(words)))
+    patch.setattr(device, "squares", lambda flat, out: out.copy_(reference_square_sums(flat)))
+    patch.setattr(device, "digits", lambda sums, out, lowest: reference_digits(sums, out))
     made = collectives.Collectives.__init__
 
     def carried(self: Any, mesh: Any, carrier: Any = None) -> None:

@@ -15,8 +15,10 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tests.device.dry import Entry
+if TYPE_CHECKING:
+    from tests.device.dry import Entry
 
 MIN_BLOCK = 512
 SMALL = 1 << 20

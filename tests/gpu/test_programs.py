@@ -37,7 +37,7 @@ from tests.unit.test_sums import one_by_one
 from zerodrift import optimizers
 from zerodrift.api import make_plan
 from zerodrift.dtypes import DType
-from zerodrift.kernels import block_keys, device, narrow, native
+from zerodrift.kernels import block_keys, device, narrow, native, squares
 from zerodrift.kernels.digests import BYTES, prints, reference_prints
 from zerodrift.kernels.probe import Contraction, contraction
 from zerodrift.kernels.squares import block_square_sums, reference_square_sums
@@ -160,6 +160,7 @@ def test_special_values() -> None:
 @pytest.mark.parametrize("numel", [1, 7, 255, 256, 257, 1000, 256 * 4 + 1])
 def test_any_length(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "TILE", 2)
+    monkeypatch.setattr(device, "TILE_8BIT", 2)
     blocks = -(-numel // 256)
     for state, dtype in itertools.product((State.FP32, State.EIGHT_BIT), GRADIENTS):
         scheme = Scheme(DType.BF16, Master.SPLIT, state)
@@ -188,6 +189,20 @@ def test_square_sums(dtype: torch.dtype) -> None:
     flat[3000] = torch.nan
     sums = block_square_sums(flat.to(DEVICE)).cpu()
     assert sums.isfinite().sum() == 31 and sums[1] == torch.inf and sums[11].isnan()
+
+
+@pytest.mark.parametrize("count", [1, 255, 3000])
+def test_digits(count: int) -> None:
+    """Sums of every size, zeros, subnormals, and some that are not finite, added to what is there."""
+    exponents = torch.randint(-1074, 1024, (count,), generator=generator(2))
+    numbers = torch.ldexp(torch.rand(count, generator=generator(3), dtype=torch.float64), exponents)
+    numbers[::7], numbers[3::50], numbers[5::90] = 0.0, torch.inf, torch.nan
+    want = torch.arange(squares.DIGITS + 1)
+    found = want.to(DEVICE, copy=True)
+    squares.reference_digits(numbers, want)
+    device.digits(numbers.to(DEVICE), found, squares.LOWEST)
+    assert torch.equal(found.cpu(), want) and (count < 4 or want[-1] > squares.DIGITS)
+    assert torch.equal(squares.digits(numbers.to(DEVICE)).cpu(), squares.digits(numbers))
 
 
 @pytest.mark.parametrize("count", [BYTES // 4, 3 * BYTES // 4, 70 * BYTES // 4])

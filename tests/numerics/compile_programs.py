@@ -51,7 +51,7 @@ def compiled(target: GPUTarget, algorithm: int, master: int, state: int) -> str:
         "master_kind": master,
         "state": state,
         "algorithm": algorithm,
-        "tile": device.TILE,
+        "tile": device.TILE_8BIT if state == 3 else device.TILE,
     }
     fixed |= {"fma_add": True, "fma_addcmul": True, "fma_lerp": True}
     fixed |= {name: None for name, kind in types.items() if kind is None}
@@ -61,7 +61,8 @@ def compiled(target: GPUTarget, algorithm: int, master: int, state: int) -> str:
     aligned = [name for name in names if signature[name][0] == "*" or name == "numel"]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(programs.update, signature, fixed, attributes)
-    return triton.compile(source, target=target, options=device.strict_options(target)).asm["ptx"]
+    options = device.strict_options(target) | {"num_warps": fixed["tile"]}
+    return triton.compile(source, target=target, options=options).asm["ptx"]
 
 
 def compiled_narrow(target: GPUTarget, dtype: DType, way: int, drawn: bool = False) -> str:

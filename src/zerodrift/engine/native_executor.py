@@ -23,12 +23,12 @@ from zerodrift.engine.habits.parameter_guard import ParameterGuard, mark_as_ours
 from zerodrift.engine.habits.pins import pin, unpin
 from zerodrift.engine.habits.storage_writes import (
     are_missing,
+    check_storage,
     compare_with_storage,
     mark_storage_changed,
     record_versions,
     refresh_views,
     rows_with_new_version,
-    storage_checksum,
     take_over_writes,
 )
 from zerodrift.engine.nested import in_transform
@@ -223,20 +223,18 @@ class NativeExecutor:
         return global_norm(gradients, self.comm, self._progress.unscale, agreement, written, checksum)
 
     def _visible_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return on the device (above 0 where user code wrote to visible weights, a checksum below 2^40 of
+        """Return on the device (above 0 where user code wrote to visible weights, a checksum below 2^32 of
         those that all ranks hold alike)."""
         mesh = self.comm.mesh
-        written = torch.zeros((), dtype=torch.int64, device=mesh.device)
-        total = torch.zeros_like(written)
+        compared = (
+            segment
+            for segment in self.segments
+            if segment.has_separate_master or segment.gathers or mesh.size("shard") > 1
+        )
+        written, checksum = check_storage(compared, mesh.device)
         for placeholders in self.guard.placeholders if mesh.asynchronous else ():
-            written += (~are_missing(placeholders)).any()  # elsewhere `guard.check` has looked
-        for segment in self.segments:
-            compared = segment.has_separate_master or segment.gathers or mesh.size("shard") > 1
-            found = storage_checksum(segment) if compared else None
-            if found is not None:
-                written += found[0]
-                total = (total * 31 + found[1]) & 0xFFFFFFFF
-        return written, total
+            written = written + (~are_missing(placeholders)).any()  # elsewhere `guard.check` has looked
+        return written, checksum
 
     def reduced(self) -> Iterator[tuple[Sequence[shards.Span], torch.Tensor]]:
         return shards.reduced_parts(self._trained, self.comm.mesh)

@@ -24,7 +24,13 @@ from zerodrift.errors import said
 from zerodrift.kernels import native
 
 TILE = 4
-"""Blocks per program: 1024 elements, eight for each of its 128 threads."""
+"""Blocks per program, a warp each: eight elements for each thread."""
+
+TILE_8BIT = 1
+"""Likewise, where moments are encoded in 8 bits: a thread has more to keep, and fewer of them fit."""
+
+_DIGITS_TILE, _DIGITS_COPIES = 256, 1024
+"""Sums per program that adds digits, and copies of the digits that programs add to."""
 
 _SPAN = 256
 """Elements per program of a sum: slices are many and short where parts are many."""
@@ -72,13 +78,23 @@ def obstacle(device: torch.device) -> str | None:
 def update(storage: Tensor, others: Sequence[Tensor | None], stochastic: int, **choices: int) -> None:
     """Run one optimizer step of a slice in one pass. The arguments are those of `programs.update`."""
     bits = [None if tensor is None else as_bits(tensor) for tensor in (storage, *others)]
-    _launch("update", storage, TILE * BLOCK, *bits, storage.numel(), stochastic, tile=TILE, **choices)
+    tile = TILE_8BIT if any(tensor is not None and tensor.dtype is torch.uint8 for tensor in others) else TILE
+    choices |= {"tile": tile, "num_warps": tile}
+    _launch("update", storage, tile * BLOCK, *bits, storage.numel(), stochastic, **choices)
 
 
 def squares(flat: Tensor, out: Tensor) -> Tensor:
     """Write the sum of squares of each block of a flat contiguous tensor to fp64 `out`."""
     _launch("squares", flat, TILE * BLOCK, as_bits(flat), out, flat.numel(), tile=TILE)
     return out
+
+
+def digits(sums: Tensor, out: Tensor, lowest: int) -> None:
+    """Add fp64 sums of squares to the places of int64 `out`, whose last counts those that are not finite."""
+    copies = out.new_zeros(out.numel(), _DIGITS_COPIES)
+    choices = {"places": out.numel() - 1, "lowest": lowest, "copies": _DIGITS_COPIES, "tile": _DIGITS_TILE}
+    _launch("digits", sums, _DIGITS_TILE, sums.view(torch.int64), copies, sums.numel(), **choices)
+    out += copies.sum(1)
 
 
 def sums(parts: Tensor, out: Tensor, *, tree: bool = False) -> None:

@@ -162,16 +162,14 @@ def _encode(x, code, signed: tl.constexpr, draws):
     inverse = tl.where(scale > 0.0, tl.div_rn(1.0, tl.where(scale > 0.0, scale, 1.0)), 0.0)
     part = value_of(magnitude) * inverse[:, None]
     part = tl.where(part <= 1.0, part, 1.0)  # a NaN is 1 as well
-    first = tl.zeros_like(magnitude).to(tl.int32)  # the code before this decade's: 2^level - 1
-    start = tl.zeros_like(x) + tl.load(code + LEVELS)
-    steep = tl.zeros_like(x) + tl.load(code + 2 * LEVELS)
-    for level in tl.static_range(1, LEVELS):
-        above = part > tl.load(code + level - 1)
-        first = tl.where(above, (1 << level) - 1, first)
-        start = tl.where(above, tl.load(code + LEVELS + level), start)
-        steep = tl.where(above, tl.load(code + 2 * LEVELS + level), steep)
-    share = draws.to(tl.float32) * 0.0000152587890625  # 2^-16
-    number = first + ((part - start) * steep + share).to(tl.int32)
+    # Two powers of two have at most one decade's begin between them, so the exponent gives the decade or the
+    # one below it.
+    level = ((bits_of(part) >> 23).to(tl.int32) * 5 >> 4) - (33 if signed else 32)
+    level = tl.maximum(level, 0)
+    level += (part > tl.load(code + level)).to(tl.int32)
+    start, steep = tl.load(code + LEVELS + level), tl.load(code + 2 * LEVELS + level)
+    share = value_of(0x3F800000 | (draws << 7)) - 1.0  # draws * 2^-16
+    number = (1 << level) - 1 + ((part - start) * steep + share).to(tl.int32)
     number = tl.minimum(number, 127 if signed else 255)
     if signed:
         number = number | tl.where((bits >> 31 != 0) & (magnitude <= INFINITY), 128, 0)
@@ -332,6 +330,35 @@ def squares(data, out, numel, tile: tl.constexpr):
     sums = tl.sum(tl.reshape(sums, (tile, 2, 4)), 1)
     sums = tl.sum(tl.reshape(sums, (tile, 2, 2)), 1)
     tl.store(out + block, tl.sum(sums, 1), mask=block * BLOCK < numel)
+
+
+@triton.jit
+def digits(
+    sums, out, count, places: tl.constexpr, lowest: tl.constexpr, copies: tl.constexpr, tile: tl.constexpr
+):
+    """Add the bits of fp64 sums of squares to int64 digits as `reference_digits` does. `out` has `copies` of
+    each place, which are still to be added up: additions to one address wait for each other."""
+    at = tl.program_id(0) * tile + tl.arange(0, tile)
+    mask = at < count
+    bits = tl.load(sums + at, mask=mask, other=0)
+    exponent = ((bits >> 52) & 0x7FF).to(tl.int32)
+    is_odd = exponent == 0x7FF
+    place = tl.maximum(exponent, 1) - 1075 - lowest
+    mantissa = (bits & 0xFFFFFFFFFFFFF) + ((exponent > 0).to(tl.int64) << 52)
+    mantissa = tl.where(is_odd | (place < 0), 0, mantissa)
+    place = tl.maximum(place, 0)
+    shift = (place & 31).to(tl.int64)
+    low, high = (mantissa & 0xFFFFFFFF) << shift, (mantissa >> 32) << shift
+    to = out + tl.minimum(place >> 5, places - 3) * copies + at % copies
+    _add_where_any(to, low & 0xFFFFFFFF, mask)
+    _add_where_any(to + copies, (low >> 32) + (high & 0xFFFFFFFF), mask)
+    _add_where_any(to + 2 * copies, high >> 32, mask)
+    _add_where_any(out + places * copies + at % copies, is_odd.to(tl.int64), mask)
+
+
+@triton.jit
+def _add_where_any(to, number, mask):
+    tl.atomic_add(to, number, mask=mask & (number != 0), sem="relaxed")
 
 
 @triton.jit

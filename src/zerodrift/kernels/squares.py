@@ -12,7 +12,6 @@ Invariant: the total of a set of blocks is exact, independent of the order, and 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -34,10 +33,6 @@ LOWEST = -352
 AT_ONCE = 1 << 20
 """Blocks whose sums are added in one call: 2^28 elements, in 8 MiB."""
 
-COPIES = 1024
-"""Copies of the digits that a device adds to: sums of one size go to few digits, and additions to one place
-wait for each other."""
-
 _MASK = 0xFFFFFFFF
 
 
@@ -51,7 +46,7 @@ def block_square_sums(flat: Tensor, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = torch.empty(blocks, dtype=torch.float64, device=flat.device)
     flat = flat.contiguous()
-    if flat.device.type != "cpu" and flat.numel() and device.obstacle(flat.device) is None:
+    if flat.numel() and device.works(flat.device):
         return device.squares(flat, out)
     built = native.library() if flat.device.type == "cpu" else None
     if built is None:
@@ -84,11 +79,13 @@ def digits(sums: Tensor, out: Tensor | None = None) -> Tensor:
     """
     if out is None:
         out = torch.zeros(DIGITS + 1, dtype=torch.int64, device=sums.device)
-    built = native.library() if sums.device.type == "cpu" else None
-    if built is None or not (sums.is_contiguous() and out.is_contiguous()):
-        _add_digits(sums, out)
-    else:
+    sums, built = sums.contiguous(), native.library() if sums.device.type == "cpu" else None
+    if built is not None and out.is_contiguous():
         built.digits(sums.numel(), sums.data_ptr(), out.data_ptr())
+    elif sums.numel() and device.works(sums.device):
+        device.digits(sums, out, LOWEST)
+    else:
+        reference_digits(sums, out)
     carry = out[: DIGITS - 1] >> 32
     out[: DIGITS - 1] &= _MASK
     out[1:DIGITS] += carry
@@ -105,9 +102,9 @@ def add_squares(flats: Sequence[Tensor], out: Tensor) -> None:
         digits(some, out)
 
 
-def _add_digits(sums: Tensor, out: Tensor) -> None:
-    """Define the compiled `digits` in plain torch."""
-    bits = sums.contiguous().view(torch.int64)
+def reference_digits(sums: Tensor, out: Tensor) -> None:
+    """Define the compiled `digits` in plain torch, but for the carry."""
+    bits = sums.view(torch.int64)
     exponent = (bits >> 52) & 0x7FF
     out[DIGITS] += (exponent == 0x7FF).sum()
     mantissa = (bits & ((1 << 52) - 1)) + ((exponent > 0).long() << 52)
@@ -117,24 +114,10 @@ def _add_digits(sums: Tensor, out: Tensor) -> None:
     digit, shift = place // 32, place % 32
     digit = digit.clamp(max=DIGITS - 3)
     low, high = (mantissa & _MASK) << shift, (mantissa >> 32) << shift
-    copies, place = 1, digit
-    if sums.device.type != "cpu":
-        copies, place = COPIES, torch.add(_copy_of_each(sums.numel(), sums.device), digit, alpha=COPIES)
-    wide = out.new_zeros(DIGITS * copies)
-    wide.index_add_(0, place, low & _MASK)
+    out.index_add_(0, digit, low & _MASK)
     # A 32-bit value shifted by up to 31 places stays below 2^63, so `>>` extends no sign.
-    wide[copies:].index_add_(0, place, (low >> 32) + (high & _MASK))
-    wide[2 * copies :].index_add_(0, place, high >> 32)
-    out[:DIGITS] += wide.view(DIGITS, copies).sum(1)
-
-
-@functools.lru_cache(maxsize=2)
-def _copy_of_each(count: int, where: torch.device) -> Tensor:
-    """Return which copy of the digits each of so many sums is added to. Kept, as each step has as many.
-
-    Shape [count], int16.
-    """
-    return torch.arange(count, device=where).remainder_(COPIES).to(torch.int16)
+    out.index_add_(0, digit + 1, (low >> 32) + (high & _MASK))
+    out.index_add_(0, digit + 2, high >> 32)
 
 
 def total(summed: Tensor | Sequence[int]) -> float:

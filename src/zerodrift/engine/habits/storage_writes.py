@@ -162,22 +162,30 @@ def compare_with_storage(segment: FlatSegment) -> None:
         segment.writes.overwritten = differ if before is None else before | differ
 
 
-def storage_checksum(segment: FlatSegment) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return (whether user code has written to storage, a checksum of what all ranks hold alike) on the
-    device, or None if there is nothing to compare."""
-    writes = segment.writes
-    if segment.gathers:
-        lost = writes.overwritten
-        return None if lost is None else (lost.any().long(), lost.new_zeros((), dtype=torch.int64))
-    due = segment.spec.columns.trained or is_due(writes.checks)
-    alike = segment.axis == "shard" and not segment.sharded and due
-    writes.checks += 1
-    if not (alike or writes.storage_prints is not None):
-        return None
-    now = prints(segment.storage)
-    before = writes.storage_prints
-    written = now.new_zeros(()) if before is None else (now != before).any().long()
-    return written, now.sum() & 0xFFFFFFFF if alike else now.new_zeros(())
+def check_storage(segments: Iterable[FlatSegment], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, as int64 on the device, (whether user code has written to storage, a 32-bit checksum of what
+    all ranks hold alike). Beside a pass over each storage, the launches are few for any number of segments.
+    """
+    now, before, alike, differing = [], [], [], []
+    for segment in segments:
+        writes = segment.writes
+        if segment.gathers:
+            differing += [] if writes.overwritten is None else [writes.overwritten]
+            continue
+        due = segment.spec.columns.trained or is_due(writes.checks)
+        is_alike = segment.axis == "shard" and not segment.sharded and due
+        writes.checks += 1
+        if not (is_alike or writes.storage_prints is not None):
+            continue
+        found = prints(segment.storage)
+        alike += [found] if is_alike else []
+        if writes.storage_prints is not None:
+            now.append(found)
+            before.append(writes.storage_prints)
+    differing += [torch.cat(now) != torch.cat(before)] if now else []
+    nothing = torch.zeros((), dtype=torch.int64, device=device)
+    written = torch.cat(differing).any().long() if differing else nothing
+    return written, torch.cat(alike).sum() & 0xFFFFFFFF if alike else nothing
 
 
 def _rows_of(segment: FlatSegment, blocks: torch.Tensor, like: torch.Tensor, first: int = 0) -> list[Row]:

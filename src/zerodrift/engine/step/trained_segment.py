@@ -20,7 +20,7 @@ one sum, and the rest is added as it comes.
 that bits do not depend on either, no sum by the tree has a negative zero. It could only have one where all
 of its parts do, because 0.0 - 0.0 is 0.0. On a CPU the pass that copies gradients lets none land. On a device
 the launch by which all gradients of a segment land cannot do that, so one more goes over the finished sum, of
-which a rank has a slice.
+which a rank has a slice. A single part is no sum, and keeps the zeros it has.
 """
 
 from __future__ import annotations
@@ -277,9 +277,10 @@ class TrainedSegment(FlatSegment):
 
     def end_sum(self) -> None:
         """Make `reduced` the sum of all micro-batches of the step."""
+        is_single = self._sum.count < 2 and self.ranks == self.comm.mesh.size("replicate") == 1
         if self._sum:
             self.reduced = self._sum.take()
-        if self.tree and self.reduced is not None and not self.reduced.is_cpu:
+        if self.tree and self.reduced is not None and not (is_single or self.reduced.is_cpu):
             with torch.no_grad():
                 self.reduced.add_(0.0)  # see [Note: zeros]
 
