@@ -29,6 +29,9 @@ TILE = 4
 TILE_8BIT = 1
 """Likewise, where moments are encoded in 8 bits: a thread has more to keep, and fewer of them fit."""
 
+_REGISTERS = 80
+"""Registers of a thread that encodes in 8 bits: more threads at once make up for what is kept elsewhere."""
+
 _DIGITS_TILE, _DIGITS_COPIES = 256, 1024
 """Sums per program that adds digits, and copies of the digits that programs add to."""
 
@@ -78,8 +81,11 @@ def obstacle(device: torch.device) -> str | None:
 def update(storage: Tensor, others: Sequence[Tensor | None], stochastic: int, **choices: int) -> None:
     """Run one optimizer step of a slice in one pass. The arguments are those of `programs.update`."""
     bits = [None if tensor is None else as_bits(tensor) for tensor in (storage, *others)]
-    tile = TILE_8BIT if any(tensor is not None and tensor.dtype is torch.uint8 for tensor in others) else TILE
+    is_coded = any(tensor is not None and tensor.dtype is torch.uint8 for tensor in others)
+    tile = TILE_8BIT if is_coded else TILE
     choices |= {"tile": tile, "num_warps": tile}
+    if is_coded and storage.device.type == "cuda" and torch.version.cuda:
+        choices["maxnreg"] = _REGISTERS
     _launch("update", storage, tile * BLOCK, *bits, storage.numel(), stochastic, **choices)
 
 
