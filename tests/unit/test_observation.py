@@ -18,13 +18,12 @@ from torch.optim import optimizer as optimizers
 
 import zerodrift
 from zerodrift.errors import ModelError, ZerodriftError
-from zerodrift.inspect.trace import places
-from zerodrift.inspect.trace.forwards import ForwardWatch
+from zerodrift.inspect.trace import operations
 from zerodrift.inspect.trace.hooks import when_imported
-from zerodrift.inspect.trace.libraries.narrow import narrow_name
 from zerodrift.inspect.trace.model import LiveModel
 from zerodrift.inspect.trace.parameter import LiveParameter, Owners, Samples
-from zerodrift.inspect.trace.records import COLUMNS, ParameterRecord
+from zerodrift.inspect.trace.passes import ForwardWatch
+from zerodrift.inspect.trace.records import COLUMNS, ParameterRecord, narrow_name
 
 
 class Net(nn.Module):
@@ -464,7 +463,7 @@ def test_a_module_that_is_only_asked_for_is_still_waited_for(
     ],
 )
 def test_a_library_is_one_wherever_it_is_installed(file: str, is_script: bool | None) -> None:
-    assert places._is_script(file) is is_script
+    assert operations._is_script(file) is is_script
 
 
 def test_a_folder_of_installed_packages_on_the_path_holds_libraries(
@@ -472,12 +471,12 @@ def test_a_folder_of_installed_packages_on_the_path_holds_libraries(
 ) -> None:
     """As `pip install --target` makes it; a folder without the records of packages is the user's."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    places._targets.cache_clear()
-    assert places._is_script(f"{tmp_path}/mine.py") is True
+    operations._targets.cache_clear()
+    assert operations._is_script(f"{tmp_path}/mine.py") is True
     (tmp_path / "deepspeed-0.19.6.dist-info").mkdir()
-    places._targets.cache_clear()
-    assert places._is_script(f"{tmp_path}/deepspeed/engine.py") is False
-    places._targets.cache_clear()
+    operations._targets.cache_clear()
+    assert operations._is_script(f"{tmp_path}/deepspeed/engine.py") is False
+    operations._targets.cache_clear()
 
 
 # --- other libraries' narrow weights -----------------------------------------------------------------------

@@ -2,15 +2,12 @@
 
 The description is that of `from_pretrained(folder, dtype="auto")`: the config's class and dtype, and fp32 for
 the parameters that the architecture keeps in fp32. A quantized checkpoint is described unquantized, as it is
-trained; `ModelSpec.checkpoint` has the dtypes and names in the files.
-
-Importing torch and `transformers` takes seconds, and a plan needs nothing of them but the description: so it
-is kept on disk. An entry is found by the config, the interpreter and the installed packages, and lists the
-files that were imported to compute it.
+trained; `ModelSpec.checkpoint` has the dtypes and names in the files. Imports of torch and `transformers`
+take seconds, so descriptions are kept on disk, by the config, the interpreter and the installed packages.
 
 Invariant: nothing is downloaded, no code beside the config is run, and nothing is written to stderr. A
-description that is read equals the one that would be computed: an entry is not used if a file in its list has
-changed, nor by a process that has imported either package, since code may have altered them.
+description that is read equals the one that would be computed: none is used if a file that was imported for
+it has changed, nor by a process that has imported either package, since code may have altered them.
 """
 
 from __future__ import annotations

@@ -2,12 +2,9 @@
 
 Tensors are in natural order of their names' components, so `layers.2` comes before `layers.10`. Headers have
 neither classes, nor ties, nor buffers: every tensor but scales of others is a parameter, floating ones are
-trained, and `OwningModule.klass` is empty.
-
-Tensors that are held as codes with scales are found by their names. bitsandbytes: NF4 in flat blocks, whose
-scales may be codes too. DeepSeek: fp8 with a scale for each tile of 128x128. compressed-tensors: fp8 or int8
-with a scale for a tensor, its rows, or groups in them. Whatever else comes with a scale is refused by name.
-`weights/quantised.py` decodes them.
+trained, and `OwningModule.klass` is empty. Codes with scales are found by the names that bitsandbytes (NF4),
+DeepSeek (fp8 in tiles of 128x128) and compressed-tensors (fp8 or int8) give them; whatever else comes with a
+scale is refused by name. `weights/quantised.py` decodes them.
 
 Invariant: every tensor is in exactly one file, and an index, if there is one, names that file. A tensor of
 codes has codes for its shape and a scale for each of its blocks.
