@@ -35,7 +35,7 @@ from zerodrift.inspect.audit.runs import Drift
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.report import PageCell, PageSection, PageTable, Paragraph, Preformatted, percent
 
-SHOWN = 10  # lines of a table
+SHOWN, MOST = 10, 1 << 20  # lines of a table; findings and formats of a page
 
 _LEGEND = [
     ("alone", "its part of the squared drift, with everything else in fp32"),
@@ -99,7 +99,7 @@ class Audit:
     def text(self, *, color: bool = False, width: int = 80) -> str:
         """The whole audit."""
         head = [report.title("audit", self.digest, width), report.pairs(_facts(self), width=width)]
-        sections = [_findings(self, SHOWN), *_sections(self, width), *_gradients(self)]
+        sections = [_findings(self, SHOWN), *_sections(self, width, SHOWN), *_gradients(self)]
         return report.render([*head, *report.sections_text(sections, width)], color, width)
 
     def to_json(self) -> dict[str, Any]:
@@ -126,8 +126,8 @@ def _plain(value: Any) -> Any:
 
 
 def audit_page(audit: Audit) -> str:
-    sections = [_findings(audit, len(audit.findings)), PageSection("where drift begins", "map", _map(audit))]
-    for each in _sections(audit):
+    sections = [_findings(audit, MOST), PageSection("where drift begins", "map", _map(audit))]
+    for each in _sections(audit, 80, MOST):
         pins = audit.recommendation if each.title == "pins" else None
         curve = [] if pins is None else [_curve(audit.drift.square or 1.0, pins)]
         anchor, title = f"{each.title}-{len(sections)}".replace(" ", "-"), f"{each.title}: {each.detail}"
@@ -195,32 +195,26 @@ def _findings(audit: Audit, most: int) -> PageSection:
     return PageSection("findings", "findings", [found, *more])
 
 
-def _sections(audit: Audit, width: int = 80) -> list[PageSection]:
+def _sections(audit: Audit, width: int, most: int) -> list[PageSection]:
     """Cells and places by their worth, pins, narrower columns and narrow formats."""
     whole = audit.drift.square
     done = {each.choice for each in audit.replayed}
-    replayed = [
-        (
-            PageCell(each.choice.pattern, "name"), PageCell(each.choice.cell, "cell"),
-            _share(each.alone.square, whole), _share(whole - each.widened.square, whole),
-            f"{each.alone.loss:+.1e}", f"{each.alone.flips:,}" if each.alone.choices else "",
-        )
-        for each in audit.replayed[:SHOWN]
-    ]  # fmt: skip
-    estimated = [
-        (
-            PageCell(each.choice.pattern, "name"), PageCell(each.choice.cell, "cell"),
-            _share(each.square, whole), f"{each.loss:+.1e}",
-        )
-        for each in [one for one in audit.shortlist if one.choice not in done and one.square > 0][:SHOWN]
-    ]  # fmt: skip
+
+    def row(name: str, cell: str, *figures: str) -> tuple[str | PageCell, ...]:
+        return (PageCell(name, "name"), PageCell(cell, "cell"), *figures)
+
+    replayed, estimated = [], []
+    for each in audit.replayed[:SHOWN]:
+        alone, flips = each.alone, f"{each.alone.flips:,}" if each.alone.choices else ""
+        shares = _share(alone.square, whole), _share(whole - each.widened.square, whole)
+        replayed.append(row(each.choice.pattern, each.choice.cell, *shares, f"{alone.loss:+.1e}", flips))
+    for one in [one for one in audit.shortlist if one.choice not in done and one.square > 0][:SHOWN]:
+        figures = _share(one.square, whole), f"{one.loss:+.1e}"
+        estimated.append(row(one.choice.pattern, one.choice.cell, *figures))
     places = [
-        (
-            PageCell(f"{each.module or 'model'} {each.line}", "name"), PageCell(each.operation, "cell"),
-            _share(each.rms**2, whole), f"{each.loss:+.1e}",
-        )
-        for each in audit.places[:SHOWN]
-    ]  # fmt: skip
+        row(f"{p.module or 'model'} {p.line}", p.operation, _share(p.rms**2, whole), f"{p.loss:+.1e}")
+        for p in audit.places[:SHOWN]
+    ]
     heads: tuple[str, ...] = ("parameter", "cell", "alone", "removes", "loss", "flips")
     where, words = "operations with no parameter of their own", ("module and line", "operation")
     legend = report.FactList(_LEGEND) if replayed else Paragraph("")
@@ -232,14 +226,15 @@ def _sections(audit: Audit, width: int = 80) -> list[PageSection]:
     if audit.recommendation is not None:
         found.append(_pins(audit.recommendation, audit.drift, width))
     narrower: list[tuple[str, ...]] = []
-    for one in audit.narrower:
-        changes = percent(one.middle), percent(one.most), str(one.many), *_changes(one.after, one.before)[:3]
-        narrower.append((f"{one.column} {one.value}", one.worst, *changes))
+    for column in audit.narrower:
+        changes = percent(column.middle), percent(column.most), str(column.many)
+        bytes_ = _changes(column.after, column.before)[:3]
+        narrower.append((f"{column.column} {column.value}", column.worst, *changes, *bytes_))
     heads = "column", "worst", "median", "most", "above 5%", "rest", "peak", "wire"
     what, wide = "what it changes of a gradient's or an update's norm", ("median", "above 5%", "peak")
     found.append(_section("narrower", what, heads, narrower, heads[:2], wide))
     if audit.formats is not None:
-        found.append(_formats(audit.formats, width))
+        found.append(_formats(audit.formats, width, most))
     return [each for each in found if each.blocks]
 
 
@@ -302,7 +297,7 @@ def _pins(advice: Recommendation, drift: Drift, width: int) -> PageSection:
     return _section("pins", "each line was run", heads, rows, ("", "mode", "pins"), wide, *more)
 
 
-def _formats(advice: FormatAdvice, width: int) -> PageSection:
+def _formats(advice: FormatAdvice, width: int, most: int) -> PageSection:
     """Chosen formats in the order in which they were added, then others that were run, by their drift."""
     rows: list[tuple[str | PageCell, ...]] = []
     others = [n for n, trial in enumerate(advice.trials) if trial.alone and n not in advice.taken]
@@ -316,7 +311,7 @@ def _formats(advice: FormatAdvice, width: int) -> PageSection:
             name = PageCell(trial.pattern.removesuffix(".weight"), "name")
             word = PageCell(f"{trial.column} {trial.format}", "cell")
             rows.append((mark, name, word, count, rest, wire, f"{trial.alone.drift.rms:.2g}", together))
-    shown = max(SHOWN, len(advice.taken))
+    shown = max(most, len(advice.taken))
     more = [Paragraph(f"and {len(rows) - shown} more")] if len(rows) > shown else []
     told = [*more, *(Paragraph(line, "") for line in _format_facts(advice))]
     rules = [Preformatted(rules_text(advice.rules, width=width))] if advice.rules else []
