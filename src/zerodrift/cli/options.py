@@ -76,10 +76,7 @@ AddedKeys = Annotated[
     Texts, _option("--set KEY=VALUE", "Add a key to every config, as in precision.reduce=fp32. Repeatable.")
 ]
 AddedFile = Annotated[File, _option("--config FILE", "Add the keys of a file to every config.")]
-Timeout = Annotated[
-    float | None,
-    _option("--timeout SECONDS", "Time limit of the command. Default: none.", min=0),
-]
+Timeout = Annotated[float | None, _option("--timeout SECONDS", "A time limit. Default: none.", min=0)]
 TableA = Annotated[Path, _argument("A", "A table that `check --save` wrote.")]
 TableB = Annotated[Path, _argument("B", "Another one.")]
 
@@ -146,16 +143,12 @@ Merge = Annotated[bool, _option("--merge", "Merge adapters into their base, or t
 
 # --- train and sample ---------------------------------------------------------------------------------
 Job = Annotated[str, _argument("JOB", "Job file in YAML or JSON; docs/job.md lists its keys.")]
-SetInJob = Annotated[
-    Texts, _option("--set KEY=VALUE", "Override a key of the job: run.steps=100. Repeatable.")
-]
+SetInJob = Annotated[Texts, _option("--set KEY=VALUE", "Override a job's key: run.steps=100. Repeatable.")]
 Nproc = Annotated[
     Count, _option("--nproc N", "Processes to start on this machine. Default: one per GPU, or one.", min=1)
 ]
 WholePlan = Annotated[bool, _option("--plan", "Print every dtype before the first step, and why.")]
-DryRun = Annotated[
-    bool, _option("--dry-run", "Check the job and its data, show its plan, and start nothing.")
-]
+DryRun = Annotated[bool, _option("--dry-run", "Check the job and its data, show its plan, start nothing.")]
 FirstStep = Annotated[
     Count,
     _option(
@@ -180,9 +173,7 @@ Chat = Annotated[bool, _option("--chat", "Treat the prompt as the user's turn in
 
 # --- examples -----------------------------------------------------------------------------------------
 CopyExamples = Annotated[bool, _option("--copy", "Copy the examples into FOLDER.")]
-ExamplesFolder = Annotated[
-    Path, _argument("[FOLDER]", "The new folder. Default: examples.", show_default=False)
-]
+ExamplesFolder = Annotated[Path, _argument("[FOLDER]", "New folder. Default: examples.", show_default=False)]
 HelpTopic = Annotated[
     str,
     _argument("[NAME]", "A kind of error, a finding or a command. Default: list them.", show_default=False),

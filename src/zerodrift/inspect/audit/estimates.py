@@ -26,7 +26,7 @@ from zerodrift.errors import ModelError, UnsupportedError, ZerodriftError
 from zerodrift.inspect.audit import runs
 from zerodrift.inspect.audit.results import Estimate, GradientLine, Place
 from zerodrift.inspect.audit.rounding import Key, Rounding, RoundingRecorder, Roundings, Widener
-from zerodrift.inspect.audit.runs import Drift, Signals, Subject, running
+from zerodrift.inspect.audit.runs import Around, Drift, Signals, Subject, running
 from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.audit.variants import Choice, has_narrow_formats, narrow_cells, reference_policy
 from zerodrift.kernels import narrow
@@ -152,9 +152,7 @@ def narrower_dtype_of(values: Tensor) -> str | None:
     return ""
 
 
-def _recording(
-    engine: Engine, found: Roundings, constants: Mapping[int, Tensor] | None = None
-) -> runs.Around:
+def _recording(engine: Engine, found: Roundings, constants: Mapping[int, Tensor] | None = None) -> Around:
     names = {
         id(parameter): row.name
         for name, parameter in engine.module.named_parameters()

@@ -141,14 +141,12 @@ def _facts(audit: Audit) -> list[tuple[str, str]]:
     """The head of the report: the plan, and how far it is from fp32."""
     drift, cosine = audit.drift, audit.gradient_cosine
     ranks, batches = several(audit.ranks, "rank"), several(audit.batches, "micro-batch", "micro-batches")
-    figures = (
-        f"mean {drift.mean:+.2g}, largest {drift.largest:.2g}, k3 {drift.k3:.2g}, loss {drift.loss:+.2g}"
-    )
+    more = f"mean {drift.mean:+.2g}, largest {drift.largest:.2g}, k3 {drift.k3:.2g}, loss {drift.loss:+.2g}"
     rows = [
         ("model", audit.source),
         ("plan", f"mode {audit.mode}, {ranks}, {batches}"),
         ("drift", f"{_spread(drift)}, over {drift.count:,} targets"),
-        ("", figures),
+        ("", more),
     ]
     if drift.choices:
         share = percent(drift.flips / drift.choices)
