@@ -68,10 +68,8 @@ def run_text(
 ) -> str:
     """Return the table of the first rank, the findings and the notes."""
     first = processes[0]
-    parts: list[RenderableType] = [
-        report.title("check", "", width),
-        report.pairs(facts(processes), width=width),
-    ]
+    parts: list[RenderableType] = [report.title("check", "", width)]
+    parts.append(report.pairs(facts(processes), width=width))
     for model in first.models:
         parts += _model(model, width)
     parts += _findings(findings, _trained(first), width)

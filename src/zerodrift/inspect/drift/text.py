@@ -38,10 +38,8 @@ def comparison_text(
     parts += [report.section("drift", "log-probabilities, the other side minus the trainer")]
     parts.append(report.pairs(_statistics(found.whole), width=width))
     if found.cells:
-        parts += [
-            report.section("what explains it", "replays of the trainer's model"),
-            _cells(found.cells, width),
-        ]
+        parts.append(report.section("what explains it", "replays of the trainer's model"))
+        parts.append(_cells(found.cells, width))
         below = [f"and {len(found.cells) - _CELLS:,} more"] if len(found.cells) > _CELLS else []
         below.append(_LEGEND)
         if found.unexplained:
@@ -68,11 +66,8 @@ def comparison_text(
             numbers = (f"{t.trainer:.4f}", f"{t.other:.4f}", f"{t.other - t.trainer:+.4f}")
             tokens.append((f"{t.sequence:,}", f"{t.place:,}", f"{t.token}", *numbers))
         parts += [report.section("furthest tokens"), report.text_table(tokens, left=())]
-    if found.notes:
-        parts += [
-            report.section("notes"),
-            report.grid([("!", note) for note in found.notes], (1,), warn, width),
-        ]
+    if notes := [("!", note) for note in found.notes]:
+        parts += [report.section("notes"), report.grid(notes, (1,), warn, width)]
     return report.render(parts, color, width)
 
 
