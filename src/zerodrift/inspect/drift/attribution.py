@@ -5,7 +5,7 @@ each cell explain, alone and when it alone is made like the trainer's? The last 
 trainer's model; nothing is estimated.
 
 Invariant: sides without a difference are exactly 0.0 apart. The sampler is run from its own tensors and
-dtypes, not from the list of  A token without a finite log-probability is counted, never averaged.
+dtypes, not from the list of differences. A token without a finite log-probability is counted, never averaged.
 """
 
 from __future__ import annotations
