@@ -37,8 +37,7 @@ from zerodrift.inspect.audit.advice import Candidate, PinSearch
 from zerodrift.inspect.audit.entry import REPLAYED, audit
 from zerodrift.inspect.audit.estimates import AuditSetup, run_three_passes
 from zerodrift.inspect.audit.results import Point
-from zerodrift.inspect.audit.run import Subject
-from zerodrift.inspect.audit.signals import drift
+from zerodrift.inspect.audit.runs import Subject, drift
 from zerodrift.inspect.audit.variants import for_micro_batches, isolated_policy, without_update
 from zerodrift.model.empty_model import empty
 from zerodrift.plan.table import Plan
@@ -164,7 +163,7 @@ def agreement(bench: AuditSetup, most: int) -> Agreement:
         for output in (None, "input"):
             try:
                 alone = bench.signals(
-                    isolated_policy(plan, [estimate.choice], output),  # type: ignore[arg-type]
+                    isolated_policy(plan, estimate.choice, output),  # type: ignore[arg-type]
                     passes.narrowed,
                 )
             except ZerodriftError:

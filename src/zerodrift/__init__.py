@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from zerodrift.errors import UnsupportedError as UnsupportedError
     from zerodrift.errors import ZerodriftError as ZerodriftError
     from zerodrift.inspect.audit.entry import audit as audit
-    from zerodrift.inspect.audit.text import Audit as Audit
+    from zerodrift.inspect.audit.report import Audit as Audit
     from zerodrift.inspect.check.observation import Observation as Observation
     from zerodrift.inspect.check.observation import observe as observe
     from zerodrift.mesh import MeshShape as MeshShape

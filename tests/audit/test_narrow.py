@@ -18,10 +18,9 @@ from zerodrift.inspect.audit import variants
 from zerodrift.inspect.audit.advice import PinSearch
 from zerodrift.inspect.audit.entry import audit
 from zerodrift.inspect.audit.estimates import AuditSetup, run_three_passes
-from zerodrift.inspect.audit.page import audit_page
-from zerodrift.inspect.audit.run import Subject
-from zerodrift.inspect.audit.signals import drift
-from zerodrift.inspect.audit.text import Audit, rules_text
+from zerodrift.inspect.audit.report import Audit, audit_page
+from zerodrift.inspect.audit.results import rules_text
+from zerodrift.inspect.audit.runs import Subject, drift
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.plan.bill import cost
 from zerodrift.plan.table import Plan
@@ -74,8 +73,8 @@ def test_replays_of_a_narrow_plan_have_its_formats(
     row = ran.row(name)
     assert row is not None
     choice = Choice(name, cell, (name,))
-    alone = drift(setup.signals(variants.isolated_policy(ran, [choice])), passes.reference)
-    wide = drift(setup.signals(variants.widened_policy(ran, [choice])), passes.reference)
+    alone = drift(setup.signals(variants.isolated_policy(ran, choice)), passes.reference)
+    wide = drift(setup.signals(variants.widened_policy(ran, choice)), passes.reference)
     estimate = next((each for each in passes.estimates if each.choice == choice and row.trained), None)
     assert 0.05 < alone.rms / passes.total.rms < 0.9
     assert wide.rms > 0.5 * passes.total.rms  # the other matrices keep their format

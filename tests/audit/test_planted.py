@@ -12,7 +12,7 @@ from torch import nn
 from tests.audit.planted import HEALTHY, MODES, PLANTED, Batches, Planted
 from zerodrift.api import make_plan
 from zerodrift.inspect.audit.entry import audit
-from zerodrift.inspect.audit.text import Audit
+from zerodrift.inspect.audit.report import Audit
 
 ALWAYS = frozenset((
     "router-by-rule", "embedding-in-code", "accumulate-of-one", "wire-of-gradients-that-cancel",

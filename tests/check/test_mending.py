@@ -11,7 +11,7 @@ from zerodrift.config import load
 from zerodrift.inspect.check.findings import run_findings
 from zerodrift.inspect.check.mending import mending
 from zerodrift.inspect.check.report import run_page, run_text
-from zerodrift.inspect.check.run_finding import Kind, RunFinding
+from zerodrift.inspect.check.table import Kind, RunFinding
 from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord, ProcessRecord
 from zerodrift.policy import mesh_for, resolve
 

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from zerodrift.inspect.audit.tokens import parse_recorded as recorded
 from zerodrift.inspect.drift.attribution import SamplerSide, SideComparison, compare_sides
-from zerodrift.inspect.drift.sampler_dtypes import parse_sampler_dtypes as sampler
+from zerodrift.inspect.drift.sampler import parse_sampler_dtypes as sampler
 from zerodrift.inspect.drift.trainer import load_trainer as trainer
 
 VOCABULARY, LENGTH, SEQUENCES = 96, 24, 4

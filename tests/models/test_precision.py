@@ -20,7 +20,7 @@ from tests.models.architectures import EXPERTS, SIZES, tokens
 from tests.numerics.runs import config, make
 from tests.ranks.harness import on_ranks
 from zerodrift.inspect.check import compare
-from zerodrift.inspect.trace.libraries.engine import observe
+from zerodrift.inspect.trace.engine import observe
 from zerodrift.inspect.trace.records import merged
 
 MAMBA: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}

@@ -19,9 +19,9 @@ from tests.models.test_precision import build
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from zerodrift.dtypes import DType
-from zerodrift.inspect.check.dry_run_findings import computes
+from zerodrift.inspect.check.compare import computes
 from zerodrift.inspect.trace.dry_run import trace
-from zerodrift.inspect.trace.libraries.engine import observe
+from zerodrift.inspect.trace.engine import observe
 from zerodrift.model.inputs import Inputs
 
 WIDTH = 16

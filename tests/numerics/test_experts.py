@@ -28,7 +28,7 @@ from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.inspect.check import compare
-from zerodrift.inspect.trace.libraries.engine import observe
+from zerodrift.inspect.trace.engine import observe
 from zerodrift.plan.bill import cost
 from zerodrift.plan.schedule import collectives
 

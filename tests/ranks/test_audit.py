@@ -10,7 +10,7 @@ from tests.numerics.networks import GPT, WIDTH, Dense, batch
 from tests.ranks.harness import run_ranks
 from zerodrift.comm.mesh import started
 from zerodrift.inspect.audit.entry import audit
-from zerodrift.inspect.audit.text import Audit
+from zerodrift.inspect.audit.report import Audit
 
 
 class Routed(nn.Module):

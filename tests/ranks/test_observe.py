@@ -18,8 +18,9 @@ from zerodrift.engine.engine import Engine
 from zerodrift.errors import PrecisionError
 from zerodrift.inspect.check import compare
 from zerodrift.inspect.check.compare import Finding
-from zerodrift.inspect.trace.libraries.engine import observe
+from zerodrift.inspect.trace.engine import observe
 from zerodrift.inspect.trace.records import EngineRecord, merged
+from zerodrift.plan import Plan
 from zerodrift.policy.decisions import Reduction
 
 
@@ -39,9 +40,14 @@ def step(engine: Engine) -> EngineRecord:
 def watched(stage: int, mode: str, rest: dict[str, Any]) -> tuple[str, list[Finding], set[str]]:
     engine = make(config(stage, mode, micro_batches=2, **rest), GPT(tied=False))
     seen = step(engine)
-    unseen = {cell.column for cell in compare.table(engine.plan, seen) if cell.seen == compare.UNSEEN}
     engine.destroy()
-    return compare.line(engine.plan, seen), compare.findings(engine.plan, seen), unseen
+    return compare.line(engine.plan, seen), compare.findings(engine.plan, seen), unseen(engine.plan, seen)
+
+
+def unseen(plan: Plan, seen: EngineRecord) -> set[str]:
+    """Columns of which no dtype of some parameter was seen."""
+    cells = ((row.name, column) for row in plan.rows for column in compare.declared(row.columns))
+    return {column for name, column in cells if not seen.seen(name, column)}
 
 
 CASES = [
@@ -349,10 +355,9 @@ def piecewise(schedule: str, weights: str | None, keep: str) -> tuple[str, list[
         engine.train_batch(data(0, engine.mesh.rank("data")))
     whole = merged(engine.comm.all_gather_object(seen))
     engine.destroy()
-    cells = compare.table(engine.plan, whole)
-    unseen = {cell.column for cell in cells if cell.seen == compare.UNSEEN}
     without = {row.name for row in engine.plan.rows if not whole.seen(row.name, "grad") or len(row.names) > 1}
-    return compare.line(engine.plan, whole), compare.findings(engine.plan, whole), unseen, without
+    found = compare.findings(engine.plan, whole)
+    return compare.line(engine.plan, whole), found, unseen(engine.plan, whole), without
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.numerics.runs import config, make
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.errors import ConfigError, MeshError, ModelError, UnsupportedError
 from zerodrift.inspect.check import compare
-from zerodrift.inspect.trace.libraries.engine import observe
+from zerodrift.inspect.trace.engine import observe
 from zerodrift.inspect.trace.records import merged
 
 SGD = {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}}

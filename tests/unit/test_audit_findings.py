@@ -16,8 +16,7 @@ from zerodrift.inspect.audit.estimates import PassResults, narrower_dtype_of
 from zerodrift.inspect.audit.findings import find_defects
 from zerodrift.inspect.audit.results import AuditFinding, CellReplay, Estimate, GradientLine, UpdateCost
 from zerodrift.inspect.audit.rounding import Rounding
-from zerodrift.inspect.audit.run import Subject
-from zerodrift.inspect.audit.signals import Drift, Signals
+from zerodrift.inspect.audit.runs import Drift, Signals, Subject
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.plan.table import Plan
 

@@ -10,10 +10,10 @@ from torch import nn
 from tests.numerics.networks import GPT, batch
 from zerodrift.api import make_plan
 from zerodrift.inspect.audit.entry import audit
+from zerodrift.inspect.audit.report import residual_stream
 from zerodrift.inspect.audit.results import Place
-from zerodrift.inspect.audit.signals import CloseCalls, Recorder, Signals, close_calls, signed_costs
-from zerodrift.inspect.audit.text import residual_stream
-from zerodrift.inspect.trace.places import ModulePaths, paths_in
+from zerodrift.inspect.audit.runs import CloseCalls, Recorder, Signals, close_calls, signed_costs
+from zerodrift.inspect.trace.operations import ModulePaths, paths_in
 
 
 def scores() -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from zerodrift.inspect.audit.rounding import Rounding, RoundingRecorder, Roundings, Widener
-from zerodrift.inspect.trace.places import paths_in
+from zerodrift.inspect.trace.operations import paths_in
 
 
 def product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

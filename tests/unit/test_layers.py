@@ -166,15 +166,26 @@ def test_a_face_offers_a_file_of_a_folder_that_nothing_has_imported(
         _ = house.missing
 
 
+def is_attribute_of(name: str, node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
+
+
 def test_other_rooms_names_come_from_their_faces() -> None:
     inits = (PACKAGE / room.replace(".", "/") / "__init__.py" for room in ROOMS)
     faces = {room_of(init.parent): homes_of(init.read_bytes()) for init in inits if init.exists()}
     used, wrong = defaultdict(set), []
     for path in [*FILES, PACKAGE / "__init__.py", PACKAGE / "__main__.py"]:
-        for node in ast.walk(tree(path)):
-            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("zerodrift."):
+        nodes = list(ast.walk(tree(path)))
+        for node in nodes:
+            if not isinstance(node, ast.ImportFrom) or not f"{node.module}.".startswith("zerodrift."):
                 continue
             _, _, module = str(node.module).partition(".")
+            for alias in node.names:  # a room itself: what is taken of it are attributes
+                target = f"{module}.{alias.name}".strip(".")
+                if faces.get(target) and target != room_of(path):
+                    names = {each.attr for each in nodes if is_attribute_of(alias.name, each)}
+                    used[target] |= names
+                    wrong += [f"{name_of(path)}: {name}" for name in names - faces[target].keys()]
             target, names = room(module), {alias.name for alias in node.names}
             if not faces.get(target) or target == room_of(path):
                 continue

@@ -18,13 +18,12 @@ from torch.optim import optimizer as optimizers
 
 import zerodrift
 from zerodrift.errors import ModelError, ZerodriftError
-from zerodrift.inspect.trace import places
-from zerodrift.inspect.trace.forwards import ForwardWatch
+from zerodrift.inspect.trace import operations
 from zerodrift.inspect.trace.hooks import when_imported
-from zerodrift.inspect.trace.libraries.narrow import narrow_name
 from zerodrift.inspect.trace.model import LiveModel
 from zerodrift.inspect.trace.parameter import LiveParameter, Owners, Samples
-from zerodrift.inspect.trace.records import COLUMNS, ParameterRecord
+from zerodrift.inspect.trace.passes import ForwardWatch
+from zerodrift.inspect.trace.records import COLUMNS, ParameterRecord, narrow_name
 
 
 class Net(nn.Module):
@@ -370,24 +369,6 @@ def test_models_that_train_together_have_a_table_each_unless_one_is_asked_for() 
         assert all(model.trained for model in seen.models)
 
 
-def test_masters_of_ones_own_are_told_by_their_values() -> None:
-    model = net(torch.bfloat16)
-    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, lr=1e-3)
-    with zerodrift.observe(model, optimizer) as seen:
-        tokens = torch.randint(16, (4, 3))
-        model(tokens).float().sum().backward()
-        for master, parameter in zip(masters, model.parameters(), strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
-        optimizer.step()
-        with torch.no_grad():
-            for master, parameter in zip(masters, model.parameters(), strict=True):
-                parameter.copy_(master)
-    assert head_of(seen).dtypes("master") == ("float32",)
-    assert "no-master" not in {finding.kind for finding in seen.findings()}
-
-
 def test_one_tensor_under_two_names_is_one_line() -> None:
     model = net()
     model.head.weight = model.embed.weight
@@ -464,7 +445,7 @@ def test_a_module_that_is_only_asked_for_is_still_waited_for(
     ],
 )
 def test_a_library_is_one_wherever_it_is_installed(file: str, is_script: bool | None) -> None:
-    assert places._is_script(file) is is_script
+    assert operations._is_script(file) is is_script
 
 
 def test_a_folder_of_installed_packages_on_the_path_holds_libraries(
@@ -472,12 +453,12 @@ def test_a_folder_of_installed_packages_on_the_path_holds_libraries(
 ) -> None:
     """As `pip install --target` makes it; a folder without the records of packages is the user's."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    places._targets.cache_clear()
-    assert places._is_script(f"{tmp_path}/mine.py") is True
+    operations._targets.cache_clear()
+    assert operations._is_script(f"{tmp_path}/mine.py") is True
     (tmp_path / "deepspeed-0.19.6.dist-info").mkdir()
-    places._targets.cache_clear()
-    assert places._is_script(f"{tmp_path}/deepspeed/engine.py") is False
-    places._targets.cache_clear()
+    operations._targets.cache_clear()
+    assert operations._is_script(f"{tmp_path}/deepspeed/engine.py") is False
+    operations._targets.cache_clear()
 
 
 # --- other libraries' narrow weights -----------------------------------------------------------------------

@@ -11,56 +11,41 @@ from zerodrift.policy.decisions import State
 from zerodrift.policy.support import narrow_storages, states, table
 from zerodrift.record import encode
 from zerodrift.report.as_json import support_json
-from zerodrift.report.support import support_markdown, support_text
+from zerodrift.report.frame import markdown_text
+from zerodrift.report.support import support_markdown
 
 CELLS = table()
 STATES = states()
 
 
-def test_text_fits_and_is_plain() -> None:
-    text = support_text(CELLS, STATES, color=False)
-    assert "\x1b" not in text
-    assert all(len(line) <= 100 for line in text.splitlines())
+def text(width: int = 100) -> str:
+    return markdown_text(support_markdown(CELLS, STATES), color=False, width=width)
 
 
-@pytest.mark.parametrize("width", [50, 80, 100, 120])
-def test_text_holds_every_cell_at_any_width(width: int) -> None:
-    lines = support_text(CELLS, STATES, color=False, width=width).splitlines()
-    assert max(map(len, lines)) <= width
-    modes = list(dict.fromkeys(cell.mode for cell in CELLS))
-    mode = backend = ""
-    found, kinds, places = [], [""], [(False, 0)]
-    for line in lines[: lines.index("reasons")]:
-        kinds = re.findall("with(?:out)? a pipeline", line) or kinds
-        if stages := re.findall(r"stage (\d)", line):
-            each = len(stages) // len(kinds)
-            places = [
-                (kinds[place // each] == "with a pipeline", int(stage)) for place, stage in enumerate(stages)
-            ]
-        backend = line.removeprefix("backend ") if line.startswith("backend ") else backend
+@pytest.mark.parametrize("width", [70, 100, 120])
+def test_text_is_plain_and_holds_every_cell_at_any_width(width: int) -> None:
+    lines = text(width).splitlines()
+    assert max(map(len, lines)) <= width and "\x1b" not in "".join(lines)
+    backend, mode, place, found = "", "", False, []
+    for line in lines:
         words = line.split()
-        if line[:1].strip() and words[0] in modes:
-            mode = words.pop(0)
-        if words and words[0] in ("default", "fp32", "bf16", "fp16") and backend:
-            statuses = [word for word in words[1:] if word in ("yes", "narrow", "no")]
+        if words[:1] == ["Backend"]:
+            backend, place = words[1].rstrip(","), "with" in words
+        elif words[:1] and words[0] in {cell.mode for cell in CELLS}:
+            mode, accumulate, *rest = words
+            statuses = [word for word in rest if word in ("yes", "narrow", "no")]
             found += [
-                (backend, mode, words[0], *place, status)
-                for place, status in zip(places, statuses, strict=True)
+                (backend, mode, accumulate, place, stage, status) for stage, status in enumerate(statuses)
             ]
     expected = {(c.backend, c.mode, c.accumulate, c.pipeline, c.stage, c.status) for c in CELLS}
-    assert len(found) == len(expected) == len(CELLS)
-    assert set(found) == expected
+    assert len(found) == len(expected) == len(CELLS) and set(found) == expected
 
 
 def test_every_reason_is_lettered_and_used() -> None:
     reasons = {cell.reason for cell in CELLS if cell.reason}
-    text = support_text(CELLS, STATES, color=False)
-    joined = " ".join(text.split())
-    assert all(reason in joined for reason in reasons)
-    used = set(
-        re.findall(r"\b(?:no|narrow) ([a-z]{1,2})\b", text.split("backend native")[1].split("reasons")[0])
-    )
-    assert len(used) == len(reasons)
+    page = support_markdown(CELLS, STATES)
+    assert all(reason in page for reason in reasons)
+    assert len(set(re.findall(r"\b(?:no|narrow) ([a-z]{1,2}) \|", page))) == len(reasons)
 
 
 def test_markdown_is_tables_of_equal_width() -> None:
@@ -91,7 +76,5 @@ def test_every_state_is_shown_with_its_size_and_its_refusals() -> None:
     ]
     assert [line.split("**")[1] for line in lines] == [str(state) for state in State]
     assert [float(line.split()[2]) for line in lines] == [4, 2, 2, 1 + 4 / 256]
-    text = " ".join(support_text(CELLS, STATES, color=False).split())
-    for cell in STATES:
-        assert cell.reason in page and cell.reason in text
+    assert all(cell.reason in page for cell in STATES)
     assert "with beta2 0.999: no" in lines[1] and "with beta2" not in "".join(lines[2:])

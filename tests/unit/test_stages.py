@@ -37,7 +37,9 @@ from zerodrift.plan.timeline import Action, Timeline
 from zerodrift.policy import pipelining
 from zerodrift.policy.decisions import Pipelining
 from zerodrift.policy.pipelining import V_SHAPED
-from zerodrift.report.stages import facts, legend, order
+from zerodrift.report.summary import pipeline_facts as facts
+from zerodrift.report.summary import pipeline_legend as legend
+from zerodrift.report.summary import pipeline_order as order
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 

@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zerodrift.api import make_plan
 from zerodrift.errors import ModelError
-from zerodrift.inspect.check.dry_run_findings import computes, hidden
-from zerodrift.inspect.trace.dry_run import trace
-from zerodrift.inspect.trace.fake_run import NORMS, ONE_DTYPE
+from zerodrift.inspect.check.compare import computes, hidden
+from zerodrift.inspect.trace.dry_run import NORMS, ONE_DTYPE, trace
 from zerodrift.model.inputs import Inputs, inputs_for
 from zerodrift.model.sources import build_runnable
 from zerodrift.plan.table import Plan

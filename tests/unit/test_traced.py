@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from zerodrift.api import make_plan
-from zerodrift.inspect.check.dry_run_findings import computes, hidden, nondeterministic
+from zerodrift.inspect.check.compare import computes, hidden, nondeterministic
 from zerodrift.plan.table import Plan
 from zerodrift.plan.trace import Refusal, Trace, TracedOperation, TracedTensor
 from zerodrift.report.trace import dtypes, hidden_lines, operation_runs, trace_text, traced_modules

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from zerodrift.cli import audit, check, checkpoints, machine, plan, run, streams, train
+from zerodrift.cli import check, machine, plan, run, streams, train
 from zerodrift.versions import __version__
 
 app = typer.Typer(
@@ -81,10 +81,10 @@ for verb, line in (
     (check.check, "Run a training command, and show which dtypes it has."),
     (run.run, "Run a DeepSpeed command, unchanged, on zerodrift."),
     (check.diff, "Compare two tables that check saved."),
-    (audit.audit, "Measure what every dtype costs, and which pins pay."),
+    (check.audit, "Measure what every dtype costs, and which pins pay."),
     (check.drift, "Compare a trainer with a sampler, and show where drift comes from."),
-    (checkpoints.inspect, "Show what is in a checkpoint, and whether it is complete."),
-    (checkpoints.convert, "Convert checkpoints, safetensors and DeepSpeed checkpoints."),
+    (train.inspect, "Show what is in a checkpoint, and whether it is complete."),
+    (train.convert, "Convert checkpoints, safetensors and DeepSpeed checkpoints."),
     (train.train, "Train a model as a job file says."),
     (train.evaluate, "Evaluate a checkpoint of a job."),
     (train.data, "Show what a job is trained on."),

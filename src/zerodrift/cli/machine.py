@@ -81,7 +81,9 @@ def explain_name(context: typer.Context, name: options.HelpTopic = "", debug: op
             end = ["", "`zerodrift help NAME` explains one of them.", ""]
             streams.emit("\n".join([*_listing(topics, streams.layout()["width"]), *end]))
         elif wanted in topics:
-            streams.emit(_rendered(f"## {wanted}\n{topics[wanted]}"))
+            from zerodrift.report import markdown_text
+
+            streams.emit(markdown_text(f"## {wanted}\n{topics[wanted]}", **streams.layout()))
         else:
             todo = did_you_mean(wanted, topics) or "`zerodrift help` lists all names."
             must = "must match an error, a finding or a command"
@@ -121,21 +123,6 @@ def _listing(topics: Mapping[str, str], width: int) -> list[str]:
         first = f"{name:{len(indent)}}{re.split(r'[.:] ', cause)[0].rstrip('.')}"
         lines += textwrap.wrap(first, width, subsequent_indent=indent)
     return lines
-
-
-def _rendered(text: str) -> str:
-    """Return Markdown as it reads on this terminal."""
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    layout = streams.layout()
-    plain = re.sub(r"\[([^\]]*)\]\((?!http)[^)]*\)", r"\1", text)  # a link within the pages
-    width, is_colored = layout["width"], layout["color"]
-    system: Any = "auto" if is_colored else None
-    console = Console(width=width, force_terminal=is_colored, color_system=system)
-    with console.capture() as captured:
-        console.print(Markdown(plain, hyperlinks=False))
-    return captured.get()
 
 
 def _files() -> list[Path]:

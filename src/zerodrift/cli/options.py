@@ -39,20 +39,14 @@ MicroBatches = Annotated[Count, _option("--micro-batches M", "Micro-batches per 
 Rows = Annotated[Text, _option("--rows PATTERN", "List the parameters that match, one by one.")]
 Html = Annotated[File, _option("--html FILE", "Also write the plan as a single HTML page.")]
 Trace = Annotated[bool, _option("--trace", "Show what every operation of a step computes in.")]
-Inputs = Annotated[
-    Text, _option("--inputs FUNCTION", "A module:function that returns the model's arguments.")
-]
+Inputs = Annotated[Text, _option("--inputs FUNCTION", "A module:function that returns the model's inputs.")]
 Device = Annotated[
     Literal["cpu", "cuda"] | None,
     _option("--device DEVICE", "With --trace: cpu or cuda. Default: the job's."),
 ]
-Simulate = Annotated[
-    Text, _option("--simulate CLUSTER", "Time a step on h100, h200, a100 or a file's machines.")
-]
+Simulate = Annotated[Text, _option("--simulate CLUSTER", "Time a step on h100, h200, a100 or your own file.")]
 Sweep = Annotated[bool, _option("--sweep", "With --simulate: rank stages, wires, orders, replicas.")]
-TokensOfSample = Annotated[
-    Count, _option("--tokens N", "With --simulate: tokens of a sample.", min=2, max=1 << 24)
-]
+TokensOfSample = Annotated[Count, _option("--tokens N", "Tokens of a simulated sample.", min=2, max=1 << 24)]
 Recompute = Annotated[bool, _option("--recompute", "With --simulate: recompute activations by block.")]
 Parameter = Annotated[str, _argument("PARAM", "The full name of a parameter.")]
 Markdown = Annotated[bool, _option("--markdown", "Print the table as a Markdown page.")]
@@ -69,12 +63,8 @@ Expect = Annotated[
 ]
 SaveTable = Annotated[File, _option("--save FILE", "Write what was seen, for --expect and diff.")]
 HtmlTable = Annotated[File, _option("--html FILE", "Also write what was seen as a single HTML page.")]
-KeepGoing = Annotated[
-    bool, _option("--keep-going", "Let the command run to its end, and see the files it writes.")
-]
-StandInFor = Annotated[
-    str, _option("--as NAME", "What zerodrift stands in for: deepspeed, and no other yet.")
-]
+KeepGoing = Annotated[bool, _option("--keep-going", "Let the command run to its end, and see its files.")]
+StandInFor = Annotated[str, _option("--as NAME", "What zerodrift stands in for; only deepspeed yet.")]
 PinnedPatterns = Annotated[
     Texts,
     _option(
@@ -86,12 +76,7 @@ AddedKeys = Annotated[
     Texts, _option("--set KEY=VALUE", "Add a key to every config, as in precision.reduce=fp32. Repeatable.")
 ]
 AddedFile = Annotated[File, _option("--config FILE", "Add the keys of a file to every config.")]
-Timeout = Annotated[
-    float | None,
-    _option(
-        "--timeout SECONDS", "End the command where its steps take longer; without a limit by default.", min=0
-    ),
-]
+Timeout = Annotated[float | None, _option("--timeout SECONDS", "A time limit. Default: none.", min=0)]
 TableA = Annotated[Path, _argument("A", "A table that `check --save` wrote.")]
 TableB = Annotated[Path, _argument("B", "Another one.")]
 
@@ -115,7 +100,7 @@ Narrow = Annotated[
     Text,
     _option(
         "--narrow GOAL",
-        "Choose narrow formats for bytes or speed, up to 1.5 times the plan's drift, or as in bytes:2x.",
+        "Narrow formats for bytes or speed, up to 1.5x drift; or bytes:2x.",
     ),
 ]
 HtmlAudit = Annotated[File, _option("--html FILE", "Also write the audit as a single HTML page.")]
@@ -129,17 +114,11 @@ TrainerConfig = Annotated[
     ),
 ]
 TokenFile = Annotated[Path, _option("--tokens FILE", "Token ids: .npy, .pt, .safetensors, .json, .jsonl.")]
-TrainedWeights = Annotated[
-    File, _option("--weights PATH", "A checkpoint or safetensors. Default: those of --model.")
-]
+TrainedWeights = Annotated[File, _option("--weights PATH", "Checkpoint or safetensors. Default: --model's.")]
 SentFolder = Annotated[File, _option("--sent FOLDER", "Safetensors that the trainer wrote for the sampler.")]
 LoadedFolder = Annotated[File, _option("--loaded FOLDER", "Safetensors of what the sampler holds.")]
-SamplerTable = Annotated[
-    File, _option("--sampler FILE", "The sampler's dtypes, with the keys of docs/drift.md.")
-]
-RecordedFile = Annotated[
-    File, _option("--recorded FILE", "The sampler's log-probabilities: .json or .jsonl.")
-]
+SamplerTable = Annotated[File, _option("--sampler FILE", "The sampler's dtypes; keys in docs/drift.md.")]
+RecordedFile = Annotated[File, _option("--recorded FILE", "The sampler's log-probabilities, as JSON.")]
 Bar = Annotated[float, _option("--bar D", "The mean |difference| that passes.", min=0.0)]
 
 # --- inspect and convert ------------------------------------------------------------------------------
@@ -164,18 +143,12 @@ Merge = Annotated[bool, _option("--merge", "Merge adapters into their base, or t
 
 # --- train and sample ---------------------------------------------------------------------------------
 Job = Annotated[str, _argument("JOB", "Job file in YAML or JSON; docs/job.md lists its keys.")]
-SetInJob = Annotated[
-    Texts, _option("--set KEY=VALUE", "Override a key of the job, as in run.steps=100. Repeatable.")
-]
+SetInJob = Annotated[Texts, _option("--set KEY=VALUE", "Override a job's key: run.steps=100. Repeatable.")]
 Nproc = Annotated[
     Count, _option("--nproc N", "Processes to start on this machine. Default: one per GPU, or one.", min=1)
 ]
-WholePlan = Annotated[
-    bool, _option("--plan", "Print every parameter's dtypes before the first step, and why.")
-]
-DryRun = Annotated[
-    bool, _option("--dry-run", "Check the job, read its data, show its plan, and start nothing.")
-]
+WholePlan = Annotated[bool, _option("--plan", "Print every dtype before the first step, and why.")]
+DryRun = Annotated[bool, _option("--dry-run", "Check the job and its data, show its plan, start nothing.")]
 FirstStep = Annotated[
     Count,
     _option(
@@ -184,9 +157,7 @@ FirstStep = Annotated[
         min=0,
     ),
 ]
-LastStep = Annotated[
-    Count, _option("--to STEP", "The last step. Default: the last one with a digest.", min=1)
-]
+LastStep = Annotated[Count, _option("--to STEP", "The last step. Default: the last with a digest.", min=1)]
 ReplayNproc = Annotated[
     Count, _option("--nproc N", "Processes to start on this machine. Default: as many as the run had.", min=1)
 ]
@@ -202,9 +173,7 @@ Chat = Annotated[bool, _option("--chat", "Treat the prompt as the user's turn in
 
 # --- examples -----------------------------------------------------------------------------------------
 CopyExamples = Annotated[bool, _option("--copy", "Copy the examples into FOLDER.")]
-ExamplesFolder = Annotated[
-    Path, _argument("[FOLDER]", "Where to copy to. Default: examples.", show_default=False)
-]
+ExamplesFolder = Annotated[Path, _argument("[FOLDER]", "New folder. Default: examples.", show_default=False)]
 HelpTopic = Annotated[
     str,
     _argument("[NAME]", "A kind of error, a finding or a command. Default: list them.", show_default=False),

@@ -132,7 +132,7 @@ def support(
     """
     with streams.errors(debug):
         from zerodrift.policy import states, table
-        from zerodrift.report import as_json, support_markdown, support_text
+        from zerodrift.report import as_json, markdown_text, support_markdown
 
         if markdown and json:
             raise typer.BadParameter("give --markdown or --json, not both")
@@ -140,7 +140,9 @@ def support(
         if json:
             streams.emit(as_json.support_json(*tables))
         else:
-            streams.emit(support_markdown(*tables) if markdown else support_text(*tables, **streams.layout()))
+            page, layout = support_markdown(*tables), streams.layout()
+            wide = {**layout, "width": max(70, layout["width"])}  # as wide as its tables are
+            streams.emit(page if markdown else markdown_text(page, **wide))
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,22 +307,10 @@ def _simulation_text(
     json: bool,
 ) -> str:
     """Simulate one step, or a sweep of them, and return the report."""
-    from zerodrift.inspect.simulate import (
-        built_in,
-        count_work,
-        read_cluster,
-        require_known_order,
-        simulate,
-        simulation_json,
-        simulation_text,
-        sized_inputs,
-        sweep,
-        sweep_json,
-        sweep_text,
-    )
+    from zerodrift.inspect import simulate
     from zerodrift.model import build_runnable, inputs_for
 
-    cluster, path = read_cluster(cluster_name)
+    cluster, path = simulate.read_cluster(cluster_name)
     if step.recompute is not None and recompute:
         must = "must be left out with a job, which says it"
         do = "Override the job's: `--set model.activation_checkpointing=true`."
@@ -331,19 +321,20 @@ def _simulation_text(
         raise ConfigError("--tokens", must, got="none", do="Or give a job file.")
     planned = step.plans(())
     order = _timeline(planned)
-    require_known_order(planned, cluster, order)
+    simulate.require_known_order(planned, cluster, order)
     samples = max(1, planned.policy.batch.micro)
     module = build_runnable(step.model)
-    given = inputs_for(module, inputs) if length is None else sized_inputs(module, samples, length)
-    work = count_work(planned, module, given)
-    if cluster_name in built_in():
+    given = inputs_for(module, inputs) if length is None else simulate.sized_inputs(module, samples, length)
+    work = simulate.count_work(planned, module, given)
+    if cluster_name in simulate.built_in():
         print(f"zerodrift: cluster {cluster_name} is {legible(str(path))}", file=sys.stderr)
     if sweeps:
-        fit, others = sweep(planned, step.plans, _timeline, work, cluster)
+        fit, others = simulate.sweep(planned, step.plans, _timeline, work, cluster)
         if json:
-            return sweep_json(cluster_name, fit, others)
-        return sweep_text(planned, work, cluster_name, fit, others, **streams.narrow_layout())
+            return simulate.sweep_json(cluster_name, fit, others)
+        return simulate.sweep_text(planned, work, cluster_name, fit, others, **streams.narrow_layout())
     again = recompute if step.recompute is None else step.recompute
-    found = simulate(planned, work, cluster, recompute=again, timeline=order)
-    about = planned, work, cluster_name, found
-    return simulation_json(*about) if json else simulation_text(*about, **streams.narrow_layout())
+    found = simulate.simulate(planned, work, cluster, recompute=again, timeline=order)
+    if json:
+        return simulate.simulation_json(planned, work, cluster_name, found)
+    return simulate.simulation_text(planned, work, cluster_name, found, **streams.narrow_layout())

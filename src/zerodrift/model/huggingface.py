@@ -2,21 +2,28 @@
 
 The description is that of `from_pretrained(folder, dtype="auto")`: the config's class and dtype, and fp32 for
 the parameters that the architecture keeps in fp32. A quantized checkpoint is described unquantized, as it is
-trained; `ModelSpec.checkpoint` has the dtypes and names in the files.
+trained; `ModelSpec.checkpoint` has the dtypes and names in the files. Imports of torch and `transformers`
+take seconds, so descriptions are kept on disk, by the config, the interpreter and the installed packages.
 
-Invariant: nothing is downloaded, no code beside the config is run, and nothing is written to stderr.
+Invariant: nothing is downloaded, no code beside the config is run, and nothing is written to stderr. A
+description that is read equals the one that would be computed: none is used if a file that was imported for
+it has changed, nor by a process that has imported either package, since code may have altered them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import hashlib
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import re
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,16 +31,18 @@ from typing import TYPE_CHECKING, Any
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, Problems, did_you_mean
-from zerodrift.model import description_cache, safetensors
-from zerodrift.model.document import read
+from zerodrift.files import cache_folder
+from zerodrift.model import safetensors
+from zerodrift.model.document import StoredTensor, read
 from zerodrift.model.factory import attempt, on_meta
-from zerodrift.model.header import StoredTensor
 from zerodrift.model.module import from_module
 from zerodrift.model.spec import ModelSpec
+from zerodrift.record import decode, encode
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
+
 
 CONFIG = "config.json"
 _INSTALL = "`transformers` must be installed to read a model's config"
@@ -63,13 +72,18 @@ def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
         tensors = safetensors.list_tensors(given)
     dtypes = [stored.dtype for stored in tensors if stored.dtype.is_floating and stored.dtype.size > 1]
     dtype = dtypes[0] if dtypes else None
-    entry = description_cache.entry_of(document, dtype)
-    spec = entry and description_cache.read(entry)
+    entry = entry_of(document, dtype)
+    spec = entry and read_description(entry)
     if not spec:
-        with _no_collection():
+        was_enabled = gc.isenabled()
+        gc.disable()  # collecting takes a fifth of the time that imports of torch need
+        try:
             spec = _described(file, document, dtype)
+        finally:
+            if was_enabled:
+                gc.enable()
         if entry:
-            description_cache.write(entry, spec)
+            write_description(entry, spec)
     names = [name for parameter in spec.parameters for name in parameter.names]
     _, checkpoint, formats = safetensors.stored_as(tensors, names)
     return replace(spec, source=f"{path} ({spec.source})", checkpoint=checkpoint, formats=formats)
@@ -92,18 +106,6 @@ def _described(file: Path, document: Mapping[str, Any], dtype: DType | None) -> 
             raise ModelError(str(file), must, got=got, do=do)
         model = build(file, dtype)
         return from_module(model, type(model).__name__)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause the cyclic garbage collector, which takes a fifth of the time that imports of torch need."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def build(file: Path, dtype: DType | None = None) -> PreTrainedModel:
@@ -222,3 +224,79 @@ def quiet() -> Iterator[None]:
             transformers_logging.set_verbosity(before)
             if bars:
                 transformers_logging.enable_progress_bar()
+
+
+CACHED = 32
+"""Entries on disk; the oldest ones beyond are removed."""
+
+
+def entry_of(config: Mapping[str, Any], dtype: DType | None) -> Path | None:
+    """Return the file of a description, which may not exist; None for a process that must compute it."""
+    folder = cache_folder() if _is_fresh() else None
+    if folder is None:
+        return None
+    known = [config, encode(dtype), sys.version, sys.path, _installed()]
+    name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
+    return folder / "models" / f"{name}.json"
+
+
+def read_description(entry: Path) -> ModelSpec | None:
+    """Return the description of an entry, or None if there is none that holds."""
+    try:
+        document = json.loads(entry.read_bytes())
+        if document["stamp"] != _stamp(document["files"]):
+            return None
+        return decode(ModelSpec, document["model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_description(entry: Path, spec: ModelSpec) -> None:
+    """Write a description with the files that this process has imported. A full disk is no error."""
+    files, new = _imported(), entry.with_suffix(f".{os.getpid()}.new")
+    try:
+        document = {"files": files, "stamp": _stamp(files), "model": encode(spec)}
+        entry.parent.mkdir(exist_ok=True)
+        new.write_text(json.dumps(document))
+        new.replace(entry)
+        entries = sorted(entry.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for old in entries[:-CACHED]:
+            old.unlink()
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink()
+
+
+def _is_fresh() -> bool:
+    """Return True if this process has imported neither package."""
+    return not {"torch", "transformers"} & sys.modules.keys()
+
+
+def _installed() -> list[list[str]]:
+    """List the installed distributions, with their versions, by folder of `sys.path`."""
+    found = []
+    for folder in sys.path:
+        with contextlib.suppress(OSError):
+            names = os.listdir(folder or os.curdir)
+            found.append(sorted(name for name in names if name.endswith((".dist-info", ".egg-info", ".pth"))))
+    return found
+
+
+def _imported() -> list[str]:
+    """Return the source files of imported modules, without those of Python, and of torch only its layers."""
+    files = set()
+    for name, module in list(sys.modules.items()):
+        package, path = name.partition(".")[0], getattr(module, "__file__", None)
+        is_versioned = package in sys.stdlib_module_names or package == "torch"
+        if path and (not is_versioned or name.startswith("torch.nn.modules")):
+            files.add(os.path.abspath(path))
+    return sorted(files)
+
+
+def _stamp(files: Iterable[str]) -> str:
+    """Return a hash of the sizes and times of files."""
+    found = []
+    for file in files:
+        state = os.stat(file)
+        found.append((file, state.st_size, state.st_mtime_ns))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()

@@ -1,13 +1,17 @@
 """Describe a module, on the meta device or with weights.
 
 Nothing is unwrapped, tied, cast or moved. Three kinds of parameters are refused: those without a shape, those
-with a dtype that zerodrift does not have, and separate parameters that share memory.
+with a dtype that zerodrift does not have, and separate parameters that share memory. A parameter that is a
+DTensor, from a tensor-parallel plan of the user, has the shape of the local shard. All ranks must have the
+same shape, so a sharded dimension must divide evenly.
 
-Invariant: the order is that of `named_parameters`, and each Parameter object is one `ParameterSpec`.
+Invariant: the order is that of `named_parameters`, and each Parameter object is one `ParameterSpec`. torch's
+DTensors are not imported for a model that has none.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ModelError, Problems
 from zerodrift.model.document import listed
-from zerodrift.model.dtensors import local_shape
 from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec
 
 if TYPE_CHECKING:
@@ -49,8 +52,8 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     for name, tensor in tensors:
         if from_torch(tensor.dtype) is None:
             unknown.setdefault(str(tensor.dtype), []).append(name)
-    for dtype, names in unknown.items():
-        must, got = "must have a dtype that zerodrift knows", f"{dtype} in {listed(names)}"
+    for kind, names in unknown.items():
+        must, got = "must have a dtype that zerodrift knows", f"{kind} in {listed(names)}"
         do = "Load the model unquantized: zerodrift trains fp32, bf16 and fp16."
         problems.add(names[0], must, got=got, do=do)
     problems.raise_as(ModelError)
@@ -64,10 +67,11 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     for group in groups:
         paths = [name.rpartition(".")[0] for name in group.names]
         owners = tuple(OwningModule(path, classes[path]) for path in paths)
-        shape, known = local_shape(group.parameters[0]), _known(group.parameters[0].dtype)
+        held: Any = group.parameters[0]
+        shape = tuple(held.to_local().shape if is_dtensor(held) else held.shape)
         trained = any(parameter.requires_grad for parameter in group.parameters)
-        counts = used.of(group.names[0], shape)
-        parameters.append(ParameterSpec(tuple(group.names), shape, known, owners, trained, counts))
+        dtype, counts = _known(held.dtype), used.of(group.names[0], shape)
+        parameters.append(ParameterSpec(tuple(group.names), shape, dtype, owners, trained, counts))
     return ModelSpec(
         source=source or type(module).__qualname__,
         parameters=tuple(parameters),
@@ -222,3 +226,45 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
         # Tested with torch 2.13 to 2.15.
         for name in part._non_persistent_buffers_set
     }
+
+
+LAYOUT = (
+    'Use `init_device_mesh(device, (data, tensor), mesh_dim_names=("dp", "tp"))["tp"]`, whose ranks are '
+    "neighbours."
+)
+
+
+def is_dtensor(tensor: object) -> bool:
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def ranks(module: nn.Module) -> int:
+    """Return the number of ranks that share each DTensor of a model; 1 for a model without DTensors."""
+    problems = Problems()
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        tensor: Any = parameter
+        if not is_dtensor(tensor):
+            continue
+        mesh = tensor.device_mesh
+        must = got = ""
+        if mesh.ndim != 1 or not mesh.mesh_dim_names:
+            must, got = "must be a DTensor over a mesh of one named dimension", f"one over {mesh}"
+            do = LAYOUT
+        elif type(placement := tensor.placements[0]).__name__ not in ("Replicate", "Shard"):
+            must, got = "must be divided or whole on each rank", f"a DTensor that is {placement}"
+            do = "Call `parallelize_module` before `initialize`, and leave `fully_shard` to it."
+        elif not placement.is_replicate() and tensor.shape[placement.dim] % mesh.size():
+            must = f"must be divided evenly over {mesh.size()} ranks"
+            got = f"{tensor.shape[placement.dim]} along dimension {placement.dim}"
+            do = "Pad it, or leave it whole."
+        if must:
+            problems.add(name, must, got=got, do=do)
+        else:
+            first.setdefault(mesh.size(), name)
+    if len(first) > 1:
+        listed = " and ".join(f"{size} ranks for `{name}`" for size, name in first.items())
+        problems.add("model", "must have all its DTensors on one mesh", got=listed, do=LAYOUT)
+    problems.raise_as(ModelError)
+    return next(iter(first), 1)

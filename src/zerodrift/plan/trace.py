@@ -1,7 +1,7 @@
 """The trace of one forward and backward, operation by operation, and its findings.
 
 `inspect/trace/dry_run.py` runs a model on tensors without values and writes a trace,
-`inspect/check/dry_run_findings.py` finds hidden casts and sums that differ each time in it, and
+`inspect/check/compare.py` finds hidden casts and sums that differ each time in it, and
 `report/trace.py` prints it. Views are no operations: they neither compute nor cast.
 
 Invariant: values only. Tensors have the same memory number exactly if they share memory.

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from zerodrift.report.explanation import Explanation, explain, explain_row, matching
     from zerodrift.report.figures import elements, percent, significant, size
     from zerodrift.report.frame import (
-        DIGEST_SHOWN, WIDTH, columns, elide, grid, legible_text, pairs, render, section, text_table, title,
+        DIGEST_SHOWN, WIDTH, elide, fitted_table, grid, legible_text, markdown_text, pairs, render,
+        section, sections_text, text_table, title,
     )  # fmt: skip
     from zerodrift.report.plan_html import plan_page, plan_sections
     from zerodrift.report.rows import group_rows, list_rows
-    from zerodrift.report.support import support_markdown, support_text
+    from zerodrift.report.support import support_markdown
     from zerodrift.report.terminal import brief_text, plan_text
     from zerodrift.report.trace import trace_text
     from zerodrift.report.updates import UpdateLine, UpdateReport

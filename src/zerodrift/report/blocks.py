@@ -71,6 +71,7 @@ class PageTable:
     badge: str = ""
     id: str = ""
     filtered: bool = False  # True for the table of a plan, which the script filters
+    wide_only: Collection[str] = ()  # heads that a text of less than 80 columns leaves out
 
     def page_rows(self) -> list[PageRow]:
         return [row if isinstance(row, PageRow) else PageRow(row) for row in self.rows]
@@ -142,6 +143,7 @@ class PageSection:
     title: str  # heading, or `""` for none
     id: str
     blocks: Sequence[Any]  # a section without blocks is left out
+    detail: str = ""  # what a text has behind the title
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ wider than asked for, and no colour codes unless asked for.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Collection, Iterable, Sequence
 
 from rich.cells import cell_len, set_cell_size
@@ -18,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerodrift.legible import legible
+from zerodrift.report.blocks import FactList, PageCell, PageSection, PageTable, Paragraph, Preformatted
 
 WIDTH = 100  # columns of a text report outside a terminal
 
@@ -170,3 +172,56 @@ def text_table(
         style = "dim" if number == 0 else "bold" if number == bold else ""
         text.append(line if number == len(rows) - 1 else f"{line}\n", style=style)
     return text
+
+
+def fitted_table(table: PageTable, width: int) -> RenderableType:
+    """Set the table of a page in text: words are elided, the longest first, and figures are whole.
+
+    The columns in `wide_only` are left out below 80 columns, and a line says so.
+    """
+    left_out = table.wide_only if width < 80 else ()
+    kept = [number for number, head in enumerate(table.heads) if head not in left_out]
+    lines = [table.heads, *(row.cells for row in table.page_rows())]
+    texts = [[_text_of(line[number]) for number in kept] for line in lines]
+    words = [at for at, number in enumerate(kept) if table.heads[number] not in table.figures]
+    widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
+    gap = "  " if sum(widths) + 2 * len(widths) - 2 <= width else " "
+    while sum(widths) + len(gap) * (len(widths) - 1) > width and max(widths[at] for at in words) > 4:
+        widths[max(words, key=lambda at: widths[at])] -= 1
+    marked = next((number for number, row in enumerate(texts) if row[0] == ">"), None)
+    note = Text(f"80 columns also show: {', '.join(left_out)}", style="dim")
+    return Group(text_table(texts, widths, words, gap, marked), *([note] if left_out else []))
+
+
+def _text_of(cell: str | PageCell) -> str:
+    return cell if isinstance(cell, str) else cell.text
+
+
+def sections_text(sections: Iterable[PageSection], width: int) -> list[RenderableType]:
+    """Draw sections of a page as text. Code is never wrapped: people copy it."""
+    parts: list[RenderableType] = []
+    for each in sections:
+        parts.append(section(each.title, each.detail))
+        for number, block in enumerate(each.blocks):
+            parts += [Text()] if number and not isinstance(block, FactList) else []
+            if isinstance(block, PageTable):
+                parts.append(fitted_table(block, width))
+            elif isinstance(block, Preformatted):
+                parts.append(Group(Text(block.text, style="green", no_wrap=True, overflow="ignore")))
+            elif isinstance(block, Paragraph):
+                parts.append(legible_text(block.text, "dim" if block.style == "quiet" else ""))
+            elif isinstance(block, FactList) and block.style == "findings":
+                for kind, where, *texts in block.rows:
+                    named = Text().append(kind, style="bold red").append(f"  {elide(where, width - 20)}")
+                    parts += [named, grid([("", text) for text in texts], (2,), ("",), width), Text()]
+            elif isinstance(block, FactList):
+                parts.append(grid(block.rows, (8,), ("dim",), width))
+    return parts
+
+
+def markdown_text(text: str, *, color: bool, width: int = WIDTH) -> str:
+    """Render Markdown as it reads on a terminal; links within our pages become their words."""
+    from rich.markdown import Markdown
+
+    plain = re.sub(r"\[([^\]]*)\]\((?!http)[^)]*\)", r"\1", text)
+    return render([Markdown(plain, hyperlinks=False)], color, width)

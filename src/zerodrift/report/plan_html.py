@@ -9,7 +9,7 @@ from typing import Any
 
 from zerodrift.plan import Cost, Plan, Timeline
 from zerodrift.policy import COLUMNS
-from zerodrift.report import figures, stages, summary
+from zerodrift.report import figures, summary
 from zerodrift.report.blocks import (
     BlockRow,
     FactList,
@@ -118,11 +118,11 @@ def _wire(cost: Cost) -> PageSection:
 def _pipeline(plan: Plan, timeline: Timeline | None) -> PageSection:
     blocks: list[Any] = []
     if plan.policy.pipeline is not None:
-        blocks.append(PageTable(("what", "is"), stages.facts(plan, timeline)))
-        blocks.append(PageTable(stages.HEADS, stages.ranks(plan, timeline), figures=()))
+        blocks.append(PageTable(("what", "is"), summary.pipeline_facts(plan, timeline)))
+        blocks.append(PageTable(summary.PIPELINE_HEADS, summary.pipeline_ranks(plan, timeline), figures=()))
     if timeline is not None:
-        blocks.append(PageTable(("place", "order"), stages.order(timeline)))
-        blocks.append(Paragraph(stages.legend(timeline)))
+        blocks.append(PageTable(("place", "order"), summary.pipeline_order(timeline)))
+        blocks.append(Paragraph(summary.pipeline_legend(timeline)))
     return PageSection("Pipeline", "pipeline", blocks)
 
 

@@ -1,6 +1,7 @@
-"""Text about a plan beside its table: facts, reasons, marks, and the parts of its cost.
+"""Text about a plan beside its table: facts, reasons, marks, the parts of its cost, and its pipeline.
 
-`terminal` and `page` share these words.
+`terminal` and `plan_html` share these words. The order of a pipeline is a `Timeline` made from torch's
+schedule; without torch it is left out.
 
 Invariant: every reason of every column set is in `reasons`, once.
 """
@@ -8,14 +9,29 @@ Invariant: every reason of every column set is in `reasons`, once.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
 from zerodrift.errors import listed, several
-from zerodrift.plan import Boundary, Cost, Plan, accumulators_of, rank_micro_batches
+from zerodrift.plan import (
+    Boundary,
+    Cost,
+    Plan,
+    Timeline,
+    accumulators_of,
+    activation_dtype,
+    activation_width,
+    crossings,
+    part,
+    pieces,
+    pieces_of,
+    rank_micro_batches,
+    stage_cost,
+)
 from zerodrift.policy import BY_RANK, COLUMNS, ORDER, SAME_BITS, Columns
 from zerodrift.report import figures
-from zerodrift.report.rows import ColumnSet, Table
+from zerodrift.report.rows import ColumnSet, Table, ranges
 
 WHEN = {"last": "after the last micro-batch", "every": "after every micro-batch"}  # `reduce.when` in words
 
@@ -277,3 +293,107 @@ def basis(plan: Plan, cost: Cost) -> str:
     stage = f" of pipeline stage {cost.pipeline_stage}, the most loaded,"
     where = f"one rank{stage if plan.mesh.pipeline > 1 else ''}"
     return f"{where} at {several(cost.micro_batches, 'micro-batch', 'micro-batches')} per step"
+
+
+SHOWN = 60  # most actions of a rank that are written out
+
+
+def pipeline_legend(timeline: Timeline) -> str:
+    legend = (
+        "1F0: piece 1, forward of micro-batch 0; B a whole backward, I the gradient of the piece's input, W "
+        "those of its weights"
+    )
+    paired = "; with + in between, one computes while tokens of the other travel to experts"
+    return legend + (paired if timeline.paired else "")
+
+
+def pipeline_facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
+    """Return (label, value) pairs about the whole pipeline."""
+    pipeline = plan.policy.pipeline
+    if pipeline is None:
+        return ()
+    count = plan.policy.batch.accumulation
+    total = pieces(pipeline, plan.mesh)
+    ranks, schedule = plan.mesh.pipeline, pipeline.schedule
+    bubble = f"not computed for {count * total:,} forwards"
+    if timeline is not None:
+        units = "a forward, the gradient of an input and those of weights take one unit of time each"
+        bubble = f"{figures.percent(timeline.bubble)} of the ranks' time, if {units} and messages none: "
+        bubble += f"{timeline.length} units in all"
+    return (
+        ("schedule", f"{schedule}, {count} micro-batches through {total} pieces on {ranks} ranks"),
+        ("travels", _travels(plan)),
+        ("bubble", bubble),
+        ("imbalance", _imbalance(plan)),
+    )
+
+
+def _imbalance(plan: Plan) -> str:
+    """Compare the dearest piece with the mean. The bubble assumes that all pieces take equal time."""
+    costs = [0] * pieces(plan.policy.pipeline, plan.mesh)
+    for unit in plan.units:
+        costs[unit.stage] += unit.products
+    mean = sum(costs) / len(costs)
+    if not mean:
+        return "no piece has a matrix, so their cost is unknown"
+    share = f"piece {costs.index(max(costs))} takes {max(costs) / mean:.2f} times the mean of all pieces"
+    return f"{share}, by elements of matrices that a token uses; the bubble assumes equal pieces"
+
+
+def _travels(plan: Plan) -> str:
+    """Describe what is sent between pieces per token. The number of tokens is unknown before the run."""
+    count, values, dtype = crossings(plan), activation_width(plan), activation_dtype(plan)
+    over = f"{count} {'boundary' if count == 1 else 'boundaries'} between ranks"
+    if values is None:
+        known = "what the layers of the model pass on, which is not known before it runs"
+        return f"over {over}, there and back per micro-batch: {known}"
+    size, sent = figures.size(values * dtype.size), f"{values:,} values in {dtype}; not in the bill"
+    return f"{size} per token over each of {over}, and as much back per micro-batch: {sent}"
+
+
+def pipeline_ranks(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str, str, str, str, str], ...]:
+    """Return one row per rank, in the order of PIPELINE_HEADS. `alive` counts micro-batches in memory."""
+    lines = []
+    for rank in range(plan.mesh.pipeline):
+        mine, bill = part(plan, rank), stage_cost(plan, rank, plan.policy.batch.accumulation)
+        held = "-" if timeline is None else str(timeline.most_alive[rank])
+        pieces = "; ".join(_piece(plan, piece) for piece in pieces_of(plan, rank))
+        elements = figures.elements(sum(row.whole_numel for row in mine.rows))
+        rest, peak = figures.size(bill.rest.total), figures.size(bill.peak.total)
+        lines.append((f"rank {rank}", pieces, elements, rest, peak, held))
+    return tuple(lines)
+
+
+PIPELINE_HEADS = (
+    "place",
+    "pieces",
+    "elements",
+    "at rest",
+    "peak",
+    "alive",
+)  # headers of the rows of `pipeline_ranks`
+
+
+def _piece(plan: Plan, piece: int) -> str:
+    """Describe the units of a piece: `0: root, model.layers.0-7`."""
+    units = [unit for unit in plan.units if unit.stage == piece]
+    words = ["root"] if any(not unit.name and unit.rows for unit in units) else []
+    numbers: dict[str, list[int]] = {}
+    for unit in units:
+        head, number = re.fullmatch(r"(.*?)(\d*)", unit.name).groups()  # type: ignore[union-attr]
+        numbers.setdefault(head, []).extend([int(number)] if number else [])
+    words += [head + ranges(found) for head, found in numbers.items() if head or found]
+    for segment in plan.segments:
+        if piece in segment.copies:
+            words += [name for index in segment.rows for name in plan.rows[index].names[1:]]
+    return f"{piece}: {', '.join(words)}"
+
+
+def pipeline_order(timeline: Timeline) -> tuple[tuple[str, str], ...]:
+    """Return (rank, its actions in order) pairs."""
+    lines = []
+    for number, actions in enumerate(timeline.ranks):
+        more = len(actions) - SHOWN
+        words = (f"{action}{'+' if action in timeline.paired else ' '}" for action in actions[:SHOWN])
+        lines.append((f"rank {number}", "".join(words).strip() + (f" and {more} more" if more > 0 else "")))
+    return tuple(lines)

@@ -20,7 +20,7 @@ from zerodrift.errors import listed
 from zerodrift.legible import legible
 from zerodrift.plan import Boundary, Cost, Plan, Timeline
 from zerodrift.policy import COLUMNS, Columns
-from zerodrift.report import figures, stages, summary
+from zerodrift.report import figures, summary
 from zerodrift.report.explanation import Explanation
 from zerodrift.report.frame import WIDTH, columns, elide, grid, pairs, render, section, title
 from zerodrift.report.rows import Line, Table
@@ -75,11 +75,14 @@ def _rows(plan: Plan, table: Table, facts: Iterable[tuple[str, str]], width: int
 
 
 def _pipeline(plan: Plan, timeline: Timeline | None, width: int) -> list[RenderableType]:
-    held = [(place, *rest, pieces) for place, pieces, *rest in (stages.HEADS, *stages.ranks(plan, timeline))]
-    facts = pairs(stages.facts(plan, timeline), width=width)
+    held = [
+        (place, *rest, pieces)
+        for place, pieces, *rest in (summary.PIPELINE_HEADS, *summary.pipeline_ranks(plan, timeline))
+    ]
+    facts = pairs(summary.pipeline_facts(plan, timeline), width=width)
     parts = [facts, grid(held, (8, 8, 10, 10, 5), ("",) * 5, width)]
     if timeline is not None:
-        order, legend = stages.order(timeline), stages.legend(timeline)
+        order, legend = summary.pipeline_order(timeline), summary.pipeline_legend(timeline)
         parts += [grid(order, (8,), ("",), width), Text(legend, style="dim")]
     return parts
 

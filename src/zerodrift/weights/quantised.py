@@ -1,6 +1,6 @@
 """Values of tensors that a checkpoint holds as codes with scales: decoded in fp32, or copied as they are.
 
-`model/quantised.py` finds the tensors.
+`model/safetensors.py` finds the tensors.
 
 Invariant: a value is `number * scale` in fp32, as the library that wrote it decodes it, and is never rounded
 to 16 bits on the way. Codes that a narrow storage can hold as they are keep every bit.

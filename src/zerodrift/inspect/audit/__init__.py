@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING
 from zerodrift.faces import face
 
 if TYPE_CHECKING:
+    from zerodrift.inspect.audit.advice import parse_goal
     from zerodrift.inspect.audit.entry import audit, audit_subject
     from zerodrift.inspect.audit.estimates import probe, require_probe
-    from zerodrift.inspect.audit.narrow_search import parse_goal
-    from zerodrift.inspect.audit.page import audit_page
-    from zerodrift.inspect.audit.run import REFUSED, Subject, load_subject, running, this_rank
-    from zerodrift.inspect.audit.signals import LOSSES, Signals, forward_signals, measure_gaps, router_flips
-    from zerodrift.inspect.audit.text import Audit, audit_json
+    from zerodrift.inspect.audit.report import Audit, audit_page
+    from zerodrift.inspect.audit.runs import (
+        LOSSES, REFUSED, Signals, Subject, forward_signals, load_subject, measure_gaps, router_flips, running,
+        this_rank,
+    )  # fmt: skip
     from zerodrift.inspect.audit.tokens import (
         Batch, Ids, Recorded, read_ids, read_recorded, require_vocabulary,
     )  # fmt: skip

@@ -24,14 +24,20 @@ from zerodrift.comm import started, usable_accelerator
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, MeshError
 from zerodrift.inspect.audit import estimates, variants
-from zerodrift.inspect.audit.advice import PinSearch, Progress, candidates, narrower_columns, take_steps
+from zerodrift.inspect.audit.advice import (
+    FormatSearch,
+    PinSearch,
+    Progress,
+    candidates,
+    narrower_columns,
+    parse_goal,
+    take_steps,
+)
 from zerodrift.inspect.audit.estimates import AuditSetup, PassResults
 from zerodrift.inspect.audit.findings import find_defects, narrowed_groups
-from zerodrift.inspect.audit.narrow_search import FormatSearch, parse_goal
+from zerodrift.inspect.audit.report import Audit
 from zerodrift.inspect.audit.results import ByteKind, CellReplay, FormatGoal, GradientLine, UpdateCost
-from zerodrift.inspect.audit.run import REFUSED, Subject, check_batches, running
-from zerodrift.inspect.audit.signals import drift, router_flips
-from zerodrift.inspect.audit.text import Audit
+from zerodrift.inspect.audit.runs import REFUSED, Subject, check_batches, drift, router_flips, running
 from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.optimizers import of_type
@@ -155,7 +161,7 @@ def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[G
             changes[cell] = estimates.wire_rounding(setup, wires)
         elif rows:
             choice = Choice("*", cell, tuple(row.name for row in rows))
-            wide = variants.widened_policy(plan, [choice])
+            wide = variants.widened_policy(plan, choice)
             changes[cell] = estimates.gradient_distances(setup, setup.policy, wide)
     accumulate, reduce = changes.values()
     return [
@@ -194,9 +200,9 @@ def _replay(setup: AuditSetup, plan: Plan, results: PassResults, choice: Choice)
     outputs: tuple[Output | None, ...] = (None, "input")
     for output in outputs:
         with contextlib.suppress(*REFUSED):
-            alone = alone or setup.signals(variants.isolated_policy(plan, [choice], output), results.narrowed)
+            alone = alone or setup.signals(variants.isolated_policy(plan, choice, output), results.narrowed)
         with contextlib.suppress(*REFUSED):
-            wide = wide or setup.signals(variants.widened_policy(plan, [choice], output))
+            wide = wide or setup.signals(variants.widened_policy(plan, choice, output))
     if alone is None or wide is None:
         return None
     return CellReplay(choice, drift(alone, results.reference), drift(wide, results.reference))

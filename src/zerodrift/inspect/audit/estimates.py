@@ -23,11 +23,10 @@ from torch import Tensor
 from zerodrift.dtypes import DType
 from zerodrift.engine import Engine, generators_kept
 from zerodrift.errors import ModelError, UnsupportedError, ZerodriftError
-from zerodrift.inspect.audit import signals
+from zerodrift.inspect.audit import runs
 from zerodrift.inspect.audit.results import Estimate, GradientLine, Place
 from zerodrift.inspect.audit.rounding import Key, Rounding, RoundingRecorder, Roundings, Widener
-from zerodrift.inspect.audit.run import Subject, running
-from zerodrift.inspect.audit.signals import Drift, Signals
+from zerodrift.inspect.audit.runs import Around, Drift, Signals, Subject, running
 from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.audit.variants import Choice, has_narrow_formats, narrow_cells, reference_policy
 from zerodrift.kernels import narrow
@@ -75,7 +74,7 @@ class AuditSetup:
         subject = self.subject if has_narrow_formats(policy) else self.subject.frozen()
         with running(subject, policy, self.mesh) as engine:
             around = (lambda path: Widener(path, widened)) if widened else None
-            return signals.forward_signals(engine, self.batches, around)
+            return runs.forward_signals(engine, self.batches, around)
 
 
 def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
@@ -83,11 +82,11 @@ def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
     began = time.perf_counter()
     own, batches = Roundings(), setup.batches
     with running(setup.subject, reference_policy(setup.policy), setup.mesh) as reference:
-        plain = true = signals.backward_signals(reference, batches, _recording(reference, own))
+        plain = true = runs.backward_signals(reference, batches, _recording(reference, own))
         places = _sum_over_ranks(reference, own)
         narrowed = frozenset((place.module, place.line) for place in places)
         if narrowed:
-            true = signals.forward_signals(reference, batches, lambda path: Widener(path, narrowed))
+            true = runs.forward_signals(reference, batches, lambda path: Widener(path, narrowed))
         _require_finite(true, reference)
         with running(setup.subject, setup.policy, setup.mesh) as engine:
             by_loss, buffers = Roundings(), dict(reference.module.named_buffers())
@@ -96,9 +95,9 @@ def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
                 for name, buffer in engine.module.named_buffers()
                 if buffer.is_floating_point() and buffer.dtype is not buffers.get(name, buffer).dtype
             }
-            planned = signals.backward_signals(engine, batches, _recording(engine, by_loss, constants))
-            total = signals.drift(planned, true)
-            results = PassResults(true, signals.drift(plain, true), planned, total, narrowed)
+            planned = runs.backward_signals(engine, batches, _recording(engine, by_loss, constants))
+            total = runs.drift(planned, true)
+            results = PassResults(true, runs.drift(plain, true), planned, total, narrowed)
             results.gradients, results.cosine = _compare_gradients(engine, reference)
             scale = TargetScale(len(batches), setup.mesh.data, len(plain.values), engine.scaler.scale)
 
@@ -108,10 +107,10 @@ def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
             stored = {row.name: float(effect.sum()) for row, effect in _effects(engine, true_values)}
             moved = {place.key: scale.loss(place) for place in _sum_over_ranks(engine, by_loss)}
             engine.zero_grad()
-            alone = signals.forward_signals(engine, batches, gradients=True)
+            alone = runs.forward_signals(engine, batches, gradients=True)
             found = Roundings()
-            begin = functools.partial(signals.signed_costs, calls=signals.close_calls(planned, true))
-            again = signals.forward_signals(engine, batches, _recording(engine, found, constants), begin)
+            begin = functools.partial(runs.signed_costs, calls=runs.close_calls(planned, true))
+            again = runs.forward_signals(engine, batches, _recording(engine, found, constants), begin)
             if not (_is_same(planned, alone) and _is_same(again, alone)):
                 must = "must leave the bits of a run as they are"
                 got = "other log-probabilities where the same forward was watched"
@@ -153,9 +152,7 @@ def narrower_dtype_of(values: Tensor) -> str | None:
     return ""
 
 
-def _recording(
-    engine: Engine, found: Roundings, constants: Mapping[int, Tensor] | None = None
-) -> signals.Around:
+def _recording(engine: Engine, found: Roundings, constants: Mapping[int, Tensor] | None = None) -> Around:
     names = {
         id(parameter): row.name
         for name, parameter in engine.module.named_parameters()
@@ -200,9 +197,9 @@ def _compare_gradients(engine: Engine, reference: Engine) -> tuple[list[Gradient
 def gradient_distances(setup: AuditSetup, policy: Policy, other: Policy) -> dict[str, float]:
     """Parameter -> distance of its gradients under two policies over the norm of the second."""
     with running(setup.subject, other, setup.mesh) as second:
-        signals.backward_signals(second, setup.batches)
+        runs.backward_signals(second, setup.batches)
         with running(setup.subject, policy, setup.mesh) as first:
-            signals.backward_signals(first, setup.batches)
+            runs.backward_signals(first, setup.batches)
             lines, _ = _compare_gradients(first, second)
     return {line.name: line.relative for line in lines}
 
@@ -212,7 +209,7 @@ def wire_rounding(setup: AuditSetup, wires: Mapping[str, DType]) -> dict[str, fl
     sums: dict[str, Tensor] = {}  # sums over micro-batches of a gradient and of its error. Shape [2, ...]
     with running(setup.subject, setup.policy, setup.mesh) as engine:
         for batch in setup.batches:
-            signals.backward_signals(engine, [batch])
+            runs.backward_signals(engine, [batch])
             for name, wire in wires.items():
                 gradient = engine.parameter(name).gradient
                 both = torch.stack([gradient, _rounded(gradient, wire) - gradient])
@@ -339,8 +336,8 @@ def probe(engine: Engine, batches: Sequence[Batch], most: int = 12) -> Precision
     before = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     with generators_kept(engine.mesh.device):
         try:
-            seen = signals.forward_signals(engine, batches, _recording(engine, found), signals.signed_costs)
-            none = signals.drift(seen, seen)
+            seen = runs.forward_signals(engine, batches, _recording(engine, found), runs.signed_costs)
+            none = runs.drift(seen, seen)
             results = PassResults(seen, none, seen, none, frozenset())
             scale = TargetScale(len(batches), engine.plan.mesh.data, len(seen.values), engine.scaler.scale)
             _estimate(results, engine, lambda name: engine.parameter(name).master, found, scale, {}, {})

@@ -18,7 +18,7 @@ from zerodrift.inspect.audit.advice import pattern_of
 from zerodrift.inspect.audit.estimates import PassResults
 from zerodrift.inspect.audit.results import AuditFinding, CellReplay, FindingKind, GradientLine, UpdateCost
 from zerodrift.inspect.audit.rounding import NARROW, Rounding
-from zerodrift.inspect.audit.run import Subject
+from zerodrift.inspect.audit.runs import Subject
 from zerodrift.plan import Plan, Row
 from zerodrift.policy import Reduction, is_by_rule
 from zerodrift.report import percent

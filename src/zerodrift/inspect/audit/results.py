@@ -5,12 +5,13 @@ Invariant: a number that was run is in a `CellReplay` or a `Point`; an `Estimate
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zerodrift.inspect.audit.signals import Drift
+from zerodrift.inspect.audit.runs import Drift
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.policy import Output
 
@@ -142,6 +143,22 @@ class Recommendation:
         """Removed share of the squared drift that pinning everything removes."""
         first, last = self.points[0].drift.square, self.widest.drift.square
         return (first - self.chosen.drift.square) / (first - last) if first > last else 1.0
+
+    def config(self, width: int = 80) -> str:
+        """The recommendation as YAML for the config."""
+        return rules_text(self.rules, f"  mode: {self.chosen.mode}", width=width)
+
+
+def rules_text(rules: Sequence[Mapping[str, str]], *lines: str, width: int = 80) -> str:
+    """Rules as YAML for the config, below other lines of `precision`. A rule that is wide takes several."""
+    found = ["precision:", *lines, *(["  rules:"] if rules else [])]
+    for rule in rules:
+        quoted = {**rule, "match": json.dumps(rule["match"], ensure_ascii=False)}
+        cells = [f"{key}: {value}" for key, value in quoted.items()]
+        line = f"    - {{{', '.join(cells)}}}"
+        is_wide = len(line) > width
+        found += [f"    - {cells[0]}", *(f"      {cell}" for cell in cells[1:])] if is_wide else [line]
+    return "\n".join(found)
 
 
 @dataclass(frozen=True, slots=True)

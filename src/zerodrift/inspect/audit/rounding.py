@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from zerodrift.inspect.trace import ModulePaths, place_of_code
+from zerodrift.inspect.trace import ModulePaths, place_of_code, tensors_of
 
 NOT_REPEATABLE = frozenset((
     "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d",
@@ -153,16 +153,16 @@ class RoundingRecorder(TorchFunctionMode):
         line = "" if name in NOT_ARITHMETIC or name in NOT_REPEATABLE else place_of_code()[0]
         if not line:
             return func(*args, **kwargs)
-        given = _tensors((args, kwargs))
+        given = tensors_of((args, kwargs))
         # A parameter that is not here has no elements.
         is_absent = any(type(t) is nn.Parameter and t.is_floating_point() and not t.numel() for t in given)
         inputs = self._copied((args, kwargs)) if _writes(name) and not is_absent else (args, kwargs)
         result = func(*args, **kwargs)
         self._found.ran.add(self._path.current)
-        outputs = _tensors(result)
+        outputs = tensors_of(result)
         if any(out.requires_grad for out in outputs):
             self._found.used.update(self._names[id(one)] for one in given if id(one) in self._names)
-        for number, out in enumerate(_tensors(args[0]) if name == "__setitem__" else outputs):
+        for number, out in enumerate(tensors_of(args[0]) if name == "__setitem__" else outputs):
             if out.is_floating_point() and not is_absent:
                 self._measure(func, line, inputs, given, out, number)
         return result
@@ -225,14 +225,14 @@ class RoundingRecorder(TorchFunctionMode):
             plain = _wide(leaf.detach() if shadow is None else shadow[1])
             return plain.clone() if _writes(name) else plain
 
-        device = next((tensor.device.type for tensor in _tensors(inputs)), "cpu")
+        device = next((tensor.device.type for tensor in tensors_of(inputs)), "cpu")
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch.autocast(device, enabled=False):
             args, kwargs = tree_map(wide, inputs)
             try:
                 result = args[0].float() if name in NARROWING_CALLS else func(*args, **kwargs)
             except (RuntimeError, TypeError, ValueError, NotImplementedError):
                 return None
-        outputs = _tensors(args[0] if name == "__setitem__" else result)
+        outputs = tensors_of(args[0] if name == "__setitem__" else result)
         if len(outputs) <= number or not outputs[number].is_floating_point():
             return None
         return outputs[number].float()
@@ -256,7 +256,7 @@ class Widener(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in NARROWING_CALLS:
             return args[0].float()
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_of((args, kwargs))
         wide = tree_map(_wide, (args, kwargs))
         with torch.autocast(tensors[0].device.type if tensors else "cpu", enabled=False):
             return func(*wide[0], **wide[1])
@@ -266,10 +266,6 @@ def _wide(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.float() if leaf.dtype in NARROW else leaf
     return torch.float32 if isinstance(leaf, torch.dtype) and leaf in NARROW else leaf
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _is_view(out: Tensor, given: list[Tensor]) -> bool:

@@ -126,7 +126,9 @@ def _logprobs(row: Any, sequence: list[int], where: str) -> list[float | None]:
     row, length = _value(row, _LOGPROB_KEYS), len(sequence)
     if isinstance(row, list) and len(row) in (length, length - 1):
         row = [_logprob(item, token) for item, token in zip(row, sequence[length - len(row) :], strict=True)]
-    if not isinstance(row, list) or not all(item is None or _is_number(item) for item in row):
+    if not isinstance(row, list) or not all(
+        item is None or _is_id(item) or isinstance(item, float) for item in row
+    ):
         raise ModelError(where, "must be a list of numbers or null", got=_kind(row))
     if len(row) == length and row[0] is None:
         row = row[1:]
@@ -200,10 +202,6 @@ def _value(row: Any, keys: Sequence[str]) -> Any:
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return _is_id(value) or isinstance(value, float)
 
 
 def _kind(value: Any) -> str:

@@ -17,7 +17,7 @@ from zerodrift.dtypes import NARROW, DType
 from zerodrift.plan import Plan, Row
 from zerodrift.policy import PIN, PRODUCTS, SAFE_MODULES, Batch, Columns, Mode, Output, Policy, ResolvedRule
 
-Cell = Literal["storage", "compute", "accumulate", "reduce", "master", "state", "export"]
+Cell = Literal["storage", "compute", "accumulate", "reduce"]
 """A column, or several that are widened together: `storage` is `storage`, `gather` and `compute`."""
 
 _WIDE = "fp32"
@@ -34,15 +34,12 @@ class Choice:
 
 def narrow_cells(columns: Columns) -> tuple[Cell, ...]:
     """Cells of a parameter that are narrower than fp32, in the order of COLUMNS."""
-    update, storage = columns.update, _is_narrow(columns.storage.dtype)
-    found: dict[Cell, bool] = {"storage": storage or _is_narrow(columns.gather)}
+    update = columns.update
+    found: dict[Cell, bool] = {"storage": _is_narrow(columns.storage.dtype) or _is_narrow(columns.gather)}
     found["compute"] = _is_narrow(columns.compute) or columns.products is not None
     if update is not None:
         found["accumulate"] = _is_narrow(update.accumulate.dtype)
         found["reduce"] = _is_narrow(update.reduce.wire) or _is_narrow(update.reduce.sum)
-        found["master"] = str(update.master) == "same" and storage
-        found["state"] = str(update.state) != _WIDE
-    found["export"] = _is_narrow(columns.export)
     return tuple(cell for cell, narrow in found.items() if narrow)
 
 
@@ -107,14 +104,12 @@ _WIDENED: dict[Cell, tuple[str, ...]] = {"storage": _STORAGE, "reduce": _REDUCE}
 """Keys that are widened together for a cell; those of others have the cell's name."""
 
 
-def widened_policy(plan: Plan, choices: Iterable[Choice], output: Output | None = None) -> Policy:
-    """The policy of a plan with these cells in fp32; `output` is what their modules return."""
-    rules = []
-    for choice in choices:
-        sets = dict.fromkeys(_WIDENED.get(choice.cell, (choice.cell,)), _WIDE)
-        beside = _siblings(plan, choice) if "compute" in sets else []
-        rules += [make_rule(name, sets, output=output) for name in choice.names]
-        rules += [make_rule(name, {"compute": _WIDE}, output=output) for name in beside]
+def widened_policy(plan: Plan, choice: Choice, output: Output | None = None) -> Policy:
+    """The policy of a plan with a cell in fp32; `output` is what the modules of its parameters return."""
+    sets = dict.fromkeys(_WIDENED.get(choice.cell, (choice.cell,)), _WIDE)
+    beside = _siblings(plan, choice) if "compute" in sets else []
+    rules = [make_rule(name, sets, output=output) for name in choice.names]
+    rules += [make_rule(name, {"compute": _WIDE}, output=output) for name in beside]
     return with_rules(plan.policy, rules)
 
 
@@ -124,15 +119,13 @@ def pinned_policy(plan: Plan, outputs: Mapping[str, Output | None]) -> Policy:
     return with_rules(plan.policy, pins)
 
 
-def isolated_policy(plan: Plan, choices: Iterable[Choice], output: Output | None = None) -> Policy:
-    """The fp32 reference with these cells as narrow as in the plan; `output` is what their modules return."""
-    rules = []
-    for choice in choices:
-        rows = [row for name in choice.names if (row := plan.row(name)) is not None]
-        rules += [make_rule(row.name, _planned_cell(row, choice.cell), output=output) for row in rows]
-        if choice.cell == "compute":
-            narrow = next(iter(rules[-1].sets))[1]
-            rules += [make_rule(name, {"compute": narrow}, output=output) for name in _siblings(plan, choice)]
+def isolated_policy(plan: Plan, choice: Choice, output: Output | None = None) -> Policy:
+    """The fp32 reference with a cell of the forward as in the plan; `output` is what its modules return."""
+    rows = [row for name in choice.names if (row := plan.row(name)) is not None]
+    rules = [make_rule(row.name, _planned_cell(row, choice.cell), output=output) for row in rows]
+    if choice.cell == "compute":
+        narrow = next(iter(rules[-1].sets))[1]
+        rules += [make_rule(name, {"compute": narrow}, output=output) for name in _siblings(plan, choice)]
     return with_rules(reference_policy(plan.policy), rules)
 
 
@@ -145,25 +138,17 @@ def _siblings(plan: Plan, choice: Choice) -> list[str]:
 
 
 def _planned_cell(row: Row, cell: Cell) -> dict[str, str]:
-    columns, update = row.columns, row.columns.update
+    columns = row.columns
     if cell == "storage":  # its rounding shows where it is computed with in fp32
-        if update is not None and columns.gather.format is not None:
+        if columns.update is not None and columns.gather.format is not None:
             return {"storage": str(columns.storage.dtype), "gather": str(columns.gather), "compute": _WIDE}
         narrow = columns.storage.dtype if _is_narrow(columns.storage.dtype) else columns.gather
         return {"storage": str(narrow), "compute": _WIDE}
-    if cell == "compute":
-        cells = {"compute": str(columns.compute)}
-        if (products := columns.products) is not None:
-            cells |= {f"compute.{part}": str(getattr(products, part)) for part in PRODUCTS}
-            cells["compute.pad"] = str(products.pad).lower()
-        return cells
-    if cell == "export":
-        return {cell: str(columns.export)}
-    if update is None:
-        return {}
-    if cell == "reduce":
-        return {"reduce.wire": str(update.reduce.wire), "reduce.sum": str(update.reduce.sum)}
-    return {cell: str(update.accumulate.dtype if cell == "accumulate" else getattr(update, cell))}
+    cells = {"compute": str(columns.compute)}
+    if (products := columns.products) is not None:
+        cells |= {f"compute.{part}": str(getattr(products, part)) for part in PRODUCTS}
+        cells["compute.pad"] = str(products.pad).lower()
+    return cells
 
 
 def make_rule(

@@ -6,8 +6,7 @@ from zerodrift.faces import face
 
 if TYPE_CHECKING:
     from zerodrift.inspect.check import compare, table
-    from zerodrift.inspect.check.compare import unexpected
-    from zerodrift.inspect.check.dry_run_findings import hidden, nondeterministic
+    from zerodrift.inspect.check.compare import hidden, nondeterministic, unexpected
     from zerodrift.inspect.check.findings import run_findings
     from zerodrift.inspect.check.launch import RunRecord, run
     from zerodrift.inspect.check.observation import Observation, observe

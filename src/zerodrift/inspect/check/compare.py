@@ -1,11 +1,14 @@
-"""Compare a declaration with a run: our engine with its plan, or anybody's run with a file (`--expect`).
+"""Compare a declaration with a run: our engine with its plan, anybody's run with a file (`--expect`), a dry
+run with its plan.
 
 A cell that was not seen is no difference. A cell that was seen must be as declared, with three exceptions.
 Under autocast an operation computes in one of two dtypes, unless a rule pins the parameter. A model's own
 code may compute wider than declared, as many norms do: nothing is lost. Another library may keep its own
-defaults: a config binds it only in columns that a key decides.
+defaults: a config binds it only in columns that a key decides. A dry run also shows what no column has:
+hidden casts, and sums that differ each time.
 
-Invariant: pure. A finding names the parameter, the column, both dtypes, and the reason in the plan.
+Invariant: pure. A finding names the parameter, the column, both dtypes, and the reason in the plan; those
+about a dry run follow from its operations, none from a name.
 """
 
 from __future__ import annotations
@@ -23,23 +26,23 @@ from zerodrift.config import load
 from zerodrift.dtypes import DType, from_torch, lost
 from zerodrift.errors import ConfigError, PrecisionError, Problem
 from zerodrift.inspect.check import table as tables
-from zerodrift.inspect.check.run_finding import Kind, RunFinding
+from zerodrift.inspect.check.table import Kind, RunFinding
 from zerodrift.inspect.trace import (
+    CASTS,
     Column,
     EngineRecord,
     ModelRecord,
     ParameterRecord,
     ProcessRecord,
     column_word,
+    dtype_name,
     records,
 )
 from zerodrift.model import ModelSpec, OwningModule, ParameterSpec
-from zerodrift.plan import Plan, Row, build
-from zerodrift.policy import Columns, Master, State, mesh_for, resolve
+from zerodrift.plan import Hidden, Plan, Row, Trace, TracedOperation, TracedTensor, build
+from zerodrift.policy import SILENT, Columns, Master, State, mesh_for, need_of, remedy, resolve
 
 COLUMNS = records.COLUMNS[:-1]  # the columns that a step shows; `export` is seen in files
-
-UNSEEN = "not seen"
 
 Verdict = Literal["as declared", "not seen", "as autocast chose", "wider", "DIFFERENT"]
 
@@ -66,19 +69,6 @@ class Finding:
 
     def __str__(self) -> str:
         return str(self.problem)
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedCell:
-    """One column of all parameters that agree in the declared and the seen dtypes."""
-
-    column: Column
-    declared: str
-    seen: str
-    parameters: int
-    numel: int
-    example: str
-    verdict: Verdict
 
 
 def declared(columns: Columns) -> dict[Column, str]:
@@ -138,13 +128,13 @@ def findings(plan: Plan, observed: EngineRecord) -> list[Finding]:
     ]
 
 
-def table(plan: Plan, observed: EngineRecord) -> list[ComparedCell]:
-    """Return declared and seen dtypes column by column, with the number of parameters."""
+def table(plan: Plan, observed: EngineRecord) -> list[tuple[Column, str, str, int, int, Verdict, str]]:
+    """Return declared and seen dtypes by column, with parameters, their elements, and the first of them."""
     cells: dict[tuple[Column, str, str, Verdict], list[Row]] = {}
     for row, column, said, seen, judged in _judged(plan, observed):
-        cells.setdefault((column, said, ", ".join(seen) or UNSEEN, judged), []).append(row)
+        cells.setdefault((column, said, ", ".join(seen) or "not seen", judged), []).append(row)
     return [
-        ComparedCell(column, said, seen, len(rows), sum(r.whole_numel for r in rows), rows[0].name, judged)
+        (column, said, seen, len(rows), sum(row.whole_numel for row in rows), judged, rows[0].name)
         for (column, said, seen, judged), rows in sorted(cells.items(), key=lambda c: COLUMNS.index(c[0][0]))
     ]
 
@@ -164,15 +154,15 @@ def line(plan: Plan, observed: EngineRecord) -> str:
 
 
 def widened(plan: Plan, observed: EngineRecord) -> tuple[str, ...]:
-    """Return a line for each cell that the model's own code computed wider than planned."""
+    """Return a line for each column and dtype that the model's own code computed wider than planned."""
     lines = []
-    for cell in table(plan, observed):
-        whose = cell.example + (f" and {cell.parameters - 1} more" if cell.parameters > 1 else "")
-        what = f"computes in {cell.seen} with {whose}, for {cell.declared} in the plan; nothing is lost"
-        if cell.column == "grad":
-            what = f"leaves gradients of {whose} in {cell.seen}; they are rounded to {cell.declared}, as the "
-            what += "plan says, where autograd adds them"
-        if cell.verdict == "wider":
+    for column, said, seen, count, _, judged, first in table(plan, observed):
+        whose = first + (f" and {count - 1} more" if count > 1 else "")
+        what = f"computes in {seen} with {whose}, for {said} in the plan; nothing is lost"
+        if column == "grad":
+            what = f"leaves gradients of {whose} in {seen}; they are rounded to {said}, as the plan says, "
+            what += "where autograd adds them"
+        if judged == "wider":
             lines.append(f"wider than planned: the model's own code {what}")
     return tuple(lines)
 
@@ -266,3 +256,195 @@ def _holds(plan: Plan, row: Row, column: Column, said: str, parameter: Parameter
     if column == "compute" and plan.policy.mode.autocast and not row.columns.pinned:
         return _autocast_chose(plan, row.columns, seen)
     return _hold(seen, said)
+
+
+def hidden(plan: Plan, trace: Trace) -> list[Hidden]:
+    forward = [operation for operation in trace.operations if not operation.backward]
+    found: list[Hidden] = []
+    if trace.refused is not None:
+        refused = trace.refused
+        where = f"the backward of `{refused.name}`" if refused.backward else f"`{refused.name}`"
+        what = f"torch refuses {where} of {' and '.join(refused.inputs)}: {refused.said}"
+        do = "The step ends there, and so does this trace. Cast one of them, or pin the module that makes it."
+        found.append(Hidden("refused", refused.module, what, refused.line, do))
+    return [*found, *_pin_casts(plan, trace, forward), *_promotions(forward), *_other_computes(plan, trace)]
+
+
+def computes(trace: Trace) -> dict[str, dict[str, TracedOperation]]:
+    """Map parameter -> dtype -> the first operation of the forward, not a cast, in this dtype."""
+    owners = dict(trace.parameters)
+    seen: dict[str, dict[str, TracedOperation]] = {}
+    for operation in trace.operations:
+        for tensor in () if operation.backward else _read(operation):
+            owner = owners.get(tensor.memory)
+            if owner is None or not _is_floating(tensor.dtype):
+                continue
+            if operation.name in CASTS:
+                owners[operation.outputs[0].memory] = owner
+            else:
+                seen.setdefault(owner, {}).setdefault(tensor.dtype, operation)
+    return seen
+
+
+_KNOWN = {str(dtype): dtype for dtype in DType}
+
+
+def _is_floating(dtype: str) -> bool:
+    known = _KNOWN.get(dtype)
+    return dtype.startswith("complex") or (known is not None and known.is_floating)
+
+
+def _loses(source: str, target: str) -> bool:
+    """Return True if a cast between floating dtypes can change a value."""
+    one, other = _KNOWN.get(source), _KNOWN.get(target)
+    if one is None or other is None:
+        return False
+    return one.is_floating and other.is_floating and not other.holds(one)
+
+
+def _read(operation: TracedOperation) -> tuple[TracedTensor, ...]:
+    """Return the inputs that are computed with, not the one that is overwritten."""
+    return operation.inputs[1:] if operation.name == "copy_" else operation.inputs
+
+
+def _pin_casts(plan: Plan, trace: Trace, forward: list[TracedOperation]) -> Iterator[Hidden]:
+    """Find a pinned parameter, or a kept output of its module, that is rounded before it is used."""
+    rows = {memory: plan.row(name) for memory, name in trace.parameters.items()}
+    pinned = {memory: row.name for memory, row in rows.items() if row is not None and row.columns.pinned}
+    kept = dict(trace.kept)
+    for operation in forward:
+        if operation.name not in CASTS or not operation.outputs:
+            continue
+        given, made = operation.inputs[0], operation.outputs[0]
+        for held, subject in ((pinned, ""), (kept, "what it returns unrounded, as the plan says, is ")):
+            name = held.get(given.memory)
+            if name is None:
+                continue
+            if not _loses(given.dtype, made.dtype):
+                held[made.memory] = name
+                continue
+            what = f"{subject}cast from {given.dtype} to {made.dtype} by {operation.cast_by}"
+            do = "Its pin ends there, whatever the plan says: mend the model's code."
+            if operation.cast_by != "the model":
+                do = "Pin what takes it, too, if it is to stay unrounded."
+            yield Hidden("pin cast", name, what, operation.line, do)
+
+
+def _promotions(forward: list[TracedOperation]) -> Iterator[Hidden]:
+    """Find values that an operation widened because of its other operand, and that were rounded later."""
+    origins: dict[int, TracedOperation] = {}
+    """Memory of a widened tensor -> the operation that widened it, or its source."""
+    reported: set[int] = set()
+    for operation in forward:
+        inputs = [tensor for tensor in _read(operation) if _is_floating(tensor.dtype)]
+        wide = next((tensor for tensor in inputs if tensor.memory in origins), None)
+        origin = None if wide is None else origins[wide.memory]
+        is_cast = bool(operation.cast_by) or operation.name in CASTS
+        dtypes = {tensor.dtype for tensor in inputs}
+        counted = {tensor.dtype for tensor in inputs if tensor.dims} or dtypes
+        for made in operation.outputs:
+            if wide is not None and origin is not None and _loses(wide.dtype, made.dtype):
+                is_asked = operation.cast_by not in ("", "torch") or _is_in_place(operation)
+                if is_asked and id(origin) not in reported:
+                    reported.add(id(origin))
+                    yield _promotion(origin, operation)
+                origins.pop(made.memory, None)
+            elif is_cast:
+                if origin is not None:
+                    origins[made.memory] = origin
+            elif len(dtypes) > 1 and any(_loses(made.dtype, dtype) for dtype in counted):
+                origins[made.memory] = operation
+            elif _is_in_place(operation) and any(t.dims and _loses(t.dtype, made.dtype) for t in inputs):
+                yield _promotion(operation, operation)
+            elif origin is not None and made.dtype == origin.outputs[0].dtype:
+                origins[made.memory] = origin
+            else:
+                origins.pop(made.memory, None)
+
+
+def _is_in_place(operation: TracedOperation) -> bool:
+    first = [tensor.memory for tensor in operation.inputs[:1]]
+    return operation.name.endswith("_") and first == [tensor.memory for tensor in operation.outputs[:1]]
+
+
+def _promotion(origin: TracedOperation, cast: TracedOperation) -> Hidden:
+    given = dict.fromkeys(tensor.dtype for tensor in origin.inputs if _is_floating(tensor.dtype))
+    what = f"`{origin.name.strip('_')}` of {' and '.join(given)} "
+    if origin is cast:
+        what += f"is rounded to {cast.outputs[0].dtype} in place"
+    else:
+        by = cast.cast_by or f"`{cast.name}`"
+        what += f"makes {origin.outputs[0].dtype}, rounded to {cast.outputs[0].dtype} by {by}"
+        if cast.line not in ("", origin.line) and by != "autocast":  # which casts at the next operation
+            what += f" at {cast.line}"
+    do = "In between it has the size of the wider dtype. Cast one of them, unless that is meant."
+    if cast.cast_by == "autocast":
+        do = "This is how autocast works. In mode bf16 or fp16 nothing is widened unasked."
+    return Hidden("promotion", origin.module, what, origin.line, do)
+
+
+def _other_computes(plan: Plan, trace: Trace) -> Iterator[Hidden]:
+    """Find parameters that enter operations in another dtype than planned, or no operation at all."""
+    seen = computes(trace)
+    for row in plan.rows:
+        if not row.columns.compute.is_floating:
+            continue
+        used, planned = seen.get(row.name, {}), str(row.columns.compute)
+        if not used and trace.refused is None and row.trained:
+            do = "It gets no gradient. Freeze it, if that is meant."
+            yield Hidden("unused", row.name, "enters no operation of the forward", "", do)
+        names = frozenset(dtype_name(known.torch) for dtype in used if (known := _KNOWN.get(dtype)))
+        if verdict(plan, row.columns, "compute", names) not in ("wider", "DIFFERENT"):
+            continue
+        for dtype, operation in used.items():
+            if dtype == planned:
+                continue
+            what = f"used in {dtype} by `{operation.name.strip('_')}`, for {planned} in the plan"
+            do = "The model's own code widens it: nothing is lost."
+            if _loses(planned, dtype):
+                do = "The model's own code rounds it: change that, or what the plan says."
+            yield Hidden("compute", row.name, what, operation.line, do)
+
+
+def nondeterministic(plan: Plan, trace: Trace, device: str, digest_every: int = 0) -> Iterator[Hidden]:
+    """Yield the operations whose result on CUDA is not the same each time, each once per module, if the
+    plan's order of sums or a run's digests ask for the same bits.
+
+    `policy/order.py` has the table, and torch refuses the same operations when they run. Only running can
+    tell which kernel attention takes; each has a deterministic form where the engine asks for it.
+    """
+    need = need_of(plan.policy.requires_tree, digest_every)
+    if device != "cuda" or need is None:
+        return
+    casts = [each for each in trace.operations if each.name in CASTS]
+    casts = [each for each in casts if all(tensor.dtype.startswith("int") for tensor in each.inputs)]
+    # A CPU needs whole numbers as floating ones.
+    whole = {output.memory for each in casts for output in each.outputs}
+    named = set()
+    for operation in trace.operations:
+        name = operation.name.lstrip("_")
+        instead = remedy(name)
+        place = operation.module, name, operation.line
+        if instead is None or place in named or _is_exempt(name, operation, whole):
+            continue
+        named.add(place)
+        refused = f"and refused by torch under `{need.key}: {need.value}`"
+        then = "which torch does not notice" if name in SILENT else refused
+        what = f"the result of `{name}` on CUDA is not the same each time, {then}"
+        yield Hidden("not deterministic", operation.module, what, operation.line, f"{instead}.")
+
+
+def _is_exempt(name: str, operation: TracedOperation, whole: set[int]) -> bool:
+    """Return True for a form of an operation that is the same each time."""
+    given, made = operation.inputs, operation.outputs
+    if name == "histc":
+        return given[0].dtype.startswith("int") or given[0].memory in whole
+    if name == "bincount":
+        return len(given) == 1  # no weights
+    if name in ("median", "nanmedian"):
+        return len(made) == 1  # no indices
+    if name == "embedding_bag_backward":
+        return given[5].dims < 2  # no places of maxima
+    if name == "scatter_reduce":
+        return True  # torch refuses products, and a trace does not have this argument
+    return name == "nll_loss2d_forward" and made[0].dims > 0  # not reduced

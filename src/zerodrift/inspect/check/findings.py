@@ -12,9 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 
-from zerodrift.inspect.check.run_finding import BITS, RunFinding, advice, finding, library
 from zerodrift.inspect.check.script_findings import kept_findings, loss_findings, wire_error, wire_findings
-from zerodrift.inspect.check.table import same_model
+from zerodrift.inspect.check.table import BITS, RunFinding, advice, finding, library, same_model
 from zerodrift.inspect.trace import COLUMNS, Column, ModelRecord, ParameterRecord, ProcessRecord
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from zerodrift.inspect.check.run_finding import BITS, Kind, RunFinding, library
+from zerodrift.inspect.check.table import BITS, Kind, RunFinding, library
 from zerodrift.inspect.trace import ModelRecord, ProcessRecord
 
 _WEIGHTS: tuple[Kind, ...] = ("no-master", "norm-in-16-bits", "upcast-without-effect", "state-too-narrow")
@@ -55,7 +55,9 @@ def _theirs(process: ProcessRecord, model: ModelRecord, found: set[Kind]) -> tup
         lines.append(_line("model = model.float()", found, (*_WEIGHTS, "weights-rounded")))
     trainer = next((name for name in _TRAINERS if name in (*process.libraries, process.trainer)), "")
     if kind in _SHARDED:
-        units = _wide_units(kind, found) if _gathers_narrow(model) else []
+        # A cast where weights compute adds no digit to what was gathered in 16 bits.
+        is_narrow = any(parameter.has("gather", dtype) for parameter in model.parameters for dtype in BITS)
+        units = _wide_units(kind, found) if is_narrow else []
         lines += _sharded(kind, found, half, units)
         return _SHARDED[kind][0], "\n".join([*lines, *_script(found - {*_PINNED} if units else found)])
     title = _TRAINERS[trainer][0] if trainer else "torch"
@@ -97,11 +99,6 @@ def _sharded(kind: str, found: set[Kind], half: str, units: list[str]) -> list[s
 
 _MODULES: tuple[tuple[Kind, str], ...] = (("router-in-16-bits", "router"), ("logits-rounded", "head"))
 """A finding about one module, which has to compute in fp32, and a name for that module."""
-
-
-def _gathers_narrow(model: ModelRecord) -> bool:
-    """Return True if weights are gathered in 16 bits, so that a cast where they compute adds no digit."""
-    return any(parameter.has("gather", dtype) for parameter in model.parameters for dtype in BITS)
 
 
 def _wide_units(kind: str, found: set[Kind]) -> list[str]:

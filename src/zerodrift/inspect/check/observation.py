@@ -15,7 +15,7 @@ import torch
 
 from zerodrift.errors import ModelError, ZerodriftError
 from zerodrift.inspect.check.findings import run_findings
-from zerodrift.inspect.check.run_finding import RunFinding
+from zerodrift.inspect.check.table import RunFinding
 from zerodrift.inspect.trace import ModelRecord, ProcessRecord, Watcher
 
 _FOREVER = 1 << 62

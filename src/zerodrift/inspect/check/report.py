@@ -14,29 +14,10 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from zerodrift import report
 from zerodrift.inspect.check.mending import mending
-from zerodrift.inspect.check.run_finding import RunFinding
-from zerodrift.inspect.check.table import ParameterGroup, cell, elements, folded, groups, short
+from zerodrift.inspect.check.table import ParameterGroup, RunFinding, cell, elements, folded, groups, short
 from zerodrift.inspect.trace import COLUMNS, Column, ModelRecord, ParameterRecord, ProcessRecord, Sighting
-from zerodrift.report import (
-    NoteList,
-    PageCell,
-    PageHead,
-    PageSection,
-    PageTable,
-    Paragraph,
-    Preformatted,
-    dtype_cell,
-    elide,
-    figures,
-    grid,
-    legible_text,
-    page,
-    pairs,
-    render,
-    section,
-    title,
-)
 
 WIDTH = 80
 
@@ -87,29 +68,31 @@ def run_text(
 ) -> str:
     """Return the table of the first rank, the findings and the notes."""
     first = processes[0]
-    parts: list[RenderableType] = [title("check", "", width), pairs(facts(processes), width=width)]
+    parts: list[RenderableType] = [report.title("check", "", width)]
+    parts.append(report.pairs(facts(processes), width=width))
     for model in first.models:
         parts += _model(model, width)
     parts += _findings(findings, _trained(first), width)
     blocks = mending(processes, findings)
-    parts += [section("config", "that mends them")] if blocks else []
+    parts += [report.section("config", "that mends them")] if blocks else []
     for library, code in blocks:
         code = code if width >= WIDTH else re.sub(" +# ", "  # ", code)
         parts += [Text(library, style="dim"), Padding(Text(code), (0, 0, 0, 2)), Text()]
     if listed := [("!", note) for note in (*notes, *first.notes)]:
-        parts += [section("notes"), grid(listed, (1,), ("bold yellow",), width)]
-    return render(parts, color, width)
+        parts += [report.section("notes"), report.grid(listed, (1,), ("bold yellow",), width)]
+    return report.render(parts, color, width)
 
 
 def _model(model: ModelRecord, width: int) -> list[RenderableType]:
     around = f" in {' in '.join(reversed(model.wrappers))}" if model.wrappers else ""
-    counted = f"{len(model.parameters):,} parameters, {figures.elements(elements(model.parameters))} elements"
+    numel = report.elements(elements(model.parameters))
+    counted = f"{len(model.parameters):,} parameters, {numel} elements"
     counted += "" if model.trained else ", none of them updated"
-    parts: list[RenderableType] = [section(model.name + around), Text(counted, style="dim"), Text()]
+    parts: list[RenderableType] = [report.section(model.name + around), Text(counted, style="dim"), Text()]
     if not model.parameters:
         return parts
     made = groups(model)
-    seen_in = [section("seen in", "the first of each"), _sightings(made, width)]
+    seen_in = [report.section("seen in", "the first of each"), _sightings(made, width)]
     widths = [max(len(name), *(len(cells[n]) for cells, _ in made)) for n, name in enumerate(COLUMNS)]
     if sum(widths) + len(widths) > width:  # then dtypes of one cell stand below each other
         words = [[word for cells, _ in made for word in cells[n].split(" ")] for n in range(len(COLUMNS))]
@@ -149,10 +132,10 @@ def _line(cells: Sequence[tuple[str, str]], widths: Sequence[int]) -> Text:
 
 def _group_names(parameters: Sequence[ParameterRecord], width: int) -> RenderableType:
     names = folded(parameter.name for parameter in parameters)
-    listed = _first([elide(name, width - 4) for name in names], _GROUP_NAMES)
+    listed = _first([report.elide(name, width - 4) for name in names], _GROUP_NAMES)
     frozen = "" if parameters[0].trained else ", frozen"
-    text = Text(f"{figures.elements(elements(parameters))} elements{frozen}: ", style="dim")
-    return Padding(text.append_text(legible_text(listed)), (0, 0, 0, 2))
+    text = Text(f"{report.elements(elements(parameters))} elements{frozen}: ", style="dim")
+    return Padding(text.append_text(report.legible_text(listed)), (0, 0, 0, 2))
 
 
 def _sightings(made: Sequence[ParameterGroup], width: int) -> RenderableType:
@@ -165,21 +148,21 @@ def _sightings(made: Sequence[ParameterGroup], width: int) -> RenderableType:
                     firsts.setdefault((column, short(sighting.dtype)), _evidence(sighting))
             if column in parameter.unseen:
                 firsts.setdefault((column, "-"), parameter.unseen[column])
-    return grid([(*key, text) for key, text in firsts.items()], (10, 9), ("dim", "bold"), width)
+    return report.grid([(*key, text) for key, text in firsts.items()], (10, 9), ("dim", "bold"), width)
 
 
 def _findings(findings: Sequence[RunFinding], trained: Sequence[str], width: int) -> list[RenderableType]:
     """Return what to do, each with the findings that it mends; the first is what costs most."""
     causes = [list(alike) for _, alike in groupby(findings, key=_WHAT_TO_DO)]
     of = f", with {len(causes)} causes; the costliest first" if len(causes) > 1 else ""
-    parts: list[RenderableType] = [section("findings", f"{len(findings)}{of}" if findings else "none")]
+    parts: list[RenderableType] = [report.section("findings", f"{len(findings)}{of}" if findings else "none")]
     for number, alike in enumerate(causes, 1):
-        parts.append(grid([(str(number), alike[0].do)], (2,), ("bold yellow",), width))
+        parts.append(report.grid([(str(number), alike[0].do)], (2,), ("bold yellow",), width))
         for finding in alike:
             head = finding.kind + (f", {finding.column}" if finding.column else "")
             line = f"{finding.line}: " if finding.line else ""
             lines = [_finding_names(finding, trained), line + finding.what]
-            below = grid([("", text) for text in lines if text], (1,), ("",), width - 3)
+            below = report.grid([("", text) for text in lines if text], (1,), ("",), width - 3)
             parts += [Padding(Text(head, style="bold"), (0, 0, 0, 3)), Padding(below, (0, 0, 0, 2))]
         if number < len(causes):
             parts.append(Text())
@@ -199,32 +182,36 @@ def run_page(
         for place, f in enumerate(alike)
     ]  # fmt: skip
     heads = ("", "what to do", "finding", "column", "parameters", "what it costs")
-    found = PageTable(heads, rows) if rows else Paragraph("None.", "")
+    found = report.PageTable(heads, rows) if rows else report.Paragraph("None.", "")
     sections = [
-        PageSection("", "", [NoteList(listed)] if listed else ()),
-        PageSection("Findings", "findings", [found]),
+        report.PageSection("", "", [report.NoteList(listed)] if listed else ()),
+        report.PageSection("Findings", "findings", [found]),
     ]
     blocks = mending(processes, findings)
-    texts = [part for library, code in blocks for part in (Paragraph(library, ""), Preformatted(code))]
-    sections += [PageSection("Config that mends them", "config", texts)] if blocks else []
+    texts = [
+        part
+        for library, code in blocks
+        for part in (report.Paragraph(library, ""), report.Preformatted(code))
+    ]
+    sections += [report.PageSection("Config that mends them", "config", texts)] if blocks else []
     for number, model in enumerate(first.models):
         title = " in ".join([model.name, *reversed(model.wrappers)])
         lines = [_row(parameter) for _, parameters in groups(model) for parameter in parameters]
-        table = PageTable(("parameter", "shape", "elements", *COLUMNS), lines, "rows")
-        sections.append(PageSection(title, f"model-{number}", [table]))
-    head = PageHead("zerodrift check", facts=[("command", command), *facts(processes)])
-    return page(f"zerodrift check: {command}", head, sections)
+        table = report.PageTable(("parameter", "shape", "elements", *COLUMNS), lines, "rows")
+        sections.append(report.PageSection(title, f"model-{number}", [table]))
+    head = report.PageHead("zerodrift check", facts=[("command", command), *facts(processes)])
+    return report.page(f"zerodrift check: {command}", head, sections)
 
 
-def _row(parameter: ParameterRecord) -> list[str | PageCell]:
+def _row(parameter: ParameterRecord) -> list[str | report.PageCell]:
     below = [*(f"= {name}" for name in parameter.also), *([parameter.layout] if parameter.layout else [])]
-    name = PageCell(parameter.name, "name", badge="" if parameter.trained else "frozen", below=below)
+    name = report.PageCell(parameter.name, "name", badge="" if parameter.trained else "frozen", below=below)
     cells = [_cell(parameter, column) for column in COLUMNS]
-    return [name, figures.shape(parameter.shape), figures.elements(parameter.numel), *cells]
+    return [name, report.figures.shape(parameter.shape), report.elements(parameter.numel), *cells]
 
 
-def _cell(parameter: ParameterRecord, column: Column) -> PageCell:
+def _cell(parameter: ParameterRecord, column: Column) -> report.PageCell:
     text = cell(parameter, column)
     seen = [f"{sighting.dtype}: {_evidence(sighting)}" for sighting in parameter.cells.get(column, ())]
     hover = "\n".join([column, *(seen or [parameter.unseen.get(column, "not seen")])])
-    return dtype_cell(text, cell(parameter, "storage") if text == "same" else text, hover)
+    return report.dtype_cell(text, cell(parameter, "storage") if text == "same" else text, hover)

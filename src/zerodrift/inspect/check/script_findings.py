@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zerodrift.inspect.check.run_finding import BITS, RunFinding, finding, library
+from zerodrift.inspect.check.table import BITS, RunFinding, finding, library
 from zerodrift.inspect.trace import ModelRecord, ProcessRecord
 
 _FAR = 0.25  # error of a logit from which the rounding of a head that autocast chose is a finding

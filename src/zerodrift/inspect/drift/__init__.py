@@ -6,7 +6,7 @@ from zerodrift.faces import face
 
 if TYPE_CHECKING:
     from zerodrift.inspect.drift.attribution import SamplerSide, compare_sides
-    from zerodrift.inspect.drift.sampler_dtypes import read_sampler_dtypes
+    from zerodrift.inspect.drift.sampler import read_sampler_dtypes
     from zerodrift.inspect.drift.text import comparison_json, comparison_text
     from zerodrift.inspect.drift.trainer import load_trainer
 

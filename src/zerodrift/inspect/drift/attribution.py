@@ -20,20 +20,15 @@ from torch import Tensor
 
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError
-from zerodrift.inspect.audit import (
-    REFUSED,
-    Batch,
-    Ids,
-    Recorded,
-    Signals,
-    measure_gaps,
-    require_vocabulary,
-    router_flips,
-)
-from zerodrift.inspect.drift import differences
-from zerodrift.inspect.drift.differences import DifferentCell
-from zerodrift.inspect.drift.replay import SideReplays
-from zerodrift.inspect.drift.sampler_dtypes import ROLES, SamplerDtypes, parse_sampler_dtypes
+from zerodrift.inspect import audit
+from zerodrift.inspect.drift.replay import (
+    DifferentCell,
+    SideReplays,
+    different_dtypes,
+    different_values,
+    sampler_compute,
+)  # fmt: skip
+from zerodrift.inspect.drift.sampler import ROLES, SamplerDtypes, parse_sampler_dtypes
 from zerodrift.inspect.drift.tensor_status import TensorStatus, distance, follow_tensors
 from zerodrift.inspect.drift.trainer import TrainerSide
 
@@ -68,7 +63,7 @@ def token_drift(other: Tensor, trainer: Tensor) -> TokenDrift:
     if not count:
         gaps = far = torch.full((1,), math.nan)
     return TokenDrift(
-        **measure_gaps(gaps),
+        **audit.measure_gaps(gaps),
         tokens=len(other),
         not_finite=len(other) - count,
         mean_abs=float(far.mean()),
@@ -98,12 +93,12 @@ class FarToken:
     other: float
 
 
-def make_batches(sequences: Ids) -> tuple[list[Batch], list[list[int]]]:
+def make_batches(sequences: audit.Ids) -> tuple[list[audit.Batch], list[list[int]]]:
     """Make micro-batches of sequences of one length; return the numbers of their sequences too."""
     groups: dict[int, list[int]] = {}
     for number, sequence in enumerate(sequences):
         groups.setdefault(len(sequence), []).append(number)
-    batches: list[Batch] = []
+    batches: list[audit.Batch] = []
     order = []
     for length, numbers in groups.items():
         at_once = max(1, TOKENS // length)
@@ -118,7 +113,9 @@ def make_batches(sequences: Ids) -> tuple[list[Batch], list[list[int]]]:
 class ComparedTokens:
     """The tokens that are compared, in the order of the micro-batches."""
 
-    def __init__(self, order: list[list[int]], sequences: Ids, of_server: Recorded | None) -> None:
+    def __init__(
+        self, order: list[list[int]], sequences: audit.Ids, of_server: audit.Recorded | None
+    ) -> None:
         self.order, self.sequences = order, sequences
         self._numbers = [number for part in order for number in part]
         self._recorded: Tensor | None = None  # recorded values of all tokens, NaN where there is none
@@ -126,7 +123,7 @@ class ComparedTokens:
             values = (float("nan") if each is None else each for n in self._numbers for each in of_server[n])
             self._recorded = torch.tensor(list(values), dtype=torch.float64)
 
-    def select(self, seen: Signals) -> Tensor:
+    def select(self, seen: audit.Signals) -> Tensor:
         """The log-probabilities of a run."""
         return self.kept(torch.cat(seen.targets))
 
@@ -150,7 +147,7 @@ class ComparedTokens:
         return tuple(found)
 
 
-def require_tokens(own: Signals, sequences: Ids, order: Sequence[Sequence[int]]) -> None:
+def require_tokens(own: audit.Signals, sequences: audit.Ids, order: Sequence[Sequence[int]]) -> None:
     """Require a finite log-probability for every token except the first of a sequence."""
     for part, targets in zip(order, own.targets, strict=True):
         wanted = sum(len(sequences[number]) - 1 for number in part)
@@ -179,7 +176,7 @@ class SamplerSide:
     sent: Path | None = None  # folder that the trainer wrote for it
     loaded: Path | None = None  # tensors that it loaded; by default what was sent
     sampler: SamplerDtypes | None = None
-    recorded: Recorded | None = None  # log-probabilities that it gave
+    recorded: audit.Recorded | None = None  # log-probabilities that it gave
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,21 +226,21 @@ class SideComparison:
 
 
 def compare_sides(
-    trainer: TrainerSide, other: SamplerSide, sequences: Ids, bar: float = BAR
+    trainer: TrainerSide, other: SamplerSide, sequences: audit.Ids, bar: float = BAR
 ) -> SideComparison:
     if other == SamplerSide():
         do = "Give the folder it loads, its table of dtypes, or the log-probabilities it recorded."
         got = "neither tensors, nor dtypes, nor log-probabilities"
         raise ConfigError("the other side", "must be given", got=got, do=do)
     if trainer.vocabulary:
-        require_vocabulary(sequences, trainer.vocabulary)
+        audit.require_vocabulary(sequences, trainer.vocabulary)
     batches, order = make_batches(sequences)
     table = other.sampler or SamplerDtypes()
-    compute = differences.sampler_compute(table, trainer.plan, trainer.roles)
+    compute = sampler_compute(table, trainer.plan, trainer.roles)
     statuses, held, kinds, notes = follow_tensors(trainer, other.sent, other.loaded)
     trained = trainer.tensors()
     verdicts = {status.name: status.verdict for status in statuses}
-    values = differences.different_values(trainer, trained, held, verdicts)
+    values = different_values(trainer, trained, held, verdicts)
     cells = [*values, *_table_cells(trainer, table, compute)]
     valued = {name for cell in values for name in cell.names}
     replays = SideReplays(trainer, table, held, compute, batches, valued)
@@ -278,7 +275,7 @@ def compare_sides(
         rest = tokens.select(replays.run([each for each in cells if each != cell]))
         before = token_drift(tokens.select(sampler), mine)
         removes = share(before, whole) - share(token_drift(rest, mine), whole)
-        flips = sum(count for count, _ in router_flips(alone, own).values())
+        flips = sum(count for count, _ in audit.router_flips(alone, own).values())
         return ExplainedCell(cell, drift, explains, removes, flips)
 
     explained = [explain(cell) for cell in cells if cell in replayed]
@@ -292,7 +289,7 @@ def compare_sides(
     runs = _guesses(replays, values, tokens) if asks else ()
     tried = [DtypeGuess(key, dtype, 1 - left(logprobs)) for key, dtype, logprobs in runs]
     tried = [guess for guess in tried if guess.explains > EXPLAINED]
-    flips = ((name, count) for name, (count, _) in router_flips(sampler, own).items() if count)
+    flips = ((name, count) for name, (count, _) in audit.router_flips(sampler, own).items() if count)
     return SideComparison(
         whole=whole,
         faults=tuple(faults),
@@ -313,7 +310,7 @@ def compare_sides(
 def _table_cells(
     trainer: TrainerSide, table: SamplerDtypes, compute: dict[str, DType]
 ) -> list[DifferentCell]:
-    cells = differences.different_dtypes(table, trainer.plan, trainer.roles, compute)
+    cells = different_dtypes(table, trainer.plan, trainer.roles, compute)
     if table.buffers is not None:
         floating = {n: b for n, b in trainer.module.named_buffers() if b.is_floating_point()}
         if not floating:
@@ -358,17 +355,17 @@ def _guesses(
     for key, dtype in ((key, dtype) for key, dtypes in GUESSES for dtype in dtypes):
         table = parse_sampler_dtypes({key: str(dtype)})
         try:
-            compute = differences.sampler_compute(table, trainer.plan, trainer.roles)
+            compute = sampler_compute(table, trainer.plan, trainer.roles)
             cells = _table_cells(trainer, table, compute)
             replays = replace(given, table=table, compute=compute, done={})
             cells += _activation_cells(replays, values)
-        except REFUSED:
+        except audit.REFUSED:
             continue
         if cells:
             yield key, dtype, tokens.select(replays.run_sampler([*values, *cells]))
 
 
-def _flipped_share(sampler: Signals, own: Signals, tokens: ComparedTokens, gaps: Tensor) -> float:
+def _flipped_share(sampler: audit.Signals, own: audit.Signals, tokens: ComparedTokens, gaps: Tensor) -> float:
     flipped = []
     for part, routes, before in zip(tokens.order, sampler.routes, own.routes, strict=True):
         rows, length = len(part), len(tokens.sequences[part[0]])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import from_torch
-from zerodrift.inspect.drift.sampler_weights import SamplerTensor, read_sampler_weights
+from zerodrift.inspect.drift.sampler import SamplerTensor, read_sampler_weights
 from zerodrift.inspect.drift.trainer import TrainerSide
 from zerodrift.weights import expected_tensors
 

@@ -11,21 +11,10 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from zerodrift import report
 from zerodrift.errors import several
 from zerodrift.inspect.drift.attribution import CLIPPED, ExplainedCell, SideComparison, TokenDrift
 from zerodrift.inspect.drift.tensor_status import TensorStatus
-from zerodrift.report import (
-    DIGEST_SHOWN,
-    columns,
-    elide,
-    grid,
-    legible_text,
-    pairs,
-    render,
-    section,
-    text_table,
-    title,
-)
 
 WIDTH = 80
 _FAULTS = 12
@@ -38,18 +27,19 @@ def comparison_text(
 ) -> str:
     """`facts` name the two sides."""
     warn = ("bold yellow",)
-    parts: list[RenderableType] = [title("drift", "", width), pairs(facts, width=width), Text()]
-    parts.append(pairs([("verdict", verdict(found))], bold=True, width=width))
+    parts: list[RenderableType] = [report.title("drift", "", width), report.pairs(facts, width=width), Text()]
+    parts.append(report.pairs([("verdict", verdict(found))], bold=True, width=width))
     if found.faults:
-        parts.append(section("not what was trained", several(len(found.faults), "tensor")))
+        parts.append(report.section("not what was trained", several(len(found.faults), "tensor")))
         for number, status in enumerate(found.faults[:_FAULTS]):
-            parts += [*([Text()] if number else []), grid(_fault(status, width), (1,), warn, width)]
+            parts += [*([Text()] if number else []), report.grid(_fault(status, width), (1,), warn, width)]
         if len(found.faults) > _FAULTS:
             parts.append(Text(f"and {len(found.faults) - _FAULTS:,} more", style="dim"))
-    parts += [section("drift", "log-probabilities, the other side minus the trainer")]
-    parts.append(pairs(_statistics(found.whole), width=width))
+    parts += [report.section("drift", "log-probabilities, the other side minus the trainer")]
+    parts.append(report.pairs(_statistics(found.whole), width=width))
     if found.cells:
-        parts += [section("what explains it", "replays of the trainer's model"), _cells(found.cells, width)]
+        parts.append(report.section("what explains it", "replays of the trainer's model"))
+        parts.append(_cells(found.cells, width))
         below = [f"and {len(found.cells) - _CELLS:,} more"] if len(found.cells) > _CELLS else []
         below.append(_LEGEND)
         if found.unexplained:
@@ -61,24 +51,24 @@ def comparison_text(
             (f"{each.key}: {each.dtype}", f"has {percent(each.explains)} of the squared drift")
             for each in found.tried[:_ROUTERS]
         ]
-        parts += [section("what it may be", detail), grid(guesses, (24,), ("",), width)]
+        parts += [report.section("what it may be", detail), report.grid(guesses, (24,), ("",), width)]
     if found.choices:
         flips = sum(count for _, count in found.router_flips)
         told = f"{flips:,} of {found.choices:,} choices are others"
         if flips:
             told += f"; {percent(found.flipped_share)} of the squared drift is on their tokens"
-        parts += [section("routers"), Text(told)]
+        parts += [report.section("routers"), Text(told)]
         if routers := [(f"{count:,}", name) for name, count in found.router_flips[:_ROUTERS]]:
-            parts.append(grid(routers, (8,), ("bold",), width))
+            parts.append(report.grid(routers, (8,), ("bold",), width))
     if found.far:
         tokens = [("sequence", "place", "token", "trainer", "other", "difference")]
         for t in found.far:
             numbers = (f"{t.trainer:.4f}", f"{t.other:.4f}", f"{t.other - t.trainer:+.4f}")
             tokens.append((f"{t.sequence:,}", f"{t.place:,}", f"{t.token}", *numbers))
-        parts += [section("furthest tokens"), text_table(tokens, left=())]
-    if found.notes:
-        parts += [section("notes"), grid([("!", note) for note in found.notes], (1,), warn, width)]
-    return render(parts, color, width)
+        parts += [report.section("furthest tokens"), report.text_table(tokens, left=())]
+    if notes := [("!", note) for note in found.notes]:
+        parts += [report.section("notes"), report.grid(notes, (1,), warn, width)]
+    return report.render(parts, color, width)
 
 
 _LEGEND = (
@@ -126,29 +116,22 @@ def _statistics(whole: TokenDrift) -> list[tuple[str, str]]:
 
 
 def _fault(status: TensorStatus, width: int) -> list[tuple[str, str]]:
-    verdict, name = status.verdict, elide(status.name, width - 24)
-    digests = "  ".join(f"{place} {hexed[:DIGEST_SHOWN]}" for place, hexed in status.digests)
+    verdict, name = status.verdict, report.elide(status.name, width - 24)
+    digests = "  ".join(f"{place} {hexed[: report.DIGEST_SHOWN]}" for place, hexed in status.digests)
     last = [("", f"{status.dtype}, as {status.step}: {digests}")] if digests else []
     return [("!", f"{name}  {verdict.kind}"), ("", verdict.told), *last]
 
 
 def _cells(cells: Sequence[ExplainedCell], width: int) -> RenderableType:
-    rows = [("", "", "alone", "removes", "flips")]
+    rows = []
     for each in cells[:_CELLS]:
         told = each.cell.told.partition(",")[0] if each.is_fault else each.cell.told
         figures = ("-", "-", "-")
         if each.alone is not None:
             figures = (percent(each.explains), percent(each.removes), f"{each.flips:,}")
         rows.append((each.cell.key, told, *figures))
-    numbers = [max(map(len, column)) for column in list(zip(*rows, strict=True))[2:]]
-    room = width - sum(numbers) - 8
-    first = min(room // 2, max(len(row[0]) for row in rows))
-    lines: list[list[RenderableType]] = []
-    for number, row in enumerate(rows):
-        style = "" if number else "dim"
-        words = legible_text(elide(row[0], first), style), legible_text(row[1], "dim")
-        lines.append([*words, *(Text(cell, style=style) for cell in row[2:])])
-    return columns((first, room - first, *numbers), lines, right=(2, 3, 4), gap=2, folds=True)
+    heads = ("", "", "alone", "removes", "flips")
+    return report.fitted_table(report.PageTable(heads, rows, figures=heads[2:]), width)
 
 
 def comparison_json(found: SideComparison) -> str:

@@ -24,7 +24,7 @@ from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError, listed
 from zerodrift.inspect.audit import literal_glob, without_update
 from zerodrift.inspect.check import table as tables
-from zerodrift.inspect.drift.sampler_dtypes import Role, role_of, roles_of
+from zerodrift.inspect.drift.sampler import Role, role_of, roles_of
 from zerodrift.inspect.trace import Column, ModelRecord, ParameterRecord
 from zerodrift.mesh import MeshShape
 from zerodrift.model import ModelSpec, build_runnable, describe, holds, is_factory, make

@@ -16,18 +16,8 @@ from typing import Annotated, Literal, cast
 
 from pydantic import BaseModel, Field
 
+from zerodrift import config
 from zerodrift.comm import DIRECT, HALVING
-from zerodrift.config import (
-    Block,
-    Keys,
-    NonNegativeFloat,
-    Positive,
-    PositiveFloat,
-    TreeReader,
-    fields,
-    join,
-    tree_of,
-)
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, nearest
 from zerodrift.mesh import MeshShape
@@ -38,61 +28,61 @@ FOLDER = Path(__file__).with_name("clusters")
 MICRO, GIGA, TERA = 1e-6, 1e9, 1e12
 
 
-class Products(Block):
+class Products(config.Block):
     """TFLOP/s of dense products, by the dtype that is computed in."""
 
-    fp32: PositiveFloat
+    fp32: config.PositiveFloat
     """Products of fp32 operands; of TF32 where torch is told to use it."""
-    bf16: PositiveFloat | None = None
+    bf16: config.PositiveFloat | None = None
     """Products of bf16 operands; without them a plan that computes in bf16 is an error."""
-    fp16: PositiveFloat | None = None
+    fp16: config.PositiveFloat | None = None
     """Products of fp16 operands; without them a plan that computes in fp16 is an error."""
-    fp8: PositiveFloat | None = None
+    fp8: config.PositiveFloat | None = None
     """Products of fp8 operands; without them a plan with `compute: fp8` is an error."""
 
 
-class Device(Block):
+class Device(config.Block):
     """The device of one rank."""
 
     tflops: Products
     """Figures of its maker, or measured ones."""
     tflops_reached: Share = 1.0
     """The share of that which products of a usual size reach."""
-    memory_gb: PositiveFloat
+    memory_gb: config.PositiveFloat
     """GB (10^9 bytes) that a rank may fill."""
-    memory_gb_per_s: PositiveFloat
+    memory_gb_per_s: config.PositiveFloat
     """GB/s between memory and processor, read and written together."""
     memory_reached: Share = 1.0
     """The share of that which passes over memory reach."""
-    new_gb_per_s: PositiveFloat | None = None
+    new_gb_per_s: config.PositiveFloat | None = None
     """GB/s at which memory is had from the system and filled. Default: none is, an allocator keeps it."""
-    cache_mb: NonNegativeFloat = 0.0
+    cache_mb: config.NonNegativeFloat = 0.0
     """Operations that move less than so many MB find them in a cache."""
-    cache_gb_per_s: PositiveFloat | None = None
+    cache_gb_per_s: config.PositiveFloat | None = None
     """GB/s of that cache. Default: as memory."""
-    operation_us: NonNegativeFloat = 0.0
+    operation_us: config.NonNegativeFloat = 0.0
     """Microseconds that an operation takes at least, however little it computes."""
 
 
-class Link(Block):
+class Link(config.Block):
     """A link between devices."""
 
-    gb_per_s: PositiveFloat
+    gb_per_s: config.PositiveFloat
     """GB/s that one device sends, while it receives as much."""
     reached: Share = 1.0
     """The share of that which collectives reach."""
-    latency_us: NonNegativeFloat = 0.0
+    latency_us: config.NonNegativeFloat = 0.0
     """Microseconds of one round of messages."""
-    message_us: NonNegativeFloat = 0.0
+    message_us: config.NonNegativeFloat = 0.0
     """Microseconds of each message beyond its bytes, where a rank sends one to every other."""
 
 
-class Cluster(Block):
+class Cluster(config.Block):
     """The machines of a run."""
 
     device: Device
     """The device of one rank."""
-    devices_per_host: Positive
+    devices_per_host: config.Positive
     """Devices that are joined by `host`; ranks that are neighbours share a host."""
     host: Link
     """Link inside a host."""
@@ -102,7 +92,7 @@ class Cluster(Block):
     """How the engine carries collectives: `native` on NCCL, `pairs` on gloo."""
     compute_beside_link: Share = 1.0
     """How fast a rank computes while something travels, in its speed while nothing does."""
-    reserve_gb: NonNegativeFloat = 0.0
+    reserve_gb: config.NonNegativeFloat = 0.0
     """GB of each device that neither the plan nor activations can have: the libraries' own, and fragments."""
     source: str = ""
     """Origin of the figures."""
@@ -138,19 +128,19 @@ def read_cluster(source: str | os.PathLike[str]) -> tuple[Cluster, Path]:
         must = f"must be the file of a cluster, or one of {', '.join(built_in())}"
         do = f"{meant}Copy one of those from {FOLDER} and change it."
         raise ConfigError("--simulate", must, got=repr(text), do=do)
-    heading, tree, problems = tree_of(path, "cluster")
-    reader = TreeReader(KEYS, problems)
+    heading, tree, problems = config.tree_of(path, "cluster")
+    reader = config.TreeReader(KEYS, problems)
     cluster = reader.validate(reader.select_used(tree))
     problems.raise_as(ConfigError, heading)
     return cast(Cluster, cluster), path
 
 
 def _suggestion(key: str, block: type[BaseModel] | None, path: str) -> str:
-    near = nearest(key, fields.fields(block) if block is not None else ())
-    return f"Did you mean `{join(path, near[0])}`?" if near else "See docs/simulate.md."
+    near = nearest(key, config.fields.fields(block) if block is not None else ())
+    return f"Did you mean `{config.join(path, near[0])}`?" if near else "See docs/simulate.md."
 
 
-KEYS = Keys("cluster", Cluster, "a cluster", _suggestion)
+KEYS = config.Keys("cluster", Cluster, "a cluster", _suggestion)
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,15 +115,16 @@ class RankPlayer:
         self._last_gathers: list[_Transfer] = []
         self._seconds: dict[int, tuple[Mapping[CountedOperation, int], float]] = {}
 
-    def play(self, events: Iterable[Event], *, first: bool, last: bool, kind: str = "B") -> None:
-        """Play the events of a micro-batch. `first` and `last` are its place in the step; `kind` is the part
-        of its backward: all (`B`), inputs (`I`) or weights (`W`)."""
-        for _ in self.turns(events, first=first, last=last, kind=kind):
+    def play(self, events: Iterable[Event], *, first: bool, last: bool) -> None:
+        """Play the events of a micro-batch. `first` and `last` are its place in the step."""
+        for _ in self.turns(events, first=first, last=last, kind="B"):
             pass
 
     def turns(self, events: Iterable[Event], *, first: bool, last: bool, kind: str) -> Iterator[None]:
-        """Play, and yield whenever expert rows begin to travel, where the engine lets another part go on
-        (`experts/turns.py`)."""
+        """Play, and yield whenever expert rows begin to travel, as `experts/turns.py` lets others go on.
+
+        `kind` is the part of a backward: all (`B`), inputs (`I`) or weights (`W`).
+        """
         for event in events:
             if isinstance(event, Computation):
                 yield from self._compute(event, first, last, kind)

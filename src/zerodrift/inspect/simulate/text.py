@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from zerodrift.errors import several
@@ -14,7 +14,19 @@ from zerodrift.inspect.simulate.simulation import Simulation, SweepResult
 from zerodrift.inspect.simulate.work import Work
 from zerodrift.plan import Plan
 from zerodrift.record import encode
-from zerodrift.report import grid, pairs, percent, render, section, significant, size, text_table, title
+from zerodrift.report import (
+    PageTable,
+    elements,
+    fitted_table,
+    grid,
+    pairs,
+    percent,
+    render,
+    section,
+    significant,
+    size,
+    title,
+)
 
 WIDTH = 80
 SHOWN = 12  # results of a sweep that are printed of each kind; JSON has all
@@ -110,35 +122,22 @@ def sweep_text(
     return render(lines, color, width)
 
 
-_HEAD = ("stage", "wire", "order", "replicas", "recompute", "step", "tokens/s", "MFU", "waits", "memory")
-_WIDTHS = (5, 8, 6, 8, 9, 7, 8, 5, 5, 9)
-
-
 def _results(results: Sequence[SweepResult], width: int) -> RenderableType:
-    rows: list[Sequence[str]] = []
-    for result in results[:SHOWN]:
-        choice, found = result.choice, result.simulation
+    rows = []
+    for choice, found in ((each.choice, each.simulation) for each in results[:SHOWN]):
         if found is not None:
-            rows.append((
-                *(str(choice.stage), choice.wire, choice.order, f"{choice.replicas:,}"),
-                *("yes" if choice.recompute else "no", _seconds(found.seconds)),
-                *(_count(found.tokens_per_second), f"{found.mfu:.0%}"),
-                *(f"{found.exposed / found.seconds:.0%}", f"{found.memory.total / 2**30:.0f} GiB"),
-            ))  # fmt: skip
+            keys = str(choice.stage), choice.wire, choice.order, f"{choice.replicas:,}"
+            times = "yes" if choice.recompute else "no", _seconds(found.seconds)
+            rates = elements(round(found.tokens_per_second)), f"{found.mfu:.0%}"
+            waits = f"{found.exposed / found.seconds:.0%}", f"{found.memory.total / 2**30:.0f} GiB"
+            rows.append((*keys, *times, *rates, *waits))
     if not rows:
         return Text()
+    heads = "stage", "wire", "order", "replicas", "recompute", "step", "tokens/s", "MFU", "waits", "memory"
     # What a narrow terminal leaves out follows from the time of a step.
-    kept = range(10) if width >= sum(_WIDTHS) + 9 else (0, 1, 2, 3, 4, 5, 9)
-    table = [[row[n] for n in kept] for row in (_HEAD, *rows)]
-    text = text_table(table, [_WIDTHS[n] for n in kept], range(5), " ")
-    return text.append(f"\nand {len(results) - SHOWN} more") if len(results) > SHOWN else text
-
-
-def _count(value: float) -> str:
-    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{significant(value / limit)}{suffix}"
-    return significant(value)
+    table = PageTable(heads, rows, figures=heads[5:], wide_only=heads[6:9])
+    more = [Text(f"and {len(results) - SHOWN} more")] if len(results) > SHOWN else []
+    return Group(fitted_table(table, width), *more)
 
 
 def simulation_json(plan: Plan, work: Work, cluster: str, simulation: Simulation) -> str:

@@ -94,7 +94,10 @@ def count_work(plan: Plan, model: nn.Module, inputs: Inputs) -> Work:
             got = "no loss, nothing that it returns has a gradient"
         must, do = "must have a step that runs", "See `zerodrift plan --trace`."
         raise ModelError("--simulate", must, got=got, do=do)
-    return _work(plan, traced, saved, _token_count(inputs))
+    tensors = tensors_in((inputs.args, dict(inputs.kwargs)))
+    whole = (tensor.numel() for tensor in tensors if not tensor.is_floating_point())
+    samples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
+    return _work(plan, traced, saved, next(whole, samples))
 
 
 def sized_inputs(model: nn.Module, samples: int, length: int) -> Inputs:
@@ -162,13 +165,6 @@ class _SavedTensors:
             place = self._running[-1] if self._running else ("leave" if self._block_ran else "enter")
             self.saved[place] += storage.nbytes()
         return tensor
-
-
-def _token_count(inputs: Inputs) -> int:
-    """Elements of the first integer tensor, or samples if there is none."""
-    tensors = tensors_in((inputs.args, dict(inputs.kwargs)))
-    whole = [tensor.numel() for tensor in tensors if not tensor.is_floating_point()]
-    return next(iter(whole), tensors[0].shape[0] if tensors and tensors[0].dim() else 1)
 
 
 def _work(plan: Plan, traced: Trace, saved: _SavedTensors, tokens: int) -> Work:

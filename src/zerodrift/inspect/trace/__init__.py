@@ -7,11 +7,13 @@ from zerodrift.faces import face
 if TYPE_CHECKING:
     from zerodrift.inspect.trace import records
     from zerodrift.inspect.trace.dry_run import trace
+    from zerodrift.inspect.trace.engine import observe, observe_calls
     from zerodrift.inspect.trace.hooks import when_imported
-    from zerodrift.inspect.trace.libraries.engine import observe, observe_calls
     from zerodrift.inspect.trace.model import is_compiled
-    from zerodrift.inspect.trace.operations import CASTS, anything_compiled, every_operation, flops_of
-    from zerodrift.inspect.trace.places import ModulePaths, paths_in, place_of_code
+    from zerodrift.inspect.trace.operations import (
+        CASTS, ModulePaths, anything_compiled, every_operation, flops_of, paths_in, place_of_code,
+        tensors_of,
+    )  # fmt: skip
     from zerodrift.inspect.trace.records import (
         COLUMNS, Column, EngineRecord, ModelRecord, ParameterRecord, ProcessRecord, Sighting, VERSION,
         column_word, dtype_name, merged,

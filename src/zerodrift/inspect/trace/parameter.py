@@ -15,9 +15,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zerodrift.inspect.trace.libraries.narrow import narrow_name
-from zerodrift.inspect.trace.places import line_of_script
-from zerodrift.inspect.trace.records import Column, ParameterRecord, dtype_name
+from zerodrift.inspect.trace.operations import line_of_script
+from zerodrift.inspect.trace.records import Column, ParameterRecord, dtype_name, narrow_name
 
 Owner = TypeVar("Owner")
 

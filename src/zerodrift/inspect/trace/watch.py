@@ -16,13 +16,10 @@ from typing import Any
 
 import torch
 
-from zerodrift.inspect.trace.forwards import ForwardWatch
-from zerodrift.inspect.trace.gradients import CollectiveWatch, GradientWatch
-from zerodrift.inspect.trace.libraries.deepspeed import DeepSpeed
-from zerodrift.inspect.trace.libraries.fsdp import Fsdp1, Fsdp2
-from zerodrift.inspect.trace.libraries.own import Own
+from zerodrift.inspect.trace.libraries import DeepSpeed, Fsdp1, Fsdp2, Own
+from zerodrift.inspect.trace.passes import CollectiveWatch, ForwardWatch, GradientWatch
 from zerodrift.inspect.trace.records import ProcessRecord
-from zerodrift.inspect.trace.script.watch import ScriptWatch
+from zerodrift.inspect.trace.script import ScriptWatch
 from zerodrift.inspect.trace.state import WatchState
 from zerodrift.inspect.trace.steps import ExportWatch, StepWatch
 

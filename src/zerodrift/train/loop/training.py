@@ -292,10 +292,7 @@ class Loop:
         for text in (line, *map(legible, wider)):
             self._display.say(text)
         if self._leads:
-            cells = [
-                [c.column, c.declared, c.seen, c.parameters, c.numel, c.verdict]
-                for c in compare.table(plan, seen)
-            ]
+            cells = [list(cell[:-1]) for cell in compare.table(plan, seen)]
             values = {"step": step, "line": line, "logits": sorted(seen.logits)}
             self._write("precision", {**values, "cells": cells, "notes": wider})
             self._session.folder.save_plan(plan.noted(wider))

@@ -1,1 +1,0 @@
-"""One adapter per library, which knows the tensors that the library packs in the versions that were tried."""

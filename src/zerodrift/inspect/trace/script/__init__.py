@@ -1,1 +1,0 @@
-"""Operations of a script's own code, outside of forwards and steps: losses, copies of weights, averages."""
