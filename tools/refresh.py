@@ -32,7 +32,6 @@ from typing import Any
 
 import zerodrift
 from zerodrift.cli import app
-from zerodrift.config.reference import render_config, render_page
 from zerodrift.faces import homes_of
 from zerodrift.policy.support import states, table
 from zerodrift.report.support import support_markdown
@@ -42,6 +41,7 @@ import benchmarks
 import formats_page
 from claims import Results
 from columns_picture import columns_picture
+from config_page import render_config, render_page
 from job_page import render_job
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -56,7 +56,7 @@ class MeshShape:
         return self.shard * self.replicate
 
     def size(self, axis: str) -> int:
-        """Return the ranks of an axis of segments: `shard`, `expert_shard`, or a second copy's."""
+        """Return the ranks of an axis by its name."""
         return int(getattr(self, axis))
 
     def __str__(self) -> str:

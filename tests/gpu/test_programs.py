@@ -42,8 +42,8 @@ from zerodrift.kernels.digests import BYTES, prints, reference_prints
 from zerodrift.kernels.probe import Contraction, contraction
 from zerodrift.kernels.squares import block_square_sums, reference_square_sums
 from zerodrift.optim import fused
-from zerodrift.optim.factory import make_updater
 from zerodrift.optim.fused import update_on_device
+from zerodrift.optim.offload import make_updater
 from zerodrift.optim.schemes import Scheme, SliceTensors, allocate
 from zerodrift.optim.updater import Owned
 from zerodrift.optim.updates import Hyper, UpdateStep, room_for_statistics

@@ -12,7 +12,7 @@ from tests.numerics.runs import Run, config, make, same, train
 from tests.ranks.harness import run_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
-from zerodrift.optim.blockwise import Code, encode
+from zerodrift.optim.rounding import Code, encode
 from zerodrift.plan.bill import cost
 
 STAGES = (0, 1, 2, 3)

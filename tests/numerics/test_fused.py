@@ -139,35 +139,6 @@ def test_statistics_equal_the_reference_and_change_nothing(algorithm: Algorithm)
             assert_equal(other, silent)
 
 
-def test_statistics_say_what_was_lost() -> None:
-    """bf16 weights of 1 and a change of a thousandth: every update is lost, unless there is a master."""
-    step = UpdateStep(optimizers.SGD, (Hyper(1e-3),), 1)
-    for scheme, lost in (
-        (Scheme(DType.BF16, Master.SAME, State.FP32), 1.0),
-        (Scheme(DType.BF16, Master.FP32, State.FP32), 0.0),
-        (Scheme(DType.BF16, Master.SPLIT, State.FP32), 0.0),
-        (Scheme(DType.FP32, Master.SAME, State.FP32), 0.0),
-    ):
-        mine = allocate(scheme, torch.ones(512, dtype=scheme.storage.torch), 0)
-        room = room_for_statistics(mine.blocks)
-        gradient = torch.ones(512)
-        gradient[:128] = 0
-        fused.update(scheme, mine, gradient, step, room)
-        moved, unseen, gone, underflow, change, weight = room.sum(0).tolist()
-        assert (moved, unseen, gone, underflow) == (384, 384 * (scheme.storage is DType.BF16), 384 * lost, 0)
-        assert (change / weight) ** 0.5 == pytest.approx(1e-3 * (384 / 512) ** 0.5)
-
-
-def test_statistics_count_moments_that_underflow() -> None:
-    scheme = Scheme(DType.FP32, Master.SAME, State.BF16)
-    mine = allocate(scheme, torch.ones(256), 2)
-    gradient = torch.full((256,), 1e-30)
-    gradient[:100] = 1e-3
-    room = room_for_statistics(1)
-    fused.update(scheme, mine, gradient, step_of(optimizers.ADAMW, 1), room)
-    assert room[0, 3] == 156
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler on this machine")
 def test_a_library_that_contracts_otherwise_is_caught(

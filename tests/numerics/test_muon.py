@@ -17,8 +17,8 @@ from tests.ranks.harness import on_ranks
 from zerodrift.api import initialize, make_plan
 from zerodrift.errors import ConfigError
 from zerodrift.optim import muon
-from zerodrift.optim.factory import make_updater
 from zerodrift.optim.muon import MuonHyper
+from zerodrift.optim.offload import make_updater
 from zerodrift.plan.table import Plan
 
 PARAMS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "adam_lr": 3e-3, "betas": [0.9, 0.95]}

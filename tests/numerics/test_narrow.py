@@ -16,8 +16,9 @@ from tests.numerics.test_stages import train_alike
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift import ZerodriftError, cost, describe, export, load_weights, make_plan
 from zerodrift.checkpoint.checkpoints import Checkpoints
-from zerodrift.comm import Collectives, Sum, start_narrow_sum
+from zerodrift.comm import Collectives, Sum
 from zerodrift.dtypes import ADMITTED, DType, parse_among
+from zerodrift.engine.step.narrow_wire import start_narrow_sum
 from zerodrift.engine.step.trained_segment import TrainedSegment, trained_of
 from zerodrift.errors import ModelError
 from zerodrift.kernels import narrow

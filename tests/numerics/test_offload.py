@@ -21,8 +21,7 @@ from tests.numerics.pieces import owned
 from tests.numerics.runs import Run, config, make, require_alike, train
 from tests.ranks.harness import on_ranks
 from zerodrift.api import make_plan
-from zerodrift.optim.factory import make_updater
-from zerodrift.optim.offload import OffloadedUpdater, PendingCopy, SideStreams, Transfers
+from zerodrift.optim.offload import OffloadedUpdater, SideStreams, make_updater
 from zerodrift.optim.updater import Owned, Updater
 from zerodrift.plan.table import Plan
 
@@ -46,10 +45,10 @@ class Late:
         assert not self._pending, "begun twice"
         self.log.append("begin")
 
-    def down(self, host: torch.Tensor, there: torch.Tensor) -> PendingCopy:
+    def down(self, host: torch.Tensor, there: torch.Tensor) -> Ticket:
         return Ticket(self.log, "down", host, there)
 
-    def up(self, there: torch.Tensor, host: torch.Tensor) -> PendingCopy:
+    def up(self, there: torch.Tensor, host: torch.Tensor) -> Ticket:
         self._pending.append(Ticket(self.log, "up", there, host))
         return self._pending[-1]
 
@@ -74,12 +73,12 @@ class Ticket:
             self._target.copy_(self._source)
         self._done = True
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self._log.append(f"wait {self.name}")
         self.copy()
 
 
-WAYS: dict[str, Callable[[], Transfers]] = {
+WAYS: dict[str, Callable[[], Any]] = {
     "at once": lambda: SideStreams(torch.device("cpu")),
     "late": Late,
 }

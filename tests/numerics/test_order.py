@@ -22,7 +22,7 @@ from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.comm import collectives, native
 from zerodrift.comm.collectives import Carrier
 from zerodrift.engine.engine import Engine
-from zerodrift.engine.habits.microbatch_state import seed_of
+from zerodrift.engine.habits.determinism import seed_of
 from zerodrift.errors import UnsupportedError
 
 STEPS = 2

@@ -268,9 +268,3 @@ def test_moments_that_an_optimizer_would_not_round_are_refused(state: str) -> No
     optimizer = NADAM([{"params": list(model.parameters())}])
     with pytest.raises(UnsupportedError, match="state"):
         make(config(0, "bf16", optimizer=None, precision={"state": state}), model, optimizer=optimizer)
-
-
-def test_the_two_roundings_are_told_apart() -> None:
-    """The comparison above can fail: from weights with ties the first loss already differs."""
-    one, other = (run_plainly(with_ties(GPT()), ADAMW, rounding=way) for way in (even, round_away))
-    assert one.losses[0] != other.losses[0]

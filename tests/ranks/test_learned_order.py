@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
-from zerodrift.engine.step.unit_order import sort_by_pairs
+from zerodrift.engine.step.traversal import sort_by_pairs
 
 WIDTH, STEPS, MICRO, RANKS = 8, 3, 2, 2
 

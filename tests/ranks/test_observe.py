@@ -12,7 +12,7 @@ from tests.numerics.networks import GPT, WIDTH, batch
 from tests.numerics.runs import config, make
 from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
 from tests.ranks.harness import run_ranks
-from zerodrift.backends.fsdp_collectives import ReduceScatter
+from zerodrift.backends.adapters import ReduceScatter
 from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import PrecisionError

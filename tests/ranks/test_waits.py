@@ -77,7 +77,7 @@ def waits_of(stage: int, mode: str, streams: Any) -> tuple[list[str], list[tuple
     engine.destroy()
     dist.destroy_process_group()
     # The state of a generator is the host's own.
-    return [wait for wait in waits.found if wait != "equal in microbatch_state.forward"], list(streams.told)
+    return [wait for wait in waits.found if wait != "equal in determinism.forward"], list(streams.told)
 
 
 def test_a_step_waits_for_the_device_once() -> None:

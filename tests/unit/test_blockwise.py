@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.kernels import block_keys, random_words
-from zerodrift.optim.blockwise import LARGEST_SCALE, LEAST_SCALE, LEVELS, Code, decode, encode, tables
+from zerodrift.optim.rounding import LARGEST_SCALE, LEAST_SCALE, LEVELS, Code, decode, encode, tables
 
 CPU = torch.device("cpu")
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.unit.tools import load_tool
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.deepspeed import ENTRIES, SECTIONS, Entry
 from zerodrift.config.loader import load
-from zerodrift.config.reference import OURS
 from zerodrift.config.schema import Config
 from zerodrift.errors import ConfigError
 
+OURS = load_tool("config_page").OURS
 KEYS = Path(__file__).parent / "data" / "deepspeed_keys.txt"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "deepspeed").iterdir())
 

@@ -22,8 +22,11 @@ import torch
 from torch import nn
 import zerodrift
 from zerodrift import ConfigError, cost, load, make_plan
-from zerodrift.config.reference import render_config, render_page
 from tests.unit.models import moe
+from tests.unit.tools import load_tool
+
+page = load_tool("config_page")
+render_config, render_page = page.render_config, page.render_page
 
 def refused(call, *told):
     try:

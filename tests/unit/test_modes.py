@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from zerodrift import ConfigError, MeshShape, load, resolve
-from zerodrift.policy.modes import from_flags
+from zerodrift.policy.choices import from_flags
 
 PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
 CELLS = r"^\| ((?:not )?\w+) \| ((?:not )?\w+) \| (\w+) \| "

@@ -15,7 +15,7 @@ from tests.unit.models import at, moe
 from zerodrift.api import make_plan
 from zerodrift.comm.collectives import HALVING
 from zerodrift.comm.fold import Sum, additions, carries, fold, halving_exchanges, leftovers
-from zerodrift.engine.habits.microbatch_state import seed_of
+from zerodrift.engine.habits.determinism import seed_of
 from zerodrift.errors import ConfigError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import ModelSpec

@@ -10,7 +10,7 @@ import torch
 from tests.unit.models import EMBEDDING, at, moe, parameter, plan
 from zerodrift import Config, ConfigError, MatrixProducts, ModelSpec, Precision, UnsupportedError
 from zerodrift.kernels import products as kernels
-from zerodrift.policy.products import MULTIPLE
+from zerodrift.policy.narrow import MULTIPLE
 from zerodrift.record import decode, encode
 from zerodrift.report.explanation import explain
 

@@ -71,13 +71,6 @@ def test_any_mapping_will_do_and_is_copied_and_left_as_it_is() -> None:
     assert changed == BOTH
 
 
-def test_a_config_passes_through_but_not_with_overrides() -> None:
-    config = load(BOTH)
-    assert load(config) is config
-    assert "must come with the file or dict" in said(config, "bf16.enabled=false")
-    assert load({}) == load(Config()), "an empty one decides nothing"
-
-
 # --- files that cannot be read ----------------------------------------------------------------------
 
 

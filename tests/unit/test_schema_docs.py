@@ -9,12 +9,14 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from zerodrift.config import fields, reference
+from tests.unit.tools import load_tool
+from zerodrift.config import fields
 from zerodrift.config.loader import load
 from zerodrift.config.schema import Config, Flag, Positive, Reduce, Wire
 from zerodrift.policy.decisions import COLUMNS
 
 DOCS = Path(__file__).parents[2] / "docs"
+reference = load_tool("config_page")
 PAGES = {"config.md": reference.render_config, "deepspeed.md": reference.render_page}
 
 

@@ -23,6 +23,8 @@ from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.bill import cost, stage_cost
 from zerodrift.plan.check import find_violations
 from zerodrift.plan.stages import (
+    Action,
+    Timeline,
     activation_width,
     crossings,
     even_by_cost,
@@ -33,7 +35,6 @@ from zerodrift.plan.stages import (
     rank_of,
 )
 from zerodrift.plan.table import Plan
-from zerodrift.plan.timeline import Action, Timeline
 from zerodrift.policy import pipelining
 from zerodrift.policy.decisions import Pipelining
 from zerodrift.policy.pipelining import V_SHAPED

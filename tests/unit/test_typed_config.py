@@ -17,16 +17,7 @@ import zerodrift as zd
 from tests.unit.models import moe
 from zerodrift import dtypes
 from zerodrift.config import fields
-from zerodrift.config.schema import (
-    Config,
-    DTypeKey,
-    ExportKey,
-    Frozen,
-    GatherKey,
-    Product,
-    Storage,
-    WireKey,
-)
+from zerodrift.config.schema import Config, DTypeKey, ExportKey, Frozen, GatherKey, Product, Storage, WireKey
 from zerodrift.train.job_file import read_job
 
 COLUMNS = """storage: bf16, gather: bf16, compute: bf16, grad: bf16, accumulate: fp32, master: split,

@@ -21,12 +21,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zerodrift.backends.dtensors import DTensorMesh
+from zerodrift.backends.adapters import DTensorMesh
 from zerodrift.backends.group import Backwards
-from zerodrift.backends.optimizer import TensorUpdater
 from zerodrift.backends.placement import make_groups, shard
 from zerodrift.backends.tensor_guard import TensorGuard
-from zerodrift.backends.values import DTensorShard, TensorValues, pieces
+from zerodrift.backends.values import DTensorShard, TensorUpdater, TensorValues, pieces
 from zerodrift.comm import Collectives, is_the_users
 from zerodrift.engine import (
     BackwardCallbacks,
@@ -48,7 +47,7 @@ from zerodrift.plan import Plan
 from zerodrift.report import UpdateReport
 
 
-class FullyShardExecutor:
+class FullyShardExecutor(Executor):
     """Runs a plan of backend fsdp2."""
 
     def __init__(
@@ -90,16 +89,9 @@ class FullyShardExecutor:
         self._progress: TrainingProgress
         """Set by `follow`."""
 
-    @property
-    def runner(self) -> None:
-        return None
-
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
         self._progress = progress
         self.backwards.callbacks = callbacks
-
-    def require_peers(self) -> None:
-        """Peers that are gone end a collective by themselves."""
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 

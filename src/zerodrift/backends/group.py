@@ -35,8 +35,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zerodrift.backends.dtensors import DTensorLayout
-from zerodrift.backends.fsdp_collectives import GroupCollectives, sum_over_replicas, sum_over_shards
+from zerodrift.backends.adapters import DTensorLayout, GroupCollectives, sum_over_replicas, sum_over_shards
 from zerodrift.comm import Collectives, Mesh
 from zerodrift.engine import BackwardCallbacks, ForwardInputs, at_the_end, in_backward, tensors_in
 from zerodrift.plan import Group, Row

@@ -18,8 +18,15 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zerodrift.backends.dtensors import DTensorLayout, DTensorMesh, layout_of, local_part, require_tensor_axis
-from zerodrift.backends.fsdp_collectives import AllGather, ReduceScatter
+from zerodrift.backends.adapters import (
+    AllGather,
+    DTensorLayout,
+    DTensorMesh,
+    ReduceScatter,
+    layout_of,
+    local_part,
+    require_tensor_axis,
+)
 from zerodrift.backends.group import Backwards, LiveGroup, Member, Places, ShardRange, register, registered
 from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine import ValueSources

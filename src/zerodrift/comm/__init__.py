@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from zerodrift.comm.collectives import Collectives, DIRECT, HALVING, Handle, Recorded
     from zerodrift.comm.fold import Sum, carries, leftovers
     from zerodrift.comm.mesh import AxisName, Mesh, leave_slowly, start, started, usable_accelerator
-    from zerodrift.comm.narrow_sums import narrow_all_reduce, start_narrow_gather, start_narrow_sum
     from zerodrift.comm.shared import can_share
     from zerodrift.comm.shared_errors import Alarm, raise_on_all_ranks
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from zerodrift.config.plain_tree import join, override, plain, shown
     from zerodrift.config.schema import (
         BackendName, Bf16, Config, DataTypes, Experts, Flag, Fp16, MatrixProducts, Natural, NonNegativeFloat,
-        OffloadOptimizer, Optimizer, Pipeline, Positive, PositiveFloat, Precision, Reduce, Rule, Scheduler,
-        Sharding, TorchAutocast, ZeroOptimization,
+        OffloadOptimizer, Optimizer, Pipeline, Positive, PositiveFloat, Precision, RULES, Reduce, Rule,
+        Scheduler, Sharding, TorchAutocast, ZeroOptimization,
     )  # fmt: skip
     from zerodrift.config.tree import Keys, TreeReader, tree_of
 

@@ -16,10 +16,9 @@ from typing import Any
 
 from zerodrift.config.loader import load
 from zerodrift.config.plain_tree import Tree, join, override, shown
+from zerodrift.config.schema import RULES
 from zerodrift.config.tree import tree_of
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
-
-RULES = "precision.rules"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.plain_tree import collect_written, join, override
-from zerodrift.config.schema import Config, check_rule
+from zerodrift.config.schema import RULES, Config, check_rule
 from zerodrift.config.tree import Keys, TreeReader, tree_of
 from zerodrift.errors import ConfigError, nearest
 
@@ -104,7 +104,7 @@ def load(source: ConfigSource | None, overrides: Sequence[str] = ()) -> Config:
     precision = used.get("precision")
     rules = precision.get("rules") if isinstance(precision, dict) else None
     for number, rule in enumerate(rules if isinstance(rules, list) else ()):
-        where = f"precision.rules[{number}]"
+        where = f"{RULES}[{number}]"
         if isinstance(rule, dict) and where not in walk.doubtful:
             check_rule(rule, where, problems)
     config = walk.validate(used)

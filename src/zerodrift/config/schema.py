@@ -73,6 +73,7 @@ PositiveFloat = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 Scale = Annotated[float, Field(ge=0, le=2.0**127, strict=True, allow_inf_nan=False)]
 """A loss scale, bounded by the range of fp32, in which a loss is scaled."""
 
+RULES = "precision.rules"
 BackendName = Literal["native", "fsdp2"]
 Mode = Literal["auto", "fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16"]
 

@@ -1,6 +1,6 @@
 """Read a file or dict into a checked block of keys: every key is used, ignored with a reason, or an error.
 
-`TreeReader` walks a plain tree once, key by key. Keys of the schema go to pydantic, whose errors `validation`
+`TreeReader` walks a plain tree once, key by key. Keys of the schema go to pydantic, whose errors `block`
 rewords. Every other key has its fate in a table, which may be empty, or is unknown. Configs, jobs and
 clusters are read alike, and `Keys` holds their differences.
 
@@ -18,10 +18,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from zerodrift.config import deepspeed, fields
+from zerodrift.config.block import Steps, add_errors, name_of
 from zerodrift.config.parser import SourceBlock, read
 from zerodrift.config.plain_tree import Tree, join, plain, shown
 from zerodrift.config.schema import KeyUse
-from zerodrift.config.validation import Steps, add_errors, name_of
 from zerodrift.errors import ConfigError, Problems, listed
 
 NULL = "null is the same as leaving it out"

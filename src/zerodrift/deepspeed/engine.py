@@ -246,7 +246,7 @@ class DeepSpeedEngine(CheckpointedEngine):
     @property
     def global_steps(self) -> int:
         """Complete steps, skipped ones included."""
-        return self._engine.global_steps + self._engine.skipped_steps
+        return self._engine.progress.steps_tried
 
     @property
     def skipped_steps(self) -> int:

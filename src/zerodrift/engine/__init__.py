@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from zerodrift.engine.habits.absent_parameter import (
         AbsentParameter, STAYS, absent_class, mark_absent, mark_gathered,
     )  # fmt: skip
-    from zerodrift.engine.habits.microbatch_state import generators, generators_kept
+    from zerodrift.engine.habits.determinism import generators, generators_kept
     from zerodrift.engine.habits.parameter_guard import LOAD
     from zerodrift.engine.habits.storage_writes import READ, WRITE, mark_storage_changed
     from zerodrift.engine.native_executor import NativeExecutor, native

@@ -2,7 +2,7 @@
 
 It decides nothing. The plan's rows say what is gathered, cast, reduced and updated in which dtype, the
 executor does it (`executor.py`), and `progress.py` counts. A micro-batch is `engine(...)` and
-`engine.backward(loss)`. `engine.step()` ends it and, at the last one of a step, updates (`step/recipe.py`).
+`engine.backward(loss)`. `engine.step()` ends it and, at the last one of a step, updates.
 Or all micro-batches of a step are given to `engine.train_batch`, which is how a pipeline trains.
 
 Invariant: after an exception, in the model's forward or in a backward, the engine is as good as before. A
@@ -25,14 +25,15 @@ from zerodrift.engine.digest import Digest, gradient_digest, state_digest
 from zerodrift.engine.executor import BatchResult, Executor, LossOf, SequentialRunner
 from zerodrift.engine.habits.determinism import (
     Determinism,
+    MicrobatchState,
     nondeterministic_operation,
     release_determinism,
+    seed_generators,
+    seed_of,
 )
-from zerodrift.engine.habits.microbatch_state import MicrobatchState, seed_generators, seed_of
 from zerodrift.engine.progress import Scaler, StepResult, TrainingProgress, refusal
 from zerodrift.engine.shards import SegmentShard
 from zerodrift.engine.step.gradients import BackwardCallbacks
-from zerodrift.engine.step.recipe import run_step
 from zerodrift.engine.values import ParameterHandle, WholeValues, row_of
 from zerodrift.errors import RankError
 from zerodrift.optim import OptimizerState, make_schedule
@@ -130,7 +131,7 @@ class Engine:
             self._state.is_seeded = True
 
     def _seed_of(self, number: int) -> int:
-        return seed_of(self.seed, self.global_steps + self.skipped_steps, number)
+        return seed_of(self.seed, self.progress.steps_tried, number)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context whose backwards are not the last of their step, so that reductions wait."""
@@ -246,14 +247,20 @@ class Engine:
         `schedule_arguments` are passed to the schedule. With `error_if_nonfinite`, a gradient that is not
         finite raises instead of skipping the step.
         """
-        return run_step(
-            self.executor,
-            self.progress,
-            self.zero_grad,
-            self.before_update,
-            error_if_nonfinite,
-            schedule_arguments,
-        )
+        executor, progress = self.executor, self.progress
+        before = progress.now()
+        with executor.step():
+            if not progress.begin_step():
+                return before
+            with torch.no_grad():
+                norm = executor.norm()
+                if self.before_update is not None:
+                    self.before_update()
+                bad = [] if norm.finite else executor.bad()
+                if norm.finite:
+                    executor.update(norm.multiplier(progress.unscale, self.plan.policy.clip))
+            self.zero_grad()
+            return progress.end_step(before, norm, bad, schedule_arguments, error_if_nonfinite)
 
     def zero_grad(self) -> None:
         """Forget the gradients of this step."""

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from zerodrift.comm import Collectives, raise_on_all_ranks
-from zerodrift.engine.habits.microbatch_state import generators_kept, seed_generators
+from zerodrift.engine.habits.determinism import generators_kept, seed_generators
 from zerodrift.engine.progress import StepResult, TrainingProgress
 from zerodrift.engine.shards import SegmentShard, Span
 from zerodrift.engine.step.compute import ForwardPrecision
@@ -48,18 +48,20 @@ class Executor(Protocol):
     whole: nn.Module
     forwards: Sequence[nn.Module]
     precision: ForwardPrecision
+    updater: OptimizerState | None
 
     @property
     def runner(self) -> Any:
         """Return what has the methods of `SequentialRunner`, or None."""
+        return None
 
-    @property
-    def updater(self) -> OptimizerState | None: ...
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
         """Begin training; `callbacks` hear of backwards that the engine does not call."""
 
     def require_peers(self) -> None:
-        """Raise if another rank is known to have ended all of them."""
+        """Raise if another rank is known to have ended all of them. Elsewhere than in a pipeline, peers that
+        are gone end a collective by themselves."""
+        return
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for a forward."""

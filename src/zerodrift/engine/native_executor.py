@@ -18,9 +18,9 @@ from torch import nn
 from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine import shards
 from zerodrift.engine.executor import Executor
-from zerodrift.engine.habits.microbatch_state import generators
+from zerodrift.engine.habits.determinism import generators
 from zerodrift.engine.habits.parameter_guard import ParameterGuard, mark_as_ours
-from zerodrift.engine.habits.pins import pin, unpin
+from zerodrift.engine.habits.pins import make_plain, pin
 from zerodrift.engine.habits.storage_writes import (
     are_missing,
     check_storage,
@@ -37,19 +37,11 @@ from zerodrift.engine.progress import TrainingProgress, refusal
 from zerodrift.engine.step import compute, products
 from zerodrift.engine.step.accumulation import GradientBuffers
 from zerodrift.engine.step.gradients import BackwardCallbacks, Gradients
-from zerodrift.engine.step.norm import (
-    Norm,
-    RankAgreement,
-    bad_parameters,
-    global_norm,
-    parts_of,
-    set_on_some,
-)
+from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm, parts_of, set_on_some
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import trained_of
-from zerodrift.engine.step.traversal import Traversal
+from zerodrift.engine.step.traversal import Traversal, UnitOrder
 from zerodrift.engine.step.unit import LiveUnit, attach_parts, refuse_wrapper
-from zerodrift.engine.step.unit_order import UnitOrder
 from zerodrift.engine.step.update import choose_update_function, collect_statistics, update_segments
 from zerodrift.engine.values import SegmentValues, WholeValues
 from zerodrift.experts import Turns, distribute_experts
@@ -59,7 +51,7 @@ from zerodrift.policy import Mode
 from zerodrift.report import UpdateReport
 
 
-class NativeExecutor:
+class NativeExecutor(Executor):
     """Runs this rank's part of a plan on segments."""
 
     def __init__(
@@ -129,21 +121,14 @@ class NativeExecutor:
         handles += attach_parts(self.module, self.units)
         return handles + compute.attach(self.module, self.plan.boundaries)
 
-    @property
-    def runner(self) -> Any:
-        return None
-
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
         self._progress = progress
         for wire in filter(None, (segment.wire for segment in self._trained)):
-            wire.step = lambda: progress.global_steps + progress.skipped_steps
+            wire.step = lambda: progress.steps_tried
         if self.runner is None:
             self._handles += progress.watch(self.module)
             mark_as_ours(self._handles)
         self.gradients.callbacks = callbacks
-
-    def require_peers(self) -> None:
-        """Peers that are gone end a collective by themselves."""
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -288,8 +273,7 @@ class NativeExecutor:
         for unit in self.units:
             unit.detach()
         self.guard.leave()
-        unpin(self.segments)
-        products.detach(self.segments)
+        make_plain(self.segments)
         self.gradients.callbacks = None
 
 

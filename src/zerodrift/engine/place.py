@@ -215,7 +215,8 @@ class SegmentFiller:
             self._packer.give(offset, values)
             return
         where = self._within(self.storage, offset, values.numel())
-        self._of(self.storage, where).copy_(self._rounded(values[where.start - offset : where.stop - offset]))
+        mine = values[where.start - offset : where.stop - offset]
+        self._of(self.storage, where).copy_(self.segment.at_rest(mine.float() if self._split else mine))
         if self.master is None:
             return
         where = self._within(self.master, offset, values.numel())
@@ -241,10 +242,7 @@ class SegmentFiller:
             source.fill(row.name, start, master)
             storage.copy_(master)
         else:
-            window = torch.empty(min(WINDOW, high - low), device=storage.device)
-            for first in range(0, high - low, WINDOW):
-                values = window[: min(WINDOW, high - low - first)]
-                source.fill(row.name, start + first, values)
+            for first, values in _windows(source, row.name, start, high - low, storage.device):
                 self.give(low + first, values)
 
     def exchange(self, comm: Collectives) -> None:
@@ -260,21 +258,15 @@ class SegmentFiller:
         """Return the master as its scheme keeps it: storage itself, fp32 values, or low halves."""
         return self.segment.owned if self.master is None else self.master
 
-    def _start(self, flat: torch.Tensor) -> int:
-        return 0 if flat.numel() == self.segment.spec.padded else self.segment.rank * flat.numel()
-
     def _within(self, flat: torch.Tensor, offset: int, numel: int) -> slice:
         """Return the part of a run that a buffer holds, as a slice of the segment."""
-        start = self._start(flat)
+        start = self.segment.start_of(flat)
         low = max(start, offset)
         return slice(low, max(low, min(start + flat.numel(), offset + numel)))
 
     def _of(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
-        start = self._start(flat)
+        start = self.segment.start_of(flat)
         return flat[where.start - start : where.stop - start]
-
-    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
-        return self.segment.at_rest(values.float() if self._split else values)
 
 
 class _Packer:
@@ -294,10 +286,7 @@ class _Packer:
         """Read the elements of the segment in [low, high); the first is element `start` of a name."""
         if source.fill_packed(name, start, self._packed, low - self._start, high - low):
             return
-        window = torch.empty(min(WINDOW, high - low), device=self._packed.data.device)
-        for first in range(0, high - low, WINDOW):
-            values = window[: min(WINDOW, high - low - first)]
-            source.fill(name, start + first, values)
+        for first, values in _windows(source, name, start, high - low, self._packed.data.device):
             self._packed.encode(low + first - self._start, values)
 
     def exchange(self, comm: Collectives) -> None:
@@ -305,6 +294,17 @@ class _Packer:
         if not self._segment.sharded:
             for part in (self._packed.codes, self._packed.scales):
                 _exchange_shares(self._segment, part.view(-1), comm)
+
+
+def _windows(
+    source: ValueSource, name: str, start: int, numel: int, device: torch.device
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield so many elements of a name in fp32, a window at a time, each in the memory of the one before."""
+    window = torch.empty(min(WINDOW, numel), device=device)
+    for first in range(0, numel, WINDOW):
+        values = window[: min(WINDOW, numel - first)]
+        source.fill(name, start + first, values)
+        yield first, values
 
 
 def _gaps(segment: FlatSegment) -> Iterator[tuple[int, int]]:

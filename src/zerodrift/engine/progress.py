@@ -184,6 +184,11 @@ class TrainingProgress:
     # --- the step ---------------------------------------------------------------------------------------
 
     @property
+    def steps_tried(self) -> int:
+        """Steps so far, with those that were skipped."""
+        return self.global_steps + self.skipped_steps
+
+    @property
     def is_boundary(self) -> bool:
         return self.micro_batches % self.accumulation == 0 if self.boundary is None else self.boundary
 
@@ -223,10 +228,6 @@ class TrainingProgress:
         """Refuse to show a gradient in the middle of a step of a required tree, which has no sum then."""
         if self._plan.policy.requires_tree and self.micro_batches and not self.is_boundary:
             raise refusal("sum not formed", name=name)
-
-    def multiplier(self, norm: Norm) -> float:
-        """Return the factor of the summed gradient in the update: average, loss scale and clip."""
-        return norm.multiplier(self.unscale, self._plan.policy.clip)
 
     def end_step(
         self,

@@ -70,20 +70,14 @@ class SegmentShard(Protocol):
     `updated`. Frozen values in a narrow format rest in `packed`, and are decoded to fp32 here.
     """
 
-    @property
-    def held(self) -> tuple[Span, ...]: ...
-    @property
-    def share(self) -> tuple[Span, ...]: ...
-    @property
-    def filled(self) -> tuple[Span, ...]: ...
-    @property
-    def rows(self) -> tuple[Row, ...]: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def updated(self) -> bool: ...
+    held: tuple[Span, ...]
+    share: tuple[Span, ...]
+    filled: tuple[Span, ...]
+    rows: tuple[Row, ...]
+    numel: int
+    dtype: torch.dtype
+    updated: bool
+
     @property
     def packed(self) -> PackedRun | None: ...
     def zeros(self) -> torch.Tensor: ...
@@ -125,6 +119,7 @@ class FlatShard:
         self.packed = segment.packed
         self.numel = self._storage.numel() if self.packed is None else self.packed.numel
         self.dtype = torch.float32 if self.updated or self.packed is not None else self._storage.dtype
+        # Not by `start_of`: what is packed has fewer elements in memory.
         start = 0 if self.numel == segment.spec.padded else segment.rank * self.numel
         self.held = tuple(_spans(segment, start, start + self.numel, start))
         index, copies = copy
@@ -234,15 +229,14 @@ def reduced_parts(
     """Yield the reduced gradients of a step, each element on one rank."""
     for segment in segments:
         if segment.reduced is not None and segment.spec.lead and not mesh.rank("replicate"):
-            count = segment.reduced.numel()
-            start = 0 if count == segment.spec.padded else segment.rank * count
-            yield tuple(_spans(segment, start, start + count, start)), segment.reduced
+            start = segment.start_of(segment.reduced)
+            yield tuple(_spans(segment, start, start + segment.reduced.numel(), start)), segment.reduced
 
 
 def _spans(segment: FlatSegment, low: int, high: int, origin: int) -> Iterator[Span]:
     """Yield what lies of each row in [low, high) of the segment, for a piece that begins at `origin`."""
     for row in segment.rows:
-        first, last = max(row.offset, low), min(row.offset + row.numel, high)
-        if first < last:
-            start = segment.first_of(row) + first - row.offset
-            yield Span(row, start, slice(first - origin, last - origin))
+        here = row.within(low, high - low)
+        if here.start < here.stop:
+            start = segment.first_of(row) + low + here.start - row.offset
+            yield Span(row, start, slice(low + here.start - origin, low + here.stop - origin))

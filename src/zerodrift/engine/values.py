@@ -360,7 +360,10 @@ class SegmentValues:
     def gradient(self, row: Row, unscale: float) -> torch.Tensor:
         segment = self._trained(row)
         whole = segment.whole_gradient()
-        summed = segment.over_replicas(whole, self.gradients.before)
+        summed = whole
+        if self.comm.mesh.size("replicate") > 1:  # what it will be once replicas are summed
+            summed = whole.clone()
+            segment.add_replicas(summed, self.gradients.before)
         gradient = segment.view(summed, row).float() * unscale
         segment.give_back(whole)
         return self._all_of(row, gradient)

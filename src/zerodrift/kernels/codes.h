@@ -1,6 +1,6 @@
 // How a moment rests in 8 bits: a block of 256 values to codes and a scale, and back.
 //
-// The definition is `optim/blockwise.py`, which also makes the tables. There are plain loops for any processor, and
+// The definition is `optim/rounding.py`, which also makes the tables. There are plain loops for any processor, and
 // lookups in registers with 512-bit vectors for whole pieces whose scale is an ordinary one.
 //
 // Invariant: both ways leave the codes of the definition, bit for bit.
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int LEVELS = 8;  // decades of a code
 
-// An 8-bit code; the tables come from `optim/blockwise.py`.
+// An 8-bit code; the tables come from `optim/rounding.py`.
 struct Code {
   float bound[LEVELS];  // a fraction above bound[i] is in decade i + 1 or higher
   float start[LEVELS];  // where a decade begins

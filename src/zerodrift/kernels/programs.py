@@ -153,7 +153,7 @@ def _store_moment(
 
 @triton.jit
 def _encode(x, code, signed: tl.constexpr, draws):
-    """Encode fp32 as codes and a scale per block; see `optim/blockwise.py`."""
+    """Encode fp32 as codes and a scale per block; see `optim/rounding.py`."""
     bits = bits_of(x)
     magnitude = bits & MAGNITUDE
     most = tl.max(magnitude, 1)

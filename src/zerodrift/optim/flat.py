@@ -266,12 +266,11 @@ def keys_of_blocks(rows: Iterable[Row], start: int, numel: int, part: int = 0) -
     place in it. `part` is the number of the rows' part, for rows in several."""
     keys = torch.zeros(-(-numel // BLOCK), dtype=torch.int64)
     for row in rows:
-        low, high = max(row.offset - start, 0), min(row.offset + row.numel - start, numel)
-        if high > low:
-            first, last = low // BLOCK, -(-high // BLOCK)
-            inside = (start + low - row.offset) // BLOCK + (
-                part * -(-row.numel // BLOCK) if row.parts > 1 else 0
-            )
+        span = row.within(start, numel)
+        if span.stop > span.start:
+            first, last = span.start // BLOCK, -(-span.stop // BLOCK)
+            before = part * -(-row.numel // BLOCK) if row.parts > 1 else 0
+            inside = before + (start + span.start - row.offset) // BLOCK
             keys[first:last] = block_keys(parameter_key(row.name), inside, last - first)
     return keys
 

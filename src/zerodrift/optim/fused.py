@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.kernels import contraction, device, native, step_key, vector_root
-from zerodrift.optim import blockwise
+from zerodrift.optim import rounding
 from zerodrift.optim.schemes import Scheme, SliceTensors, read, read_moment
 from zerodrift.optim.updates import (
     ARITHMETIC,
@@ -199,7 +199,7 @@ def _blocks(of: SliceTensors, first: int, last: int) -> SliceTensors:
 def _others(of: SliceTensors) -> tuple[Tensor | None, ...]:
     """Return the master, two moments, their two scales and the codes of scales, or None for each."""
     moments, scales = (*of.moments, None, None)[:2], (*of.scales, None, None)[:2]
-    return (of.master, *moments, *scales, blockwise.tables(of.storage.device) if of.scales else None)
+    return (of.master, *moments, *scales, rounding.tables(of.storage.device) if of.scales else None)
 
 
 def _kinds(scheme: Scheme, of: SliceTensors, step: UpdateStep) -> dict[str, int]:

@@ -1,4 +1,7 @@
-"""Offload: masters and moments in host memory. Gradients come down, updates run there, storage goes up.
+"""The updater of a plan, and offload: masters and moments in host memory.
+
+`make_updater` says which algorithm steps the shards of this rank, and in which memory. With offload,
+gradients come down, updates run in host memory, and storage goes up.
 
 `OffloadedUpdater` is an `Updater` around one whose shards are in host memory, and which runs the CPU's
 kernels. The host has an image of every shard's storage too, which the update writes. Segment by segment,
@@ -20,12 +23,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from zerodrift.optim import flat, torch_optimizer
+from zerodrift.optim.elementwise import require_elementwise
+from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.updater import Owned, Updater, Written, no_callback
+from zerodrift.plan import Plan
 
 AHEAD = 2
 """Gradients on their way down or being read, for an updater that takes one after the other."""
@@ -41,12 +48,12 @@ class OffloadedUpdater:
         self,
         owned: Sequence[Owned],
         build: Callable[[Sequence[Owned]], Updater],
-        transfers: Transfers,
+        transfers: SideStreams,
     ) -> None:
         self._transfers = transfers
         self._on_device = {piece.number: piece.storage for piece in owned}
         self._images: dict[int, Tensor] = {}
-        self._uploads: dict[int, PendingCopy] = {}
+        self._uploads: dict[int, torch.Event] = {}
         self._free: HostBuffers = defaultdict(list)
         self._inner = build([self._to_host(piece) for piece in owned])
         inner = self._inner  # what follows is the same in any memory
@@ -85,7 +92,7 @@ class OffloadedUpdater:
     def _wait_for_uploads(self) -> None:
         """Wait until nothing reads the images any more, so that they may be written."""
         for copy in self._uploads.values():
-            copy.wait()
+            copy.synchronize()
         self._uploads.clear()
 
     def _upload(self, number: int) -> None:
@@ -126,14 +133,14 @@ class OffloadedUpdater:
 class GradientDownloads(Mapping[int, Tensor]):
     """Gradients that are copied to the host when they are asked for, and a little ahead, in their order."""
 
-    def __init__(self, gradients: Mapping[int, Tensor], free: HostBuffers, transfers: Transfers) -> None:
+    def __init__(self, gradients: Mapping[int, Tensor], free: HostBuffers, transfers: SideStreams) -> None:
         self._gradients = gradients
         self._free = free
         self._transfers = transfers
         self._pending = list(gradients)
         self._on_host: dict[int, Tensor] = {}
         """Arrived or on their way."""
-        self._copies: dict[int, PendingCopy] = {}
+        self._copies: dict[int, torch.Event] = {}
 
     def __getitem__(self, number: int) -> Tensor:
         if number in self._pending:
@@ -142,7 +149,7 @@ class GradientDownloads(Mapping[int, Tensor]):
             self._begin(self._pending[0])
         copy = self._copies.pop(number, None)
         if copy is not None:
-            copy.wait()
+            copy.synchronize()
         return self._on_host[number]
 
     def _begin(self, number: int) -> None:
@@ -170,34 +177,9 @@ class GradientDownloads(Mapping[int, Tensor]):
 # --- copies -----------------------------------------------------------------------------------------------
 
 
-class PendingCopy(Protocol):
-    """A copy under way."""
-
-    def wait(self) -> None:
-        """Make the host wait until it may read the target and overwrite the source."""
-
-
-class Transfers(Protocol):
-    """Copies between device and host. All of one step are between its `begin` and its `end`."""
-
-    def host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return uninitialized host memory that a device copies to and from by itself."""
-
-    def begin(self) -> None:
-        """Let the copies that follow wait for everything that the device was given before."""
-
-    def down(self, host: Tensor, source: Tensor) -> PendingCopy:
-        """Start to copy from the device to the host."""
-
-    def up(self, target: Tensor, host: Tensor) -> PendingCopy:
-        """Start to copy from the host to the device."""
-
-    def end(self) -> None:
-        """Let what the device is given next wait for every copy."""
-
-
 class SideStreams:
-    """`Transfers` on streams of a device. On a CPU, which has them in name, copies are done at once."""
+    """Copies between device and host, on streams of the device. All of one step are between its `begin` and
+    its `end`. On a CPU, which has streams in name, copies are done at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams: Any = torch.get_device_module(device)  # torch.cuda, torch.xpu, torch.cpu
@@ -211,34 +193,69 @@ class SideStreams:
         return torch.device(self._device) if not self._pinned else self._streams.device(self._device)
 
     def host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return uninitialized host memory that the device copies to and from by itself."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     def begin(self) -> None:
+        """Let the copies that follow wait for everything that the device was given before."""
         with self._on_device():
             for stream in (self._down, self._up):
                 stream.wait_stream(self._streams.current_stream())
 
-    def down(self, host: Tensor, source: Tensor) -> PendingCopy:
+    def down(self, host: Tensor, source: Tensor) -> torch.Event:
+        """Start to copy from the device to the host. Return an event behind the copy."""
         return self._copy(host, source, self._down)
 
-    def up(self, target: Tensor, host: Tensor) -> PendingCopy:
+    def up(self, target: Tensor, host: Tensor) -> torch.Event:
+        """Start to copy from the host to the device. Return an event behind the copy."""
         return self._copy(target, host, self._up)
 
-    def _copy(self, target: Tensor, source: Tensor, stream: Any) -> PendingCopy:
+    def _copy(self, target: Tensor, source: Tensor, stream: Any) -> torch.Event:
         with self._on_device(), self._streams.stream(stream):
             target.copy_(source, non_blocking=True)
-            event = self._streams.Event()
+            event: torch.Event = self._streams.Event()
             event.record(stream)
-        return _EventCopy(event)
+        return event
 
     def end(self) -> None:
+        """Let what the device is given next wait for every copy."""
         with self._on_device():
             for stream in (self._down, self._up):
                 self._streams.current_stream().wait_stream(stream)
 
 
-class _EventCopy:
-    """A `PendingCopy` by the event behind it."""
+# --- the updater of a plan -------------------------------------------------------------------------------
 
-    def __init__(self, event: Any) -> None:
-        self.wait = event.synchronize
+
+def make_updater(
+    plan: Plan,
+    owned: Sequence[Owned],
+    optimizer: torch.optim.Optimizer | None,
+    names: Mapping[int, str],
+    transfers: SideStreams | None = None,
+    update_slice: UpdateFunction = update,
+) -> Updater:
+    """Return the updater of the shards that this rank owns.
+
+    `optimizer` is the caller's, over the model's own parameters, and `names` gives their names by `id`.
+    Without one the plan's `optimizer` block is built. `update_slice` is the same on all ranks.
+
+    If the plan offloads, `transfers` copies between device and host. It defaults to streams of the device,
+    and to nothing for a CPU; a CPU with `transfers` is treated as if the host were elsewhere.
+    """
+
+    def make(owned: Sequence[Owned]) -> Updater:
+        """Return the updater of shards in the memory in which they are."""
+        if optimizer is None:
+            return flat.from_recipe(plan, owned, update_slice)
+        group_of = torch_optimizer.group_of(optimizer, names, plan)
+        known = flat.algorithm_of(optimizer)
+        if known is not None:
+            return flat.FlatUpdater(plan, owned, *known, optimizer, group_of, update_slice)
+        require_elementwise(optimizer, group_of, plan)
+        return torch_optimizer.TorchOptimizerUpdater(plan, owned, optimizer, group_of)
+
+    device = owned[0].storage.device if owned else torch.device("cpu")
+    if not plan.policy.sharding.offload or (transfers is None and device.type == "cpu"):
+        return make(owned)
+    return OffloadedUpdater(owned, make, transfers or SideStreams(device))

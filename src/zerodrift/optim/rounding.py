@@ -1,4 +1,4 @@
-"""Conversions of fp32 values to 16 bits: rounded stochastically, or split in two halves without loss.
+"""Conversions of fp32 values to fewer bits: to 16 at random, to two halves without loss, to 8-bit codes.
 
 Stochastic rounding goes up with the probability of a value's distance from below, so the mean is kept where
 nearest rounding would keep nothing: a bf16 moment that decays by less than half an ulp a step still decays.
@@ -12,12 +12,35 @@ Rounding ties to even could not be undone. A NaN is stored as (0x7FC0, 0): other
 the sign and show as -0.0. Values beyond the largest bf16 show as infinity in `high`, and still join exactly.
 
 Invariant: `join(*split(x))` has the bits of x, for all 2^32 of them but NaNs, which join to one quiet NaN.
+`encode(decode(codes, scales))` without random bits gives the same codes and scales, bit for bit: a moment
+that is saved in fp32 and read back is the moment that was there.
+
+[Note: codes] An 8-bit moment has one code per element and one fp32 scale per block of 256 elements. The scale
+is the largest magnitude of its block; a code stands for a fraction of it, in steps that grow finer towards
+one: the dynamic code of Dettmers et al. (8-bit Optimizers via Block-wise Quantization, 2022). The place of a
+code's leading one is its decade and the bits behind it count equal steps within, so decade i has 2^i of them.
+A first moment has a sign and seven bits, 1e-6 to 1 of the scale; a second moment, which is never negative,
+has eight, 1e-7 to 1. Blocks begin where the parameter does, so no slicing moves them.
+
+An update rounds codes up or down at random, so that the mean is kept. At a beta2 of 0.999 a second moment
+changes by a thousandth a step where neighbouring codes are a hundredth apart or more: rounded to nearest, one
+whose block has a larger value that stays would never follow. A second moment that is not zero is never stored
+as zero, but as the least code: the update divides by its root.
+
+A block whose largest value is under 2^-96 is stored as zeros: the root of such a second moment is far below
+any eps. Infinities are stored as the largest scale, 2^126, and one NaN makes its block NaN.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
+from fractions import Fraction
+
 import torch
 from torch import Tensor
+
+from zerodrift.dtypes import BLOCK
 
 NAN_HIGH = 0x7FC0
 """The bits of the one NaN that `high` ever holds."""
@@ -54,3 +77,103 @@ def join(high: Tensor, low: Tensor) -> Tensor:
 def round_away(values: Tensor) -> Tensor:
     """Round fp32 to bf16 as `split` does: nearest, ties away from zero."""
     return split(values)[0]
+
+
+# --- 8-bit moments; see [Note: codes] ---------------------------------------------------------------------
+
+
+LEVELS = 8
+"""Decades of the longer code, and places in the tables of both codes."""
+
+LEAST_SCALE, LARGEST_SCALE = 2.0**-96, 2.0**126
+"""Between these a scale has an inverse, and its least code is a normal number."""
+
+_MAGNITUDE = 0x7FFFFFFF
+_INFINITY = 0x7F800000
+_LEAST_BITS, _LARGEST_BITS = (127 - 96) << 23, (127 + 126) << 23
+
+
+class Code(enum.Enum):
+    """The numbers that the 256 codes stand for."""
+
+    SIGNED = 0
+    """First moments: a sign and 7 decades."""
+    UNSIGNED = 1
+    """Second moments: 8 decades."""
+
+    @property
+    def top(self) -> int:
+        """The code of the scale itself."""
+        return 127 if self is Code.SIGNED else 255
+
+
+def code_of(moment: int) -> Code:
+    """Return the code of an algorithm's first (0) or second (1) moment."""
+    return Code.SIGNED if moment == 0 else Code.UNSIGNED
+
+
+@functools.cache
+def tables(device: torch.device) -> Tensor:
+    """Return `struct Code` of codes.h, a row per code, fp32: where decades begin (8 places, the last ones out
+    of reach), each decade's first value (8) and steps per unit (8), and the value of every code (256)."""
+    # By way of fp64, which rounds every fraction once more than fp32 would, and on all machines alike.
+    return torch.tensor([_table(code) for code in Code], dtype=torch.float64).float().to(device)
+
+
+def _table(code: Code) -> list[float]:
+    last = code.top.bit_length() - 1
+    tops = [Fraction(1, 10 ** (last - level)) for level in range(last + 1)]
+    bounds = tops[:-1]
+    starts = [Fraction(0), *bounds]
+    steps = [(top - start) / 2**level for level, (top, start) in enumerate(zip(tops, starts, strict=True))]
+    values = [Fraction(0)]
+    for level, (start, step) in enumerate(zip(starts, steps, strict=True)):
+        values += [start + step * (place + 1) for place in range(2**level)]
+    fill = [0.0] * (LEVELS - len(starts))
+    magnitudes = [float(value) for value in values]
+    return [
+        *(float(bound) for bound in bounds),
+        *[2.0] * (LEVELS - len(bounds)),
+        *(float(start) for start in starts),
+        *fill,
+        *(float(1 / step) for step in steps),
+        *fill,
+        *magnitudes,
+        *(-value for value in magnitudes if code is Code.SIGNED),
+    ]
+
+
+def decode(code: Code, codes: Tensor, scales: Tensor) -> Tensor:
+    """Decode uint8 codes and a scale per block to fp32."""
+    values = tables(codes.device)[code.value, 3 * LEVELS :]
+    return values[codes.int()].mul_(scales.repeat_interleave(BLOCK)[: codes.numel()])
+
+
+def encode(code: Code, values: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Encode fp32 as (uint8 codes, a scale per block).
+
+    `draws` are 16 random bits per element, in [0, 65536); without them a value goes to the nearest code.
+    """
+    blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    magnitudes = blocks.view(torch.int32) & _MAGNITUDE
+    scales = _scales(magnitudes.amax(1))
+    inverse = torch.where(scales > 0, 1 / scales, 0)
+    part = blocks.abs().mul_(inverse[:, None])
+    part = torch.where(part <= 1, part, 1).flatten()[: values.numel()]  # a NaN is 1 as well
+    bounds, starts, steep = tables(values.device)[code.value, : 3 * LEVELS].view(3, LEVELS)
+    level = torch.bucketize(part, bounds)
+    share = 0.5 if draws is None else draws.float().mul_(2.0**-16)
+    steps = part.sub_(starts[level]).mul_(steep[level]).add_(share).int()
+    codes = ((1 << level.int()) - 1 + steps).clamp_(max=code.top)
+    if code is Code.SIGNED:
+        codes += (torch.signbit(values) & ~values.isnan()).int() << 7
+    else:
+        is_nonzero = (magnitudes != 0) & (scales != 0)[:, None]
+        codes = torch.maximum(codes, is_nonzero.flatten()[: values.numel()].int())
+    return codes.to(torch.uint8), scales
+
+
+def _scales(most: Tensor) -> Tensor:
+    """Return the scale of blocks from the bits of their largest magnitude."""
+    kept = most.clamp(max=_LARGEST_BITS).masked_fill_(most < _LEAST_BITS, 0)
+    return kept.view(torch.float32).masked_fill_(most > _INFINITY, torch.nan)

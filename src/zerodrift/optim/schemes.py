@@ -17,7 +17,7 @@ from torch import Tensor
 from zerodrift.dtypes import ADMITTED, BLOCK, DType
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import host_memory, random_words
-from zerodrift.optim import blockwise
+from zerodrift.optim import rounding
 from zerodrift.optim.rounding import join, round_stochastic, split
 from zerodrift.policy import Master, State
 
@@ -160,7 +160,7 @@ def read_moment(
     stop = None if last is None else last * BLOCK
     held = of.moments[number][first * BLOCK : stop]
     if scheme.state is State.EIGHT_BIT:
-        return blockwise.decode(blockwise.code_of(number), held, of.scales[number][first:last])
+        return rounding.decode(rounding.code_of(number), held, of.scales[number][first:last])
     return held.to(torch.float32, copy=True)
 
 
@@ -176,7 +176,7 @@ def write_moment(
     part = slice(first * BLOCK, first * BLOCK + values.numel())
     draws = None if words is None else (words >> (16 * number)) & 0xFFFF
     if scheme.state is State.EIGHT_BIT:
-        codes, scales = blockwise.encode(blockwise.code_of(number), values, draws)
+        codes, scales = rounding.encode(rounding.code_of(number), values, draws)
         of.moments[number][part] = codes
         of.scales[number][first : first + scales.numel()] = scales
     elif scheme.state is State.BF16_STOCHASTIC and draws is not None:

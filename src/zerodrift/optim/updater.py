@@ -47,9 +47,7 @@ class Owned:
 
     def span(self, row: Row) -> slice:
         """Return the part of `row` in this piece, as a slice of the piece; may be empty."""
-        low = max(row.offset - self.start, 0)
-        high = min(row.offset + row.numel - self.start, self.storage.numel())
-        return slice(low, max(low, high))
+        return row.within(self.start, self.storage.numel())
 
 
 def scheme_of(piece: Owned) -> Scheme:
@@ -85,13 +83,10 @@ class OptimizerState(Protocol):
     groups: torch.optim.Optimizer
     """Parameter groups with their learning rates, for schedules."""
 
-    @property
-    def kind(self) -> str:
-        """The name of the algorithm or of torch's class, which says what the moments mean."""
-
-    @property
-    def group_of(self) -> Mapping[str, int]:
-        """Row name -> parameter group, without trained rows that the optimizer was not given."""
+    kind: str
+    """The name of the algorithm or of torch's class, which says what the moments mean."""
+    group_of: Mapping[str, int]
+    """Row name -> parameter group, without trained rows that the optimizer was not given."""
 
     def learning_rates(self) -> tuple[float, ...]:
         """Return the learning rate of each parameter group."""

@@ -207,7 +207,8 @@ class PipelineExecutor(NativeExecutor):
             piece.batches, piece.failed = batches, None
             piece.losses.clear()
         if self._pieces[0].learning:
-            self._before = [piece.buffers_now() for piece in self._pieces]
+            held = (piece.module.named_buffers() for piece in self._pieces)
+            self._before = [{name: buffer.clone() for name, buffer in buffers} for buffers in held]
         if self._units.all_step or self._pieces[0].learning:
             self._units.gather()
         self._draws.begin(seeds)

@@ -228,9 +228,6 @@ class Piece(nn.Module):
         with self.gathered(), self.shared.precision.backward(), scheduled.backward(self.number, micro_batch):
             yield
 
-    def buffers_now(self) -> dict[str, torch.Tensor]:
-        return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-
     @torch.no_grad()
     def put_buffers(self, saved: dict[str, torch.Tensor]) -> None:
         for name, buffer in self.module.named_buffers():

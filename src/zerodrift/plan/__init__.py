@@ -18,11 +18,10 @@ if TYPE_CHECKING:
         sums_by_tree,
     )  # fmt: skip
     from zerodrift.plan.stages import (
-        activation_dtype, activation_width, can_interleave, crossings, is_tied_across_ranks, names_of, part,
-        pieces, pieces_of, rank_of, units_of_piece, whole_row,
+        Action, TIME, Timeline, activation_dtype, activation_width, can_interleave, crossings, dependencies,
+        is_tied_across_ranks, names_of, part, pieces, pieces_of, rank_of, units_of_piece, whole_row,
     )  # fmt: skip
     from zerodrift.plan.table import Boundary, BufferRow, Plan, Row, Segment, Unit
-    from zerodrift.plan.timeline import Action, TIME, Timeline, dependencies
     from zerodrift.plan.trace import CastBy, Hidden, Refusal, Trace, TracedOperation, TracedTensor
 
 __getattr__, __dir__, __all__ = face(__name__)

@@ -25,7 +25,7 @@ from zerodrift.plan.schedule import (
     reduce_order,
 )
 from zerodrift.plan.stages import part
-from zerodrift.plan.table import Plan, Segment, Unit
+from zerodrift.plan.table import Plan, Segment
 from zerodrift.policy import (
     ComponentSpec,
     Master,
@@ -159,7 +159,7 @@ def stage_cost(whole_plan: Plan, stage: int, micro_batches: int) -> Cost:
         padding=sum((segment.padded - segment.numel) * parts for segment, parts in sized),
         whole_padding=sum((s.padded - s.numel) * parts for s, parts in sized if s.whole),
         rest=rest,
-        peak=_peak(plan, rest, micro_batches),
+        peak=max(_moments(plan, rest, micro_batches), key=lambda peak: peak.total),
         traffic=tuple(Traffic(*key, count, size) for key, (count, size) in lines.items()),
     )
 
@@ -195,10 +195,6 @@ def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
     return RestingBytes(storage, buffers, accumulate, master, state, checksums, feedback, secondary, keys)
 
 
-def _peak(plan: Plan, rest: RestingBytes, micro_batches: int) -> Peak:
-    return max(_moments(plan, rest, micro_batches), key=lambda peak: peak.total)
-
-
 def _moments(plan: Plan, rest: RestingBytes, micro_batches: int) -> Iterator[Peak]:
     """Yield the moments around each reduction of the last backward, in the plan's order of reductions.
 
@@ -215,7 +211,7 @@ def _moments(plan: Plan, rest: RestingBytes, micro_batches: int) -> Iterator[Pea
     made = {id(segment): sums_bytes(plan, segment, micro_batches) for _, segment in trained}
     is_first = micro_batches == 1  # so the only backward allocates the sums, one after the other
     sums = max(_arriving(plan, micro_batches), default=0) + (0 if is_first else sum(made.values()))
-    left = {unit.name: _gradient(plan, unit) for unit in plan.units}
+    left = {u.name: sum(_gradient_of(plan.segments[n]) for n in u.segments) for u in plan.units}
     root = left.get("", 0)
 
     def moment(gathered: int, gradient: int, under_way: Sequence[Segment], wires: Sequence[int]) -> Peak:
@@ -342,12 +338,8 @@ def _waits(update: Update, micro_batches: int) -> bool:
     return not update.accumulate.axis and micro_batches > 1
 
 
-def _gradient(plan: Plan, unit: Unit) -> int:
-    """Count the bytes of a unit's gradients as autograd leaves them, in the accumulate dtype."""
-    return sum(_gradient_of(plan.segments[number]) for number in unit.segments)
-
-
 def _gradient_of(segment: Segment) -> int:
+    """Count the bytes of a segment's gradients as autograd leaves them, in the accumulate dtype."""
     update = segment.columns.update
     return 0 if update is None else segment.numel * update.accumulate.dtype.size
 
@@ -404,15 +396,7 @@ REDUCTIONS = 2
 
 def sent_bytes(call: Collective, mesh: MeshShape) -> int:
     """Count the bytes that one rank sends for a collective over a ring."""
-    ranks = {
-        "shard": mesh.shard,
-        "replicate": mesh.replicate,
-        "expert_shard": mesh.expert_shard,
-        "secondary": mesh.secondary,
-        "expert_secondary": mesh.expert_secondary,
-        "pipeline": mesh.pipeline,
-        "ends": 2,
-    }[call.axis]
+    ranks = 2 if call.axis == "ends" else mesh.size(call.axis)
     passes = 2 if call.op == "all_reduce" else 1
     return passes * call.dtype.nbytes(call.numel) * (ranks - 1) // ranks
 

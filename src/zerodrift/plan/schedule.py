@@ -27,9 +27,8 @@ from typing import Literal
 
 from zerodrift.dtypes import DType
 from zerodrift.plan.boundaries import enclosing_modules
-from zerodrift.plan.stages import is_tied_across_ranks, part, pieces, pieces_of, units_of_piece
+from zerodrift.plan.stages import Action, is_tied_across_ranks, part, pieces, pieces_of, units_of_piece
 from zerodrift.plan.table import Plan, Segment, Unit
-from zerodrift.plan.timeline import Action
 from zerodrift.policy import Update, When, assignment, micro_batches_of_rank
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]

@@ -61,6 +61,12 @@ class Row:
         """Elements in the model and in files."""
         return self.numel * self.parts
 
+    def within(self, start: int, numel: int) -> slice:
+        """Return the row's elements among `numel` of its segment from `start` on, as a slice of these; may be
+        empty."""
+        low, high = max(self.offset - start, 0), min(self.offset + self.numel - start, numel)
+        return slice(low, max(low, high))
+
 
 @dataclass(frozen=True, slots=True)
 class BufferRow:

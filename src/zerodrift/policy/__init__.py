@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         OPTIONS, Order, Output, Pipelining, Placed, Placement, Policy, Reduction, ResolvedRule, Schedule,
         State, Update,
     )  # fmt: skip
-    from zerodrift.policy.narrow import SLICED, TRAVEL
+    from zerodrift.policy.narrow import SLICED, TRAVEL, UNFIT
     from zerodrift.policy.order import (
         BY_RANK, CARRIED, DEFAULT_RANK, DeterminismNeed, GIVEN_UP, KEY, ORDER, REFUSED, SAME_BITS, SILENT,
         TIED, When, accumulators, assignment, for_parameters, micro_batches_of_rank, need_of, rank_levels,
@@ -20,17 +20,10 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from zerodrift.policy.parameters import ColumnsOf, cut_tiles, exported_as
     from zerodrift.policy.pipelining import SINGLE, SPLIT, V_SHAPED, most_unfinished, queues
-    from zerodrift.policy.products import UNFIT
     from zerodrift.policy.resolver import SAFE_MODULES, mesh_for, resolve
     from zerodrift.policy.rules import (
-        PIN,
-        PRODUCTS,
-        glob,
-        is_by_rule,
-        matches,
-        require_matches,
-        require_one_compute,
-    )
+        PIN, PRODUCTS, glob, is_by_rule, matches, require_matches, require_one_compute,
+    )  # fmt: skip
     from zerodrift.policy.support import (
         DEFAULT_ACCUMULATE, StateCell, SupportCell, narrow_storages, state_verdict, states, table,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from zerodrift.policy.decisions import (
     OPTIONS,
     Axis,
     Columns,
+    Exclusion,
     LinearProducts,
     Master,
     Mode,
@@ -31,7 +32,6 @@ from zerodrift.policy.decisions import (
     State,
     Update,
 )
-from zerodrift.policy.narrow import NarrowRefusal
 from zerodrift.policy.order import CARRIED, WIRE, refuse_order
 from zerodrift.policy.rules import PRODUCTS, Demands, is_by_rule
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict, storage_verdict
@@ -114,8 +114,12 @@ class _ColumnFiller:
     traits: ParameterTraits
     problems: Problems
     why: dict[str, str] = field(default_factory=dict)
-    _kept_wide: str = ""
-    """Why a narrow gather of all parameters is not this one's."""
+
+    def __post_init__(self) -> None:
+        self._kept_wide = ""
+        """Clause on why a narrow gather of all parameters is not this one's; `""` if it is."""
+        self._encoded = self._narrow_gather()
+        """The narrow format that the config asks for and that suits this parameter."""
 
     @property
     def storage_axis(self) -> Axis:
@@ -135,11 +139,10 @@ class _ColumnFiller:
     def _refuse(self, column: str, must: str, got: object = "", do: str = "") -> None:
         self.problems.add(self.place(column), must, got=got, do=do)
 
-    def _exclude(self, refusal: NarrowRefusal, got: object) -> None:
+    def _exclude(self, refusal: Exclusion, got: object) -> None:
         self._refuse(refusal.column, refusal.must, got, refusal.do)
 
     def _narrow_gather(self) -> DType | None:
-        """Return the narrow format that the config asks for and that suits this parameter."""
         value, key = self.demands.get("gather", ("", ""))
         dtype = DType(value) if value else None
         if dtype is None or dtype.format is None:
@@ -150,7 +153,7 @@ class _ColumnFiller:
         if not self.traits.trained and is_by_rule(key):
             self._exclude(narrow.FROZEN, dtype)
         self.demands = {column: pair for column, pair in self.demands.items() if column != "gather"}
-        self._kept_wide = f"{reason}, so not {dtype}"
+        self._kept_wide = f"; {reason}, so not {dtype}"
         return None
 
     def _is_vector_by_default(self, key: str) -> bool:
@@ -159,9 +162,8 @@ class _ColumnFiller:
 
     def storage(self) -> DType:
         mode, source = self.context.mode, self.traits.source
-        encoded = self._narrow_gather()
-        if encoded is not None and self.storage_axis:
-            reason = f"`gather` is {encoded}: it is encoded from fp32 values"
+        if self._encoded is not None and self.storage_axis:
+            reason = f"`gather` is {self._encoded}: it is encoded from fp32 values"
             storage = self._demanded("storage", DType.FP32, reason)
             if storage is not DType.FP32:
                 self._exclude(narrow.STORAGE, storage)
@@ -237,16 +239,15 @@ class _ColumnFiller:
                 self._refuse("gather", must, said, "Leave `gather` out.")
             self.why["gather"] = f"{storage} travels as it rests, and is decoded for each use"
             return storage
-        encoded = self._narrow_gather()
-        if encoded is not None:
-            gather, key = encoded, self.demands["gather"][1]
+        if self._encoded is not None:
+            key = self.demands["gather"][1]
             after = "gathered once after each update" if not self.storage_axis else "encoded at each gather"
             source = "storage" if self.storage_axis else "the fp32 master"
             self.why["gather"] = f"{key}: {source} is the source, {after}"
-            return gather
+            return self._encoded
         if not self.storage_axis:
             reason = f"stage {self.context.stage}: storage is whole, an updated slice travels as stored"
-            gather = self._demanded("gather", storage, self._wide_reason(reason))
+            gather = self._demanded("gather", storage, reason + self._kept_wide)
             if gather is not storage:
                 whole = "where storage is whole and an updated slice travels as stored"
                 must = f"`gather` must be {storage} at stage {self.context.stage}, {whole}"
@@ -256,14 +257,11 @@ class _ColumnFiller:
         reason = "the narrower of storage and compute"
         if self.context.backend.gather_compute:
             narrower, reason = compute, self.context.backend.gather_compute
-        gather = self._demanded("gather", narrower, self._wide_reason(reason))
+        gather = self._demanded("gather", narrower, reason + self._kept_wide)
         if gather not in (storage, compute):
             must = f"`gather` must be the storage dtype ({storage}) or the compute dtype ({compute})"
             self._refuse("gather", must, gather, "Another dtype would round without need.")
         return gather
-
-    def _wide_reason(self, reason: str) -> str:
-        return f"{reason}; {self._kept_wide}" if self._kept_wide else reason
 
     def update(self, storage: DType, compute: DType) -> Update:
         grad = self._demanded("grad", compute, "autograd leaves it in the compute dtype")
@@ -332,7 +330,7 @@ class _ColumnFiller:
         self.why["reduce"] = "; ".join(f"{part}: {reason}" for part, reason in parts.items())
         return Reduction(wire, total, when, order, feedback, rounding)  # type: ignore[arg-type]
 
-    def _wire_option(self, column: str, usual: str, wire: DType, refusal: NarrowRefusal) -> str:
+    def _wire_option(self, column: str, usual: str, wire: DType, refusal: Exclusion) -> str:
         """Return an option of the wire: the usual one of a plain wire, unless a rule asks for another."""
         asked, key = self.demands.get(column, (usual, ""))
         if wire.format is not None or asked == usual:
@@ -365,9 +363,8 @@ class _ColumnFiller:
             self._refuse(column, must, dtype, "Set `precision.allow_narrow: true` to allow that.")
 
     def _master(self, storage: DType) -> Master:
-        mode, encoded = self.context.mode, self._narrow_gather()
-        if encoded is not None and not self.storage_axis:
-            why = f"storage shows what travels in {encoded}: a copy in fp32 is the source"
+        if self._encoded is not None and not self.storage_axis:
+            why = f"storage shows what travels in {self._encoded}: a copy in fp32 is the source"
             master = Master(self._text("master", Master.FP32.value, why))
             if master is not Master.FP32:
                 self._exclude(narrow.MASTER, master)
@@ -385,7 +382,8 @@ class _ColumnFiller:
         master = Master(self._text("master", default.value, reason))
         if master is Master.SPLIT and storage is not DType.BF16:
             must = "`master: split` must have bf16 storage, whose bits are the high half of an fp32 value"
-            self._refuse("master", must, f"storage {storage} in mode {mode}", "Use `master: fp32`.")
+            got = f"storage {storage} in mode {self.context.mode}"
+            self._refuse("master", must, got, "Use `master: fp32`.")
         return master
 
     def _optimizer(self) -> MuonUpdate:

@@ -262,11 +262,19 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """A feature that a choice excludes, with the reason and the way out."""
+    """A feature that a choice excludes, or a value that a column may not have, with the way out."""
 
     what: str
     reason: str
     do: str
+    column: str = ""
+    """The refused column; `""` where the choice that excludes the feature is refused."""
+    rule: str = ""
+    """Requirement of the column, after "must"."""
+
+    @property
+    def must(self) -> str:
+        return f"`{self.column}` must {self.rule}: {self.reason}"
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]

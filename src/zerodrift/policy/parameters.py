@@ -23,7 +23,7 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import Problems, listed
 from zerodrift.model import ModelSpec, ParameterSpec
 from zerodrift.optimizers import of_type
-from zerodrift.policy import products, rules
+from zerodrift.policy import narrow, rules
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.columns import ColumnContext, ParameterTraits, complete
 from zerodrift.policy.decisions import Columns, ComponentSpec, Policy
@@ -94,6 +94,7 @@ class ColumnsOf:
         checkpoint = self._checkpoint_dtype(parameter)
         quantised = checkpoint is not None and checkpoint.format is not None
         exported_wide = self._decide_narrow_export(parameter, demands)
+        asks_for_products = any(column.startswith("compute.") for column in demands)
         traits = ParameterTraits(
             parameter.dtype,
             parameter.trained,
@@ -105,7 +106,7 @@ class ColumnsOf:
             kept,
             exported_wide,
             parameter.shape[-1] if quantised and parameter.shape else 0,
-            *(products.why_without(parameter, _roles(parameter)) if asks_for_products(demands) else ()),
+            *(narrow.why_without(parameter, _roles(parameter)) if asks_for_products else ()),
         )
         key = (tuple(demands.items()), output, pinned, traits)
         columns = self._known.get(key)
@@ -113,8 +114,8 @@ class ColumnsOf:
             columns = complete(demands, self._context, traits, pinned, output, self.problems)
             self._known[key] = columns
         self._require_as_wide_as_buffers(parameter, columns)
-        shape = products.template(parameter.name)
-        if shape not in self._refused and not products.require_fit(parameter, columns, self.problems):
+        shape = narrow.template(parameter.name)
+        if shape not in self._refused and not narrow.require_fit(parameter, columns, self.problems):
             self._refused.add(shape)
         return columns
 
@@ -211,11 +212,6 @@ def not_hidden(parameter: ParameterSpec) -> str:
     if len(parameter.shape) < 2:
         return "a vector, no matrix" if parameter.shape else "a single number"
     return _roles(parameter)
-
-
-def asks_for_products(demands: rules.Demands) -> bool:
-    """Return True if a demand is about the products of linear layers."""
-    return any(column.startswith("compute.") for column in demands)
 
 
 def _roles(parameter: ParameterSpec) -> str:

@@ -10,18 +10,17 @@ Invariant: pure. No process group, no device and no environment variable is read
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from zerodrift import mesh as meshes
 from zerodrift.config import Config, ConfigSource, load
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, MeshError, Problems
 from zerodrift.mesh import MeshShape
-from zerodrift.policy import choices, modes, order, pipelining, products, rules
+from zerodrift.policy import choices, narrow, order, pipelining, rules
 from zerodrift.policy.arguments import AutoNumbers, AutoValues
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.decisions import Decision, Mode, Policy, ResolvedRule
-from zerodrift.policy.narrow import NEAREST, NO_WIRE, TWICE
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
 
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
@@ -65,7 +64,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     config = load(config)
     problems = Problems()
     numbers = AutoNumbers(auto or {}, problems)
-    mode_decision = modes.decide_mode(config, problems)
+    mode_decision = choices.decide_mode(config, problems)
     mode = Mode(mode_decision.value)
     precision = config.precision
     backend = BACKENDS[config.backend or "native"]
@@ -110,7 +109,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     resolved = rules.from_config(precision.rules, config.zero_optimization.fp32_pinned_parameters or ())
     asked = [why for column, (value, why) in demands.items() if _is_narrow_product(column, value)]
     asked += [rule.why for rule in resolved if any(_is_narrow_product(*pair) for pair in rule.sets)]
-    product_decisions = products.decide_products(backend, asked, problems)
+    product_decisions = narrow.decide_products(backend.name, asked, problems)
     if mesh.tensor > 1 and not backend.dtensors:
         takes = " or ".join(known.name for known in BACKENDS.values() if known.dtensors)
         must = f"must be {takes} for a model whose parameters are DTensors"
@@ -121,7 +120,9 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     print_every = int(numbers.number("steps_per_print", config.steps_per_print, 0))
     numbers.require_all_used()
     problems.raise_as(ConfigError)
-    used, off = (key.path for key in config.keys if key.status == "used"), modes.flags_without_effect(config)
+    used = {key.path for key in config.keys if key.status == "used"}
+    without_effect = [flag for flag in choices.FLAGS if choices.has_flag(config, flag) is False]
+    off = {f"{flag.partition('_')[0]}.{flag}" for flag in without_effect}
     decisions = (
         mode_decision,
         Decision("backend", backend.name, "`backend`" if config.backend else "default"),
@@ -157,8 +158,11 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         statistics=bool(precision.statistics),
         print_every=print_every,
         decisions=decisions,
-        ignored=(*((key.path, key.because) for key in config.keys if key.status == "ignored"), *off),
-        used=tuple(sorted(set(used) - {path for path, _ in off})),
+        ignored=(
+            *((key.path, key.because) for key in config.keys if key.status == "ignored"),
+            *((path, f"`{path.partition('.')[0]}.enabled` is not true") for path in sorted(off)),
+        ),
+        used=tuple(sorted(used - off)),
         pipeline=pipeline,
         experts=experts,
         requires_tree=order_of_sums == "tree",
@@ -179,15 +183,19 @@ def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
         ("accumulate", config.gradient_accumulation_dtype, "gradient_accumulation_dtype"),
         ("accumulate", types.grad_accum_dtype if types else None, "data_types.grad_accum_dtype"),
         ("reduce.wire", config.communication_data_type, "communication_data_type"),
-        *_zero_plus_plus(config),
+        *(
+            (column, dtype, f"zero_optimization.{key}")
+            for key, column, dtype in _ZERO_PLUS_PLUS
+            if getattr(config.zero_optimization, key)
+        ),
     ]
-    for dtype in (DType.BF16, DType.FP16):
-        if mode.dtype is dtype and modes.low_masters(config, dtype):
-            key = f"{dtype}.{dtype}_master_weights_and_grads"
-            written += [("master", "same", key), ("accumulate", dtype, key)]
-            if mode.autocast:
-                written += [("storage", dtype, key), ("compute", dtype, key)]
-    if modes.low_moments(config):
+    dtype, flag = mode.dtype, f"{mode.dtype}_master_weights_and_grads"
+    if choices.has_flag(config, flag):
+        key = f"{dtype}.{flag}"
+        written += [("master", "same", key), ("accumulate", dtype, key)]
+        if mode.autocast:
+            written += [("storage", dtype, key), ("compute", dtype, key)]
+    if choices.has_flag(config, "bf16_optimizer_states"):
         written.append(("state", "bf16-stochastic", "bf16.bf16_optimizer_states"))
     demands: rules.Demands = {}
     for column, value, key in written:
@@ -200,16 +208,12 @@ def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
     return demands
 
 
-def _zero_plus_plus(config: Config) -> Iterator[tuple[str, object, str]]:
-    """Yield what the keys of ZeRO++ set."""
-    zero = config.zero_optimization
-    for key, column, dtype in (
-        ("zero_quantized_weights", "gather", DType.INT8_256),
-        ("zero_quantized_nontrainable_weights", "frozen", DType.INT8_256),
-        ("zero_quantized_gradients", "reduce.wire", DType.INT4_128),
-    ):
-        if getattr(zero, key):
-            yield column, dtype, f"zero_optimization.{key}"
+_ZERO_PLUS_PLUS = (
+    ("zero_quantized_weights", "gather", DType.INT8_256),
+    ("zero_quantized_nontrainable_weights", "frozen", DType.INT8_256),
+    ("zero_quantized_gradients", "reduce.wire", DType.INT4_128),
+)
+"""(key, column, dtype): the columns that the keys of ZeRO++ set."""
 
 
 def _check_wire(
@@ -221,8 +225,8 @@ def _check_wire(
     asked += [(column, value, rule.why) for rule in resolved for column, value in rule.sets]
     is_narrow = any(column == "reduce.wire" and DType(value).format for column, value, _ in asked)
     for column, word, refusal in (
-        ("reduce.feedback", "true", NO_WIRE),
-        ("reduce.rounding", "stochastic", NEAREST),
+        ("reduce.feedback", "true", narrow.NO_WIRE),
+        ("reduce.rounding", "stochastic", narrow.NEAREST),
     ):
         value, why = demands.get(column, ("", ""))
         if value == word and not is_narrow:
@@ -231,7 +235,7 @@ def _check_wire(
     if mesh.replicate > 1 or mesh.expert > 1:
         for column, value, why in asked:
             if (column, value) == ("reduce.feedback", "true"):
-                problems.add(why, TWICE.must, got="true", do=TWICE.do)
+                problems.add(why, narrow.TWICE.must, got="true", do=narrow.TWICE.do)
 
 
 def _is_narrow_product(column: str, value: str) -> bool:

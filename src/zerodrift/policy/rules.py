@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from zerodrift import dtypes
-from zerodrift.config import schema
+from zerodrift.config import RULES, schema
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems, nearest
 from zerodrift.model import ModelSpec, OwningModule, ParameterSpec
@@ -32,9 +32,6 @@ PIN: tuple[tuple[str, str], ...] = (
     ("export", "fp32"),
 )
 """The columns of `pin: fp32`: the parameter is never rounded."""
-
-RULES = "precision.rules"
-"""The beginning of every reason that is a rule."""
 
 
 def is_by_rule(why: str) -> bool:
@@ -61,7 +58,8 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
     for name in _PLAIN:
         value = getattr(block, name)
         if isinstance(value, schema.MatrixProducts):
-            values += _product_values(value)
+            parts = ((part, getattr(value, part)) for part in (*PRODUCTS, "pad"))
+            values += [(f"compute.{part}", str(of).lower()) for part, of in parts if of is not None]
         elif isinstance(value, str) and value in _NARROW:
             values += [(f"compute.{part}", str(DType.FP8_ROW)) for part in _NARROW[value]]
         elif value is not None:
@@ -78,11 +76,6 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
     elif isinstance(block, schema.Precision) and block.frozen is not None:
         values.append(("frozen", str(block.frozen)))
     return tuple(values)
-
-
-def _product_values(block: schema.MatrixProducts) -> list[tuple[str, str]]:
-    parts = ((part, getattr(block, part)) for part in (*PRODUCTS, "pad"))
-    return [(f"compute.{part}", str(value).lower()) for part, value in parts if value is not None]
 
 
 def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tuple[ResolvedRule, ...]:

@@ -2,7 +2,7 @@
 
 `resolve` checks one config and `zerodrift support` prints every cell, both with the same functions.
 `columns.py` has the rules about single columns, such as bf16 storage for a split master, and `order.py` and
-`products.py` what an order of sums and fp8 products are refused with.
+`narrow.py` what an order of sums and narrow formats are refused with.
 
 Invariant: every cell is `yes`, `narrow` (yes, once `precision.allow_narrow` is true) or `no` with a reason.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zerodrift.config import BackendName
 from zerodrift.dtypes import ADMITTED, DType, lost
@@ -21,8 +21,7 @@ from zerodrift.policy.decisions import Mode, State
 Status = Literal["yes", "narrow", "no"]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     status: Status
     reason: str = ""
 
@@ -112,20 +111,18 @@ _TRAINED = "it is trained, and the small steps of an update would vanish between
 
 def narrow_storages() -> tuple[StorageCell, ...]:
     """List every narrow format at rest, of frozen and of trained parameters, on every backend."""
-    cells = []
-    for dtype, trained, backend in product(ADMITTED["frozen"], (False, True), BACKENDS):
-        found = storage_verdict(trained, backend)
-        cells.append(StorageCell(str(dtype), trained, backend, found.status, found.reason))
-    return tuple(cells)
+    return tuple(
+        StorageCell(str(dtype), trained, backend, *storage_verdict(trained, backend))
+        for dtype, trained, backend in product(ADMITTED["frozen"], (False, True), BACKENDS)
+    )
 
 
 def states() -> tuple[StateCell, ...]:
     """List every state on every backend, with a beta2 that bf16 can represent and one that it cannot."""
-    cells = []
-    for state, backend, beta2 in product(State, BACKENDS, (MAX_NEAREST_BETA2, USUAL_BETA2)):
-        found = state_verdict(state, backend, beta2)
-        cells.append(StateCell(str(state), backend, beta2, found.status, found.reason))
-    return tuple(cells)
+    return tuple(
+        StateCell(str(state), backend, beta2, *state_verdict(state, backend, beta2))
+        for state, backend, beta2 in product(State, BACKENDS, (MAX_NEAREST_BETA2, USUAL_BETA2))
+    )
 
 
 def table() -> tuple[SupportCell, ...]:
@@ -134,7 +131,7 @@ def table() -> tuple[SupportCell, ...]:
     cells = []
     for mode, label, pipeline, stage, backend in product(Mode, choices, (False, True), range(4), BACKENDS):
         found = verdict(mode, choices[label], pipeline, stage, backend)
-        cells.append(SupportCell(str(mode), label, pipeline, stage, backend, found.status, found.reason))
+        cells.append(SupportCell(str(mode), label, pipeline, stage, backend, *found))
     return tuple(cells)
 
 

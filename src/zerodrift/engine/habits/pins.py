@@ -58,10 +58,11 @@ def pin(segments: Iterable[FlatSegment]) -> None:
                 set_gathered_class(parameter, class_for(row.name, row.columns.output))
 
 
-def unpin(segments: Iterable[FlatSegment]) -> None:
+def make_plain(segments: Iterable[FlatSegment]) -> None:
+    """Make parameters of a class of ours plain ones again."""
     for segment in segments:
         for parameter in segment.parameters:
-            if issubclass(gathered_class(parameter), Pinned):
+            if issubclass(gathered_class(parameter), OwnParameter):
                 set_gathered_class(parameter, nn.Parameter)
 
 

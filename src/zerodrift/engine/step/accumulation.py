@@ -84,7 +84,7 @@ class LandingLayout:
             if grad is None:
                 pieces += [gap, _zeros(length, landing)]
             else:
-                pieces += [gap, (grad.to_dense() if grad.is_sparse else grad).reshape(-1)]
+                pieces += [gap, dense(grad).reshape(-1)]
         end = landing.numel() - self._lengths[-1]
         torch.cat(pieces, out=landing[:end])
         landing[end:].zero_()
@@ -92,7 +92,7 @@ class LandingLayout:
     def _fill_without_negative_zeros(self, landing: torch.Tensor, arrived: list[torch.Tensor | None]) -> None:
         parts = landing.split(self._lengths)
         homes = [home for home, grad in zip(parts[1::2], arrived, strict=True) if grad is not None]
-        grads = [(g.to_dense() if g.is_sparse else g).reshape(-1) for g in arrived if g is not None]
+        grads = [dense(grad).reshape(-1) for grad in arrived if grad is not None]
         if homes:
             copy_without_negative_zeros(homes, grads)
         rest = [home for home, grad in zip(parts[1::2], arrived, strict=True) if grad is None]

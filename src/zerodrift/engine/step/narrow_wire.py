@@ -1,4 +1,8 @@
-"""The narrow wire of a trained segment: its gradients as packed runs, and what rounding them has lost.
+"""The narrow wire: values that travel as packed runs of bytes, and what rounding gradients to it has lost.
+
+What is sent is encoded before; a sum decodes every part to fp32 where it arrives. Nothing is rounded again on
+the way, so a sum depends on the values and the order of ranks alone. A gather or a sum is recorded with the
+format and the elements that the runs hold, as the plan lists it.
 
 Invariant: a gradient is encoded once. With feedback, what is sent plus what is kept is the gradient plus what
 was kept before, to the rounding of fp32. Random bits depend on the parameter, the element, the step, the
@@ -11,6 +15,8 @@ from collections.abc import Callable
 
 import torch
 
+from zerodrift.comm import AxisName, Collectives, Handle, Recorded, Sum
+from zerodrift.dtypes import DType, from_torch
 from zerodrift.kernels import narrow
 from zerodrift.mesh import MOST_RANKS
 from zerodrift.policy import Reduction
@@ -22,12 +28,13 @@ _ENCODINGS = 1 << 20
 class NarrowWire:
     """Encodes the gradients of one segment on this rank."""
 
-    def __init__(self, reduce: Reduction, rank: int) -> None:
+    def __init__(self, reduce: Reduction, rank: int, keys: torch.Tensor | None) -> None:
+        """`keys` are random keys of the segment's blocks, where codes are drawn. Shape [padded / BLOCK],
+        int64."""
         self.dtype = reduce.wire
         self.rank = rank
         self._keeps = reduce.feedback
-        self.keys: torch.Tensor | None = None
-        """Random keys of the segment's blocks, where codes are drawn. Shape [padded / BLOCK], int64."""
+        self._keys = keys
         self.step: Callable[[], int] = lambda: 0
         """Returns the number of steps before this one, with those that were skipped."""
         self._last = (-1, 0)
@@ -42,28 +49,25 @@ class NarrowWire:
             flat.div_(before)
         if self.feedback is not None:
             flat.add_(self.feedback)
-        packed = narrow.encode_runs(self.dtype, flat, runs, self._next_draws())
+        draws = None
+        if self._keys is not None:
+            step, last = self.step(), self._last
+            self._last = (step, last[1] + 1 if step == last[0] else 0)
+            draws = self._draws(self._keys, *self._last)
+        packed = narrow.encode_runs(self.dtype, flat, runs, draws)
         if self._keeps:
             self._keep(flat, packed, runs)
         return packed
 
     def encode_slice(self, flat: torch.Tensor, number: int, slices: int) -> torch.Tensor:
         """Return slice `number` of a sum over ranks as one packed run, the same at each call of a step."""
-        draws = None if self.keys is None else self._draws(self.step(), _ENCODINGS - 1).split(slices)[number]
+        draws = None
+        if self._keys is not None:
+            draws = self._draws(self._keys, self.step(), _ENCODINGS - 1).split(slices)[number]
         return narrow.encode_runs(self.dtype, flat, 1, draws)
 
-    def _next_draws(self) -> narrow.Draws | None:
-        """Return what the next encoding of gradients draws from; None where it rounds to nearest."""
-        if self.keys is None:
-            return None
-        step, last = self.step(), self._last
-        self._last = (step, last[1] + 1 if step == last[0] else 0)
-        return self._draws(*self._last)
-
-    def _draws(self, step: int, number: int) -> narrow.Draws:
-        if self.keys is None:
-            raise AssertionError("a wire that rounds to nearest draws nothing")
-        return narrow.Draws(self.keys, (step * _ENCODINGS + number) * MOST_RANKS + self.rank)
+    def _draws(self, keys: torch.Tensor, step: int, number: int) -> narrow.Draws:
+        return narrow.Draws(keys, (step * _ENCODINGS + number) * MOST_RANKS + self.rank)
 
     def _keep(self, flat: torch.Tensor, packed: torch.Tensor, runs: int) -> None:
         """Keep what encoding has lost; nothing of blocks that are not finite, whose step is not taken."""
@@ -72,3 +76,57 @@ class NarrowWire:
         narrow.decode_runs(self.dtype, packed, self.feedback, runs)
         torch.sub(flat, self.feedback, out=self.feedback)
         self.feedback.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def start_narrow_gather(
+    comm: Collectives,
+    packed: torch.Tensor,
+    own: torch.Tensor,
+    numel: int,
+    wire: DType,
+    axis: AxisName,
+    of: str,
+) -> Handle:
+    """Start to gather every rank's run, of `numel` elements all together, into `packed`."""
+    return comm.start_all_gather(packed, own, axis, of, Recorded("all_gather", wire, numel, axis, None))
+
+
+def start_narrow_sum(
+    comm: Collectives, out: torch.Tensor, packed: torch.Tensor, wire: DType, axis: AxisName, how: Sum, of: str
+) -> Handle:
+    """Start a reduce-scatter of `packed`, a run for each rank, into this rank's slice of the sum."""
+    ranks = comm.mesh.size(axis)
+    note = Recorded("reduce_scatter", wire, out.numel() * ranks, axis, from_torch(how.dtype))
+    rows, ones = packed.view(ranks, -1), [1] * ranks
+    arrived, under_way = comm.start_all_to_all(rows, ones, ones, axis, of, note)
+
+    def finish() -> None:
+        under_way.wait()
+        fold_narrow(out, arrived, wire, how)
+
+    return Handle(finish)
+
+
+def narrow_all_reduce(
+    comm: Collectives, out: torch.Tensor, packed: torch.Tensor, wire: DType, axis: AxisName, how: Sum, of: str
+) -> None:
+    """Write the sum of every rank's run into every rank's `out`."""
+    parts = packed.new_empty(comm.mesh.size(axis), packed.numel())
+    note = Recorded("all_reduce", wire, out.numel(), axis, from_torch(how.dtype))
+    comm.start_all_gather(parts.view(-1), packed, axis, of, note).wait()
+    fold_narrow(out, parts, wire, how)
+
+
+@torch.no_grad()
+def fold_narrow(out: torch.Tensor, parts: torch.Tensor, wire: DType, how: Sum) -> None:
+    """Write the sum of packed parts to `out`, each decoded to fp32, in the order of ranks.
+
+    Shape of the parts: [ranks, bytes], uint8.
+    """
+    if how.dtype is not torch.float32 or how.order != "rank":
+        raise AssertionError(f"parts in {wire} are added in fp32 and in the order of ranks, not as {how}")
+    total = out if out.dtype is torch.float32 and not how.add else torch.empty_like(out, dtype=torch.float32)
+    for number, part in enumerate(parts):
+        narrow.decode(wire, part, total, add=number > 0)
+    if total is not out:
+        _ = out.add_(total) if how.add else out.copy_(total)

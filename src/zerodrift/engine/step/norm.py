@@ -176,8 +176,5 @@ def parts_of(segments: Iterable[TrainedSegment]) -> Iterator[tuple[str, torch.Te
     for segment in segments:
         if segment.reduced is None:
             continue
-        start = 0 if segment.ranks == 1 else segment.rank * segment.reduced.numel()
-        for row in segment.rows:
-            low = max(row.offset - start, 0)
-            high = min(row.offset + row.numel - start, segment.reduced.numel())
-            yield row.name, segment.reduced[low : max(low, high)]
+        start, numel = segment.start_of(segment.reduced), segment.reduced.numel()
+        yield from ((row.name, segment.reduced[row.within(start, numel)]) for row in segment.rows)

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 from zerodrift.dtypes import DType
-from zerodrift.engine.habits.absent_parameter import gathered_class, set_gathered_class
+from zerodrift.engine.habits.absent_parameter import set_gathered_class
 from zerodrift.engine.habits.pins import OTHERS, PRODUCTS, OwnParameter, OwnResult, name_of, of_class
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.step.segment import FlatSegment
@@ -40,13 +40,6 @@ def attach(segments: Iterable[FlatSegment]) -> None:
             if row.columns.products is not None:
                 kernels.require_products(parameter.device)
                 set_gathered_class(parameter, class_for(row.name, row.columns.products))
-
-
-def detach(segments: Iterable[FlatSegment]) -> None:
-    for segment in segments:
-        for parameter in segment.parameters:
-            if issubclass(gathered_class(parameter), NarrowWeight):
-                set_gathered_class(parameter, nn.Parameter)
 
 
 class NarrowWeight(OwnParameter):
@@ -81,13 +74,15 @@ def class_for(name: str, products: LinearProducts, kind: type[Tensor] = Tensor) 
     ) -> Any:
         named, given = name_of(func), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            alone = all(isinstance(tensor, _OWN) for tensor in _floating((args, given)))
+            tensors = (each for each in tensors_in((args, given)) if each.is_floating_point() and each.dim())
+            alone = all(isinstance(tensor, _OWN) for tensor in tensors)
             if (named in PRODUCTS or isinstance(func, _CUSTOM)) and not alone:
                 return _multiply(_parse(name, named, args, given), products, name, form)
             result = func(*args, **given)
             if not alone or named in OTHERS:
                 return result
-            same = named in _VIEWS or (named in _PICKS and args[0].dim() == 3 and _are_matrices(result))
+            picked = named in _PICKS and args[0].dim() == 3 and all(x.dim() == 2 for x in tensors_in(result))
+            same = named in _VIEWS or picked
             is_weight = same and isinstance(args[0], (NarrowWeight, _WeightView))
             return of_class(result, kind, view if is_weight else derived)
 
@@ -109,14 +104,6 @@ def has_narrow_products(tensor: object) -> bool:
 
 _CUSTOM = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """Operators that are called by themselves, such as those that a library registers."""
-
-
-def _are_matrices(result: Any) -> bool:
-    return all(tensor.dim() == 2 for tensor in tensors_in(result))
-
-
-def _floating(inputs: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_in(inputs) if tensor.is_floating_point() and tensor.dim()]
 
 
 _Form = Callable[[kernels.Operand, kernels.Operand, torch.dtype, Tensor | None], Tensor]

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from zerodrift.comm import AxisName, Collectives, Handle, start_narrow_gather
+from zerodrift.comm import AxisName, Collectives, Handle
+from zerodrift.engine.step.narrow_wire import start_narrow_gather
 from zerodrift.kernels import host_memory
 from zerodrift.plan import Segment
 

@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm import Collectives, Handle, start_narrow_gather
+from zerodrift.comm import Collectives, Handle
 from zerodrift.engine.habits.absent_parameter import absent_class, mark_absent, mark_gathered
 from zerodrift.engine.nested import in_backward
+from zerodrift.engine.step.narrow_wire import start_narrow_gather
 from zerodrift.engine.step.secondary import SecondaryCopy
 from zerodrift.kernels import PackedRun, host_memory, narrow
 from zerodrift.optim import Updater
@@ -198,7 +199,13 @@ class FlatSegment:
         for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
             parameter.data = placeholder
         if not self._absent_classes:
-            borrow = _borrow(weakref.ref(self))
+            segment = weakref.ref(self)
+
+            def borrow() -> bool:
+                held = segment()
+                lender = None if held is None or held.lender is None else held.lender()
+                return lender is not None and lender()
+
             self._absent_classes = [absent_class(row.name, borrow) for row in self.rows]
         mark_absent(self.parameters, self._absent_classes)
 
@@ -222,6 +229,10 @@ class FlatSegment:
         count = flat.numel() // self.ranks
         return flat[self.rank * count : (self.rank + 1) * count]
 
+    def start_of(self, flat: torch.Tensor) -> int:
+        """Return the first element of the segment that a whole buffer, or one of this rank's slice, holds."""
+        return 0 if flat.numel() == self.spec.padded else self.rank * flat.numel()
+
     def first_of(self, row: Row) -> int:
         """Return the element of the flattened whole parameter at which this rank's row begins."""
         return self._expert_rank * row.numel if row.parts > 1 else 0
@@ -244,7 +255,9 @@ class FlatSegment:
         if self.secondary is not None and self.secondary.is_current and in_backward():
             return self._start_regather(self.secondary)
         if self.spec.columns.encodes or self.packed is not None:
-            return self._start_narrow_gather()
+            runs = self.ranks if self.sharded else 1
+            self._arriving, self._gathering = self.start_packed_gather(self.storage, runs)
+            return self.sharded
         if not self.sharded:
             with torch.no_grad():
                 self.full.copy_(self.storage)
@@ -267,12 +280,6 @@ class FlatSegment:
             target = self._arriving = torch.empty_like(self.full, dtype=secondary.dtype)
         self._gathering = secondary.start_gather(target)
         return True
-
-    def _start_narrow_gather(self) -> bool:
-        """Begin to gather packed runs, one per rank."""
-        runs = self.ranks if self.sharded else 1
-        self._arriving, self._gathering = self.start_packed_gather(self.storage, runs)
-        return self.sharded
 
     def start_packed_gather(self, values: torch.Tensor, runs: int) -> tuple[torch.Tensor, Handle]:
         """Encode this rank's values as one of so many packed runs, unless they rest packed, and begin to
@@ -387,17 +394,6 @@ class FlatSegment:
         self.holds += bool(self.holds)
         for parameter in self.parameters:
             parameter.grad_dtype = parameter.dtype
-
-
-def _borrow(segment: weakref.ref[FlatSegment]) -> Callable[[], bool]:
-    """Return what absent parameters of a segment call to be gathered."""
-
-    def borrow() -> bool:
-        held = segment()
-        lender = None if held is None or held.lender is None else held.lender()
-        return lender is not None and lender()
-
-    return borrow
 
 
 def _holders(flat: torch.Tensor) -> int:

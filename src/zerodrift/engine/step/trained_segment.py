@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm import Collectives, Handle, Sum, narrow_all_reduce, start_narrow_sum
+from zerodrift.comm import Collectives, Handle, Sum
 from zerodrift.engine.habits.absent_parameter import CollectedGradient
 from zerodrift.engine.habits.gradient_exposure import GradientExposure
 from zerodrift.engine.step.accumulation import (
@@ -42,7 +42,7 @@ from zerodrift.engine.step.accumulation import (
     copy_without_negative_zeros,
     dense,
 )
-from zerodrift.engine.step.narrow_wire import NarrowWire
+from zerodrift.engine.step.narrow_wire import NarrowWire, narrow_all_reduce, start_narrow_sum
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.optim import Owned, Updater, keys_of_blocks, round_away
 from zerodrift.plan import Row, Segment
@@ -70,10 +70,11 @@ class TrainedSegment(FlatSegment):
         super().__init__(number, spec, rows, parameters, comm, unit)
         self.update = update
         reduce = update.reduce
-        self.wire = NarrowWire(reduce, comm.mesh.rank("data")) if reduce.wire.format is not None else None
-        if self.wire is not None and reduce.rounding == "stochastic":
-            keys = keys_of_blocks(rows, 0, spec.padded, self._expert_rank)
-            self.wire.keys = keys.to(comm.mesh.device)
+        keys = None
+        if reduce.rounding == "stochastic":
+            keys = keys_of_blocks(rows, 0, spec.padded, self._expert_rank).to(comm.mesh.device)
+        is_narrow = reduce.wire.format is not None
+        self.wire = NarrowWire(reduce, comm.mesh.rank("data"), keys) if is_narrow else None
         self.has_separate_master = not self.gathers and update.master is not Master.SAME
         self._sums_whole = not update.accumulate.axis
         self._layout = LandingLayout(rows, spec.padded)
@@ -339,14 +340,6 @@ class TrainedSegment(FlatSegment):
             self._sum.add(self.reduced)
             self.reduced = None
 
-    def over_replicas(self, gradient: torch.Tensor, before: float) -> torch.Tensor:
-        """Return what a reduced gradient will be once replicas are summed: a copy, where there are any."""
-        if self.comm.mesh.size("replicate") == 1:
-            return gradient
-        summed = gradient.clone()
-        self.add_replicas(summed, before)
-        return summed
-
     def add_replicas(self, flat: torch.Tensor, before: float) -> None:
         """Add the slices of the other replicas, in place; a reduced gradient once per step."""
         reduce = self.update.reduce
@@ -417,9 +410,7 @@ class TrainedSegment(FlatSegment):
 
     def piece(self, initial: torch.Tensor) -> Owned:
         """Return what the optimizer gets; `initial` is the first master of `owned`."""
-        whole = self.owned.numel() == self.spec.padded
-        start = 0 if whole else self.rank * self.owned.numel()
-        rows, expert = tuple(self.rows), self._expert_rank
+        rows, start, expert = tuple(self.rows), self.start_of(self.owned), self._expert_rank
         return Owned(self.number, self.spec, self.update, rows, self.owned, initial, start, expert)
 
     def sync_storage(self, updater: Updater | None) -> Handle:

@@ -2,7 +2,7 @@
 
 A model may skip a unit on one rank: an expert without tokens, a layer that is dropped. The other ranks gather
 it, and a rank that did not would take the next collective for it. So a training step goes through the units
-in the order of the plan, or in another that forwards have shown (`unit_order.py`): those that were passed
+in the order of the plan, or in another that forwards have shown (`UnitOrder`): those that were passed
 over are gathered too, and in a backward count as over, in their turn. Units are gathered ahead as far as
 there is room (`plan/schedule.py`).
 
@@ -10,7 +10,14 @@ Invariant: in training, the gathers and reductions of a rank that runs units in 
 each at most once, are the plan's list. A unit that runs out of turn, or again, is gathered on the spot.
 
 [Note: order] Ranks that run units in different orders would still mix their weights. A checksum of what
-was gathered, in its order, travels with the norm (`scale.global_norm`), and a difference is an error.
+was gathered, in its order, travels with the norm (`norm.global_norm`), and a difference is an error.
+
+[Note: learned order] A model may define its units in another order than it runs them, and drop some at
+random, on each rank others. So until every unit has run on some rank, ranks exchange at the end of a forward
+the order in which they ran theirs, and from then on go through them in that order: the plan's where no rank
+reports another. Until then, a rank that comes to a unit out of turn first goes through all that are left, as
+the others do by the end of their forwards; then all gather together what any of them wants. Units that run
+several times in a forward have no place of this kind: around them nothing may be dropped.
 
 [Note: nested units] A block that is recomputed runs the units inside it forward, and needs them again at
 once, in reverse. So they are gathered together when a backward comes to the block, also those that this
@@ -19,12 +26,14 @@ rank has no use for; without recomputation, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import torch
 
-from zerodrift.engine.step.unit_order import UnitOrder
 from zerodrift.plan import backward_order, contains, prefetch_ends
 
 
@@ -109,7 +118,7 @@ class Traversal:
             self._ran[unit.number] = None
             if self._order is not None and place < self._went and not unit.is_full:
                 self._pass_by(len(self._forth))
-                self._order.gather(unit)
+                self._order.gather_wanted(unit.number)
             self._pass_by(place)
         self._go(place)
 
@@ -217,3 +226,70 @@ class Traversal:
                 inside.start_gather()
             for ahead in self._back[place + 1 : self._back_reach[place]]:
                 ahead.start_gather()
+
+
+# --- the order in which units run ------------------------------------------------------------------------
+
+
+class UnitOrder:
+    """The order of all units but the root, as far as forwards have shown it."""
+
+    def __init__(self, units: Sequence[Any], exchange: Callable[[Any], list[Any]]) -> None:
+        """`exchange` returns the values that all ranks call it with."""
+        self.units = [unit for unit in units if not unit.is_root]
+        self.is_final = False
+        """Whether forwards need no exchange any more."""
+        self._exchange = exchange
+        self._by_number = {unit.number: unit for unit in self.units}
+        self._not_run = set(self._by_number)
+        """Units that have run on no rank yet."""
+        self._pairs = {
+            (outer.number, inner.number)
+            for outer, inner in itertools.permutations(self.units, 2)
+            if contains(outer.spec, inner.spec)
+        }
+        """Pairs of units of which the first runs before the second."""
+
+    def end_forward(self, ran: Iterable[int]) -> None:
+        """Gather what other ranks want until all their forwards have ended, and learn from all orders. `ran`
+        are the units that this rank has run."""
+        while not (orders := self.gather_wanted(None, ran)):
+            pass
+        self._pairs.update(pair for order in orders for pair in itertools.pairwise(order))
+        self._not_run.difference_update(*orders)
+        numbers = sort_by_pairs([unit.number for unit in self.units], self._pairs)
+        if numbers is not None:
+            self.units = [self._by_number[number] for number in numbers]
+        # Without an order that serves all, a difference between ranks is an error from now on.
+        self.is_final = numbers is None or not self._not_run
+
+    def gather_wanted(self, own: int | None, ran: Iterable[int] = ()) -> list[tuple[int, ...]]:
+        """Gather together what any rank wants; return the orders of all ranks if none wants anything."""
+        reports = self._exchange((own, tuple(ran)))
+        wanted = {number for number, _ in reports if number is not None}
+        for number in sorted(wanted):
+            self._by_number[number].gather()
+            if number != own:
+                self._by_number[number].leave()
+        return [] if wanted else [order for _, order in reports]
+
+
+def sort_by_pairs(numbers: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list[int] | None:
+    """Sort numbers so that the first of each pair comes before the second, else as they are; None where no
+    order does."""
+    places = {number: place for place, number in enumerate(numbers)}
+    sorter = TopologicalSorter[int]({number: () for number in numbers})
+    for first, second in pairs:
+        sorter.add(second, first)
+    try:
+        sorter.prepare()
+    except CycleError:
+        return None
+    ready: list[tuple[int, int]] = []
+    order: list[int] = []
+    while sorter.is_active():
+        for number in sorter.get_ready():
+            heapq.heappush(ready, (places[number], number))
+        order.append(heapq.heappop(ready)[1])
+        sorter.done(order[-1])
+    return order

@@ -292,17 +292,14 @@ class LiveUnit:
         if not under_way and not in_backward():
             return False
         with temporarily_clear_interpreter_stack() if in_transform() else contextlib.nullcontext():
-            if under_way:
-                under_way[-1].keep_borrowed(self)
+            if under_way and under_way[-1]._borrowed != [self]:
+                # It stays until that forward ends, or uses yet another one.
+                others = [unit for unit in under_way[-1]._borrowed if unit is not self]
+                under_way[-1]._borrowed = [*others, self]
+                for unit in others:
+                    unit.leave()
             self.gather()
         return True
-
-    def keep_borrowed(self, other: LiveUnit) -> None:
-        """Keep another unit until this forward ends, or uses yet another one."""
-        if self._borrowed != [other]:
-            self._borrowed = [*(unit for unit in self._borrowed if unit is not other), other]
-            for unit in self._borrowed[:-1]:
-                unit.leave()
 
     def order_hooks(self) -> None:
         """Put our hooks first and last among the hooks of the module; see [Note: order of hooks]."""

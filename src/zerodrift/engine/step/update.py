@@ -129,10 +129,8 @@ def collect_statistics(
 
 def _sums(segment: FlatSegment, row: Row, blocks: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a row as integers: the counts, then the digits of each sum of squares."""
-    start = 0 if segment.owned.numel() == segment.spec.padded else segment.rank * segment.owned.numel()
-    low = max(row.offset - start, 0)
-    high = min(row.offset + row.numel - start, segment.owned.numel())
-    mine = blocks[low // BLOCK : -(-high // BLOCK)] if low < high else blocks[:0]
+    span = row.within(segment.start_of(segment.owned), segment.owned.numel())
+    mine = blocks[span.start // BLOCK : -(-span.stop // BLOCK)] if span.start < span.stop else blocks[:0]
     digits = [squares.digits(mine[:, column].contiguous()) for column in range(COUNTS, len(COLUMNS))]
     return torch.cat([mine[:, :COUNTS].sum(0).long(), *digits])
 

@@ -1,6 +1,4 @@
-"""Render the tables of keys: `docs/config.md` from the schema, `docs/deepspeed.md` from the table.
-
-`make docs` puts the tables into the pages. What stands before and behind them is written by hand.
+"""The tables of keys in docs/config.md, from the schema, and in docs/deepspeed.md, from DeepSpeed's table.
 
 Invariant: the texts come from docstrings and the table. No key is described here.
 """
