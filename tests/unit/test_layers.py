@@ -79,17 +79,9 @@ ROOMS: dict[str, set[str]] = {
     },
     "lightning": {"api", "checkpoint", "config", "engine", "errors"},
     "verl": {"api", "checkpoint", "comm", "config", "engine", "model", "weights", "errors"},
-    "deepspeed.names": {"errors"},
-    "deepspeed.tools": {"deepspeed.names", "comm", "config", "optimizers", "errors", "versions"},
-    "deepspeed.parameters": {"deepspeed.tools", "deepspeed.names", "engine", "plan", "policy", "errors"},
-    "deepspeed.checkpoints": {
-        *{"deepspeed.parameters", "deepspeed.tools", "deepspeed.names"},
-        *{"checkpoint", "weights", "engine", "comm", "plan", "errors"},
-    },
     "deepspeed": {
-        *{"deepspeed.checkpoints", "deepspeed.parameters", "deepspeed.tools", "deepspeed.names"},
         *{"api", "checkpoint", "config", "engine", "comm", "inspect.trace", "inspect.check"},
-        *{"optim", "policy"},
+        *{"optim", "plan", "policy", "weights"},
         *{"dtypes", "errors"},
         *{"optimizers", "alias", "versions"},
     },
