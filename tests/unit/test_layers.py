@@ -232,7 +232,7 @@ def test_no_room_reads_the_environment_but_those_that_may() -> None:
         "engine/habits/determinism.py",  # sets what cuBLAS and flash-attention read
         "versions.py",  # the first rank speaks for all
         "files.py",  # the user's cache folder
-        "train/data/hub.py",  # looks where huggingface_hub does
+        "train/data/files.py",  # looks where huggingface_hub does
     }
     for path in FILES:
         name = name_of(path)
