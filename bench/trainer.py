@@ -24,8 +24,8 @@ from result import Result, flags
 
 from zerodrift.engine.executor import loss_in
 from zerodrift.train.job_file import read_job
+from zerodrift.train.loop.launcher import Stop
 from zerodrift.train.loop.session import Session, assemble
-from zerodrift.train.loop.signals import Stop
 from zerodrift.train.loop.training import Loop, _Clock
 from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import Metrics

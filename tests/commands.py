@@ -116,9 +116,9 @@ def _fork(launcher: Any, number: int, work: str, environment: dict[str, str], er
             os.dup2(errors.fileno(), stream)
         os.environ.clear()
         os.environ.update(environment)
-        from zerodrift.train.loop import rank
+        from zerodrift.train.loop import start
 
-        code = rank.main(work)
+        code = start.main(work)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

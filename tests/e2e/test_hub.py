@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.jobs import ROOT, job, trained
 from tests.e2e.small_models import llama
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.data.hub import advice, hub_cache, path_of
+from zerodrift.train.data.files import advice, hub_cache, path_of
 from zerodrift.train.job_file import read_job
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.start import train

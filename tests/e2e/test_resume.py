@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.jobs import kinds, trained
-from zerodrift.checkpoint.atomic import Lock
+from zerodrift.checkpoint.files import Lock
 from zerodrift.errors import CheckpointError
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.commands import Command
 from tests.e2e.jobs import QUICKLY, ROOT, job, losses, on_a_rank, start
 from tests.ranks.harness import run_ranks
-from zerodrift.train.loop.signals import signal_name
+from zerodrift.train.loop.launcher import signal_name
 
 STEPS = 20
 

@@ -23,8 +23,8 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.plain import weights
 from zerodrift.api import make_plan
 from zerodrift.checkpoint import save as saving
-from zerodrift.checkpoint.atomic import Lock
 from zerodrift.checkpoint.checkpoints import Checkpoints
+from zerodrift.checkpoint.files import Lock
 from zerodrift.checkpoint.folder import CheckpointFolder
 from zerodrift.comm.mesh import start
 from zerodrift.engine.engine import Engine

@@ -16,7 +16,7 @@ import zerodrift as zd
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
-from zerodrift.checkpoint.atomic import new_folder
+from zerodrift.checkpoint.files import new_folder
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, RankError
 from zerodrift.model.safetensors import list_tensors

@@ -14,8 +14,8 @@ from unittest import mock
 
 import pytest
 
-from zerodrift.checkpoint import atomic
-from zerodrift.checkpoint.atomic import Lock, LockOwner
+from zerodrift.checkpoint import files
+from zerodrift.checkpoint.files import Lock, LockOwner
 from zerodrift.checkpoint.folder import CheckpointFolder, automatic
 from zerodrift.checkpoint.manifest import (
     MANIFEST,
@@ -221,7 +221,7 @@ def test_a_lock_has_one_owner(tmp_path: Path) -> None:
 
 def test_of_two_processes_one_gets_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from zerodrift.checkpoint.atomic import Lock\n"
+        "import sys, time; from pathlib import Path; from zerodrift.checkpoint.files import Lock\n"
         "from zerodrift.errors import CheckpointError\n"
         "try:\n  Lock.take(Path(sys.argv[1])); print('mine', flush=True); time.sleep(60)\n"
         "except CheckpointError: print('other', flush=True)\n"
@@ -243,7 +243,7 @@ def test_of_two_processes_one_gets_it(tmp_path: Path) -> None:
 def write_lock(folder: Path, **changes: object) -> None:
     mine = Lock.take(folder)
     writer = {**encode(mine._owner), **changes}
-    (folder / atomic.LOCK).write_text(json.dumps(writer))
+    (folder / files.LOCK).write_text(json.dumps(writer))
 
 
 DEAD = {"the process is gone": {"pid": 2**22 + 1}, "its number was given to another": {"born": "1"}}
@@ -262,8 +262,8 @@ def test_a_lock_of_another_machine_is_broken_when_nobody_touches_it(tmp_path: Pa
     write_lock(tmp_path, host="elsewhere", pid=1)
     with pytest.raises(CheckpointError, match="got process 1 on elsewhere"):
         Lock.take(tmp_path)
-    old = time.time() - atomic.STALE - 60
-    os.utime(tmp_path / atomic.LOCK, (old, old))
+    old = time.time() - files.STALE - 60
+    os.utime(tmp_path / files.LOCK, (old, old))
     lock = Lock.take(tmp_path)
     lock.touch()
     assert lock.held
@@ -272,8 +272,8 @@ def test_a_lock_of_another_machine_is_broken_when_nobody_touches_it(tmp_path: Pa
 def test_a_lock_that_was_broken_is_not_taken_back(tmp_path: Path) -> None:
     lock = Lock.take(tmp_path)
     text = json.dumps(encode(LockOwner("elsewhere", 1, "", "now", "key")))
-    (tmp_path / atomic.LOCK).write_text(text)
+    (tmp_path / files.LOCK).write_text(text)
     assert not lock.held
     lock.touch()
     lock.release()
-    assert (tmp_path / atomic.LOCK).read_text() == text
+    assert (tmp_path / files.LOCK).read_text() == text

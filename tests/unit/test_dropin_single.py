@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import zerodrift.deepspeed as deepspeed
-from zerodrift.deepspeed.names.modules import NotHereError
+from zerodrift.deepspeed.modules import NotHereError
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.utils import zero_to_fp32
 from zerodrift.errors import CheckpointError, ConfigError, MeshError, ModelError, UnsupportedError

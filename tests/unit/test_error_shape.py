@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.test_house import trees
 from zerodrift import errors
-from zerodrift.deepspeed.names.modules import (
+from zerodrift.deepspeed.modules import (
     MissingCheckpointError,
     MisuseError,
     NotHereError,

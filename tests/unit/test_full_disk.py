@@ -223,7 +223,7 @@ def test_a_trainer(small: Path, tmp_path: Path) -> None:
 
 def test_the_metrics_of_a_run(disk: Disk, tmp_path: Path) -> None:
     """A line that did not fit is an error of ours where a run writes it, and is not read as a line."""
-    from zerodrift.checkpoint.paths import full_disk_named
+    from zerodrift.checkpoint.files import full_disk_named
 
     metrics = Metrics(RunFolder(tmp_path / "run"), Run(folder=str(tmp_path / "run")), 0)
     metrics.write("step", {"step": 1})

@@ -11,8 +11,7 @@ import pytest
 
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop import launcher as launch
-from zerodrift.train.loop.launcher import RankFailedError, first_host, slurm
-from zerodrift.train.loop.signals import IN_ORDER, exit_code, listen
+from zerodrift.train.loop.launcher import IN_ORDER, RankFailedError, exit_code, first_host, listen, slurm
 
 STEP = {
     "SLURM_STEP_ID": "0",
@@ -102,7 +101,7 @@ def test_before_the_first_step_a_signal_ends_it(
 def test_the_second_signal_does_not_ask() -> None:
     code = """
 import signal
-from zerodrift.train.loop.signals import listen
+from zerodrift.train.loop.launcher import listen
 with listen() as stop:
     stop.doing = 'finishing'
     signal.raise_signal(signal.SIGINT)

@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING
 from zerodrift.faces import face
 
 if TYPE_CHECKING:
-    from zerodrift.checkpoint import paths, state
-    from zerodrift.checkpoint.atomic import Lock, NewFolder, new_file, new_folder
+    from zerodrift.checkpoint import state
     from zerodrift.checkpoint.checkpoints import Checkpoints, Loaded, Part
     from zerodrift.checkpoint.contents import VERSIONS
     from zerodrift.checkpoint.differences import Allowed
+    from zerodrift.checkpoint.files import (
+        FULL, Lock, NewFolder, free, full_disk_named, is_folder, kind_at, list_folder, new_file, new_folder,
+        short, unwritable, writing,
+    )  # fmt: skip
     from zerodrift.checkpoint.folder import (
         CheckpointFolder, DEEPSPEED, LATEST, automatic, has_deepspeed_files, is_deepspeed, read_latest,
     )  # fmt: skip
@@ -17,9 +20,6 @@ if TYPE_CHECKING:
     from zerodrift.checkpoint.manifest import (
         MANIFEST, Manifest, SHARED, SavedParameter, read_entries, read_manifest, read_plan, state_file,
         verified,
-    )  # fmt: skip
-    from zerodrift.checkpoint.paths import (
-        FULL, free, full_disk_named, is_folder, kind_at, short, unwritable, writing,
     )  # fmt: skip
     from zerodrift.checkpoint.save import Head, everywhere, write_head, write_rank_files
     from zerodrift.checkpoint.state import groups, packed, put_groups, put_scale, read_state

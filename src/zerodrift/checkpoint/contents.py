@@ -35,7 +35,6 @@ from zerodrift.versions import __version__
 
 VERSIONS = (("zerodrift", __version__), ("torch", torch.__version__))
 WINDOW = 1 << 20
-"""Elements of a narrow format that are filled at a time."""
 FORM = "form"
 """Key of the checksum beside the value digests that says in which dtypes values rest."""
 
@@ -47,7 +46,6 @@ class StageSummary:
     counters: Counters
     moments: dict[str, tuple[str, ...]]
     buffers: dict[str, torch.Tensor]
-    """Buffers that rank 0 does not have."""
 
 
 def items(engine: Engine, frozen: bool = True) -> Iterator[Item]:

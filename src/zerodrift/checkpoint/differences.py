@@ -21,7 +21,6 @@ Allowed = Literal["model", "optimizer", "groups", "schedule", "loss_scale", "buf
 only one side has: shapes and ties of the others must agree all the same."""
 
 SHOWN = 20
-"""Number of names that an error lists."""
 _EXECUTION = ("foreach", "fused", "capturable", "differentiable")
 """Options of torch's optimizers that change how a step runs, not its result."""
 
@@ -46,7 +45,6 @@ class CurrentRun:
 
     plan: Plan
     kind: str
-    """The optimizer's kind; empty without one."""
     group_of: Mapping[str, int]
     groups: Sequence[Mapping[str, Any]]
     schedule: str
@@ -171,7 +169,6 @@ def _check_groups(
 def differences(
     manifest: Manifest, entries: Sequence[SavedParameter], document: dict[str, Any] | None, now: CurrentRun
 ) -> list[CheckpointDifference]:
-    """Find every other difference; `document` is the plan of the save."""
     versions = dict(now.versions)
     changes = [
         CheckpointDifference(package, version, versions.get(package, "none"), "bits may differ")

@@ -19,9 +19,17 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from zerodrift.checkpoint.atomic import Lock, NewFolder, sync_folder
+from zerodrift.checkpoint.files import (
+    Lock,
+    NewFolder,
+    is_folder,
+    kind_at,
+    list_folder,
+    read_file,
+    short,
+    sync_folder,
+)
 from zerodrift.checkpoint.manifest import MANIFEST, PARAMETERS, SHARED, Manifest, read_manifest, write_whole
-from zerodrift.checkpoint.paths import is_folder, kind_at, listed, read_file, short
 from zerodrift.errors import CheckpointError, did_you_mean
 
 LATEST = "latest"
@@ -40,7 +48,6 @@ DEEPSPEED = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt"
 
 
 def automatic(step: int) -> str:
-    """Return the tag of a save that was given none."""
     return f"step-{step:08d}"
 
 
@@ -99,7 +106,7 @@ def is_deepspeed(path: Path) -> bool:
 
 
 def has_deepspeed_files(folder: Path) -> bool:
-    return any(DEEPSPEED.fullmatch(entry.name) for entry in listed(folder))
+    return any(DEEPSPEED.fullmatch(entry.name) for entry in list_folder(folder))
 
 
 class CheckpointFolder:
@@ -114,7 +121,6 @@ class CheckpointFolder:
         return [tag for _, tag, _ in self._heads()]
 
     def runs(self) -> dict[str, str]:
-        """Return the run of each tag; `""` if its manifest is damaged."""
         return {tag: run for _, tag, run in self._heads()}
 
     def _heads(self) -> list[tuple[int, str, str]]:
@@ -129,7 +135,9 @@ class CheckpointFolder:
     def halves(self) -> list[str]:
         """List tags with files of a checkpoint but no manifest, as an interrupted copy leaves them."""
         folders = [path for path in self._children() if path.is_dir() and not _has_manifest(path)]
-        return [path.name for path in folders if any(_PARTS.fullmatch(part.name) for part in listed(path))]
+        return [
+            path.name for path in folders if any(_PARTS.fullmatch(part.name) for part in list_folder(path))
+        ]
 
     def latest(self) -> str:
         """Return the tag that `latest` names, `""` before the first save."""
@@ -260,7 +268,7 @@ class CheckpointFolder:
 
     def _children(self, hidden: str = "") -> list[Path]:
         """List the folder: what is not hidden, or hidden names with a prefix."""
-        children = listed(self.path) if self._is_there() else []
+        children = list_folder(self.path) if self._is_there() else []
         if hidden:
             return [path for path in children if path.name.startswith(hidden)]
         return [path for path in children if not path.name.startswith(".")]

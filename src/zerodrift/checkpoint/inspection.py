@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from zerodrift.checkpoint.files import kind_at
 from zerodrift.checkpoint.folder import LATEST, CheckpointFolder
 from zerodrift.checkpoint.manifest import (
     MANIFEST,
@@ -24,7 +25,6 @@ from zerodrift.checkpoint.manifest import (
     read_entries,
     read_manifest,
 )
-from zerodrift.checkpoint.paths import kind_at
 from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, Problem, several
 from zerodrift.model import safetensors
@@ -37,8 +37,6 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """One checkpoint."""
-
     path: str
     manifest: Manifest
     problems: tuple[str, ...]
@@ -54,8 +52,6 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class FolderInspection:
-    """A folder of checkpoints."""
-
     path: str
     latest: str
     inspections: tuple[Inspection, ...]
@@ -66,7 +62,6 @@ class FolderInspection:
 
     @property
     def complete(self) -> bool:
-        """True if every checkpoint is complete; unfinished saves do not count."""
         return not self.unreadable and all(one.complete for one in self.inspections)
 
 
@@ -161,7 +156,6 @@ def _inspect_one(path: Path, verify: bool) -> Inspection:
 
 
 def _holdings(table: Iterable[SavedParameter]) -> tuple[Row, ...]:
-    """Count tensors and elements by kind, `weights` or the name of a moment, and dtype."""
     rows: dict[tuple[str, str], Row] = {}
     for entry in table:
         for kind, dtype in [("weights", DType(entry.dtype)), *((m, DType.FP32) for m in entry.moments)]:
@@ -192,7 +186,6 @@ def inspection_json(inspection: Inspected) -> str:
 
 
 def inspection_text(inspection: Inspected, color: bool, width: int = WIDTH) -> str:
-    """Return the inspection as a page of text."""
     if isinstance(inspection, FolderInspection):
         parts = _folder_text(inspection, width)
     elif isinstance(inspection, Inspection):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from zerodrift.checkpoint.paths import open_own, own_file, short, unreadable
+from zerodrift.checkpoint.files import open_own, own_file, short, unreadable
 from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, Problem, Problems, said
 from zerodrift.mesh import MeshShape
@@ -43,8 +43,6 @@ description_file = "rank-{:05d}.json".format
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file of a checkpoint."""
-
     name: str
     bytes: int
     sha256: str
@@ -52,8 +50,6 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class SavedParameter:
-    """One parameter in a checkpoint."""
-
     names: tuple[str, ...]
     """More than one if the parameter is tied."""
     shape: tuple[int, ...]
@@ -85,8 +81,6 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The files that one rank wrote."""
-
     save: str
     rank: int
     tensors: File
@@ -96,14 +90,11 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of all ranks together."""
-
     save: str
     """The name of the save, repeated in each description: files of two saves cannot be mixed."""
     ranks: int
     bytes: int
     seal: str
-    """The sum of the descriptions' checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +107,8 @@ class Manifest:
     step: int
     skipped: int
     saved: str
-    """ISO 8601, UTC."""
     versions: tuple[tuple[str, str], ...]
     source: str
-    """The model's name."""
     mode: str
     stage: int
     mesh: MeshShape
@@ -143,17 +132,14 @@ class Manifest:
 
     @property
     def file_count(self) -> int:
-        """Number of files without the manifest."""
         return len(self.files) + 3 * self.of_ranks.ranks
 
     @property
     def bytes(self) -> int:
-        """Size of all files without the manifest."""
         return sum(file.bytes for file in self.files) + self.of_ranks.bytes
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the last file of a checkpoint, with a checksum of its own."""
     write_whole(folder / MANIFEST, _manifest_text(encode(manifest)))
 
 
@@ -167,7 +153,6 @@ def sealed(name: str, value: str) -> str:
 
 
 def write_entries(folder: Path, entries: Iterable[SavedParameter]) -> File:
-    """Write the table of parameters, one per line."""
     rows = ([e.names, e.shape, e.dtype, e.group, e.moments] for e in entries)
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     return write_whole(folder / PARAMETERS, f"[\n{lines}\n]\n")
@@ -188,7 +173,6 @@ def write_whole(path: Path, text: str | bytes) -> File:
 
 
 def measured(path: Path) -> File:
-    """Return the size and checksum of a file."""
     return File(path.name, path.stat().st_size, _sha256(path))
 
 
@@ -201,7 +185,6 @@ def _sha256(path: Path) -> str:
 
 
 def write_description(folder: Path, description: Description) -> Sums:
-    """Write one rank's description and return its checksum and sizes."""
     rows = [[c.key, c.numel, c.start, c.count, c.dtype, c.offset, c.length] for c in description.chunks]
     files = [encode(description.tensors), encode(description.state)]
     head = {"save": description.save, "rank": description.rank, "files": files, "chunks": rows}
@@ -257,7 +240,6 @@ def _damaged(path: Path, got: str) -> CheckpointError:
 
 
 def read_entries(folder: Path) -> tuple[SavedParameter, ...]:
-    """Read the table of parameters; verify the folder first."""
     with open_own(folder, PARAMETERS) as stream:
         data = stream.read()
     try:

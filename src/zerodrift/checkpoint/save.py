@@ -18,10 +18,9 @@ import numpy as np
 import torch
 
 from zerodrift.checkpoint import manifest as manifests
-from zerodrift.checkpoint.atomic import NewFolder
+from zerodrift.checkpoint.files import NewFolder, refusal, unwritable
 from zerodrift.checkpoint.folder import CheckpointFolder, save_of
 from zerodrift.checkpoint.manifest import NO_SUMS, SHARED, Chunk, Description, Manifest, SavedParameter, Sums
-from zerodrift.checkpoint.paths import refusal, unwritable
 from zerodrift.checkpoint.tensors import FEW, Item, write_index, write_items
 from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.errors import CheckpointError, RankError, ZerodriftError, said
@@ -31,8 +30,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The files that rank 0 writes for all."""
-
     manifest: Manifest
     """Its list of files is filled in when they are written."""
     entries: tuple[SavedParameter, ...]
@@ -89,8 +86,6 @@ def write_head(path: Path, head: Head, ranks: int, chunks: list[Chunk], sums: Su
 
 
 class Save:
-    """A save under way."""
-
     def __init__(
         self, comm: Collectives, folder: CheckpointFolder, run: str | None, head: Head | None, latest: bool
     ) -> None:
@@ -99,7 +94,6 @@ class Save:
         self._comm, self._folder, self._head, self._latest = comm, folder, head, latest
         self._rank = comm.mesh.rank()
         self._new: NewFolder | None = None
-        """Only on rank 0."""
         self._written: tuple[list[Chunk], Sums] = ([], NO_SUMS)
         self._error: ZerodriftError | None = None
         self._thread: threading.Thread | None = None

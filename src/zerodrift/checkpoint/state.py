@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from zerodrift.checkpoint.differences import CheckpointDifference
-from zerodrift.checkpoint.paths import open_own
+from zerodrift.checkpoint.files import open_own
 from zerodrift.engine import Engine
 from zerodrift.errors import CheckpointError, UnsupportedError, said
 
@@ -39,7 +39,6 @@ DATA = (
 
 
 def load(stream: IO[bytes]) -> dict[str, Any]:
-    """Unpack a state, with its tensors on the CPU."""
     with torch.serialization.safe_globals(list(DATA)):
         state: dict[str, Any] = torch.load(stream, map_location="cpu", weights_only=True)
     return state
@@ -75,7 +74,6 @@ def _find_unpackable(value: Any, path: str) -> tuple[str, Any]:
 
 
 def read_state(folder: Path, name: str) -> dict[str, Any]:
-    """Read one of the state files of a checkpoint."""
     try:
         with open_own(folder, name) as stream:
             return load(stream)
@@ -90,7 +88,6 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
 
 
 def shared(engine: Engine, counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect the state that rank 0 writes for all."""
     if engine.schedule is not None and not hasattr(engine.schedule, "state_dict"):
         must = "must have `state_dict` and `load_state_dict`, to be saved"
         got, do = type(engine.schedule).__name__, "Add them, or use a scheduler of torch."
@@ -144,7 +141,6 @@ def put_scale(engine: Engine, state: Mapping[str, Any] | None) -> None:
 
 
 def put_groups(engine: Engine, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Restore the options of the parameter groups."""
     if engine.optimizer is not None:
         for group, options in zip(_param_groups(engine), saved, strict=True):
             group.update(options)
@@ -185,7 +181,6 @@ def rank_state(engine: Engine, client: Any, different: frozenset[str]) -> dict[s
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of the generators of Python, numpy and torch."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {

@@ -28,6 +28,7 @@ from typing import IO, Any, cast
 
 import torch
 
+from zerodrift.checkpoint.files import open_own, short
 from zerodrift.checkpoint.manifest import (
     Chunk,
     File,
@@ -37,14 +38,12 @@ from zerodrift.checkpoint.manifest import (
     read_manifest,
     read_plan,
 )
-from zerodrift.checkpoint.paths import open_own, short
 from zerodrift.dtypes import BLOCK, DType, Format
 from zerodrift.errors import CheckpointError, said
 from zerodrift.kernels import PackedRun, narrow
 from zerodrift.plan import Plan, Row, rank_of
 
 CHUNK = 8 << 20
-"""Largest number of elements in a chunk."""
 INDEX = ".metadata"
 FEW = 64
 """Ranks up to which a save writes DCP's index, which takes 30 us and 2.6 KB per chunk on one rank."""
@@ -70,7 +69,6 @@ class Item:
 
 
 def write_items(path: Path, items: Iterable[Item]) -> tuple[File, list[Chunk]]:
-    """Write a DCP file, flushed to the disk."""
     chunks = []
     with path.open("wb") as raw:
         stream = _HashingStream(raw)
@@ -219,7 +217,6 @@ class CheckpointReader:
                     raise CheckpointError(self._folder, must, got=f"{chunk.numel:,}", do=OTHER)
 
     def read(self, wanted: Sequence[Destination]) -> None:
-        """Fill every destination."""
         parts: list[tuple[Chunk, Destination]] = []
         for want in wanted:
             chunks = self.find(want.key, want.start, want.start + want.into.numel())
@@ -242,7 +239,6 @@ class CheckpointReader:
         return into.view(entry.shape)
 
     def read_weights(self, wanted: Sequence[tuple[SavedParameter, int, torch.Tensor]]) -> None:
-        """Fill flat tensors with the elements of weights from a first one on; a narrow format is decoded."""
         plain = [want for want in wanted if DType(want[0].dtype).format is None]
         self.read([Destination(weight_key(entry.name), start, into) for entry, start, into in plain])
         for entry, start, into in wanted:

@@ -3,9 +3,9 @@
 Names, signatures and meanings are those of DeepSpeed 0.19.6; `docs/deepspeed.md` lists the differences. A
 name that is not here can be imported, and raises an error that says what to use instead.
 
-DeepSpeed's own modules (`deepspeed.zero`, `deepspeed.utils`, ...) are made by `names/modules.py` from the
-tables in `names/tables.py`. `initialization` makes the `engine`, whose getters and optimizer are beside it;
-`tools` is for scripts without an engine, and `parameters` and `checkpoints` are named by their contents.
+DeepSpeed's own modules (`deepspeed.zero`, `deepspeed.utils`, ...) are made by `modules.py` from the tables in
+`tables.py`. `initialization` makes the `engine`, whose getters, optimizer and checkpoints are beside it.
+`tools` is for scripts without an engine, and `parameters` is about one parameter by itself.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import argparse
 from zerodrift.alias import activate
 from zerodrift.deepspeed.engine import DeepSpeedEngine
 from zerodrift.deepspeed.initialization import initialize
-from zerodrift.deepspeed.names import ROOT, DeepSpeedModules, lookup
+from zerodrift.deepspeed.modules import DeepSpeedModules, lookup
+from zerodrift.deepspeed.tables import ROOT
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
-from zerodrift.deepspeed.tools import DeepSpeedDataLoader, get_accelerator, init_distributed, log_dist, logger
+from zerodrift.deepspeed.tools.collectives import init_distributed
+from zerodrift.deepspeed.tools.device import get_accelerator
+from zerodrift.deepspeed.tools.functions import DeepSpeedDataLoader, log_dist, logger
 from zerodrift.errors import ConfigError as DeepSpeedConfigError
 from zerodrift.versions import DEEPSPEED
 

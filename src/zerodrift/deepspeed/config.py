@@ -22,7 +22,7 @@ from typing import Any
 
 from zerodrift.alias import run_settings
 from zerodrift.config import Additions, Config, is_path, plain, read, shown
-from zerodrift.deepspeed.tools import logger
+from zerodrift.deepspeed.tools.functions import logger
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.optim import VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type
 
@@ -73,7 +73,6 @@ def _as_dict(value: Any) -> dict[str, Any]:
 
 
 def _read_file(path: str | os.PathLike[str]) -> Any:
-    """Read JSON or YAML, else Hjson."""
     try:
         return read(path)
     except ConfigError as error:

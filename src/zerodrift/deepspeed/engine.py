@@ -20,27 +20,17 @@ import torch
 from torch import nn
 
 from zerodrift.alias import run_settings
-from zerodrift.deepspeed.checkpoints import CheckpointedEngine, attach_loading
+from zerodrift.deepspeed.checkpointed_engine import CheckpointedEngine, attach_loading
 from zerodrift.deepspeed.config import MANAGED
 from zerodrift.deepspeed.getters import GETTERS, wire_dtype
-from zerodrift.deepspeed.names import ENGINE_ABSENT, MisuseError, absent, unknown
+from zerodrift.deepspeed.modules import MisuseError, absent, unknown
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
-from zerodrift.deepspeed.parameters import (
-    engine_parameter,
-    forget_shards,
-    keep_shards,
-    mark_parameters,
-    unmark_parameters,
-)
-from zerodrift.deepspeed.tools import (
-    DeepSpeedDataLoader,
-    DeepSpeedMonitorConfig,
-    MonitorMaster,
-    get_world_group,
-    local_rank,
-    logger,
-    mark_configured_leaves,
-)
+from zerodrift.deepspeed.parameters.shards import forget_shards, keep_shards
+from zerodrift.deepspeed.parameters.values import engine_parameter, mark_parameters, unmark_parameters
+from zerodrift.deepspeed.tables import ENGINE_ABSENT
+from zerodrift.deepspeed.tools.collectives import get_world_group, local_rank
+from zerodrift.deepspeed.tools.curves import DeepSpeedMonitorConfig, MonitorMaster
+from zerodrift.deepspeed.tools.functions import DeepSpeedDataLoader, logger, mark_configured_leaves
 from zerodrift.engine import Engine, native
 from zerodrift.errors import PrecisionError, Problem, UnsupportedError
 from zerodrift.inspect.check import compare
@@ -76,7 +66,6 @@ class DeepSpeedEngine(CheckpointedEngine):
         self.client_optimizer, self.collate_fn = client_optimizer, collate_fn
         self.monitor = MonitorMaster(DeepSpeedMonitorConfig()) if monitor is None else monitor
         self.micro_steps = 0
-        """Calls of `step`."""
         self.global_samples = 0
         self._boundary: bool | None = None
         """The value of `set_gradient_accumulation_boundary`; None if `micro_steps` decides."""
@@ -85,7 +74,6 @@ class DeepSpeedEngine(CheckpointedEngine):
         self._losses: list[torch.Tensor] = []
         """The losses of this step, if a monitor writes them."""
         self._backwards = 0
-        """Backwards since the last step."""
         self._micro_batch = policy.batch.micro
         stage, trains = policy.sharding.stage, engine.updater is not None
         self.optimizer: DeepSpeedOptimizer | ParameterOffload | None = None
@@ -131,7 +119,6 @@ class DeepSpeedEngine(CheckpointedEngine):
     # --- a micro-batch ----------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model in the plan's precision."""
         if self._engine.progress.closed:
             raise UnsupportedError("engine", "must not be used after `destroy`", do=AFTER_DESTROY)
         if self._first_step is None or torch.compiler.is_compiling():
@@ -159,7 +146,6 @@ class DeepSpeedEngine(CheckpointedEngine):
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call `backward` on by hand."""
         self._require_optimizer("scale")
         return self._engine.scale(loss)
 
@@ -179,7 +165,6 @@ class DeepSpeedEngine(CheckpointedEngine):
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Do the same as `no_sync`."""
         self._require_managed("coalesce_grad_reduction")
         with self.no_sync():
             yield
@@ -199,7 +184,6 @@ class DeepSpeedEngine(CheckpointedEngine):
         self.update_boundary()
 
     def update_boundary(self) -> None:
-        """Set the boundary of the engine below. See [Note: boundary]."""
         self._engine.progress.boundary = self.is_gradient_accumulation_boundary()
 
     # --- the step ---------------------------------------------------------------------------------------
@@ -232,7 +216,6 @@ class DeepSpeedEngine(CheckpointedEngine):
         self.update_boundary()
 
     def _write_curves(self) -> None:
-        """Write the numbers of the step that has ended, by the samples of all ranks so far."""
         losses, self._losses = self._losses, []
         numbers = {"lr": self.get_lr()[0]}
         if losses:
@@ -245,7 +228,6 @@ class DeepSpeedEngine(CheckpointedEngine):
 
     @property
     def global_steps(self) -> int:
-        """Complete steps, skipped ones included."""
         return self._engine.progress.steps_tried
 
     @property
@@ -253,7 +235,6 @@ class DeepSpeedEngine(CheckpointedEngine):
         return self._engine.skipped_steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this step."""
         self._engine.zero_grad()
 
     def _require_managed(self, what: str) -> None:
@@ -412,7 +393,6 @@ class FirstStep:
         self._calls: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def call(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context for a forward or a backward."""
         module = self._engine.module
         if self._observed is None and module.training and torch.is_grad_enabled():
             compiled = anything_compiled() or any(map(is_compiled, module.modules()))
@@ -421,7 +401,6 @@ class FirstStep:
         return self._calls()
 
     def leave(self) -> None:
-        """Stop recording."""
         self._stack.close()
 
     def end(self) -> None:

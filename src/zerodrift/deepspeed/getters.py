@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zerodrift.deepspeed.config import MANAGED
-from zerodrift.deepspeed.parameters import plain_wire
+from zerodrift.deepspeed.parameters.values import plain_wire
 from zerodrift.policy import Mode
 
 THEIRS = ("adagrad", "adam", "adamw", "lion", "muon")
@@ -31,7 +31,6 @@ FALSE = (
 
 
 def _data_types(self: Any) -> tuple[torch.dtype, torch.dtype]:
-    """Return the model's dtype and the accumulation dtype of gradients."""
     mode = self.running.plan.policy.mode
     sums = [update.accumulate.dtype.torch for update in _updates(self)]
     return torch.float32 if mode.autocast else mode.dtype.torch, sums[0] if sums else torch.float32
@@ -89,7 +88,6 @@ def _stage(least: int) -> Callable[[Any], Any]:
 
 _offload = _policy(lambda policy: policy.sharding.offload)
 
-HPZ = "zero_hpz_partition_size"
 QUANTIZED = ("zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights")
 
 

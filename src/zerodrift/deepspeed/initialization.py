@@ -21,17 +21,11 @@ from zerodrift.comm import raise_on_all_ranks
 from zerodrift.config import Config, load
 from zerodrift.deepspeed.config import MANAGED, with_additions, written_config
 from zerodrift.deepspeed.engine import DeepSpeedEngine, end_engines_of
-from zerodrift.deepspeed.names import RefusedConfigError
+from zerodrift.deepspeed.modules import RefusedConfigError
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
-from zerodrift.deepspeed.tools import (
-    MONITORS,
-    OVER_PARAMETERS,
-    PORT,
-    MonitorMaster,
-    get_monitor_config,
-    init_distributed,
-    local_rank,
-)
+from zerodrift.deepspeed.tools.collectives import PORT, init_distributed, local_rank
+from zerodrift.deepspeed.tools.curves import MONITORS, MonitorMaster, get_monitor_config
+from zerodrift.deepspeed.tools.optimizers import OVER_PARAMETERS
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError, first_line
 from zerodrift.optim import SCHEDULES, TORCH_DECAY
 from zerodrift.optimizers import ADAMW, TYPES, algorithm_for, either
@@ -126,7 +120,6 @@ def _build_optimizer(
 
 
 def _torch_class(written: Mapping[str, Any], key: str) -> Callable[[Any], Any] | None:
-    """Return a function that makes the class of torch that a block names, or None if it names none."""
     block = written.get(key)
     if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
         return None

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from zerodrift.checkpoint import groups, put_groups, put_scale
-from zerodrift.deepspeed.names import absent
-from zerodrift.deepspeed.parameters import engine_gone
-from zerodrift.deepspeed.tools import LEAF_MODULE, z3_leaf_parameter
+from zerodrift.deepspeed.modules import absent
+from zerodrift.deepspeed.parameters.values import engine_gone
+from zerodrift.deepspeed.tools.functions import LEAF_MODULE, z3_leaf_parameter
 from zerodrift.dtypes import DType
 from zerodrift.engine import Engine, Shards
 from zerodrift.errors import CheckpointError, UnsupportedError
@@ -93,7 +93,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         # torch's own __init__ would make groups and state.
         self._engine = weakref.ref(engine)
         self.stage = engine.plan.policy.sharding.stage
-        """The ZeRO stage."""
         mode = engine.plan.policy.mode
         self._passes = self.stage == 0 and (mode.autocast or mode.dtype is DType.FP32)
         """True if DeepSpeed would return the caller's own optimizer. The weights are their own masters then,
@@ -179,7 +178,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return self.loss_scaler.dynamic
 
     def needs_scaler(self) -> bool:
-        """Return True if a loss must go through `engine.scale` before a backward by hand."""
         return self._running().scaler.active
 
     @property
@@ -229,8 +227,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank. All ranks must call it. The weights follow the master
-        weights."""
         engine, state, found = self._running(), state_dict, state_dict.get("of")
         if found != _identity(engine) or engine.updater is None:
             must = "must get what `optimizer.state_dict` returned on this rank, under this plan"

@@ -18,14 +18,12 @@ from collections.abc import Sequence
 
 import torch
 
-from zerodrift.deepspeed.tools import PORT, local_rank
+from zerodrift.deepspeed.tools.collectives import PORT, local_rank
 from zerodrift.errors import Problems, UnsupportedError
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-"""The file with variables for other machines. accelerate writes it."""
 
 START_RANK = "--start-rank"
-"""The first argument of a process that torchrun started."""
 _ELSEWHERE = "Start `zerodrift run -- torchrun --nnodes ...` on each machine."
 
 
@@ -84,7 +82,6 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def command(given: argparse.Namespace, count: int) -> list[str]:
-    """Return the call of torchrun."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}"]
     torchrun += [f"--master-addr={given.master_addr}", f"--master-port={given.master_port}"]
     kind = ["--no-python"] if given.no_python else ["-m"] if given.module else []

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from zerodrift.train.job_file import read_job, worded_for_a_job
     from zerodrift.train.loop.start import evaluate, train
     from zerodrift.train.report.summary import preview
-    from zerodrift.train.tools.artifacts import checkpoints_at, config_of
+    from zerodrift.train.loop.run_folder import checkpoints_at, config_of
     from zerodrift.train.tools.doctor import doctor_text, examine
     from zerodrift.train.tools.merge import merge
     from zerodrift.train.tools.outline import dry_run, job_to_audit, planned_from

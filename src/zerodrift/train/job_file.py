@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from zerodrift.config import Config, Keys, TreeReader, fields, join, load, override, tree_of
 from zerodrift.dtypes import ADMITTED, parse_among
 from zerodrift.errors import ConfigError, Problems, ZerodriftError, nearest
-from zerodrift.train.data.hub import from_cache
+from zerodrift.train.data.files import from_cache
 from zerodrift.train.job import Job, Model
 
 UNDER_CONFIG = "config."
@@ -29,7 +29,6 @@ FROZEN = "precision.frozen"
 def read_job(
     source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> tuple[Job, Config]:
-    """Return the job and its engine config, after overrides such as `run.steps=10`."""
     heading, tree, problems = tree_of(source, "job")
     for_config = [text.removeprefix(UNDER_CONFIG) for text in overrides if text.startswith(UNDER_CONFIG)]
     override(tree, [text for text in overrides if not text.startswith(UNDER_CONFIG)], problems)
@@ -101,7 +100,6 @@ def _suggestion(key: str, block: type[BaseModel] | None, path: str) -> str:
 
 
 def every_path() -> Iterator[str]:
-    """Yield every key of a job, dotted."""
     for key in fields.every_key(Job):
         yield key.path
 

@@ -48,12 +48,10 @@ class Box:
 
     @property
     def last(self) -> int:
-        """Last element of the target."""
         return self.start + sum((axis.size - 1) * axis.target for axis in self.axes)
 
     @property
     def span(self) -> int:
-        """Number of elements of the source from the first to the last."""
         return 1 + sum((axis.size - 1) * axis.source for axis in self.axes)
 
     @property
@@ -134,12 +132,10 @@ class Layout:
 
     @staticmethod
     def of(number: int, shape: Shape) -> Layout:
-        """Return the layout of a source itself."""
         whole = simplified(Box(number, 0, 0, (BoxAxis(math.prod(shape), 1, 1),)))
         return Layout(shape, (whole,) if math.prod(shape) else ())
 
     def boxes(self) -> tuple[Box, ...]:
-        """Return the boxes in the order of the target."""
         return tuple(sorted(self.parts, key=lambda box: box.start))
 
     def reshape(self, shape: Shape) -> Layout:

@@ -49,7 +49,7 @@ from zerodrift.policy import exported_as
 from zerodrift.weights.boxes import Shape
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 from zerodrift.weights.exporter import exported_dtype, lay_out, saved_name, specify, write_config
-from zerodrift.weights.narrow_layouts import MatrixCollector
+from zerodrift.weights.quantised import MatrixCollector
 from zerodrift.weights.reader import ProgressBar
 from zerodrift.weights.sources import ConvertSource, dtype_of, open_safetensors, open_zerodrift
 from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, size_in_bytes
@@ -75,8 +75,6 @@ class ConvertOptions:
 
 @dataclass(frozen=True, slots=True)
 class ConversionResult:
-    """The result of a conversion."""
-
     source: str
     target: str
     path: Path

@@ -31,7 +31,7 @@ from zerodrift.plan import Plan, Row, whole_row
 from zerodrift.policy import exported_as
 from zerodrift.weights.boxes import Shape
 from zerodrift.weights.conversions import saved_form
-from zerodrift.weights.narrow_layouts import NarrowMatrix, find_matrices, quantization_config, wide_modules
+from zerodrift.weights.quantised import NarrowMatrix, find_matrices, quantization_config, wide_modules
 from zerodrift.weights.reader import ProgressBar
 from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, TensorFile, pack, size_in_bytes
 
@@ -187,7 +187,6 @@ def _check_visible(path: Path, files: tuple[TensorFile, ...], rank: int) -> None
 def _write(
     engine: Engine, path: Path, files: tuple[TensorFile, ...], buffers: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write the slices and buffers of this rank."""
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     title, share = f"exporting to {path.parent}", total // engine.mesh.size("world")
     bar = closing(ProgressBar(title, share, engine.mesh.rank() == 0))

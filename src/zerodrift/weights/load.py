@@ -104,7 +104,6 @@ class SafetensorsWeights:
         return name in self.match.filled
 
     def exact(self, name: str) -> torch.dtype:
-        """Return a dtype that holds the values of a parameter exactly."""
         return self.match.filled[name].exact.torch
 
     def fill(self, name: str, start: int, out: torch.Tensor) -> None:

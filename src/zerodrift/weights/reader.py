@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 CHUNK = 2 << 20
-"""Bytes of one read. A larger one is not faster: its values leave the cache before they are converted."""
 FILES = 64
-"""Number of files that are open at once."""
 SPARSE = 2
 """A span is read as a whole if at least one in this many of its elements is wanted."""
 SEEK = 4096
@@ -52,7 +50,6 @@ class SafetensorsReader:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def read(self, stored: StoredTensor, box: Box, out: torch.Tensor, first: int = 0) -> None:
-        """Read one box of a tensor into flat `out`, which begins at element `first` of the target."""
         box = simplified(box)
         if box.is_run:
             start = box.start - first

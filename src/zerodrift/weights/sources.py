@@ -42,7 +42,6 @@ class TrainingState:
     """The state of a run that a checkpoint of ours is made with; safetensors files do not have it."""
 
     step: int = 0
-    """Steps, skipped ones included."""
     skipped: int = 0
     optimizer: str = ""
     """The meaning of the moments, such as `adamw`; empty without moments."""

@@ -139,7 +139,6 @@ def _file(name: str, tensors: Iterable[SavedTensor], note: dict[str, str] | None
 
 
 def index_text(files: Sequence[TensorFile]) -> str:
-    """Return the index of a folder with several files."""
     tensors = [tensor for file in files for tensor in file.tensors]
     total = {
         "total_parameters": sum(tensor.numel for tensor in tensors),
@@ -154,7 +153,6 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def size_in_bytes(size: int | str, where: str = "max_shard_size") -> int:
-    """Return the bytes of a size such as `"5GB"`, or of a number."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or float(match[1]) * unit < 1:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerodrift.deepspeed.names import Placeholder
+from zerodrift.deepspeed.modules import Placeholder
 from zerodrift.errors import UnsupportedError
 
 ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE", module=__name__)
@@ -33,7 +33,6 @@ _ABSENT = {
     **dict.fromkeys(("reduce_gradients_at_owner", "partition_gradients"), _REDUCE),
     "convert_to_zero_parameters": "Build the model inside `zero.Init`.",
 }
-"""Method -> what to use instead."""
 
 _MOVED = {name: Placeholder(f"param.{name}", instead) for name, instead in _ABSENT.items()}
 
@@ -109,14 +108,12 @@ def mark(parameter: nn.Parameter, number: int, group: dist.ProcessGroup | None =
 
 
 def show_shard(parameter: torch.Tensor, flat: torch.Tensor) -> None:
-    """Set `ds_tensor` to the memory of this rank's elements."""
     shard = flat.detach().as_subclass(HeldShard)
     vars(shard)["ds_numel"] = flat.numel()
     vars(parameter)["ds_tensor"] = shard
 
 
 def unmark(parameter: nn.Parameter) -> None:
-    """Remove the attributes."""
     for name in [name for name in vars(parameter) if name in NAMES]:
         delattr(parameter, name)
 
@@ -150,4 +147,3 @@ def _names() -> frozenset[str]:
 
 
 NAMES = _names()
-"""All attributes."""

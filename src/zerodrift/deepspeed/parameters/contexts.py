@@ -35,7 +35,7 @@ from zerodrift.deepspeed.parameters.attributes import ZeroParamStatus
 from zerodrift.deepspeed.parameters.shards import ParameterShard, guard, shard_of, shard_parameter
 from zerodrift.deepspeed.parameters.values import engine_parameter
 from zerodrift.deepspeed.tools import collectives as comm
-from zerodrift.deepspeed.tools import register_external_parameter
+from zerodrift.deepspeed.tools.functions import register_external_parameter
 from zerodrift.engine import Engine
 from zerodrift.errors import ModelError, Problems, UnsupportedError
 
@@ -148,7 +148,6 @@ class GatheredParameters:
         return int(count)
 
     def _send(self, writer: int) -> None:
-        """Broadcast the writer's values."""
         with torch.no_grad():
             for shard, parameter in self._sharded:
                 values = parameter.data.contiguous().to(shard.flat)
@@ -261,7 +260,6 @@ class Init:
             self._whole[id(module)] = module
 
     def _on_child(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Shard the descendants of `child`, because its `__init__` has ended."""
         for module in child.modules() if child is not None else ():
             if module is not child and id(module) in self._whole:
                 self._shard(module)

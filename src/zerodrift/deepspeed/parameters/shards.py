@@ -35,7 +35,6 @@ from zerodrift.engine import (
 from zerodrift.errors import ModelError
 
 SHARD = "_zerodrift_slice"
-"""The attribute of a sharded parameter."""
 
 _INSIDE = "Do so inside `zero.GatheredParameters`, with a `modifier_rank` to change it, or "
 BEFORE_ENGINE = f"{_INSIDE}give the model to `initialize` first."
@@ -44,13 +43,10 @@ AFTER_ENGINE = f"{_INSIDE}call `initialize` again, for its engine was destroyed.
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpans:
-    """The elements of a parameter that each rank held in an engine's segment."""
-
     offset: int
     """The parameter's first element in the segment."""
     numel: int
     count: int
-    """Elements of the segment per rank."""
     parts: int
     """The number of different shards: rank `parts` holds what rank 0 does."""
 
@@ -62,8 +58,6 @@ class SegmentSpans:
 
 @dataclass(slots=True)
 class ParameterShard:
-    """This rank's part of a parameter."""
-
     number: int
     """Parameters are gathered in the order of their numbers, on every rank."""
     shape: torch.Size
@@ -82,11 +76,9 @@ class ParameterShard:
 
     @property
     def is_gathered(self) -> bool:
-        """Return True if a `GatheredParameters` shows the values."""
         return self.placeholder is None and self.lent is None
 
     def part_of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the whole values, padded."""
         if self.spans is not None:
             return values.reshape(-1)[self.spans.of(dist.get_rank())]
         count = self.flat.numel()
@@ -155,7 +147,6 @@ class ParameterShard:
             self.release(lent)
 
     def cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the placeholder in another dtype, for a module that is cast."""
         self.follow_cast(parameter)
         if not (self.flat.is_floating_point() and dtype.is_floating_point):
             return None

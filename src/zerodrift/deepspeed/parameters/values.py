@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from zerodrift.deepspeed.parameters.attributes import mark, show_shard, unmark
-from zerodrift.deepspeed.tools import LEAF_MODULE, get_z3_leaf_modules
+from zerodrift.deepspeed.tools.functions import LEAF_MODULE, get_z3_leaf_modules
 from zerodrift.engine import (
     STAYS,
     AbsentParameter,
@@ -40,7 +40,6 @@ from zerodrift.plan import Row
 from zerodrift.policy import SAFE_MODULES, Reduction
 
 ENGINE_PARAMETER = "_zerodrift_owner"
-"""The attribute of a parameter that an engine runs."""
 
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 ZERO_OPTIMIZATION = "zero_optimization"
@@ -75,8 +74,6 @@ OffloadStateTypeEnum = enum.Enum(  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class EngineParameter:
-    """A parameter's place in a running engine."""
-
     engine: weakref.ref[Engine]
     name: str
 
@@ -95,12 +92,10 @@ def engine_gone(name: str) -> UnsupportedError:
 
 
 def engine_parameter(parameter: torch.Tensor) -> EngineParameter | None:
-    """Return a parameter's place, or None if no engine runs it."""
     return getattr(parameter, ENGINE_PARAMETER, None)
 
 
 def require_engine_parameter(parameter: torch.Tensor) -> tuple[Engine, str]:
-    """Return the engine that runs a parameter, and the parameter's name in it."""
     owner = engine_parameter(parameter)
     if owner is None:
         must, got = (
@@ -112,7 +107,6 @@ def require_engine_parameter(parameter: torch.Tensor) -> tuple[Engine, str]:
 
 
 def mark_parameters(engine: Engine) -> None:
-    """Set the attributes of every parameter of an engine."""
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     segments = native(engine.executor).segments
     policy = engine.plan.policy
@@ -143,7 +137,6 @@ def mark_parameters(engine: Engine) -> None:
 
 
 def unmark_parameters(module: nn.Module) -> None:
-    """Remove the attributes of `mark_parameters`."""
     for parameter in module.parameters():
         unmark(parameter)
         for name in (PARAM_COMM_DTYPE_ATTR_NAME, STAYS, ENGINE_PARAMETER, LEAF_MODULE):

@@ -33,7 +33,6 @@ LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
-"""The variables of MPI launchers, in the same order."""
 
 
 def init_distributed(
@@ -93,7 +92,6 @@ def _translate(port: int) -> None:
 
 
 def local_rank() -> int:
-    """Return this process's rank on its machine, 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or 0)
 
 
@@ -108,48 +106,11 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
-def get_model_parallel_rank() -> int:
-    return 0
-
-
-def get_model_parallel_world_size() -> int:
-    return 1
-
-
-def has_all_gather_into_tensor() -> bool:
-    return True
-
-
-def has_coalescing_manager() -> bool:
-    return False
-
-
-has_reduce_scatter_tensor, has_all_reduce_coalesced = has_all_gather_into_tensor, has_coalescing_manager
-
-
-# --- the log of collectives -------------------------------------------------------------------------------
-
-
-def configure(
-    deepspeed_config: Any = None,
-    enabled: bool | None = None,
-    prof_all: bool | None = None,
-    prof_ops: list[str] | None = None,
-    verbose: bool | None = None,
-    debug: bool | None = None,
-) -> None:
-    """Do nothing: there is no log."""
-
-
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Warn that there is no log, and return an empty one."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning("`log_summary` has nothing to show: `zerodrift plan` lists every collective of a step")
     return {} if return_dict else None
-
-
-def reset_log() -> None:
-    """Do nothing: there is no log."""
 
 
 # --- collectives ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zerodrift.comm import usable_accelerator
-from zerodrift.deepspeed.names import NotHereError, absent
+from zerodrift.deepspeed.modules import NotHereError, absent
 
 ON_CPU: Mapping[str, Any] = {
     "device_count": 1,
@@ -28,7 +28,6 @@ ON_CPU: Mapping[str, Any] = {
         ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0
     ),
 }
-"""Functions of an accelerator's module -> what they do or return on a CPU."""
 
 CONSTANT: Mapping[str, Any] = {
     "is_available": True,
@@ -42,8 +41,6 @@ CONSTANT: Mapping[str, Any] = {
 
 
 class Accelerator:
-    """The accelerator of this torch if there is one, else the CPU."""
-
     def __init__(self) -> None:
         self._name = (usable_accelerator() or torch.device("cpu")).type
         self._is_cpu = self._name == "cpu"

@@ -1,5 +1,5 @@
-"""Functions of DeepSpeed that scripts call beside an engine: the log, small helpers, activation
-checkpointing, marks on modules, and estimates of memory.
+"""Functions of DeepSpeed that scripts call beside an engine: the log, small helpers, loaders,
+activation checkpointing, and marks on modules.
 
 Marks change nothing: a unit is gathered whole, and a module that computes with a parameter of another unit
 has that unit gathered. Handlers and level of the log are the script's.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,8 +16,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zerodrift.comm import usable_accelerator
+from zerodrift.errors import ConfigError
 from zerodrift.versions import numbers
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -40,7 +41,6 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 @functools.cache
 def warning_once(message: str) -> None:
-    """Warn, unless the same text was a warning before."""
     logger.warning(message)
 
 
@@ -78,7 +78,6 @@ def move_to_device(
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:  # noqa: B008
-    """Copy tensors to a device, so that `torch.save` does not write the buffers that they are views of."""
     if isinstance(item, torch.Tensor):
         copy = item.detach().clone()
         return copy if device is None else copy.to(device)
@@ -116,21 +115,92 @@ def zero_wrapper_for_fp_tensor_constructor(
     return fn
 
 
+# --- loaders: slow data needs a `torch.utils.data.DataLoader` with workers --------------------------------
+
+
+class RepeatingLoader:
+    """Restarts its loader whenever it ends."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.data_iter = iter(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+class DeepSpeedDataLoader:
+    """Loads this rank's batches in the process itself. `next` works on it too."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset, self.batch_size, self.data_sampler = dataset, batch_size, sampler
+        self.post_process_func: Callable[..., Any] | None = None
+        """Called with every batch and the sampler's state."""
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            pin_memory=pin_memory and usable_accelerator() is not None,
+        )
+        self._batches: Iterator[Any] | None = None
+
+    @classmethod
+    def of_rank(
+        cls,
+        place: tuple[int, int, bool],
+        dataset: Any,
+        batch_size: int,
+        sampler: Any,
+        collate_fn: Callable[..., Any] | None,
+        drop_last: bool,
+    ) -> DeepSpeedDataLoader:
+        """Make a loader for `place`: the data-parallel rank, the number of ranks, and whether to shuffle."""
+        if batch_size < 1:
+            must, got = "must be known to make a loader of `training_data`", "no batch size in the config"
+            do = "Write it, or use a loader of your own."
+            raise ConfigError("train_micro_batch_size_per_gpu", must, got=got, do=do)
+        if sampler is None and not isinstance(dataset, IterableDataset):
+            rank, ranks, shuffle = place
+            sampler = DistributedSampler(dataset, num_replicas=ranks, rank=rank, shuffle=shuffle)
+        return cls(dataset, batch_size, sampler, collate_fn, drop_last, pin_memory=True)
+
+    def __iter__(self) -> DeepSpeedDataLoader:
+        self._batches = iter(self._loader)
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        batch = next(self._batches)
+        return batch if self.post_process_func is None else self.post_process_func(batch, {})
+
+
 # --- deepspeed.checkpointing ------------------------------------------------------------------------------
 
 _calls: list[bool] = []
 
 
-def configure(
-    mpu_: Any,
-    deepspeed_config: Any = None,
-    partition_activations: bool | None = None,
-    contiguous_checkpointing: bool | None = None,
-    num_checkpoints: int | None = None,
-    checkpoint_in_cpu: bool | None = None,
-    synchronize: bool | None = None,
-    profile: bool | None = None,
-) -> None:
+def configure(mpu_: Any, *args: Any, **kwargs: Any) -> None:
     """Record the call, for `is_configured`."""
     _calls.append(True)
 
@@ -144,13 +214,6 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
-non_reentrant_checkpoint = checkpoint
-
-
-def reset() -> None:
-    """Do nothing: no state is kept between steps."""
-
-
 # --- marks ------------------------------------------------------------------------------------------------
 
 
@@ -158,10 +221,6 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Check the arguments. A module may use any parameter in its forward."""
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError("Parameter is not a torch.nn.Parameter")
-
-
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing: no parameter is registered."""
 
 
 @contextlib.contextmanager
@@ -173,15 +232,6 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
 def is_zero_param(parameter: Any) -> bool:
     """Return True if the parameter has the attributes that stage 3 and `zero.Init` set."""
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
-
-
-def has_moe_layers(m: nn.Module) -> tuple[bool, list[int]]:
-    """Return that there are none of DeepSpeed's expert layers."""
-    return False, []
-
-
-def is_moe_param(param: nn.Parameter) -> bool:
-    return False
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
@@ -313,113 +363,3 @@ def _mark(
     for module in modules:
         set_z3_leaf_module(module, flag)
     return modules
-
-
-# --- estimates of the memory of ZeRO-2 and ZeRO-3, by DeepSpeed's formulas for Adam in 16 bits ------------
-
-
-def estimate_zero2_model_states_mem_needs(
-    total_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    cpu_offload: bool = True,
-    additional_buffer_factor: float = 1.5,
-) -> tuple[int, int]:
-    """Return the bytes of CPU memory per node and of GPU memory per GPU."""
-    ranks = num_nodes * num_gpus_per_node
-    if cpu_offload:
-        return int(total_params * max(4 * ranks, 16) * additional_buffer_factor), 2 * total_params
-    on_gpu = 2 * total_params + int(18 * total_params / ranks)
-    return int(total_params * 4 * num_gpus_per_node * additional_buffer_factor), on_gpu
-
-
-def estimate_zero3_model_states_mem_needs(
-    total_params: int,
-    largest_layer_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    cpu_offload: bool = True,
-    cpu_offload_params: bool = True,
-    zero_init: bool = True,
-    additional_buffer_factor: float = 1.5,
-) -> tuple[int, int, int]:
-    """Return the bytes of CPU memory per node, of GPU memory per GPU, and of the largest layer."""
-    ranks, layer = num_nodes * num_gpus_per_node, 4 * largest_layer_params
-    at_init = 4 * num_gpus_per_node  # bytes per parameter while every process of a node builds the model
-    if not cpu_offload:
-        on_gpu = layer + int(18 * total_params / ranks)
-        built = largest_layer_params if zero_init else total_params
-        return int(built * at_init * additional_buffer_factor), on_gpu, layer
-    on_gpu = layer if cpu_offload_params else layer + int(2 * total_params / ranks)
-    offloaded = (18 if cpu_offload_params else 16) / num_nodes
-    per_parameter = offloaded if zero_init else max(at_init, offloaded)
-    return int(total_params * per_parameter * additional_buffer_factor), on_gpu, layer
-
-
-def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the estimates for a model."""
-    total, _ = _count(model)
-    estimate_zero2_model_states_mem_needs_all_cold(
-        total, num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
-
-
-def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the estimates for the size of a model."""
-    setup, rows = (num_gpus_per_node, num_nodes), []
-    for offload in (True, False):
-        needs = estimate_zero2_model_states_mem_needs(total_params, *setup, offload, additional_buffer_factor)
-        rows.append((*needs, f"offload_optimizer={_PLACES[offload]}"))
-    _print_needs(*setup, f"{int(total_params / 1e6)}M total params", rows)
-
-
-def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the estimates for a model."""
-    estimate_zero3_model_states_mem_needs_all_cold(
-        *_count(model), num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
-
-
-def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: int,
-    largest_layer_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-) -> None:
-    """Print the estimates for the size of a model."""
-    counts, setup, rows = (total_params, largest_layer_params), (num_gpus_per_node, num_nodes), []
-    places = ((True, True), (True, False), (False, False))
-    for (optimizer, params), init in itertools.product(places, (True, False)):
-        on_cpu, on_gpu, _ = estimate_zero3_model_states_mem_needs(
-            *counts, *setup, optimizer, params, init, additional_buffer_factor
-        )
-        offload = f"offload_param={_PLACES[params]}, offload_optimizer={_PLACES[optimizer]}"
-        rows.append((on_cpu, on_gpu, f"{offload}, zero_init={int(init)}"))
-    total, largest = (f"{int(count / 1e6)}M" for count in counts)
-    _print_needs(*setup, f"{total} total params, {largest} largest layer params", rows)
-
-
-_PLACES = {True: "cpu ", False: "none"}
-
-
-def _count(model: nn.Module) -> tuple[int, int]:
-    """Return the number of parameters, tied ones once, and that of the largest module without its
-    children."""
-    own = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
-    return sum(parameter.numel() for parameter in model.parameters()), max(own, default=0)
-
-
-def _print_needs(gpus: int, nodes: int, model: str, rows: list[tuple[int, int, str]]) -> None:
-    setup = f"{nodes} node{'s' * (nodes > 1)}, {gpus} GPU{'s' * (gpus > 1)} per node"
-    print("Estimated memory needed for params, optim states and gradients for a:")
-    print(f"HW: Setup with {setup}.\nSW: Model with {model}.\n  per CPU  |  per GPU |   Options")
-    for on_cpu, on_gpu, options in rows:
-        print(f" {on_cpu / 2**30:7.2f}GB | {on_gpu / 2**30:6.2f}GB | {options}")
-    print("These are DeepSpeed's formulas; `zerodrift plan` has the bytes of a config.")

@@ -21,8 +21,6 @@ from zerodrift.optimizers import ADAM, ADAMW, LION, SGD, Algorithm
 
 
 class FusedAdam:
-    """Makes a `torch.optim.AdamW` or `Adam`."""
-
     def __new__(  # type: ignore[misc]
         cls,
         params: Any,
@@ -42,8 +40,6 @@ class FusedAdam:
 
 
 class DeepSpeedCPUAdam:
-    """Makes a `torch.optim.AdamW` or `Adam`."""
-
     optimizer_id = 0
 
     def __new__(  # type: ignore[misc]
@@ -139,8 +135,6 @@ parameters."""
 
 
 class OpBuilder:
-    """A builder of one of DeepSpeed's operations."""
-
     NAME = ""
     needless = False
     """The operation's work is done here without it."""

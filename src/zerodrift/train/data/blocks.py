@@ -129,7 +129,6 @@ class Blocks:
         return sum(len(part) for part in self.maps)
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
-        """Return the number of labels of each block."""
         if self.counts is None:
             return np.full(len(indices), self.length - 1, dtype=np.int64)
         return self.counts[indices].astype(np.int64)

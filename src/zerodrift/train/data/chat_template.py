@@ -233,7 +233,6 @@ def _end(behind: str, behind_the_last: str, tokenizer: TransformersTokenizer) ->
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the common start."""
     differ = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
 

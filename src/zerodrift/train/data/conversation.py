@@ -75,7 +75,6 @@ class Conversation:
 
     @property
     def answers(self) -> tuple[int, ...]:
-        """Numbers of the turns that are learned."""
         return tuple(
             number
             for number in self._spoken
@@ -100,7 +99,6 @@ def is_conversation(row: Mapping[str, Any], key: str) -> bool:
 
 
 def turns_column(row: Mapping[str, Any], key: str) -> str | None:
-    """Return the column of a row that holds turns."""
     for column in (key, *_TURNS):
         value = row.get(column)
         if isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[")):
@@ -109,7 +107,6 @@ def turns_column(row: Mapping[str, Any], key: str) -> str | None:
 
 
 def pair_columns(row: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the columns of a question and its answer."""
     return next((pair for pair in PAIRS if row.keys() >= set(pair)), None)
 
 

@@ -1,7 +1,7 @@
 """Read documents from files: whole texts, texts of rows, and conversations of rows. Count warnings of them.
 
-`files` finds the files, `rows` reads them, and `prepare` turns documents into tokens. Documents come in the
-order of files and rows. Their content alone decides which are held out, whatever else is there.
+`files` finds the files, `formats` reads them, and `prepare` turns documents into tokens. Documents come in
+the order of files and rows. Their content alone decides which are held out, whatever else is there.
 
 Every row is a document, is counted with the reason why it is left out, or is refused by its place.
 """
@@ -25,15 +25,14 @@ from zerodrift.train.data import formats
 from zerodrift.train.data.blocks import damaged
 from zerodrift.train.data.conversation import Conversation, names
 from zerodrift.train.data.files import TOKEN_SUFFIXES
-from zerodrift.train.data.report import DataCounts
-from zerodrift.train.data.rows import Row, read_rows
+from zerodrift.train.data.formats import Row, read_rows
+from zerodrift.train.data.packing import DataCounts
 from zerodrift.train.data.tokenizer import Tokenizer, Tokens
 from zerodrift.train.job import Data
 
 TEXT_COLUMNS = ("content", "document", "body", "article", "story", "passage", "code")
 """Usual names of a column of texts, beside `text`."""
 CONTINUED = ("prompt", "completion")
-"""Columns of a text to continue, and of its continuation."""
 PIECE = 1 << 16
 _NAME_IT = "Name a column of texts in `data.field`, or one of turns in `data.messages`."
 NO_ANSWER, EMPTY = "without a turn of the assistant to learn", "empty"
@@ -42,7 +41,6 @@ SILENT = "with an answer of nothing, which is not learned"
 TRAINED_ON, TWICE = "trained on as well", "like another one"
 SPELLED = "with `{}` in the text, which becomes the mark that it spells"
 UNTEMPLATED = "written with `<|role|>` in front of each turn: the tokenizer has no chat template"
-"""Warnings."""
 DIGESTS = "documents"
 """File with the digest of each training document."""
 _AT_ONCE = 1 << 20
@@ -50,8 +48,6 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text or one conversation."""
-
     text: str = ""
     talk: Conversation | None = None
     given: int = 0
@@ -73,7 +69,6 @@ class Document:
         return int.from_bytes(digest.digest(), "little")
 
     def pieces(self) -> Iterator[str]:
-        """Yield the text in pieces."""
         if self.file is not None:
             yield from formats.read_text(self.file)
         for at in range(0, len(self.text), PIECE):
@@ -130,7 +125,7 @@ def read_documents(files: Sequence[Path], data: Data, counts: DataCounts) -> Ite
         holds = formats.TEXT if data.format == "files" else formats.format_of(file)
         if holds == formats.TEXT:
             if kind == "chat":
-                must = "must be rows of conversations: JSON, JSON lines, CSV, parquet or Arrow"
+                must = "must be rows of conversations: JSON lines, a JSON array or parquet"
                 raise ConfigError(str(file), must, got="a text")
             yield from _counted(Document(where=str(file), file=file), "a text per file", counts)
             continue
@@ -220,7 +215,6 @@ class DocumentWatch:
     def watched(
         self, document: Document, pieces: Iterable[tuple[Tokens, Tokens]]
     ) -> Iterator[tuple[Tokens, Tokens]]:
-        """Pass on a document's tokens."""
         mark = ""
         if document.talk is not None:
             self._noted[UNTEMPLATED] += not self._has_template

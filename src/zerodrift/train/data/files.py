@@ -1,10 +1,12 @@
-"""Find the files that a key of a job names: by path, by glob, or in a folder.
+"""Find the files that a key of a job names: by path, by glob, in a folder, or by a name of the hub.
 
 A folder may be a published data set: files of rows in several splits, beside a README, a licence and a list
 of what is where. Then one split is read, and the report says what is left out. A folder that does not show
-which files are data is refused.
+which files are data is refused. Every file of a folder is read, named as left out, or the folder is refused.
+Files come sorted by path.
 
-Every file of a folder is read, named as left out, or the folder is refused. Files come sorted by path.
+Models and data sets of the Hugging Face hub are found in the local cache; nothing is downloaded. An existing
+path is always that path, whatever the cache holds.
 """
 
 from __future__ import annotations
@@ -12,21 +14,20 @@ from __future__ import annotations
 import codecs
 import contextlib
 import glob
-import json
+import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from zerodrift.errors import ConfigError, Problems, first_line, several
 from zerodrift.files import kind, opened
 from zerodrift.train.data.formats import OF_ROWS, readable, suffix_of
-from zerodrift.train.data.hub import advice
-from zerodrift.train.job import Data
+from zerodrift.train.job import Data, DataSet, Job
 
 TOKEN_SUFFIXES = (".npy", ".bin")
 TEXTS = (
@@ -57,7 +58,6 @@ class DataFiles:
 
     files: tuple[Path, ...] = ()
     left: tuple[str, ...] = ()
-    """Other files in the folders, in words."""
     others: tuple[Path, ...] = ()
     """Files of other splits, which `left` mentions."""
 
@@ -132,7 +132,7 @@ class _Folder:
         files = self.files("")
         if whole:
             found = _texts(files, *_ALSO_TEXTS)
-        elif by_split := self._of_card() or self._of_dict():
+        elif by_split := self._of_card():
             only = tuple(next(iter(by_split.values())))
             found = DataFiles(only) if len(by_split) == 1 else self._chosen(by_split, split)
         else:
@@ -187,14 +187,6 @@ class _Folder:
         ]
         rest = tuple(file for files in others.values() for file in files)
         return DataFiles(tuple(by_split[wanted]), tuple(words), rest)
-
-    def _of_dict(self) -> dict[str, list[Path]]:
-        """Return the files of each split by the list that `datasets` saves to disk."""
-        with contextlib.suppress(OSError, ValueError), opened(self._folder / "dataset_dict.json") as stream:
-            names = json.loads(stream.read())["splits"]
-            found = {SPLITS.get(name, name): sorted((self._folder / name).rglob("*.arrow")) for name in names}
-            return {name: files for name, files in found.items() if files}
-        return {}
 
     def _of_card(self) -> dict[str, list[Path]]:
         """Return the files of each split by the head of a README."""
@@ -251,3 +243,100 @@ def _holds_rows(file: Path) -> bool:
     if start[:1] == b"[":
         return start[1:].lstrip()[:1] == b"{"
     return start[:1] == b"{" and start.partition(b"\n")[2].lstrip()[:1] == b"{"
+
+
+# --- names of the hub ---------------------------------------------------------------------------------------
+
+
+Kind = Literal["model", "dataset"]
+_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+_LONGEST = 96
+_SNAPSHOT = re.compile(r"(model|dataset)s--(.+)")
+
+
+def from_cache(job: Job) -> Job:
+    """Return a job with the cached folders in place of hub names."""
+    data, model = job.data, job.model
+    letters = data.tokenizer
+    found = {
+        "train": _data_from_cache(data.train),
+        "validation": _data_from_cache(data.validation),
+        "tokenizer": letters if letters in ("auto", "bytes") else path_of(letters, "model"),
+    }
+    source = {"source": path_of(model.source, "model")}
+    return job.model_copy(
+        update={"model": model.model_copy(update=source), "data": data.model_copy(update=found)}
+    )
+
+
+def _data_from_cache(written: Any) -> Any:
+    if isinstance(written, str):
+        return path_of(written, "dataset")
+    if isinstance(written, DataSet):
+        return written.model_copy(update={"path": _data_from_cache(written.path)})
+    return tuple(map(_data_from_cache, written)) if isinstance(written, tuple) else written
+
+
+def path_of(written: str, kind: Kind) -> str:
+    """Return the cached folder of a name, or whatever else is written as it is."""
+    if not is_name(written):
+        return written
+    found = _snapshot(hub_cache() / f"{kind}s--{written.replace('/', '--')}")
+    return written if found is None else str(found)
+
+
+def is_name(text: str) -> bool:
+    """Return True if a text has the form of a hub name and is no path here."""
+    fits = len(text) <= _LONGEST and _NAME.fullmatch(text) and ".." not in text and "--" not in text
+    return bool(fits) and not Path(text).exists()
+
+
+def _snapshot(folder: Path) -> Path | None:
+    try:
+        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+        snapshot = folder / "snapshots" / commit
+        return snapshot if commit and snapshot.is_dir() else None
+    except (OSError, ValueError):
+        pass
+    try:
+        found = [path for path in (folder / "snapshots").iterdir() if path.is_dir()]
+    except OSError:
+        return None
+    return found[0] if len(found) == 1 else None
+
+
+def hub_cache() -> Path:
+    """Return the folder that `huggingface_hub` downloads to."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(variable):
+            return Path(os.environ[variable]).expanduser()
+    home = os.environ.get("HF_HOME")
+    if not home:
+        home = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def name_in_cache(path: str | Path) -> tuple[Kind, str] | None:
+    """Return the kind and hub name of a cached snapshot; None for any other path."""
+    whole = Path(path)
+    found = _SNAPSHOT.fullmatch(whole.parent.parent.name) if whole.parent.name == "snapshots" else None
+    if found is None:
+        return None
+    return "model" if found[1] == "model" else "dataset", found[2].replace("--", "/", 1)
+
+
+def advice(name: str, kind: Kind) -> str:
+    """Return the advice to download a missing path; empty if it cannot be a hub name."""
+    if "/" not in name or not is_name(name) or Path(name.partition("/")[0]).is_dir():
+        return ""
+    what = "--repo-type dataset " if kind == "dataset" else ""
+    return f"Run `hf download {what}{name}` if it is one of the hub."
+
+
+def cached_names(job: Job) -> Iterator[str]:
+    """Yield a line for each name of a job that is read from the cache."""
+    held = job.data.validation
+    others = () if isinstance(held, float) else (held,) if isinstance(held, str) else held
+    for path in dict.fromkeys((job.model.source, job.data.tokenizer, *job.data.paths, *others)):
+        if found := name_in_cache(path):
+            yield f"{found[0]} {found[1]} is read from the local cache: {path}"

@@ -27,8 +27,7 @@ from zerodrift.train.data import chat_template, documents, formats
 from zerodrift.train.data.blocks import INDEX, Blocks, open_blocks, open_tokens, read_index, write_index
 from zerodrift.train.data.files import TEXTS, TRAIN, VALIDATION, DataFiles, find
 from zerodrift.train.data.formats import readable
-from zerodrift.train.data.packing import Packing, PartWriter
-from zerodrift.train.data.report import DataCounts, PartCounts
+from zerodrift.train.data.packing import DataCounts, Packing, PartCounts, PartWriter
 from zerodrift.train.data.sampling import Mixture
 from zerodrift.train.data.tokenizer import Tokenizer, Tokens, encode_pieces
 from zerodrift.train.job import Data, Job
@@ -41,8 +40,6 @@ SAMPLES, SAMPLE = 1024, 4096
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """The data of a job."""
-
     train: Blocks | Mixture
     validation: Blocks | Mixture | None
     key: str
@@ -51,7 +48,6 @@ class PreparedData:
     """Training sets, and the validation files if there are any."""
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return a labelled line for each set."""
         if len(self.sets) == 1:
             return [("data", self.sets[0].counts.line())]
         shares = [f"{share}, " if share else "" for share in self._shares()]
@@ -59,7 +55,6 @@ class PreparedData:
         return [("data", f"{each.name}: {share}{each.counts.line()}") for each, share in named]
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return labelled facts of all sets."""
         if len(self.sets) == 1:
             return self.sets[0].counts.facts()
         facts = []
@@ -76,8 +71,6 @@ class PreparedData:
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """The blocks of some files."""
-
     name: str
     weight: float | None
     """Share of training beside the weights of others; None for the only set."""
@@ -144,7 +137,6 @@ def _digest(value: object) -> str:
 
 
 def packing_of(data: Data, kind: str) -> Packing:
-    """Return how documents fill blocks."""
     if kind in ("chat", "prompts"):
         return "whole" if data.pack else "alone"
     return "alone" if data.pack is False else "stream"
@@ -157,8 +149,6 @@ def has_separate_documents(data: Data, kind: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """Makes the blocks of sets of files."""
-
     data: Data
     tokenizer: Tokenizer
     cache: Path
@@ -273,7 +263,6 @@ def _sampled(file: Path) -> str:
 
 
 def _digests_of(files: Sequence[Path], kept: Path) -> list[str]:
-    """Return digests of files' contents, which are `kept` by path, size and time."""
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError, RecursionError), opened(kept) as stream:
         read = json.loads(stream.read())

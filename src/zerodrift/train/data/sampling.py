@@ -51,7 +51,6 @@ class BlockSampler:
 
 
 def blocks_of(indices: np.ndarray, micro_batch: int, size: int) -> np.ndarray:
-    """Return the `size` blocks of one micro-batch of a step, numbered over all ranks."""
     return indices[micro_batch * size : (micro_batch + 1) * size]
 
 
@@ -102,7 +101,6 @@ class Mixture:
         return sum(map(len, self.sets))
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
-        """Return the number of labels of each block."""
         return np.array([int(self.sets[n].labels(np.array([at]))[0]) for n, at in self._places(indices)])
 
     def read(self, indices: np.ndarray) -> BlockValues:
@@ -143,7 +141,6 @@ class MixtureSampler:
         raise AssertionError("shares must add up to the blocks in all")
 
     def step(self, number: int, samples: int) -> np.ndarray:
-        """Return the `samples` blocks of step `number`, counted from 0."""
         return np.array([self.at(number * samples + sample) for sample in range(samples)], dtype=np.int64)
 
 
@@ -207,7 +204,6 @@ class GroupedSampler:
         return self._cached[1][number - first]
 
     def padded_length(self, chosen: np.ndarray, most: int) -> int:
-        """Return the length of a micro-batch of these blocks."""
         return min(most, -(-int(self.lengths[chosen].max()) // MULTIPLE) * MULTIPLE)
 
 
@@ -244,7 +240,6 @@ class BatchLayout:
     rank: int
     ranks: int
     micro: int
-    """Blocks of a micro-batch."""
     numbers: tuple[int, ...]
     """This rank's micro-batches, numbered over all ranks of a step."""
     device: torch.device
@@ -269,21 +264,16 @@ class MicroBatch:
     weight: float
     """Factor of the mean loss over the labels."""
     blocks: np.ndarray
-    """Numbers of the blocks."""
     positions: torch.Tensor | None = None
     """Position of each token in its document, where documents of a block do not see each other."""
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """Return the keyword arguments of the model."""
         inputs = {"input_ids": self.tokens, "labels": self.labels}
         return inputs if self.positions is None else {**inputs, "position_ids": self.positions}
 
 
 class Feed:
-    """The training data of one rank."""
-
     def __init__(self, blocks: Blocks | Mixture, seed: int, seat: BatchLayout, grouped: bool = False) -> None:
-        """`grouped`: blocks of like length share a micro-batch, which is cut to the longest."""
         self.blocks = blocks
         self.seat = seat
         order = sampler_of(blocks, seed)

@@ -25,14 +25,13 @@ import numpy as np
 
 from zerodrift.errors import ModelError
 from zerodrift.model import attempt, is_installed
-from zerodrift.train.data.hub import advice
+from zerodrift.train.data.files import advice
 
 Tokens = np.ndarray
 """Shape [tokens], an integer dtype."""
 
 _NAMES = "tokenizer.json tokenizer_config.json tokenizer.model vocab.json merges.txt vocab.txt"
 FILES = tuple(_NAMES.split())
-"""A folder with a tokenizer has some of these."""
 BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 MODELS = (".model", ".spm", ".bpe", ".vocab")
 _FINGERPRINTED = (".json", ".txt", ".jinja", *MODELS)
@@ -161,7 +160,6 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the files of a tokenizer from one folder to another."""
     for file in source.iterdir():
         if file.is_file() and (file.name in (*FILES, *BESIDE) or file.suffix in MODELS):
             shutil.copyfile(file, folder / file.name)

@@ -3,6 +3,10 @@
 With the variables of torchrun or of a SLURM step this process is a rank and joins. Otherwise it starts a
 process per device of this machine and watches over them: it passes signals on, prints the error of the first
 rank to fail once, and leaves no process behind. If it dies, its processes end by themselves.
+
+The first SIGINT or SIGTERM asks a run to stop, the second one ends it at once. After the first one the loop
+finishes its step and saves a checkpoint, and the command ends with 128 and the number of the signal, 130 for
+Ctrl-C. Before the first step there is nothing to finish, and it ends at once.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -24,8 +28,80 @@ from typing import IO, Any
 
 from zerodrift.checkpoint import free
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.loop import signals
-from zerodrift.train.loop.signals import IN_ORDER, SIGNALS
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+IN_ORDER = 64
+"""Base of the exit codes of a rank that was stopped in order; the number of its signal is added.
+
+The code alone means that another rank was asked."""
+
+STEP = "finishing this step, then saving"
+END = "the run is ending: finishing what it writes"
+FIRST = "{name}: {what}\n{name} again: stop at once, without saving"
+SECOND = "{name}: stopped at once, without saving\nstart again to go on from the last checkpoint"
+EARLY = "{name}: stopped before the first step, with nothing to save"
+
+
+def exit_code(name: str) -> int:
+    """Return the exit code of a run that a signal ended; that of Ctrl-C if another machine was asked."""
+    return 128 + signal.Signals[name if name in signal.Signals.__members__ else "SIGINT"]
+
+
+def signal_name(name: str) -> str:
+    return {"SIGINT": "Ctrl-C"}.get(name, name)
+
+
+def announce(text: str, number: int, what: str = STEP) -> None:
+    """Print from a signal handler, which may have interrupted a print, below the live line."""
+    line = text.format(name=signal_name(signal.Signals(number).name), what=what)
+    with contextlib.suppress(OSError):
+        os.write(1, f"{os.linesep if os.isatty(1) else ''}{line}{os.linesep}".encode())
+
+
+class Stop:
+    """The request to stop a run."""
+
+    def __init__(self, prints: bool = True, launched: bool = False) -> None:
+        """A `launched` rank leaves signals before the first step to its launcher."""
+        self.asked = False
+        self.by = ""
+        self.doing = ""
+        """Work that is finished first; empty before the first step."""
+        self._prints, self._launched = prints, launched
+
+    def ask(self, number: int, frame: FrameType | None = None) -> None:
+        if not self.doing:
+            if not self._launched:
+                self._announce(EARLY, number)
+            sys.exit(128 + number)
+        if self.asked:
+            self._announce(SECOND, number)
+            # A normal exit would wait for threads of torch and gloo.
+            os._exit(128 + number)
+        self._announce(FIRST, number)
+        self.asked = True
+        self.by = signal.Signals(number).name
+
+    def _announce(self, text: str, number: int) -> None:
+        if self._prints:
+            announce(text, number, self.doing)
+
+
+@contextlib.contextmanager
+def listen(prints: bool = True, launched: bool = False) -> Iterator[Stop]:
+    """Send signals to the `Stop` that is yielded, and restore their handlers at the end."""
+    stop = Stop(prints, launched)
+    before = {number: signal.signal(number, stop.ask) for number in SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# --- ranks ----------------------------------------------------------------------------------------------
+
 
 GRACE = 20.0
 """Seconds for the others to end by themselves after one rank has failed."""
@@ -67,8 +143,6 @@ def first_host(nodes: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """Options of a command beside its job."""
-
     command: str = ""
     """The command as it was typed."""
     whole_plan: bool = False
@@ -103,8 +177,6 @@ class RankFailedError(Exception):
 
 
 class Launcher:
-    """The ranks of this machine, from their start to their end."""
-
     def __init__(
         self,
         source: str,
@@ -148,7 +220,7 @@ class Launcher:
     ) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C reaches the launcher alone, which passes it on once.
         return subprocess.Popen(
-            [sys.executable, "-m", "zerodrift.train.loop.rank", work],
+            [sys.executable, "-m", "zerodrift.train.loop.start", work],
             stdin=subprocess.DEVNULL,
             stdout=None if number == 0 else errors,
             stderr=errors,
@@ -191,14 +263,14 @@ class Launcher:
         if len(in_order) == len(codes):
             return 128 + (max(in_order) or signal.SIGINT)
         if self._asked and {*codes} <= {128 + self._asked[0], -self._asked[0]}:
-            signals.announce(signals.EARLY, self._asked[0])
+            announce(EARLY, self._asked[0])
             return 128 + self._asked[0]
         raise _first_failure([rank for rank in self._ranks if rank.process.returncode], self._count)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._asked.append(number)
         if len(self._asked) == 2:
-            signals.announce(signals.SECOND, number)
+            announce(SECOND, number)
         self._send(signal.Signals(number) if len(self._asked) == 1 else signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:

@@ -42,7 +42,7 @@ from zerodrift.model import (
 )
 from zerodrift.pipeline import Parts
 from zerodrift.train.data.blocks import IGNORED
-from zerodrift.train.data.hub import advice, name_in_cache
+from zerodrift.train.data.files import advice, name_in_cache
 from zerodrift.train.data.sampling import BatchLayout, MicroBatch
 from zerodrift.train.data.tokenizer import Tokenizer
 from zerodrift.train.job import Job, Model
@@ -57,8 +57,6 @@ LEAK = 0.02
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The model that a job names."""
-
     text: str
     config: Path | None
     """The `config.json`; None for a function."""
@@ -67,7 +65,6 @@ class ModelSource:
 
 
 def source_of(written: Model) -> ModelSource:
-    """Resolve `model.source` and `model.weights`."""
     path = Path(written.source).expanduser()
     if is_factory(written.source) and not path.exists():
         if written.weights == "load":
@@ -333,8 +330,6 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def check_positions(model: nn.Module, block: int) -> None:
-    """Refuse blocks longer than the model's positions: models look them up, or were not trained beyond
-    them."""
     name, known = _named_positions(model)
     if known is not None and known < block:
         key = getattr(model.config, "attribute_map", {}).get(name, name)

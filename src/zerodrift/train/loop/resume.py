@@ -23,10 +23,8 @@ from zerodrift.errors import CheckpointError
 from zerodrift.plan import Plan
 from zerodrift.policy import KEY, ORDER, Order
 from zerodrift.train.job import Job
-from zerodrift.train.loop.run_folder import RunFolder
+from zerodrift.train.loop.run_folder import JOB, STEP, RunFolder
 
-JOB, STEP, PLACE, BASE = "job", "step", "data", "base"
-"""Keys of the `client` state that checkpoints of a run carry."""
 _ALLOWED: tuple[Allowed, ...] = ("schedule", "loss_scale")
 """Differences in which this run's config holds."""
 _LOCATION = ("run.folder", "run.resume")
@@ -48,7 +46,6 @@ class Change:
     """A difference between the job that saved the checkpoint and this one."""
 
     what: str
-    """A key of the job, or a description."""
     was: str
     now: str
     holds: str
@@ -111,7 +108,6 @@ def with_order_of_run(config: Config, wanted: str, folder: RunFolder) -> Config:
 
 
 def with_order(config: Config, order: Order) -> Config:
-    """Return the config with another `precision.reduce.order`."""
     reduce = config.precision.reduce
     if not isinstance(reduce, Reduce):
         reduce = Reduce(wire=reduce)

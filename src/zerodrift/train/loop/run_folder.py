@@ -1,4 +1,6 @@
-"""The folder of a run. Every path in it is spelled here.
+"""The folder of a run, and a trained model that is found by a path of one.
+
+Every path in the folder is spelled here:
 
 runs/a/job.json         the job as it ran, defaults written out
 runs/a/plan.json        every decision
@@ -14,24 +16,30 @@ runs/a/logs/            what ranks printed
 runs/a/traces/          steps as torch's profiler recorded them
 runs/a/replay/          what a replay of its steps left
 runs/a/evaluation/      what an evaluation of a checkpoint left
+
+A model is found by the path of a run, of its export or checkpoints, or of one of them. Any other path is
+refused.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-from zerodrift.checkpoint import FULL, unwritable
+from zerodrift.checkpoint import FULL, LATEST, MANIFEST, CheckpointFolder, state_file, unwritable
 from zerodrift.errors import ConfigError, said
+from zerodrift.model import CONFIG, is_installed, safetensors
 from zerodrift.plan import Plan
 from zerodrift.train.job import Job
-from zerodrift.train.job_file import read_back
+from zerodrift.train.job_file import read_back, read_job
+
+JOB, STEP, PLACE, BASE = "job", "step", "data", "base"
+"""Keys of the `client` state that checkpoints of a run carry."""
 
 
 class RunFolder:
-    """The paths of a run."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.job, self.plan = path / "job.json", path / "plan.json"
@@ -75,7 +83,6 @@ class RunFolder:
         return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
     def started_in(self) -> str:
-        """Return the working folder of the run; empty if unknown."""
         try:
             values = json.loads(self.environment.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -124,3 +131,86 @@ def with_found_paths(job: Job, folder: str) -> Job:
     model = job.model.model_copy(update={"source": found(job.model.source)})
     data = job.data.model_copy(update={"tokenizer": found(job.data.tokenizer)})
     return job.model_copy(update={"model": model, "data": data})
+
+
+# --- a trained model by its path ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """Weights, and the job that trained them. Either `export` or `checkpoint` is given."""
+
+    export: Path | None
+    checkpoint: Path | None
+    job: Job | None
+    """None for an export alone."""
+    started_in: str
+    """The working folder of the run; empty if unknown."""
+
+
+def checkpoints_at(path: Path) -> Path:
+    """Return the checkpoints of a run, or any other path as it is."""
+    run = RunFolder(path)
+    return run.checkpoints if run.job.is_file() and run.checkpoints.is_dir() else path
+
+
+def model_at(path: Path) -> TrainedModel:
+    """Return the model at a path; for a run its export, or its newest checkpoint before there is one."""
+    path = path.expanduser()
+    run = _run_of(path)
+    job = None if run is None else run.load_job()
+    folder = "" if run is None else run.started_in()
+    if run is not None and path.absolute() == run.path.absolute():
+        if run.export.is_dir():
+            return TrainedModel(run.export, None, job, folder)
+        if not run.checkpoints.is_dir():
+            must = "must have an export or a checkpoint to sample from"
+            raise ConfigError(str(path), must, got="neither", do="Let it train a little longer.")
+        if not _is_export(path):
+            path = run.checkpoints
+    if _is_export(path):
+        return TrainedModel(path, None, job, folder)
+    is_checkpoint = (path / MANIFEST).is_file()
+    if is_checkpoint or CheckpointFolder(path).tags():
+        place = path if is_checkpoint else CheckpointFolder(path).find(LATEST)
+        if job is None and (text := _carried(place, JOB)) is not None:
+            job = with_found_paths(read_job(json.loads(text))[0], folder)
+        return TrainedModel(None, place, job, folder)
+    must = "must be the folder of a run, its `export`, its `checkpoints`, or one of these"
+    got = "no such folder" if not path.exists() else "a folder with none of them, without a `job.json`"
+    raise ConfigError(str(path), must, got=f"{got} (looked for in {Path.cwd()})")
+
+
+def config_of(path: Path) -> str | None:
+    """Return the `transformers` config of a run's checkpoints, if its model has one; an export has its
+    own."""
+    path = path.expanduser()
+    run = _run_of(path) if path.is_dir() and not _is_export(path) else None
+    job = None if run is None else run.load_job()
+    if job is None or job.model.lora is not None or not is_installed():
+        return None
+    config = Path(job.model.source).expanduser()
+    return str(config) if config.is_file() or (config / CONFIG).is_file() else None
+
+
+def _is_export(path: Path) -> bool:
+    return path.is_dir() and safetensors.holds(path) and not (path / MANIFEST).is_file()
+
+
+def _run_of(path: Path) -> RunFolder | None:
+    whole = path.absolute()
+    above = (RunFolder(place) for place in (path, whole.parent, whole.parent.parent))
+    return next((run for run in above if run.job.is_file()), None)
+
+
+def base_of(checkpoint: Path) -> str | None:
+    """Return the digest of the base that a checkpoint's adapters were trained on."""
+    return _carried(checkpoint, BASE)
+
+
+def _carried(checkpoint: Path, key: str) -> str | None:
+    from zerodrift.checkpoint import read_state  # imports torch
+
+    client = read_state(checkpoint, state_file(0)).get("client")
+    text = client.get(key) if isinstance(client, dict) else None
+    return text if isinstance(text, str) else None

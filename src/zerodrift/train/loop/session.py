@@ -25,7 +25,7 @@ from zerodrift.errors import CheckpointError, ConfigError, Problems
 from zerodrift.legible import legible
 from zerodrift.policy import SPLIT, Policy, mesh_for, need_of, resolve
 from zerodrift.train.data.blocks import Blocks
-from zerodrift.train.data.hub import cached_names
+from zerodrift.train.data.files import cached_names
 from zerodrift.train.data.prepare import PreparedData, prepare, require_validation
 from zerodrift.train.data.sampling import BatchLayout, Feed, Mixture
 from zerodrift.train.data.tokenizer import Tokenizer, TransformersTokenizer, copy_tokenizer, tokenizer
@@ -34,7 +34,7 @@ from zerodrift.train.loop import model as models
 from zerodrift.train.loop import resume
 from zerodrift.train.loop.launcher import LaunchRequest
 from zerodrift.train.loop.resume import ResumePoint
-from zerodrift.train.loop.run_folder import RunFolder, require_writable
+from zerodrift.train.loop.run_folder import BASE, JOB, PLACE, STEP, RunFolder, require_writable
 from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import RunLines, check_boards
 from zerodrift.train.report.page import run_page
@@ -49,8 +49,6 @@ TOTALS = ("total_num_steps", "num_training_steps")
 
 @dataclass(frozen=True)
 class Session:
-    """A run that is ready to train."""
-
     job: Job
     folder: RunFolder
     engine: Engine
@@ -58,12 +56,10 @@ class Session:
     feed: Feed
     validation: Blocks | Mixture | None
     steps: int
-    """Optimizer steps of the whole run."""
     checkpoints: Checkpoints
     key: str
     """Digest of the blocks."""
     data: tuple[tuple[str, str], ...]
-    """Facts about the data, for the page."""
     command: str
     base: str
     """Digest of the base of adapters; empty without adapters."""
@@ -115,15 +111,14 @@ class Session:
         loaded, changes = resume.load(there, path, self.job, self.engine)
         self.checkpoints.run, self.checkpoints.digest = there.run, there.digest
         client = loaded.client if isinstance(loaded.client, dict) else {}
-        if self.base and client.get(resume.BASE, self.base) != self.base:
+        if self.base and client.get(BASE, self.base) != self.base:
             must, got = "must be the base that the adapters were trained on", "one with other values"
             todo = "Set `model.source`, `model.weights` and `model.seed` as they were."
             raise CheckpointError("model.source", must, got=f"{got} than {loaded.path} says", do=todo)
-        step = int(client.get(resume.STEP, loaded.step))
-        return ResumePoint(step, loaded.path, changes), client.get(resume.PLACE)
+        step = int(client.get(STEP, loaded.step))
+        return ResumePoint(step, loaded.path, changes), client.get(PLACE)
 
     def is_own(self, resumed: ResumePoint) -> bool:
-        """Return True if the checkpoint is in the folder of this run."""
         return resumed.checkpoint is not None and resumed.checkpoint.parent == self.folder.checkpoints
 
     def start_line(self, resumed: ResumePoint) -> dict[str, Any]:
@@ -142,7 +137,6 @@ class Session:
         }
 
     def resume_lines(self, resumed: ResumePoint, early: str) -> list[str]:
-        """Return what to print of a resumed run; `early` is why it is over before its last step."""
         if resumed.checkpoint is None:
             return []
         step, steps, where = resumed.step, self.steps, resumed.checkpoint
@@ -168,9 +162,8 @@ class Session:
         return [self.key, self.job.data.seed, self.seat.samples, *grouped]
 
     def checkpoint(self, step: int) -> None:
-        """Save the run after `step` steps. Collective."""
-        base = {resume.BASE: self.base} if self.base else {}
-        client = {resume.STEP: step, resume.PLACE: self.place, resume.JOB: resume.packed(self.job), **base}
+        base = {BASE: self.base} if self.base else {}
+        client = {STEP: step, PLACE: self.place, JOB: resume.packed(self.job), **base}
         self.checkpoints.save(client=client)
 
     def export(self, folder: Path) -> None:
@@ -342,7 +335,6 @@ def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
 
 
 def length_of(job: Job, config: Config, prepared: PreparedData, world: int) -> tuple[Policy, int]:
-    """Return the policy on these ranks, and the number of steps."""
     mesh = mesh_for(config, world)
     policy = resolve(config, mesh, numbers_of(job, config, job.run.steps or 1))
     if job.run.steps is not None:
@@ -382,7 +374,6 @@ def numbers_of(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
 
 
 def needs_length(job: Job, config: Config) -> bool:
-    """Return True if the config asks for a number of steps that only the data can tell."""
     return job.run.steps is None and any(key not in job.auto for key in _totals(config))
 
 

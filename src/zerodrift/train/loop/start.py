@@ -1,24 +1,39 @@
 """Start a run: in this process, as a rank of another launcher, or in processes of our own.
 
+`Launcher` starts one of those as `python -m zerodrift.train.loop.start ARGUMENTS`.
+
 Whatever happens, the process group is destroyed and the screen is in order at the end.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shlex
+import signal
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 from zerodrift.checkpoint import full_disk_named
 from zerodrift.errors import ConfigError, ZerodriftError, refused_by_system
 from zerodrift.legible import legible
 from zerodrift.train.job import Job
 from zerodrift.train.job_file import read_job, worded_for_a_job
-from zerodrift.train.loop.launcher import Launcher, LaunchRequest, RankFailedError, join
+from zerodrift.train.loop.launcher import (
+    IN_ORDER,
+    Launcher,
+    LaunchRequest,
+    RankFailedError,
+    exit_code,
+    join,
+    listen,
+    write_failure,
+)
 from zerodrift.train.loop.run_folder import RunFolder, require_writable
-from zerodrift.train.loop.signals import exit_code, listen
 from zerodrift.train.report.display import display
 
 MOST = 1024
@@ -76,7 +91,6 @@ def _run(
 
 
 def processes(job: Job, nproc: int | None) -> int:
-    """Return how many processes to start."""
     count = nproc or job.run.nproc
     if count is None and job.run.device != "cpu":
         import torch
@@ -131,7 +145,7 @@ def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | Non
         return exit_code(stopped) if stopped else 0
 
 
-@contextmanager
+@contextlib.contextmanager
 def refused_files() -> Iterator[None]:
     """Turn errors of the system, and a closed stdout, into refusals by name."""
     try:
@@ -146,3 +160,43 @@ def refused_files() -> Iterator[None]:
         if refused is None:
             raise
         raise refused from error
+
+
+def main(text: str) -> int:
+    """Run a rank with the arguments that `Launcher` writes as JSON; return its exit code.
+
+    It ends when its launcher does, and writes its error to a file.
+    """
+    work = json.loads(text)
+    threading.Thread(target=_end_with_launcher, args=(work["watch"],), daemon=True).start()
+    try:
+        if work["replay"] is not None:
+            from zerodrift.train.tools.replay import replay_here
+
+            replay_here(work["source"], work["overrides"], **work["replay"])
+            return 0
+        code = run_here(work["source"], work["overrides"], LaunchRequest(**work["request"]))
+        return IN_ORDER + code - 128 if code else 0
+    except SystemExit as stopped:  # by a signal before the first step
+        os._exit(stopped.code if isinstance(stopped.code, int) else 1)
+    except KeyboardInterrupt:  # in a replay, which has nothing to finish
+        os._exit(128 + signal.SIGINT)
+    except BaseException as error:
+        is_refused = isinstance(error, ZerodriftError)
+        message = str(error) if is_refused and not work["debug"] else traceback.format_exc()
+        with contextlib.suppress(OSError):  # the disk may be full, which the launcher reports
+            write_failure(work["failure"], message, is_refused, time.monotonic())
+            print(message, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # Threads of a broken process group may never come back.
+        os._exit(2 if is_refused else 1)
+
+
+def _end_with_launcher(pipe: int) -> None:
+    """Wait for the end of the launcher, which closes the pipe however it ends."""
+    os.read(pipe, 1)
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -129,8 +129,6 @@ class StepDigests:
 
 @dataclass(frozen=True, slots=True)
 class BadMicroBatch:
-    """A micro-batch whose loss or gradient is not finite."""
-
     rank: int
     micro_batch: int
     loss: float

@@ -27,15 +27,14 @@ from zerodrift.inspect.trace import merged, observe
 from zerodrift.legible import legible
 from zerodrift.train.job import Profile
 from zerodrift.train.loop.evaluation import BestEvaluation, continue_prompt, evaluate
+from zerodrift.train.loop.launcher import END, STEP, Stop, signal_name
 from zerodrift.train.loop.session import Session
-from zerodrift.train.loop.signals import END, STEP, Stop, signal_name
 from zerodrift.train.loop.step import StepDigests, StepRun, find_nonfinite, run_step, save_batches
 from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, memory
 from zerodrift.train.tools.flops import TRAINING, forward_flops
 
 LONGEST_ERROR = 4000
-"""Characters of an error on the page."""
 
 
 @dataclass
@@ -87,7 +86,6 @@ class StepRecorder:
             yield
 
     def write(self) -> bool:
-        """Write the recorded steps; return False if there are none."""
         if self._profiler is None:
             return False
         profiler, self._profiler = self._profiler, None
@@ -101,8 +99,6 @@ class StepRecorder:
 
 
 class Loop:
-    """The training loop of one run."""
-
     def __init__(self, session: Session, display: Display, stop: Stop) -> None:
         self._session, self._display, self._stop = session, display, stop
         self._engine: Engine = session.engine
@@ -223,7 +219,6 @@ class Loop:
     # --- a step -----------------------------------------------------------------------------------------
 
     def _step(self, step: int, clock: _Clock) -> int:
-        """Run step `step`, counted from 0; return the number of steps tried."""
         before = clock.seconds
         engine, job, is_first = self._engine, self._session.job, self._is_first
         digests = StepDigests(engine) if _is_due(self._run.digest_every, step + 1) else None
@@ -325,7 +320,6 @@ class Loop:
         return bool(self._engine.comm.broadcast_object(found, 0))
 
     def _write_trace(self) -> None:
-        """Write the recorded steps once; every rank writes its own."""
         recorder = self._recorder
         with self._display.doing("writing a trace"):
             if not recorder.write():

@@ -32,7 +32,6 @@ LONG = 2.0
 
 
 def figures(step: StepMetrics) -> dict[str, str]:
-    """Return the figures of a step by name, from left to right."""
     norm = significant(step.grad_norm) if math.isfinite(step.grad_norm) else f"{step.grad_norm}"
     texts = {"loss": f"loss {step.loss:.4f}", "norm": f"norm {norm}", "lr": f"lr {step.lr:.2e}"}
     if step.loss_scale != 1.0:
@@ -104,8 +103,6 @@ class Display:
 
 @dataclass(slots=True)
 class LineState:
-    """The values of the live line."""
-
     steps: int = 0
     done: int = 0
     last: StepMetrics | None = None
@@ -153,8 +150,6 @@ def line(state: LineState, width: int) -> Text:
 
 
 class LiveDisplay(Display):
-    """Draws the live line on a terminal."""
-
     def __init__(self) -> None:
         super().__init__()
         self._console = Console(highlight=False, markup=False, emoji=False)
@@ -223,7 +218,6 @@ class LiveDisplay(Display):
 
 
 def display(rank: int, every: int) -> Display:
-    """Return the display of a rank for its stdout; `every` is `run.log_every`."""
     if rank:
         return Display()
     return LiveDisplay() if sys.stdout.isatty() else Display(every)

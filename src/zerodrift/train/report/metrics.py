@@ -38,8 +38,6 @@ Write = Callable[[int, Mapping[str, float]], None]
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One optimizer step."""
-
     step: int
     """Counted from 1, skipped steps too."""
     loss: float
@@ -87,7 +85,6 @@ class RunLines:
         return [line for line in self._others if line["kind"] == kind]
 
     def last_of_kind(self, kind: str) -> Mapping[str, Any]:
-        """Return the last line of a kind; empty if there is none."""
         return next((line for line in reversed(self._others) if line["kind"] == kind), {})
 
     def steps(self, key: str) -> list[tuple[float, float]]:
@@ -101,8 +98,6 @@ class RunLines:
 
 
 class Metrics:
-    """Writes the lines of a run."""
-
     def __init__(self, folder: RunFolder, run: Run, after: int) -> None:
         """`after` is the step that the run resumes from."""
         lines = _read(folder.metrics)
@@ -156,7 +151,6 @@ class Metrics:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file."""
     return [line for line in _read(path) if line is not None]
 
 

@@ -51,7 +51,6 @@ SHOWN_CELLS, SHOWN_DIGESTS, SHOWN_SAMPLES, SHOWN_SKIPS = 6, 8, 6, 50
 
 
 def run_page(job: Job, plan: Plan, lines: RunLines, steps: int) -> str:
-    """Return the page as HTML."""
     plan = plan.noted(lines.last_of_kind("precision").get("notes", ()))
     state, words = _state(lines, steps)
     first, more = job.data.paths[0], len(job.data.paths) - 1
@@ -241,7 +240,6 @@ def perplexity(loss: float) -> float:
 
 
 def charts(lines: RunLines) -> list[BlockRow | ChartLegend]:
-    """Return all charts, and a legend of their marks."""
     marks = _marks(lines)
     step, tokens = lines.last("step"), lines.last("tokens")
     tokens_of_a_step = (tokens or 0.0) / step if step else 0.0

@@ -81,7 +81,6 @@ def data_text(job: Job, prepared: PreparedData, steps: int, plan: Plan, display:
 
 
 def _padding(job: Job, prepared: PreparedData, steps: int, plan: Plan) -> str:
-    """Return the share of the computed tokens that is padding."""
     train = prepared.train
     if not job.data.group_by_length:
         trained = [(each.weight or 1.0, each.counts.train) for each in prepared.sets if len(each.train)]
@@ -123,7 +122,6 @@ def preview(job: Job, *, color: bool, width: int) -> str:
 
 
 def _text(read: BlockValues, letters: Tokenizer) -> Text:
-    """Return the text of a block with its learned parts marked."""
     tokens, learned = read.tokens[0], read.labels[0] != IGNORED
     content = np.flatnonzero(learned | (tokens != letters.end))
     used = int(content[-1]) + 1 if len(content) else 0

@@ -46,7 +46,6 @@ def require_peft(where: str) -> None:
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> nn.Module:
-    """Return a frozen model with trainable adapters."""
     require_peft("model.lora")
     if not hasattr(model, "config"):
         raise UnsupportedError("model.lora", "must go with a `transformers` model", got=type(model).__name__)

@@ -49,8 +49,6 @@ SLOW = 1.5
 
 @dataclass(frozen=True, slots=True)
 class MachineFact:
-    """One line of the report."""
-
     part: str
     what: str
     found: str
@@ -60,7 +58,6 @@ class MachineFact:
 
 
 def examine(environment: Mapping[str, str]) -> list[MachineFact]:
-    """Return all facts in the order of the report."""
     return [*_versions(), *_cpu(environment), *_gpus(environment), *_communication(), *_kernels()]
 
 
@@ -192,7 +189,6 @@ def _kernels() -> Iterator[MachineFact]:
 
 
 def doctor_text(findings: list[MachineFact], *, color: bool, width: int = WIDTH) -> str:
-    """Return the report; what is wrong comes again at the end."""
     parts = [title("doctor", width=width)]
     for part in dict.fromkeys(finding.part for finding in findings):
         rows = [(f.what, f.found, f.note) for f in findings if f.part == part]

@@ -19,12 +19,12 @@ from torch import nn
 from zerodrift.checkpoint import CheckpointFolder, new_folder, writing
 from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
 from zerodrift.model import attempt, importable, quiet
-from zerodrift.train.data.hub import advice, path_of
+from zerodrift.train.data.files import advice, path_of
 from zerodrift.train.data.tokenizer import copy_tokenizer, has_tokenizer
 from zerodrift.train.job import Model
 from zerodrift.train.loop import model as models
+from zerodrift.train.loop.run_folder import TrainedModel, base_of, checkpoints_at, model_at
 from zerodrift.train.tools import adapters
-from zerodrift.train.tools.artifacts import TrainedModel, base_of, checkpoints_at, model_at
 from zerodrift.weights import ConversionResult, ConvertOptions, exported_dtype, size_in_bytes
 
 

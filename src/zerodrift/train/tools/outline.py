@@ -37,10 +37,6 @@ from zerodrift.train.report.summary import data_text, head_text
 
 @worded_for_a_job()
 def planned_from(job: Job, config: Config, world: int) -> tuple[ModelSpec, AutoValues]:
-    """Return the model of a job's plan, and the values of "auto" keys.
-
-    The data is only read for a number of steps.
-    """
     steps = job.run.steps or 1
     if needs_length(job, config):
         letters = tokenizer(job.data.tokenizer, job.model.source)

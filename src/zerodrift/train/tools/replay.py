@@ -23,11 +23,9 @@ from zerodrift.train.report.metrics import read as read_metrics
 
 Lines = Sequence[Mapping[str, Any]]
 DIFFERENT = 3
-"""Exit code for different bits."""
 OUTSIDE = "what is in no block"
 """The unit of a plan without a name."""
 SHOWN = 4
-"""Names of a list that are written out."""
 
 
 def replay(run: Path, first: int | None, last: int | None, nproc: int | None, debug: bool) -> int:

@@ -27,14 +27,12 @@ from zerodrift.train.data.tokenizer import Tokenizer, has_tokenizer, tokenizer
 from zerodrift.train.job import Job
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop.model import positions
+from zerodrift.train.loop.run_folder import TrainedModel, base_of, model_at
 from zerodrift.train.tools import adapters
-from zerodrift.train.tools.artifacts import TrainedModel, base_of, model_at
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How the next token is chosen."""
-
     tokens: int
     """Most tokens."""
     temperature: float
@@ -48,7 +46,6 @@ class TextGenerator:
     """A trained model and its tokenizer."""
 
     def __init__(self, path: Path, device: str | None = None) -> None:
-        """`path` is a run, its export, or a checkpoint of it, from any working folder."""
         found = model_at(path)
         job, beside = found.job, found.export
         # The tokenizer beside the weights comes first, then the job's, then bytes.
@@ -119,7 +116,6 @@ def cache_name(model: Any) -> str:
 
 
 def choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Generator) -> int:
-    """Choose the next token. Shape [vocabulary]."""
     if not logits.max().isfinite() or logits.isnan().any():
         todo = "The model has diverged: sample an earlier one."
         raise NonFiniteError("logits", "must be finite", got="NaN or infinity", do=todo)

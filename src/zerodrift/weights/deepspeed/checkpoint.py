@@ -44,8 +44,6 @@ _OTHER_SAVE = "The files are of different saves, or of a DeepSpeed that lays the
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedParameter:
-    """One parameter of the checkpoint."""
-
     entry: SavedParameter
     weight: tuple[Run, ...]
     """fp32 masters, or the model's weights if there are none."""
@@ -54,8 +52,6 @@ class DeepSpeedParameter:
 
 @dataclass(frozen=True, slots=True)
 class StageContents:
-    """The contents of a checkpoint of any stage."""
-
     parameters: list[DeepSpeedParameter]
     groups: Sequence[Mapping[str, Any]]
     updates: int

@@ -25,7 +25,7 @@ from zerodrift.checkpoint import (
     has_deepspeed_files,
     is_folder,
     kind_at,
-    paths,
+    list_folder,
     read_latest,
     short,
 )
@@ -81,7 +81,7 @@ def find_tag(path: Path, tag: str = "") -> Path:
         raise CheckpointError(short(path), must, got="no such folder")
     if not tag and has_deepspeed_files(path):
         return path
-    tags = [entry.name for entry in paths.listed(path) if entry.is_dir() and entry.name != LATEST]
+    tags = [entry.name for entry in list_folder(path) if entry.is_dir() and entry.name != LATEST]
     tag = tag or read_latest(path)
     if not tag:
         got = f"none, and {listed(tags) if tags else 'no folder in it'}"
@@ -96,7 +96,7 @@ def find_tag(path: Path, tag: str = "") -> Path:
 def read_files(folder: Path, trust: bool = False) -> DeepSpeedFiles:
     """Read every file of one tag. `trust` unpickles anything, which runs the code that files name."""
     problems = Problems()
-    names = [entry.name for entry in paths.listed(folder)]
+    names = [entry.name for entry in list_folder(folder)]
     _refuse_others(folder, names)
     model_files, optimizer_files = _by_rank(names, DEEPSPEED), _by_rank(names, _OPTIMIZER)
     if not model_files:

@@ -14,18 +14,17 @@ ROOT = "deepspeed"
 
 LOWER_CASE = "(its own name in lower case)"
 FIRST_WORD = "(the first word of its own name in lower case)"
+RETURNS = "(a function of any arguments that returns) "
+"""The beginning of the homes of functions that have nothing to do here; what they return follows."""
 
 PRESENT: Mapping[str, str] = {
     "tools.collectives": """
         comm comm.comm: all_gather all_gather_into_tensor all_reduce all_to_all_single allgather_fn barrier
-            broadcast configure gather get_global_rank get_local_rank=local_rank get_world_group
-            has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager
-            has_reduce_scatter_tensor init_distributed irecv isend log_summary logger monitored_barrier recv
-            reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor reset_log scatter send
+            broadcast gather get_global_rank get_local_rank=local_rank get_world_group init_distributed irecv
+            isend log_summary logger monitored_barrier recv reduce reduce_scatter reduce_scatter_fn
+            reduce_scatter_tensor scatter send
         constants: TORCH_DISTRIBUTED_DEFAULT_PORT=PORT default_pg_timeout=TIMEOUT
-        utils utils.groups: get_data_parallel_group=get_world_group get_model_parallel_rank
-            get_model_parallel_world_size get_tensor_model_parallel_rank=get_model_parallel_rank
-            get_tensor_model_parallel_world_size=get_model_parallel_world_size
+        utils utils.groups: get_data_parallel_group=get_world_group
         utils.groups: _get_data_parallel_group=get_world_group
     """,
     "tools.curves": """
@@ -36,12 +35,8 @@ PRESENT: Mapping[str, str] = {
         monitor.tensorboard: TensorBoardMonitor
         monitor.wandb: WandbMonitor
     """,
-    "tools.data": """
-        runtime.dataloader: DeepSpeedDataLoader RepeatingLoader
-        utils: RepeatingLoader
-    """,
     "tools.device": """
-        accelerator accelerator.real_accelerator: get_accelerator is_current_accelerator_supported
+        accelerator accelerator.real_accelerator: get_accelerator
         accelerator: Accelerator
         accelerator.abstract_accelerator: DeepSpeedAccelerator=Accelerator
     """,
@@ -49,20 +44,18 @@ PRESENT: Mapping[str, str] = {
     "tools.functions": """
         checkpoint.utils: clone_tensors_for_torch_save
         moe
-        moe.utils: configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group
+        moe.utils: configure_moe_param_groups is_moe_param_group
             split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params
         runtime.activation_checkpointing
         runtime.activation_checkpointing.checkpointing: checkpoint configure is_configured
-            non_reentrant_checkpoint reset
+            non_reentrant_checkpoint=checkpoint
+        runtime.dataloader: DeepSpeedDataLoader RepeatingLoader
+        utils: RepeatingLoader
         runtime.swap_tensor: MIN_SWAPPABLE_BYTES
         runtime.utils: move_to_device see_memory_usage
         runtime.zero.leaf_module_config: DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES
             DEFAULT_LEAF_MODULE_NAME_SUFFIXES
         runtime.zero.partition_parameters: _orig_torch_arange zero_wrapper_for_fp_tensor_constructor
-        runtime.zero.stage3: estimate_zero3_model_states_mem_needs
-            estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
-        runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs
-            estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
         runtime.zero.utils runtime.zero.partition_parameters: is_zero_param
         utils utils.logging: log_dist logger set_log_level_from_string warning_once
         utils utils.nvtx: instrument_w_nvtx
@@ -71,7 +64,6 @@ PRESENT: Mapping[str, str] = {
             z3_leaf_parameter
         utils.torch: required_torch_version
         zero runtime.zero runtime.zero.partition_parameters: register_external_parameter
-            unregister_external_parameter
         zero runtime.zero: unwrap_model_for_generation
     """,
     "optimizer": """
@@ -114,7 +106,7 @@ PRESENT: Mapping[str, str] = {
         launcher.runner: DEEPSPEED_ENVIRONMENT_NAME main parse_args
     """,
     "parameters.contexts": "zero runtime.zero runtime.zero.partition_parameters: GatheredParameters Init",
-    "checkpoints.zero_to_fp32": """
+    "zero_to_fp32": """
         utils.zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict
             get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main
     """,
@@ -138,6 +130,26 @@ PRESENT: Mapping[str, str] = {
             WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR LRRangeTest OneCycle WarmupCosineLR
             WarmupDecayLR WarmupLR
     """,
+    f"{RETURNS}None": """
+        comm comm.comm: configure reset_log
+        runtime.activation_checkpointing.checkpointing: reset
+        zero runtime.zero runtime.zero.partition_parameters: unregister_external_parameter
+    """,
+    f"{RETURNS}0": """
+        utils utils.groups: get_model_parallel_rank get_tensor_model_parallel_rank
+    """,
+    f"{RETURNS}1": """
+        utils utils.groups: get_model_parallel_world_size get_tensor_model_parallel_world_size
+    """,
+    f"{RETURNS}True": """
+        accelerator accelerator.real_accelerator: is_current_accelerator_supported
+        comm comm.comm: has_all_gather_into_tensor has_reduce_scatter_tensor
+    """,
+    f"{RETURNS}False": """
+        comm comm.comm: has_all_reduce_coalesced has_coalescing_manager
+        moe.utils: is_moe_param
+    """,
+    f"{RETURNS}(False, [])": "moe.utils: has_moe_layers",
     LOWER_CASE: """
         runtime.lr_schedules: LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE
             LR_RANGE_TEST_STAIRCASE EDGE_VALUE MID_VALUE CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT
@@ -155,6 +167,10 @@ PRESENT: Mapping[str, str] = {
 ABSENT: Mapping[str, str] = {
     "`zerodrift plan` prints memory and traffic of a config without running it.": """
         autotuning autotuning.autotuner
+        runtime.zero.stage3: estimate_zero3_model_states_mem_needs
+            estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
+        runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs
+            estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
     """,
     "`zerodrift plan` lists every collective of a step.": "utils.comms_logging",
     "Run `zerodrift doctor`.": "env_report",

@@ -36,8 +36,8 @@ from zerodrift.checkpoint import (
     new_file,
 )
 from zerodrift.comm import raise_on_all_ranks
-from zerodrift.deepspeed.names import MissingCheckpointError, MisuseError
-from zerodrift.deepspeed.tools import logger
+from zerodrift.deepspeed.modules import MissingCheckpointError, MisuseError
+from zerodrift.deepspeed.tools.functions import logger
 from zerodrift.engine import Engine, native
 from zerodrift.errors import CheckpointError, UnsupportedError
 from zerodrift.plan import Row
@@ -55,8 +55,6 @@ if __name__ == "__main__":
 
 
 class CheckpointedEngine(nn.Module):
-    """The methods of DeepSpeedEngine that save and load."""
-
     _engine: Engine
     _checkpoints: tuple[str, Checkpoints] | None = None
     """The folder that was used last, and its checkpoints."""
@@ -278,7 +276,6 @@ def _converted(engine: Engine, path: Path, tag: str) -> Iterator[Converted]:
 
 
 def _make_room(path: Path) -> Path:
-    """Make a folder beside the checkpoint, which every rank can read."""
     try:
         return Path(tempfile.mkdtemp(prefix=".zerodrift-", dir=path))
     except OSError as error:
@@ -335,7 +332,6 @@ def model_state(engine: Engine, prefix: str, without_frozen: bool, everywhere: b
 
 
 def _parameter_names(engine: Engine, without_frozen: bool) -> set[str]:
-    """Return all names of parameters, tied ones too."""
     rows = [row for row in engine.plan.rows if row.trained or not without_frozen]
     return {name for row in rows for name in row.names}
 
@@ -385,7 +381,6 @@ def write_state(state: dict[str, Any], path: Path, safe: bool) -> None:
 
 
 def without_ties(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Keep the first name of each tensor, because safetensors holds no tensor twice."""
     first = {id(value): name for name, value in reversed(state.items())}
     return {name: value.contiguous() for name, value in state.items() if first[id(value)] == name}
 

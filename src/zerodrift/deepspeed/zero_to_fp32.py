@@ -28,8 +28,8 @@ from zerodrift.checkpoint import (
     writing,
 )
 from zerodrift.checkpoint import state as states
-from zerodrift.deepspeed.checkpoints.checkpointed_engine import require, without_ties, write_state
-from zerodrift.deepspeed.parameters import engine_parameter
+from zerodrift.deepspeed.checkpointed_engine import require, without_ties, write_state
+from zerodrift.deepspeed.parameters.values import engine_parameter
 from zerodrift.weights import open_deepspeed, size_in_bytes
 
 StateDict = dict[str, torch.Tensor]
