@@ -24,6 +24,7 @@ from zerodrift.comm import native as carrier
 from zerodrift.comm.mesh import Mesh
 from zerodrift.kernels import device, native
 from zerodrift.kernels.digests import reference_prints
+from zerodrift.kernels.squares import reference_square_sums
 from zerodrift.optim import fused
 
 HOME = str(Path(zerodrift.__file__).parent)
@@ -144,6 +145,7 @@ def play_a_gpu(patch: pytest.MonkeyPatch) -> Streams:
     patch.setattr(fused, "compiled_for", lambda where, step: None)
     patch.setattr(device, "works", lambda where: True)
     patch.setattr(device, "update", lambda *slices, **choices: streams.tell("update"))
+    patch.setattr(device, "squares", lambda flat, out: out.copy_(reference_square_sums(flat)))
     patch.setattr(device, "prints", lambda words, out: out.copy_(reference_prints(words)))
     made = collectives.Collectives.__init__
 

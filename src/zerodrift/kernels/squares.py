@@ -51,7 +51,7 @@ def block_square_sums(flat: Tensor, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = torch.empty(blocks, dtype=torch.float64, device=flat.device)
     flat = flat.contiguous()
-    if flat.device.type != "cpu" and flat.numel() and device.obstacle(flat.device) is None:
+    if flat.numel() and device.works(flat.device):
         return device.squares(flat, out)
     built = native.library() if flat.device.type == "cpu" else None
     if built is None:
