@@ -46,7 +46,7 @@ def mark(items: Iterable[pytest.Item]) -> None:
     """Give each what it is: `slow` where others hold its values, `quick`."""
     products: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and not _has(item, "slow", "gpu"):
+        if isinstance(item, pytest.Function) and not _has(item, "slow"):
             products[item.nodeid.partition("[")[0]].append(item)
     for name, tests in products.items():
         for strength in (1, 2):

@@ -145,8 +145,8 @@ def play_a_gpu(patch: pytest.MonkeyPatch) -> Streams:
     patch.setattr(fused, "compiled_for", lambda where, step: None)
     patch.setattr(device, "works", lambda where: True)
     patch.setattr(device, "update", lambda *slices, **choices: streams.tell("update"))
-    patch.setattr(device, "prints", lambda words, out: out.copy_(reference_prints(words)))
     patch.setattr(device, "squares", lambda flat, out: out.copy_(reference_square_sums(flat)))
+    patch.setattr(device, "prints", lambda words, out: out.copy_(reference_prints(words)))
     patch.setattr(device, "digits", lambda sums, out, lowest: reference_digits(sums, out))
     made = collectives.Collectives.__init__
 

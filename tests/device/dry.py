@@ -26,7 +26,6 @@ from tests.device.standin import NAME, install, launch_on
 from tests.device.strict import StrictGroup, _End
 from zerodrift.comm import Collectives
 from zerodrift.kernels import device as programs
-from zerodrift.kernels import squares
 from zerodrift.model.recipe import RecipeValues
 
 HOME = Path(zerodrift.__file__).parent
@@ -127,7 +126,6 @@ def dry_world(ranks: int) -> Iterator[torch.device]:
             (programs, "works", lambda where: where.type == NAME),
             (programs, "obstacle", lambda where: None),
             (programs, "_launch", _launch_program),
-            (squares, "block_square_sums", lambda flat, out: programs.squares(flat.contiguous(), out)),
             (
                 Collectives,
                 "all_gather_object",

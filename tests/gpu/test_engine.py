@@ -54,6 +54,7 @@ def test_muon_and_its_statistics_are_the_same_at_every_stage() -> None:
     assert reports[0].line("layers.0.attention.qkv.weight").moved
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_offload_changes_no_bit(mode: str, stage: int) -> None:
@@ -74,6 +75,7 @@ def test_gathered_memory_comes_back() -> None:
     engine.destroy()
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "autocast-bf16"])
 def test_a_step_waits_for_the_device_once(mode: str, stage: int) -> None:

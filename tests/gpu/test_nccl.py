@@ -56,6 +56,7 @@ def stages(device: torch.device, mode: str) -> None:
     assert same(runs) == []
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast-bf16"])
 @on_sizes
 def test_all_stages_are_the_same_bits(world: int, mode: str, tmp_path: Path) -> None:

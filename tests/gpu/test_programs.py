@@ -106,6 +106,7 @@ def check_steps(
         assert_equal(here, back(there), f"{scheme} {gradient.dtype} {step.algorithm} step {step.number}")
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=str)
 @pytest.mark.parametrize("state", State, ids=str)
 def test_programs_equal_the_cpu_kernels(algorithm: Algorithm, state: State) -> None:
@@ -270,6 +271,7 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
             check_steps(scheme, make(scheme, moments_of(algorithm)), gradients, steps)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("tree", [False, True], ids=["rank", "tree"])
 @pytest.mark.parametrize("count", [3, 5, 8, 33])
 def test_sums_of_many_parts_in_a_known_order(count: int, tree: bool) -> None:

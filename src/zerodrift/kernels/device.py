@@ -2,8 +2,7 @@
 
 Triton is optional: torch's CUDA builds include it, its CPU builds do not. If Triton is missing or cannot run
 a first small program, `obstacle` returns the reason, and every caller has a plain PyTorch path.
-`engine/step/update.py` calls `obstacle` on all ranks at once. `works`, for one slice, warns once and returns
-False.
+`engine/step/update.py` calls `obstacle` on all ranks at once, and warns if one of them has none to run.
 
 Invariant: a program is launched without implicit contraction, on the device of its tensors.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,20 +46,10 @@ STRICT = ("enable_fp_fusion", "enable_reflect_ftz")
 """Compiler options that are turned off if this Triton has them: contraction of products and sums, and
 flushing of subnormals in roots and quotients. A Triton without the second option flushes them."""
 
-_log = logging.getLogger("zerodrift")
-
 
 def works(device: torch.device) -> bool:
-    """Return True if programs run on this device; warn once on an accelerator where they do not."""
-    return device.type != "cpu" and _works(device)
-
-
-@functools.cache
-def _works(device: torch.device) -> bool:
-    why = obstacle(device)
-    if why is not None:
-        _log.warning("zerodrift: %s; updates on %s run in plain PyTorch, several times slower", why, device)
-    return why is None
+    """Return True if programs run on this device; on a CPU they never do."""
+    return device.type != "cpu" and obstacle(device) is None
 
 
 @functools.cache
