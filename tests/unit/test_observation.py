@@ -477,7 +477,7 @@ def test_a_folder_of_installed_packages_on_the_path_holds_libraries(
     (tmp_path / "deepspeed-0.19.6.dist-info").mkdir()
     places._targets.cache_clear()
     assert places._is_script(f"{tmp_path}/deepspeed/engine.py") is False
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", f"{tmp_path}/train.py")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", f"{tmp_path}/train.py", raising=False)
     places._targets.cache_clear()
     assert places._is_script(f"{tmp_path}/train.py") is True
     monkeypatch.undo()

@@ -130,7 +130,7 @@ TrainerConfig = Annotated[
 ]
 TokenFile = Annotated[Path, _option("--tokens FILE", "Token ids: .npy, .pt, .safetensors, .json, .jsonl.")]
 TrainedWeights = Annotated[
-    File, _option("--weights PATH", "A checkpoint or safetensors. Default: those of --model.")
+    File, _option("--weights PATH", "A run, a checkpoint or safetensors. Default: --model's.")
 ]
 SentFolder = Annotated[File, _option("--sent FOLDER", "Safetensors that the trainer wrote for the sampler.")]
 LoadedFolder = Annotated[File, _option("--loaded FOLDER", "Safetensors of what the sampler holds.")]
