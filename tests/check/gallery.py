@@ -122,12 +122,8 @@ FSDP1 = (
     (' if args.reduce == "fp32" else torch.bfloat16', ""),
     (", unsynchronized=model.no_sync", ""),
     ("import ModuleWrapPolicy", "import CustomPolicy"),
-    ("model = FullyShardedDataParallel(\n    Tiny()", """class Routed(Tiny):
-    def route(self, h):
-        return self.router(h.float()).softmax(-1)
-
-
-model, wide = Routed(), MixedPrecision(torch.float32)
+    ("model = FullyShardedDataParallel(\n    Tiny()", """model = Tiny()
+wide = MixedPrecision(torch.float32, cast_forward_inputs=True)
 
 
 def is_unit(m):
@@ -142,6 +138,7 @@ model = FullyShardedDataParallel(
 )  # fmt: skip
 FSDP1_SAYS = (
     "# no `with model.no_sync():`",
+    "cast_forward_inputs=True",
     'return {"mixed_precision": wide}',
     "units = CustomPolicy(is_unit)",
 )

@@ -22,7 +22,7 @@ COUNT = torch.accelerator.device_count() if FOUND is not None else 0
 IS_STANDIN = DEVICE.type == "standin"
 STEPS, FEW_STEPS = (2, 2) if IS_STANDIN else (10, 6)
 if INTERPRETED:
-    programs.TILE = programs.TILE_8BIT = 64  # a program takes a while, however many its blocks, so there are fewer
+    programs.TILE = programs.TILE_8BIT = 64  # a program takes a while, so there are fewer
 
 needs_accelerator = [
     pytest.mark.gpu,

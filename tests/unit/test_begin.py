@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from pathlib import Path
@@ -44,13 +45,14 @@ def test_examples_are_listed_and_copied_with_their_paths(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert "jobs/lora.yaml\n    Adapters through `peft`" in printed(capsys, "examples")
-    assert "zerodrift train examples/jobs/demo.yaml" in printed(capsys, "examples", "--copy")
-    assert (tmp_path / "examples/jobs/demo.yaml").read_bytes() == (
-        ROOT / "examples/jobs/demo.yaml"
-    ).read_bytes()
+    assert "zerodrift train examples/jobs/lab.yaml" in printed(capsys, "examples", "--copy")
+    assert Path("examples/jobs/lab.yaml").read_bytes() == (ROOT / "examples/jobs/lab.yaml").read_bytes()
     printed(capsys, "examples", "--copy", "mine")
-    job, _ = read_job(tmp_path / "mine/jobs/demo.yaml")
-    assert Path(job.model.source).is_dir() and job.model.source.startswith("mine/")
+    for path in Path("mine/jobs").glob("*.yaml"):
+        job, _ = read_job(path)
+        assert Path(job.model.source).is_dir() or job.model.source == "mine.jobs.own_model:build", path
+        assert glob.glob(str(job.data.train)) and not str(job.data.train).startswith("examples"), path
+    assert "examples/" not in Path("mine/start.ipynb").read_text()
     with pytest.raises(ZerodriftError, match="must be an empty folder, or not be there"):
         machine._copy(Path("mine"))
 

@@ -121,6 +121,7 @@ FUSED = deepspeed.ops.adam.FusedAdam
 MPU = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
 DATA = torch.utils.data.TensorDataset(torch.arange(10.0)[:, None].expand(10, 4))
 LOSSY = {**CONFIG, "zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}}
+NO_MODE = {**CONFIG, "checkpoint": {"tag_validation": "strict"}}
 NO_SIZE = {"optimizer": CONFIG["optimizer"]}
 OF_ARGUMENTS: list[tuple[type[Exception], str, Any]] = [
     (MeshError, "dist_init_required", lambda: make(dist_init_required=False)),
@@ -128,6 +129,7 @@ OF_ARGUMENTS: list[tuple[type[Exception], str, Any]] = [
     (UnsupportedError, "`mesh_param`", lambda: make(mesh_param=(1, 2))),
     (ConfigError, "zeropp_loco_param", lambda: make(LOSSY)),
     (ConfigError, r"zero_optimization.stagge", lambda: make({**CONFIG, "zero_optimization.stagge": 3})),
+    (ConfigError, "`fail`; got 'strict'", lambda: make(NO_MODE)),
     (ConfigError, "must be given", lambda: deepspeed.initialize(model=model())),
     (ConfigError, "nowhere", lambda: make("nowhere.json")),
     (ModelError, "`model`", lambda: deepspeed.initialize(config=CONFIG)),

@@ -451,13 +451,17 @@ def test_a_library_is_one_wherever_it_is_installed(file: str, is_script: bool | 
 def test_a_folder_of_installed_packages_on_the_path_holds_libraries(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `pip install --target` makes it; a folder without the records of packages is the user's."""
+    """As `pip install --target` makes it; without records of packages, or with the script, it is none."""
     monkeypatch.syspath_prepend(str(tmp_path))
     operations._targets.cache_clear()
     assert operations._is_script(f"{tmp_path}/mine.py") is True
     (tmp_path / "deepspeed-0.19.6.dist-info").mkdir()
     operations._targets.cache_clear()
     assert operations._is_script(f"{tmp_path}/deepspeed/engine.py") is False
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", f"{tmp_path}/train.py", raising=False)
+    operations._targets.cache_clear()
+    assert operations._is_script(f"{tmp_path}/train.py") is True
+    monkeypatch.undo()
     operations._targets.cache_clear()
 
 

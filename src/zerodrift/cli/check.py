@@ -194,13 +194,15 @@ def drift(
             load_trainer,
             read_sampler_dtypes,
         )
+        from zerodrift.train import checkpoints_at
 
         sequences = read_ids(tokens)
         dtypes = None if sampler is None else read_sampler_dtypes(sampler)
         logprobs = None if recorded is None else read_recorded(recorded, sequences)
         other = SamplerSide(sent, loaded, dtypes, logprobs)
+        trained = None if weights is None else checkpoints_at(weights)
         with streams.progress(f"replaying {model}"):
-            side = load_trainer(config, model, weights, numbers(auto or ()), tuple(set_ or ()))
+            side = load_trainer(config, model, trained, numbers(auto or ()), tuple(set_ or ()))
             found = compare_sides(side, other, sequences, bar)
         if json:
             streams.emit(comparison_json(found))

@@ -22,7 +22,7 @@ from zerodrift.legible import legible
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 DOCS = EXAMPLES.with_name("docs")
-WRITTEN = (".yaml", ".json", ".md", ".py")  # suffixes of example files
+WRITTEN = (".yaml", ".json", ".md", ".py", ".ipynb")  # suffixes of example files
 
 
 def examples(
@@ -154,14 +154,19 @@ def _summary(path: Path) -> str:
 
 
 def _copy(folder: Path) -> str:
-    """Copy the examples, with paths to each other adapted to the new folder."""
+    """Copy the examples. Their paths lead to the new folder, and those of texts to the installed package."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ZerodriftError(folder, "must be an empty folder, or not be there", got="something else")
     shutil.copytree(EXAMPLES, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    place = folder.as_posix().rstrip("/")
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.suffix in WRITTEN and place != "examples":
+    place, copied = folder.as_posix().rstrip("/"), [path for path in folder.rglob("*") if path.is_file()]
+    module = "examples" if folder.is_absolute() else place.replace("/", ".")
+    adapted = {"examples/": f"{place}/", "examples.jobs.": f"{module}.jobs."}
+    adapted |= {"train: docs/": f"train: {DOCS}/", "train: src/zerodrift": f"train: {DOCS.parent}"}
+    for path in copied:
+        if path.suffix in WRITTEN:
             text = path.read_text(encoding="utf-8")
-            path.write_text(text.replace("examples/", f"{place}/"), encoding="utf-8")
-    command = f"zerodrift train {place}/jobs/demo.yaml --set data.train=path/to/text --set data.pattern="
-    return f"{len(_files())} files in {legible(str(folder))}. To begin:\n  {command}\n"
+            for written, instead in adapted.items():
+                text = text.replace(written, instead)
+            path.write_text(text, encoding="utf-8")
+    command = f"zerodrift train {place}/jobs/lab.yaml --nproc 2"
+    return f"{len(copied)} files in {legible(str(folder))}. To begin:\n  {command}\n"

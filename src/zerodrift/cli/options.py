@@ -114,7 +114,9 @@ TrainerConfig = Annotated[
     ),
 ]
 TokenFile = Annotated[Path, _option("--tokens FILE", "Token ids: .npy, .pt, .safetensors, .json, .jsonl.")]
-TrainedWeights = Annotated[File, _option("--weights PATH", "Checkpoint or safetensors. Default: --model's.")]
+TrainedWeights = Annotated[
+    File, _option("--weights PATH", "Run, checkpoint or safetensors. Default: --model's.")
+]
 SentFolder = Annotated[File, _option("--sent FOLDER", "Safetensors that the trainer wrote for the sampler.")]
 LoadedFolder = Annotated[File, _option("--loaded FOLDER", "Safetensors of what the sampler holds.")]
 SamplerTable = Annotated[File, _option("--sampler FILE", "The sampler's dtypes; keys in docs/drift.md.")]

@@ -39,7 +39,7 @@ from zerodrift.comm import raise_on_all_ranks
 from zerodrift.deepspeed.modules import MissingCheckpointError, MisuseError
 from zerodrift.deepspeed.tools.functions import logger
 from zerodrift.engine import Engine, native
-from zerodrift.errors import CheckpointError, UnsupportedError
+from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError
 from zerodrift.plan import Row
 from zerodrift.weights import TrainingState, find_tag, open_deepspeed, to_checkpoint, whole_values
 
@@ -52,6 +52,17 @@ from zerodrift.deepspeed.utils.zero_to_fp32 import main
 if __name__ == "__main__":
     main()
 """
+
+
+def tag_validation(config: Mapping[str, Any]) -> str:
+    """Return `ignore`, `warn` or `fail`: what `checkpoint.tag_validation` says, in any case of letters."""
+    block = config.get("checkpoint")
+    written = block.get("tag_validation", "warn") if isinstance(block, Mapping) else "warn"
+    mode = str(written).lower()
+    if mode not in ("ignore", "warn", "fail"):
+        where, must = "checkpoint.tag_validation", "must be `ignore`, `warn` or `fail`"
+        raise ConfigError(where, must, got=repr(written), do="Leave it out for `warn`.")
+    return mode
 
 
 class CheckpointedEngine(nn.Module):
@@ -155,7 +166,7 @@ class CheckpointedEngine(nn.Module):
     def _common_tag(self, tag: str) -> str:
         """Return rank 0's tag. If ranks differ, raise or warn as `checkpoint.tag_validation` says."""
         tags = self._engine.comm.all_gather_object(tag)
-        mode = str((self.config.get("checkpoint") or {}).get("tag_validation", "warn")).lower()
+        mode = tag_validation(self.config)
         if len({*tags}) > 1 and mode != "ignore":
             must, got = "must be the same on all ranks", ", ".join(map(repr, sorted({*tags})[:4]))
             problem = MisuseError("save_checkpoint: tag", must, got=got, do="Pass one tag, or none.")

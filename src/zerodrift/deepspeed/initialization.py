@@ -19,6 +19,7 @@ from zerodrift.alias import run_settings
 from zerodrift.api import initialize as make_engine
 from zerodrift.comm import raise_on_all_ranks
 from zerodrift.config import Config, load
+from zerodrift.deepspeed.checkpointed_engine import tag_validation
 from zerodrift.deepspeed.config import MANAGED, with_additions, written_config
 from zerodrift.deepspeed.engine import DeepSpeedEngine, end_engines_of
 from zerodrift.deepspeed.modules import RefusedConfigError
@@ -70,6 +71,7 @@ def initialize(  # DeepSpeed's thirteen parameters
             built = _build_optimizer(optimizer, model_parameters, model, written)
             schedule = _torch_class(written, "scheduler") if lr_scheduler is None else lr_scheduler
             loaded = load(_without_drop_in_keys(written))
+            tag_validation(written)  # an error now, not at the first checkpoint
             curves = get_monitor_config(written)
             has_optimizer = built is not None or loaded.optimizer is not None
             schedule = schedule if has_optimizer else None

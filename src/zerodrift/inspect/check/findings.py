@@ -59,7 +59,7 @@ _ROUTERS = {
     "fully_shard": "Give the router a unit of its own in fp32, since a cast adds no digit to gathered 16 "
     "bits: `fully_shard(router, mp_policy=MixedPrecisionPolicy(torch.float32))`.",
     "fsdp": "Give the router a unit of its own in fp32, since a cast adds no digit to gathered 16 bits: a "
-    "`CustomPolicy` with `MixedPrecision(torch.float32)` for it.",
+    "`CustomPolicy` with `MixedPrecision(torch.float32, cast_forward_inputs=True)` for it.",
     "deepspeed": "Keep the weights in fp32, since `bf16` and `fp16` cast every one: use `torch_autocast` in "
     "their place, and turn autocast off where the router's logits are computed.",
 }

@@ -102,18 +102,22 @@ _MODULES: tuple[tuple[Kind, str], ...] = (("router-in-16-bits", "router"), ("log
 
 
 def _wide_units(kind: str, found: set[Kind]) -> list[str]:
-    """Return the lines that make modules units of their own, which gather fp32."""
+    """Return the lines that make modules units of their own, which gather fp32 and cast their input to it.
+
+    `MixedPrecisionPolicy` casts the input of a unit unless told; `MixedPrecision` does so only for the root.
+    """
     kinds = [finding for finding, _ in _MODULES if finding in found]
     modules = [module for finding, module in _MODULES if finding in found]
     if not modules:
         return []
-    lines = [_line(f"wide = {_SHARDED[kind][1]}(torch.float32)", found, kinds)]
     if kind == "fully_shard":
-        return [*lines, *(f"fully_shard({module}, mp_policy=wide)" for module in modules)]
+        wide = _line("wide = MixedPrecisionPolicy(torch.float32)", found, kinds)
+        return [wide, *(f"fully_shard({module}, mp_policy=wide)" for module in modules)]
     is_wide = f"m is {modules[0]}" if len(modules) == 1 else f"m in ({', '.join(modules)})"
+    lines = [_line("wide = MixedPrecision(", found, kinds), "    param_dtype=torch.float32,"]
+    lines += ["    cast_forward_inputs=True,", ")"]
     lines += ["def is_unit(m):", f"    if {is_wide}:", '        return {"mixed_precision": wide}']
-    lines += ["    return isinstance(m, Block)", "units = CustomPolicy(is_unit)"]
-    return [*lines, *(f"logits = {module}(x.float())" for module in modules)]
+    return [*lines, "    return isinstance(m, Block)", "units = CustomPolicy(is_unit)"]
 
 
 def _script(found: set[Kind]) -> list[str]:

@@ -233,10 +233,13 @@ def _is_script(file: str) -> bool | None:
 
 @functools.cache
 def _targets() -> tuple[str, ...]:
-    """Return the folders of `pip install --target` on the path, which have the names of no environment."""
-    return tuple(
-        folder + os.sep for folder in sys.path if folder and glob.glob(f"{glob.escape(folder)}/*.dist-info")
-    )
+    """Return the folders of `pip install --target` on the path, which have the names of no environment.
+
+    Except the folder of the script: Python puts it on the path whatever lies there.
+    """
+    script = os.path.realpath(os.path.dirname(getattr(sys.modules["__main__"], "__file__", None) or ""))
+    folders = (folder for folder in sys.path if folder and os.path.realpath(folder) != script)
+    return tuple(folder + os.sep for folder in folders if glob.glob(f"{glob.escape(folder)}/*.dist-info"))
 
 
 def _frames() -> Iterator[tuple[str, types.FrameType]]:

@@ -99,7 +99,7 @@ class Session:
             names = ("data.", "batch", "gradient_accumulation")
             keys = [change for change in resumed.changes if any(name in change.what for name in names)]
             changed = "; ".join(f"`{change.what}` {change.now}, which was {change.was}" for change in keys)
-            got = f"{changed or 'other data, or another `train_batch_size`'}, than in {resumed.checkpoint}"
+            got = f"{changed or 'other data, or another `train_batch_size`, than'} in {resumed.checkpoint}"
             todo = "Set them as they were, or use another `run.folder`."
             raise CheckpointError("run.resume", must, got=got, do=todo)
         return resumed
