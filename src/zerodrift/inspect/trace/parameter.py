@@ -80,10 +80,10 @@ class Owners(Generic[Owner]):
     def ranges_of(self, tensor: torch.Tensor) -> list[tuple[int, int, Owner]]:
         """Return the begin, end and owner of ranges of its elements, counted from the first one."""
         tensor = local(tensor)
-        begin, numel, ranges = tensor.storage_offset(), tensor.numel(), self._ranges(tensor.untyped_storage())
+        begin, numel = int(tensor.storage_offset()), tensor.numel()
         return [
             (max(first - begin, 0), min(last - begin, numel), owner)
-            for first, last, owner in ranges
+            for first, last, owner in self._ranges(tensor.untyped_storage())
             if first < begin + numel and begin < last
         ]
 
