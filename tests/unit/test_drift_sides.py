@@ -30,6 +30,7 @@ from zerodrift.inspect.drift.trainer import TrainerSide, config_from_table
 from zerodrift.inspect.drift.trainer import load_trainer as trainer
 from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord
 from zerodrift.model.sources import describe
+from zerodrift.optim.rounding import round_away
 
 FP32, BF16 = ({"precision": {"mode": mode}} for mode in ("fp32", "bf16"))
 IDS = token_ids()[:2, :12].tolist()
@@ -99,6 +100,16 @@ def test_what_a_dtype_cannot_hold_is_told() -> None:
     assert "largest" in judge(large, large.clamp(-65504, 65504).half()).told
     assert "subnormal" in judge(small, lost_subnormals(small)).told
     assert judge(small, small.half()).kind == "rounded"
+
+
+def test_of_two_values_as_near_either_is_rounded() -> None:
+    """Ties are rounded to even by torch, and away from zero where the master is split."""
+    halfway = torch.tensor([1 + 2**-8, -1 - 2**-8, 0.7])
+    split = round_away(halfway)
+    assert not torch.equal(split, halfway.bfloat16()) and judge(halfway, split).kind == "rounded"
+    split[2] = neighbours(halfway, bf16)[1][2]
+    assert judge(halfway, split).kind == "rounded-otherwise" and judge(halfway, split).differ == 1
+    assert judge(torch.tensor(1 + 2**-8), torch.tensor(1 + 2**-7).bfloat16()).kind == "rounded"
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp16, torch.float8_e4m3fn])

@@ -23,6 +23,8 @@ BF16 |= dict.fromkeys(("accumulate", "reduce", "master", "state"), "float32")
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 4,
+    "communication_data_type": "fp32",
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 2},
     "data_types": {"grad_accum_dtype": "fp32"},
@@ -46,6 +48,7 @@ def written(folder: Path, text: str) -> Path:
     ("column", "dtype", "kind"),
     [
         ("accumulate", "bfloat16", "key-without-effect"),
+        ("reduce", "bfloat16", "key-without-effect"),
         ("storage", "float16", "not-as-expected"),
         ("master", "same", "not-as-expected"),
         ("compute", "float16", "not-as-expected"),

@@ -239,6 +239,8 @@ def _differing(
             said |= {"master": master, "state": state}
         for column, dtype in said.items():
             reason = why.get(column, "")
+            if column == "reduce":
+                reason = re.split("; (?:sum|when) ", reason)[0]  # that of the wire
             once = column == "reduce" or (column == "accumulate" and micro_batches == 1)
             is_decided = "default" not in reason and (bool(_KEY.search(reason)) or not once)
             if not parameter.dtypes(column) or not (binds_all or is_decided):

@@ -1,11 +1,11 @@
 """Follow every tensor from the trainer to the sampler, and judge whether it is what was trained.
 
-A tensor may leave the trainer in another dtype: then each element must be rounded once, to the nearest value.
+A tensor may leave the trainer in another dtype: then each element must be rounded once, to a nearest value.
 Anything else has a name of its own: rounded another way, moved, another tensor, other values. With two
 folders, what was sent and what was loaded, the step at which a tensor changed is named.
 
-Invariant: a verdict is an equality of bits, except that a quantised tensor is held to half a step of its
-scale.
+Invariant: a verdict is an equality of bits, but for ties, which may be rounded either way, and quantised
+tensors, which are held to half a step of their scale.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def judge(
         return TensorVerdict("quantised", "within half a step of its scale", 0, far)
     known, wanted = from_torch(other.dtype), trained.to(other.dtype)
     dtype = str(known) if known is not None else str(other.dtype).removeprefix("torch.")
-    differs = ~_same_bits(wanted, other)
+    differs = _differs(trained, wanted, other)
     count, total = int(differs.sum()), differs.numel()
     if count == 0 and bool(wanted.isfinite().all()):
         exact = torch.equal(wanted.to(trained.dtype), trained)
@@ -171,6 +171,17 @@ def distance(a: Tensor, b: Tensor) -> float:
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
     word = _WORDS[a.itemsize]
     return a.contiguous().view(word) == b.contiguous().view(word)
+
+
+def _differs(trained: Tensor, wanted: Tensor, other: Tensor) -> Tensor:
+    """Return where `other` is not a nearest value: of two that are as near, either is.
+
+    torch rounds such ties to even. A bf16 weight with a split master has them rounded away from zero.
+    """
+    differs = ~_same_bits(wanted, other)
+    exact, near, made = (each[differs].double() for each in (trained, wanted, other))
+    gap = (near - exact).abs()
+    return differs.masked_scatter(differs, (gap == 0) | (gap != (made - exact).abs()))
 
 
 Rounder = Callable[[Tensor, torch.dtype], "Tensor | None"]

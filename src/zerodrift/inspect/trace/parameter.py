@@ -74,10 +74,17 @@ class Owners(Generic[Owner]):
 
     def all_of(self, tensor: torch.Tensor) -> list[Owner]:
         """Return every owner of any of its elements."""
+        return [owner for _, _, owner in self.ranges_of(tensor)]
+
+    def ranges_of(self, tensor: torch.Tensor) -> list[tuple[int, int, Owner]]:
+        """Return the begin, end and owner of ranges of its elements, counted from the first one."""
         tensor = local(tensor)
-        begin = tensor.storage_offset()
-        end, ranges = begin + tensor.numel(), self._ranges(tensor.untyped_storage())
-        return [owner for first, last, owner in ranges if first < end and begin < last]
+        begin, numel = int(tensor.storage_offset()), tensor.numel()
+        return [
+            (max(first - begin, 0), min(last - begin, numel), owner)
+            for first, last, owner in self._ranges(tensor.untyped_storage())
+            if first < begin + numel and begin < last
+        ]
 
     def forget_freed(self) -> None:
         self._held = {key: held for key, held in self._held.items() if not _is_freed(held[0].cdata)}

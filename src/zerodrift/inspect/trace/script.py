@@ -275,17 +275,15 @@ class CopyWatch:
         return Source(frozenset(parameters), frozenset(masters), is_mixed)
 
     def _follow_gradients(self, name: str, reads: Sequence[torch.Tensor], result: torch.Tensor) -> None:
-        """Follow a gradient into a copy, which a script may send in another dtype."""
-        memory = self.state.gradient_memory
-        if name == "cat":
-            at, storage = int(result.storage_offset()), result.untyped_storage()
-            for tensor in reads:
-                for owner in memory.all_of(tensor):
-                    memory.put_range(storage, at, at + tensor.numel(), owner)
-                at += tensor.numel()
-        elif name in ("_to_copy", "clone", "copy_"):
-            for owner in {id(owner): owner for tensor in reads for owner in memory.all_of(tensor)}.values():
-                memory.put(result, owner)
+        """Follow gradients into a copy, which a script may send in another dtype."""
+        if name not in ("cat", "_to_copy", "clone", "copy_"):
+            return
+        memory, copy = self.state.gradient_memory, local(result)
+        at, storage = int(copy.storage_offset()), copy.untyped_storage()
+        for tensor in reads:
+            for begin, end, owner in memory.ranges_of(tensor):
+                memory.put_range(storage, at + begin, at + end, owner)
+            at += local(tensor).numel()
 
     def link(self, parameter: LiveParameter, master: Any, written: torch.Tensor) -> None:
         """Record that a master was copied into a parameter whose gradients arrive."""
