@@ -36,7 +36,6 @@ from zerodrift.engine.shards import SegmentShard
 from zerodrift.engine.step.gradients import BackwardCallbacks
 from zerodrift.engine.values import ParameterHandle, WholeValues, row_of
 from zerodrift.errors import RankError
-from zerodrift.kernels import squares
 from zerodrift.optim import OptimizerState, make_schedule
 from zerodrift.plan import Plan, rank_micro_batches
 from zerodrift.policy import need_of
@@ -419,7 +418,6 @@ class Engine:
             self.zero_grad()
             self.progress.closed = True
             self._release()
-            squares.free_kept()
             self.executor.leave()
             self.mesh.stop()
 

@@ -120,11 +120,6 @@ def reference_digits(sums: Tensor, out: Tensor) -> None:
     out.index_add_(0, digit + 2, high >> 32)
 
 
-def free_kept() -> None:
-    """Free what sums on a device keep for the next step, at most 4 MiB."""
-    _copy_of_each.cache_clear()
-
-
 def total(summed: Tensor | Sequence[int]) -> float:
     """Return the exact sum of digits, rounded once to fp64; infinity if a block was not finite.
 
