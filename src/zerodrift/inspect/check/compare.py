@@ -299,9 +299,7 @@ def _is_floating(dtype: str) -> bool:
 def _loses(source: str, target: str) -> bool:
     """Return True if a cast between floating dtypes can change a value."""
     one, other = _KNOWN.get(source), _KNOWN.get(target)
-    if one is None or other is None:
-        return False
-    return one.is_floating and other.is_floating and not other.holds(one)
+    return bool(one and other and one.is_floating and other.is_floating and not other.holds(one))
 
 
 def _read(operation: TracedOperation) -> tuple[TracedTensor, ...]:
