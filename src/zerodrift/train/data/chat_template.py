@@ -63,6 +63,31 @@ def end_tokens(tokenizer: Tokenizer) -> set[int]:
     return found
 
 
+def encode_with_mask(
+    text: str, spans: Sequence[Span], tokenizer: Tokenizer, where: str
+) -> tuple[Tokens, Tokens]:
+    """Return the tokens of a text, and for each whether it belongs to one of the spans."""
+    if isinstance(tokenizer, TransformersTokenizer) and tokenizer.inner.is_fast:
+        tokens, places = tokenizer.encode_with_places(text)
+        learned = np.zeros(len(tokens), dtype=bool)
+        for first, end in spans:
+            learned |= (places[:, 0] < end) & (places[:, 1] > first)
+        return tokens, learned
+    tokens = tokenizer.encode(text).astype(np.int64)
+    learned = np.zeros(len(tokens), dtype=bool)
+    for span in spans:
+        counts = []
+        for cut in span:
+            start = tokenizer.encode(text[:cut])
+            if not np.array_equal(tokens[: len(start)], start):
+                must = "must make tokens that end where an answer begins and ends"
+                todo = "Use a tokenizer with a `tokenizer.json`, or `data.loss_on: everything`."
+                raise ConfigError(where, must, got=f"others of {tokenizer.name}", do=todo)
+            counts.append(len(start))
+        learned[counts[0] : counts[1]] = True
+    return tokens, learned
+
+
 def _head(role: str) -> str:
     return f"<|{role}|>\n"
 
@@ -91,20 +116,10 @@ def _with_template(
         more = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         made = _apply(tokenizer, talk.messages, talk.tools, **more)
         return np.asarray(made["input_ids"], np.int64), np.asarray(made["assistant_masks"], bool)
-    if learn_all:
-        tokens = tokenizer.encode(text)
-        return tokens, np.ones(len(tokens), bool)
-    if not tokenizer.inner.is_fast:
-        must = "must be written by a tokenizer that tells the place of each token in the text"
-        todo = "Use one with a `tokenizer.json`, or `data.loss_on: everything`."
-        raise ConfigError(talk.where, must, got=tokenizer.name, do=todo)
     render = _renderer(talk, tokenizer)
-    tokens, places = tokenizer.encode_with_places(text)
-    learned = np.zeros(len(tokens), bool)
-    for number in talk.answers:
-        first, end = _answer(talk, number, text, render, tokenizer)
-        learned |= (places[:, 0] < end) & (places[:, 1] > first)
-    return tokens, learned
+    answers = () if learn_all else talk.answers
+    spans = [_answer(talk, number, text, render, tokenizer) for number in answers]
+    return encode_with_mask(text, spans, tokenizer, talk.where)
 
 
 def _apply(
@@ -204,6 +219,8 @@ def _end(behind: str, behind_the_last: str, tokenizer: TransformersTokenizer) ->
     These are the marks and line ends that follow it both inside a conversation and at its end, or else the
     first mark.
     """
+    if not tokenizer.inner.is_fast:
+        return _common(behind, behind_the_last)
     (here, places), (there, _) = map(tokenizer.encode_with_places, (behind, behind_the_last))
     marks = set(tokenizer.inner.all_special_ids) | set(tokenizer.inner.added_tokens_decoder)
     same = _common(here.tolist(), there.tolist())
