@@ -43,12 +43,13 @@ def tree(folder: Path, files: dict[str, str | bytes | list[dict[str, Any]]]) -> 
     return folder
 
 
-def arrow_stream(rows: list[dict[str, Any]]) -> bytes:
-    """A stream of Arrow, as `datasets` saves."""
+def arrow_stream(rows: list[dict[str, Any]], size: int | None = None) -> bytes:
+    """A stream of Arrow, in batches of some rows."""
     arrow = pytest.importorskip("pyarrow")
     table, sink = arrow.Table.from_pylist(rows), arrow.BufferOutputStream()
     with arrow.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
+        for batch in table.to_batches(max_chunksize=size):
+            writer.write_batch(batch)
     return bytes(sink.getvalue().to_pybytes())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.data_files import data, jsonl, made, stream, tree
+from tests.unit.data_files import arrow_stream, data, jsonl, made, stream, tree
 from zerodrift.errors import ConfigError
 
 TEXT, ROW = "a text to train on " * 9, [{"text": "a"}]
@@ -115,6 +115,15 @@ def test_what_of_a_folder_is_read(kind: str, tmp_path: Path) -> None:
     files, count, beside = READ[kind]
     reading = counts(tmp_path, tree(tmp_path / "read", files))
     assert (reading.files, reading.beside) == (count, beside)
+
+
+def test_splits_that_datasets_saved_are_those_of_its_list(tmp_path: Path) -> None:
+    names = ("train_sft", "train_gen")
+    saved = {f"{name}/data-0.arrow": arrow_stream([{"text": name}] * 9) for name in names}
+    tree(tmp_path, {"dataset_dict.json": '{"splits": ["train_sft", "train_gen"]}', **saved})
+    with pytest.raises(ConfigError, match=r"a split `train`; got .* with `train_gen`, `train_sft`"):
+        made(tmp_path, data(tmp_path))
+    assert counts(tmp_path, tmp_path / "train_sft").train.documents == 9
 
 
 def test_token_maps_of_two_splits_are_not_one(tmp_path: Path) -> None:

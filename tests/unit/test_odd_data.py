@@ -63,6 +63,7 @@ REFUSED: dict[str, tuple[str, bytes | str, str]] = {
         r"messages\[1\]: content.*got null beside `refusal`"),
     "columns in a row": ("a.json", '{"text": ["a", "b"]}', "got a list.*Name a column"),
     "turns under another name": ("a.jsonl", row(dialog=TALK), "one of turns in `data.messages`"),
+    "a TSV with quotes": ("a.tsv", 'text, long\tn\n"a" b\t1\n', r"a\.tsv:2.*must be CSV"),
 }  # fmt: skip
 
 

@@ -79,7 +79,7 @@ class Data(Block):
     """The data to train on."""
 
     train: str | tuple[str | DataSet, ...]
-    """Files, folders or globs: text, JSON lines, JSON arrays or parquet, each also packed by gzip, or token
+    """Files, folders or globs: text, JSON, JSON lines, CSV, parquet, Arrow, each also compressed, or token
     maps (`.npy`, `.bin`). Or a list of blocks with `path` and `weight`, which are mixed."""
     validation: HeldOutShare | Paths = 0.0
     """The share of training documents to hold out, or separate files. For token maps, and if there are too

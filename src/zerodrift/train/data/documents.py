@@ -1,7 +1,7 @@
 """Read documents from files: whole texts, texts of rows, and conversations of rows. Count warnings of them.
 
-`files` finds the files, `formats` reads them, and `prepare` turns documents into tokens. Documents come in
-the order of files and rows. Their content alone decides which are held out, whatever else is there.
+`files` finds the files, `rows` reads them, and `prepare` turns documents into tokens. Documents come in the
+order of files and rows. Their content alone decides which are held out, whatever else is there.
 
 Every row is a document, is counted with the reason why it is left out, or is refused by its place.
 """
@@ -25,8 +25,8 @@ from zerodrift.train.data import formats
 from zerodrift.train.data.blocks import damaged
 from zerodrift.train.data.conversation import Conversation, names
 from zerodrift.train.data.files import TOKEN_SUFFIXES
-from zerodrift.train.data.formats import Row, read_rows
 from zerodrift.train.data.packing import DataCounts
+from zerodrift.train.data.rows import Row, read_rows
 from zerodrift.train.data.tokenizer import Tokenizer, Tokens
 from zerodrift.train.job import Data
 
@@ -125,7 +125,7 @@ def read_documents(files: Sequence[Path], data: Data, counts: DataCounts) -> Ite
         holds = formats.TEXT if data.format == "files" else formats.format_of(file)
         if holds == formats.TEXT:
             if kind == "chat":
-                must = "must be rows of conversations: JSON lines, a JSON array or parquet"
+                must = "must be rows of conversations: JSON, JSON lines, CSV, parquet or Arrow"
                 raise ConfigError(str(file), must, got="a text")
             yield from _counted(Document(where=str(file), file=file), "a text per file", counts)
             continue

@@ -14,6 +14,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import glob
+import json
 import os
 import re
 from collections import Counter
@@ -132,7 +133,7 @@ class _Folder:
         files = self.files("")
         if whole:
             found = _texts(files, *_ALSO_TEXTS)
-        elif by_split := self._of_card():
+        elif by_split := self._of_card() or self._of_dict():
             only = tuple(next(iter(by_split.values())))
             found = DataFiles(only) if len(by_split) == 1 else self._chosen(by_split, split)
         else:
@@ -187,6 +188,14 @@ class _Folder:
         ]
         rest = tuple(file for files in others.values() for file in files)
         return DataFiles(tuple(by_split[wanted]), tuple(words), rest)
+
+    def _of_dict(self) -> dict[str, list[Path]]:
+        """Return the files of each split by the list that `datasets` saves to disk."""
+        with contextlib.suppress(OSError, ValueError), opened(self._folder / "dataset_dict.json") as stream:
+            names = json.loads(stream.read())["splits"]
+            found = {SPLITS.get(name, name): sorted((self._folder / name).rglob("*.arrow")) for name in names}
+            return {name: files for name, files in found.items() if files}
+        return {}
 
     def _of_card(self) -> dict[str, list[Path]]:
         """Return the files of each split by the head of a README."""

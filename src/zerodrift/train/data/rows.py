@@ -1,0 +1,236 @@
+"""Read the rows of JSON, JSON lines, CSV, parquet and Arrow files, each value exactly as it is in the file.
+
+JSON and CSV are not read by `datasets` or `pyarrow`, which change values in silence: `NA` in a CSV becomes
+None and `007` becomes 7, a text that looks like a time becomes a `datetime`, a 1 beside a 1.0 becomes a
+float.
+
+Only some rows are in memory at a time. Every value comes from the file, or the file is refused by name and
+row.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from zerodrift.errors import ConfigError, first_line, several
+from zerodrift.train.data import formats
+from zerodrift.train.data.formats import not_utf8, stream_of, type_name, without_zeros
+
+Row = dict[str, Any]
+
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
+_PIECE = 1 << 16
+_LARGEST_CELL = 1 << 30
+"""Characters. Python's default limit is shorter than a document."""
+
+
+def read_rows(file: Path, holds: str) -> Generator[tuple[int, Row]]:
+    """Yield rows with the number to look for: of the line, or of the row where lines say nothing."""
+    with stream_of(file) as stream:
+        if holds in (formats.PARQUET, formats.ARROW):
+            yield from enumerate(_columns(stream, file, holds), 1)
+        elif holds == formats.LINES:
+            yield from _lines(stream, file)
+        elif holds == formats.CSV:
+            yield from _table(stream, file)
+        else:
+            yield from _JsonReader(stream, file).rows(is_array=holds == formats.ARRAY)
+
+
+def _lines(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
+    for number, line in enumerate(stream, 1):
+        where = f"{file}:{number}"
+        try:
+            written = line.decode("utf-8-sig")
+            if written.strip():
+                yield number, _object(json.loads(written, object_pairs_hook=_block), where)
+        except UnicodeDecodeError as error:
+            raise not_utf8(error, where) from None
+        except json.JSONDecodeError as error:
+            fault = _fault(error, f"column {error.colno:,}")
+            raise _not_json(where, fault, "A line is one object.") from None
+        except (ValueError, RecursionError) as error:
+            raise _unusual_json(where, error) from None
+
+
+class _JsonReader:
+    """Reads the objects of an array one by one, or the only object of a file."""
+
+    def __init__(self, stream: BinaryIO, file: Path) -> None:
+        self._stream = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+        self._file = str(file)
+        self._text, self._at, self._ended = "", 0, False
+        self._decoder = json.JSONDecoder(object_pairs_hook=_block)
+
+    def rows(self, is_array: bool) -> Iterator[tuple[int, Row]]:
+        number, ending = 0, self._take("[") if is_array else ""
+        if is_array and self._peek() == "]":
+            ending = self._take("]")
+        while ending != "]" and (is_array or not number):
+            number += 1
+            where = f"{self._file}: row {number:,}"
+            yield number, _object(self._value(where), where)
+            ending = self._take("],", where) if is_array else ""
+        if found := self._peek():
+            todo = f"Run `jq -c . {self._file} > {Path(self._file).stem}.jsonl`: a line for each object."
+            raise _not_json(self._file, f"{found!r} after the end", "" if is_array else todo)
+        self._stream.detach()
+
+    def _read(self, size: int) -> bool:
+        """Read more; return False at the end of the file."""
+        if self._ended:
+            return False
+        try:
+            piece = self._stream.read(size)
+        except UnicodeDecodeError as error:
+            raise not_utf8(error, self._file) from None
+        self._ended = not piece
+        self._text, self._at = self._text[self._at :] + piece, 0
+        return True
+
+    def _peek(self) -> str:
+        """Return the next character that is not white space; empty at the end."""
+        while True:
+            while self._at < len(self._text):
+                if self._text[self._at] not in " \t\r\n":
+                    return self._text[self._at]
+                self._at += 1
+            if not self._read(_PIECE):
+                return ""
+
+    def _take(self, wanted: str, where: str = "") -> str:
+        found = self._peek()
+        if not found or found not in wanted:
+            got = f"{found!r} for {' or '.join(map(repr, wanted))}" if found else "an end in the middle"
+            raise _not_json(where or self._file, got)
+        self._at += 1
+        return found
+
+    def _value(self, where: str) -> Any:
+        size = _PIECE
+        self._peek()
+        while True:
+            try:
+                value, self._at = self._decoder.raw_decode(self._text, self._at)
+                return value
+            except json.JSONDecodeError as error:
+                size *= 2
+                if not self._read(size):  # what is not read yet might complete the value
+                    raise _not_json(where, _fault(error, f"character {error.pos - self._at:,}")) from None
+            except (ValueError, RecursionError) as error:
+                raise _unusual_json(where, error) from None
+
+
+def _block(pairs: list[tuple[str, Any]]) -> Row:
+    block = dict(pairs)
+    if len(block) < len(pairs):
+        raise ValueError(f"a key twice in {', '.join(repr(key) for key, _ in pairs[:8])}")
+    return block
+
+
+def _object(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise ConfigError(where, "must be a JSON object", got=type_name(value))
+    return value
+
+
+def _fault(error: json.JSONDecodeError, place: str) -> str:
+    if error.msg == "Extra data":
+        return f"more behind the first value, from {place} on"
+    return f"{error.msg.removesuffix(' at')} at {place}"
+
+
+def _not_json(where: str, got: str, do: str = "") -> ConfigError:
+    return ConfigError(where, "must be JSON", got=got, do=do)
+
+
+def _unusual_json(where: str, error: BaseException) -> ConfigError:
+    must = "must be JSON of ordinary depth and numbers, each key once"
+    return ConfigError(where, must, got=first_line(error))
+
+
+def _table(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
+    csv.field_size_limit(_LARGEST_CELL)
+    lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    try:
+        first = lines.readline()
+        plain = "".join(first.split('"')[::2])  # the part that is not quoted shows the delimiter
+        marks = ("\t", ",", ";", "|") if formats.suffix_of(file) == ".tsv" else (",", "\t", ";", "|")
+        delimiter = next((mark for mark in marks if mark in plain), ",")
+        reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
+        names = next(reader, None) or []
+        if not any(name.strip() for name in names):
+            raise ConfigError(str(file), "must begin with a line of column names", got="nothing")
+        _require_once(names, f"{file}:1")
+        for cells in filter(None, reader):
+            where = f"{file}:{reader.line_num}"
+            if len(cells) != len(names):
+                must = f"must have {several(len(names), 'cell')}, as the first line has"
+                raise ConfigError(where, must, got=len(cells))
+            cells = [without_zeros(cell, where) for cell in cells]
+            yield reader.line_num, dict(zip(names, cells, strict=True))
+    except UnicodeDecodeError as error:
+        raise not_utf8(error, str(file)) from None
+    except csv.Error as error:
+        todo = "Put a cell in quotes if it holds a quote (doubled), a line end or a delimiter."
+        where = f"{file}:{reader.line_num}"
+        raise ConfigError(where, "must be CSV", got=first_line(error), do=todo) from None
+    finally:
+        lines.detach()
+
+
+def _require_once(names: list[str], where: str) -> None:
+    """Refuse a column that comes twice: the last would hide the others."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        got = ", ".join(f"`{name}`" for name in twice) + " twice"
+        raise ConfigError(where, "must name each column once", got=got)
+
+
+def _columns(stream: BinaryIO, file: Path, holds: str) -> Iterator[Row]:
+    formats.require_pyarrow(file, holds)
+    from pyarrow import ArrowException
+
+    # A compressed stream cannot seek.
+    whole = stream if stream.seekable() and not hasattr(stream, "fileobj") else io.BytesIO(stream.read())
+    try:
+        for batch in _batches(whole, file, holds):
+            _require_once(batch.schema.names, str(file))
+            for start in range(0, batch.num_rows, 1024):
+                for row in batch.slice(start, 1024).to_pylist():
+                    yield {key: _without_nulls(value) for key, value in row.items()}
+    except (ArrowException, UnicodeDecodeError) as error:
+        raise ConfigError(str(file), f"must be {holds}", got=first_line(error)) from None
+
+
+def _batches(stream: BinaryIO, file: Path, holds: str) -> Iterator[Any]:
+    from pyarrow import ipc, parquet
+
+    if holds == formats.PARQUET:
+        with parquet.ParquetFile(stream, page_checksum_verification=True) as table:
+            _require_once(table.schema_arrow.names, str(file))
+            yield from table.iter_batches(batch_size=1024)
+        return
+    if stream.read(6) == b"ARROW1":
+        with ipc.open_file(stream) as table:
+            yield from map(table.get_batch, range(table.num_record_batches))
+        return
+    stream.seek(-len(_ARROW_END), io.SEEK_END)
+    if stream.read() != _ARROW_END:  # the reader would take a cut file that ends with a batch
+        raise OSError("an Arrow file that ends early")
+    stream.seek(0)
+    with ipc.open_stream(stream) as batches:
+        yield from batches
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop null keys of inner blocks: a column of blocks has the keys of all rows, null where a row lacks
+    one."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
