@@ -23,6 +23,7 @@ import zerodrift.deepspeed as deepspeed
 from zerodrift.deepspeed.engine import DeepSpeedEngine
 from zerodrift.deepspeed.getters import GETTERS
 from zerodrift.deepspeed.modules import MODULES, MODULES_ABSENT, NAMES_ABSENT, NotHereError
+from zerodrift.deepspeed.runtime.zero import stage3, stage_1_and_2
 from zerodrift.deepspeed.tables import ENGINE_ABSENT, ROOT
 from zerodrift.errors import UnsupportedError
 
@@ -277,6 +278,8 @@ def test_a_method_takes_what_deepspeeds_takes(name: str) -> None:
         ("utils", tuple(n for n in deepspeed.utils.__all__ if n.startswith(("safe_", "set_z3", "log_dist")))),
         ("utils.zero_to_fp32", tuple(set(deepspeed.utils.zero_to_fp32.__all__) - {"main"})),
         ("runtime.lr_schedules", tuple(deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES)),
+        ("runtime.zero.stage3", tuple(n for n in stage3.__all__ if n.startswith("estimate"))),
+        ("runtime.zero.stage_1_and_2", tuple(n for n in stage_1_and_2.__all__ if n.startswith("estimate"))),
         ("ops.adam", ("FusedAdam", "DeepSpeedCPUAdam")),
         ("ops.lion", ("FusedLion", "DeepSpeedCPULion")),
         (

@@ -41,6 +41,12 @@ PRESENT: Mapping[str, str] = {
         accelerator.abstract_accelerator: DeepSpeedAccelerator=Accelerator
     """,
     "engine": "runtime.engine: DeepSpeedEngine",
+    "tools.estimates": """
+        runtime.zero.stage3: estimate_zero3_model_states_mem_needs
+            estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
+        runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs
+            estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
+    """,
     "tools.functions": """
         checkpoint.utils: clone_tensors_for_torch_save
         moe
@@ -167,10 +173,6 @@ PRESENT: Mapping[str, str] = {
 ABSENT: Mapping[str, str] = {
     "`zerodrift plan` prints memory and traffic of a config without running it.": """
         autotuning autotuning.autotuner
-        runtime.zero.stage3: estimate_zero3_model_states_mem_needs
-            estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
-        runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs
-            estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
     """,
     "`zerodrift plan` lists every collective of a step.": "utils.comms_logging",
     "Run `zerodrift doctor`.": "env_report",
