@@ -2,7 +2,7 @@
 
 Run by `test_triton.py` in a process of its own: Triton decides when it is imported whether it compiles.
 
-    python -m tests.numerics.compile_programs 90
+    python -m tests.numerics.compile_programs 90 1    # every program; 5: every fifth
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def words_of(assembly: str) -> Counter[str]:
 
 
 def main() -> None:
-    target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    passes = {" ".join(map(str, case)): words_of(compiled(target, *case)) for case in CASES}
-    flat = [dtype for dtype, form in NARROW.items() if form.is_flat]
+    target, every = GPUTarget("cuda", int(sys.argv[1]), 32), int(sys.argv[2])
+    passes = {" ".join(map(str, case)): words_of(compiled(target, *case)) for case in CASES[::every]}
+    flat = [dtype for dtype, form in NARROW.items() if form.is_flat][::every]
     runs = {
         f"{dtype} {way}": words_of(compiled_narrow(target, dtype, way)) for dtype in flat for way in range(3)
     }

@@ -3,8 +3,8 @@
 Each function reads its keys and returns the decided value, with the decisions that a plan prints.
 `columns.py` decides the dtypes of a parameter, and `support.py` knows which combinations are supported.
 
-The rule for the mode is the table of flags in `docs/config.md`; a test checks every row. Nothing else in
-zerodrift reads `bf16.enabled`, `fp16.enabled` or `torch_autocast.enabled`.
+The rule for the mode is the table of flags in `docs/config.md`; a test checks every row. No other
+file reads `bf16.enabled`, `fp16.enabled` or `torch_autocast.enabled`.
 
 Invariant: every function is pure and total; contradictions go to `problems` and nothing raises. The mode
 depends on the written flags only, never on a device, a backend or a model.
