@@ -246,7 +246,8 @@ def autocast_of_the_user(stage: int) -> Any:
     warning, and inside the numbers are the same as without it."""
     engine = make(config(stage, "bf16"), GPT())
     expected = engine(batch(0))
-    with torch.autocast("cpu", torch.float16), pytest.warns(UserWarning, match="and off inside"):
+    device = engine.mesh.device.type
+    with torch.autocast(device, torch.float16), pytest.warns(UserWarning, match="and off inside"):
         found = engine(batch(0))
     if not torch.equal(found, expected):
         return "bf16"
@@ -259,7 +260,7 @@ def autocast_of_the_user(stage: int) -> Any:
         losses = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with torch.autocast("cpu", outer or torch.bfloat16, enabled=outer is not None):
+            with torch.autocast(device, outer or torch.bfloat16, enabled=outer is not None):
                 # The whole loop is inside: weights that autocast has cast must not outlive a step.
                 for step in range(3):
                     loss = engine(batch(step))
