@@ -26,6 +26,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.doors.methods import TRAINERS, Job
 
@@ -120,6 +122,7 @@ def _be_rank(
             TORCHELASTIC_RUN_ID="doors",
         )
         before = set(sys.modules)
+        torch.manual_seed(0)  # torch seeds itself otherwise in each process, and some trainers draw weights so
         call(argument)
         if rank == 0:
             (failed / "modules").write_text("\n".join(name for name in sys.modules if name not in before))
