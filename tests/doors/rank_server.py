@@ -122,9 +122,7 @@ def _be_rank(
             TORCHELASTIC_RUN_ID="doors",
         )
         before = set(sys.modules)
-        torch.manual_seed(
-            0
-        )  # torch seeds itself otherwise in each process, and some trainers draw weights so
+        torch.manual_seed(0)  # torch seeds itself otherwise, and some trainers draw weights before they seed
         call(argument)
         if rank == 0:
             (failed / "modules").write_text("\n".join(name for name in sys.modules if name not in before))
