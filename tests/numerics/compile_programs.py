@@ -47,12 +47,8 @@ def compiled(target: GPUTarget, algorithm: int, master: int, state: int) -> str:
     """The assembly of one pass."""
     types = types_of(algorithm, master, state)
     numbers = {"numel": "i64", "stochastic": "i64"}
-    fixed = {
-        "master_kind": master,
-        "state": state,
-        "algorithm": algorithm,
-        "tile": device.TILE_8BIT if state == 3 else device.TILE,
-    }
+    shape = device.shape_of_update(state == 3, is_nvidia=True)
+    fixed = {"master_kind": master, "state": state, "algorithm": algorithm, "tile": shape.pop("tile")}
     fixed |= {"fma_add": True, "fma_addcmul": True, "fma_lerp": True}
     fixed |= {name: None for name, kind in types.items() if kind is None}
     names = programs.update.arg_names
@@ -61,7 +57,7 @@ def compiled(target: GPUTarget, algorithm: int, master: int, state: int) -> str:
     aligned = [name for name in names if signature[name][0] == "*" or name == "numel"]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(programs.update, signature, fixed, attributes)
-    options = device.strict_options(target) | {"num_warps": fixed["tile"]}
+    options = device.strict_options(target) | shape
     return triton.compile(source, target=target, options=options).asm["ptx"]
 
 

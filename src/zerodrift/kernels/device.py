@@ -70,11 +70,16 @@ def update(storage: Tensor, others: Sequence[Tensor | None], stochastic: int, **
     """Run one optimizer step of a slice in one pass. The arguments are those of `programs.update`."""
     bits = [None if tensor is None else as_bits(tensor) for tensor in (storage, *others)]
     is_coded = any(tensor is not None and tensor.dtype is torch.uint8 for tensor in others)
+    choices |= shape_of_update(
+        is_coded, is_nvidia=storage.device.type == "cuda" and torch.version.hip is None
+    )
+    _launch("update", storage, choices["tile"] * BLOCK, *bits, storage.numel(), stochastic, **choices)
+
+
+def shape_of_update(is_coded: bool, *, is_nvidia: bool) -> dict[str, int]:
+    """Return how an update is launched. `is_coded` says that its moments are encoded in 8 bits."""
     tile = TILE_8BIT if is_coded else TILE
-    choices |= {"tile": tile, "num_warps": tile}
-    if is_coded and storage.device.type == "cuda" and torch.version.cuda:
-        choices["maxnreg"] = _REGISTERS
-    _launch("update", storage, tile * BLOCK, *bits, storage.numel(), stochastic, **choices)
+    return {"tile": tile, "num_warps": tile} | ({"maxnreg": _REGISTERS} if is_coded and is_nvidia else {})
 
 
 def squares(flat: Tensor, out: Tensor) -> Tensor:
