@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim._functional import adamw
 
 import zerodrift
 from tests.check.tiny import Dense, batch, loss_of, rank
@@ -186,6 +187,118 @@ def own_optimizer(kind: type[WithMasters]) -> zerodrift.Observation:
     return observed(model, kind(model.parameters(), lr=1e-6 if kind.keeps else 1e-2))
 
 
+class Compensated(torch.optim.SGD):
+    """Adds what the rounding of an update to bf16 lost to the next update, as Kahan's summation does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            rest = self.state[parameter].setdefault("rest", torch.zeros_like(parameter))
+            rest.add_(parameter.grad + 0.01 * parameter, alpha=-self.param_groups[0]["lr"])
+            before = parameter.clone()
+            parameter.add_(rest)
+            rest.add_(before.sub_(parameter))
+
+
+class Stochastic(torch.optim.SGD):
+    """Rounds each update to bf16 at random."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            stochastic(parameter, parameter.float() - self.param_groups[0]["lr"] * parameter.grad.float())
+
+
+class Averaging(torch.optim.SGD):
+    """Adds a moment to the parameters, and the decay of the parameters to the moment afterwards."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter))
+            moment.mul_(0.9).add_(parameter.grad)
+            parameter.add_(moment, alpha=-self.param_groups[0]["lr"])
+            moment.add_(parameter, alpha=0.1)
+
+
+def rounding(kind: type[torch.optim.SGD], rate: float) -> zerodrift.Observation:
+    model = dense(BF16)
+    return observed(model, kind(model.parameters(), lr=rate))
+
+
+class ByHand:
+    """Stands where an optimizer of torch's would: a function updates each parameter."""
+
+    def __init__(self, model: nn.Module, update: Callable[[nn.Parameter], Any]) -> None:
+        self._model, self._update = model, update
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self._model.parameters():
+            self._update(parameter)
+
+    def zero_grad(self) -> None:
+        self._model.zero_grad()
+
+
+def adam(parameter: nn.Parameter) -> None:
+    zero, gradient = torch.zeros_like(parameter), parameter.grad
+    assert gradient is not None
+    adamw(
+        [parameter], [gradient], [zero], [zero.clone()], [], [torch.zeros(())],
+        amsgrad=False, beta1=0.9, beta2=0.99, lr=1e-3, weight_decay=0.0, eps=1e-8, maximize=False,
+    )  # fmt: skip
+
+
+def in_numpy(parameter: nn.Parameter, masters: dict[nn.Parameter, Any] = {}) -> None:  # noqa: B006
+    """Update a master that torch does not know, by so little that bf16 does not show it."""
+    master = masters.setdefault(parameter, parameter.detach().float().numpy().copy())
+    assert parameter.grad is not None
+    master -= 1e-8 * parameter.grad.float().numpy()
+    parameter.copy_(torch.from_numpy(master))
+
+
+UPDATES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "add_": lambda p: p.add_(p.grad, alpha=-1e-2),
+    "data": lambda p: setattr(p, "data", p.data - 1e-2 * p.grad),
+    "in place of data": lambda p: p.data.sub_(1e-2 * p.grad),
+    "copy_": lambda p: p.copy_(p.float() - 1e-2 * p.grad.float()),
+    "adam": adam,
+}
+"""How a script updates a parameter without an optimizer."""
+
+
+def by_hand(update: Callable[[nn.Parameter], Any], dtype: torch.dtype = FP32) -> zerodrift.Observation:
+    model = dense(dtype)
+    return observed(model, ByHand(model, update))  # type: ignore[arg-type]
+
+
+def in_part() -> zerodrift.Observation:
+    """An optimizer has the head, and the script updates the rest."""
+    model = dense()
+    rest = [parameter for name, parameter in model.named_parameters() if name != "head.weight"]
+    after = torch.no_grad()(lambda: [parameter.sub_(parameter.grad, alpha=1e-2) for parameter in rest])
+    return observed(model, torch.optim.AdamW(model.head.parameters(), lr=1e-3), after=after)
+
+
+def transformed() -> zerodrift.Observation:
+    """Gradients by `torch.func.grad`, which puts tensors without memory in the parameters' place."""
+    model = dense()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with zerodrift.observe() as seen:
+        for step in range(4):
+            tokens, targets = batch(rank(), step)
+
+            def value(parameters: Any, tokens: Any = tokens, targets: Any = targets) -> torch.Tensor:
+                return loss_of(torch.func.functional_call(model, parameters, (tokens,)), targets)
+
+            gradients = torch.func.grad(value)(dict(model.named_parameters()))
+            for name, parameter in model.named_parameters():
+                parameter.grad = gradients[name]
+            optimizer.step()
+    return seen
+
+
 def post_hook() -> zerodrift.Observation:
     model = dense(BF16)
     made = copies(model)
@@ -237,6 +350,9 @@ AVERAGES: dict[str, Update] = {
     "data": pairwise(lambda a, w: setattr(a, "data", 0.999 * a.data + 0.001 * w.data)),
     "mean of steps": pairwise(lambda a, w: a.copy_(a + (w - a) / 3)),
     "lerp and copy_": pairwise(lambda a, w: a.copy_(torch.lerp(a, w, 0.01))),
+    "sub_": pairwise(lambda a, w: a.sub_(0.001 * (a - w))),
+    "addcmul_": pairwise(lambda a, w: a.mul_(0.999).addcmul_(w, torch.full_like(w, 1e-3))),
+    "mean of a stack": pairwise(lambda a, w: a.copy_(torch.stack([a, a, a, w]).mean(0))),
 }
 """How averages follow weights."""
 
@@ -412,6 +528,38 @@ def rounded_weights(write: Callable[[torch.Tensor], Any]) -> zerodrift.Observati
     model = dense()
     after = torch.no_grad()(lambda: [write(parameter) for parameter in model.parameters()])
     return observed(model, torch.optim.AdamW(model.parameters(), lr=1e-3), after=after)
+
+
+def rounded_gradients(round_: Callable[[torch.Tensor], torch.Tensor]) -> zerodrift.Observation:
+    model = dense()
+
+    def before() -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = round_(parameter.grad)
+
+    return observed(model, torch.optim.AdamW(model.parameters(), lr=1e-3), before=before)
+
+
+def added(dtype: torch.dtype) -> zerodrift.Observation:
+    """Add the gradients of four micro-batches in tensors of the script's own."""
+    model = dense()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with zerodrift.observe() as seen:
+        for step in range(4):
+            sums = [torch.zeros_like(parameter, dtype=dtype) for parameter in model.parameters()]
+            for micro in range(4):
+                tokens, targets = batch(rank(), 4 * step + micro)
+                loss_of(model(tokens), targets).backward()
+                for total, parameter in zip(sums, model.parameters(), strict=True):
+                    assert parameter.grad is not None
+                    total.add_(parameter.grad.to(dtype))
+                model.zero_grad()
+            for total, parameter in zip(sums, model.parameters(), strict=True):
+                parameter.grad = total.float() / 4
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
 
 
 def lost_masters() -> zerodrift.Observation:

@@ -35,6 +35,9 @@ BUGS: dict[str, tuple[Run, str, str]] = {
         for kind in ("copy_", "flat, vector")
     },
     "an optimizer of bf16": (_(loops.own_optimizer, loops.WithoutMasters), "no-master", "up.weight"),
+    "a moment that decays": (_(loops.rounding, loops.Averaging, 1e-2), "no-master", "up.weight"),
+    **{f"by hand, {kind}": (_(loops.by_hand, loops.UPDATES[kind], BF16), "no-master", "up.weight")
+        for kind in loops.UPDATES},
     **{f"average, {kind}": (_(loops.average, kind, BF16), "average-in-16-bits", "up.weight")
         for kind in loops.AVERAGES},
     "average, fp16": (_(loops.average, "lerp_", FP16), "average-in-16-bits", "up.weight"),
@@ -57,12 +60,24 @@ BUGS: dict[str, tuple[Run, str, str]] = {
     "weights, data": (_(loops.rounded_weights, set_through(BF16)), "weights-rounded", "up.weight"),
     "weights, fp16": (_(loops.rounded_weights, set_through(FP16)), "weights-rounded", "up.weight"),
     "masters made anew": (loops.lost_masters, "weights-rounded", "up.weight"),
+    **{f"gradients in {dtype}": (_(loops.rounded_gradients, through(dtype)), "gradients-rounded", "up.weight")
+        for dtype in (BF16, FP16)},
+    "gradients added in bf16": (_(loops.added, BF16), "gradients-rounded", "up.weight"),
 }  # fmt: skip
 """A loop, the kind of its finding, and a parameter of it; none where it is of the run."""
 
 HEALTHY: dict[str, Run] = {
     **{f"masters, {kind}": _(loops.masters, kind) for kind in loops.MASTERS},
     "masters in an optimizer": _(loops.own_optimizer, loops.WithMasters),
+    "masters in numpy": _(loops.by_hand, loops.in_numpy, BF16),
+    "what rounding lost": _(loops.rounding, loops.Compensated, 1e-4),
+    "stochastic rounding": _(loops.rounding, loops.Stochastic, 1e-4),
+    **{f"by hand, {kind}": _(loops.by_hand, update) for kind, update in loops.UPDATES.items()},
+    "by hand in part": loops.in_part,
+    "in a transform": loops.transformed,
+    "signs of gradients": _(loops.rounded_gradients, torch.sign),
+    "clipped gradients": _(loops.rounded_gradients, lambda gradient: gradient.clamp(-(0.5**10), 0.5**10)),
+    "gradients added in fp32": _(loops.added, FP32),
     "masters in a hook": loops.post_hook,
     "masters in a model": loops.second_model,
     **{f"average, {kind}": _(loops.average, kind, FP32) for kind in loops.AVERAGES},
@@ -101,6 +116,8 @@ def test_a_bug_is_named(case: str) -> None:
 def test_a_healthy_loop_has_no_finding(case: str) -> None:
     seen = HEALTHY[case]()
     assert not seen.findings() and not seen.process.notes
-    if case.startswith("masters"):
+    if case.startswith(("masters", "what rounding lost")):
         (up,) = (p for p in seen.models[0].parameters if p.name == "up.weight")
-        assert up.dtypes("master") == ("float32",) and up.dtypes("state")[-1:] == ("float32",)
+        assert up.dtypes("master") == (("float32",) if "masters" in case else ("split",))
+        kept = {"masters in numpy": (), "what rounding lost": ()}.get(case, ("float32",))
+        assert up.dtypes("state")[-1:] == kept

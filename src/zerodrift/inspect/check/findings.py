@@ -12,7 +12,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 
-from zerodrift.inspect.check.script_findings import kept_findings, loss_findings, wire_error, wire_findings
+from zerodrift.inspect.check.script_findings import (
+    kept_findings,
+    loss_findings,
+    narrowest,
+    wire_error,
+    wire_findings,
+)
 from zerodrift.inspect.check.table import BITS, RunFinding, advice, finding, library, same_model
 from zerodrift.inspect.trace import COLUMNS, Column, ModelRecord, ParameterRecord, ProcessRecord
 
@@ -90,6 +96,7 @@ def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
     for dtype, bits in BITS.items():
         resting = [p for p in parameters if p.dtypes("storage") == (dtype,)]
         bare = [p for p in resting if p.dtypes("master") in (("same",), (dtype,))]
+        bare = [parameter for parameter in bare if not parameter.facts.get("drawn")]
         norms = [parameter for parameter in bare if _is_norm(parameter)]
         wide = [p for p in bare if min((_WIDTH.get(d, 0) for d in p.dtypes("compute")), default=0) > 16]
         sums = [p for p in parameters if micro_batches > 1 and p.facts.get("gradients", 0) > steps]
@@ -97,7 +104,8 @@ def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
         lost = f"an update smaller than 1/{2**bits} of a weight is lost"
         others = [parameter for parameter in bare if not _is_norm(parameter)]
         share = _share_lost(others)
-        what = f"The optimizer updates {dtype} weights in place: {lost}"
+        who = "script" if any(p.facts.get("by_hand") for p in others) else "optimizer"
+        what = f"The {who} updates {dtype} weights in place: {lost}"
         what += "." if share is None else f"; {share:.0%} of the sampled elements did not change in a step."
         cost = 0.5 if share is None else max(share, 1 / 2**bits)
         yield from finding("no-master", "master", _names(others), what, masters, "", cost)
@@ -239,15 +247,47 @@ def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
         yield from finding("not-accumulated", "accumulate", lost, what + "some were dropped.", do)
 
 
+def _rounded_gradients(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
+    """Find gradients of more bits than the sampled elements have that an optimizer was given."""
+    found: dict[str, list[str]] = {}
+    for parameter in model.parameters:
+        columns: tuple[Column, ...] = ("grad", "accumulate", "reduce")
+        wide = all(set(parameter.dtypes(column)) <= {"float32", "float64"} for column in columns)
+        alike = _with_gradients(parameter.name, model, processes) if wide else []
+        sums = [sum(each) for each in zip(*(p.facts["own"] for p in alike), strict=True)]
+        for used in (p.facts["used"] for p in alike):
+            pairs = [(value, own) for value, own in zip(used, sums, strict=True) if value and own]
+            dtype = narrowest([value for value, _ in pairs])
+            # A sign, or a bound that a gradient is clipped to, is no rounding of it.
+            is_rounding = len(pairs) >= _LEAST and _spread([v / own for v, own in pairs], median) < _ALIKE
+            if dtype and is_rounding and narrowest([own for _, own in pairs]) != dtype:
+                found.setdefault(dtype, []).append(parameter.name)
+    for dtype, names in found.items():
+        what = f"Gradients arrive in fp32, and what the optimizer is given has the {BITS[dtype]} bits of "
+        what += f"{dtype}: the script rounds gradients, or adds them, in {dtype}."
+        do = "Keep gradients, and what micro-batches are added in, in fp32 until the optimizer's step."
+        cost = wire_error(dtype, processes[0].micro_batches)
+        yield from finding("gradients-rounded", "accumulate", dict.fromkeys(names), what, do, "", cost)
+
+
+def _with_gradients(
+    name: str, model: ModelRecord, processes: Sequence[ProcessRecord]
+) -> list[ParameterRecord]:
+    """Return a parameter on every rank, if each has sampled its gradients; else nothing."""
+    alike = [same_model(process, model, processes[0]) for process in processes]
+    parameters = [p for one in alike if one is not None and (p := one.parameter(name)) is not None]
+    known = [parameter for parameter in parameters if parameter.facts.get("own")]
+    return known if len(known) == len(processes) else []
+
+
 def _kind_of_gradient(name: str, model: ModelRecord, processes: Sequence[ProcessRecord]) -> str:
     """Say what sampled elements of the optimizers' gradients are a multiple of.
 
     It is a rank's `own` gradient, the `mean` or the `sum` over ranks, `neither`, or empty if unclear.
     """
-    alike = [same_model(process, model, processes[0]) for process in processes]
-    parameters = [p for one in alike if one is not None and (p := one.parameter(name)) is not None]
-    owns = [p.facts["own"] for p in parameters if p.facts.get("own")]
-    if len(owns) < len(processes):
+    parameters = _with_gradients(name, model, processes)
+    owns = [p.facts["own"] for p in parameters]
+    if not owns:
         return ""
     by_own, by_mean = [], []
     for rank, parameter in enumerate(parameters):
@@ -306,5 +346,6 @@ def _ranks_differ(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
 
 
 _RULES = (
-    _never_updated, _narrow, wire_findings, _untied, _narrow_export, _not_averaged, _ranks_differ,
+    _never_updated, _narrow, _rounded_gradients, wire_findings, _untied, _narrow_export, _not_averaged,
+    _ranks_differ,
 )  # fmt: skip

@@ -7,7 +7,9 @@ Invariant: pure. An estimate says that it is one; any other figure was measured 
 
 from __future__ import annotations
 
+import contextlib
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -135,6 +137,16 @@ def wire_error(dtype: str, gradients: int) -> float:
     """
     once = 0.2 * 2.0 ** (1 - BITS.get(dtype, 4))
     return once * math.sqrt((gradients + 1) / 2 + 1 - 1 / gradients)
+
+
+def narrowest(values: Sequence[float]) -> str:
+    """Return the dtype of 16 bits that holds all of these values, or ""."""
+    if all(struct.pack("<f", value)[:2] == b"\0\0" for value in values):
+        return "bfloat16"
+    with contextlib.suppress(OverflowError):
+        if all(value == struct.unpack("e", struct.pack("e", value))[0] for value in values):
+            return "float16"
+    return ""
 
 
 def wire_findings(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:

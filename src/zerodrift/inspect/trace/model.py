@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.inspect.trace.parameter import LiveParameter, Owners, local
+from zerodrift.inspect.trace.parameter import LiveParameter, Owners, local, unwrapped
 from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord, dtype_name
 
 _WRAPPED = {
@@ -86,10 +86,10 @@ def _leaves_of(modules: list[tuple[str, torch.nn.Module]]) -> Iterator[_Leaf]:
             pairs = zip(tensors, handle.flat_param._shapes, strict=False)
             shapes |= {id(tensor): tuple(shape) for tensor, shape in pairs}
     for path, module in modules:
-        for name, tensor in module._parameters.items():
-            pack: Any = tensor
-            if tensor is None:
+        for name, held in module._parameters.items():
+            if held is None:
                 continue
+            pack: Any = (tensor := unwrapped(held))
             if hasattr(pack, "_param_infos"):
                 for info, shape in zip(pack._param_infos, pack._shapes, strict=True):
                     home = paths.get(id(info.module), path)
@@ -169,7 +169,7 @@ class LiveModel:
             tensor = module.__dict__.get(leaf)
             tensor = module._parameters.get(leaf) if tensor is None else tensor
             if isinstance(tensor, torch.Tensor) and local(tensor).numel():
-                yield parameter, tensor
+                yield parameter, unwrapped(tensor)
 
     def buffers_in(self, tensor: torch.Tensor) -> Iterator[str]:
         storage = local(tensor).untyped_storage()._cdata

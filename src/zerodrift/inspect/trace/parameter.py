@@ -26,10 +26,20 @@ _FIRST = operator.itemgetter(0)
 _is_freed: Any = torch.UntypedStorage._expired  # what `StorageWeakRef.expired` comes to
 
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that stands behind one inside of a transform of `torch.func`."""
+    while _is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, and any other tensor unchanged."""
+    """Return this rank's part of a DTensor, and any other tensor as it is outside of transforms."""
     if type(tensor) in PLAIN:
-        return tensor
+        return unwrapped(tensor)
     part = getattr(tensor, "_local_tensor", None)
     return part if isinstance(part, torch.Tensor) else tensor
 
@@ -163,6 +173,8 @@ class LiveParameter:
         self.compute_dtype: torch.dtype | None = None  # dtype of that tensor; operations may cast it
         self.computed_in: set[torch.dtype] = set()
         self.is_written = False  # whether the script was seen to copy a master into it
+        self.is_drawn = False  # whether it was rounded at random
+        self.residue = ""  # the optimizer's state that keeps what its rounding lost
         self.arrived = self._arrived_before = 0  # gradients of it that arrived
         self._arrived_in: set[torch.dtype] = set()
         self._was_used = False
@@ -209,7 +221,7 @@ class LiveParameter:
         return True
 
     def arrives(self, gradient: torch.Tensor, sample: bool) -> None:
-        """Record a gradient at the leaf, and sample it if other ranks have one to compare with."""
+        """Record a gradient at the leaf, and sample it to compare it with what an optimizer is given."""
         self.arrived += 1
         if gradient.dtype not in self._arrived_in:
             self._arrived_in.add(gradient.dtype)
@@ -238,7 +250,7 @@ class LiveParameter:
     def end(self, world: int) -> ParameterRecord:
         """Return the record, with a reason for every empty cell."""
         record, tensor = self.record, self.tensor()
-        record.facts |= {"optimized": self.optimized, "gradients": self.arrived}
+        record.facts |= {"optimized": self.optimized, "gradients": self.arrived, "drawn": self.is_drawn}
         rests = getattr(tensor, "ds_tensor", tensor)
         if isinstance(rests, torch.Tensor) and self._first_digest is not None:
             last = _digest(local(rests))

@@ -21,11 +21,12 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from zerodrift.inspect.trace import operations
+from zerodrift.inspect.trace.losses import is_product
 from zerodrift.inspect.trace.model import is_compiled
 from zerodrift.inspect.trace.operations import floating, is_from_script, line_of_script
 from zerodrift.inspect.trace.parameter import PLAIN, LiveParameter, local
 from zerodrift.inspect.trace.records import Column, dtype_name
-from zerodrift.inspect.trace.script import ScriptWatch, is_product
+from zerodrift.inspect.trace.script import ScriptWatch
 from zerodrift.inspect.trace.state import WatchState, guarded
 
 CallKind = tuple[Any, ...]  # see [Note: once is enough]
@@ -289,7 +290,7 @@ class GradientWatch:
 
     @guarded
     def _arrives(self, parameter: LiveParameter, gradient: torch.Tensor, leaf: torch.Tensor | None) -> None:
-        parameter.arrives(gradient, self.state.several)
+        parameter.arrives(gradient, self.state.several or not parameter.has_gradient)
         held, record = None if leaf is None else leaf.grad, parameter.record
         if held is None or record.has("accumulate", dtype_name(held.dtype)):
             return

@@ -59,6 +59,8 @@ class Facts(TypedDict, total=False):
     """Sampled elements of this rank's gradients, summed in fp64; empty if some gradients were not sampled."""
     lost: float
     """Share of sampled elements, of a tensor of 16 bits, that its optimizer's updates did not change."""
+    by_hand: bool  # whether the script updates it without an optimizer of torch's
+    drawn: bool  # whether its updates are rounded at random
     follows: bool  # whether it has the rounded values of a master that an optimizer updates in its place
     used: list[float | None]  # the same elements of the gradient that the optimizer was given
 

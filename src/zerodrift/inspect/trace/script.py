@@ -1,35 +1,30 @@
 """Watch the operations of a script's own code, outside of forwards, backwards and torch's optimizers.
 
-A result carries the operations that rounded it, and every product, norm and lookup begins anew: so what a
-loss carries happened in the head, on the logits, or in the loss itself. A master is a tensor that an
-optimizer updates and that the script copies, cast, into a parameter; an average is a tensor of 16 bits that
-is moved a part of the way towards another value. See [Note: once is enough]: after a few steps nothing is
-watched again.
+A master is a tensor that an optimizer updates and that the script copies, cast, into a parameter. An average
+is a tensor of 16 bits that is moved a part of the way towards another value. A parameter that no optimizer of
+torch's has, and that the script writes once gradients have arrived at it, is updated by hand. See [Note: once
+is enough]: after a few steps nothing is watched again.
 
-Invariant: no operation of a loss is recorded before a backward begins at it. A tensor is known by its memory,
-whichever operation copies it. The mode is entered on an empty stack of modes only, and left only from the
-top.
+Invariant: a tensor is known by its memory, whichever operation copies it. The mode is entered on an empty
+stack of modes only, and left only from the top.
 """
 
 from __future__ import annotations
 
-import functools
-import re
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
+from zerodrift.inspect.trace.losses import NARROW, LossWatch
 from zerodrift.inspect.trace.operations import (
-    CASTS,
     VIEWS,
     anything_compiled,
     every_operation,
-    floating,
     line_of_script,
     name_of,
 )
@@ -37,124 +32,11 @@ from zerodrift.inspect.trace.parameter import LiveParameter, Owners, local, samp
 from zerodrift.inspect.trace.records import dtype_name
 from zerodrift.inspect.trace.state import OptimizedPart, WatchState, guarded
 
-NARROW = frozenset((torch.bfloat16, torch.float16))
-
-_PRODUCT = re.compile(r".*(mm|mv|dot)$|.*(linear|conv|attention|embedding)|.*(layer|group|batch|rms)_norm")
-"""Operations whose results begin anew."""
-
-_LOSSES = frozenset((
-    "_log_softmax", "log", "log1p", "log2", "logsumexp", "logaddexp", "log_sigmoid_forward", "xlogy", "exp",
-    "expm1", "softplus", "nll_loss_forward", "nll_loss2d_forward", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits", "mse_loss", "smooth_l1_loss", "huber_loss", "_ctc_loss",
-))  # fmt: skip
-"""Operations of losses: what they return in 16 bits is a rounded loss."""
-
-_SUMS = frozenset(("sum", "mean", "linalg_vector_norm"))
-"""Reductions, which are a loss's if they are outside of modules or leave one number."""
-
-_LOGARITHMS = frozenset(("log", "log1p", "log2", "xlogy", "nll_loss_forward"))
-"""Operations that make a softmax of a module, which may be a router's, a part of a loss."""
-
-_LOGITS = 4096  # elements of logits or log-probabilities, whose greatest is measured
-
-
-@dataclass(frozen=True, slots=True)
-class LossOperation:
-    """One operation on the way to a loss."""
-
-    kind: Literal["product", "widened", "rounded", "softmax", "loss"]
-    """A product; the cast up of 16-bit logits; a cast of wide ones to 16 bits; a softmax or another operation
-    of a loss in 16 bits."""
-    operation: str
-    dtype: str
-    module: str
-    line: str
-
-
-Carried = frozenset[LossOperation]
-
-
-@functools.cache
-def is_product(name: str) -> bool:
-    """Return True for an operation whose result begins anew."""
-    return _PRODUCT.match(name) is not None
-
-
-_NOTHING: Carried = frozenset()
-
-
-class LossWatch:
-    """Follows the values of forwards and of the script's own code to the losses that backwards begin at."""
-
-    def __init__(self) -> None:
-        self._carried: Owners[Carried] = Owners()
-        self._greatest: dict[LossOperation, torch.Tensor] = {}
-        self._reached: dict[LossOperation, None] = {}
-
-    def computed(self, name: str, args: Any, kwargs: Any, out: Any, module: str | None) -> None:
-        """Follow an operation; `module` is the path of the module that runs it, None outside of modules.
-
-        For a product with a parameter it is the path of the parameter's module.
-        """
-        results = list(floating((out,), None))
-        if not results or name in VIEWS:
-            return
-        if is_product(name):
-            made = LossOperation("product", name, dtype_name(results[0].dtype), module or "", "")
-            self._put(results, frozenset((made,)))
-            return
-        inputs = list(floating(args[1:] if name == "copy_" else args, kwargs))
-        carried = _NOTHING.union(*(self._carried.of(tensor) or _NOTHING for tensor in inputs))
-        first, result = (inputs[0] if inputs else None), results[0]
-        is_narrow = result.dtype in NARROW
-        if first is not None and (name in CASTS or name == "copy_"):
-            if carried and is_narrow and first.dtype not in NARROW:
-                carried |= self._rounds("rounded", name, result, module)
-            elif carried and first.dtype in NARROW and not is_narrow:
-                carried |= self._rounds("widened", name, first, module)
-        elif is_narrow and name == "_softmax":
-            carried |= self._rounds("softmax" if module is not None else "loss", name, result, module)
-        elif is_narrow and (name in _LOSSES or self._is_sum_of_loss(name, result, module)):
-            carried |= self._rounds("loss", name, result, module)
-        if name in _LOGARITHMS:
-            narrow = (each for each in carried if each.kind == "softmax")
-            carried |= {LossOperation("loss", s.operation, s.dtype, s.module, s.line) for s in narrow}
-        self._put(results, carried)
-
-    def reaches(self, losses: Any) -> None:
-        """Record what the values carry that a backward begins at: a tensor, or a list of them."""
-        for tensor in floating((losses,), None):
-            order = {each: place for place, each in enumerate(self._greatest)}
-            for each in sorted(self._carried.of(tensor) or (), key=lambda each: order.get(each, -1)):
-                self._reached.setdefault(each)
-        self._carried.forget_freed()
-
-    def events(self) -> Iterable[dict[str, Any]]:
-        """Yield everything that reached a loss, with the greatest sampled magnitude."""
-        for each in self._reached:
-            event = {"kind": f"loss-{each.kind}", "line": each.line, "operation": each.operation.strip("_")}
-            greatest = float(self._greatest[each]) if each in self._greatest else None
-            yield {**event, "dtype": each.dtype, "module": each.module, "greatest": greatest}
-
-    def _is_sum_of_loss(self, name: str, result: torch.Tensor, module: str | None) -> bool:
-        is_autocast = torch.is_autocast_enabled(result.device.type)  # which leaves means in 16 bits
-        return name in _SUMS and not is_autocast and (module is None or not result.dim())
-
-    def _rounds(self, kind: Any, name: str, tensor: torch.Tensor, module: str | None) -> Carried:
-        each = LossOperation(kind, name, dtype_name(tensor.dtype), module or "", line_of_script())
-        if each not in self._greatest and tensor.numel():
-            sizes = sample(tensor, _LOGITS).float().abs()
-            self._greatest[each] = torch.where(sizes.isfinite(), sizes, 0).amax()
-        return frozenset((each,))
-
-    def _put(self, results: list[torch.Tensor], carried: Carried) -> None:
-        for tensor in results:
-            if carried or self._carried.of(tensor):
-                self._carried.put(tensor, carried)
-
-
-_MOVES = frozenset(("add", "add_", "lerp", "lerp_"))
+_MOVES = frozenset(("add", "add_", "addcdiv_", "addcmul_", "lerp", "lerp_", "sub_"))
 """Operations whose result is an average, if they read a weight and another tensor of its shape."""
+
+_DRAWS = frozenset(("randint", "randint_like", "random", "random_"))
+"""Operations that draw whole numbers: what a weight is rounded by at random."""
 
 _ELEMENTS = 64  # elements of an average that are compared between steps
 _MOST = 256  # averages that are sampled
@@ -196,11 +78,94 @@ class _MadeTensor:
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
+class UpdateWatch:
+    """Follows what is written into weights by a script's own code, in optimizers of its own too."""
+
+    def __init__(self, state: WatchState) -> None:
+        self.state = state
+        self._drawn: Owners[bool] = Owners()  # memory that whole numbers were drawn for, element by element
+        self._read: Owners[tuple[LiveParameter, int]] = Owners()
+        """Memory that was read when a weight was written, and the backward passes that there had been."""
+        self._derived: Owners[LiveParameter] = Owners()  # memory that a weight was read for
+        self._residues: Owners[LiveParameter] = Owners()
+        """Memory that a weight was written with, and that was written with the weight afterwards."""
+        self._by_hand: dict[LiveParameter, tuple[str, str, str]] = {}
+        """A weight that is written outside of optimizers -> dtype of its master, what that is, the line."""
+        self._written: dict[LiveParameter, None] = {}  # those written by hand since the last forward
+        self._passes = 0  # backward passes that there had been at the last step by hand
+
+    def computed(self, name: str, reads: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+        """Follow an operation on memory that is no weight's."""
+        alike = [tensor for tensor in reads if tensor.numel() == result.numel()]
+        if (name in _DRAWS and not result.is_floating_point()) or any(map(self._drawn.of, alike)):
+            self._drawn.put(result, True)
+        read = self._read.of(result) if name.endswith("_") else None
+        for weight in (self.state.memory.of(tensor) or self._derived.of(tensor) for tensor in alike):
+            if weight is not None:
+                self._derived.put(result, weight)
+                if read == (weight, self.state.passes):
+                    self._residues.put(result, weight)
+
+    def writes(self, parameter: LiveParameter, reads: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+        """Follow an operation that writes into a weight."""
+        alike = [tensor for tensor in reads if tensor.numel() == result.numel()]
+        parameter.is_drawn |= any(map(self._drawn.of, alike))
+        for tensor in alike:
+            self._read.put(tensor, (parameter, self.state.passes))
+
+    def by_hand(self, parameter: LiveParameter, copied: torch.Tensor | None = None) -> None:
+        """Note an update outside of optimizers, which may copy a tensor that no optimizer has."""
+        what = ("same", "the parameter itself")
+        if copied is not None:
+            what = (dtype_name(copied.dtype), "what the script copies")
+        self._by_hand[parameter] = (*what, line_of_script())
+        self._written[parameter] = None
+        gradient = getattr(parameter.tensor(), "grad", None)
+        if gradient is not None:
+            parameter.record.add("accumulate", dtype_name(gradient.dtype), ".grad")
+
+    def residue(self, parameter: LiveParameter, states: dict[Any, Any]) -> str:
+        """Return the name of the state that keeps what the rounding of a weight of 16 bits lost, or ""."""
+        weight = parameter.tensor()
+        if weight is None or weight.dtype not in NARROW:
+            return ""
+        for key, state in states.items():
+            if isinstance(state, torch.Tensor) and self._residues.of(state) is parameter:
+                lost, values = local(state).detach(), local(weight).detach()
+                if lost.shape == values.shape:
+                    is_rest = lost.abs() <= torch.finfo(values.dtype).eps * values.abs()
+                    if is_rest.float().mean() > 0.9:
+                        return str(key)
+        return ""
+
+    def end_step(self) -> None:
+        """Count a step of weights that were written by hand since the last forward."""
+        state = self.state
+        alone = next((parameter for parameter in self._written if not parameter.optimized), None)
+        self._written.clear()
+        if alone is not None and state.passes > self._passes:
+            state.has_stepped(alone, state.passes - self._passes)
+            self._passes = state.passes
+        memories: tuple[Owners[Any], ...] = (self._drawn, self._read, self._derived, self._residues)
+        for memory in memories:
+            memory.forget_freed()
+
+    def record(self) -> None:
+        """Hand over the weights that no optimizer has, and that the script updates."""
+        for parameter, (dtype, what, line) in self._by_hand.items():
+            if not parameter.optimized:
+                parameter.optimized = True
+                parameter.record.facts |= {"follows": True, "by_hand": True}
+                parameter.record.add("master", dtype, what, "", line)
+                parameter.record.unseen["state"] = "the script updates it without an optimizer of torch's"
+
+
 class CopyWatch:
     """Follows the memory of weights, masters, gradients and averages outside of forwards."""
 
     def __init__(self, state: WatchState) -> None:
         self.state = state
+        self.updates = UpdateWatch(state)
         self._sources: Owners[Source] = Owners()
         self._scaled: Owners[bool] = Owners()  # memory of 16 bits that was multiplied by a number below one
         self._made: list[tuple[_MadeTensor, str, str, Source]] = []
@@ -236,9 +201,17 @@ class CopyWatch:
         source = self._joined(reads, result)
         if self.state.several:
             self._follow_gradients(name, reads, result)
-        for parameter in self.state.memory.all_of(result) if is_in_place else ():
+        weights = self.state.memory.all_of(result) if is_in_place else []
+        if not weights:
+            self.updates.computed(name, reads, result)
+        for parameter in weights:
             for master in source.masters:
                 self.link(parameter, master, result)
+            self.updates.writes(parameter, reads, result)
+            if parameter.arrived and not (in_step or source.masters):
+                is_copy = name == "copy_" and parameter not in source.parameters
+                is_wider = is_copy and result.dtype in NARROW and reads[0].dtype not in NARROW
+                self.updates.by_hand(parameter, reads[0] if is_wider else None)
         if result.dtype in NARROW and not in_step and result.numel() > 1:
             self._find_average(name, inputs, result, source)
         if source.parameters or source.masters or self._sources.of(result):
@@ -261,7 +234,7 @@ class CopyWatch:
         """Return what a result comes from; parameters and masters are found by memory."""
         parameters: set[LiveParameter] = set()
         masters: set[Any] = set()
-        is_mixed = is_other = False
+        is_mixed, numels = False, {True: set[int](), False: set[int]()}  # elements of weights, and of others
         for tensor in (each for each in reads if each.numel() > 1 or result.numel() == 1):
             sources = self._sources.all_of(tensor)
             owners = {p for p in self.state.memory.all_of(tensor) if p.record.trained}
@@ -270,8 +243,9 @@ class CopyWatch:
             parameters |= weights
             masters.update(*(source.masters for source in sources))
             is_mixed |= any(source.is_mixed for source in sources)
-            is_other |= not weights and tensor.numel() == result.numel() and tensor.is_floating_point()
-        is_mixed |= bool(parameters) and is_other
+            if tensor.is_floating_point():
+                numels[bool(weights)].add(tensor.numel())
+        is_mixed |= not numels[True].isdisjoint(numels[False])
         return Source(frozenset(parameters), frozenset(masters), is_mixed)
 
     def _follow_gradients(self, name: str, reads: Sequence[torch.Tensor], result: torch.Tensor) -> None:
@@ -312,6 +286,9 @@ class CopyWatch:
                 for source in self._sources.all_of(tensor):
                     for master in source.masters:
                         self.link(parameter, master, tensor)
+                    if parameter in source.parameters and parameter.arrived:
+                        self.updates.by_hand(parameter)
+        self.updates.end_step()
         for made, name, line, source in self._made:
             average = made.tensor()
             if average is not None and self._may_average(average):
@@ -424,4 +401,5 @@ class ScriptWatch:
 
     def record(self) -> None:
         """Hand over what was seen, once the run is over."""
+        self.copies.updates.record()
         self.state.process.events += [*self.losses.events(), *self.copies.events()]

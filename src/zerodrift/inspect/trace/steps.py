@@ -19,11 +19,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerodrift.inspect.trace.hooks import Patches, when_imported
+from zerodrift.inspect.trace.losses import NARROW
 from zerodrift.inspect.trace.model import LiveModel
 from zerodrift.inspect.trace.operations import line_of_script
 from zerodrift.inspect.trace.parameter import LiveParameter, local, sample
 from zerodrift.inspect.trace.records import dtype_name
-from zerodrift.inspect.trace.script import NARROW, ScriptWatch
+from zerodrift.inspect.trace.script import ScriptWatch
 from zerodrift.inspect.trace.state import OptimizedPart, WatchState, guarded
 
 
@@ -88,7 +89,9 @@ class StepWatch:
             if dtype not in updated.given:
                 updated.given.add(dtype)
                 for part in updated.parts:
-                    part.parameter.optimized = True
+                    if not part.parameter.optimized:
+                        part.parameter.optimized = True
+                        self.state.counts.pop(part.parameter, None)  # steps by hand were none
                     if part.sums and dtype is not None:
                         name = dtype_name(dtype)
                         part.parameter.record.add("accumulate", name, ".grad", "", line_of_script)
@@ -113,7 +116,7 @@ class StepWatch:
         for tensor, updated in pairs:
             held = _states(optimizer, tensor)
             for part in updated.parts:
-                _see_master(part.parameter, tensor, held)
+                self._see_master(part.parameter, tensor, held)
             self._rounding.ends(updated, tensor, held)
             updates = (part.parameter for part in updated.parts if part.parameter.tensor() is tensor)
             if not any(parameter.arrived for parameter in updates):
@@ -130,6 +133,28 @@ class StepWatch:
             state.has_stepped(parameters[0] if parameters else optimizer, min(since, arrived or since))
         self._script.enter()
 
+    def _see_master(self, parameter: LiveParameter, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
+        """Record what is updated: the parameter, a tensor in its place, or a state that is its master."""
+        record = parameter.record
+        if parameter.tensor() is not tensor:
+            record.add("master", dtype_name(tensor.dtype), "a tensor of the optimizer's own")
+        elif not record.cells.get("master"):
+            values = local(tensor).detach()
+            for key, state in states.items() if values.dtype in NARROW else ():
+                wide = local(state).detach() if isinstance(state, torch.Tensor) else values
+                is_wide = wide.dtype not in NARROW and wide.shape == values.shape
+                if is_wide and values.any() and torch.equal(wide.to(values.dtype), values):
+                    parameter.is_written = True
+                    record.add("master", dtype_name(wide.dtype), f"the optimizer's state {key}")
+                    return
+            parameter.residue = self._script.copies.updates.residue(parameter, states)
+            if parameter.residue:
+                parameter.is_written = True
+                record.add("master", "split", f"the parameter, and its rest in the state {parameter.residue}")
+                return
+            how = ", rounded at random" if parameter.is_drawn else ""
+            record.add("master", "same", f"the parameter itself{how}")
+
     def record(self) -> None:
         """Hand over what was rounded between steps, and whether parameters follow their masters."""
         for key, dtype, owners in self._rounding.rounded():
@@ -143,7 +168,7 @@ class StepWatch:
             master = updated.tensor()
             for part in () if master is None else updated.parts:
                 parameter, tensor = part.parameter, part.parameter.tensor()
-                if parameter.is_written:
+                if parameter.is_written or parameter.is_drawn:
                     parameter.record.facts["follows"] = True
                 elif tensor is not None and tensor is not master:
                     parameter.record.facts["follows"] = _follows(part, tensor, master)
@@ -194,22 +219,6 @@ def _follows(part: OptimizedPart, tensor: torch.Tensor, master: torch.Tensor) ->
     return torch.equal(values, wide.to(values.dtype))
 
 
-def _see_master(parameter: LiveParameter, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
-    """Record what is updated: the parameter, a tensor in its place, or a state that it is the rounding of."""
-    if parameter.tensor() is not tensor:
-        parameter.record.add("master", dtype_name(tensor.dtype), "a tensor of the optimizer's own")
-    elif not parameter.record.cells.get("master"):
-        values = local(tensor).detach()
-        for key, state in states.items() if values.dtype in NARROW else ():
-            wide = local(state).detach() if isinstance(state, torch.Tensor) else values
-            is_wide = wide.dtype not in NARROW and wide.shape == values.shape
-            if is_wide and values.any() and torch.equal(wide.to(values.dtype), values):
-                parameter.is_written = True
-                parameter.record.add("master", dtype_name(wide.dtype), f"the optimizer's state {key}")
-                return
-        parameter.record.add("master", "same", "the parameter itself")
-
-
 def _see_kept(name: str, parts: Sequence[OptimizedPart], tensor: torch.Tensor, held: dict[Any, Any]) -> None:
     """Record the states of every element or every block of elements, and no counters."""
     numel = local(tensor).numel()
@@ -217,6 +226,7 @@ def _see_kept(name: str, parts: Sequence[OptimizedPart], tensor: torch.Tensor, h
     tensors = {key: local(value) for key, value in held.items() if isinstance(value, torch.Tensor)}
     kept = {key: value for key, value in tensors.items() if value.numel() >= least}
     for part in parts:
+        kept.pop(part.parameter.residue, None)
         for key, moment in kept.items():
             part.parameter.record.add("state", dtype_name(moment.dtype), f"{name} {key}")
         if not kept and numel:
