@@ -144,8 +144,8 @@ def test_special_values() -> None:
     """NaNs, infinities, subnormals and both zeros in every place."""
     odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40, 3e38, 65520.0, 1.0])
     weight, gradient = odd.repeat(odd.numel()), odd.repeat_interleave(odd.numel())
-    for place, (scheme, _) in enumerate(schemes(tuple(State))[:: 1 if INTERPRETED else 3]):
-        for algorithm in ELEMENTWISE[place % 2 :: 2] if INTERPRETED else ELEMENTWISE:
+    for turn, (scheme, _) in enumerate(schemes(tuple(State))[:: 1 if INTERPRETED else 3]):
+        for algorithm in ELEMENTWISE[turn % 2 :: 2] if INTERPRETED else ELEMENTWISE:
             hypers = [Hyper(1e-2, number, weight_decay=0.1, momentum=0.9) for number in (1, 2)]
             steps = [UpdateStep(algorithm, (hyper,), number) for number, hyper in enumerate(hypers, 1)]
             here = allocate(
@@ -293,9 +293,9 @@ def test_narrow_formats_equal_the_definition(dtype: DType, monkeypatch: pytest.M
     if IS_ON_CPU:
         monkeypatch.setattr(native, "library", lambda: None)
         monkeypatch.setattr(narrow._Run, "has_fast_form", True)
-    for place, kind in enumerate(GRADIENTS):
+    for turn, kind in enumerate(GRADIENTS):
         for number, values in enumerate(test_formats.batches(dtype, kind)):
-            if not values.numel() or (INTERPRETED and number % len(GRADIENTS) != place):
+            if not values.numel() or (INTERPRETED and number % len(GRADIENTS) != turn):
                 continue
             packed, decoded = test_formats.reference(dtype, values.float())
             found = torch.full_like(packed, 0xA5, device=DEVICE)
