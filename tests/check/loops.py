@@ -299,6 +299,21 @@ def transformed() -> zerodrift.Observation:
     return seen
 
 
+def ensemble() -> zerodrift.Observation:
+    """Two models in one by `torch.vmap`: the module that computes has tensors that nothing updates."""
+    models = [dense(), dense()]
+    parameters, _ = torch.func.stack_module_state(models)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3)
+    both = torch.vmap(lambda p, x: torch.func.functional_call(models[0], (p,), (x,)), in_dims=(0, None))
+    with zerodrift.observe() as seen:
+        for step in range(4):
+            tokens, targets = batch(rank(), step)
+            loss_of(both(parameters, tokens).mean(0), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
 def post_hook() -> zerodrift.Observation:
     model = dense(BF16)
     made = copies(model)

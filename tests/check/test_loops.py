@@ -37,7 +37,7 @@ BUGS: dict[str, tuple[Run, str, str]] = {
     "an optimizer of bf16": (_(loops.own_optimizer, loops.WithoutMasters), "no-master", "up.weight"),
     "a moment that decays": (_(loops.rounding, loops.Averaging, 1e-2), "no-master", "up.weight"),
     **{f"by hand, {kind}": (_(loops.by_hand, loops.UPDATES[kind], BF16), "no-master", "up.weight")
-        for kind in loops.UPDATES},
+        for kind in loops.UPDATES if kind != "adam"},
     **{f"average, {kind}": (_(loops.average, kind, BF16), "average-in-16-bits", "up.weight")
         for kind in loops.AVERAGES},
     "average, fp16": (_(loops.average, "lerp_", FP16), "average-in-16-bits", "up.weight"),
@@ -75,6 +75,7 @@ HEALTHY: dict[str, Run] = {
     **{f"by hand, {kind}": _(loops.by_hand, update) for kind, update in loops.UPDATES.items()},
     "by hand in part": loops.in_part,
     "in a transform": loops.transformed,
+    "an ensemble": loops.ensemble,
     "signs of gradients": _(loops.rounded_gradients, torch.sign),
     "clipped gradients": _(loops.rounded_gradients, lambda gradient: gradient.clamp(-(0.5**10), 0.5**10)),
     "gradients added in fp32": _(loops.added, FP32),

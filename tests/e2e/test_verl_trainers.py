@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed")
+for name in ("verl", "fastapi", "uvicorn"):  # its workers import these, and it does not ask for them
+    pytest.importorskip(name, reason=f"{name} is not installed")
 
 ROOT = Path(__file__).parents[2]
 DOORS = ROOT / "tests" / "doors"

@@ -180,6 +180,7 @@ class LiveParameter:
         self._was_used = False
         self._numel = record.numel
         self._first_digest: int | None = None
+        self._looked_at = self.tensor  # returns the tensor of that digest
 
     def rests_in(self, tensor: torch.Tensor) -> None:
         """Rest in another tensor between steps, which `tensor` returns while it is there."""
@@ -213,7 +214,7 @@ class LiveParameter:
         record.layout = "a flat slice on each rank" if self.is_sliced else _layout(tensor)
         if self._first_digest is None and record.trained:
             values = local(rests).detach()
-            self._first_digest = _digest(values)
+            self._first_digest, self._looked_at = _digest(values), self.tensor
             if not self.is_sliced and values.dim() > 1 and values.numel() and not values.is_meta:
                 least, greatest = values.aminmax()
                 if least < greatest:  # a constant identifies no tensor
@@ -254,7 +255,8 @@ class LiveParameter:
         rests = getattr(tensor, "ds_tensor", tensor)
         if isinstance(rests, torch.Tensor) and self._first_digest is not None:
             last = _digest(local(rests))
-            record.facts["changed"] = last != self._first_digest
+            if last != self._first_digest or self._looked_at() is tensor:
+                record.facts["changed"] = last != self._first_digest
             if not record.layout:
                 record.facts["digest"] = last
         if self.is_used_unseen:
