@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerodrift.kernels import host_memory
+from zerodrift.kernels.storage import LEAST, resting_zeros
 
 CPU = torch.device("cpu")
 
@@ -16,9 +16,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.bool]
 )
-@pytest.mark.parametrize("shape", [0, 3, host_memory.LEAST + 5, (2, host_memory.LEAST)])
+@pytest.mark.parametrize("shape", [0, 3, LEAST + 5, (2, LEAST)])
 def test_it_is_what_zeros_are(shape: int | tuple[int, ...], dtype: torch.dtype) -> None:
-    found, wanted = host_memory.zeros(shape, dtype, CPU), torch.zeros(shape, dtype=dtype)
+    found, wanted = resting_zeros(shape, dtype, CPU), torch.zeros(shape, dtype=dtype)
     assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
     assert (found.shape, found.dtype) == (wanted.shape, dtype) and found.is_contiguous()
     assert found.untyped_storage().nbytes() == wanted.untyped_storage().nbytes()
@@ -26,7 +26,7 @@ def test_it_is_what_zeros_are(shape: int | tuple[int, ...], dtype: torch.dtype) 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory maps of Linux")
 def test_it_lies_apart_and_goes_with_its_tensor() -> None:
-    found = host_memory.zeros(4 * host_memory.LEAST, torch.uint8, CPU)
+    found = resting_zeros(4 * LEAST, torch.uint8, CPU)
     address = found.data_ptr()
     part = found[:10].add_(1)
     assert is_mapped(address)
