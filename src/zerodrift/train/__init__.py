@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from zerodrift.train.loop.start import dry_run, evaluate, train
     from zerodrift.train.report.summary import preview
     from zerodrift.train.loop.run_folder import checkpoints_at, config_of
+    from zerodrift.train.tools.adapters import merge
     from zerodrift.train.tools.doctor import doctor_text, examine
-    from zerodrift.train.tools.merge import merge
     from zerodrift.train.tools.replay import replay
     from zerodrift.train.tools.sample import SamplingOptions, TextGenerator
 
