@@ -114,13 +114,13 @@ def start_narrow_sum(
     return Handle(finish)
 
 
-def narrow_all_reduce(
-    comm: Collectives, out: torch.Tensor, packed: torch.Tensor, wire: DType, axis: AxisName, how: Sum, of: str
+def sum_narrow_replicas(
+    comm: Collectives, out: torch.Tensor, packed: torch.Tensor, wire: DType, how: Sum, of: str
 ) -> None:
-    """Write the sum of every rank's run into every rank's `out`."""
-    parts = packed.new_empty(comm.mesh.size(axis), packed.numel())
-    note = Recorded("all_reduce", wire, out.numel(), axis, from_torch(how.dtype))
-    comm.start_all_gather(parts.view(-1), packed, axis, of, note).wait()
+    """Write the sum of every replica's run into `out` of each."""
+    parts = packed.new_empty(comm.mesh.size("replicate"), packed.numel())
+    note = Recorded("all_reduce", wire, out.numel(), "replicate", from_torch(how.dtype))
+    comm.start_all_gather(parts.view(-1), packed, "replicate", of, note).wait()
     fold_narrow(out, parts, wire, how)
 
 
