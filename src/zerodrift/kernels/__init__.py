@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from zerodrift.kernels.build import COMPILERS, find_compiler
     from zerodrift.kernels.digests import BYTES, block_digests, prints
     from zerodrift.kernels.native import contraction, exact_sqrt, vector_root
-    from zerodrift.kernels.random_bits import block_keys, parameter_key, random_words, step_key
+    from zerodrift.kernels.random_bits import block_keys, mix_bits, parameter_key, random_words, step_key
     from zerodrift.kernels.squares import reference_square_sums
     from zerodrift.kernels.storage import PackedRun, resting_zeros
 

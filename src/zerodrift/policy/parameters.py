@@ -73,7 +73,7 @@ class ColumnsOf:
         """Path of a module -> dtype of its statistics."""
         self._refused: set[str] = set()
         self._exported_wide: dict[str, None] = {}
-        """What the parameters are that a narrow `export` of the config leaves as they are."""
+        """Kinds of parameters that a narrow `export` of the config leaves as they are."""
         self.problems = Problems()
 
     def __call__(self, parameter: ParameterSpec) -> Columns:
