@@ -11,7 +11,7 @@ number of the encoding within the step, and the rank alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
@@ -20,9 +20,6 @@ from zerodrift.dtypes import DType, from_torch
 from zerodrift.kernels import narrow
 from zerodrift.mesh import MOST_RANKS
 from zerodrift.policy import Reduction
-
-if TYPE_CHECKING:
-    from zerodrift.engine.progress import TrainingProgress
 
 _ENCODINGS = 1 << 20
 """More than a step has encodings of one segment."""
@@ -38,15 +35,15 @@ class NarrowWire:
         self.rank = rank
         self._keeps = reduce.feedback
         self._keys = keys
-        self._progress: TrainingProgress
+        self._steps: Callable[[], int]
         self._last = (-1, 0)
         """The step of the last encoding, and its number in that step."""
         self.feedback: torch.Tensor | None = None
         """The part of this rank's gradients that encoding has lost. Shape [padded], fp32."""
 
-    def follow(self, progress: TrainingProgress) -> None:
-        """Draw random bits by the steps of `progress`, with those that were skipped."""
-        self._progress = progress
+    def follow(self, steps: Callable[[], int]) -> None:
+        """Draw random bits by the number of steps before this one, with those that were skipped."""
+        self._steps = steps
 
     @torch.no_grad()
     def encode(self, flat: torch.Tensor, before: float, runs: int) -> torch.Tensor:
@@ -57,7 +54,7 @@ class NarrowWire:
             flat.add_(self.feedback)
         draws = None
         if self._keys is not None:
-            step, last = self._progress.steps_tried, self._last
+            step, last = self._steps(), self._last
             self._last = (step, last[1] + 1 if step == last[0] else 0)
             draws = self._draws(self._keys, *self._last)
         packed = narrow.encode_runs(self.dtype, flat, runs, draws)
@@ -69,8 +66,7 @@ class NarrowWire:
         """Return slice `number` of a sum over ranks as one packed run, the same at each call of a step."""
         draws = None
         if self._keys is not None:
-            step = self._progress.steps_tried
-            draws = self._draws(self._keys, step, _ENCODINGS - 1).split(slices)[number]
+            draws = self._draws(self._keys, self._steps(), _ENCODINGS - 1).split(slices)[number]
         return narrow.encode_runs(self.dtype, flat, 1, draws)
 
     def _draws(self, keys: torch.Tensor, step: int, number: int) -> narrow.Draws:
