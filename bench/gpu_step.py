@@ -27,7 +27,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from llama import SHAPES, Llama
 
-from zerodrift.train.tools.flops import peak
+from zerodrift.train.report.page import peak
 
 LR = 1e-4
 Step = Callable[[list[torch.Tensor]], float]

@@ -2,9 +2,9 @@
 
 Enums become their values, tuples become lists and sets become sorted lists. A field with
 `metadata={"omitted": True}` is not written while it has its default, so that JSON and digests without it stay
-the same.
+the same. With `metadata={"omitted": "always"}` it is never written.
 
-Invariant: `decode(type(x), encode(x)) == x`.
+Invariant: `decode(type(x), encode(x)) == x`, where a field that is never written does not compare.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def encode(value: Any) -> Any:
         return {
             field.name: encode(getattr(value, field.name))
             for field in dataclasses.fields(value)
-            if not (_omitted(field) and getattr(value, field.name) == field.default)
+            if not _is_omitted(field, getattr(value, field.name))
         }
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
@@ -41,14 +41,15 @@ def decode(kind: type[T], data: Any) -> T:
     return _decode(kind, data)
 
 
-def _omitted(field: dataclasses.Field[Any]) -> bool:
-    return bool(field.metadata.get("omitted"))
+def _is_omitted(field: dataclasses.Field[Any], value: Any) -> bool:
+    omitted = field.metadata.get("omitted")
+    return omitted == "always" or (omitted is True and value == field.default)
 
 
 @functools.cache
 def _left_out(kind: Any) -> frozenset[str]:
     """Return the fields that may be missing from JSON."""
-    return frozenset(field.name for field in dataclasses.fields(kind) if _omitted(field))
+    return frozenset(field.name for field in dataclasses.fields(kind) if field.metadata.get("omitted"))
 
 
 @functools.cache

@@ -1,13 +1,17 @@
-"""Hooks that run at the start of every Python process of a command.
+"""Hooks that run at the start of every Python process of a command, and when a module is imported.
 
 A folder with a `sitecustomize` module stands first in the command's `PYTHONPATH`. Python imports the module
 at its start. The module calls the hook and then imports any other `sitecustomize`.
+
+Nothing here imports torch, which a process may never need.
 
 Invariant: a process whose hook fails goes on and leaves a record. It cannot import the guarded modules.
 """
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import json
 import os
 import re
@@ -15,10 +19,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 from zerodrift.errors import ZerodriftError, said
@@ -88,6 +93,53 @@ def record_failure(folder: str, error: Exception) -> None:
 def failures(folder: Path) -> list[str]:
     """Return the recorded errors of all processes."""
     return [path.read_text() for path in sorted(folder.glob("*.failed"))]
+
+
+def when_imported(name: str, call: Callable[[ModuleType], None]) -> Callable[[], None]:
+    """Call with the module, now if it is imported, or when it is; return how to take that back."""
+    module = sys.modules.get(name)
+    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+        call(module)
+        return lambda: None
+    finder = _ImportFinder(name, call)
+    sys.meta_path.insert(0, finder)
+    return finder.leave
+
+
+class _ImportFinder(importlib.abc.MetaPathFinder):
+    """A finder that asks the finders behind it, and calls back when the module they found was executed."""
+
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self._name, self._call = name, call
+
+    def leave(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        # A module that is only asked for, and not imported, will be asked for again.
+        others = [] if name != self._name else [f for f in sys.meta_path if not isinstance(f, _ImportFinder)]
+        spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
+        loader: Any = None if spec is None else spec.loader
+        if hasattr(loader, "exec_module"):
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                if module.__name__ == name:
+                    self._imported()
+
+            loader.exec_module = exec_module
+        return spec
+
+    def _imported(self) -> None:
+        """Call for every finder that waits for this module."""
+        for finder in [each for each in sys.meta_path if isinstance(each, _ImportFinder)]:
+            if finder._name == self._name:
+                finder.leave()
+                finder._call(sys.modules[self._name])
 
 
 def isolation_option(command: Sequence[str]) -> str:

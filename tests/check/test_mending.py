@@ -20,7 +20,7 @@ LIBRARIES: dict[str, dict[str, Any]] = {
     "fully_shard": {"layout": "sharded on dim 0 over 2 ranks"},
     "FullyShardedDataParallel": {"wrappers": ("FullyShardedDataParallel",)},
     "DeepSpeed": {"wrappers": ("DeepSpeedEngine",)},
-    "transformers": {"libraries": {"accelerate": "1"}, "trainer": "transformers.trainer"},
+    "transformers": {"libraries": {"accelerate": "1", "transformers.trainer": "5"}},
     "accelerate": {"libraries": {"accelerate": "1"}},
     "Lightning": {"libraries": {"lightning": "2"}},
 }

@@ -1,6 +1,6 @@
 """What each tool does for the table of docs/doors.md: packages, commands and the files that they read.
 
-Two CPU ranks, models of two small layers, data made by `tiny.py`. `tools/doors.py` runs them.
+Two CPU ranks, models of two small layers, data made by `tiny.py`. `tools/door_examples.py` runs them.
 """
 
 from __future__ import annotations

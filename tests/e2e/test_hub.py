@@ -48,8 +48,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def of_the_hub(folder: Path, source: str = "some/model", data: str = "some/data") -> str:
-    model = {"source": source, "activation_checkpointing": False}
+def of_the_hub(folder: Path, data: str = "some/data") -> str:
+    model = {"source": "some/model", "activation_checkpointing": False}
     return str(job(folder, steps=1, data={"train": data, "tokenizer": "bytes"}, model=model))
 
 

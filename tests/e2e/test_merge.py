@@ -20,7 +20,7 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import ZerodriftError
 from zerodrift.kernels import narrow
 from zerodrift.train.loop.start import train
-from zerodrift.train.tools.merge import merge
+from zerodrift.train.tools.adapters import merge
 from zerodrift.train.tools.sample import SamplingOptions, TextGenerator
 from zerodrift.weights import ConvertOptions
 

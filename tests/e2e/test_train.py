@@ -21,8 +21,7 @@ from zerodrift.train.data.conversation import read_conversation
 from zerodrift.train.data.documents import Document
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop.run_folder import RunFolder
-from zerodrift.train.loop.start import train
-from zerodrift.train.tools.outline import dry_run
+from zerodrift.train.loop.start import dry_run, train
 
 
 def test_a_run_leaves_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

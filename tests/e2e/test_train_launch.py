@@ -26,9 +26,9 @@ def train(file: Path) -> Command:
     return Command("train", file, "--nproc", "2", *QUICKLY)
 
 
-def until(folder: Path, step: int, process: Process, limit: float = 150.0) -> None:
+def until(folder: Path, step: int, process: Process) -> None:
     """Wait for a step of the run."""
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + 150.0
     while time.monotonic() < deadline:
         if max(losses(folder), default=0) >= step:
             return
@@ -36,7 +36,7 @@ def until(folder: Path, step: int, process: Process, limit: float = 150.0) -> No
             raise AssertionError("".join(filter(None, process.communicate())))
         time.sleep(0.05)
     process.kill()
-    raise AssertionError(f"no step {step} in {limit} s: {''.join(filter(None, process.communicate()))}")
+    raise AssertionError(f"no step {step} in 150 s: {''.join(filter(None, process.communicate()))}")
 
 
 def children(pid: int) -> list[int]:

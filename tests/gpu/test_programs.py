@@ -39,7 +39,7 @@ from zerodrift.api import make_plan
 from zerodrift.dtypes import DType
 from zerodrift.kernels import block_keys, device, narrow, native, squares
 from zerodrift.kernels.digests import BYTES, prints, reference_prints
-from zerodrift.kernels.probe import Contraction, contraction
+from zerodrift.kernels.native import Contraction, contraction
 from zerodrift.kernels.squares import block_square_sums, reference_square_sums
 from zerodrift.optim import fused
 from zerodrift.optim.fused import update_on_device

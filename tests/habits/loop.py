@@ -168,15 +168,11 @@ def refused(
 
 
 def refused_cases(
-    why: str,
-    run: Callable[[Loop, Any], None],
-    cases: dict[str, tuple[Any, str]],
-    at: tuple[int, ...] = (0, 3),
-    split: str = "",
+    why: str, run: Callable[[Loop, Any], None], cases: dict[str, tuple[Any, str]]
 ) -> list[Habit]:
     """The same for a table of one script: name -> (its value, words of the error)."""
     return [
-        Habit(lambda loop, case=case: run(loop, case), said, at, split=split, why=why, called=name)
+        Habit(lambda loop, case=case: run(loop, case), said, why=why, called=name)
         for name, (case, said) in cases.items()
     ]
 

@@ -116,8 +116,8 @@ def test_every_scheme_and_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Pat
 class Noisy(GPT):
     """With dropout, and a running mean that is another on every rank."""
 
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(seed=seed)
+    def __init__(self) -> None:
+        super().__init__(seed=0)
         self.drop = nn.Dropout(0.2)
         self.register_buffer("seen", torch.zeros(()))
         self.calls = 0

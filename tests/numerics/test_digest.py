@@ -28,7 +28,7 @@ def mixed(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def hashed(text: str, order: str = "little") -> int:
+def hashed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

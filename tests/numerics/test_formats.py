@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zerodrift.dtypes import BLOCK, NARROW, DType, Element, Format, ScaleRule
 from zerodrift.kernels import block_keys, build, narrow, native, parameter_key
-from zerodrift.kernels.probe import contraction
+from zerodrift.kernels.native import contraction
 
 FLAT = [dtype for dtype, form in NARROW.items() if form.is_flat]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

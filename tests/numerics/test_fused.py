@@ -15,7 +15,7 @@ from zerodrift import optimizers
 from zerodrift.dtypes import DType
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import block_keys, build, native, parameter_key
-from zerodrift.kernels.probe import Contraction, contraction
+from zerodrift.kernels.native import Contraction, contraction
 from zerodrift.optim import fused
 from zerodrift.optim.rounding import round_away
 from zerodrift.optim.schemes import Scheme, SliceTensors, allocate, read

@@ -197,8 +197,8 @@ def test_the_default_has_the_bits_of_the_tree(total: int, worlds: tuple[int, ...
 class Averaged(GPT):
     """Keeps a running mean in a buffer, and drops out by torch's generator, as most models of most people."""
 
-    def __init__(self, layers: int = 1) -> None:
-        super().__init__(layers=layers)
+    def __init__(self) -> None:
+        super().__init__(layers=1)
         self.register_buffer("mean", torch.zeros(()))
 
     def logits(self, tokens: Tensor) -> Tensor:

@@ -243,6 +243,6 @@ def test_a_second_copy_changes_where_a_backward_gathers_and_no_value(
             found.append(finish(engine, run))
             assert bool(kept) == (1 < ranks < world)
             rest = cost(engine.plan).rest.secondary
-            assert rest == sum(copy._part.nbytes for copy in kept)
+            assert rest == sum(copy.part.nbytes for copy in kept)
             engine.destroy()
         assert same(found) == [], same(found)

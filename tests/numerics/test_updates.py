@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerodrift import optimizers
 from zerodrift.dtypes import DType
-from zerodrift.kernels.probe import contraction, exact_sqrt, vector_root
+from zerodrift.kernels.native import contraction, exact_sqrt, vector_root
 from zerodrift.optim.fused import update
 from zerodrift.optim.schemes import Scheme, allocate
 from zerodrift.optim.updates import Hyper, Root, UpdateStep, moment_count, reference_update

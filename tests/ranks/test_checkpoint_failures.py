@@ -38,9 +38,9 @@ TIMEOUT = 4.0
 """Seconds that a rank waits for the others, in tests where one is missing."""
 
 
-def two(folder: str, stage: int = 3) -> tuple[Engine, Checkpoints]:
+def two(folder: str) -> tuple[Engine, Checkpoints]:
     """An engine that has saved after its first and its second step."""
-    engine = make(config(stage, "bf16"))
+    engine = make(config(3, "bf16"))
     checkpoints = Checkpoints(engine, folder, quiet=True)
     for _ in range(2):
         train(engine, 1)

@@ -62,9 +62,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype is b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def small_messages(chunk: int = 512, direct: int = 512) -> None:
+def small_messages() -> None:
     """Cut everything into many messages. Of this process, which ends with the test."""
-    pairs.CHUNK, pairs.LEAST, collectives.DIRECT = chunk, 1, direct
+    pairs.CHUNK, pairs.LEAST, collectives.DIRECT = 512, 1, 512
 
 
 # Sums

@@ -131,11 +131,11 @@ def test_a_failed_forward_costs_nothing_else(stage: int) -> None:
 
 
 def impatient(
-    stage: int, mode: str = "bf16", world: int = 2, model: nn.Module | None = None, timeout: float = TIMEOUT
+    stage: int, mode: str = "bf16", model: nn.Module | None = None, timeout: float = TIMEOUT
 ) -> Engine:
     """An engine whose collectives wait for `timeout` at most."""
     model = model if model is not None else GPT(layers=3)
-    plan = make_plan(config(stage, mode), model, world)
+    plan = make_plan(config(stage, mode), model, 2)
     return Engine(plan, start(plan.mesh, "cpu", timeout), partial(NativeExecutor, plan, model))
 
 

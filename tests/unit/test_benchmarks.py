@@ -1,8 +1,12 @@
-"""What pages claim in figures was measured: each is a cell of a file in `bench/results`."""
+"""What pages claim in figures was measured: each is a cell of a file in `bench/results`.
+
+The scripts are run by hand, and seldom: what they import is there.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import datetime
 import importlib
 import re
@@ -16,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "bench" / "results").glob("*.json"))
+SCRIPTS = sorted((ROOT / "bench").glob("*.py"))
 
 
 @pytest.fixture
@@ -193,3 +198,13 @@ def test_pictures_are_those_of_the_results(bench: SimpleNamespace) -> None:
     for name, picture in drawn.items():
         assert f"(img/{name})" in page
         assert (ROOT / "docs" / "img" / name).read_text(encoding="utf-8") == picture, "run `make docs`"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_names_of_the_package_are_there(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("zerodrift"):
+            continue
+        module = importlib.import_module(node.module or "")
+        missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+        assert not missing, (node.module, missing)

@@ -22,7 +22,7 @@ def doors() -> ModuleType:
 
 def test_the_page_shows_what_was_found(doors: Any) -> None:
     page = doors.PAGE.read_text()
-    for tables in (doors, doors.door_methods, doors.door_suites):
+    for tables in (doors.door_examples, doors.door_methods, doors.door_suites):
         assert tables.table(tables.results()) in page
 
 
@@ -30,9 +30,9 @@ def test_every_example_ran_and_has_deepspeeds_losses(doors: Any) -> None:
     known = {
         (name, e.name, stage) for name, tool in doors.TOOLS.items() for e in tool.examples for stage in (2, 3)
     }
-    assert {row.key for row in doors.results()} == known and len(known) >= 2 * 24
+    assert {row.key for row in doors.door_examples.results()} == known and len(known) >= 2 * 24
     # DeepSpeed's own stages are as far apart there, which the page says below its table.
-    assert [row.trouble for row in doors.results() if row.trouble] in (
+    assert [row.trouble for row in doors.door_examples.results() if row.trouble] in (
         [],
         ["script: reward is 6e-06 from DeepSpeed at stage 3"],
     )
@@ -59,7 +59,7 @@ def test_what_is_not_as_it_should_be_is_in_the_table(
     ran: bool, apart: float | None, said: str, doors: Any
 ) -> None:
     row = doors.Result("deepspeed", "0.19.6", "`torchrun`", 2, ran, 3, apart, "2026-11-23")
-    line = next(line for line in doors.table([row]).splitlines() if "| 0.19.6 |" in line)
+    line = next(line for line in doors.door_examples.table([row]).splitlines() if "| 0.19.6 |" in line)
     assert row.trouble == said and line.split(" | ")[4].startswith(said or "not tried yet")
     assert line.split(" | ")[2] == ""  # not at both stages
 
@@ -69,7 +69,7 @@ def apart(doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`doors`, where nothing of the repository is written."""
     (tmp_path / "page.md").write_text("<!-- doors -->\n<!-- end of doors -->\n")
     monkeypatch.setattr(doors, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(doors, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(doors.door_examples, "RESULTS", tmp_path / "results.json")
     return doors
 
 
@@ -96,12 +96,12 @@ def test_a_failure_ends_nothing_else_and_what_ran_is_kept(
     def run(cell: Any, *_: Any) -> Any:
         ran.append(str(cell))
         fails = cell.stage == 3 and cell.on == "zerodrift" and cell.example.name == "`deepspeed`"
-        return apart.Outcome(
+        return apart.door_examples.Outcome(
             [] if fails else [1.0, 2.0], "exit code 1" if fails else "", "2026-11-23", cell.asked
         )
 
     monkeypatch.setattr(apart, "made", made)
-    monkeypatch.setattr(apart, "run", run)
+    monkeypatch.setattr(apart.door_examples, "run", run)
     home = tmp_path / "all"
     assert apart.try_all(home, ["lightning", "deepspeed"], "", []) == 1
     failed = f"{apart.TOOLS['deepspeed'].shown}: `deepspeed`, stage 3 on zerodrift"
@@ -114,7 +114,10 @@ def test_a_failure_ends_nothing_else_and_what_ran_is_kept(
     assert (
         last[2] == f"FAILED {failed}: exit code 1; see {home / 'deepspeed' / 'doors' / '1-3-zerodrift.log'}"
     )
-    assert [(row.ran, row.apart) for row in apart.results()] == [*[(True, 0.0)] * 3, (False, None)]
+    assert [(row.ran, row.apart) for row in apart.door_examples.results()] == [
+        *[(True, 0.0)] * 3,
+        (False, None),
+    ]
     assert "`deepspeed` at stage 3" in apart.PAGE.read_text()
     assert apart.try_all(home, ["deepspeed"], "torchrun", []) == 0 and len(ran) == 8
     assert apart.try_all(home, ["deepspeed"], "", []) == 1 and ran[8:] == [failed]
@@ -127,25 +130,25 @@ def test_the_furthest_number_is_found(doors: Any) -> None:
 
 def test_a_run_of_losses_that_are_not_finite_has_failed(doors: Any) -> None:
     """Whoever ran it: it is no result of that package, and nothing to compare the other's with."""
-    assert doors.why_it_failed(0, [1.0, 2.0]) == ""
-    assert doors.why_it_failed(0, [1.0, math.nan, math.inf]) == "2 of 3 losses are not finite"
-    assert doors.why_it_failed(0, []) == "wrote no losses"
-    assert doors.why_it_failed(3, [math.nan]) == "exit code 3"
-    assert doors.why_it_failed(None, []).startswith("not done in")
+    assert doors.door_examples.why_it_failed(0, [1.0, 2.0]) == ""
+    assert doors.door_examples.why_it_failed(0, [1.0, math.nan, math.inf]) == "2 of 3 losses are not finite"
+    assert doors.door_examples.why_it_failed(0, []) == "wrote no losses"
+    assert doors.door_examples.why_it_failed(3, [math.nan]) == "exit code 3"
+    assert doors.door_examples.why_it_failed(None, []).startswith("not done in")
 
 
 def test_nothing_of_a_command_is_left(doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hears no Ctrl-C, and has started one in a session of its own."""
-    monkeypatch.setattr(doors.processes, "GRACE", 0.1)
+    monkeypatch.setattr(doors.door_examples.processes, "GRACE", 0.1)
     script = f"trap '' INT; setsid sleep 100 & echo $! > {tmp_path}/pid; wait"
     with (tmp_path / "log").open("w") as log:
-        assert doors.processes.run(["sh", "-c", script], os.environ, tmp_path, log, 0.5) is None
+        assert doors.door_examples.processes.run(["sh", "-c", script], os.environ, tmp_path, log, 0.5) is None
         pid = int((tmp_path / "pid").read_text())
         until = time.monotonic() + 10
-        while pid in doors.processes.there_are() and time.monotonic() < until:
+        while pid in doors.door_examples.processes.there_are() and time.monotonic() < until:
             time.sleep(0.01)
-        assert pid not in doors.processes.there_are()
-        assert doors.processes.run(["sh", "-c", "exit 3"], os.environ, tmp_path, log, 60) == 3
+        assert pid not in doors.door_examples.processes.there_are()
+        assert doors.door_examples.processes.run(["sh", "-c", "exit 3"], os.environ, tmp_path, log, 60) == 3
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def seen(**cells: str) -> list[ProcessRecord]:
-    parameter = ParameterRecord("head.weight", (8, 4), "torch.nn.modules.linear.Linear", True)
+def seen(name: str = "head.weight", **cells: str) -> list[ProcessRecord]:
+    parameter = ParameterRecord(name, (8, 4), "torch.nn.modules.linear.Linear", True)
     for column, what in {**BF16, **cells}.items():
         parameter.add(column, what, "test")  # type: ignore[arg-type]
     return [ProcessRecord(0, 2, 3, [ModelRecord("Net", [parameter])], micro_batches=4)]
@@ -65,6 +65,16 @@ def test_what_no_key_decides_is_the_librarys_own_and_wider_is_no_difference(tmp_
     assert unexpected(written(tmp_path, json.dumps(CONFIG)), seen(compute="float32")) == []
     config = {key: value for key, value in CONFIG.items() if key != "data_types"}
     assert unexpected(written(tmp_path, json.dumps(config)), seen(accumulate="bfloat16")) == []
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_rule_binds_whatever_its_pattern_says(asked: bool, tmp_path: Path) -> None:
+    """peft calls its adapters `default`, as this house calls what nobody asked for."""
+    rules = [{"match": "*.default.*", "accumulate": "fp32"}] if asked else []
+    config = {key: value for key, value in CONFIG.items() if key != "data_types"}
+    file = written(tmp_path, json.dumps({**config, "precision": {"rules": rules}}))
+    found = unexpected(file, seen("lora_A.default.weight", accumulate="bfloat16"))
+    assert [(each.kind, each.column) for each in found] == [("key-without-effect", "accumulate")] * asked
 
 
 def plan(name: str = "head.weight") -> str:

@@ -50,7 +50,9 @@ ROOMS: dict[str, set[str]] = {
         *{"dtypes", "errors", "mesh", "optimizers", "versions"},
     },
     "inspect": set(),
-    "inspect.trace": {"backends", "engine", "comm", "model", "plan", "policy", "dtypes", "errors"},
+    "inspect.trace": {
+        *{"backends", "engine", "comm", "model", "plan", "policy", "dtypes", "errors", "startup"},
+    },
     "inspect.check": {
         *{"inspect.trace", "config", "model", "plan", "policy", "report"},
         *{"dtypes", "errors", "files", "startup"},

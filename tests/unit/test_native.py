@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from zerodrift.kernels import build, native
-from zerodrift.kernels.probe import Contraction
+from zerodrift.kernels.native import Contraction
 
 
 @pytest.fixture(autouse=True)

@@ -19,11 +19,11 @@ from torch.optim import optimizer as optimizers
 import zerodrift
 from zerodrift.errors import ModelError, ZerodriftError
 from zerodrift.inspect.trace import operations
-from zerodrift.inspect.trace.hooks import when_imported
 from zerodrift.inspect.trace.model import LiveModel
 from zerodrift.inspect.trace.parameter import LiveParameter, Owners, Samples
 from zerodrift.inspect.trace.passes import ForwardWatch
 from zerodrift.inspect.trace.records import COLUMNS, ParameterRecord, narrow_name
+from zerodrift.startup import when_imported
 
 
 class Net(nn.Module):

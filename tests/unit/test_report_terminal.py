@@ -303,6 +303,6 @@ def test_a_plan_fits_the_terminal(name: str, width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     for item in group_rows(plan).shown():
         assert all(cell in text for cell in item.columns.cells().values())
-    brief = brief_text(plan, handmade.cost(plan), group_rows(plan), "train", color=False, width=width)
+    brief = brief_text(plan, handmade.cost(plan), group_rows(plan), color=False, width=width)
     assert max(map(len, brief.splitlines())) <= width
     assert all(word in "".join(brief.split()) for note in plan.notes for word in note.split()[:3])

@@ -20,6 +20,7 @@ from tests.unit.models import moe
 from tests.unit.test_report_page import read as read_page
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
+from zerodrift.inspect.trace.operations import forward_flops
 from zerodrift.report.blocks import show
 from zerodrift.report.charts import (
     Chart,
@@ -35,8 +36,7 @@ from zerodrift.train.job import Job, Run
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.report.display import Display, Pace, clock
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, read
-from zerodrift.train.report.page import run_page
-from zerodrift.train.tools.flops import forward_flops, peak, readable
+from zerodrift.train.report.page import peak, readable, run_page
 
 
 def step(number: int, loss: float = 2.0, skipped: bool = False) -> StepMetrics:
@@ -66,8 +66,8 @@ def test_log_and_binary_ticks() -> None:
 
 def test_many_points_become_few_and_no_peak_is_lost() -> None:
     points = [(float(x), 100.0 if x == 777 else 1.0) for x in range(5000)]
-    found = stretches(points, 200)
-    assert len(found) <= 200
+    found = stretches(points)
+    assert len(found) <= 240
     assert max(each.high for each in found) == 100.0 and min(each.low for each in found) == 1.0
 
 

@@ -6,9 +6,8 @@ from zerodrift.faces import face
 
 if TYPE_CHECKING:
     from zerodrift.config import fields, schema
-    from zerodrift.config.additions import Additions
     from zerodrift.config.block import Block
-    from zerodrift.config.loader import ConfigSource, is_path, load
+    from zerodrift.config.loader import Additions, ConfigSource, is_path, load
     from zerodrift.config.parser import read
     from zerodrift.config.plain_tree import join, override, plain, shown
     from zerodrift.config.schema import (

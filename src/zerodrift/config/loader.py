@@ -3,24 +3,30 @@
 `tree` reads the blocks of keys. Only configs have DeepSpeed's keys with their fates, and rules with
 conditions that types cannot express. Nothing is decided in this file: see `policy`.
 
-Invariant: one ConfigError lists every mistake, and no key of the file is missing from `Config.keys`.
+`Additions` are keys that a command line adds to the configs of a script. A key that a config has already is
+never overridden, because the script may have decided more by that key than the engine sees.
+
+Invariant: one ConfigError lists every mistake, and no key of the file is missing from `Config.keys`. An added
+key decides something, or is an error before anything starts.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel
 
 from zerodrift.config import deepspeed, fields
-from zerodrift.config.plain_tree import collect_written, join, override
+from zerodrift.config.plain_tree import Tree, collect_written, join, override, shown
 from zerodrift.config.schema import RULES, Config, check_rule
 from zerodrift.config.tree import Keys, TreeReader, tree_of
-from zerodrift.errors import ConfigError, nearest
+from zerodrift.errors import ConfigError, Problems, ZerodriftError, nearest
 
 _REMEDIES = {
     "zero_optimization": 'Write `{"stage": 1}` for true, `{"stage": 0}` for false.',
@@ -49,8 +55,8 @@ def _suggest_key(key: str, block: type[BaseModel] | None, name: str) -> str:
         paths = [path for near in nearest(word, _elsewhere()) for path in _elsewhere()[near]]
     if not paths:
         return "docs/config.md and docs/deepspeed.md list every key."
-    shown = [f"`{p}`{'' if '.' in p or p in here else ' at top level'}" for p in dict.fromkeys(paths)]
-    return f"Did you mean {' or '.join(shown[:MAX_WORDS])}?"
+    words = [f"`{p}`{'' if '.' in p or p in here else ' at top level'}" for p in dict.fromkeys(paths)]
+    return f"Did you mean {' or '.join(words[:MAX_WORDS])}?"
 
 
 def is_path(key: str) -> bool:
@@ -111,3 +117,101 @@ def load(source: ConfigSource | None, overrides: Sequence[str] = ()) -> Config:
     problems.raise_as(ConfigError, heading)
     assert config is not None, "a config that is not valid has a problem"
     return config.with_keys(walk.uses)
+
+
+# --- keys that a command line adds to the configs of a script -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Additions:
+    """Keys to add to a config, with the flags that they came by."""
+
+    config: Tree = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """Path of a key -> its flag."""
+
+    @classmethod
+    def from_flags(
+        cls, file: str | os.PathLike[str] | None, sets: Sequence[str], pins: Sequence[str]
+    ) -> Additions:
+        """Collect the keys of a file, of `key=value` texts, and of globs on parameters to pin, in order."""
+        tree: Tree = {}
+        flags: dict[str, str] = {}
+        if file is not None:
+            heading, tree, problems = tree_of(file, "--config")
+            problems.raise_as(ConfigError, heading)
+            flags |= {path: f"--config {heading}: {path}" for path in _written_paths(tree)}
+        for text in sets:
+            problems = Problems()
+            override(tree, [text], problems)
+            flag = f"--set {text}"
+            if problems:
+                raise ConfigError.of([replace(each, where=flag) for each in problems])
+            flags[text.partition("=")[0].strip()] = flag
+        for pattern in pins:
+            rules = tree.setdefault("precision", {}).setdefault("rules", [])
+            flags[join(RULES, len(rules))] = f"--pin {pattern}"
+            rules.append({"match": pattern, "pin": "fp32"})
+        additions = cls(tree, flags)
+        ignored = Problems()
+        try:
+            for key in load(tree).keys:
+                if key.status == "ignored":
+                    must = "must be a key that decides something here"
+                    ignored.add(key.path, must, got=key.because, do="Leave it out.")
+            ignored.raise_as(ConfigError)
+        except ZerodriftError as error:
+            raise additions.name_flags(error) from None
+        return additions
+
+    def merge_into(self, config: Tree) -> Tree:
+        """Return a copy of a config with the added keys; raise if the config contradicts one of them."""
+        problems = Problems()
+        tree = copy.deepcopy(config)
+        self._add(tree, self.config, "", problems)
+        problems.raise_as(ConfigError)
+        return tree
+
+    def _add(self, tree: Tree, added: Mapping[str, Any], path: str, problems: Problems) -> None:
+        for key, value in added.items():
+            here = join(path, key)
+            there = tree.get(key)
+            if there in (None, "auto", {}):
+                tree[key] = copy.deepcopy(value)
+            elif isinstance(there, dict) and isinstance(value, dict):
+                self._add(there, value, here, problems)
+            elif here == RULES and isinstance(there, list):
+                tree[key] = [*there, *copy.deepcopy(value)]
+            elif there != value:
+                problems.add(
+                    self._flag(here),
+                    "must not contradict the config that the command passes",
+                    got=f"`{here}: {shown(there)}` there",
+                    do="Change it there, or leave this out.",
+                )
+
+    def name_flags(self, error: ZerodriftError, rules_before: int = 0) -> ZerodriftError:
+        """Return the error with flags instead of added keys, whose rules follow `rules_before` others."""
+        named = [replace(each, where=self._flag(each.where, rules_before)) for each in error.problems]
+        return error if named == list(error.problems) else type(error).of(named)
+
+    def _flag(self, where: str, rules_before: int = 0) -> str:
+        """Return the flag of a key, or of the block around it; a key of the config keeps its name."""
+        for path, flag in self.flags.items():
+            if path.startswith(f"{RULES}["):
+                number = int(path[len(RULES) + 1 : path.index("]")]) + rules_before
+                path = f"{RULES}[{number}]{path[path.index(']') + 1 :]}"
+            if where == path or where.startswith((f"{path}.", f"{path}[", f"{path}:")):
+                return flag
+        return where
+
+
+def _written_paths(tree: Mapping[str, Any], path: str = "") -> list[str]:
+    paths: list[str] = []
+    for key, value in tree.items():
+        here = join(path, key)
+        if here == RULES and isinstance(value, list):
+            paths += [join(here, number) for number in range(len(value))]
+        else:
+            paths += _written_paths(value, here) if isinstance(value, dict) and value else [here]
+    return paths

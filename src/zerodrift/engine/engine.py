@@ -27,7 +27,6 @@ from zerodrift.engine.habits.determinism import (
     Determinism,
     MicrobatchState,
     nondeterministic_operation,
-    release_determinism,
     seed_generators,
     seed_of,
 )
@@ -79,7 +78,7 @@ class Engine:
         callbacks = BackwardCallbacks(self.progress.is_last, self._backward_ended, self._backward_failed)
         self.executor.follow(self.progress, callbacks)
         self.determinism = Determinism(self.module, mesh.device)
-        self._release = weakref.finalize(self, release_determinism, self.determinism)
+        self._release = weakref.finalize(self, self.determinism.release)
         self._state: MicrobatchState | None = None
         self.determinism.ask(need_of(plan.policy.requires_tree))
         if plan.policy.requires_tree:

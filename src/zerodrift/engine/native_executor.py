@@ -124,7 +124,7 @@ class NativeExecutor(Executor):
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
         self._progress = progress
         for wire in filter(None, (segment.wire for segment in self._trained)):
-            wire.step = lambda: progress.steps_tried
+            wire.follow(lambda: progress.steps_tried)
         if self.runner is None:
             self._handles += progress.watch(self.module)
             mark_as_ours(self._handles)

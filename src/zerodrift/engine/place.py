@@ -25,12 +25,11 @@ from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.dtypes import BLOCK, DType, from_torch
 from zerodrift.engine.habits.parameter_guard import find_other_engines
 from zerodrift.engine.step.accumulation import GradientBuffers
-from zerodrift.engine.step.secondary import SecondaryCopy
-from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.step.segment import FlatSegment, SecondaryCopy
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.step.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
-from zerodrift.kernels import PackedRun, host_memory
+from zerodrift.kernels import PackedRun, resting_zeros
 from zerodrift.model import is_dtensor, recipe
 from zerodrift.optim import split
 from zerodrift.plan import Plan, Row, gathered_bytes, round_up
@@ -200,9 +199,9 @@ class SegmentFiller:
         self.master: torch.Tensor | None = None
         """fp32 values, or the low halves of a split master."""
         if self._split:
-            self.master = host_memory.zeros(owned.shape, torch.int16, owned.device)
+            self.master = resting_zeros(owned.shape, torch.int16, owned.device)
         elif kind is Master.FP32:
-            self.master = host_memory.zeros(owned.shape, torch.float32, owned.device)
+            self.master = resting_zeros(owned.shape, torch.float32, owned.device)
         # Not all of it: a pass over fresh memory costs as much as reading it full from files.
         for low, high in _gaps(segment) if self._packer is None else ():
             for flat in (self.storage, self.master):

@@ -41,7 +41,7 @@ _NATIVE = {
 """Flags for the processor that compiles, by machine."""
 
 Contraction = tuple[bool, bool, bool]
-"""Whether `add`, `addcmul` and `lerp` round `a * b + c` once; see `kernels/probe.py`."""
+"""Whether `add`, `addcmul` and `lerp` round `a * b + c` once; see `kernels/native.py`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@
 // `digests.h`, `sums.h`, and `memory.h`, which is about speed alone. Each of the others names the Python file that
 // defines its numbers, and equals it bit for bit. Three things make that hold: the compiler may not contract
 // a*b+c on its own (-ffp-contract=off), products and sums are contracted exactly where torch's own kernels were
-// seen to (ZERODRIFT_FMA_*, set by `kernels/probe.py`), and every sum has a fixed order within its block.
+// seen to (ZERODRIFT_FMA_*, set by `kernels/native.py`), and every sum has a fixed order within its block.
 //
 // Invariant: an element's result depends on its own values, its group and its block's key: never on where a
 // slice begins, on the number of threads, or on alignment.

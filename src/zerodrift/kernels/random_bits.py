@@ -30,11 +30,16 @@ def parameter_key(name: str, seed: int = 0) -> int:
 
 
 def step_key(step: int) -> int:
-    """Return the part of a key that changes with every optimizer step: `_mix` of a Python integer."""
-    word = ((step + 1) * _GOLDEN) & _WORD
+    """Return the part of a key that changes with every optimizer step."""
+    return _signed(mix_bits(step * _GOLDEN))
+
+
+def mix_bits(value: int) -> int:
+    """Return the word of SplitMix64 behind a state: every bit of the state changes half of the 64 bits."""
+    word = (value + _GOLDEN) & _WORD
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
-    return _signed(word ^ (word >> 31))
+    return word ^ (word >> 31)
 
 
 def block_keys(parameter: int, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:

@@ -16,7 +16,7 @@ enum Algorithm : int32_t { ADAM = 0, SGD = 1, LION = 2 };
 
 // A vector square root with the interface of MKL's vmsSqrt; null is the processor's own, correctly rounded.
 using Root = void (*)(int, const float*, float*, int64_t);
-constexpr int64_t ROOT_MODE = 0x140102;  // as torch calls it; see `kernels/probe.py`
+constexpr int64_t ROOT_MODE = 0x140102;  // as torch calls it; see `kernels/native.py`
 
 // One row per group, all fp32, rounded from doubles by the caller.
 struct Group {

@@ -34,8 +34,7 @@ from zerodrift.errors import ModelError, Problems, did_you_mean
 from zerodrift.files import cache_folder
 from zerodrift.model import safetensors
 from zerodrift.model.document import StoredTensor, read
-from zerodrift.model.factory import attempt, on_meta
-from zerodrift.model.module import from_module
+from zerodrift.model.module import attempt, from_module, on_meta
 from zerodrift.model.spec import ModelSpec
 from zerodrift.record import decode, encode
 

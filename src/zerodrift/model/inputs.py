@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zerodrift.errors import ModelError
-from zerodrift.model.factory import call
+from zerodrift.model.sources import call
 
 if TYPE_CHECKING:
     from torch import nn

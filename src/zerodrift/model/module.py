@@ -1,4 +1,4 @@
-"""Describe a module, on the meta device or with weights.
+"""Build a module, on the meta device or with weights, and describe it.
 
 Nothing is unwrapped, tied, cast or moved. Three kinds of parameters are refused: those without a shape, those
 with a dtype that zerodrift does not have, and separate parameters that share memory. A parameter that is a
@@ -12,9 +12,9 @@ DTensors are not imported for a model that has none.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ModelError, Problems
@@ -24,6 +24,41 @@ from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterS
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+Result = TypeVar("Result")
+
+CAUSE_SHOWN = 600
+"""Most characters of an exception's message that an error of ours shows."""
+
+
+def on_meta(make: Callable[[], Result], where: str, must: str, todo: str = "") -> Result:
+    """Return the result of `make`, called with the meta device as the default device."""
+    import torch
+
+    def build() -> Result:
+        with torch.device("meta"):
+            return make()
+
+    return attempt(build, where, must, todo)
+
+
+def attempt(make: Callable[[], Result], where: str, must: str, todo: str = "") -> Result:
+    """Return the result of `make`; turn an exception into a ModelError of one line, with its cause."""
+    try:
+        return make()
+    except ModelError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ModelError(where, must, got=cause(error), do=todo) from error
+
+
+def cause(error: BaseException) -> str:
+    """Describe an exception in one line: its class and its message."""
+    message = " ".join(str(error).split())
+    if len(message) > CAUSE_SHOWN:
+        message = message[:CAUSE_SHOWN] + " ..."
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 @dataclass(slots=True, eq=False)

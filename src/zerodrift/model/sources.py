@@ -1,26 +1,30 @@
 """Describe or build a model from any accepted form: a folder, a file, a function or a module.
 
-Each form has a file of its own, and this file chooses one. `--model X` of the command line and every function
-of the Python API that takes a model call `describe`. `build_runnable` is for code that calls the model.
+Files and modules have files of their own, and this one chooses. `--model X` of the command line and every
+function of the Python API that takes a model call `describe`. `build_runnable` is for code that calls the
+model. A function of the user is written `package.module:callable`, and is called without arguments.
 
-Invariant: a model of no accepted form is refused once, with the list of forms.
+Invariant: a model of no accepted form is refused once, with the list of forms. `sys.path` is unchanged after
+a call, and an exception of the called code becomes a ModelError of one line.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerodrift import files
-from zerodrift.errors import ModelError, first_line
+from zerodrift.errors import ModelError, did_you_mean, first_line
 from zerodrift.model import huggingface, safetensors
-from zerodrift.model.factory import from_factory, is_factory, make
 from zerodrift.model.huggingface import from_hf
-from zerodrift.model.module import from_module
+from zerodrift.model.module import attempt, from_module, on_meta
 from zerodrift.model.safetensors import from_safetensors
 from zerodrift.model.spec import ModelSpec
 
@@ -112,3 +116,71 @@ def build_runnable(text: str) -> nn.Module:
         return model.train()
     must = "must be a model with code, a `transformers` config or `package.module:function`, to be run"
     raise ModelError(text, must, got="safetensors files, which hold tensors only")
+
+
+# --- functions of the user ------------------------------------------------------------------------------
+
+_FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def is_factory(text: str) -> bool:
+    return _FORM.fullmatch(text) is not None
+
+
+def from_factory(text: str) -> ModelSpec:
+    """Describe the model that the callable returns, which is built without memory."""
+    return from_module(_made(text, on_meta), text)
+
+
+def make(text: str) -> nn.Module:
+    """Return the model of the callable, with its weights."""
+    return _made(text, attempt)
+
+
+def call(text: str, what: str, run: Callable[..., Any] = attempt) -> Any:
+    """Return the result of the callable, which messages call `what`."""
+    if not is_factory(text):
+        must = "must be written `package.module:callable`"
+        raise ModelError(f"function of {what}", must, got=repr(text))
+    # The working folder comes first, as with `python -m`.
+    with importable("" if "" in sys.path else os.getcwd(), 0):
+        return run(_find(text), text, f"must return {what} when it is called without arguments")
+
+
+def _made(text: str, run: Callable[..., Any]) -> nn.Module:
+    from torch import nn
+
+    module = call(text, "a model", run)
+    if not isinstance(module, nn.Module):
+        raise ModelError(text, "must return a torch.nn.Module", got=type(module).__qualname__)
+    return module
+
+
+def _find(text: str) -> Callable[[], Any]:
+    module_name, _, path = text.partition(":")
+    todo = "A name is looked up in the working folder and among installed packages."
+    importlib.invalidate_caches()
+    target: Any = attempt(
+        lambda: importlib.import_module(module_name), text, f"`{module_name}` must be importable", todo
+    )
+    for name in path.split("."):
+        if not hasattr(target, name):
+            do = did_you_mean(name, dir(target))
+            raise ModelError(text, f"`{module_name}` must have `{path}`", got="none", do=do)
+        target = getattr(target, name)
+    if not callable(target):
+        raise ModelError(text, f"`{path}` must be callable", got=type(target).__qualname__)
+    return target
+
+
+@contextmanager
+def importable(folder: str, place: int | None = None) -> Iterator[None]:
+    """Search one more folder for modules, after all others or at a place in `sys.path`."""
+    added = bool(folder) and folder not in sys.path
+    if added:
+        sys.path.insert(len(sys.path) if place is None else place, folder)
+    try:
+        yield
+    finally:
+        if added and folder in sys.path:
+            sys.path.remove(folder)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zerodrift.dtypes import ADMITTED, BLOCK, DType
 from zerodrift.errors import UnsupportedError
-from zerodrift.kernels import host_memory, random_words
+from zerodrift.kernels import random_words, resting_zeros
 from zerodrift.optim import rounding
 from zerodrift.optim.rounding import join, round_stochastic, split
 from zerodrift.policy import Master, State
@@ -90,11 +90,11 @@ def allocate(
         master = storage.float() if initial is None else initial
     elif scheme.master is Master.SPLIT:
         # Zeros mean that storage is exact.
-        master = initial if halves else host_memory.zeros(storage.shape, torch.int16, device)
+        master = initial if halves else resting_zeros(storage.shape, torch.int16, device)
     tensors = SliceTensors(
         storage=storage,
         master=master,
-        moments=tuple(host_memory.zeros(storage.shape, like, device) for _ in range(moments)),
+        moments=tuple(resting_zeros(storage.shape, like, device) for _ in range(moments)),
         scales=tuple(storage.new_zeros(blocks, dtype=torch.float32) for _ in range(scaled)),
         groups=groups,
         keys=keys,

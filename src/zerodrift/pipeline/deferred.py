@@ -256,9 +256,9 @@ def defer_weight_grads(what: nn.Module | Engine, limit: int | None = None) -> We
     return queue
 
 
-def defer_in_piece(piece: nn.Module, gradients: Gradients, limit: int | None = None) -> WeightQueue:
+def defer_in_piece(piece: nn.Module, gradients: Gradients) -> WeightQueue:
     """Return the queue of a piece of a pipeline, whose schedule forms what waits."""
-    queue = defer_weight_grads(piece, limit)
+    queue = defer_weight_grads(piece)
     queue._gradients, queue._scheduled = gradients, True
     return queue
 

@@ -95,7 +95,8 @@ def complete(
         products = fill.products(compute)
         why = tuple((name, fill.why[name]) for name in (*COLUMNS, *OPTIONS) if name in fill.why)
         placed = Placed(storage, fill.storage_axis)
-        columns = Columns(placed, gather, compute, update, export, output, pinned, why, products=products)
+        asked = tuple((key, by) for key, (_, by) in fill.demands.items() if key in (*COLUMNS, "reduce.wire"))
+        columns = Columns(placed, gather, compute, update, export, output, pinned, why, "", products, asked)
         context.backend.refuse_columns(columns, fill.place, problems)
     else:  # an integer or boolean parameter keeps its dtype
         dtype = traits.source

@@ -182,6 +182,9 @@ class Columns:
     parallel: Parallel = field(default="", metadata={"omitted": True})
     products: LinearProducts | None = field(default=None, metadata={"omitted": True})
     """The products of a linear layer's weight; None where all operands are in the compute dtype."""
+    asked: tuple[tuple[str, str], ...] = field(default=(), compare=False, metadata={"omitted": "always"})
+    """(column, or `reduce.wire`; key or rule) of what the config asks for: the rest is the mode's, or a
+    default. Empty in a plan that was read from JSON."""
 
     @property
     def trained(self) -> bool:

@@ -47,7 +47,7 @@ def micro_batches_of_rank(when: When, micro_batches: int, mesh: MeshShape, rank:
     return tuple(first + shard * micro_batches + number for number in range(micro_batches))
 
 
-def is_tree(when: When, micro_batches: int, shard: int, replicate: int = 1) -> bool:
+def is_tree(when: When, micro_batches: int, shard: int, replicate: int) -> bool:
     """Return True if the sums of every turn but the last are whole nodes of the tree."""
     turns = (shard, micro_batches) if when == "every" else (micro_batches, shard)
     first, both = turns[0], micro_batches * shard
@@ -65,7 +65,7 @@ def assignment(whens: Collection[When], micro_batches: int, mesh: MeshShape) -> 
     return next(iter(whens), "last") if alike and served else None
 
 
-def numbers_of_ranks(whens: Collection[When], total: int, replicate: int = 1) -> tuple[int, ...]:
+def numbers_of_ranks(whens: Collection[When], total: int, replicate: int) -> tuple[int, ...]:
     """Return the numbers of data ranks that can sum `total` micro-batches by the tree.
 
     Without replicas 1 is one of the numbers.

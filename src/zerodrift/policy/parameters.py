@@ -72,6 +72,8 @@ class ColumnsOf:
         self._statistics = {found["path"]: dtype for found, dtype in matches if found and dtype.is_floating}
         """Path of a module -> dtype of its statistics."""
         self._refused: set[str] = set()
+        self._exported_wide: dict[str, None] = {}
+        """Kinds of parameters that a narrow `export` of the config leaves as they are."""
         self.problems = Problems()
 
     def __call__(self, parameter: ParameterSpec) -> Columns:
@@ -134,6 +136,7 @@ class ColumnsOf:
             must = f"`export` must not be {value} here: no library reads {wide} in it"
             self.problems.add(key, must, got=parameter.name, do="Use a plain dtype.")
         del demands["export"]
+        self._exported_wide[wide] = None
         return f"; {key}: {value} is for linear layers, and this is {wide}"
 
     def require_one_export(self, columns: Sequence[Columns]) -> None:
@@ -145,8 +148,7 @@ class ColumnsOf:
             self.problems.add("precision.export", must, got=" and ".join(map(str, found)))
         elif DType(value).format is not None and not found:
             must = "must suit a linear layer of the model"
-            reasons = dict.fromkeys(of.reasons()["export"].rpartition("and this is ")[2] for of in columns)
-            got = f"{value}, and nothing but {listed(tuple(reasons))}"
+            got = f"{value}, and nothing but {listed(tuple(self._exported_wide)) or 'what rules are for'}"
             self.problems.add(key, must, got=got, do="Use another format, or a rule.")
 
     def _require_as_wide_as_buffers(self, parameter: ParameterSpec, columns: Columns) -> None:

@@ -154,9 +154,9 @@ class _Stretch:
     high: float
 
 
-def stretches(points: Sequence[Point], most: int = _MOST) -> list[_Stretch]:
-    """Divide points into at most `most` stretches of equal length."""
-    count = max(1, math.ceil(len(points) / most))
+def stretches(points: Sequence[Point]) -> list[_Stretch]:
+    """Divide points into at most `_MOST` stretches of equal length."""
+    count = max(1, math.ceil(len(points) / _MOST))
     made = []
     for start in range(0, len(points), count):
         part = points[start : start + count]

@@ -45,14 +45,14 @@ def per_parameter(count: int, parameters: int) -> str:
     return "<0.001" if 0.0 < each < 0.001 else significant(each)
 
 
-def significant(value: float, digits: int = 3) -> str:
-    """Format a number with `digits` significant digits, without an exponent. All integer digits stay."""
+def significant(value: float) -> str:
+    """Format a number with three significant digits, without an exponent. All integer digits stay."""
     if value == 0:
         return "0"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
     rounded = round(value, decimals)
     # 9.996 rounds to 10.00, which has one digit too many.
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    decimals = max(0, 2 - math.floor(math.log10(abs(rounded))))
     return f"{rounded:.{decimals}f}"
 
 

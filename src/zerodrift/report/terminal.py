@@ -261,7 +261,7 @@ def _slices(explanation: Explanation) -> list[tuple[str, str]]:
     return [("slices" if number == 0 else "", line) for number, line in enumerate(lines)]
 
 
-def brief_text(plan: Plan, cost: Cost, table: Table, verb: str, *, color: bool, width: int = WIDTH) -> str:
+def brief_text(plan: Plan, cost: Cost, table: Table, *, color: bool, width: int = WIDTH) -> str:
     """Return the lines about a plan that a run prints before its first step."""
     facts = dict(summary.facts(plan))
     memory = (
@@ -277,7 +277,7 @@ def brief_text(plan: Plan, cost: Cost, table: Table, verb: str, *, color: bool, 
         *(("!", note) for note in plan.notes),
         *(("!", f"`{key}` is ignored: {why}") for key, why in plan.policy.ignored),
     ]
-    return render([title(verb, plan.digest, width), grid(rows, (10,), ("bold",), width)], color, width)
+    return render([title("train", plan.digest, width), grid(rows, (10,), ("bold",), width)], color, width)
 
 
 def _set_lines(table: Table) -> Iterable[tuple[str, str]]:

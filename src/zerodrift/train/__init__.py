@@ -6,12 +6,12 @@ from zerodrift.faces import face
 
 if TYPE_CHECKING:
     from zerodrift.train.job_file import read_job, worded_for_a_job
-    from zerodrift.train.loop.start import evaluate, train
+    from zerodrift.train.loop.session import job_to_audit, planned_from
+    from zerodrift.train.loop.start import dry_run, evaluate, train
     from zerodrift.train.report.summary import preview
     from zerodrift.train.loop.run_folder import checkpoints_at, config_of
+    from zerodrift.train.tools.adapters import merge
     from zerodrift.train.tools.doctor import doctor_text, examine
-    from zerodrift.train.tools.merge import merge
-    from zerodrift.train.tools.outline import dry_run, job_to_audit, planned_from
     from zerodrift.train.tools.replay import replay
     from zerodrift.train.tools.sample import SamplingOptions, TextGenerator
 

@@ -39,7 +39,7 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Size of cuBLAS's workspace, which decides between algorithms; read when CUDA is first used."""
 
 _RAISED = re.compile(r"^(.+?) does not have a deterministic implementation")
-_users: set[object] = set()
+_users: set[Determinism] = set()
 _before: tuple[bool, bool, bool, bool] | None = None
 
 
@@ -55,7 +55,7 @@ class Determinism:
         """The key that errors name; None where nothing asks for deterministic operations."""
 
     def ask(self, need: DeterminismNeed | None) -> None:
-        """Turn deterministic operations on until `release_determinism`, if a key asks and none did. torch
+        """Turn deterministic operations on until `release`, if a key asks and none did. torch
         would also fill memory that is not written yet; nothing here reads such memory, so that is off.
         cuDNN's choice of algorithms by their time is off, too, because it may choose others in the next
         run."""
@@ -78,18 +78,17 @@ class Determinism:
         _users.add(self)
         self.need = need
 
-
-def release_determinism(user: object) -> None:
-    """End one user's need."""
-    global _before
-    _users.discard(user)
-    if _users or _before is None:
-        return
-    enabled, warns, fills, times = _before
-    _before = None
-    torch.use_deterministic_algorithms(enabled, warn_only=warns)
-    torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = times
+    def release(self) -> None:
+        """End this need; with the last one, torch's switches are as they were."""
+        global _before
+        _users.discard(self)
+        if _users or _before is None:
+            return
+        enabled, warns, fills, times = _before
+        _before = None
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = times
 
 
 def cuda_switches() -> dict[str, str]:

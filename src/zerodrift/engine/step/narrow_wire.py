@@ -35,12 +35,15 @@ class NarrowWire:
         self.rank = rank
         self._keeps = reduce.feedback
         self._keys = keys
-        self.step: Callable[[], int] = lambda: 0
-        """Returns the number of steps before this one, with those that were skipped."""
+        self._steps: Callable[[], int]
         self._last = (-1, 0)
         """The step of the last encoding, and its number in that step."""
         self.feedback: torch.Tensor | None = None
         """The part of this rank's gradients that encoding has lost. Shape [padded], fp32."""
+
+    def follow(self, steps: Callable[[], int]) -> None:
+        """Draw random bits by the number of steps before this one, with those that were skipped."""
+        self._steps = steps
 
     @torch.no_grad()
     def encode(self, flat: torch.Tensor, before: float, runs: int) -> torch.Tensor:
@@ -51,7 +54,7 @@ class NarrowWire:
             flat.add_(self.feedback)
         draws = None
         if self._keys is not None:
-            step, last = self.step(), self._last
+            step, last = self._steps(), self._last
             self._last = (step, last[1] + 1 if step == last[0] else 0)
             draws = self._draws(self._keys, *self._last)
         packed = narrow.encode_runs(self.dtype, flat, runs, draws)
@@ -63,7 +66,7 @@ class NarrowWire:
         """Return slice `number` of a sum over ranks as one packed run, the same at each call of a step."""
         draws = None
         if self._keys is not None:
-            draws = self._draws(self._keys, self.step(), _ENCODINGS - 1).split(slices)[number]
+            draws = self._draws(self._keys, self._steps(), _ENCODINGS - 1).split(slices)[number]
         return narrow.encode_runs(self.dtype, flat, 1, draws)
 
     def _draws(self, keys: torch.Tensor, step: int, number: int) -> narrow.Draws:
@@ -107,13 +110,13 @@ def start_narrow_sum(
     return Handle(finish)
 
 
-def narrow_all_reduce(
-    comm: Collectives, out: torch.Tensor, packed: torch.Tensor, wire: DType, axis: AxisName, how: Sum, of: str
+def sum_narrow_replicas(
+    comm: Collectives, out: torch.Tensor, packed: torch.Tensor, wire: DType, how: Sum, of: str
 ) -> None:
-    """Write the sum of every rank's run into every rank's `out`."""
-    parts = packed.new_empty(comm.mesh.size(axis), packed.numel())
-    note = Recorded("all_reduce", wire, out.numel(), axis, from_torch(how.dtype))
-    comm.start_all_gather(parts.view(-1), packed, axis, of, note).wait()
+    """Write the sum of every replica's run into `out` of each."""
+    parts = packed.new_empty(comm.mesh.size("replicate"), packed.numel())
+    note = Recorded("all_reduce", wire, out.numel(), "replicate", from_torch(how.dtype))
+    comm.start_all_gather(parts.view(-1), packed, "replicate", of, note).wait()
     fold_narrow(out, parts, wire, how)
 
 

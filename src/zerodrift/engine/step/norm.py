@@ -75,12 +75,11 @@ def global_norm(
     gradients: Sequence[torch.Tensor],
     comm: Collectives,
     unscale: float,
-    agreement: RankAgreement | None = None,
+    agreement: RankAgreement,
     written: torch.Tensor | None = None,
     checksum: torch.Tensor | None = None,
 ) -> Norm:
     """Return the norm of this rank's flat gradient slices over all ranks."""
-    agreement = agreement or RankAgreement()
     summed = torch.zeros(squares.DIGITS + 4, dtype=torch.int64, device=comm.mesh.device)
     squares.add_squares(gradients, summed[:-3])
     summed[-1:].fill_(agreement.checksum())  # an item that is set to a number is copied, and waited for
@@ -160,15 +159,17 @@ def set_on_some(name: str) -> RankError:
     )
 
 
-def bad_parameters(parts: Iterable[tuple[str, torch.Tensor]], comm: Collectives, limit: int = 5) -> list[str]:
-    """Return the names of parameters whose gradient has a NaN or an infinity on any rank. `parts` are this
-    rank's slices of each gradient, in the order of the plan, which is the same on every rank."""
+def bad_parameters(parts: Iterable[tuple[str, torch.Tensor]], comm: Collectives) -> list[str]:
+    """Return the names of the first five parameters whose gradient has a NaN or an infinity on any rank.
+
+    `parts` are this rank's slices of each gradient, in the order of the plan, the same on every rank.
+    """
     mine = [(place, name) for place, (name, part) in enumerate(parts) if not torch.isfinite(part).all()]
     for axis in AXES:
         mine = sorted({entry for rank in comm.all_gather_object(mine, axis) for entry in rank})
     bad = dict.fromkeys(name for _, name in mine)
-    stages = comm.all_gather_object(list(bad)[:limit], "pipeline")
-    return list(dict.fromkeys(name for names in stages for name in names))[:limit]
+    stages = comm.all_gather_object(list(bad)[:5], "pipeline")
+    return list(dict.fromkeys(name for names in stages for name in names))[:5]
 
 
 def parts_of(segments: Iterable[TrainedSegment]) -> Iterator[tuple[str, torch.Tensor]]:

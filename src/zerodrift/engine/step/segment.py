@@ -25,22 +25,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm import Collectives, Handle
+from zerodrift.comm import AxisName, Collectives, Handle
 from zerodrift.engine.habits.absent_parameter import absent_class, mark_absent, mark_gathered
 from zerodrift.engine.nested import in_backward
 from zerodrift.engine.step.narrow_wire import start_narrow_gather
-from zerodrift.engine.step.secondary import SecondaryCopy
-from zerodrift.kernels import PackedRun, host_memory, narrow
+from zerodrift.kernels import PackedRun, narrow, resting_zeros
 from zerodrift.optim import Updater
 from zerodrift.plan import Row, Segment
 
-SELDOM = 32
-"""A periodic check runs the first few times, and then once in so many."""
-
 
 def is_due(count: int) -> bool:
-    """Return whether a periodic check runs this time, after `count` times."""
-    return count < 4 or count % SELDOM == 0
+    """Return whether a periodic check runs after `count` times: the first few times, then once in 32."""
+    return count < 4 or count % 32 == 0
 
 
 @dataclass(slots=True)
@@ -54,6 +50,41 @@ class WriteRecord:
     overwritten: torch.Tensor | None = None
     """Blocks of this rank's slice that were written to while they were gathered, on the device."""
     checks: int = 0
+
+
+class SecondaryCopy:
+    """This rank's part of a second copy of a segment's gathered values, held by few neighbouring ranks.
+
+    A forward gathers over all ranks of the shard axis, and every rank keeps its part of what arrived, as the
+    model computes with it. A backward gathers the parts, which between the ranks of one node takes no link
+    between nodes: hpZ of ZeRO++, and `reshard_after_forward` of `fully_shard` with a number.
+    """
+
+    def __init__(self, comm: Collectives, spec: Segment, axis: AxisName, label: str) -> None:
+        self._comm = comm
+        self._spec = spec
+        self._axis = comm.mesh.axis(axis)
+        self._label = label
+        dtype, numel = spec.columns.regather, spec.padded // self._axis.size
+        self._wire = dtype if dtype.format is not None else None
+        length = numel if self._wire is None else dtype.nbytes(numel)
+        self.part = resting_zeros(length, dtype.torch, comm.mesh.device)
+        self.is_current = False
+        """The same on all ranks: only a gather that all of them take part in sets it, and only a change of
+        values on all of them clears it."""
+
+    @torch.no_grad()
+    def keep(self, gathered: torch.Tensor) -> None:
+        """Keep this rank's part of what all ranks have gathered, as values or packed."""
+        self.part.copy_(self._axis.slice(gathered, self._axis.rank))
+        self.is_current = True
+
+    def start_gather(self, out: torch.Tensor) -> Handle:
+        """Begin to gather the parts into `out`, which gets what `keep` was given."""
+        axis, numel = self._axis.name, self._spec.padded
+        if self._wire is not None:
+            return start_narrow_gather(self._comm, out, self.part, numel, self._wire, axis, self._label)
+        return self._comm.start_all_gather(out, self.part, axis, self._label)
 
 
 class FlatSegment:
@@ -85,7 +116,7 @@ class FlatSegment:
         numel = spec.padded // self.ranks if self.sharded else spec.padded
         dtype, is_packed = columns.storage.dtype, columns.storage.dtype.format is not None
         length = dtype.nbytes(numel) if is_packed else numel
-        self.storage = host_memory.zeros(length, dtype.torch, device)
+        self.storage = resting_zeros(length, dtype.torch, device)
         """Values at rest, filled by `place.py`. Shape [padded] or [padded / ranks], storage dtype; or the
         bytes of `packed`."""
         self.packed = PackedRun(dtype, self.storage, numel) if is_packed else None
@@ -276,8 +307,8 @@ class FlatSegment:
         if self.narrow is not None:
             run = self.narrow.nbytes(self.spec.padded // self.ranks)
             target = self._arriving = self.storage.new_empty(self.ranks * run, dtype=torch.uint8)
-        elif secondary.dtype is not self.full.dtype:
-            target = self._arriving = torch.empty_like(self.full, dtype=secondary.dtype)
+        elif secondary.part.dtype is not self.full.dtype:
+            target = self._arriving = torch.empty_like(self.full, dtype=secondary.part.dtype)
         self._gathering = secondary.start_gather(target)
         return True
 
@@ -322,7 +353,7 @@ class FlatSegment:
         self.is_full = True
         regathered, self._is_regathered = self._is_regathered, False
         if self.secondary is not None and not regathered and not is_evaluated:
-            is_narrower = arrived is not None and arrived.dtype is self.secondary.dtype
+            is_narrower = arrived is not None and arrived.dtype is self.secondary.part.dtype
             self.secondary.keep(arrived if arrived is not None and is_narrower else self.full)
 
     def release(self) -> None:

@@ -42,7 +42,7 @@ from zerodrift.engine.step.accumulation import (
     copy_without_negative_zeros,
     dense,
 )
-from zerodrift.engine.step.narrow_wire import NarrowWire, narrow_all_reduce, start_narrow_sum
+from zerodrift.engine.step.narrow_wire import NarrowWire, start_narrow_sum, sum_narrow_replicas
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.optim import Owned, Updater, keys_of_blocks, round_away
 from zerodrift.plan import Row, Segment
@@ -349,7 +349,7 @@ class TrainedSegment(FlatSegment):
                 flat.div_(before)
             if self.wire is not None:
                 packed = self.wire.encode_slice(flat, self.rank, self.ranks)
-                narrow_all_reduce(self.comm, flat, packed, reduce.wire, "replicate", how, self.label)
+                sum_narrow_replicas(self.comm, flat, packed, reduce.wire, how, self.label)
                 return
             wire = flat if flat.dtype is reduce.wire.torch else flat.to(reduce.wire.torch)
         self.comm.all_reduce(flat, wire, "replicate", how, self.label)

@@ -241,18 +241,18 @@ def narrower_columns(setup: AuditSetup, plan: Plan, whole: Policy) -> list[Narro
     return found
 
 
-def _update_distances(setup: AuditSetup, asked: Policy, policy: Policy, steps: int = 3) -> dict[str, float]:
-    """Parameter -> distance of where it arrives under two policies over how far it goes under the second."""
+def _update_distances(setup: AuditSetup, asked: Policy, policy: Policy) -> dict[str, float]:
+    """Parameter -> distance of where three steps lead under two policies, over how far under the second."""
     with running(setup.subject, replace(policy, schedule=None), setup.mesh) as engine:
         trained = [row.name for row in engine.plan.rows if row.trained]
         ends = {name: engine.parameter(name).master.cpu() for name in trained}
-        take_steps(engine, setup, steps)
+        take_steps(engine, setup, 3)
         lengths = {}
         for name, start in ends.items():  # one at a time: a start is dropped where its end is known
             ends[name] = engine.parameter(name).master.cpu()
             lengths[name] = float((ends[name] - start).norm())
     with running(setup.subject, replace(asked, schedule=None), setup.mesh) as engine:
-        take_steps(engine, setup, steps)
+        take_steps(engine, setup, 3)
         return {
             name: float((engine.parameter(name).master.cpu() - end).norm()) / (lengths[name] or math.inf)
             for name, end in ends.items()

@@ -330,7 +330,11 @@ def require_probe(plan: Plan) -> None:
         raise UnsupportedError("audit.at", must, got=got, do="Audit a checkpoint: `zerodrift audit`.")
 
 
-def probe(engine: Engine, batches: Sequence[Batch], most: int = 12) -> PrecisionProbe:
+_PROBED = 12
+"""Most entries of a probe: the costliest parameters, and the costliest places."""
+
+
+def probe(engine: Engine, batches: Sequence[Batch]) -> PrecisionProbe:
     """Estimate between two steps, with the micro-batches of a step. A call of all ranks."""
     found = Roundings()
     before = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
@@ -353,6 +357,6 @@ def probe(engine: Engine, batches: Sequence[Batch], most: int = 12) -> Precision
     square = sum(each.square for each in counted) + sum(place.rms**2 for place in places)
     return PrecisionProbe(
         math.sqrt(square) if math.isfinite(square) else math.inf,
-        tuple((each.choice.names[0], each.choice.cell, each.rms) for each in estimates[:most]),
-        tuple((place.module, place.line, place.operation, place.rms) for place in places[:most]),
+        tuple((each.choice.names[0], each.choice.cell, each.rms) for each in estimates[:_PROBED]),
+        tuple((place.module, place.line, place.operation, place.rms) for place in places[:_PROBED]),
     )

@@ -4,8 +4,8 @@ run with its plan.
 A cell that was not seen is no difference. A cell that was seen must be as declared, with three exceptions.
 Under autocast an operation computes in one of two dtypes, unless a rule pins the parameter. A model's own
 code may compute wider than declared, as many norms do: nothing is lost. Another library may keep its own
-defaults: a config binds it only in columns that a key decides. A dry run also shows what no column has:
-hidden casts, and sums that differ each time.
+defaults: a config binds it only in columns that a key or the mode decides. A dry run also shows what no
+column has: hidden casts, and sums that differ each time.
 
 Invariant: pure. A finding names the parameter, the column, both dtypes, and the reason in the plan; those
 about a dry run follow from its operations, none from a name.
@@ -13,7 +13,6 @@ about a dry run follow from its operations, none from a name.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -189,20 +188,15 @@ def unexpected(path: Path, processes: Sequence[ProcessRecord]) -> list[RunFindin
         raise ConfigError(path.name, must, got=got)
     binds_all = declaration is not None
     plan = declaration or _planned(path, trained[0], processes[0].world)
-    alike: dict[tuple[Column, str, str, str], list[str]] = {}
-    for name, *cell in _differing(plan, trained[0], processes[0].micro_batches, binds_all):
+    alike: dict[tuple[Kind, Column, str, str, str], list[str]] = {}
+    for name, *cell in _differing(plan, trained[0], binds_all):
         alike.setdefault(tuple(cell), []).append(name)  # type: ignore[arg-type]
     do = "The library that runs does not do what the key says: see what it supports, or leave the key out."
     found = []
-    for (column, said, why, seen), names in alike.items():
+    for (kind, column, said, why, seen), names in alike.items():
         what = f"{why}: {said} was declared, {seen} was seen."
-        kind: Kind = "key-without-effect" if _KEY.search(why) else "not-as-expected"
         found.append(RunFinding(kind, column, tuple(names), what, do))
     return found
-
-
-_KEY = re.compile(r"[a-z_]+\.[a-z_]+|communication_data_type|[a-z]+_dtype")
-"""Matches a key in the reason of a cell."""
 
 
 def _planned(path: Path, model: ModelRecord, world: int) -> Plan:
@@ -219,16 +213,16 @@ def _planned(path: Path, model: ModelRecord, world: int) -> Plan:
 
 
 def _differing(
-    plan: Plan, model: ModelRecord, micro_batches: int, binds_all: bool
-) -> Iterator[tuple[str, Column, str, str, str]]:
-    """Yield name, column, declared dtype, reason and seen dtypes of each cell that differs.
+    plan: Plan, model: ModelRecord, binds_all: bool
+) -> Iterator[tuple[str, Kind, Column, str, str, str]]:
+    """Yield name, kind, column, declared dtype, reason and seen dtypes of each cell that differs.
 
-    A plan binds every column that other libraries have, a config only those that it decides by no default.
+    A plan binds every column that other libraries have, a config what it asks for and what its mode decides.
     """
     for row in plan.rows:
         parameter = model.parameter(row.name)
         if parameter is None:
-            yield row.name, "storage", "a parameter", "in the plan", "none of that name"
+            yield row.name, "not-as-expected", "storage", "a parameter", "in the plan", "none of that name"
             continue
         cells, update, why = declared(row.columns), row.columns.update, row.columns.reasons()
         said: dict[Column, str] = {"storage": cells["storage"], "compute": cells["compute"]}
@@ -237,16 +231,21 @@ def _differing(
             master = "same" if update.master is Master.SAME else "float32"
             said |= {"accumulate": cells["accumulate"], "reduce": column_word(update.reduce.wire)}
             said |= {"master": master, "state": state}
+        asked = dict(row.columns.asked)
         for column, dtype in said.items():
-            reason = why.get(column, "")
-            if column == "reduce":
-                reason = re.split("; (?:sum|when) ", reason)[0]  # that of the wire
-            once = column == "reduce" or (column == "accumulate" and micro_batches == 1)
-            is_decided = "default" not in reason and (bool(_KEY.search(reason)) or not once)
-            if not parameter.dtypes(column) or not (binds_all or is_decided):
+            key = asked.get("reduce.wire" if column == "reduce" else column)
+            is_bound = binds_all or key is not None or column in _BY_MODE
+            if not parameter.dtypes(column) or not is_bound:
                 continue
             if not _holds(plan, row, column, dtype, parameter):
-                yield row.name, column, tables.SHORT.get(dtype, dtype), reason, tables.cell(parameter, column)
+                kind: Kind = "not-as-expected" if key is None else "key-without-effect"
+                reason = key if column == "reduce" and key is not None else why.get(column, "")
+                found = tables.cell(parameter, column)
+                yield row.name, kind, column, tables.SHORT.get(dtype, dtype), reason, found
+
+
+_BY_MODE: tuple[Column, ...] = ("storage", "compute", "master")
+"""Columns that a mode decides; the others have defaults of zerodrift's own."""
 
 
 def _holds(plan: Plan, row: Row, column: Column, said: str, parameter: ParameterRecord) -> bool:

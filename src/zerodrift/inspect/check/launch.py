@@ -25,8 +25,8 @@ from types import ModuleType
 from typing import Any
 
 from zerodrift.files import is_locked, locked
-from zerodrift.inspect.trace import ProcessRecord, when_imported
-from zerodrift.startup import StartupHook, failures, record_failure, spawn, startup_folder
+from zerodrift.inspect.trace import ProcessRecord
+from zerodrift.startup import StartupHook, failures, record_failure, spawn, startup_folder, when_imported
 
 END = "end"  # a file that lets every process end
 HELD = "held"  # a file that is locked while the check is there

@@ -53,7 +53,7 @@ def _theirs(process: ProcessRecord, model: ModelRecord, found: set[Kind]) -> tup
     lines: list[str] = []
     if found & {*_WEIGHTS, "weights-rounded"}:
         lines.append(_line("model = model.float()", found, (*_WEIGHTS, "weights-rounded")))
-    trainer = next((name for name in _TRAINERS if name in (*process.libraries, process.trainer)), "")
+    trainer = next((name for name in _TRAINERS if name in process.libraries), "")
     if kind in _SHARDED:
         # A cast where weights compute adds no digit to what was gathered in 16 bits.
         is_narrow = any(parameter.has("gather", dtype) for parameter in model.parameters for dtype in BITS)

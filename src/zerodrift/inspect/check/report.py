@@ -35,7 +35,7 @@ def facts(processes: Sequence[ProcessRecord]) -> list[tuple[str, str]]:
     micro = f", {first.micro_batches} micro-batches in the last" if first.micro_batches > 1 else ""
     return [
         ("watched", f"{first.steps} optimizer step{'s' * (first.steps != 1)}{micro}, ranks: {ranks}"),
-        ("libraries", ", ".join(f"{name} {version}" for name, version in first.libraries.items())),
+        ("libraries", ", ".join(f"{name} {of}" for name, of in first.libraries.items() if "." not in name)),
     ]
 
 

@@ -8,11 +8,9 @@ if TYPE_CHECKING:
     from zerodrift.inspect.trace import records
     from zerodrift.inspect.trace.dry_run import trace
     from zerodrift.inspect.trace.engine import observe, observe_calls
-    from zerodrift.inspect.trace.hooks import when_imported
     from zerodrift.inspect.trace.model import is_compiled
     from zerodrift.inspect.trace.operations import (
-        CASTS, ModulePaths, anything_compiled, every_operation, flops_of, paths_in, place_of_code,
-        tensors_of,
+        CASTS, ModulePaths, anything_compiled, forward_flops, paths_in, place_of_code, tensors_of,
     )  # fmt: skip
     from zerodrift.inspect.trace.records import (
         COLUMNS, Column, EngineRecord, ModelRecord, ParameterRecord, ProcessRecord, Sighting, VERSION,

@@ -24,10 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerodrift.comm import Recorded
 from zerodrift.engine import Engine, FlatSegment, native, tensors_in, trained_of
-from zerodrift.inspect.trace.hooks import Patches
 from zerodrift.inspect.trace.operations import CASTS, VIEWS, every_operation, name_of
 from zerodrift.inspect.trace.parameter import Owners
 from zerodrift.inspect.trace.records import Column, EngineRecord, column_word, dtype_name
+from zerodrift.inspect.trace.state import Patches
 from zerodrift.plan import collectives
 
 

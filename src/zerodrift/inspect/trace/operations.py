@@ -137,6 +137,26 @@ _LIKE = {
 }
 
 
+@contextlib.contextmanager
+def forward_flops(model: nn.Module) -> Iterator[list[int]]:
+    """Yield a list that gets the operations of the first forward of a module inside the block, one by one."""
+    counts: list[int] = []
+    mode = every_operation(lambda *called: counts.append(flops_of(*called)), compiled=False)
+    running = contextlib.ExitStack()
+
+    def start(*_: Any) -> None:
+        begin.remove()
+        running.enter_context(mode)
+
+    begin = model.register_forward_pre_hook(start)
+    end = model.register_forward_hook(lambda *_: running.close(), always_call=True)
+    try:
+        yield counts
+    finally:
+        begin.remove()
+        end.remove()
+
+
 _HERE = os.path.dirname(__file__) + os.sep
 _INSPECT = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from zerodrift.dtypes import DType
@@ -125,7 +125,7 @@ class ProcessRecord:
     models: list[ModelRecord]
     micro_batches: int = 1  # backward passes of the last step
     libraries: dict[str, str] = field(default_factory=dict)
-    trainer: str = ""  # `transformers.trainer` if a script imported it, which builds its own Accelerator
+    """Library, or a part that runs a script its own way, such as `transformers.trainer` -> version."""
     notes: list[str] = field(default_factory=list)  # sentences on cells that could not be seen, or not surely
     events: list[dict[str, Any]] = field(default_factory=list)
     """Events that make a finding: `{"kind": ..., "line": ...}`."""
@@ -140,7 +140,8 @@ class ProcessRecord:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ProcessRecord:
-        process = cls(**{name: value for name, value in data.items() if name != "version"})
+        known = {field.name for field in fields(cls)}
+        process = cls(**{name: value for name, value in data.items() if name in known})
         process.models = [ModelRecord(**model) for model in data["models"]]
         for model in process.models:
             model.wrappers = tuple(model.wrappers)

@@ -15,10 +15,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from zerodrift.inspect.trace.hooks import Patches, when_imported
 from zerodrift.inspect.trace.model import LiveModel
 from zerodrift.inspect.trace.parameter import LiveParameter, Owners
 from zerodrift.inspect.trace.records import Column, ModelRecord, ProcessRecord
+from zerodrift.startup import when_imported
 
 Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -33,6 +33,42 @@ class OptimizedPart:
     at: int = 0  # flat index of the first element in the tensor
     length: int = -1  # elements; -1 for all of the tensor
     sums: bool = True  # whether micro-batches were added in the tensor's `.grad`, and not in another tensor
+
+
+class Patches:
+    """Replaced attributes of other people's code, and other hooks; undone in the end, the last first."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], Any]] = []
+
+    def undo(self, call: Callable[[], Any]) -> None:
+        self._undo.append(call)
+
+    def replace(self, holder: Any, name: str, watched: Callable[..., Any]) -> None:
+        """Send calls of `holder.name` to `watched`, with the original before their own arguments."""
+        original = getattr(holder, name, None)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return watched(original, *args, **kwargs)
+
+        own = name in vars(holder)
+        setattr(holder, name, call)
+
+        def restore() -> None:
+            if getattr(holder, name, None) is call:
+                if own:
+                    setattr(holder, name, original)
+                else:
+                    delattr(holder, name)
+
+        self.undo(restore)
+
+    def restore(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
 
 class Adapter:

@@ -25,9 +25,10 @@ from zerodrift.inspect.trace.steps import ExportWatch, StepWatch
 
 TRIED = ("2.13", "2.15")  # versions of torch
 
-_LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers", "zerodrift")
-_LIBRARIES_OF_LIGHTNING = ("lightning", "pytorch_lightning")
-_TRAINER = "transformers.trainer"
+_LIBRARIES = (
+    *("torch", "deepspeed", "accelerate", "transformers", "zerodrift", "lightning", "pytorch_lightning"),
+    "transformers.trainer",  # which builds an Accelerator of its own
+)
 
 
 def _accelerate_runs() -> bool:
@@ -103,10 +104,10 @@ class Watcher:
         if process.ended != "broken":
             process.ended = ended
         state.see_place()
-        for name in (*_LIBRARIES, *_LIBRARIES_OF_LIGHTNING):
+        for name in _LIBRARIES:
             if sys.modules.get(name) is not None and (name != "accelerate" or _accelerate_runs()):
-                process.libraries[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
-        process.trainer = _TRAINER if _TRAINER in sys.modules else ""
+                whole = sys.modules[name.partition(".")[0]]
+                process.libraries[name] = str(getattr(whole, "__version__", "unknown"))
         if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
             untried = f"torch {torch.__version__} is not among those that were tried ({', '.join(TRIED)})"
             process.notes.append(f"{untried}: what it does elsewhere than they do may be missing.")

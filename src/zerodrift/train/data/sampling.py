@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 from zerodrift.files import opened
+from zerodrift.kernels import mix_bits
 from zerodrift.train.data.blocks import IGNORED, LEARNED, Blocks, BlockValues
 from zerodrift.train.data.formats import readable
 
 ROUNDS = 6
-_MASK = (1 << 64) - 1
 WINDOW = 50
 """Steps whose blocks are ordered by length together."""
 MULTIPLE = 8
@@ -68,14 +68,6 @@ def permute(place: int, count: int, key: int) -> int:
         place = left << half | right
         if place < count:
             return place
-
-
-def mix_bits(value: int) -> int:
-    """SplitMix64's finisher: every bit of the input changes half of the bits of the output."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
-    return value ^ value >> 31
 
 
 def epoch_key(seed: int, epoch: int) -> int:

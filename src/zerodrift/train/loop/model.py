@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import importlib.util
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -46,9 +47,8 @@ from zerodrift.train.data.blocks import IGNORED
 from zerodrift.train.data.files import advice, name_in_cache
 from zerodrift.train.data.sampling import BatchLayout, MicroBatch
 from zerodrift.train.data.tokenizer import Tokenizer
-from zerodrift.train.job import Job, Model
+from zerodrift.train.job import Job, Lora, Model
 from zerodrift.train.loop.step import losses_of
-from zerodrift.train.tools.adapters import add_adapters
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size")
 """Names of the longest text in configs."""
@@ -108,6 +108,29 @@ def build(written: Model, source: ModelSource) -> nn.Module:
     _freeze(model, written)
     model.train()
     return model
+
+
+def require_peft(where: str) -> None:
+    if importlib.util.find_spec("peft") is None:
+        must, todo = "needs `peft`, which reads and makes adapters", "Run `pip install 'zerodrift[peft]'`."
+        raise ModelError(where, must, got="no such package", do=todo)
+
+
+def add_adapters(model: nn.Module, lora: Lora) -> nn.Module:
+    require_peft("model.lora")
+    if not hasattr(model, "config"):
+        raise UnsupportedError("model.lora", "must go with a `transformers` model", got=type(model).__name__)
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha or 2 * lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    with quiet():
+        return attempt(lambda: get_peft_model(model, config), "model.lora", "must fit the model")
 
 
 def _freeze(model: nn.Module, written: Model) -> None:

@@ -6,6 +6,8 @@ does the same in the same order, and only rank 0 writes what there is one of.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -16,20 +18,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.api import initialize
+from zerodrift.api import initialize, make_plan
 from zerodrift.checkpoint import LATEST, CheckpointFolder, Checkpoints, Lock, full_disk_named, new_file
 from zerodrift.comm import raise_on_all_ranks, started
 from zerodrift.config import Config, Pipeline
 from zerodrift.engine import Engine, computed_by
 from zerodrift.errors import CheckpointError, ConfigError, Problems
+from zerodrift.inspect.audit import Batch, Subject
 from zerodrift.legible import legible
-from zerodrift.policy import SPLIT, Policy, mesh_for, need_of, resolve
+from zerodrift.model import ModelSpec, describe
+from zerodrift.plan import Plan, rank_micro_batches
+from zerodrift.policy import SPLIT, AutoValues, Policy, mesh_for, need_of, resolve
 from zerodrift.train.data.blocks import Blocks
 from zerodrift.train.data.files import cached_names
 from zerodrift.train.data.prepare import PreparedData, prepare, require_validation
 from zerodrift.train.data.sampling import BatchLayout, Feed, Mixture
 from zerodrift.train.data.tokenizer import Tokenizer, TransformersTokenizer, copy_tokenizer, tokenizer
 from zerodrift.train.job import Job
+from zerodrift.train.job_file import worded_for_a_job
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop import resume
 from zerodrift.train.loop.launcher import LaunchRequest
@@ -221,7 +227,7 @@ def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
     smoothed = models.smooth_loss(model, job.data.label_smoothing)
     with display.doing("reading the data"), full_disk_named(cache):
         prepared = prepare(job.data, letters, cache)
-    policy, steps = length_of(job, config, prepared, world)
+    policy, steps = _length_of(job, config, prepared, world)
     problems = Problems()  # a library user would pass these
     if policy.optimizer is None:
         problems.add("config.optimizer", "must be given: a block with `type` and `params`", got="none")
@@ -334,7 +340,7 @@ def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
     problems.raise_as(ConfigError)
 
 
-def length_of(job: Job, config: Config, prepared: PreparedData, world: int) -> tuple[Policy, int]:
+def _length_of(job: Job, config: Config, prepared: PreparedData, world: int) -> tuple[Policy, int]:
     mesh = mesh_for(config, world)
     policy = resolve(config, mesh, numbers_of(job, config, job.run.steps or 1))
     if job.run.steps is not None:
@@ -373,11 +379,42 @@ def numbers_of(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
     return {**dict.fromkeys(_totals(config), steps), **job.auto}
 
 
-def needs_length(job: Job, config: Config) -> bool:
-    return job.run.steps is None and any(key not in job.auto for key in _totals(config))
-
-
 def _totals(config: Config) -> list[str]:
     """Return the keys of the config that ask for the number of steps."""
     params = {} if config.scheduler is None else config.scheduler.params
     return [f"scheduler.params.{name}" for name in TOTALS if params.get(name) == "auto"]
+
+
+# --- jobs without a run: no rank is started, no weights are placed ---------------------------------------
+
+
+@worded_for_a_job()
+def planned_from(job: Job, config: Config, world: int) -> tuple[ModelSpec, AutoValues]:
+    """Return a job's model and the values of its "auto" keys on so many ranks."""
+    steps = job.run.steps or 1
+    if job.run.steps is None and any(key not in job.auto for key in _totals(config)):
+        letters = tokenizer(job.data.tokenizer, job.model.source)
+        cache = RunFolder.of(job).cache(job.data.cache)
+        _, steps = _length_of(job, config, prepare(job.data, letters, cache), world)
+    model = models.build(job.model, models.source_of(job.model))
+    return describe(model), numbers_of(job, config, steps)
+
+
+def job_to_audit(job: Job, config: Config, count: int) -> tuple[Plan, Subject, list[Batch]]:
+    """Return a job's plan and model, and its first `count` micro-batches on this rank."""
+    rank, world = started()
+    letters = tokenizer(job.data.tokenizer, job.model.source)
+    prepared = prepare(job.data, letters, RunFolder.of(job).cache(job.data.cache))
+    _, steps = _length_of(job, config, prepared, world)
+    source = models.source_of(job.model)
+    make = functools.partial(models.build, job.model, source)
+    model = make()
+    models.check_vocabulary(model, letters.vocabulary, letters.name)
+    models.check_positions(model, job.data.block)
+    plan = make_plan(config, model, world, auto=numbers_of(job, config, steps))
+    micro = max(1, plan.policy.batch.micro)
+    seat = BatchLayout(rank, plan.mesh.data, micro, rank_micro_batches(plan, rank), torch.device("cpu"))
+    feed = Feed(prepared.train, job.data.seed, seat, job.data.group_by_length)
+    batches = itertools.islice(itertools.chain.from_iterable(map(feed.step, itertools.count())), count)
+    subject = Subject(make, source.weights)
+    return plan, subject, [batch.inputs() for batch in batches]

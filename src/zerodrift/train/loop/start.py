@@ -1,4 +1,4 @@
-"""Start a run: in this process, as a rank of another launcher, or in processes of our own.
+"""Start a run here, as a rank of another launcher, or in processes of our own; or only say what it would be.
 
 `Launcher` starts one of those as `python -m zerodrift.train.loop.start ARGUMENTS`.
 
@@ -30,6 +30,7 @@ from zerodrift.train.loop.launcher import (
     RankFailedError,
     exit_code,
     join,
+    joined_ranks,
     listen,
     write_failure,
 )
@@ -73,6 +74,34 @@ def evaluate(
         overrides = overrides_to_evaluate(job, overrides)
     count = 1 if is_joined else processes(job, nproc)
     return _run(source, overrides, count, RunFolder(RunFolder.of(job).evaluation), debug, request)
+
+
+def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan: bool) -> None:
+    """Print what `train` would print before its first step. It writes only blocks of data, into the cache."""
+    from zerodrift.api import make_plan
+    from zerodrift.train.loop.resume import checkpoint_to_resume
+    from zerodrift.train.loop.session import numbers_of, outline
+    from zerodrift.train.report.summary import data_text, head_text
+
+    job, config = read_job(source, overrides)
+    ranks = joined_ranks() if join() else processes(job, nproc)
+    show = display(0, job.run.log_every)
+    folder = RunFolder.of(job).path
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        with refused_files(), worded_for_a_job():
+            made = outline(job, config, show, ranks)
+            plan = make_plan(config, made.model, ranks, auto=numbers_of(job, config, made.steps))
+            show.say(head_text(plan, show, whole_plan))
+            show.say(data_text(job, made.prepared, made.steps, plan, show))
+            start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, made.folder)
+            begins = "would begin anew" if start is None else f"would go on from {start}"
+            show.say(legible(f"dry run: {begins}, in {made.folder.path}; nothing was started"))
+    finally:
+        show.stop()
+        for place in new:  # made to check that it can be
+            with contextlib.suppress(OSError):
+                place.rmdir()
 
 
 def _run(

@@ -23,7 +23,7 @@ from zerodrift.engine import Engine, StepResult
 from zerodrift.errors import NonFiniteError, ZerodriftError, said
 from zerodrift.inspect.audit import probe, require_probe
 from zerodrift.inspect.check import compare
-from zerodrift.inspect.trace import merged, observe
+from zerodrift.inspect.trace import forward_flops, merged, observe
 from zerodrift.legible import legible
 from zerodrift.train.job import Profile
 from zerodrift.train.loop.evaluation import BestEvaluation, continue_prompt, evaluate
@@ -32,7 +32,6 @@ from zerodrift.train.loop.session import Session
 from zerodrift.train.loop.step import StepDigests, StepRun, find_nonfinite, run_step, save_batches
 from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, memory
-from zerodrift.train.tools.flops import TRAINING, forward_flops
 
 LONGEST_ERROR = 4000
 
@@ -281,7 +280,8 @@ class Loop:
             return
         if any(flops) and self._leads and plan.policy.pipeline is None:
             tokens = self._feed.tokens(step - 1)[self._feed.seat.numbers[0]]
-            self._write("flops", {"step": step, "per_token": TRAINING * sum(flops) / tokens})
+            # A backward counts as two forwards: recomputed activations are not the model's work.
+            self._write("flops", {"step": step, "per_token": 3 * sum(flops) / tokens})
         seen = merged(engine.comm.all_gather_object(mine))
         line, wider = compare.line(plan, seen), compare.widened(plan, seen)
         for text in (line, *map(legible, wider)):

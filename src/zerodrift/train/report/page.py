@@ -10,6 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from zerodrift.pipeline import timeline
 from zerodrift.plan import Plan, cost
 from zerodrift.report import (
@@ -42,7 +44,6 @@ from zerodrift.report import (
 from zerodrift.train.job import Job
 from zerodrift.train.report.display import clock
 from zerodrift.train.report.metrics import RunLines
-from zerodrift.train.tools.flops import dtype_of_products, peak, readable
 
 LARGEST_PERPLEXITY = 1e6
 """A perplexity above this says nothing."""
@@ -131,11 +132,55 @@ def _utilisation(plan: Plan, lines: RunLines, speed: float) -> tuple[str, str, s
     counts: Counter[str] = Counter()
     for row in plan.rows:
         counts[row.columns.cells()["compute"]] += row.numel
-    dtype = dtype_of_products(max(counts, key=lambda dtype: counts[dtype])) if counts else "fp32"
+    dtype = max(counts, key=lambda dtype: counts[dtype]) if counts else "fp32"
+    if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest":
+        dtype = "tf32"  # torch may take it for products of fp32
     most = peak(device, dtype)
     if most is None:
         return "computed", readable(reached), f"per GPU, of the model; the peak of {device} is not known here"
     return "MFU", f"{reached / most:.1%}", f"of {readable(most)}, dense {dtype} on {device}"
+
+
+PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("B200", {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 80}),
+    ("GH200", {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67}),
+    ("H200", {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67}),
+    ("H100 PCIe", {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
+    ("H100 NVL", {"bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60}),
+    ("H100", {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67}),
+    ("A100", {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}),
+    ("A40", {"bf16": 150, "fp16": 150, "tf32": 75, "fp32": 37.4}),
+    ("A10", {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2}),
+    ("L40S", {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
+    ("L4", {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
+    ("V100", {"fp16": 125, "fp32": 15.7}),
+    ("T4", {"fp16": 65, "fp32": 8.1}),
+    ("RTX 4090", {"bf16": 165, "fp16": 165, "tf32": 83, "fp32": 83}),
+    ("RTX 3090", {"bf16": 71, "fp16": 71, "tf32": 36, "fp32": 36}),
+    ("MI300X", {"bf16": 1307, "fp16": 1307, "fp32": 163}),
+    ("MI250X", {"bf16": 383, "fp16": 383, "fp32": 48}),
+)
+"""Words of a device's name -> TFLOP/s of dense products by dtype; the first match counts."""
+
+_SLOWER = ("Laptop", "Max Q", "D")
+"""Words in the names of slower variants."""
+
+
+def peak(device: str, dtype: str) -> float | None:
+    """Return the stated FLOP/s of a device; None if unknown."""
+    words = f" {device.replace('-', ' ')} "
+    if any(f" {word} " in words for word in _SLOWER):
+        return None
+    known: dict[str, float] = next((peaks for name, peaks in PEAKS if f" {name} " in words), {})
+    return known[dtype] * 1e12 if dtype in known else None
+
+
+def readable(flops: float) -> str:
+    """`12.3 TFLOP/s`."""
+    if flops <= 0:
+        return "0 FLOP/s"
+    power = min(5, max(0, int(math.log10(flops)) // 3))
+    return f"{flops / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P')[power]}FLOP/s"
 
 
 def _skips(lines: RunLines) -> PageSection:

@@ -48,7 +48,7 @@ def head_text(plan: Plan, display: Display, whole_plan: bool) -> str:
     look: Any = {"color": display.color, "width": display.width}
     if whole_plan:
         return plan_text(plan, cost(plan), group_rows(plan), timeline(plan), **look)
-    return brief_text(plan, cost(plan), group_rows(plan), "train", **look).rstrip("\n")
+    return brief_text(plan, cost(plan), group_rows(plan), **look).rstrip("\n")
 
 
 def _samples(plan: Plan) -> int:

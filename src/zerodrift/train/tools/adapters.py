@@ -1,17 +1,22 @@
-"""Make, write and read adapters of `peft` on a base model.
+"""Write and read adapters of `peft` on a base model, and merge both into one: `zerodrift convert --merge`.
 
 With `model.lora` the adapters alone are trained, so an export holds them and not their base. The base is
 known by a digest of its values, beside its path. Adapters are never put on another base where the digest is
 known. A base that rested in a narrow format is rounded to it again, in fp32, so that the adapters meet the
 values that they were trained on.
+
+Merged are the adapters of a run, of one of its checkpoints or exports, or of a folder that `peft` wrote;
+`peft` computes the sums. The base is read whole into memory. Where it rested in a narrow format, its decoded
+values are merged in fp32 and rounded once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-import importlib.util
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,16 +25,36 @@ import numpy as np
 import torch
 from torch import nn
 
-from zerodrift.checkpoint import CheckpointReader, new_folder, read_entries, read_plan, verified
+from zerodrift.checkpoint import (
+    CheckpointFolder,
+    CheckpointReader,
+    new_folder,
+    read_entries,
+    read_plan,
+    verified,
+    writing,
+)
 from zerodrift.comm import raise_on_all_ranks
 from zerodrift.dtypes import DType
 from zerodrift.engine import Engine
-from zerodrift.errors import ModelError, UnsupportedError
+from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
 from zerodrift.kernels import narrow
-from zerodrift.model import attempt, describe, quiet
+from zerodrift.model import attempt, describe, importable, quiet
 from zerodrift.plan import Plan
-from zerodrift.train.job import Lora
-from zerodrift.weights import SafetensorsWeights, expected_tensors
+from zerodrift.train.data.files import advice, path_of
+from zerodrift.train.data.tokenizer import copy_tokenizer, has_tokenizer
+from zerodrift.train.job import Lora, Model
+from zerodrift.train.loop import model as models
+from zerodrift.train.loop.model import add_adapters, require_peft
+from zerodrift.train.loop.run_folder import TrainedModel, base_of, checkpoints_at, model_at
+from zerodrift.weights import (
+    ConversionResult,
+    ConvertOptions,
+    SafetensorsWeights,
+    expected_tensors,
+    exported_dtype,
+    size_in_bytes,
+)
 
 CONFIG = "adapter_config.json"
 """The file that makes a folder one of adapters."""
@@ -37,29 +62,6 @@ BASE = "base.json"
 """The `digest` and `source` of the base, and the names of its parameters by the format they rested in."""
 VALUES = 256
 """Values of each parameter in the digest of a base."""
-
-
-def require_peft(where: str) -> None:
-    if importlib.util.find_spec("peft") is None:
-        must, todo = "needs `peft`, which reads and makes adapters", "Run `pip install 'zerodrift[peft]'`."
-        raise ModelError(where, must, got="no such package", do=todo)
-
-
-def add_adapters(model: nn.Module, lora: Lora) -> nn.Module:
-    require_peft("model.lora")
-    if not hasattr(model, "config"):
-        raise UnsupportedError("model.lora", "must go with a `transformers` model", got=type(model).__name__)
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha or 2 * lora.rank,
-        lora_dropout=lora.dropout,
-        target_modules=list(lora.targets) or "all-linear",
-        task_type="CAUSAL_LM",
-    )
-    with quiet():
-        return attempt(lambda: get_peft_model(model, config), "model.lora", "must fit the model")
 
 
 def write(engine: Engine, folder: Path, source: str, digest: str) -> None:
@@ -207,3 +209,117 @@ def require_base(model: nn.Module, digest: str | None, where: str) -> None:
         must = "must go with the base that its adapters were trained on"
         todo = "Name that one: its path is in `base.json` of an export, and in `model.source` of the job."
         raise ModelError(where, must, got="a base with other values", do=todo)
+
+
+# --- merging ----------------------------------------------------------------------------------------------
+
+
+def merge(
+    source: Path, target: Path, options: ConvertOptions | None = None, base_path: str | None = None
+) -> ConversionResult:
+    """Write the model that the adapters at `source` and their base make, by default in the dtype of the base.
+
+    Without a `base_path` the base is that of the training.
+    """
+    options = options or ConvertOptions()
+    require_peft("--merge")
+    dtype = exported_dtype(options.dtype)
+    if dtype is not None and dtype.format is not None:
+        must, do = "must be plain with `--merge`", f"Merge first, and convert that with `--dtype {dtype}`."
+        raise UnsupportedError("--dtype", must, got=dtype, do=do)
+    size = size_in_bytes(options.max_shard_size, "--max-shard-size")
+    found = _adapters_at(source, options.tag)
+    with importable(found.started_in):
+        base, written = _base(found, base_path)
+        cast = None if dtype is None else dtype.torch
+        written_in = cast or base.dtype
+        model: Any
+        if found.export is not None:
+            model = read(base, found.export, cast)
+        else:
+            assert found.checkpoint is not None and found.job is not None and found.job.model.lora is not None
+            digest = base_of(found.checkpoint)
+            model = read_from_checkpoint(base, found.job.model.lora, found.checkpoint, digest, cast)
+    _require_untied(model)
+    merged = attempt(model.merge_and_unload, str(source), "must hold adapters that can be merged")
+    if merged.dtype is not written_in:  # the base rested in a narrow format
+        merged.to(written_in)
+    floating = [(name, value) for name, value in merged.named_parameters() if value.is_floating_point()]
+    if bad := [name for name, value in floating if not torch.isfinite(value).all()]:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        got = f"`{bad[0]}`{more} with some that are not"
+        raise CheckpointError(str(source), "must come to finite weights", got=got, do="Merge an earlier one.")
+    with new_folder(target, options.overwrite) as new, writing(target):
+        merged.config.use_cache = True  # off in training
+        with quiet():
+            merged.save_pretrained(str(new.path), max_shard_size=size)
+        places = [place for place in (found.export, Path(written.source).expanduser()) if place is not None]
+        if tokenizer := next(filter(has_tokenizer, places), None):
+            copy_tokenizer(tokenizer, new.path)
+        new.publish()
+    sizes = [value.numel() for value in merged.parameters()]
+    bytes_written = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    notes = [f"merged into {written.source}"]
+    if found.checkpoint is None and not saved_base(found.export or source).get("digest"):
+        notes.append("Nothing says which base these adapters were trained on: it was taken at its name.")
+    kind, counts = f"adapters in {found.checkpoint or found.export}", (len(sizes), sum(sizes), bytes_written)
+    return ConversionResult(kind, "safetensors files", target, *counts, tuple(notes))
+
+
+def _adapters_at(source: Path, tag: str) -> TrainedModel:
+    if tag:
+        source = CheckpointFolder(checkpoints_at(source.expanduser())).find(tag)
+    found = model_at(source)
+    is_exported = found.export is not None and (found.export / CONFIG).is_file()
+    is_trained = found.job is not None and found.job.model.lora is not None
+    if not is_exported and (found.checkpoint is None or not is_trained):
+        must, got = "must hold adapters to merge", "a whole model"
+        raise CheckpointError(str(source), must, got=got, do="Leave `--merge` out.")
+    return found
+
+
+def _base(found: TrainedModel, named: str | None) -> tuple[nn.Module, Model]:
+    """Return the base in its own dtype, and the block that names it."""
+    if found.job is not None:
+        trained = found.job.model.model_copy(update={"lora": None})
+        saved = trained.source
+    else:
+        assert found.export is not None
+        saved = saved_base(found.export).get("source", "")
+        trained = Model(source=saved or ".", weights="load")
+    written = trained.model_copy(update={"source": path_of(saved if named is None else named, "model")})
+    where = "the base of the adapters" if named is None else "--model"
+    if not written.source or (named is None and not saved):
+        raise ModelError(where, "must be known", got="no path of it", do="Name it: `--model PATH`.")
+    try:
+        source = models.source_of(written)
+    except ModelError as error:
+        must = "must be there, as it was in training"
+        todo = f"Name it: `--model PATH`. {advice(written.source, 'model')}".rstrip()
+        raise ModelError(where, must, got=error.got, do=todo) from None
+    quantised: Any = None
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # refused when the model is built
+        if source.config is not None:
+            quantised = json.loads(source.config.read_text(encoding="utf-8")).get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "some method") if isinstance(quantised, dict) else quantised
+        must = "must not be quantised: sums would be rounded to its few values"
+        todo = "Name the base in full precision: `--model PATH`."
+        raise UnsupportedError(where, must, got=f"{method} in {source.config}", do=todo)
+    return models.whole_model(written, source), written
+
+
+def _require_untied(model: nn.Module) -> None:
+    """Refuse adapters on a weight that another module uses without them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    uses = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
+    for name, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        weight = getattr(module.get_base_layer(), "weight", None)
+        if weight is not None and uses[id(weight)] > 1:
+            must = "must go with adapters on weights that nothing else uses"
+            got = f"one on `{name.removeprefix('base_model.model.')}`, whose weight is tied to another's"
+            todo = "Untie them in the base's config (`tie_word_embeddings: false`), or keep the "
+            raise UnsupportedError("--merge", must, got=got, do=todo)

@@ -45,7 +45,7 @@ class SamplingOptions:
 class TextGenerator:
     """A trained model and its tokenizer."""
 
-    def __init__(self, path: Path, device: str | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         found = model_at(path)
         job, beside = found.job, found.export
         # The tokenizer beside the weights comes first, then the job's, then bytes.
@@ -53,7 +53,7 @@ class TextGenerator:
             self._letters: Tokenizer = tokenizer("auto", str(beside))
         else:
             self._letters = tokenizer(*(job.data.tokenizer, job.model.source) if job else ("bytes", ""))
-        self._device = torch.device(device or usable_accelerator() or "cpu")
+        self._device = torch.device(usable_accelerator() or "cpu")
         with importable(found.started_in):
             self._model = load(found).to(self._device).eval()
         self._cache = cache_name(self._model)

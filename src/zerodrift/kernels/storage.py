@@ -1,12 +1,21 @@
-"""One packed run of a flat narrow format that rests in memory: blocks of it are encoded, decoded and copied.
+"""Memory of what rests between steps: zeros outside of the heap, and packed runs of a flat narrow format.
 
-`narrow.py` has the run's layout and its numbers. A record is one block as it is saved: its codes, then its
-scale. So the records of a parameter are the same bytes whatever runs its blocks are in.
+`malloc` would mix resting tensors with the buffers of a step in one heap. The gaps that one step leaves are
+then too small for the buffers of the next, and the heap grows. A separate mapping leaves no gaps, and returns
+to the system with its tensor.
 
-Invariant: blocks that are not written keep every bit, and records that are copied do too.
+`narrow.py` has the layout of a packed run and its numbers. A record is one block as it is saved: its codes,
+then its scale. So the records of a parameter are the same bytes whatever runs its blocks are in.
+
+Invariant: a tensor has memory of its own, contiguous and zero. Blocks of a run that are not written keep
+every bit, and records that are copied do too.
 """
 
 from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +23,21 @@ from torch import Tensor
 from zerodrift.dtypes import DType
 from zerodrift.kernels import narrow
 
+LEAST = 1 << 20
+"""Bytes of the smallest mapped tensor: for smaller ones, whole pages cost more than they save."""
+
 WINDOW = 1 << 18
 """Elements that are encoded or decoded at a time."""
+
+
+def resting_zeros(size: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros, as `torch.zeros` does, for a tensor that rests between steps."""
+    shape = torch.Size([size] if isinstance(size, int) else size)
+    count = shape.numel()
+    if device.type != "cpu" or count * dtype.itemsize < LEAST or sys.platform != "linux":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    mapped = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapped, dtype=dtype).view(shape)
 
 
 class PackedRun:
