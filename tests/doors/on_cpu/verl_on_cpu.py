@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import verl.utils.import_utils
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import set_platform
 
@@ -47,6 +48,8 @@ class PlatformCPU(PlatformCUDA):
 
 
 set_platform(PlatformCPU())
+# Beside TRL, verl 0.9.1 patches a class that TRL 1.16 has no more: its own engines fail there, too.
+verl.utils.import_utils.is_trl_available = lambda: False  # type: ignore[assignment]
 join = torch.distributed.init_process_group
 
 
