@@ -154,10 +154,8 @@ def play_a_gpu(patch: pytest.MonkeyPatch) -> Streams:
         made(self, mesh, "native")
 
     patch.setattr(collectives.Collectives, "__init__", carried)
-    for name in ("_gather_single", "_reduce_scatter_single"):
-        patch.setattr(carrier, name, _told(streams, name, getattr(carrier, name)))
-    exchange = torch.distributed.all_to_all_single
-    patch.setattr(torch.distributed, "all_to_all_single", _told(streams, "all_to_all_single", exchange))
+    for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single"):
+        patch.setattr(torch.distributed, name, _told(streams, name, getattr(torch.distributed, name)))
     swap = carrier.exchange
     swapped = lambda group, partner, out, into: swap(group, partner, out, into.zero_())  # noqa: E731
     patch.setattr(carrier, "exchange", swapped)
@@ -168,7 +166,7 @@ def _told(streams: Streams, name: str, call: Any) -> Any:
     def told(*args: Any, **kwargs: Any) -> Any:
         assert not kwargs.get("async_op")
         streams.tell(name)
-        if name != "_gather_single":
+        if name != "all_gather_single":
             args[0].zero_()  # the fake group brings nothing, and memory may hold what is no number
         return call(*args, **kwargs)
 

@@ -15,7 +15,6 @@ from tests.ranks.harness import on_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.deferred import defer_weight_grads
-from zerodrift.pipeline.products import _grouped_of_torch, grouped_mm
 
 STEPS, MICRO_BATCHES = 2, 3
 
@@ -55,8 +54,8 @@ PRODUCTS: dict[str, Any] = {
     "bmm": lambda x, flat, w, b: torch.bmm(x, w),
     "batched matmul": lambda x, flat, w, b: x @ w,
     "batched, transposed": lambda x, flat, w, b: x @ w.transpose(1, 2),
-    "grouped": lambda x, flat, w, b: grouped_mm(flat, w, ENDS),
-    "grouped, transposed": lambda x, flat, w, b: _grouped_of_torch()[0](flat, w.transpose(1, 2), offs=ENDS),
+    "grouped": lambda x, flat, w, b: F.grouped_mm(flat, w, offs=ENDS),
+    "grouped, transposed": lambda x, flat, w, b: F.grouped_mm(flat, w.transpose(1, 2), offs=ENDS),
 }
 
 

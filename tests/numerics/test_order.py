@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make, train, unlike
 from tests.ranks.harness import on_ranks, run_ranks
-from zerodrift.comm import collectives, native
+from zerodrift.comm import collectives
 from zerodrift.comm.collectives import Carrier
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.habits.determinism import seed_of
@@ -453,18 +453,18 @@ def test_operations_that_are_not_deterministic_are_refused_by_name() -> None:
 @on_ranks(2)
 def test_sums_are_left_to_the_carrier_where_that_is_asked() -> None:
     """To the backend's own call, as on NCCL."""
-    reduce_scatter, calls, left = native._reduce_scatter_single, [], []
+    reduce_scatter, calls, left = torch.distributed.reduce_scatter_single, [], []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(len(left))
         return reduce_scatter(*args, **kwargs)
 
-    native._reduce_scatter_single = counted
+    torch.distributed.reduce_scatter_single = counted
     for order in ("rank", "native"):
         engine = make(config(3, "bf16", 2, precision={"reduce": {"order": order}}), GPT(layers=1))
         engine.comm.carrier = "native"
         train(engine, STEPS, 2)
         left.append(engine.digest())
-    native._reduce_scatter_single = reduce_scatter
+    torch.distributed.reduce_scatter_single = reduce_scatter
     assert set(calls) == {1}, "with `native` alone"
     assert left[0] == left[1], "two parts have but one order"

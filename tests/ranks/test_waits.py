@@ -93,11 +93,11 @@ def test_gathers_and_reductions_have_lanes_of_their_own() -> None:
     for stream, *what in told:
         lanes.setdefault(what[0], set()).add(stream)
     (reductions,) = lanes["all_to_all_single"]
-    (gathers,) = lanes["_gather_single"] - {"main"}
+    (gathers,) = lanes["all_gather_single"] - {"main"}
     assert len({reductions, gathers, "main"}) == 3 and lanes["update"] == {"main"}
     # What is begun in a lane comes after what the computation was told before, and is waited for later.
     for place, (stream, *what) in enumerate(told):
-        if what in (["_gather_single"], ["all_to_all_single"]) and stream != "main":
+        if what in (["all_gather_single"], ["all_to_all_single"]) and stream != "main":
             assert told[place - 1] == (stream, "waits for", "main")
             name, _, number = told[place + 1]
             assert ("main", "waits for", f"{name} event {number}") in told[place:]

@@ -218,7 +218,9 @@ def test_the_table_is_in_order() -> None:
 def test_only_comm_calls_collectives() -> None:
     calls = {
         "all_gather_into_tensor",
+        "all_gather_single",
         "reduce_scatter_tensor",
+        "reduce_scatter_single",
         "all_reduce",
         "all_to_all_single",
         "broadcast",

@@ -28,10 +28,6 @@ from zerodrift.comm.fold import Sum, fold, halving_exchanges
 from zerodrift.comm.mesh import Axis, Mesh
 from zerodrift.comm.watch import StartedCollective
 
-# torch 2.13 gave these their new names and warns about the old ones.
-_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 class NativeCalls:
     """Carries collectives by calls of torch.distributed."""
@@ -72,7 +68,7 @@ class NativeCalls:
     ) -> Callable[[], None]:
         """Gather every rank's slice into `out`."""
         # As bytes, since nothing is computed on the way and no backend knows every dtype.
-        return self._start(turn, line, _gather_single, out.view(torch.uint8), shard.view(torch.uint8))
+        return self._start(turn, line, dist.all_gather_single, out.view(torch.uint8), shard.view(torch.uint8))
 
     def swap(
         self,
@@ -96,9 +92,9 @@ class NativeCalls:
         if how.order == "native" and full.dtype is how.dtype:
             is_separate = out.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
             if is_separate and out.dtype is full.dtype and not how.add:
-                return self._start(turn, line, _reduce_scatter_single, out, full)
+                return self._start(turn, line, dist.reduce_scatter_single, out, full)
             parts = torch.empty_like(out, dtype=full.dtype)[None]
-            arrive = self._start(turn, line, _reduce_scatter_single, parts[0], full)
+            arrive = self._start(turn, line, dist.reduce_scatter_single, parts[0], full)
         else:
             received = torch.empty_like(full)
             parts = received.view(line.size, -1)

@@ -185,19 +185,7 @@ def _addmm(input: Any, mat1: Any, mat2: Any, **rest: Any) -> Parsed:
 def _grouped(*pair: Any, offs: Any = None, bias: Any = None, **rest: Any) -> Parsed:
     if any(value is not None for value in (bias, *rest.values())) or offs is None or len(pair) != 2:
         return None
-    return "grouped", *pair, None, offs, lambda x, weight, bias: grouped_mm(x, weight, offs)
-
-
-def _grouped_of_torch() -> tuple[Any, ...]:
-    """Return torch's grouped products: public since 2.10, private before; both exist in 2.13 to 2.15."""
-    functions = (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
-    return tuple(function for function in functions if function is not None)
-
-
-def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Multiply rows of `x` [rows, in], in groups that end at `offsets`, each with its own `weight[group]`."""
-    result: torch.Tensor = _grouped_of_torch()[0](x, weight, offs=offsets)
-    return result
+    return "grouped", *pair, None, offs, lambda x, weight, bias: F.grouped_mm(x, weight, offs=offs)
 
 
 _PARSERS: dict[Any, Callable[..., Parsed]] = {
@@ -211,7 +199,8 @@ _PARSERS: dict[Any, Callable[..., Parsed]] = {
     torch.Tensor.bmm: _matmul,
     torch.addmm: _addmm,
     torch.Tensor.addmm: _addmm,
-    **dict.fromkeys(_grouped_of_torch(), _grouped),
+    F.grouped_mm: _grouped,
+    torch._grouped_mm: _grouped,
 }
 
 
@@ -227,7 +216,7 @@ def input_gradient(
     if kind == "grouped":
         if offsets is None:
             raise AssertionError("a grouped product without groups")
-        return grouped_mm(grad, weight.transpose(-2, -1), offsets)
+        return F.grouped_mm(grad, weight.transpose(-2, -1), offs=offsets)
     return grad.matmul(weight.transpose(-2, -1))
 
 

@@ -147,9 +147,8 @@ def _like(
     return collective
 
 
-# torch 2.13 renamed these two, and warns about the old names.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch warns about the old names of these two.
+_gather, _scatter = dist.all_gather_single, dist.reduce_scatter_single
 _split = "output tensor output_split_sizes input_split_sizes group async_op"
 
 broadcast = _like("broadcast", dist.broadcast, "tensor src group async_op", src=REQUIRED)
