@@ -177,6 +177,12 @@ MEANINGS = {
         "asks for DeepSpeed's classes of configs"
     ),
     "LinearModuleForZeroStage3|autocast_custom_fwd": "asks for DeepSpeed's own linear layer",
+    r"deepspeed\.moe\.": "asks for DeepSpeed's own layer of experts",
+    "launcher.runner|multinode_runner|utils.numa": "asks for the launcher's own functions",
+    "moment tensors to be allocated": "looks into `optimizer.state`, which is not where moments are here",
+    "progressive_layer_drop": "progressive layer drop is refused",
+    "_ckpt_name": "asks for the names of DeepSpeed's files in a checkpoint",
+    "`optimizer.torch_adam`: must be a key": "a key that DeepSpeed does not know either is an error here",
 }
 """What a test raised -> what that means, for a reader of the table."""
 

@@ -24,6 +24,7 @@ ANYWHERE = ("require_non_cpu", "require_multi_device")
 SEVERAL = "test requires multiple accelerators"
 """The reason of the mark by which TRL's tests do."""
 TRAINER_ON_CPU = ["--use_cpu", "--report_to", "none"]
+deepspeed_suite.LIMIT = 300.0  # a command imports for a minute
 
 
 def free_port() -> str:
@@ -49,9 +50,8 @@ def _package_is_missing(name: str) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Take TRL's mark that asks for several GPUs away, and let its commands train on CPUs."""
     for item in items:
-        marks = item.own_markers, *(node.own_markers for node in item.listchain())
-        for held in marks:
-            held[:] = [mark for mark in held if mark.kwargs.get("reason") != SEVERAL]
+        for node in item.listchain():
+            node.own_markers[:] = [mark for mark in node.own_markers if mark.kwargs.get("reason") != SEVERAL]
         module = getattr(item, "module", None)
         run = getattr(module, "run_command", None)
         if run is not None and not hasattr(run, "on_cpu"):

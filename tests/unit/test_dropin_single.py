@@ -22,6 +22,7 @@ import zerodrift.deepspeed as deepspeed
 from zerodrift.deepspeed.modules import NotHereError
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.utils import zero_to_fp32
+from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, ConfigError, MeshError, ModelError, UnsupportedError
 
 CONFIG: dict[str, Any] = {
@@ -274,6 +275,14 @@ def test_deepspeeds_own_optimizers_are_torchs() -> None:
     assert type(deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), adamw_mode=False)) is torch.optim.Adam
     engine, *_ = make(BARE, model=net, optimizer=deepspeed.ops.lion.FusedLion(net.parameters(), lr=1e-3))
     assert step(engine) > step(engine)
+
+
+def test_bf16_moments_are_asked_for_in_the_config_and_of_the_optimizer() -> None:
+    net, low = model(), ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), fp32_optimizer_states=False)
+    engine, *_ = make({**BARE, "bf16": dict.fromkeys(low, True)}, model=net, optimizer=optimizer)
+    assert step(engine) > step(engine)
+    assert {row.columns.update.state.dtype for row in engine.running.plan.rows} == {DType.BF16}
 
 
 # --- the engine -------------------------------------------------------------------------------------------

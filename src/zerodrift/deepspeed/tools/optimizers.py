@@ -40,6 +40,9 @@ class FusedAdam:
 
 
 class DeepSpeedCPUAdam:
+    """Moments are fp32 unless the config has `bf16_optimizer_states`, with which DeepSpeed asks for
+    `fp32_optimizer_states=False`."""
+
     optimizer_id = 0
 
     def __new__(  # type: ignore[misc]
@@ -58,9 +61,6 @@ class DeepSpeedCPUAdam:
         if amsgrad:
             do = "Pass `torch.optim.AdamW(amsgrad=True)`."
             raise UnsupportedError("amsgrad", "must be false", got="true", do=do)
-        if not fp32_optimizer_states:
-            do = "Moments follow their column: set `precision.state` in the config."
-            raise UnsupportedError("fp32_optimizer_states", "must be true", got="false", do=do)
         return _adam(model_params, adamw_mode, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
