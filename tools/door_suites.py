@@ -1,7 +1,7 @@
 """Run other people's tests on zerodrift and on DeepSpeed, for the third table of docs/doors.md.
 
 `tools/doors.py suite FOLDER NAME CHECKOUT` runs DeepSpeed's unit tests by the plugin
-`tests/doors/deepspeed_suite.py`, and calls this.
+`tests/doors/deepspeed_suite.py`, those of accelerate and TRL by `tests/doors/hub_suite.py`, and calls this.
 
 Invariant: a test that DeepSpeed itself fails on this machine counts neither way, where DeepSpeed was run.
 """
@@ -35,7 +35,10 @@ class Suite:
     """What they need beside."""
     options: tuple[str, ...]
     files: tuple[str, ...]
-    """Below the folder of tests in a checkout."""
+    """Below `start`."""
+    start: str = "."
+    """The folder of a checkout that the tests are run from."""
+    plugin: str = "hub_suite"
 
 
 _RUNTIME = (
@@ -49,6 +52,8 @@ _RUNTIME = (
 _CHECKPOINT = ("latest_checkpoint", "lr_scheduler", "other_optimizer", "shared_weights", "tag_validation",
                "zero_optimizer")  # fmt: skip
 
+_ACCELERATE = ("", "_gradient_accumulation", "_multiple_model")
+
 SUITES = {
     "DeepSpeed": Suite(
         "deepspeed",
@@ -58,8 +63,22 @@ SUITES = {
             *(f"unit/runtime/{name}" for name in _RUNTIME),
             *("unit/v1/zero", "unit/v1/half_precision", "unit/utils", "unit/comm/test_dist.py"),
             *(f"unit/checkpoint/test_{name}.py" for name in _CHECKPOINT),
-            "unit/monitor",
+            *("unit/monitor", "unit/launcher"),
         ),
+        "tests",
+        "deepspeed_suite",
+    ),
+    "accelerate": Suite(
+        "accelerate",
+        ("pytest", "parameterized"),
+        (),
+        tuple(f"tests/deepspeed/test_deepspeed{name}.py" for name in _ACCELERATE),
+    ),
+    "TRL": Suite(
+        "trl",
+        ("pytest", "pytest-datadir"),
+        ("-k", "zero2 or zero3"),
+        ("tests/distributed/test_distributed.py",),
     ),
 }
 
@@ -85,6 +104,7 @@ def read(path: Path) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         told = json.loads(line)
+        told["test"] = told["test"].removeprefix("unit/").removeprefix("tests/")
         if found.get(told["test"], ("", ""))[0] != "failed":
             found[told["test"]] = told["outcome"], told["why"]
     return found
@@ -117,8 +137,12 @@ def reason(told: tuple[str, str]) -> str:
     outcome, why = told
     if outcome == "skipped":
         return f"skipped: {why[:80]}"
+    for pattern, meaning in MEANINGS.items():
+        if found := re.search(pattern, why):
+            return found.expand(meaning)
     if name := re.search(r"`(?:deepspeed\.)?([\w.]+)`: must be a name of the drop-in", why):
-        return f"no `{name[1]}`"
+        private = any(part.startswith("_") for part in name[1].split("."))
+        return f"asks for the private `{name[1]}`" if private else f"no `{name[1]}`"
     if name := _MISSING.search(why):
         return f"no `{next(filter(None, name.groups()))}`"
     short = why.removeprefix("Failed: ")
@@ -126,6 +150,41 @@ def reason(told: tuple[str, str]) -> str:
         short = short.partition(end)[0]
     return re.sub(r"\b(bf16|fp16|fp32)\b", "DTYPE", re.sub(r"0x[0-9a-f]+|\b\d+(\.\d+)?\b", "#", short))[:120]
 
+
+MEANINGS = {
+    r"DID NOT RAISE (?:<class ')?(\w+)": r"works here, where DeepSpeed raises \1",
+    "requires_grad=False is not supported": "works here, where DeepSpeed raises RuntimeError",
+    "It is illegal to call Engine.step|reentry is unsupported": "the same refusal, in other words",
+    "must be a supported `accumulate` in mode": (
+        "gradients are summed in a dtype that cannot hold them, refused on purpose"
+    ),
+    "`reduce` must not be fp16 in mode bf16": "bf16 gradients are sent in fp16, refused on purpose",
+    "`backward`: the loss must be scaled": (
+        "a loss that is not scaled in fp16, which DeepSpeed refuses too in calls of its engine"
+    ),
+    r"isinstance\(DeepSpeedOptimizer.*(FusedAdam|FP16_UnfusedOptimizer)\)": (
+        r"asks for DeepSpeed's own class of optimizer, `\1`"
+    ),
+    "should go back to be 0-sized": "a parameter without values keeps its shape here",
+    "partitioned_param_data_shape|'Placeholder' object is not iterable": (
+        "a parameter without values keeps its shape here"
+    ),
+    "hooks_exist|pre_bwd_fn": "looks for hooks of stage 3, of which there are none here",
+    "ZeroParamStatus.NOT_AVAILABLE": (
+        "in a forward `ds_status` still says not available, though the values are there"
+    ),
+    "`config_utils.|runtime.config.|DeepSpeedConfigModel|DeepSpeedZeroConfig": (
+        "asks for DeepSpeed's classes of configs"
+    ),
+    "LinearModuleForZeroStage3|autocast_custom_fwd": "asks for DeepSpeed's own linear layer",
+    r"deepspeed\.moe\.": "asks for DeepSpeed's own layer of experts",
+    "launcher.runner|multinode_runner|utils.numa": "asks for the launcher's own functions",
+    "moment tensors to be allocated": "looks into `optimizer.state`, which is not where moments are here",
+    "progressive_layer_drop": "progressive layer drop is refused",
+    "_ckpt_name": "asks for the names of DeepSpeed's files in a checkpoint",
+    "`optimizer.torch_adam`: must be a key": "a key that DeepSpeed does not know either is an error here",
+}
+"""What a test raised -> what that means, for a reader of the table."""
 
 _MISSING = re.compile(r"cannot import name '(\w+)'|No module named '([\w.]+)'|has no attribute '(\w+)'")
 
@@ -142,14 +201,15 @@ def keep(found: Iterable[SuiteResult]) -> None:
 
 
 def run(
-    python: Path, tests: Path, environment: Mapping[str, str], suite: Suite, sources: str
+    python: Path, checkout: Path, environment: Mapping[str, str], suite: Suite, sources: str
 ) -> list[Outcomes]:
     """Run files of tests on zerodrift and on DeepSpeed; return the outcomes of each.
 
     A file that ran to its end runs again when the plugin is another or, on zerodrift, `sources`.
     """
     path = f"{PLUGINS}{os.pathsep}{environment['PYTHONPATH']}"
-    plugin, told = (PLUGINS / "deepspeed_suite.py").read_text(), []
+    plugin = "".join((PLUGINS / f"{name}.py").read_text() for name in ("deepspeed_suite", suite.plugin))
+    told: list[Outcomes] = []
     on_zerodrift = [str(python), "-m", "zerodrift", "run", "--"]
     for name, before, of in (("zerodrift", on_zerodrift, sources), ("deepspeed", [], "")):
         digest = hashlib.sha256(f"{plugin}{of}{suite.options}".encode()).hexdigest()[:16]
@@ -163,10 +223,12 @@ def run(
                 draft = outcomes.with_suffix(".draft")
                 draft.write_text("")
                 options = ["-q", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
-                options += ["-p", "deepspeed_suite", "--outcomes", str(draft), *suite.options]
+                options += ["-p", suite.plugin, "--outcomes", str(draft), *suite.options]
                 command = [*before, str(python), "-m", "pytest", *options, file]
                 with outcomes.with_suffix(".log").open("w") as printed:
-                    processes.run(command, {**environment, "PYTHONPATH": path}, tests, printed, LIMIT)
+                    processes.run(
+                        command, {**environment, "PYTHONPATH": path}, checkout / suite.start, printed, LIMIT
+                    )
                 draft.replace(outcomes)
             found |= read(outcomes)
         told.append(found)

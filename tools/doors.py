@@ -3,7 +3,7 @@
     python tools/doors.py all FOLDER [TOOL ...]     # or: make doors. Some tools, or all
     python tools/doors.py all FOLDER trl --only sft # of their examples those that have this in their name
     python tools/doors.py methods FOLDER [TRAINER ...] [--only TEXT]   # every method of three trainers
-    python tools/doors.py suite FOLDER NAME CHECKOUT    # tests of DeepSpeed, from a checkout
+    python tools/doors.py suite FOLDER NAME CHECKOUT    # tests of another package, from a checkout
     python tools/doors.py page                      # writes the tables anew
 
 Each tool gets an environment of its own in FOLDER, some 2 GB with torch for CPUs; nothing is downloaded but
@@ -149,7 +149,10 @@ def try_suite(folder: Path, name: str, checkout: Path, torch: Sequence[str]) -> 
     suite = door_suites.SUITES[name]
     tool = dataclasses.replace(TOOLS[suite.tool], packages=(*TOOLS[suite.tool].packages, *suite.packages))
     python = made(f"{suite.tool}-tests", folder / f"{suite.tool}-tests", torch, tool)
-    told = door_suites.run(python, checkout / "tests", environment_of(tool, python), suite, sources())
+    if suite.plugin == "hub_suite" and not (checkout / "gpt2").exists():
+        folders = [str(python), str(TESTS / "doors" / "hub_folders.py"), str(checkout)]
+        subprocess.run(folders, check=True)
+    told = door_suites.run(python, checkout, environment_of(tool, python), suite, sources())
     door_suites.keep(door_suites.compare(name, *told))
     write_page()
     return 0

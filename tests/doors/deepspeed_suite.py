@@ -3,7 +3,8 @@
     cd DeepSpeed/tests && zerodrift run -- python -m pytest -p deepspeed_suite --outcomes FILE unit/...
 
 Without `zerodrift run` the same tests run on DeepSpeed. What the tests ask is not changed. Ranks on CPUs
-count as ranks, and an error on one rank ends the test. FILE gets one JSON line a test.
+count as ranks, the CPU counts as a device that has bf16 and fp16, which torch has there, and an error on one
+rank ends the test. FILE gets one JSON line a test.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed
 
 LIMIT = float(os.environ.get("DOORS_LIMIT", "60"))
 """Seconds of one test."""
@@ -37,11 +40,40 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart() -> None:
-    """Let DeepSpeed compile its optimizers while no test waits for them."""
-    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    """Tell the harness what a CPU can do, and let DeepSpeed compile its optimizers before the tests."""
+    importlib.import_module("unit.util").bf16_required_version_check = lambda *_, **__: True
+    importlib.import_module("unit.common").reduce_boolean_flags = _on_all_ranks
+    _without_devices(importlib.import_module("torch.nn.parallel").DistributedDataParallel)
+    accelerator = count_cpu_as_device()
     make = getattr(accelerator, "create_op_builder", None)
     for name in ("FusedAdamBuilder", "CPUAdamBuilder") if make is not None else ():
         make(name).load()
+
+
+def _on_all_ranks(flag: bool, op: Callable[[list[bool]], bool] = all) -> bool:
+    """Stand in for the harness's own, which gathers a tensor without dimensions, and gloo takes none."""
+    flags: list[Any] = [flag] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(flags, flag)
+    return op(flags)
+
+
+def count_cpu_as_device() -> Any:
+    """Let DeepSpeed take fp16 on a CPU, and return its accelerator."""
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    type(accelerator).is_fp16_supported = lambda self: True
+    return accelerator
+
+
+def _without_devices(ddp: Any) -> None:
+    """Let a comparison with torch's DDP name the devices of ranks, which are those of GPUs."""
+    make = ddp.__init__
+
+    def init(self: Any, module: Any, *args: Any, **options: Any) -> None:
+        for name in ("device_ids", "output_device"):
+            options.pop(name, None)
+        make(self, module, *args, **options)
+
+    ddp.__init__ = init
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -77,15 +109,23 @@ class Outcomes:
 
 def _launch(self: Any, count: int, init_method: str) -> None:
     """Run a test on forked ranks, as `DistributedExec._launch_procs`."""
-    self.reuse_dist_env = False
+    self.reuse_dist_env = self.non_daemonic_procs = False
     port = sys.modules["unit.common"].get_master_port()
+    in_processes(count, lambda rank: self._dist_run(rank, count, port, init_method))
+
+
+def in_processes(count: int, run: Callable[[int], Any]) -> None:
+    """Call `run` with the rank in each of `count` forked processes, and fail or skip as the first that does.
+
+    What `run` returns is the reason of a skip. Processes that these start end with them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         ranks = {}
         for rank in range(count):
             pid = os.fork()
             if not pid:
                 os.setsid()
-                _be_rank(self, rank, count, port, init_method, Path(folder) / f"{rank}.json")
+                _be_rank(run, rank, Path(folder) / f"{rank}.json")
             ranks[pid] = rank
         until = time.monotonic() + LIMIT
         alive, codes, failing = dict(ranks), {}, False
@@ -99,11 +139,13 @@ def _launch(self: Any, count: int, init_method: str) -> None:
                     failing, until = True, min(until, time.monotonic() + GRACE)
                 time.sleep(0.01)
         finally:
-            for pid in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-                if pid in alive:
-                    os.waitpid(pid, 0)
+            for kind in (signal.SIGTERM, signal.SIGKILL):  # a launcher ends its workers at the first
+                for pid in ranks:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, kind)
+                time.sleep(GRACE if alive and kind is signal.SIGTERM else 0)
+            for pid in alive:
+                os.waitpid(pid, 0)
         told = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     for one in sorted(told, key=lambda one: float(one["time"])):
         if one["kind"] == "skip":
@@ -113,18 +155,18 @@ def _launch(self: Any, count: int, init_method: str) -> None:
         pytest.fail(f"ranks {sorted(alive.values())} did not end; exit codes {codes}", pytrace=False)
 
 
-def _be_rank(self: Any, rank: int, count: int, port: str, init_method: str, file: Path) -> None:
+def _be_rank(run: Callable[[int], Any], rank: int, file: Path) -> None:
     """Be one rank, until the process ends."""
     code = 1
     try:
-        self.non_daemonic_procs = False
-        skipped = self._dist_run(rank, count, port, init_method)
+        skipped = run(rank)
         if skipped:
             file.write_text(json.dumps({"time": time.time(), "kind": "skip", "said": skipped, "trace": ""}))
         code = 0
     except BaseException as error:
+        kind = "skip" if isinstance(error, pytest.skip.Exception) else "fail"
         said = f"{type(error).__name__}: {error}"
-        told = {"time": time.time(), "kind": "fail", "said": said, "trace": traceback.format_exc()[-3000:]}
+        told = {"time": time.time(), "kind": kind, "said": said, "trace": traceback.format_exc()[-3000:]}
         file.write_text(json.dumps(told))
     finally:
         sys.stdout.flush()

@@ -233,7 +233,7 @@ def test_suites_go_on_where_they_were_stopped(
         suites.run(*asked)
     here, there = suites.run(*asked)
     assert ran == [f"unit/{name}" for name in ("a True", "b.py True", "b.py True", "a False", "b.py False")]
-    assert here == there == {"unit/a::c": ("passed", ""), "unit/b.py::c": ("passed", "")}
+    assert here == there == {"a::c": ("passed", ""), "b.py::c": ("passed", "")}
     suites.run(*asked[:-1], "others")
     assert ran[5:] == ["unit/a True", "unit/b.py True"]
 
@@ -252,3 +252,11 @@ def test_the_tests_of_another_package_count_where_deepspeed_passes_them(doors: A
     assert "| S | `f.py` | 2 | 1 of 2 | 1: no `z` |" in suites.table(suites.compare("S", here, there))
     alone = suites.table(suites.compare("S", here, {}))
     assert "| S | `f.py` | not run | 2 of 3 | 1: no `z` |" in alone
+    said = {
+        "NotHereError: `engine._x`: must be a name of the drop-in": "asks for the private `engine._x`",
+        "Failed: DID NOT RAISE <class 'KeyError'>": "works here, where DeepSpeed raises KeyError",
+        "AssertionError: outside of it the param should go back to be 0-sized assert 1 == 0": (
+            "a parameter without values keeps its shape here"
+        ),
+    }
+    assert {why: suites.reason(("failed", why)) for why in said} == said

@@ -22,6 +22,7 @@ import zerodrift.deepspeed as deepspeed
 from zerodrift.deepspeed.modules import NotHereError
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.utils import zero_to_fp32
+from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, ConfigError, MeshError, ModelError, UnsupportedError
 
 CONFIG: dict[str, Any] = {
@@ -29,6 +30,8 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     "zero_optimization": {"stage": 2},
 }
+
+BF16 = {**CONFIG, "bf16": {"enabled": True}}
 
 BARE = {key: value for key, value in CONFIG.items() if key != "optimizer"}
 
@@ -274,6 +277,18 @@ def test_deepspeeds_own_optimizers_are_torchs() -> None:
     assert step(engine) > step(engine)
 
 
+def test_bf16_moments_are_asked_for_in_the_config_and_of_the_optimizer() -> None:
+    net, low = model(), ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), fp32_optimizer_states=False)
+    engine, *_ = make({**BARE, "bf16": dict.fromkeys(low, True)}, model=net, optimizer=optimizer)
+    assert step(engine) > step(engine)
+    assert {row.columns.update.state.dtype for row in engine.running.plan.rows} == {DType.BF16}
+    net = model()
+    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), fp32_optimizer_states=False)
+    with pytest.raises(UnsupportedError, match="where the config has fp32 moments"):
+        make(BARE, model=net, optimizer=optimizer)
+
+
 # --- the engine -------------------------------------------------------------------------------------------
 
 
@@ -309,6 +324,52 @@ def test_micro_batches_are_divided_as_config_says_and_zero_grad_forgets() -> Non
         runs.append(engine.get_global_grad_norm())
         engine.destroy()
     assert runs[0] == runs[1] > 0
+
+
+def test_names_beside_the_methods_that_scripts_read() -> None:
+    engine, optimizer, *_ = make()
+    assert optimizer._global_grad_norm == 0.0
+    step(engine)
+    assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
+    assert engine.sparse_tensor_module_names == set()
+    engine.tput_timer.update_epoch_count()  # as DeepSpeed-Chat does
+    assert engine.tput_timer.epoch_count == 1
+    with pytest.raises(NotHereError, match="Time the loop"):
+        engine.tput_timer.avg_samples_per_sec()
+
+
+def test_a_loss_of_two_engines_trains_both_with_the_calls_of_older_scripts() -> None:
+    inputs = torch.ones(2, 4)
+    alone, *_ = make(BF16)
+    alone.backward(alone(inputs).float().square().mean())
+    alone.step()
+    pair = [make(BF16)[0] for _ in range(2)]
+    sum(engine(inputs).float().square().mean() for engine in pair).backward()
+    for engine in pair:
+        engine._backward_epilogue()
+    for engine in pair:
+        engine.step()
+        assert same(masters(engine), masters(alone))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_frozen_parameter_has_no_master(stage: int) -> None:
+    net = model()
+    net[0].weight.requires_grad_(False)
+    engine, *_ = make({**BF16, "zero_optimization": {"stage": stage}}, model=net)
+    step(engine)
+    utils, frozen, trained = deepspeed.utils, net[0].weight, net[2].weight
+    for read in (utils.safe_get_full_fp32_param, utils.safe_get_local_fp32_param):
+        assert read(frozen) is None and read(trained).numel() == 8
+
+
+@pytest.mark.parametrize("context", [deepspeed.zero.Init, deepspeed.zero.MiCS_Init])
+def test_a_rank_alone_holds_a_whole_parameter(context: Any) -> None:
+    with context(config_dict_or_path={**CONFIG, "zero_optimization": {"stage": 3, "mics_shard_size": 1}}):
+        net = model()
+    shard = net[0].weight.ds_tensor
+    assert shard.ds_numel == shard.numel() == net[0].weight.ds_numel == 32
+    assert torch.equal(shard, model()[0].weight.flatten())
 
 
 def test_training_data_becomes_a_loader() -> None:

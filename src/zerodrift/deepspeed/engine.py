@@ -48,6 +48,9 @@ AFTER_DESTROY = (
 class DeepSpeedEngine(CheckpointedEngine):
     """The engine that `initialize` returns."""
 
+    sparse_tensor_module_names: frozenset[str] = frozenset()
+    """Embeddings whose gradients are sparse: none."""
+
     def __init__(
         self,
         engine: Engine,
@@ -67,6 +70,7 @@ class DeepSpeedEngine(CheckpointedEngine):
         self.monitor = MonitorMaster(DeepSpeedMonitorConfig()) if monitor is None else monitor
         self.micro_steps = 0
         self.global_samples = 0
+        self.tput_timer = EpochCounter()
         self._boundary: bool | None = None
         """The value of `set_gradient_accumulation_boundary`; None if `micro_steps` decides."""
         self._managed = bool(written.get(MANAGED, True))
@@ -331,6 +335,10 @@ class DeepSpeedEngine(CheckpointedEngine):
     def empty_partition_cache(self) -> None:
         """Do nothing: a unit is released when it is left."""
 
+    def _backward_epilogue(self) -> None:
+        """Do nothing: a backward that the caller started ends by itself. Scripts for DeepSpeed before 0.18
+        call this after the `loss.backward()` of a loss of several engines."""
+
     def destroy(self) -> None:
         """Remove the hooks and leave the engine's process groups. The module keeps its weights, sharded at
         stage 3, and may be given to `initialize` again."""
@@ -344,6 +352,19 @@ class DeepSpeedEngine(CheckpointedEngine):
 
 for _name, _getter in GETTERS.items():
     setattr(DeepSpeedEngine, _name, _getter)
+
+
+class EpochCounter:
+    """The engine's `tput_timer`. Scripts call `update_epoch_count` after an epoch; nothing is timed."""
+
+    def __init__(self) -> None:
+        self.epoch_count = 0
+
+    def update_epoch_count(self) -> None:
+        self.epoch_count += 1
+
+    def __getattr__(self, name: str) -> Any:
+        raise absent(f"engine.tput_timer.{name}", "Time the loop, or use `torch.profiler`.")
 
 
 def end_engine(engine: Engine) -> None:

@@ -26,7 +26,7 @@ from zerodrift.deepspeed.modules import RefusedConfigError
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.tools.collectives import PORT, init_distributed, local_rank
 from zerodrift.deepspeed.tools.curves import MONITORS, MonitorMaster, get_monitor_config
-from zerodrift.deepspeed.tools.optimizers import OVER_PARAMETERS
+from zerodrift.deepspeed.tools.optimizers import OVER_PARAMETERS, require_states
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError, first_line
 from zerodrift.optim import SCHEDULES, TORCH_DECAY
 from zerodrift.optimizers import ADAMW, TYPES, algorithm_for, either
@@ -78,6 +78,8 @@ def initialize(  # DeepSpeed's thirteen parameters
             quiet = run_settings() is None
             end_engines_of(model)
             engine = make_engine(model, built, loaded, schedule=schedule, quiet=quiet)
+            updates = (row.columns.update for row in engine.plan.rows)
+            require_states(built, [update.state.dtype for update in updates if update is not None])
         with raise_on_all_ranks(engine.comm):
             monitor = MonitorMaster(curves)
     except ConfigError as error:

@@ -186,6 +186,11 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         norm = self._running().grad_norm
         return norm is not None and norm - norm != 0.0
 
+    @property
+    def _global_grad_norm(self) -> float:
+        """The norm of the last complete step, averaged and unscaled, before clipping. Scripts log it."""
+        return self._running().grad_norm or 0.0
+
     # --- the engine's methods ---------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

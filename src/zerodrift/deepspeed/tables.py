@@ -91,6 +91,7 @@ PRESENT: Mapping[str, str] = {
             FPQuantizerBuilder RandomLTDBuilder SparseAttnBuilder SpatialInferenceBuilder TransformerBuilder
             StochasticTransformerBuilder InferenceBuilder InferenceCoreBuilder RaggedOpsBuilder
             EvoformerAttnBuilder
+        ops.aio: AsyncIOBuilder GDSBuilder
         git_version_info: compatible_ops=COMPATIBLE installed_ops=INSTALLED torch_info=TORCH_INFO
     """,
     "parameters.values": """
@@ -111,7 +112,10 @@ PRESENT: Mapping[str, str] = {
         launcher
         launcher.runner: DEEPSPEED_ENVIRONMENT_NAME main parse_args
     """,
-    "parameters.contexts": "zero runtime.zero runtime.zero.partition_parameters: GatheredParameters Init",
+    "parameters.contexts": """
+        zero runtime.zero runtime.zero.partition_parameters: GatheredParameters Init
+        zero runtime.zero runtime.zero.mics: MiCS_Init=Init
+    """,
     "zero_to_fp32": """
         utils.zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict
             get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main
@@ -223,10 +227,7 @@ ABSENT: Mapping[str, str] = {
         runtime.zero.tiling
         zero runtime.zero: TiledLinear TiledLinearReturnBias
     """,
-    "Use `zero.Init`, and `mics_shard_size` or `sharding.replicate` in the config.": """
-        runtime.zero.mics
-        zero runtime.zero: MiCS_Init
-    """,
+    "Write `mics_shard_size` or `sharding.replicate` in the config.": "runtime.zero.mics",
     "Use `with torch.device('meta'):`, or `zero.Init`.": """
         utils.init_on_device
         deepspeed utils: OnDevice

@@ -214,6 +214,7 @@ def shard_parameter(
     if ranks == 1:
         mark(parameter, number)
         parameter.data = values
+        show_shard(parameter, values.reshape(-1))
         return
     values = values.contiguous()
     comm.broadcast(values, 0)

@@ -153,8 +153,9 @@ def _values(param: nn.Parameter) -> ParameterHandle:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the master weights in fp32, or None if no engine runs the parameter."""
-    return None if engine_parameter(param) is None else _values(param).master
+    """Return the master weights in fp32. Return None if no engine runs the parameter, or if it does not train
+    it, for then it has no master."""
+    return None if engine_parameter(param) is None or _is_frozen(param) else _values(param).master
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -199,7 +200,10 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return a copy of this rank's shard of the master weights. Flat, fp32."""
+    """Return a copy of this rank's shard of the master weights. Flat, fp32. Return None for a parameter that
+    the engine does not train."""
+    if _is_frozen(param):
+        return None
     engine, segment, row = _locate(param)
     flat = _master(engine, segment)
     return flat[_span(flat, segment, row)].clone()
@@ -264,6 +268,13 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
         raise ModelError(row.name, must, got=got, do="State is there after the first step.")
     _write(moments[optim_state_key], segment, row, value)
     updater.set_state(segment.number, optim_state_key, moments[optim_state_key])
+
+
+def _is_frozen(param: nn.Parameter) -> bool:
+    """Return True for a parameter that was frozen at `initialize`, in an engine that trains others."""
+    engine, name = require_engine_parameter(param)
+    row = engine.plan.row(name)
+    return engine.updater is not None and row is not None and not row.trained
 
 
 def _locate(param: nn.Parameter) -> tuple[Engine, FlatSegment, Row]:

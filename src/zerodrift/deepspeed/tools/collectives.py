@@ -95,6 +95,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or 0)
 
 
+def local_size() -> int:
+    """Return the number of ranks on this machine, as a launcher told it."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
 # --- groups -----------------------------------------------------------------------------------------------
 
 

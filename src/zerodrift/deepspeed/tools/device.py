@@ -14,9 +14,10 @@ import torch
 
 from zerodrift.comm import usable_accelerator
 from zerodrift.deepspeed.modules import NotHereError, absent
+from zerodrift.deepspeed.tools.collectives import local_size
 
 ON_CPU: Mapping[str, Any] = {
-    "device_count": 1,
+    "device_count": lambda *device: local_size(),  # each rank has one, as in DeepSpeed
     "current_device": "cpu",
     "is_bf16_supported": True,
     "manual_seed": torch.manual_seed,

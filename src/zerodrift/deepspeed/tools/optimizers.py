@@ -11,11 +11,13 @@ Invariant: an argument that would mean something else here is refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from zerodrift.dtypes import DType
 from zerodrift.errors import UnsupportedError
 from zerodrift.optimizers import ADAM, ADAMW, LION, SGD, Algorithm
 
@@ -40,6 +42,8 @@ class FusedAdam:
 
 
 class DeepSpeedCPUAdam:
+    """Moments have the dtype of the config, which `fp32_optimizer_states=False` must agree with."""
+
     optimizer_id = 0
 
     def __new__(  # type: ignore[misc]
@@ -58,10 +62,22 @@ class DeepSpeedCPUAdam:
         if amsgrad:
             do = "Pass `torch.optim.AdamW(amsgrad=True)`."
             raise UnsupportedError("amsgrad", "must be false", got="true", do=do)
+        made = _adam(model_params, adamw_mode, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if not fp32_optimizer_states:
-            do = "Moments follow their column: set `precision.state` in the config."
-            raise UnsupportedError("fp32_optimizer_states", "must be true", got="false", do=do)
-        return _adam(model_params, adamw_mode, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+            _ASK_FOR_NARROW_STATES.add(made)
+        return made
+
+
+_ASK_FOR_NARROW_STATES: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def require_states(optimizer: Any, dtypes: Iterable[DType]) -> None:
+    """Refuse an optimizer that asks for moments in fewer bits than those of an engine have."""
+    if optimizer in _ASK_FOR_NARROW_STATES and all(dtype is DType.FP32 for dtype in dtypes):
+        do = "Set `bf16.bf16_optimizer_states`, or `precision.state`."
+        raise UnsupportedError(
+            "fp32_optimizer_states", "must be true where the config has fp32 moments", got="false", do=do
+        )
 
 
 def _require_correction(bias_correction: bool) -> None:
