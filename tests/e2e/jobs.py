@@ -63,10 +63,10 @@ QUICKLY = ("--set", "model.activation_checkpointing=false")
 """For a job in a process of its own: torch's recomputation imports its compiler, which takes seconds."""
 
 
-def on_a_rank(path: str) -> None:
+def on_a_rank(path: str, overrides: Sequence[str] = ()) -> None:
     """Run a job on a rank of the harness."""
     os.chdir(ROOT)
-    run_here(path, ())
+    run_here(path, overrides)
 
 
 def losses(folder: Path) -> dict[int, float]:
