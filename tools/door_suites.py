@@ -187,6 +187,8 @@ MEANINGS = {
     r"deepspeed\.moe\.": "asks for DeepSpeed's own layer of experts",
     "launcher.runner|multinode_runner|utils.numa": "asks for the launcher's own functions",
     "moment tensors to be allocated": "looks into `optimizer.state`, which is not where moments are here",
+    "^SystemExit": "starts the script, where DeepSpeed refuses `--num_nodes` beside `--include`",
+    "to a tensor with grad_dtype": "assigns `param.grad` in fp16; gradients that are seen at stage 0 are fp32 here",
     "progressive_layer_drop": "progressive layer drop is refused",
     "_ckpt_name": "asks for the names of DeepSpeed's files in a checkpoint",
     "`optimizer.torch_adam`: must be a key": "a key that DeepSpeed does not know either is an error here",
@@ -194,7 +196,7 @@ MEANINGS = {
 """What a test raised -> what that means, for a reader of the table."""
 
 _MISSING = re.compile(
-    r"`(?:deepspeed\.)?([\w.]+)`: must be a name of the drop-in"
+    r"`(?:zerodrift\.)?(?:deepspeed\.)?([\w.]+)`: must be a name of the drop-in"
     r"|cannot import name '(\w+)'|No module named '([\w.]+)'|has no attribute '(\w+)'"
 )
 
