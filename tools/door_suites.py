@@ -172,7 +172,10 @@ MEANINGS = {
     "ZeroParamStatus.NOT_AVAILABLE": (
         "in a forward `ds_status` still says not available, though the values are there"
     ),
-    "`config_utils.|runtime.config.|DeepSpeedConfigModel|DeepSpeedZeroConfig": (
+    "Expected in-place modification error": "a write that changes no value is no error here",
+    "has no attribute .ds_tensor.": "looks into a module before `zero.Init` ends, which shards it then",
+    "`model`: must be a torch.nn.Module": "the same refusal, in other words",
+    "`config_utils.|runtime.precision_config|runtime.config.|DeepSpeedConfigModel|DeepSpeedZeroConfig": (
         "asks for DeepSpeed's classes of configs"
     ),
     "LinearModuleForZeroStage3|autocast_custom_fwd": "asks for DeepSpeed's own linear layer",
@@ -188,7 +191,7 @@ MEANINGS = {
     "launcher.runner|multinode_runner|utils.numa": "asks for the launcher's own functions",
     "moment tensors to be allocated": "looks into `optimizer.state`, which is not where moments are here",
     "^SystemExit": "starts the script, where DeepSpeed refuses `--num_nodes` beside `--include`",
-    "to a tensor with grad_dtype": "assigns `param.grad` in fp16; gradients that are seen at stage 0 are fp32 here",
+    "to a tensor with grad_dtype": "assigns `param.grad` in fp16, and at stage 0 gradients are fp32 here",
     "progressive_layer_drop": "progressive layer drop is refused",
     "_ckpt_name": "asks for the names of DeepSpeed's files in a checkpoint",
     "`optimizer.torch_adam`: must be a key": "a key that DeepSpeed does not know either is an error here",
