@@ -140,11 +140,10 @@ def reason(told: tuple[str, str]) -> str:
     for pattern, meaning in MEANINGS.items():
         if found := re.search(pattern, why):
             return found.expand(meaning)
-    if name := re.search(r"`(?:deepspeed\.)?([\w.]+)`: must be a name of the drop-in", why):
-        private = any(part.startswith("_") for part in name[1].split("."))
-        return f"asks for the private `{name[1]}`" if private else f"no `{name[1]}`"
-    if name := _MISSING.search(why):
-        return f"no `{next(filter(None, name.groups()))}`"
+    if found := _MISSING.search(why):
+        name = next(filter(None, found.groups()))
+        private = any(part.startswith("_") for part in name.split("."))
+        return f"asks for the private `{name}`" if private else f"no `{name}`"
     short = why.removeprefix("Failed: ")
     for end in (" Traceback (", "; got ", " + where ", " where ", "\\n"):
         short = short.partition(end)[0]
@@ -173,20 +172,36 @@ MEANINGS = {
     "ZeroParamStatus.NOT_AVAILABLE": (
         "in a forward `ds_status` still says not available, though the values are there"
     ),
-    "`config_utils.|runtime.config.|DeepSpeedConfigModel|DeepSpeedZeroConfig": (
+    "Expected in-place modification error": "a write that changes no value is no error here",
+    "has no attribute .ds_tensor.": "looks into a module before `zero.Init` ends, which shards it then",
+    "`model`: must be a torch.nn.Module": "the same refusal, in other words",
+    "`config_utils.|runtime.precision_config|runtime.config.|DeepSpeedConfigModel|DeepSpeedZeroConfig": (
         "asks for DeepSpeed's classes of configs"
     ),
     "LinearModuleForZeroStage3|autocast_custom_fwd": "asks for DeepSpeed's own linear layer",
+    "must be gathered when its values are taken; got `numpy`": (
+        "TRL hashes weights that are in pieces, which is an error here; on DeepSpeed they are empty"
+    ),
+    "MultipleAllGatherHandles": "asks for DeepSpeed's own handles of an all-gather",
+    r"engine\.tput_timer": "asks `engine.tput_timer` for times; it counts epochs alone",
+    "comm dtype doesn't match module dtype": (
+        "under `torch_autocast` parameters are fp32 here, whatever dtype the model had"
+    ),
     r"deepspeed\.moe\.": "asks for DeepSpeed's own layer of experts",
     "launcher.runner|multinode_runner|utils.numa": "asks for the launcher's own functions",
     "moment tensors to be allocated": "looks into `optimizer.state`, which is not where moments are here",
+    "^SystemExit": "starts the script, where DeepSpeed refuses `--num_nodes` beside `--include`",
+    "to a tensor with grad_dtype": "assigns `param.grad` in fp16, and at stage 0 gradients are fp32 here",
     "progressive_layer_drop": "progressive layer drop is refused",
     "_ckpt_name": "asks for the names of DeepSpeed's files in a checkpoint",
     "`optimizer.torch_adam`: must be a key": "a key that DeepSpeed does not know either is an error here",
 }
 """What a test raised -> what that means, for a reader of the table."""
 
-_MISSING = re.compile(r"cannot import name '(\w+)'|No module named '([\w.]+)'|has no attribute '(\w+)'")
+_MISSING = re.compile(
+    r"`(?:zerodrift\.)?(?:deepspeed\.)?([\w.]+)`: must be a name of the drop-in"
+    r"|cannot import name '(\w+)'|No module named '([\w.]+)'|has no attribute '(\w+)'"
+)
 
 
 def results() -> list[SuiteResult]:

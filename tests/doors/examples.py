@@ -169,7 +169,8 @@ TOOLS: Mapping[str, Tool] = {
             of_command("reward", "whole", "--max_length 64"),
         ),
         without="adapters that are merged for vLLM at stage 3: writing inside `GatheredParameters` without "
-        "`modifier_rank` is an error",
+        "`modifier_rank` is an error; `precompute_ref_log_probs` at stage 3, for which TRL hashes weights "
+        "that are in pieces: an error here, and on DeepSpeed one hash for all weights",
     ),
     "transformers": Tool(
         "transformers `Trainer`",

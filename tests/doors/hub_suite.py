@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for node in item.listchain():
             node.own_markers[:] = [mark for mark in node.own_markers if mark.kwargs.get("reason") != SEVERAL]
         module = getattr(item, "module", None)
-        run = getattr(module, "run_command", None)
-        if run is not None and not hasattr(run, "on_cpu"):
-            module.run_command = _on_cpu(run)  # type: ignore[union-attr]
+        if hasattr(module, "run_command"):
+            module.run_command = _run_on_cpu  # type: ignore[union-attr]
 
 
 def _of_package(word: str) -> str:
@@ -65,13 +66,14 @@ def _of_package(word: str) -> str:
     return str(Path(importlib.import_module("trl").__file__ or "").parents[1] / word)
 
 
-def _on_cpu(run: Any) -> Any:
-    def run_command(command: list[str], env: dict[str, str]) -> None:
-        launch, rest = command[:2], [_of_package(str(word)) for word in command[2:]]
-        run([*launch, "--main_process_port", free_port(), *rest, *TRAINER_ON_CPU], env)
-
-    run_command.on_cpu = True  # type: ignore[attr-defined]
-    return run_command
+def _run_on_cpu(command: list[str], env: dict[str, str]) -> None:
+    """Stand in for TRL's `run_command`, and raise the last error that the command printed."""
+    launch, rest = command[:2], [_of_package(str(word)) for word in command[2:]]
+    asked = [*launch, "--main_process_port", free_port(), *rest, *TRAINER_ON_CPU]
+    done = subprocess.run([str(word) for word in asked], env=env, stderr=subprocess.PIPE, text=True)
+    sys.stderr.write(done.stderr)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("[rank0]") and "Error: " in line]
+    assert done.returncode == 0, errors[-1] if errors else done.returncode
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -166,13 +166,15 @@ def test_an_unknown_name_is_an_attribute_error_with_the_nearest() -> None:
         deepspeed.__nothing__  # noqa: B018
 
 
-def test_the_accelerator_answers_or_names_torchs_own() -> None:
+def test_the_accelerator_answers_or_names_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found = deepspeed.get_accelerator()
     assert found.device_name() in ("cpu", "cuda") and found.device_count() >= 1
     assert found.communication_backend_name() in ("gloo", "nccl")
     assert found.memory_allocated() >= 0 and found.supported_dtypes()
     with pytest.raises(NotHereError, match=r"torch\."):
         found.create_op_builder  # noqa: B018
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert found.device_name() != "cpu" or found.device_count() == 4
 
 
 def test_nothing_else_has_the_name_of_one_of_deepspeeds_modules() -> None:
