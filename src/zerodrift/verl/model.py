@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForTokenClassification
 from transformers.dynamic_module_utils import custom_object_save
+from verl.models.transformers import monkey_patch
 from verl.models.transformers.monkey_patch import apply_monkey_patch
 from verl.utils import hdfs_io
 from verl.utils.fsdp_utils import replace_lora_wrapper
@@ -62,13 +63,22 @@ def prepared_model(given: Any) -> tuple[nn.Module, Any]:
     return _patched(model, given), None
 
 
+def _patch(model: Any, use_remove_padding: bool) -> None:
+    """Let verl patch the model: first a class of TRL's, which TRL 1.16 has no more, without that one."""
+    try:
+        apply_monkey_patch(model=model, use_remove_padding=use_remove_padding, ulysses_sp_size=1)
+    except ImportError:
+        monkey_patch.is_trl_available = lambda: False
+        apply_monkey_patch(model=model, use_remove_padding=use_remove_padding, ulysses_sp_size=1)
+
+
 def _patched(model: Any, given: Any) -> nn.Module:
     if given.use_liger:
         from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, swiglu=True)
     try:
-        apply_monkey_patch(model=model, use_remove_padding=given.use_remove_padding, ulysses_sp_size=1)
+        _patch(model, given.use_remove_padding)
     except (AssertionError, AttributeError, KeyError, NotImplementedError) as error:
         must, got = (
             "must be of an architecture that verl can patch",
