@@ -1,13 +1,14 @@
-"""Steps of two and four gloo ranks, measured and simulated from what this machine was measured to do.
+"""Steps of one, two and four gloo ranks, measured and simulated from what this machine was measured to do.
 
     python bench/simulate.py                        # measures the machine, and steps that it simulates
     python bench/simulate.py --write machine.yaml   # and keeps what the machine does, for `--simulate`
     python bench/simulate.py --scale                # simulates large models on many GPUs, measures nothing
 
-What a machine does is measured while all ranks do the same: products of the model's sizes, a copy in memory,
-new memory, three usual operations in the cache, a small one, a gather by the engine's own messages, products
-beside one. Nothing is fitted to a step. Machine and steps are measured in turns, because what a machine does
-drifts, and of both the median counts; the first two steps of an engine are left out.
+What a machine does is measured while two ranks, with a core each, do the same: products of the model's sizes,
+a copy in memory, new memory, three usual operations in the cache, a small one, a gather by the engine's own
+messages, products beside one. Any number of ranks is simulated from that and the number of cores: nothing is
+fitted to a step. Machine and steps are measured in turns, because what a machine does drifts, and of both the
+median counts; the first two steps of an engine are left out.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Size:
 
 
 SIZES = (Size(384, 8, 1, 128), Size(512, 4, 2, 256))
-WORLDS = (2, 4)
+WORLDS = (1, 2, 4)
+MEASURED = 2
+"""Ranks from whose point of view the machine is measured."""
 BLOCK = 1 << 21
 """Elements that are gathered to see how fast that is: about a block of the models."""
 
@@ -155,7 +158,8 @@ def measured_machine(comm: Collectives, size: Size) -> dict[str, Any]:
             "cache_gb_per_s": 7 * small.nbytes / mean_of(usual) / 1e9,
             "operation_us": mean_of(lambda: [least + 1.0 for _ in range(100)]) / 100 * 1e6,
         },
-        "devices_per_host": world,
+        "devices_per_host": 64,
+        "cores": len(os.sched_getaffinity(0)),
         "host": {"gb_per_s": sent / (seconds - latency) / 1e9, "latency_us": latency * 1e6},
         "carrier": "pairs",
         "compute_beside_link": min(1.0, max(0.05, pace)),
@@ -180,11 +184,12 @@ def run(rank: int, folder: str, world: int, options: argparse.Namespace, queue: 
     for size in SIZES:
         machines, times = [], {stage: list[float]() for stage in options.stages}
         for _ in range(options.turns):
-            machines.append(measured_machine(comm, size))
+            if world == MEASURED:
+                machines.append(measured_machine(comm, size))
             for stage in options.stages:
                 times[stage] += step_times(size, stage, rank, options)
         steps = {stage: statistics.median(seconds) for stage, seconds in times.items()}
-        found[size] = middle(machines), steps
+        found[size] = middle(machines) if machines else {}, steps
     if rank == 0:
         queue.put(found)
     dist.barrier()
@@ -239,19 +244,21 @@ def compare(options: argparse.Namespace) -> None:
         f"Steps of gloo ranks in fp32, measured and simulated, micro-batches: {options.micro_batches}",
         options,
     )
-    machines = {}
     columns = {"ranks": "<7", "model": "<22", "stage": "", "measured ms": ".1f", "simulated ms": ".1f"}
     columns |= {"simulated / measured": ".2f", "computing": ".0%", "waiting": ".0%"}
+    found = {world: launched(world, options) for world in sorted({MEASURED, *options.worlds})}
+    clusters = {size: machine for size, (machine, _) in found[MEASURED].items()}
+    machines = {f"{MEASURED} ranks, {size.width}": machine for size, machine in clusters.items()}
     rows = []
     for world in options.worlds:
-        for size, (machine, steps) in launched(world, options).items():
-            machines[f"{world} ranks, {size.width}"] = machine
+        for size, (_, steps) in found[world].items():
             for stage, seconds in steps.items():
-                simulated = simulation_of(size, stage, world, Cluster(**machine), options)
+                simulated = simulation_of(size, stage, world, Cluster(**clusters[size]), options)
                 share = simulated.exposed / simulated.seconds
                 ratio = simulated.seconds / seconds
                 times = seconds * 1e3, simulated.seconds * 1e3
-                rows.append((f"{world} ranks", str(size), stage, *times, ratio, 1 - share, share))
+                name = f"{world} rank{'s'[: world - 1]}"
+                rows.append((name, str(size), stage, *times, ratio, 1 - share, share))
     table = result.table({"what": "<24", **dict.fromkeys(machines, ".3g")}, "What the machine does")
     for name, path in FIGURES.items():
         table.row(name, *(value(machine, path) for machine in machines.values()))
@@ -266,6 +273,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 FIGURES = {
+    "cores": ("cores",),
     "fp32 TFLOP/s": ("device", "tflops", "fp32"),
     "memory GB/s": ("device", "memory_gb_per_s"),
     "new memory GB/s": ("device", "new_gb_per_s"),

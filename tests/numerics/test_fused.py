@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import platform
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -203,9 +204,28 @@ def test_any_length_and_alignment(numel: int, state: State) -> None:
         assert_equal(one, other)
 
 
+LEVELS = build.VARIANTS.get(platform.machine(), ())
+
+
 @compiled
-def test_codes_around_the_bounds_of_decades_and_binades() -> None:
-    """Where a lookup could take the neighbour: every bound and power of two, and 50 numbers on both sides."""
+@pytest.mark.parametrize(
+    "level", [None, *(pytest.param(of, marks=pytest.mark.long, id=of.name) for of in LEVELS)]
+)
+def test_codes_around_the_bounds_of_decades_and_binades(
+    level: build.Variant | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a lookup could take the neighbour: every bound and power of two, and 50 numbers on both sides.
+
+    As compiled for this processor, and for every level of processors that wheels have a library for.
+    """
+    if level is not None:
+        compiler = build.find_compiler()
+        if compiler is None or not level.needs <= native._features():
+            pytest.skip("no C++ compiler, or another processor")
+        same = replace(level, contraction=astuple(contraction()))
+        monkeypatch.setitem(build.VARIANTS, platform.machine(), (same,))
+        made = native.Library(next(build.compile_variants(compiler, tmp_path)), "")
+        monkeypatch.setattr(native, "library", lambda: made)
     edges = torch.tensor([10.0**-k for k in range(8)] + [2.0**-k for k in range(40)])
     near = (edges.view(torch.int32)[:, None] + torch.arange(-50, 51, dtype=torch.int32)).view(torch.float32)
     near = torch.cat([near.flatten(), torch.tensor([0.0, 1e-20, 1e-42])]).clamp(max=1.0)

@@ -206,6 +206,43 @@ def test_without_communication_a_step_is_what_is_computed() -> None:
     assert found.tokens == 8
 
 
+@pytest.mark.parametrize(
+    ("ranks", "shared", "times"),
+    [
+        (2, {"cores": 2}, 1),
+        (4, {"cores": 2}, 2),
+        (4, {"cores": 3}, 4 / 3),
+        (4, {"cores": 8, "threads": 4}, 2),
+        (4, {"cores": 2, "devices_per_host": 2}, 1),
+        (4, {"cores": 1, "devices_per_host": 2}, 2),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_on_fewer_cores_share_their_time(
+    ranks: int, shared: dict[str, int], times: float, stage: int
+) -> None:
+    """Products, passes over memory, new memory, small operations and what travels inside a host."""
+    made = plan(ranks, stage=stage)
+    slow = {
+        "memory_gb_per_s": 5.0,
+        "new_gb_per_s": 1.0,
+        "cache_mb": 0.1,
+        "cache_gb_per_s": 20.0,
+        "operation_us": 9,
+    }
+    own = {"device": {**FAST["device"], **slow}, "carrier": "pairs", "compute_beside_link": 0.5}
+    own["host"] = {"gb_per_s": 1.0, "latency_us": 50, "message_us": 3}
+    own["network"] = {"gb_per_s": 1e9}  # no core carries what a network does
+    alone = simulate(made, work(made), cluster(**own, devices_per_host=shared.get("devices_per_host", 8)))
+    found = simulate(made, work(made), cluster(**{**own, **shared}))
+    assert found.seconds == pytest.approx(times * alone.seconds)
+    assert found.exposed == pytest.approx(times * alone.exposed)
+    assert found.mfu == pytest.approx(alone.mfu / times), (
+        "of what a rank with a core to itself is stated to have"
+    )
+    assert found.memory == alone.memory
+
+
 def test_a_step_is_computing_and_waiting_and_nothing_else() -> None:
     for stage in range(4):
         made = plan(16, stage=stage, sharding={"replicate": 2}, gradient_accumulation_steps=3)

@@ -84,6 +84,11 @@ class Cluster(config.Block):
     """The device of one rank."""
     devices_per_host: config.Positive
     """Devices that are joined by `host`; ranks that are neighbours share a host."""
+    cores: config.Positive | None = None
+    """Cores of a host whose ranks compute on them, and carry what travels inside it. All other figures are of
+    a rank that has its cores to itself. Default: every rank has."""
+    threads: config.Positive = 1
+    """Cores that a rank keeps busy; only with `cores`."""
     host: Link
     """Link inside a host."""
     network: Link | None = None
@@ -106,6 +111,29 @@ class Cluster(config.Block):
             do = "Add it to the cluster's file, in TFLOP/s."
             raise ConfigError(f"device.tflops.{word}", must, got="nothing", do=do)
         return stated * TERA
+
+    def shared_by(self, ranks: int) -> Cluster:
+        """Return the cluster as each of so many ranks has it. Where they keep more cores busy than a host
+        has, a rank has its share of the time."""
+        busy = min(ranks, self.devices_per_host) * self.threads
+        if self.cores is None or busy <= self.cores:
+            return self
+        share, device, host = self.cores / busy, self.device, self.host
+        slower = {
+            "tflops_reached": device.tflops_reached * share,
+            "memory_reached": device.memory_reached * share,
+            "new_gb_per_s": device.new_gb_per_s and device.new_gb_per_s * share,
+            "cache_gb_per_s": device.cache_gb_per_s and device.cache_gb_per_s * share,
+            "operation_us": device.operation_us / share,
+        }
+        link = {
+            "reached": host.reached * share,
+            "latency_us": host.latency_us / share,
+            "message_us": host.message_us / share,
+        }
+        return self.model_copy(
+            update={"device": device.model_copy(update=slower), "host": host.model_copy(update=link)}
+        )
 
     def seconds_of_bytes(self, count: float) -> float:
         """One pass that reads and writes `count` bytes in all."""

@@ -103,6 +103,7 @@ def simulate(
     """Play a step of `plan`; a pipeline in the order of `timeline`. With `recompute`, blocks compute their
     activations again in the backward."""
     require_known_order(plan, cluster, timeline)
+    cluster = cluster.shared_by(plan.mesh.world)
     count = plan.policy.batch.accumulation
     if timeline is None:
         played = _play_one_stage(plan, work, cluster, recompute)
