@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from zerodrift.errors import ZerodriftError as ZerodriftError
     from zerodrift.inspect.audit.entry import audit as audit
     from zerodrift.inspect.audit.report import Audit as Audit
-    from zerodrift.inspect.check.observation import Observation as Observation
-    from zerodrift.inspect.check.observation import observe as observe
+    from zerodrift.inspect.check.launch import Observation as Observation
+    from zerodrift.inspect.check.launch import observe as observe
     from zerodrift.mesh import MeshShape as MeshShape
     from zerodrift.model.sources import describe as describe
     from zerodrift.model.spec import ModelSpec as ModelSpec

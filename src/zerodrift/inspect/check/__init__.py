@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     from zerodrift.inspect.check import compare, table
     from zerodrift.inspect.check.compare import hidden, nondeterministic, unexpected
     from zerodrift.inspect.check.findings import run_findings
-    from zerodrift.inspect.check.launch import RunRecord, run
-    from zerodrift.inspect.check.observation import Observation, observe
+    from zerodrift.inspect.check.launch import Observation, RunRecord, observe, run
     from zerodrift.inspect.check.report import run_page, run_text
     from zerodrift.inspect.check.table import completed, differences, encoded, read
 

@@ -1,10 +1,10 @@
-"""Run somebody's command with a watcher in each of its Python processes, and collect their records.
+"""Watch a command, with a watcher in each of its Python processes, or a loop of this process.
 
 `startup` puts `watch_with_torch` into every Python process; it waits for the import of torch, and imports
 nothing until then. A process that never trains leaves an empty record, or none.
 
 Invariant: no process of the command outlives the check, unless it was to go on and has not ended by itself.
-If the check is killed, each ends once it has seen its steps.
+If the check is killed, each ends once it has seen its steps. Importing this file imports no torch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from zerodrift.errors import ModelError, ZerodriftError
 from zerodrift.files import is_locked, locked
-from zerodrift.inspect.trace import ProcessRecord
+from zerodrift.inspect.trace import ModelRecord, ProcessRecord
 from zerodrift.startup import StartupHook, failures, record_failure, spawn, startup_folder, when_imported
+
+if TYPE_CHECKING:
+    from zerodrift.inspect.check.table import RunFinding
 
 END = "end"  # a file that lets every process end
 HELD = "held"  # a file that is locked while the check is there
@@ -201,3 +205,68 @@ def _wait_for_others(seen: Path) -> None:
     until = time.monotonic() + _LONGEST_WAIT
     while not (seen / END).exists() and is_locked(seen / HELD) and time.monotonic() < until:
         time.sleep(0.05)
+
+
+# --- a loop of this process -----------------------------------------------------------------------------
+
+_FOREVER = 1 << 62
+
+
+class Observation:
+    """The record of this process; complete when the context has ended."""
+
+    def __init__(self) -> None:
+        self._process: ProcessRecord | None = None
+
+    @property
+    def process(self) -> ProcessRecord:
+        """All of it."""
+        if self._process is None:
+            raise ZerodriftError("observe", "must have ended", do="Read what was seen after the `with`.")
+        return self._process
+
+    @property
+    def models(self) -> list[ModelRecord]:
+        """Every model that was seen, with its parameters."""
+        return self.process.models
+
+    def findings(self) -> list[RunFinding]:
+        """Return what costs precision, as this process saw it."""
+        from zerodrift.inspect.check.findings import run_findings
+
+        return run_findings([self.process])
+
+    def table(self) -> str:
+        """Return the text that `check` prints."""
+        from zerodrift.inspect.check.report import run_text
+
+        return run_text([self.process], self.findings(), (), color=False)
+
+
+@contextlib.contextmanager
+def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
+    """Watch what trains in this process until the context ends; values are what they would be without.
+
+    `model` is the module, wrapped or not; without one, every model that trains is watched. What `optimizer`
+    updates is seen in its steps: one whose steps could not be seen is refused.
+    """
+    import torch
+
+    from zerodrift.inspect.trace import Watcher
+
+    held = getattr(optimizer, "optimizer", optimizer)
+    if optimizer is not None and not isinstance(held, torch.optim.Optimizer):
+        must = "must be a `torch.optim.Optimizer`, or wrap one as `optimizer.optimizer`"
+        do = "Steps of others cannot be seen."
+        raise ZerodriftError("optimizer", must, got=type(optimizer).__name__, do=do)
+    observation = Observation()
+    watcher = Watcher(_FOREVER, lambda process: None, only=model)
+    watcher.begin()
+    try:
+        yield observation
+    finally:
+        watcher.finish("steps")
+        observation._process = watcher.state.process
+    if not observation.models:
+        must = "must see the model's forward, with gradients on"
+        raise ModelError("observe", must, got="none", do="Train at least one step of it inside the `with`.")
