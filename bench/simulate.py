@@ -151,7 +151,7 @@ def measured_machine(comm: Collectives, size: Size) -> dict[str, Any]:
     return {
         "device": {
             "tflops": {"fp32": products(size.batch * size.length, size.width)},
-            "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world / 1e9,
+            "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / max(WORLDS) / 1e9,
             "memory_gb_per_s": 2 * large.nbytes / mean_of(lambda: copy.copy_(large)) / 1e9,
             "new_gb_per_s": NEW.nbytes / mean_of(lambda: torch.empty_like(NEW).zero_()) / 1e9,
             "cache_mb": 4.0,
@@ -160,7 +160,7 @@ def measured_machine(comm: Collectives, size: Size) -> dict[str, Any]:
         },
         "devices_per_host": 64,
         "cores": len(os.sched_getaffinity(0)),
-        "host": {"gb_per_s": sent / (seconds - latency) / 1e9, "latency_us": latency * 1e6},
+        "host": {"gb_per_s": sent / max(seconds - latency, seconds / 2) / 1e9, "latency_us": latency * 1e6},
         "carrier": "pairs",
         "compute_beside_link": min(1.0, max(0.05, pace)),
         "source": f"bench/simulate.py, {world} gloo ranks",
