@@ -22,6 +22,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import zerodrift
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 _BEGAN = time.monotonic()
@@ -149,9 +151,9 @@ def _command() -> str:
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str]:
-    """Of Python, torch and `packages` as installed."""
-    found = {"Python": platform.python_version()}
-    for package in ("torch", "zerodrift", *packages):
+    """Of Python, zerodrift as it is imported, torch and `packages` as installed."""
+    found = {"Python": platform.python_version(), "zerodrift": zerodrift.__version__}
+    for package in ("torch", *packages):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

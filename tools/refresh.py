@@ -194,7 +194,7 @@ API_SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "",
         ("config.loader", "policy.resolver", "model.sources", "plan.builder", "plan.bill", "plan.table"),
     ),
-    ("Observing", "", ("inspect.check.observation",)),
+    ("Observing", "", ("inspect.check.launch",)),
     ("What precision costs", "", ("inspect.audit.entry", "inspect.audit.report")),
     ("What a plan is made of", "", ("mesh", "model.spec", "policy.decisions")),
     ("Configs", CONFIG_INTRO, ("config.schema",)),
