@@ -281,6 +281,14 @@ def in_part() -> zerodrift.Observation:
     return observed(model, torch.optim.AdamW(model.head.parameters(), lr=1e-3), after=after)
 
 
+def bounded() -> zerodrift.Observation:
+    """An optimizer of other tensors than the parameters, which the script only clamps."""
+    model = dense()
+    stale = [parameter.detach().clone() for parameter in model.parameters()]
+    after = torch.no_grad()(lambda: [parameter.clamp_(-1, 1) for parameter in model.parameters()])
+    return observed(model, torch.optim.AdamW(stale, lr=1e-3), before=lambda: give(model, stale), after=after)
+
+
 def transformed() -> zerodrift.Observation:
     """Gradients by `torch.func.grad`, which puts tensors without memory in the parameters' place."""
     model = dense()

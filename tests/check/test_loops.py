@@ -34,6 +34,7 @@ BUGS: dict[str, tuple[Run, str, str]] = {
         f"masters of {kind}, not written": (_(loops.masters, kind, 1e-3, False), "never-updated", "up.weight")
         for kind in ("copy_", "flat, vector")
     },
+    "clamped, and not updated": (loops.bounded, "never-updated", "up.weight"),
     "an optimizer of bf16": (_(loops.own_optimizer, loops.WithoutMasters), "no-master", "up.weight"),
     "a moment that decays": (_(loops.rounding, loops.Averaging, 1e-2), "no-master", "up.weight"),
     **{f"by hand, {kind}": (_(loops.by_hand, loops.UPDATES[kind], BF16), "no-master", "up.weight")

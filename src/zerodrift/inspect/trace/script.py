@@ -208,7 +208,8 @@ class CopyWatch:
             for master in source.masters:
                 self.link(parameter, master, result)
             self.updates.writes(parameter, reads, result)
-            if parameter.arrived and not (in_step or source.masters):
+            is_update = any(tensor.numel() > 1 or result.numel() == 1 for tensor in reads)  # a bound is none
+            if parameter.arrived and is_update and not (in_step or source.masters):
                 is_copy = name == "copy_" and parameter not in source.parameters
                 is_wider = is_copy and result.dtype in NARROW and reads[0].dtype not in NARROW
                 self.updates.by_hand(parameter, reads[0] if is_wider else None)
