@@ -307,11 +307,6 @@ struct Table {
   }
 };
 
-template <bool SIGNED>
-void decode(float* __restrict out, const uint8_t* __restrict in, float scale, const Table& table, int n) {
-  decode_plain(out, in, scale, table.code, n);
-}
-
 template <bool SIGNED, int HALF>
 void encode(uint8_t* __restrict out, const float* __restrict in, float scale, const Table& table,
             const uint32_t* __restrict words, int n) {
@@ -360,15 +355,19 @@ struct Table {
   explicit Table(const Code& from) : code(from) {}
 };
 
-template <bool SIGNED>
-void decode(float* __restrict out, const uint8_t* __restrict in, float scale, const Table& table, int n) {
-  decode_plain(out, in, scale, table.code, n);
-}
-
 template <bool SIGNED, int HALF>
 void encode(uint8_t* __restrict out, const float* __restrict in, float scale, const Table& table,
             const uint32_t* __restrict words, int n) {
   encode_plain<SIGNED, HALF>(out, in, scale, table.code, words, n);
+}
+
+#endif
+
+#if !defined(__AVX512BW__)
+
+template <bool SIGNED>
+void decode(float* __restrict out, const uint8_t* __restrict in, float scale, const Table& table, int n) {
+  decode_plain(out, in, scale, table.code, n);
 }
 
 #endif
