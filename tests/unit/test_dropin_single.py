@@ -287,6 +287,7 @@ def test_bf16_moments_are_asked_for_in_the_config_and_of_the_optimizer() -> None
     optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), fp32_optimizer_states=False)
     with pytest.raises(UnsupportedError, match="where the config has fp32 moments"):
         make(BARE, model=net, optimizer=optimizer)
+    assert not any(module._forward_pre_hooks for module in net.modules())  # no engine is left
 
 
 # --- the engine -------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from zerodrift.comm import raise_on_all_ranks
 from zerodrift.config import Config, load
 from zerodrift.deepspeed.checkpointed_engine import tag_validation
 from zerodrift.deepspeed.config import MANAGED, with_additions, written_config
-from zerodrift.deepspeed.engine import DeepSpeedEngine, end_engines_of
+from zerodrift.deepspeed.engine import DeepSpeedEngine, end_engine, end_engines_of
 from zerodrift.deepspeed.modules import RefusedConfigError
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.tools.collectives import PORT, init_distributed, local_rank
@@ -78,8 +78,12 @@ def initialize(  # DeepSpeed's thirteen parameters
             quiet = run_settings() is None
             end_engines_of(model)
             engine = make_engine(model, built, loaded, schedule=schedule, quiet=quiet)
-            updates = (row.columns.update for row in engine.plan.rows)
-            require_states(built, [update.state.dtype for update in updates if update is not None])
+            try:
+                updates = (row.columns.update for row in engine.plan.rows)
+                require_states(built, [update.state.dtype for update in updates if update is not None])
+            except UnsupportedError:
+                end_engine(engine)
+                raise
         with raise_on_all_ranks(engine.comm):
             monitor = MonitorMaster(curves)
     except ConfigError as error:
