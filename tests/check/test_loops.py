@@ -12,6 +12,7 @@ import torch
 import zerodrift
 from tests.check import loops
 from tests.check.loops import BF16, FP16, FP32
+from zerodrift.inspect.check.script_findings import narrowest
 
 Run = Callable[[], zerodrift.Observation]
 BOTH = ("exp_avg", "exp_avg_sq")
@@ -112,6 +113,11 @@ def test_a_bug_is_named(case: str) -> None:
     assert found[kind].what.endswith(".") and found[kind].do and 0 < found[kind].cost <= 1
     others = {"norm-in-16-bits", "state-too-narrow"} if kind == "no-master" else set()
     assert found.keys() <= {kind} | others
+
+
+def test_a_sum_beyond_fp32_is_of_no_narrow_dtype() -> None:
+    assert narrowest([1e39, 1.0]) == "" and narrowest([1.5, 1e38]) == ""
+    assert narrowest([1.5, 2.0**100]) == "bfloat16" and narrowest([1.5, 1 + 2**-10]) == "float16"
 
 
 @pytest.mark.parametrize("case", HEALTHY)

@@ -141,9 +141,9 @@ def wire_error(dtype: str, gradients: int) -> float:
 
 def narrowest(values: Sequence[float]) -> str:
     """Return the dtype of 16 bits that holds all of these values, or ""."""
-    if all(struct.pack("<f", value)[:2] == b"\0\0" for value in values):
-        return "bfloat16"
-    with contextlib.suppress(OverflowError):
+    with contextlib.suppress(OverflowError):  # by a value that is too large for what it is packed in
+        if all(struct.pack("<f", value)[:2] == b"\0\0" for value in values):
+            return "bfloat16"
         if all(value == struct.unpack("e", struct.pack("e", value))[0] for value in values):
             return "float16"
     return ""
