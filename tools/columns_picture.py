@@ -22,7 +22,7 @@ STEP = {
     "export": "in the file",
 }
 """Column -> what happens to the parameter there."""
-BELOW = {"split": "bf16 + 16 bits", "same": "the weight itself"}
+BELOW = {"split": "bf16 + 16 bits", "same": "the weight"}
 """What stands below a word that is no dtype."""
 
 EDGE, BOX, HEIGHT, GAP = 22, 92, 46, 10

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, parametrize
 
-from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
+from tests.habits.loop import Habit, Loop, Trainer, each, habits_of, refused_cases
 from tests.habits.networks import WIDTH, Block, Made, Net, as_loss_of, fit, fitted, square, step_on
 
 # --- which blocks run, and how --------------------------------------------------------------------------
@@ -553,6 +553,21 @@ def llama_normed() -> nn.Module:
     )
 
 
+def scripted_block() -> nn.Module:
+    """A network in which one block is compiled by TorchScript."""
+    model = Net()
+    model.blocks[1] = torch.jit.script(model.blocks[1])
+    return model
+
+
+TORCHSCRIPT: dict[str, Any] = {
+    "a_scripted_block": ((scripted_block, 1), "`blocks.1`: must run in Python"),
+    "a_traced_model": (
+        (lambda: torch.jit.trace(Net(), torch.ones(4, WIDTH)), 1),
+        "`model`: must run in Python",
+    ),
+}
+
 FITTED: dict[str, Any] = {
     "stochastic_depth": (lambda: Net(StochasticDepth), 3),
     "a_random_number_of_blocks": (RandomNumberOfBlocks, 4),
@@ -583,6 +598,7 @@ HABITS = habits_of(
     globals(),
     *each(ordered, ORDERS),
     *each(fitted, FITTED),
+    *refused_cases("its forward runs no hooks", fitted, TORCHSCRIPT),
     Habit(
         batch_norm,
         refused="must compute in the dtype of its buffers",

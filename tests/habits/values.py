@@ -197,6 +197,15 @@ SURGERY: dict[str, Any] = {
 """Modules and parameters that are replaced, added or taken away are in `ranks/test_values.py`."""
 
 
+def a_model_that_is_moved_to_where_it_is(loop: Loop) -> None:
+    """`model.to(device)` before an evaluation, and its kin."""
+    net = loop.train(Net())
+    for _ in steps_of(loop, net):
+        for kind in ("cpu", torch.device("cpu"), torch.zeros(1, dtype=loop.dtype)):
+            net.module.to(kind)
+        net.module.cpu()
+
+
 def a_parameter_that_is_frozen(loop: Loop) -> None:
     net = loop.train(Net())
     fit(loop, net)

@@ -141,6 +141,9 @@ def check(
     alive, gone = find_other_engines(model)
     if alive:
         problems.add("model", "must not have another engine", got="one that is still alive", do=_DESTROY)
+    for path in _script_modules(model):
+        must = "must run in Python, where its parameters are gathered and cast"
+        problems.add(path or "model", must, got="a module of TorchScript", do=_SCRIPT)
     for row in plan.rows:
         parameter = parameters.get(row.name)
         if parameter is None:
@@ -167,7 +170,22 @@ def check(
     problems.raise_as(ModelError)
 
 
+def _script_modules(model: nn.Module) -> list[str]:
+    """Return the paths of outermost TorchScript modules with parameters, whose forward runs no hooks."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{outer}." if outer else "") for outer in found)
+        if (
+            isinstance(module, torch.jit.ScriptModule)
+            and not is_inside
+            and any(True for _ in module.parameters())
+        ):
+            found.append(path)
+    return found
+
+
 _PLAN = "Plan from the module that is trained."
+_SCRIPT = "Pass the module that `torch.jit.trace` or `torch.jit.script` was given."
 _SPREAD = "Set `backend: fsdp2`, or build the model without tensor parallelism."
 _DESTROY = "Call its `destroy` first."
 _KEEP = "Call `destroy` inside `engine.gathered()`, or build the model anew and load what was saved."

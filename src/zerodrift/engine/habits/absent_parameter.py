@@ -91,7 +91,9 @@ class AbsentParameter(nn.Parameter):
                 same = func(*args, **(kwargs or {}))
                 same.__class__ = type(parameter)  # and no node of a graph, as `as_subclass` would leave
                 return same
-            if name in _MOVES and STAYS in vars(parameter):
+            if name in _MOVES and (
+                STAYS in vars(parameter) or _is_there(parameter, name, args, kwargs or {})
+            ):
                 wanted = _CASTS.get(name) or _wanted_dtype(args, kwargs or {}) or parameter.dtype
                 cast = parameter if wanted is parameter.dtype else cls.cast(parameter, wanted)
                 if cast is not None:
@@ -252,6 +254,19 @@ def _like(first: AbsentValue, made: Any) -> Any:
     if isinstance(made, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in made):
         return type(made)([_like(first, item) for item in made])
     return made
+
+
+def _is_there(parameter: AbsentParameter, name: str, args: Any, kwargs: Any) -> bool:
+    """Return whether a parameter is on the device that a call of `_MOVES` names, so that nothing moves."""
+    wanted: Any = {"cpu": "cpu", "cuda": "cuda"}.get(name)
+    if name in ("to", "cuda"):
+        given = (getattr(value, "device", value) for value in (*args[1:], *kwargs.values()))
+        kinds = (str, int, torch.device)
+        wanted = next((it for it in given if isinstance(it, kinds) and not isinstance(it, bool)), wanted)
+    if parameter.lost or kwargs.get("copy"):
+        return False
+    device, home = torch.device(parameter.device if wanted is None else wanted), parameter.device
+    return device.type == home.type and device.index in (None, home.index)
 
 
 def _wanted_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
