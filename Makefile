@@ -54,7 +54,7 @@ demo: env
 		--set "data.train=$$($(BIN)/python -c 'import os; print(os.path.dirname(os.__file__))')/*.py"
 	@echo; echo 'What it makes of "def ":'
 	@$(BIN)/zerodrift sample runs/demo --prompt 'def '
-	@echo; echo 'The report: runs/demo/report.html'
+	@echo; echo 'Next: . $(BIN)/activate; zerodrift'
 
 quick: env
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m quick

@@ -36,8 +36,17 @@ from zerodrift.inspect.simulate.cluster import (
     collective_time,
     read_cluster,
 )
-from zerodrift.inspect.simulate.simulation import Simulation, simulate, sweep
+from zerodrift.inspect.simulate.simulation import (
+    NARROW_WIRES,
+    Simulation,
+    fewest_ranks,
+    fullest_memory,
+    own_choice,
+    simulate,
+    sweep,
+)
 from zerodrift.inspect.simulate.streams import Streams, split_micro_batches
+from zerodrift.inspect.simulate.text import sweep_text
 from zerodrift.inspect.simulate.work import CountedOperation, UnitWork, Work, count_work, sized_inputs
 from zerodrift.model.inputs import Inputs
 from zerodrift.pipeline.schedules import timeline
@@ -441,6 +450,31 @@ def test_a_sweep_ranks_what_fits_and_says_why_others_do_not() -> None:
     refused = [tried.refused for tried in others if not tried.simulation]
     assert all("must be `rank` with a wire" in text for text in refused) and refused
     assert {tried.choice.recompute for tried in fit} == {False, True}
+
+    own = own_choice(base, False)
+    assert (own.stage, own.wire, own.order, own.replicas) == (3, "fp32", "tree", 1)
+    table = sweep_text(base, work(base), "small", fit[::-1], [], own, color=False)
+    assert table.count("3 *") == 1 and all(str(wire) in table for wire in NARROW_WIRES)
+
+
+def test_the_fewest_ranks_are_the_last_half_that_fits() -> None:
+    def plan_on(ranks: int) -> Plan:
+        if ranks == 8:
+            raise ConfigError("train_batch_size", "must divide")
+        return plan(ranks)
+
+    peaks = {ranks: cost(plan(ranks)).peak.total for ranks in (1, 2, 4)}
+    assert peaks[4] < peaks[2] < peaks[1]
+
+    def fewest(room: float, ranks: int = 16) -> int | None:
+        made = work(plan(2))
+        kept = fullest_memory(plan(2), made, cluster(), False, None)
+        more = kept.total - kept.plan
+        small = cluster(device={**FAST["device"], "memory_gb": (room + more) / 1e9})
+        return fewest_ranks(plan_on, lambda made: None, made, small, ranks, False)
+
+    assert [fewest(peaks[ranks]) for ranks in (4, 2, 1)] == [4, 2, 1]
+    assert fewest(peaks[2], ranks=12) == 3 and fewest(0) is None
 
 
 # --- clusters -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +65,7 @@ def plan(
             (trace and rows is not None, "give --trace or --rows, not both"),
             (inputs and not trace and not simulated, "--inputs is for --trace and --simulate"),
             (device and not trace, "--device is for --trace"),
-            (not simulated and of_simulate, "--sweep, --tokens and --recompute are for --simulate"),
+            (not simulated and of_simulate, "--sweep, --tokens and --recompute need --simulate CLUSTER"),
             (simulated and others, _NOT_SIMULATED),
             (simulated and inputs and tokens is not None, "give --inputs or --tokens, not both"),
         ):
@@ -150,6 +150,8 @@ class PlanSource:
     """A config or a job, and a function that plans its model under more overrides."""
 
     plans: Plans
+    plan_on: Callable[[int], Plan]
+    """Plans the model on another number of ranks."""
     model: str
     tokens: int | None = None
     """Tokens of a sample. None for a config, which does not say it."""
@@ -174,7 +176,10 @@ def _plan_source(
         load(source, keys := (*overrides, *more))  # a mistake in it is told before a model is read
         return make_plan(source, spec(name), world_size or 1, auto=given, overrides=keys)
 
-    return PlanSource(of_config, name)
+    def on_ranks(ranks: int) -> Plan:
+        return make_plan(source, spec(name), ranks, auto=given, overrides=tuple(overrides))
+
+    return PlanSource(of_config, on_ranks, name)
 
 
 def _job_source(
@@ -195,8 +200,14 @@ def _job_source(
     def of_job(more: Sequence[str]) -> Plan:
         return make_plan(config, built, ranks, auto=values, overrides=tuple(more))
 
+    @worded_for_a_job()
+    def on_ranks(ranks: int) -> Plan:
+        return make_plan(config, built, ranks, auto=planned_from(job, config, ranks)[1])
+
     of, run, block = job.model, job.run, job.data.block
-    return PlanSource(of_job, of.source, block, of.activation_checkpointing, run.device, run.digest_every)
+    return PlanSource(
+        of_job, on_ranks, of.source, block, of.activation_checkpointing, run.device, run.digest_every
+    )
 
 
 def is_job(source: str) -> bool:
@@ -328,13 +339,19 @@ def _simulation_text(
     work = simulate.count_work(planned, module, given)
     if cluster_name in simulate.built_in():
         print(f"zerodrift: cluster {cluster_name} is {legible(str(path))}", file=sys.stderr)
+    again = recompute if step.recompute is None else step.recompute
     if sweeps:
         fit, others = simulate.sweep(planned, step.plans, _timeline, work, cluster)
         if json:
             return simulate.sweep_json(cluster_name, fit, others)
-        return simulate.sweep_text(planned, work, cluster_name, fit, others, **streams.narrow_layout())
-    again = recompute if step.recompute is None else step.recompute
+        own = simulate.own_choice(planned, again)
+        return simulate.sweep_text(planned, work, cluster_name, fit, others, own, **streams.narrow_layout())
     found = simulate.simulate(planned, work, cluster, recompute=again, timeline=order)
+    plan_on, world = functools.cache(step.plan_on), planned.mesh.world
+    fewest = {
+        how: simulate.fewest_ranks(plan_on, _timeline, work, cluster, world, recomputes)
+        for how, recomputes in (("activations kept", False), ("with recomputation", True))[again:]
+    }
     if json:
-        return simulate.simulation_json(planned, work, cluster_name, found)
-    return simulate.simulation_text(planned, work, cluster_name, found, **streams.narrow_layout())
+        return simulate.simulation_json(planned, work, cluster_name, found, fewest)
+    return simulate.simulation_text(planned, work, cluster_name, found, fewest, **streams.narrow_layout())

@@ -11,6 +11,7 @@ those of `plan/bill.py`; only what autograd keeps is added.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -110,7 +111,6 @@ def simulate(
     else:
         played = _play_pipeline(plan, work, cluster, recompute, timeline)
     bills = [stage_cost(plan, stage, count) for stage in range(plan.mesh.pipeline)]
-    memories = (_memory(plan, work, cluster, recompute, bill, timeline) for bill in bills)
     flops = FORWARDS * work.flops * count // plan.mesh.pipeline
     longest = sorted(played.waited.items(), key=lambda item: -item[1])
     return Simulation(
@@ -124,7 +124,7 @@ def simulate(
         tokens=work.tokens * count * plan.mesh.data,
         flops=flops,
         mfu=flops / played.now / cluster.peak(work.products),
-        memory=max(memories, key=lambda use: use.total),
+        memory=fullest_memory(plan, work, cluster, recompute, timeline),
         wire=max(bill.wire for bill in bills),
         sent=tuple(played.sent),
     )
@@ -225,6 +225,16 @@ def _play_pipeline(plan: Plan, work: Work, cluster: Cluster, recompute: bool, ti
     return max((player.streams for player in players), key=lambda streams: streams.now)
 
 
+def fullest_memory(
+    plan: Plan, work: Work, cluster: Cluster, recompute: bool, timeline: Timeline | None
+) -> Memory:
+    """Return the memory of the pipeline stage that needs most."""
+    count = plan.policy.batch.accumulation
+    bills = (stage_cost(plan, stage, count) for stage in range(plan.mesh.pipeline))
+    memories = (_memory(plan, work, cluster, recompute, bill, timeline) for bill in bills)
+    return max(memories, key=lambda use: use.total)
+
+
 def _memory(
     plan: Plan, work: Work, cluster: Cluster, recompute: bool, bill: Cost, timeline: Timeline | None
 ) -> Memory:
@@ -244,6 +254,30 @@ def _memory(
     largest = max((each.bytes for part in parts for each in part), default=0) // 2
     reserve, room = int(cluster.reserve_gb * GIGA), int(cluster.device.memory_gb * GIGA)
     return Memory(bill.peak.total, activations, largest, reserve, room)
+
+
+def fewest_ranks(
+    plan_on: Callable[[int], Plan],
+    timelines: Callable[[Plan], Timeline | None],
+    work: Work,
+    cluster: Cluster,
+    ranks: int,
+    recompute: bool,
+) -> int | None:
+    """Return the fewest ranks on which a step fits, among `ranks` and its halves; None if there are none."""
+    counts = [ranks]
+    while counts[-1] % 2 == 0:
+        counts.append(counts[-1] // 2)
+    found = None
+    for count in counts:
+        try:
+            plan = plan_on(count)
+        except ZerodriftError:
+            continue  # batches and axes do not divide over every number of ranks
+        if not fullest_memory(plan, work, cluster, recompute, timelines(plan)).fits:
+            break
+        found = count
+    return found
 
 
 Plans = Callable[[Sequence[str]], Plan]  # overrides of config keys -> the plan with them
@@ -271,6 +305,17 @@ class SweepChoice:
         reduce += [f"{key}: {demanded[f'reduce.{key}']}" for key in keys]
         stage, replicas = f"zero_optimization.stage={self.stage}", f"sharding.replicate={self.replicas}"
         return stage, f"precision.reduce={{{', '.join(reduce)}}}", replicas
+
+
+def own_choice(plan: Plan, recompute: bool) -> SweepChoice:
+    """Return the choice that a plan has made itself, by the reduction of most elements."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for row in plan.rows:
+        if row.columns.update is not None:
+            reduce = row.columns.update.reduce
+            counts[str(reduce.wire), reduce.order] += row.numel
+    wire, order = max(counts, key=counts.__getitem__, default=("", ""))
+    return SweepChoice(plan.policy.sharding.stage, wire, order, plan.mesh.replicate, recompute)
 
 
 @dataclass(frozen=True, slots=True)

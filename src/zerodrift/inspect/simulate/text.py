@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from zerodrift.errors import several
-from zerodrift.inspect.simulate.simulation import Simulation, SweepResult
+from zerodrift.inspect.simulate.simulation import Simulation, SweepChoice, SweepResult, own_choice
 from zerodrift.inspect.simulate.work import Work
 from zerodrift.plan import Plan
 from zerodrift.record import encode
@@ -32,18 +32,30 @@ WIDTH = 80
 SHOWN = 12  # results of a sweep that are printed of each kind; JSON has all
 UNITS = 6  # lines of exposed communication
 
+_ORDERS = {"tree": "by the tree", "rank": "in the order of ranks", "native": "as the carrier adds them"}
+
 
 def simulation_text(
-    plan: Plan, work: Work, cluster: str, simulation: Simulation, *, color: bool, width: int = WIDTH
+    plan: Plan,
+    work: Work,
+    cluster: str,
+    simulation: Simulation,
+    fewest: Mapping[str, int | None],
+    *,
+    color: bool,
+    width: int = WIDTH,
 ) -> str:
+    """`fewest` has the fewest ranks on which a step fits, by what is done with activations."""
     step, memory = simulation.seconds, simulation.memory
     recompute = "activations computed again" if simulation.recompute else "activations kept"
     ranks = several(plan.mesh.data, "data rank")
+    own = own_choice(plan, simulation.recompute)
     facts = [
         ("model", plan.source),
         ("mesh", str(plan.mesh)),
         ("cluster", cluster),
         ("batch", f"{simulation.micro_batches} x {work.inputs} on each of {ranks}, {recompute}"),
+        ("sums", f"gradients in {own.wire} on the wire, {_ORDERS.get(own.order, own.order)}"),
     ]
 
     def part(name: str, seconds: float) -> tuple[str, str, str]:
@@ -69,7 +81,8 @@ def simulation_text(
         ("activations", size(memory.activations), "what autograd keeps"),
         ("one operation", size(memory.workspace), "the result of the largest"),
         ("reserved", size(memory.reserve), "`reserve_gb` of the cluster"),
-        ("in all", size(memory.total), f"of {size(memory.room)}: it {fits}"),
+        ("in all", size(memory.total), f"of {size(memory.room)} ({memory.room / 1e9:.0f} GB): it {fits}"),
+        *(("fits from", several(ranks, "rank"), how) for how, ranks in fewest.items() if ranks),
     ]
     lines: list[RenderableType] = [
         title("plan --simulate", plan.digest, width),
@@ -96,10 +109,12 @@ def sweep_text(
     cluster: str,
     fit: Sequence[SweepResult],
     others: Sequence[SweepResult],
+    own: SweepChoice,
     *,
     color: bool,
     width: int = WIDTH,
 ) -> str:
+    """`own` is the choice of the config."""
     facts = [
         ("model", plan.source),
         ("mesh", f"{plan.mesh.world:,} ranks"),
@@ -109,11 +124,11 @@ def sweep_text(
     lines: list[RenderableType] = [
         title("plan --simulate --sweep", "", width),
         pairs(facts, width=width),
-        section("fits", "simulated, not measured; the fastest first" if fit else "none"),
-        _results(fit, width),
+        section("fits", "simulated, not measured; the fastest first; * is the config" if fit else "none"),
+        _results(fit, own, width),
     ]
     if too_large := [one for one in others if one.simulation]:
-        lines += [section("does not fit", "what needs least first"), _results(too_large, width)]
+        lines += [section("does not fit", "what needs least first"), _results(too_large, own, width)]
     reasons = {one.refused: one.choice for one in others if not one.simulation}
     lines += [section("refused")] if reasons else []
     for why, one in reasons.items():
@@ -122,11 +137,19 @@ def sweep_text(
     return render(lines, color, width)
 
 
-def _results(results: Sequence[SweepResult], width: int) -> RenderableType:
-    rows = []
-    for choice, found in ((each.choice, each.simulation) for each in results[:SHOWN]):
-        if found is not None:
-            keys = str(choice.stage), choice.wire, choice.order, f"{choice.replicas:,}"
+def _results(results: Sequence[SweepResult], own: SweepChoice, width: int) -> RenderableType:
+    """Make a table of the first results, and of the config's and the first of every wire among the others."""
+    rows, wires = [], set()
+    for number, (choice, found) in enumerate((each.choice, each.simulation) for each in results):
+        is_shown = number < SHOWN or choice == own or choice.wire not in wires
+        wires.add(choice.wire)
+        if found is not None and is_shown:
+            keys = (
+                f"{choice.stage}{' *' * (choice == own)}",
+                choice.wire,
+                choice.order,
+                f"{choice.replicas:,}",
+            )
             times = "yes" if choice.recompute else "no", _seconds(found.seconds)
             rates = elements(round(found.tokens_per_second)), f"{found.mfu:.0%}"
             waits = f"{found.exposed / found.seconds:.0%}", f"{found.memory.total / 2**30:.0f} GiB"
@@ -136,13 +159,15 @@ def _results(results: Sequence[SweepResult], width: int) -> RenderableType:
     heads = "stage", "wire", "order", "replicas", "recompute", "step", "tokens/s", "MFU", "waits", "memory"
     # What a narrow terminal leaves out follows from the time of a step.
     table = PageTable(heads, rows, figures=heads[5:], wide_only=heads[6:9])
-    more = [Text(f"and {len(results) - SHOWN} more")] if len(results) > SHOWN else []
+    more = [Text(f"and {len(results) - len(rows)} more")] if len(results) > len(rows) else []
     return Group(fitted_table(table, width), *more)
 
 
-def simulation_json(plan: Plan, work: Work, cluster: str, simulation: Simulation) -> str:
+def simulation_json(
+    plan: Plan, work: Work, cluster: str, simulation: Simulation, fewest: Mapping[str, int | None]
+) -> str:
     document = {"digest": plan.digest, "source": plan.source, "cluster": cluster, "inputs": work.inputs}
-    return json.dumps(document | _values(simulation), indent=1)
+    return json.dumps(document | _values(simulation) | {"fits_from": dict(fewest)}, indent=1)
 
 
 def sweep_json(cluster: str, fit: Sequence[SweepResult], others: Sequence[SweepResult]) -> str:
