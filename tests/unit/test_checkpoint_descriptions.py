@@ -111,7 +111,7 @@ def test_a_rank_opens_the_descriptions_of_those_whose_values_it_wants(
         opened.append(rank)
         return read_description(folder, files, rank)
 
-    monkeypatch.setattr(lookup, "read_description", read)
+    monkeypatch.setattr(lookup.manifest, "read_description", read)
     entries = {entry.name: entry for entry in read_entries(of_8)}
     wrote = [(name, start, stop, rank) for rank in range(8) for name, start, stop in runs(plan_of(8), rank)]
     for ranks, rank in ((8, 5), (4, 1), (2, 1), (1, 0), (16, 3)):

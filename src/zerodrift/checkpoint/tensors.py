@@ -3,8 +3,7 @@
 A weight and each moment is one DCP tensor of one dimension, `weights.<name>` and `moments.<key>.<name>`, cut
 into chunks. One in a narrow format is the bytes of its blocks, each the codes and then the scale. DCP's own
 writer would keep all tensors of a file until it is closed (torch 2.13), so the same bytes are written here,
-one chunk at a time. A reader opens the descriptions of the ranks that wrote its elements, which follow from
-the plan.
+one chunk at a time. A reader opens the descriptions of the ranks that wrote its elements.
 
 Invariant: neither direction holds more than one chunk, and each element is read from exactly one.
 
@@ -28,16 +27,8 @@ from typing import IO, Any, cast
 
 import torch
 
+from zerodrift.checkpoint import manifest
 from zerodrift.checkpoint.files import open_own, short
-from zerodrift.checkpoint.manifest import (
-    Chunk,
-    File,
-    SavedParameter,
-    measured,
-    read_description,
-    read_manifest,
-    read_plan,
-)
 from zerodrift.dtypes import BLOCK, DType, Format
 from zerodrift.errors import CheckpointError, said
 from zerodrift.kernels import PackedRun, narrow
@@ -68,7 +59,7 @@ class Item:
         return replace(self, values=self.values.to("cpu", copy=True))
 
 
-def write_items(path: Path, items: Iterable[Item]) -> tuple[File, list[Chunk]]:
+def write_items(path: Path, items: Iterable[Item]) -> tuple[manifest.File, list[manifest.Chunk]]:
     chunks = []
     with path.open("wb") as raw:
         stream = _HashingStream(raw)
@@ -80,10 +71,10 @@ def write_items(path: Path, items: Iterable[Item]) -> tuple[File, list[Chunk]]:
                 start, dtype = stream.count, str(values.dtype).removeprefix("torch.")
                 torch.save(values, cast(IO[bytes], stream))
                 run = (item.key, item.numel, item.start + low, values.numel(), dtype)
-                chunks.append(Chunk(*run, path.name, start, stream.count - start))
+                chunks.append(manifest.Chunk(*run, path.name, start, stream.count - start))
         raw.flush()
         os.fsync(raw.fileno())
-    return File(path.name, stream.count, stream.sha256.hexdigest()), chunks
+    return manifest.File(path.name, stream.count, stream.sha256.hexdigest()), chunks
 
 
 class _HashingStream(io.RawIOBase):
@@ -105,7 +96,7 @@ class _HashingStream(io.RawIOBase):
         return size
 
 
-def write_index(folder: Path, chunks: Iterable[Chunk]) -> File:
+def write_index(folder: Path, chunks: Iterable[manifest.Chunk]) -> manifest.File:
     """Write DCP's own `.metadata` over the files of all ranks, for DCP's reader."""
     # Imported here: it takes longer than importing zerodrift, and only rank 0 writes.
     from torch.distributed.checkpoint import metadata as meta
@@ -125,7 +116,7 @@ def write_index(folder: Path, chunks: Iterable[Chunk]) -> File:
         place = _StorageInfo(chunk.file, chunk.offset, chunk.length)
         results.append(WriteResult(meta.MetadataIndex(chunk.key, offset), chunk.length, place))
     FileSystemWriter(folder).finish(meta.Metadata(tensors), [results])  # type: ignore[arg-type]
-    return measured(folder / INDEX)
+    return manifest.measured(folder / INDEX)
 
 
 # --- which ranks wrote what -------------------------------------------------------------------------------
@@ -196,11 +187,11 @@ class CheckpointReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files = read_manifest(folder).of_ranks
-        self._chunks: dict[int, dict[str, list[Chunk]]] = {}
+        self._files = manifest.read_manifest(folder).of_ranks
+        self._chunks: dict[int, dict[str, list[manifest.Chunk]]] = {}
         """Rank -> key -> chunks, for the descriptions that were opened."""
 
-    def check(self, entry: SavedParameter, start: int = 0, stop: int | None = None) -> None:
+    def check(self, entry: manifest.SavedParameter, start: int = 0, stop: int | None = None) -> None:
         """Raise unless a run of elements of a parameter and of its moments is there."""
         numel = math.prod(entry.shape)
         runs = {moment_key(key, entry.name): (start, stop, numel) for key in entry.moments}
@@ -217,7 +208,7 @@ class CheckpointReader:
                     raise CheckpointError(self._folder, must, got=f"{chunk.numel:,}", do=OTHER)
 
     def read(self, wanted: Sequence[Destination]) -> None:
-        parts: list[tuple[Chunk, Destination]] = []
+        parts: list[tuple[manifest.Chunk, Destination]] = []
         for want in wanted:
             chunks = self.find(want.key, want.start, want.start + want.into.numel())
             parts += ((chunk, want) for chunk in chunks)
@@ -231,14 +222,14 @@ class CheckpointReader:
                 into.copy_(values[low - chunk.start : high - chunk.start])
             del values
 
-    def weight(self, entry: SavedParameter) -> torch.Tensor:
+    def weight(self, entry: manifest.SavedParameter) -> torch.Tensor:
         """Return a whole weight in its own dtype; fp32 for a narrow format."""
         dtype = DType(entry.dtype)
         into = torch.empty(math.prod(entry.shape), dtype=torch.float32 if dtype.format else dtype.torch)
         self.read_weights([(entry, 0, into)])
         return into.view(entry.shape)
 
-    def read_weights(self, wanted: Sequence[tuple[SavedParameter, int, torch.Tensor]]) -> None:
+    def read_weights(self, wanted: Sequence[tuple[manifest.SavedParameter, int, torch.Tensor]]) -> None:
         plain = [want for want in wanted if DType(want[0].dtype).format is None]
         self.read([Destination(weight_key(entry.name), start, into) for entry, start, into in plain])
         for entry, start, into in wanted:
@@ -249,7 +240,7 @@ class CheckpointReader:
             run = self.read_packed(entry, start - before, before + into.numel())
             into.copy_(run.values()[before : before + into.numel()])
 
-    def read_packed(self, entry: SavedParameter, start: int, numel: int) -> PackedRun:
+    def read_packed(self, entry: manifest.SavedParameter, start: int, numel: int) -> PackedRun:
         """Return the blocks of a narrow format that hold so many elements; the first one begins a block."""
         dtype = DType(entry.dtype)
         form = narrow.form_of(dtype)
@@ -260,7 +251,7 @@ class CheckpointReader:
         run.set_records(0, records)
         return run
 
-    def find(self, key: str, start: int, stop: int) -> Sequence[Chunk]:
+    def find(self, key: str, start: int, stop: int) -> Sequence[manifest.Chunk]:
         """Return the chunks with elements `[start, stop)` of a tensor, in order."""
         if start >= stop:
             return ()
@@ -275,7 +266,7 @@ class CheckpointReader:
         must = f"must hold each element of {short(repr(key))} once"
         raise CheckpointError(short(self._folder), must, got="gaps or overlaps", do=OTHER)
 
-    def _select(self, ranks: Iterable[int], key: str, start: int, stop: int) -> list[Chunk]:
+    def _select(self, ranks: Iterable[int], key: str, start: int, stop: int) -> list[manifest.Chunk]:
         chunks = [chunk for rank in ranks for chunk in self._described(rank).get(key, ())]
         chunks = [chunk for chunk in chunks if chunk.start < stop and start < chunk.start + chunk.count]
         return sorted(chunks, key=lambda chunk: chunk.start)
@@ -299,19 +290,19 @@ class CheckpointReader:
     @cached_property
     def _plan(self) -> Plan | None:
         try:
-            document = read_plan(self._folder)
+            document = manifest.read_plan(self._folder)
             return None if document is None else Plan.from_json(document)
         except _NO_PLAN:
             return None
 
-    def _described(self, rank: int) -> dict[str, list[Chunk]]:
+    def _described(self, rank: int) -> dict[str, list[manifest.Chunk]]:
         if rank not in self._chunks:
             by_key = self._chunks[rank] = defaultdict(list)
-            for chunk in read_description(self._folder, self._files, rank)[0].chunks:
+            for chunk in manifest.read_description(self._folder, self._files, rank)[0].chunks:
                 by_key[chunk.key].append(chunk)
         return self._chunks[rank]
 
-    def _load(self, chunk: Chunk) -> torch.Tensor:
+    def _load(self, chunk: manifest.Chunk) -> torch.Tensor:
         try:
             with open_own(self._folder, chunk.file) as stream:
                 stream.seek(chunk.offset)
@@ -335,7 +326,7 @@ def _records(form: Format, start: int, stop: int) -> tuple[int, int]:
     return start // block * form.record_bytes, -(-stop // block) * form.record_bytes
 
 
-def _is_whole(chunks: Sequence[Chunk], start: int, stop: int) -> bool:
+def _is_whole(chunks: Sequence[manifest.Chunk], start: int, stop: int) -> bool:
     """Return whether chunks hold each element of `[start, stop)` once."""
     reached = start
     for number, chunk in enumerate(chunks):

@@ -14,18 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.checkpoint import (
-    CHUNK,
-    SHARED,
-    CheckpointReader,
-    Destination,
-    SavedParameter,
-    moment_key,
-    read_entries,
-    read_plan,
-    read_state,
-    verified,
-)
+from zerodrift import checkpoint
+from zerodrift.checkpoint import SavedParameter
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import CheckpointError
 from zerodrift.model import describe, safetensors
@@ -100,21 +90,21 @@ def _chunks(
 ) -> Iterator[Run]:
     """Yield a tensor in runs of at most CHUNK elements; `read(start, into)` fills one."""
     total = math.prod(shape)
-    for start in range(0, total, CHUNK):
-        into = torch.empty(min(CHUNK, total - start), dtype=dtype)
+    for start in range(0, total, checkpoint.CHUNK):
+        into = torch.empty(min(checkpoint.CHUNK, total - start), dtype=dtype)
         read(start, into)
         yield start, into
 
 
 def open_zerodrift(path: Path) -> ConvertSource:
-    manifest, table = verified(path), read_entries(path)
-    reader, shared = CheckpointReader(path), read_state(path, SHARED)
+    manifest, table = checkpoint.verified(path), checkpoint.read_entries(path)
+    reader, shared = checkpoint.CheckpointReader(path), checkpoint.read_state(path, checkpoint.SHARED)
     for entry in table:
         reader.check(entry)
 
     def moment(entry: SavedParameter, key: str) -> Iterator[Run]:
         def read(start: int, into: torch.Tensor) -> None:
-            reader.read([Destination(moment_key(key, entry.name), start, into)])
+            reader.read([checkpoint.Destination(checkpoint.moment_key(key, entry.name), start, into)])
 
         return _chunks(read, entry.shape, torch.float32)
 
@@ -127,7 +117,7 @@ def open_zerodrift(path: Path) -> ConvertSource:
     held = {entry.name: entry for entry in table}
     # What rests in a narrow format is decoded.
     entries = tuple(replace(e, dtype="fp32") if DType(e.dtype).format is not None else e for e in table)
-    document = read_plan(path)
+    document = checkpoint.read_plan(path)
     return ConvertSource(
         f"a zerodrift checkpoint, step {manifest.step}",
         path,

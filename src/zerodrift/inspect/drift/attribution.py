@@ -21,13 +21,8 @@ from torch import Tensor
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError
 from zerodrift.inspect import audit
-from zerodrift.inspect.drift.replay import (
-    DifferentCell,
-    SideReplays,
-    different_dtypes,
-    different_values,
-    sampler_compute,
-)  # fmt: skip
+from zerodrift.inspect.drift import replay
+from zerodrift.inspect.drift.replay import DifferentCell
 from zerodrift.inspect.drift.sampler import ROLES, SamplerDtypes, parse_sampler_dtypes
 from zerodrift.inspect.drift.tensor_status import TensorStatus, distance, follow_tensors
 from zerodrift.inspect.drift.trainer import TrainerSide
@@ -236,14 +231,14 @@ def compare_sides(
         audit.require_vocabulary(sequences, trainer.vocabulary)
     batches, order = make_batches(sequences)
     table = other.sampler or SamplerDtypes()
-    compute = sampler_compute(table, trainer.plan, trainer.roles)
+    compute = replay.sampler_compute(table, trainer.plan, trainer.roles)
     statuses, held, kinds, notes = follow_tensors(trainer, other.sent, other.loaded)
     trained = trainer.tensors()
     verdicts = {status.name: status.verdict for status in statuses}
-    values = different_values(trainer, trained, held, verdicts)
+    values = replay.different_values(trainer, trained, held, verdicts)
     cells = [*values, *_table_cells(trainer, table, compute)]
     valued = {name for cell in values for name in cell.names}
-    replays = SideReplays(trainer, table, held, compute, batches, valued)
+    replays = replay.SideReplays(trainer, table, held, compute, batches, valued)
     own = replays.run(())
     require_tokens(own, sequences, order)
     cells += _activation_cells(replays, cells)
@@ -310,7 +305,7 @@ def compare_sides(
 def _table_cells(
     trainer: TrainerSide, table: SamplerDtypes, compute: dict[str, DType]
 ) -> list[DifferentCell]:
-    cells = different_dtypes(table, trainer.plan, trainer.roles, compute)
+    cells = replay.different_dtypes(table, trainer.plan, trainer.roles, compute)
     if table.buffers is not None:
         floating = {n: b for n, b in trainer.module.named_buffers() if b.is_floating_point()}
         if not floating:
@@ -322,7 +317,7 @@ def _table_cells(
     return cells
 
 
-def _activation_cells(replays: SideReplays, cells: Sequence[DifferentCell]) -> list[DifferentCell]:
+def _activation_cells(replays: replay.SideReplays, cells: Sequence[DifferentCell]) -> list[DifferentCell]:
     """Cells of activations that a side does in another dtype than the table asks for."""
     found = []
     for key, dtype in replays.table.activations:
@@ -348,14 +343,14 @@ GUESSES: tuple[tuple[str, tuple[DType, ...]], ...] = (
 
 
 def _guesses(
-    given: SideReplays, values: Sequence[DifferentCell], tokens: ComparedTokens
+    given: replay.SideReplays, values: Sequence[DifferentCell], tokens: ComparedTokens
 ) -> Iterator[tuple[str, DType, Tensor]]:
     """Replay each guess on top of what was given; leave out what the model has nothing of."""
     trainer = given.trainer
     for key, dtype in ((key, dtype) for key, dtypes in GUESSES for dtype in dtypes):
         table = parse_sampler_dtypes({key: str(dtype)})
         try:
-            compute = sampler_compute(table, trainer.plan, trainer.roles)
+            compute = replay.sampler_compute(table, trainer.plan, trainer.roles)
             cells = _table_cells(trainer, table, compute)
             replays = replace(given, table=table, compute=compute, done={})
             cells += _activation_cells(replays, values)
