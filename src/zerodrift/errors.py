@@ -25,7 +25,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -281,6 +281,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def several(count: int, word: str, plural: str = "") -> str:
     """Format a count: `1 rank`, `64 ranks`."""
     return f"1 {word}" if count == 1 else f"{count:,} {plural or word + 's'}"
+
+
+def first_of(words: Sequence[str], most: int) -> str:
+    """Join the first words, and count the others: `a, b and 3 more`."""
+    more = len(words) - most
+    return ", ".join(words[:most]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def listed(words: Iterable[object], last: str = "and") -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from zerodrift.checkpoint.manifest import Manifest, SavedParameter
-from zerodrift.errors import CheckpointError, Problem, Problems, did_you_mean
+from zerodrift.errors import CheckpointError, Problem, Problems, did_you_mean, first_of, several
 from zerodrift.plan import Boundary, Plan
 from zerodrift.policy import BY_RANK, ORDER
 
@@ -63,8 +63,7 @@ def check_allowed(allow: Collection[Allowed]) -> frozenset[Allowed]:
 def check_model(
     entries: Sequence[SavedParameter], plan: Plan, where: str, strict: bool = True
 ) -> list[CheckpointDifference]:
-    """Raise unless the checkpoint has the parameters, shapes and ties of the plan. If not `strict`, return
-    the parameters that only one side has."""
+    """Raise unless the checkpoint has the plan's parameters; if not `strict`, return those of one side."""
     problems = Problems()
     known = {name: entry for entry in entries for name in entry.names}
     missing: list[str] = []
@@ -94,8 +93,7 @@ def check_model(
 
 
 def _list(names: Sequence[str]) -> str:
-    more = len(names) - SHOWN
-    return ", ".join(f"`{name}`" for name in names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return first_of([f"`{name}`" for name in names], SHOWN)
 
 
 def check_buffers(
@@ -152,9 +150,8 @@ def _check_groups(
         if entry.group >= 0 and entry.name not in frozen and group != entry.group:
             moved.append(f"`{entry.name}` (saved in {entry.group}, now in {group})")
     if moved:
-        more = f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
-        got = ", ".join(moved[:SHOWN]) + more
-        problems.append(Problem(where, "must hold the parameters that they held", got=got, do=do))
+        must = "must hold the parameters that they held"
+        problems.append(Problem(where, must, got=first_of(moved, SHOWN), do=do))
     for number, (old, new) in enumerate(zip(saved, now.groups, strict=True)):
         for key in sorted(old.keys() & new.keys()):
             # A number may change with a config, a switch may not; without momentum there is no moment for it.
@@ -229,8 +226,8 @@ def _compare_plans(before: Plan, now: Plan) -> list[CheckpointDifference]:
     theirs, mine = ({b.path: replace(b, why=()) for b in plan.boundaries} for plan in (before, now))
     paths = [path for path in dict.fromkeys([*theirs, *mine]) if theirs.get(path) != mine.get(path)]
     if paths:
-        count = "1 module" if len(paths) == 1 else f"{len(paths)} modules"
         both = _casts(theirs.get(paths[0])), _casts(mine.get(paths[0]))
+        count = several(len(paths), "module")
         changes.append(CheckpointDifference("boundary", *both, f"{count}, first {paths[0]}"))
     saved, here = ({d.key: d.value for d in plan.policy.decisions} for plan in (before, now))
     saved.setdefault(ORDER, BY_RANK)  # a plan without that decision is of an order of ranks

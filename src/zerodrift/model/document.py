@@ -1,5 +1,4 @@
-"""Read JSON objects from files, or report where the mistake is: configs, indexes, and headers of safetensors
-files.
+"""Read JSON objects, or report where the mistake is: configs, indexes, headers of safetensors files.
 
 Only the header of a safetensors file is read, never a tensor. Every offset is checked against the file's
 size, so later readers can trust it. `model/safetensors.py` chooses the files of a checkpoint.
@@ -20,7 +19,7 @@ from reprlib import repr as shown
 from typing import Any
 
 from zerodrift.dtypes import DType, from_safetensors
-from zerodrift.errors import Problems
+from zerodrift.errors import Problems, first_of
 from zerodrift.files import opened
 
 NAMES_SHOWN = 50
@@ -72,9 +71,7 @@ def parse(data: bytes, where: str, problems: Problems) -> dict[str, Any] | None:
 
 def listed(names: list[str]) -> str:
     """List names for a message: the first fifty in backticks, then a count."""
-    shown = ", ".join(f"`{name}`" for name in names[:NAMES_SHOWN])
-    more = len(names) - NAMES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    return first_of([f"`{name}`" for name in names], NAMES_SHOWN)
 
 
 LENGTH_BYTES = 8
@@ -97,10 +94,7 @@ class StoredTensor:
 
 
 def read_header(path: Path, problems: Problems) -> tuple[frozenset[str], list[StoredTensor]] | None:
-    """Read the header of one file: all names, also of refused tensors, and the tensors by place.
-
-    Return None if the header cannot be read at all.
-    """
+    """Read the names of a file's header, refused ones too, and its tensors; None if it is unreadable."""
     header = _read(path, problems)
     if header is None:
         return None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from zerodrift.errors import UnsupportedError
+from zerodrift.errors import UnsupportedError, first_of
 from zerodrift.plan import Plan, Row
 
 _log = logging.getLogger("zerodrift")
@@ -149,15 +149,12 @@ def _require_whole(kind: str, rows: Sequence[Row], plan: Plan) -> None:
     placed = {row.name for row in rows if row.columns.update and row.columns.update.placement == "whole"}
     cut = [row.name for row in rows if row.parts > 1 or (row.name not in placed and _is_cut(row, plan))]
     if cut:
-        more = f" and {len(cut) - 3} more" if len(cut) > 3 else ""
         do = f"Place what it updates whole, with a rule such as {WHOLE}, train at stage 0, or use an "
         do += "elementwise optimizer."
         if any(row.parts > 1 for row in rows):
             do += " Experts that are divided over ranks need another optimizer."
         must = "must be elementwise where ranks hold flat pieces of parameters"
-        raise UnsupportedError(
-            "optimizer", must, got=f"{kind}, and pieces of {', '.join(cut[:3])}{more}", do=do
-        )
+        raise UnsupportedError("optimizer", must, got=f"{kind}, and pieces of {first_of(cut, 3)}", do=do)
 
 
 @functools.cache

@@ -20,29 +20,10 @@ from typing import Literal
 
 from torch import nn
 
-from zerodrift.checkpoint import (
-    LATEST,
-    MANIFEST,
-    VERSIONS,
-    CheckpointFolder,
-    Head,
-    Item,
-    Manifest,
-    SavedParameter,
-    automatic,
-    is_deepspeed,
-    kind_at,
-    moment_key,
-    new_folder,
-    packed,
-    short,
-    weight_key,
-    write_head,
-    write_rank_files,
-    writing,
-)
+from zerodrift import checkpoint
+from zerodrift.checkpoint import Manifest, SavedParameter
 from zerodrift.dtypes import DType
-from zerodrift.errors import CheckpointError, Problems, UnsupportedError, ZerodriftError, said
+from zerodrift.errors import CheckpointError, Problems, UnsupportedError, ZerodriftError, first_of, said
 from zerodrift.mesh import MeshShape
 from zerodrift.model import non_persistent_buffers, safetensors
 from zerodrift.policy import exported_as
@@ -126,17 +107,17 @@ def open_source(
     path: Path, model: nn.Module | None = None, tag: str = "", trust: bool = False, optimizer: str = ""
 ) -> ConvertSource:
     """Open the checkpoint at `path`, of whatever kind it is."""
-    kind = kind_at(path)
+    kind = checkpoint.kind_at(path)
     if kind == "nothing":
         must, got = "must be there to be converted", "no such file or folder"
-        raise CheckpointError(short(path), must, got=got)
+        raise CheckpointError(checkpoint.short(path), must, got=got)
     try:
-        if kind == "folder" and (path / MANIFEST).is_file():
+        if kind == "folder" and (path / checkpoint.MANIFEST).is_file():
             return open_zerodrift(path)
-        folder = CheckpointFolder(path)
+        folder = checkpoint.CheckpointFolder(path)
         if kind == "folder" and (folder.tags() or folder.halves()):
-            return open_zerodrift(folder.find(tag or LATEST))
-        if kind == "folder" and (tag or is_deepspeed(path)):
+            return open_zerodrift(folder.find(tag or checkpoint.LATEST))
+        if kind == "folder" and (tag or checkpoint.is_deepspeed(path)):
             return open_deepspeed(path, tag, trust, optimizer)
         if kind == "file" or safetensors.holds(path):
             return open_safetensors(path, model)
@@ -144,10 +125,10 @@ def open_source(
         raise
     except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         must = "must be laid out as what it seems to be"
-        raise CheckpointError(short(path), must, got=said(error)) from error
+        raise CheckpointError(checkpoint.short(path), must, got=said(error)) from error
     must = "must be a zerodrift checkpoint, a DeepSpeed checkpoint or safetensors files"
     do = "Give the folder that was saved to, or the one of a tag in it."
-    raise CheckpointError(short(path), must, got="a folder with none of them", do=do)
+    raise CheckpointError(checkpoint.short(path), must, got="a folder with none of them", do=do)
 
 
 def _build_model(model: str | None, source: Path) -> tuple[nn.Module | None, Path | None]:
@@ -155,7 +136,7 @@ def _build_model(model: str | None, source: Path) -> tuple[nn.Module | None, Pat
     from zerodrift.model import huggingface
 
     if model is None:
-        has_config = kind_at(source) == "folder" and (source / huggingface.CONFIG).is_file()
+        has_config = checkpoint.kind_at(source) == "folder" and (source / huggingface.CONFIG).is_file()
         if not has_config or not huggingface.is_installed():
             return None, None
         model = str(source)
@@ -179,8 +160,7 @@ def _check_model(source: ConvertSource, model: nn.Module) -> None:
     found = {"must hold what the model has": missing, "must not hold what the model lacks": extra}
     for must, names in found.items():
         if names:
-            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-            problems.add(str(source.path), must, got=", ".join(names[:10]) + more)
+            problems.add(str(source.path), must, got=first_of(names, 10))
     problems.raise_as(CheckpointError, f"`{source.path}` is not of a {type(model).__name__}")
 
 
@@ -198,7 +178,7 @@ def _to_safetensors(
     layout = lay_out(nn.Module() if model is None else model, shapes, dtypes, size, aliases)
     total = sum(tensor.nbytes for file in layout.files for tensor in file.tensors)
     bar = closing(ProgressBar(f"writing {len(layout.files)} files", total, shown))
-    with new_folder(target, options.overwrite) as new, writing(target):
+    with checkpoint.new_folder(target, options.overwrite) as new, checkpoint.writing(target):
         with bar as progress, SafetensorsWriter.opened(new.path, layout.files) as writer:
             writer.create()
             write_config(new.path, layout, model)
@@ -252,14 +232,14 @@ def _select(
 
 def to_checkpoint(source: ConvertSource, target: Path, shown: bool = False) -> ConversionResult:
     """Write a source as a checkpoint of ours, into a folder that holds none yet."""
-    folder, tag = CheckpointFolder(target), automatic(source.trained.step)
+    folder, tag = checkpoint.CheckpointFolder(target), checkpoint.automatic(source.trained.step)
 
     def check() -> None:
         if tags := folder.tags():
             got, do = ", ".join(tags[:5]), "Choose another folder."
             raise CheckpointError(folder.path, "must hold no checkpoint yet", got=got, do=do)
 
-    with writing(target), folder.begin(tag, check) as new:
+    with checkpoint.writing(target), folder.begin(tag, check) as new:
         size = _write_checkpoint(source, new.path, tag, shown)
         home = folder.publish(new)
     notes = list(source.notes)
@@ -284,14 +264,14 @@ def _write_checkpoint(source: ConvertSource, path: Path, tag: str, shown: bool) 
         "alike": True,
     }
     own_state = {"random": None, "client": trained.client, "modules": {}, "buffers": {}}
-    own = packed(own_state, "client")
+    own = checkpoint.packed(own_state, "client")
     manifest = Manifest(
         run=uuid.uuid4().hex,
         tag=tag,
         step=trained.step,
         skipped=trained.skipped,
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        versions=VERSIONS,
+        versions=checkpoint.VERSIONS,
         source=str(source.path.name),
         mode=trained.mode,
         stage=trained.stage,
@@ -305,10 +285,10 @@ def _write_checkpoint(source: ConvertSource, path: Path, tag: str, shown: bool) 
         parameters=len(entries),
         elements=source.elements,
     )
-    head = Head(manifest, entries, None, packed(shared, "schedule"))
+    head = checkpoint.Head(manifest, entries, None, checkpoint.packed(shared, "schedule"))
     with closing(ProgressBar(f"writing {path.parent}", total, shown)) as bar:
-        chunks, sums = write_rank_files(path, 0, _items(source, bar), own)
-    return write_head(path, head, 1, chunks, sums).bytes
+        chunks, sums = checkpoint.write_rank_files(path, 0, _items(source, bar), own)
+    return checkpoint.write_head(path, head, 1, chunks, sums).bytes
 
 
 def _as_fp32(entry: SavedParameter) -> SavedParameter:
@@ -318,14 +298,14 @@ def _as_fp32(entry: SavedParameter) -> SavedParameter:
     return SavedParameter(entry.names, entry.shape, dtype.value, entry.group, entry.moments)
 
 
-def _items(source: ConvertSource, bar: Callable[[int], None]) -> Iterator[Item]:
+def _items(source: ConvertSource, bar: Callable[[int], None]) -> Iterator[checkpoint.Item]:
     for entry in source.entries:
         numel, dtype = math.prod(entry.shape), DType(_as_fp32(entry).dtype).torch
         for start, values in source.weight(entry):
-            yield Item(weight_key(entry.name), numel, start, values.detach().to(dtype))
+            yield checkpoint.Item(checkpoint.weight_key(entry.name), numel, start, values.detach().to(dtype))
             bar(4 * values.numel())
         for key in entry.moments:
             for start, values in source.moment(entry, key):
-                name = moment_key(key, entry.name)
-                yield Item(name, numel, start, values.detach().float())
+                name = checkpoint.moment_key(key, entry.name)
+                yield checkpoint.Item(name, numel, start, values.detach().float())
                 bar(4 * values.numel())

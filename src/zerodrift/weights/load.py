@@ -25,7 +25,7 @@ from torch import nn
 from zerodrift.checkpoint import kind_at
 from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine import Engine, SegmentShard, Shards, ValueSource, ValueSources
-from zerodrift.errors import ModelError, Problems, RankError
+from zerodrift.errors import ModelError, Problems, RankError, first_of
 from zerodrift.kernels import PackedRun, narrow
 from zerodrift.model import ModelSpec, describe, is_dtensor, list_tensors, listed, recipe
 from zerodrift.plan import Plan, part, whole_row
@@ -71,9 +71,9 @@ class LoadedWeights:
             f"peak memory {_size(self.peak)} per rank"
         )
         if self.missing:
-            text += f"\n            {_some(self.missing)} not in the files: the model's own values"
+            text += f"\n            {first_of(self.missing, 3)} not in the files: the model's own values"
         if self.unexpected:
-            text += f"\n            {_some(self.unexpected)} in the files not read"
+            text += f"\n            {first_of(self.unexpected, 3)} in the files not read"
         return text
 
 
@@ -122,8 +122,7 @@ class SafetensorsWeights:
                 self._reader.read(self.match.tensors[box.number], box, out, start)
 
     def fill_packed(self, name: str, start: int, run: PackedRun, at: int, numel: int) -> bool:
-        """Copy codes and scales of so many elements into a run, from its element `at` on, if the files hold
-        them in its format."""
+        """Copy `numel` codes and their scales into a run from element `at` on, if the files hold them."""
         filled, form = self.match.filled[name], narrow.form_of(run.dtype)
         sources = [self.match.quantised.get(box.number) for box in filled.boxes]
         if filled.again:
@@ -175,11 +174,6 @@ def _size(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} B"
-
-
-def _some(names: tuple[str, ...]) -> str:
-    first = ", ".join(names[:3])
-    return first if len(names) <= 3 else f"{first} and {len(names) - 3:,} more"
 
 
 # --- into a new engine -----------------------------------------------------------------------------------

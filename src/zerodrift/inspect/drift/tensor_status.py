@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import from_torch
+from zerodrift.errors import first_of
 from zerodrift.inspect.drift.sampler import SamplerTensor, read_sampler_weights
 from zerodrift.inspect.drift.trainer import TrainerSide
 from zerodrift.weights import expected_tensors
@@ -90,8 +91,7 @@ def follow_tensors(
         known = {status.name for status in found}
         found += [TensorStatus(name, gone, step, "-", ()) for name in side.missing if name not in known]
         if side.unread:
-            more = f" and {len(side.unread) - 3:,} more" if len(side.unread) > 3 else ""
-            some = ", ".join(side.unread[:3]) + more
+            some = first_of(side.unread, 3)
             notes.append(f"{side.path}: {some} not read: the model has no place for it.")
     words = (
         status.dtype if (kind := status.verdict.kind) == "quantised"
@@ -261,8 +261,7 @@ def _moved(
         order = _slice_order(wanted.movedim(dimension, 0), other.movedim(dimension, 0))
         if order is not None:
             moved = [f"{here} has what was {there}" for here, there in enumerate(order) if here != there]
-            more = f" and {len(moved) - 4:,} more" if len(moved) > 4 else ""
-            return "permuted", f"dimension {dimension} is in another order: {', '.join(moved[:4])}{more}"
+            return "permuted", f"dimension {dimension} is in another order: {first_of(moved, 4)}"
     if not bool(other.any()):
         return "other-values", "all zero"
     factor = float((other.double() * trained.double()).sum() / trained.double().square().sum())

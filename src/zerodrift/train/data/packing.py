@@ -2,8 +2,7 @@
 
 Documents are cut out of one stream (`stream`), put one in each block (`alone`), or put whole and several in
 each block (`whole`). Every token of every document is in one block, is counted as cut, or is in a block
-without a learned token, which is counted as left out. The counts are kept beside the blocks. Warnings among
-them change nothing.
+without a learned token, which is counted as left out. The counts are kept beside the blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from zerodrift.errors import ConfigError, several
+from zerodrift.errors import ConfigError, first_of, several
 from zerodrift.train.data.blocks import LEARNED, MARK, STARTS, checksums, token_dtype
 from zerodrift.train.data.tokenizer import Tokenizer, Tokens
 
@@ -100,8 +99,7 @@ class DataCounts:
         if notes := self.notes():
             facts.append(("look at", "; ".join(notes)))
         if self.unread:
-            more = f" and {len(self.unread) - 6} more" if len(self.unread) > 6 else ""
-            facts.append(("not read", f"columns {', '.join(f'`{name}`' for name in self.unread[:6])}{more}"))
+            facts.append(("not read", f"columns {first_of([f'`{name}`' for name in self.unread], 6)}"))
         return facts
 
     def line(self) -> str:
@@ -143,8 +141,7 @@ class PartWriter:
         counts: DataCounts,
         part: PartCounts,
     ) -> None:
-        """`stem` is the path of the part's files without what each holds. With `separate_documents` the
-        documents that share a block do not see each other. `part` is the half of `counts` for this part."""
+        """`stem` is the path of its files without suffix, `part` the half of `counts` for this part."""
         self._tokenizer, self._packing, self._length = tokenizer, packing, counts.block
         self._separate_documents = separate_documents
         self._counts, self._part = counts, part

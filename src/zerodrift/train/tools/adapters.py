@@ -1,9 +1,8 @@
 """Write and read adapters of `peft` on a base model, and merge both into one: `zerodrift convert --merge`.
 
 With `model.lora` the adapters alone are trained, so an export holds them and not their base. The base is
-known by a digest of its values, beside its path. Adapters are never put on another base where the digest is
-known. A base that rested in a narrow format is rounded to it again, in fp32, so that the adapters meet the
-values that they were trained on.
+known by a digest of its values, beside its path, and adapters are never put on another. One that rested in a
+narrow format is rounded to it again, in fp32, so that the adapters meet the values of their training.
 
 Merged are the adapters of a run, of one of its checkpoints or exports, or of a folder that `peft` wrote;
 `peft` computes the sums. The base is read whole into memory. Where it rested in a narrow format, its decoded
@@ -25,19 +24,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from zerodrift.checkpoint import (
-    CheckpointFolder,
-    CheckpointReader,
-    new_folder,
-    read_entries,
-    read_plan,
-    verified,
-    writing,
-)
+from zerodrift import checkpoint
 from zerodrift.comm import raise_on_all_ranks
 from zerodrift.dtypes import DType
 from zerodrift.engine import Engine
-from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
+from zerodrift.errors import CheckpointError, ModelError, UnsupportedError, first_of
 from zerodrift.kernels import narrow
 from zerodrift.model import attempt, describe, importable, quiet
 from zerodrift.plan import Plan
@@ -79,7 +70,7 @@ def write(engine: Engine, folder: Path, source: str, digest: str) -> None:
             where = str(path.absolute()) if path.exists() else source
             for config in module.peft_config.values():
                 config.base_model_name_or_path = where
-            with new_folder(folder, overwrite=True) as new:
+            with checkpoint.new_folder(folder, overwrite=True) as new:
                 module.save_pretrained(str(new.path), state_dict=tensors, save_embedding_layers=False)
                 base = {"source": where, "digest": digest, "formats": _formats(engine.plan)}
                 (new.path / BASE).write_text(json.dumps(base, indent=1) + "\n", encoding="utf-8")
@@ -103,12 +94,12 @@ def read_from_checkpoint(
 ) -> nn.Module:
     """Return a base in `dtype` with the adapters of a checkpoint; `digest` is that of their base."""
     require_base(base, digest, str(place))
-    document = read_plan(place)
+    document = checkpoint.read_plan(place)
     _cast(base, None if document is None else _formats(Plan.from_json(document)), dtype)
     model = add_adapters(base, lora)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     if missing := copy_weights(place, trained):
-        got = f"none of `{missing[0]}`" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        got = f"none of {first_of([f'`{name}`' for name in missing], 1)}"
         must = "must hold the adapters of the model, in their shapes"
         raise ModelError(str(place), must, got=got, do="Set `model.lora` as it was trained.")
     return model
@@ -116,8 +107,8 @@ def read_from_checkpoint(
 
 def copy_weights(place: Path, parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """Copy the weights of a checkpoint, or return the names that it does not hold in their shapes."""
-    verified(place)
-    reader, table = CheckpointReader(place), read_entries(place)
+    checkpoint.verified(place)
+    reader, table = checkpoint.CheckpointReader(place), checkpoint.read_entries(place)
     for entry in table:
         reader.check(entry)
     entries = {name: entry for entry in table for name in entry.names}
@@ -217,10 +208,7 @@ def require_base(model: nn.Module, digest: str | None, where: str) -> None:
 def merge(
     source: Path, target: Path, options: ConvertOptions | None = None, base_path: str | None = None
 ) -> ConversionResult:
-    """Write the model that the adapters at `source` and their base make, by default in the dtype of the base.
-
-    Without a `base_path` the base is that of the training.
-    """
+    """Write the adapters at `source` merged into their base, or the one at `base_path`."""
     options = options or ConvertOptions()
     require_peft("--merge")
     dtype = exported_dtype(options.dtype)
@@ -246,10 +234,9 @@ def merge(
         merged.to(written_in)
     floating = [(name, value) for name, value in merged.named_parameters() if value.is_floating_point()]
     if bad := [name for name, value in floating if not torch.isfinite(value).all()]:
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        got = f"`{bad[0]}`{more} with some that are not"
+        got = f"{first_of([f'`{name}`' for name in bad], 1)} with some that are not"
         raise CheckpointError(str(source), "must come to finite weights", got=got, do="Merge an earlier one.")
-    with new_folder(target, options.overwrite) as new, writing(target):
+    with checkpoint.new_folder(target, options.overwrite) as new, checkpoint.writing(target):
         merged.config.use_cache = True  # off in training
         with quiet():
             merged.save_pretrained(str(new.path), max_shard_size=size)
@@ -268,7 +255,7 @@ def merge(
 
 def _adapters_at(source: Path, tag: str) -> TrainedModel:
     if tag:
-        source = CheckpointFolder(checkpoints_at(source.expanduser())).find(tag)
+        source = checkpoint.CheckpointFolder(checkpoints_at(source.expanduser())).find(tag)
     found = model_at(source)
     is_exported = found.export is not None and (found.export / CONFIG).is_file()
     is_trained = found.job is not None and found.job.model.lora is not None
