@@ -34,7 +34,7 @@ from zerodrift.report.charts import (
 )
 from zerodrift.train.job import Job, Run
 from zerodrift.train.loop.run_folder import RunFolder
-from zerodrift.train.report.display import Display, Pace, clock
+from zerodrift.train.report.display import Display, clock
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, read
 from zerodrift.train.report.page import peak, readable, run_page
 
@@ -295,7 +295,7 @@ def test_lines_come_at_the_interval_and_at_the_end(capsys: pytest.CaptureFixture
 
 
 def test_the_rest_is_told_from_the_pace() -> None:
-    pace = Pace()
-    assert pace.remaining(step(1), 11) is None
-    assert pace.remaining(step(2), 11) == pytest.approx(4.5)
+    display = Display()
+    assert display.remaining(step(1), 11) is None
+    assert display.remaining(step(2), 11) == pytest.approx(4.5)
     assert [clock(5), clock(65), clock(3725)] == ["0:05", "1:05", "1:02:05"]

@@ -125,13 +125,9 @@ def _listing(topics: Mapping[str, str], width: int) -> list[str]:
     return lines
 
 
-def _files() -> list[Path]:
-    return sorted(path for path in EXAMPLES.rglob("*") if path.is_file() and path.suffix in WRITTEN)
-
-
 def _list(width: int) -> str:
     lines: list[str] = []
-    for path in _files():
+    for path in sorted(path for path in EXAMPLES.rglob("*") if path.is_file() and path.suffix in WRITTEN):
         lines.append(path.relative_to(EXAMPLES).as_posix())
         lines += textwrap.wrap(_summary(path), width, initial_indent=" " * 4, subsequent_indent=" " * 4)
     end = "`zerodrift examples --copy` copies them to `examples`."

@@ -84,7 +84,7 @@ NARROWEST, WIDEST = 50, 120  # limits of the width of a report on a terminal
 
 def progress(text: str) -> AbstractContextManager[object]:
     """Show a spinner while stderr is a terminal."""
-    if sys.stderr is None or not sys.stderr.isatty():
+    if not is_watched():
         return nullcontext()
     from rich.console import Console
     from rich.text import Text

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from zerodrift.model import huggingface, recipe, safetensors
     from zerodrift.model.document import StoredTensor, listed, read
     from zerodrift.model.empty_model import empty
-    from zerodrift.model.huggingface import CONFIG, is_installed, quiet, read_config
+    from zerodrift.model.huggingface import CONFIG, is_installed, quiet, read_config, require_installed
     from zerodrift.model.inputs import Inputs, inputs_for
     from zerodrift.model.module import (
         LAYOUT, attempt, cause, has_forward, is_dtensor, non_persistent_buffers, ranks,

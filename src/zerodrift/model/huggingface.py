@@ -52,9 +52,10 @@ def is_installed() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
-def require_installed(path: str | os.PathLike[str]) -> None:
+def require_installed(path: str | os.PathLike[str], what: str = "a model's config") -> None:
     if not is_installed():
-        raise ModelError(str(path), _INSTALL, got="no such package", do="Run `pip install 'zerodrift[hf]'`.")
+        must, do = f"`transformers` must be installed to read {what}", "Run `pip install 'zerodrift[hf]'`."
+        raise ModelError(str(path), must, got="no such package", do=do)
 
 
 def from_hf(path: str | os.PathLike[str]) -> ModelSpec:

@@ -72,7 +72,10 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     from torch.nn.parameter import is_lazy
 
     problems = Problems()
-    groups = _groups(module)
+    by_parameter: dict[int, _TiedParameters] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(id(parameter), _TiedParameters([parameter], [])).names.append(name)
+    groups = list(by_parameter.values())
     buffers = list(module.named_buffers())
     tensors = [*((group.names[0], group.parameters[0]) for group in groups), *buffers]
     for name, tensor in tensors:
@@ -146,9 +149,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 class _ExpertCounts:
-    """Counts of experts that a token uses, by the name of an expert parameter.
-
-    The counts are attributes of the modules around the parameter, the nearest first, or of configs."""
+    """Counts of experts that a token uses, from attributes of the nearest modules or their configs."""
 
     CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k")
 
@@ -190,14 +191,6 @@ def _known(dtype: torch.dtype) -> DType:
     known = from_torch(dtype)
     assert known is not None, "`from_module` refuses other dtypes"
     return known
-
-
-def _groups(module: nn.Module) -> list[_TiedParameters]:
-    """Group the names by Parameter object, in the order of `named_parameters`."""
-    groups: dict[int, _TiedParameters] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), _TiedParameters([parameter], [])).names.append(name)
-    return list(groups.values())
 
 
 def _merge_declared_ties(module: nn.Module, groups: list[_TiedParameters], problems: Problems) -> None:

@@ -106,8 +106,7 @@ def explain_row(plan: Plan, index: int) -> Explanation:
 
 
 def _slices(plan: Plan, row: Row) -> tuple[OwnedRange, ...]:
-    """Intersect the parameter with the equal contiguous slices of its segment, one per rank. Experts that are
-    spread over ranks are cut separately."""
+    """Intersect the parameter, or each part of spread experts, with the equal slices of its segment."""
     size, numel = plan.segments[row.segment].padded // plan.slices(plan.segments[row.segment]), row.numel
     if not numel or not size:
         return ()
@@ -144,7 +143,14 @@ def index_of(plan: Plan, name: str) -> int:
 def _offer(plan: Plan, query: str) -> str:
     """Return a sentence with names or patterns near the query, or `""`."""
     names = [name for row in plan.rows for name in row.names]
-    offered = _mended(query, names) or _containing(query, names) or _similar(query, names)
+    word = query.strip("*.")
+    offered = _mended(query, names)
+    if not offered and word and "*" not in word:
+        found = [name for name in names if word in name]
+        offered = list(dict.fromkeys([*found[:1], *found[len(found) // 2 :][:1], *found[-1:]]))
+    if not offered:
+        first = {template(name): name for name in reversed(names)}
+        offered = [first[text] for text in nearest(template(query), first, count=_OFFERED)]
     listed = " or ".join(f"`{name}`" for name in offered[:_OFFERED])
     return f"Did you mean {listed}?" if listed else ""
 
@@ -160,18 +166,3 @@ def _mended(query: str, names: list[str]) -> list[str]:
         parts.append(part.replace(plain, near[0]) if near else part)
     mended = ".".join(parts)
     return [mended] if mended != query and fnmatch.filter(names, mended) else []
-
-
-def _containing(query: str, names: list[str]) -> list[str]:
-    """Return the first, the middle and the last name that contains the query."""
-    word = query.strip("*.")
-    found = [name for name in names if word in name] if word and "*" not in word else []
-    return list(dict.fromkeys([*found[:1], *found[len(found) // 2 :][:1], *found[-1:]]))
-
-
-def _similar(query: str, names: list[str]) -> list[str]:
-    """Return the first name of each template that resembles the query."""
-    first: dict[str, str] = {}
-    for name in names:
-        first.setdefault(template(name), name)
-    return [first[text] for text in nearest(template(query), first, count=_OFFERED)]

@@ -8,6 +8,7 @@ Invariant: every reason of every column set is in `reasons`, once.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -81,8 +82,7 @@ def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def _order(plan: Plan) -> str:
-    """Describe what the bits depend on; under the tree also which rank takes which micro-batches, and how
-    many partial sums wait."""
+    """Describe what the bits depend on; under the tree also who takes what, and the sums that wait."""
     if not plan.policy.tree:
         found = (f"{each.value}; {each.why}" for each in plan.policy.decisions if each.key == ORDER)
         return next(found, BY_RANK)  # plans from before there was a decision
@@ -211,15 +211,10 @@ def reasons(sets: Sequence[ColumnSet]) -> list[tuple[str, str, str]]:
 
 def _runs(letters: Sequence[str], order: Sequence[str]) -> str:
     """Join letters, with `C-F` for three or more in sequence."""
-    places = [order.index(letter) for letter in letters]
     texts: list[str] = []
-    start = 0
-    for stop in range(1, len(places) + 1):
-        if stop < len(places) and places[stop] == places[stop - 1] + 1:
-            continue
-        run = letters[start:stop]
+    for _, found in itertools.groupby(enumerate(letters), lambda pair: order.index(pair[1]) - pair[0]):
+        run = [letter for _, letter in found]
         texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else run
-        start = stop
     return " ".join(texts)
 
 
@@ -343,7 +338,7 @@ def _imbalance(plan: Plan) -> str:
 def _travels(plan: Plan) -> str:
     """Describe what is sent between pieces per token. The number of tokens is unknown before the run."""
     count, values, dtype = crossings(plan), activation_width(plan), activation_dtype(plan)
-    over = f"{count} {'boundary' if count == 1 else 'boundaries'} between ranks"
+    over = f"{several(count, 'boundary', 'boundaries')} between ranks"
     if values is None:
         known = "what the layers of the model pass on, which is not known before it runs"
         return f"over {over}, there and back per micro-batch: {known}"
@@ -364,14 +359,7 @@ def pipeline_ranks(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, st
     return tuple(lines)
 
 
-PIPELINE_HEADS = (
-    "place",
-    "pieces",
-    "elements",
-    "at rest",
-    "peak",
-    "alive",
-)  # headers of the rows of `pipeline_ranks`
+PIPELINE_HEADS = ("place", "pieces", "elements", "at rest", "peak", "alive")
 
 
 def _piece(plan: Plan, piece: int) -> str:

@@ -145,19 +145,15 @@ def _node_rows(node: _Branch, name: str, count: int, most: int) -> Iterator[tupl
         return
     if len(module.paths) != count:
         name = f"{elide(name, most - 6)} x{len(module.paths)}"
-    shown = _merged(operation_runs(module))
+    shown = operation_runs(module)
+    if [run.backward for run in shown] == [False, True] and shown[0].dtypes == shown[1].dtypes:
+        names = (*_repeated(shown[0].names), f"< {', '.join(shown[1].names)}")
+        shown = [OperationRun(shown[0].dtypes, names)]
     called = several(module.calls, "call") + ": " if module.calls > 1 else ""
     for number, run in enumerate(shown or [OperationRun("", ())]):
         mark = "< " if run.backward else ""
         text = (called if not number else "") + mark + ", ".join(_repeated(run.names))
         yield elide(name, most) if not number else "", run.dtypes, text
-
-
-def _merged(found: Sequence[OperationRun]) -> list[OperationRun]:
-    """Merge one forward run and one backward run with equal dtypes into one line."""
-    if len(found) == 2 and found[1].backward and not found[0].backward and found[0].dtypes == found[1].dtypes:
-        return [OperationRun(found[0].dtypes, (*_repeated(found[0].names), f"< {', '.join(found[1].names)}"))]
-    return list(found)
 
 
 def _repeated(names: Sequence[str]) -> list[str]:

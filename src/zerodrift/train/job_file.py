@@ -48,8 +48,7 @@ def read_job(
             joined = [ConfigError.of(problems, heading), wrong] if problems else [wrong]
             raise ConfigError.joined(joined) from None
     problems.raise_as(ConfigError, heading)
-    if job is None or config is None:
-        raise AssertionError("a job that is not valid must have a problem")
+    assert job is not None and config is not None, "a job that is not valid has a problem"
     if not job.run.folder:
         name = Path(heading).stem if heading != "job" else "job"
         job = job.model_copy(update={"run": job.run.model_copy(update={"folder": f"runs/{name}"})})
@@ -74,8 +73,7 @@ def read_back(path: Path) -> Job:
     heading, tree, problems = tree_of(path, "job")
     job = _validated(tree, problems)
     problems.raise_as(ConfigError, heading)
-    if job is None:
-        raise AssertionError("a job that is not valid must have a problem")
+    assert job is not None, "a job that is not valid has a problem"
     return job
 
 

@@ -230,14 +230,11 @@ def _explain(path: Path, problems: Problems) -> None:
 
 
 def dtypes(result: Match) -> dict[str, DType]:
-    """Return the checkpoint's dtype of each name in the model: a narrow format if its blocks are whole there,
-    and otherwise the dtype that it is decoded to."""
-    return {name: _dtype(result, filled) for name, filled in result.filled.items()}
-
-
-def _dtype(result: Match, filled: TensorPlaces) -> DType:
-    sources = [result.quantised.get(box.number) for box in filled.boxes]
-    first = sources[0] if sources else None
-    if first is None or not all(each is not None and each.dtype is first.dtype for each in sources):
-        return filled.exact
-    return first.dtype if has_whole_blocks(filled.boxes) else filled.exact
+    """Return the checkpoint's dtype of each name: narrow if its blocks are whole, else as decoded."""
+    found = {}
+    for name, filled in result.filled.items():
+        sources = [result.quantised.get(box.number) for box in filled.boxes]
+        narrow = {None if source is None else source.dtype for source in sources}
+        (only,) = narrow if len(narrow) == 1 else (None,)
+        found[name] = only if only is not None and has_whole_blocks(filled.boxes) else filled.exact
+    return found

@@ -19,19 +19,9 @@ from dataclasses import dataclass, replace
 from zerodrift.config import load
 from zerodrift.engine import Engine
 from zerodrift.errors import ConfigError, ZerodriftError, first_line
+from zerodrift.inspect.audit import results
 from zerodrift.inspect.audit.estimates import AuditSetup, gradient_distances
-from zerodrift.inspect.audit.results import (
-    ByteKind,
-    Bytes,
-    FormatAdvice,
-    FormatColumn,
-    FormatGoal,
-    FormatPoint,
-    FormatTrial,
-    NarrowerColumn,
-    Point,
-    Recommendation,
-)
+from zerodrift.inspect.audit.results import FormatPoint, FormatTrial, Point
 from zerodrift.inspect.audit.runs import REFUSED, Drift, Signals, backward_signals, drift, plan_for, running
 from zerodrift.inspect.audit.variants import (
     autocast_policy,
@@ -108,10 +98,10 @@ def rules_for(point: Point) -> tuple[Mapping[str, str], ...]:
     return tuple(rules)
 
 
-def bytes_of(plan: Plan) -> Bytes:
+def bytes_of(plan: Plan) -> results.Bytes:
     bill = cost(plan)
     compute = sum(row.numel * row.columns.compute.size for row in plan.rows)
-    return Bytes(bill.rest.total, bill.peak.total, bill.wire, compute)
+    return results.Bytes(bill.rest.total, bill.peak.total, bill.wire, compute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +113,7 @@ class PinSearch:
     whole: Policy  # the policy with its optimizer, for the bytes
     reference: Signals
     budget: float
-    of: ByteKind
+    of: results.ByteKind
     progress: Progress
 
     def point(self, mode: Mode, taken: Sequence[Candidate], most: float = math.inf) -> Point | None:
@@ -142,7 +132,7 @@ class PinSearch:
         point = Point(str(mode), pins, drift(seen, self.reference), bytes_of(plan))
         return point if getattr(point.bytes, self.of) <= most else None
 
-    def recommend(self, first: Signals, found: Sequence[Candidate]) -> Recommendation:
+    def recommend(self, first: Signals, found: Sequence[Candidate]) -> results.Recommendation:
         """Measure points from the plan as it is to everything pinned, and choose one."""
         own = self.plan.policy.mode
         self.progress("pins", 0, 1)
@@ -161,7 +151,7 @@ class PinSearch:
         chosen = min(points, key=lambda point: point.drift.square)
         chosen = min(enough, key=lambda point: (point.bytes.compute, len(point.pins)), default=chosen)
         index, rules = points.index(chosen), rules_for(chosen)
-        return Recommendation(self.budget, self.of, (*points, widest), widest, index, rules)
+        return results.Recommendation(self.budget, self.of, (*points, widest), widest, index, rules)
 
     def _pin(self, mode: Mode, found: Sequence[Candidate], goal: float, most: float) -> list[Point]:
         """Pin more candidates until enough of the drift is gone, then leave out those that are not needed.
@@ -171,7 +161,11 @@ class PinSearch:
         """
         kept: list[Candidate] = []
         points: list[Point] = []
-        steps = _steps(len(found))
+        # Bounds of the candidates that are added together.
+        sizes = (2 ** max(0, number - STEPS // 2 + 1) for number in range(STEPS - 1))
+        ends = [min(len(found), end) for end in itertools.accumulate(sizes)]
+        pairs = itertools.pairwise([0, *ends, len(found)])
+        steps = [(low, high) for low, high in pairs if low < high]
         for number, (low, high) in enumerate(steps):
             self.progress(f"pins, mode {mode}", number, len(steps))
             added = list(found[low:high])
@@ -195,20 +189,13 @@ class PinSearch:
         return points
 
 
-def _steps(count: int) -> list[tuple[int, int]]:
-    """Bounds of the candidates that are added together."""
-    sizes = [2 ** max(0, number - STEPS // 2 + 1) for number in range(STEPS - 1)]
-    ends = [min(count, end) for end in itertools.accumulate(sizes)]
-    return [(low, high) for low, high in itertools.pairwise([0, *ends, count]) if low < high]
-
-
 def take_steps(engine: Engine, setup: AuditSetup, count: int) -> None:
     for _ in range(count):
         backward_signals(engine, setup.batches)
         engine.step()
 
 
-def narrower_columns(setup: AuditSetup, plan: Plan, whole: Policy) -> list[NarrowerColumn]:
+def narrower_columns(setup: AuditSetup, plan: Plan, whole: Policy) -> list[results.NarrowerColumn]:
     """Measure a bf16 wire and 8-bit moments, where they are wide now and the plan admits them narrow."""
     updates = [row.columns.update for row in plan.rows if row.columns.update is not None]
     asked = []
@@ -237,7 +224,7 @@ def narrower_columns(setup: AuditSetup, plan: Plan, whole: Policy) -> list[Narro
         middle = sorted(changes.values())[len(changes) // 2] if changes else 0.0
         many = sum(change > MANY for change in changes.values())
         most = changes.get(worst, 0.0)
-        found.append(NarrowerColumn(column, value, middle, worst, most, many, before, after))
+        found.append(results.NarrowerColumn(column, value, middle, worst, most, many, before, after))
     return found
 
 
@@ -259,7 +246,7 @@ def _update_distances(setup: AuditSetup, asked: Policy, policy: Policy) -> dict[
         }
 
 
-FORMATS: Mapping[FormatColumn, tuple[str, ...]] = {
+FORMATS: Mapping[results.FormatColumn, tuple[str, ...]] = {
     "gather": ("int8", "fp8", "mxfp8"),
     "storage": ("nf4", "int8", "fp8"),
     "compute": ("fp8",),
@@ -269,7 +256,7 @@ FORMATS: Mapping[FormatColumn, tuple[str, ...]] = {
 TIMES = 1.5  # multiple of the plan's own drift that is the limit by default
 
 
-def parse_goal(text: str, where: str = "narrow") -> FormatGoal:
+def parse_goal(text: str, where: str = "narrow") -> results.FormatGoal:
     """Parse a goal with a limit or without: `bytes`, `speed:2x`, `bytes:0.01`."""
     word, _, limit = text.strip().lower().partition(":")
     times = limit.endswith("x")
@@ -280,7 +267,7 @@ def parse_goal(text: str, where: str = "narrow") -> FormatGoal:
     if word not in ("bytes", "speed") or not 0 < value < math.inf:
         must = "must be bytes or speed, with a limit after a colon or without: bytes:2x, bytes:0.01"
         raise ConfigError(where, must, got=repr(text))
-    return FormatGoal("bytes" if word == "bytes" else "speed", value, times or not limit)
+    return results.FormatGoal("bytes" if word == "bytes" else "speed", value, times or not limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,10 +279,10 @@ class FormatSearch:
     whole: Policy  # the policy with its optimizer, for the bytes
     reference: Signals
     planned: Drift
-    goal: FormatGoal
+    goal: results.FormatGoal
     progress: Progress
 
-    def recommend(self) -> FormatAdvice:
+    def recommend(self) -> results.FormatAdvice:
         """Run every group in every format, then add groups until the limit."""
         spec = describe(self.setup.subject.make())
         start = FormatPoint(self.planned, bytes_of(build(self.whole, spec, self.setup.mesh)))
@@ -309,15 +296,17 @@ class FormatSearch:
         most = self._everything(trials, chosen, spec)
         rules = tuple(rule for number in chosen for rule in trials[number].rules)
         last = trials[chosen[-1]].together if chosen else start
-        return FormatAdvice(goal, limit, start, tuple(trials), tuple(chosen), last or start, most, rules)
+        return results.FormatAdvice(
+            goal, limit, start, tuple(trials), tuple(chosen), last or start, most, rules
+        )
 
     def _asked(self) -> list[FormatTrial]:
         """Return a trial of every group of matrices in every format, none of them run."""
-        groups: dict[tuple[str, FormatColumn, str], list[Row]] = {}
+        groups: dict[tuple[str, results.FormatColumn, str], list[Row]] = {}
         for row in self.plan.rows:
             if row.columns.compute.is_floating and len(row.shape) > 1:
                 path = re.sub(r"\d+", "*", row.name.rpartition(".")[0])
-                column: FormatColumn = "gather" if row.trained else "storage"
+                column: results.FormatColumn = "gather" if row.trained else "storage"
                 column = "compute" if self.goal.of == "speed" else column
                 groups.setdefault((path, column, _reason_against(row.columns, column)), []).append(row)
         trials = []
@@ -342,7 +331,7 @@ class FormatSearch:
         except REFUSED as error:
             return replace(trial, left_out=f"refused by the plan ({_reason(error)})")
 
-    def _useless(self, column: FormatColumn, start: FormatPoint, plan: Plan) -> str:
+    def _useless(self, column: results.FormatColumn, start: FormatPoint, plan: Plan) -> str:
         """Return why a format saves no bytes; `""` if it does, or is for speed."""
         if self.goal.of == "speed":
             return ""
@@ -355,10 +344,7 @@ class FormatSearch:
         return "" if saves else "because it takes more bytes at rest than it saves on the wire"
 
     def _add(self, trials: list[FormatTrial], spec: ModelSpec, start: FormatPoint, limit: float) -> list[int]:
-        """Add formats while the drift stays within the limit; return those that stay, in their order.
-
-        A format may replace another one of its group that saves less.
-        """
+        """Add formats, or replace those that save less, while the drift stays within the limit."""
         chosen: list[int] = []
         left = {n for n, one in enumerate(trials) if one.alone is not None and one.alone.drift.rms <= limit}
         count = len(left)
@@ -417,8 +403,7 @@ class FormatSearch:
 
 
 def _rules(plan: Plan, rows: Sequence[Row], column: str, word: str) -> tuple[Mapping[str, str], ...]:
-    """Return rules that match exactly these parameters, one for each name without its numbers where it can
-    be."""
+    """Return rules for exactly these parameters, if possible one for each name without its numbers."""
     alike: dict[str, list[str]] = {}
     for row in rows:
         alike.setdefault(re.sub(r"\d+", "*", row.name), []).append(row.name)
@@ -431,7 +416,7 @@ def _resolved(rules: Sequence[Mapping[str, str]]) -> tuple[ResolvedRule, ...]:
     return resolve(load({"precision": {"rules": list(rules)}}), MeshShape()).rules
 
 
-def _reason_against(columns: Columns, column: FormatColumn) -> str:
+def _reason_against(columns: Columns, column: results.FormatColumn) -> str:
     """Return why a parameter is not tried: a rule has decided, or it is narrow; `""` if it is tried."""
     reasons = columns.reasons()
     decided = reasons.get("products", reasons[column]) if column == "compute" else reasons[column]

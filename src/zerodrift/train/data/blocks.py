@@ -2,13 +2,10 @@
 
 A part (`train`, `validation`) has a file of tokens, a file of marks that say which tokens are learned and
 where documents start (left out where all are learned), the number of labels of each block, from which every
-rank knows the labels of a step without asking the others, and a checksum of each block.
+rank knows the labels of a step without asking the others, and a checksum of each block. Blocks are read when
+they are needed and not mapped into memory: a mapped file that is cut short kills its process.
 
-Blocks are read when they are needed and not mapped into memory: a mapped file that is cut short kills its
-process.
-
-Every block has a label, so that no loss is a mean over nothing. Every token that is read is below the
-vocabulary.
+Every block has a label, so no loss is a mean over nothing. Every token that is read is in the vocabulary.
 """
 
 from __future__ import annotations
@@ -140,7 +137,11 @@ class Blocks:
         if self.marks is not None:
             starts = np.stack([marks for _, marks in read if marks is not None])
             labels = np.where(starts & LEARNED, tokens, IGNORED)
-        return BlockValues(tokens, labels, _positions(starts) if self.separate_documents else None)
+        if not self.separate_documents:
+            return BlockValues(tokens, labels, None)
+        places = np.broadcast_to(np.arange(self.length), tokens.shape)
+        firsts = np.maximum.accumulate(np.where(starts & STARTS, places, 0), axis=1)
+        return BlockValues(tokens, labels, (places - firsts).astype(np.int64))
 
     def _block(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
         place = index
@@ -153,9 +154,7 @@ class Blocks:
             held = np.full(self.length, LEARNED, MARK) if marks is None else marks
             if checksums(tokens, held, int(self.counts[index])) != tuple(self.sums[index].tolist()):
                 raise damaged(part.file.parent, f"another block {index}")
-        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
-            got = f"{tokens.min()} to {tokens.max()} in block {place}"
-            raise ConfigError(str(part.file), _in_vocabulary(self.vocabulary), got=got, do=_TOKENIZER)
+        _check_tokens(tokens, part, self.vocabulary, f"block {place}")
         return tokens.astype(np.int64), marks
 
     def split(self, share: float) -> tuple[Blocks, Blocks]:
@@ -174,18 +173,12 @@ class Blocks:
         )
 
 
-def _positions(marks: np.ndarray) -> np.ndarray:
-    """Return the distance of each token from the last start. Shape [blocks, length]."""
-    places = np.broadcast_to(np.arange(marks.shape[1]), marks.shape)
-    starts = np.maximum.accumulate(np.where(marks & STARTS, places, 0), axis=1)
-    return (places - starts).astype(np.int64)
-
-
-def _in_vocabulary(vocabulary: int) -> str:
-    return f"must hold tokens below {vocabulary}, the vocabulary, and none below 0"
-
-
-_TOKENIZER = "Name the tokenizer that made it in `data.tokenizer`."
+def _check_tokens(tokens: np.ndarray, rows: Rows, vocabulary: int, place: str) -> None:
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        must = f"must hold tokens below {vocabulary}, the vocabulary, and none below 0"
+        got = f"{tokens.min()} to {tokens.max()} in {place}"
+        todo = "Name the tokenizer that made it in `data.tokenizer`."
+        raise ConfigError(str(rows.file), must, got=got, do=todo)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -270,9 +263,7 @@ def _check_first(rows: Rows, vocabulary: int) -> None:
     if not len(rows):
         return
     first = rows[0]
-    if int(first.min()) < 0 or int(first.max()) >= vocabulary:
-        got = f"{first.min()} to {first.max()} in its first block"
-        raise ConfigError(str(rows.file), _in_vocabulary(vocabulary), got=got, do=_TOKENIZER)
+    _check_tokens(first, rows, vocabulary, "its first block")
     # As many first blocks as rule out chance.
     some = np.concatenate([rows[index] for index in range(min(len(rows), -(-64 // rows.length)))])
     if rows.dtype == np.uint16 and first[::2].any() and len(some) >= 64 and not some[1::2].any():

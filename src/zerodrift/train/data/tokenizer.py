@@ -1,7 +1,6 @@
 """Turn text into token numbers and back, by bytes or by a tokenizer in a folder.
 
-Bytes need nothing and know every text. `transformers` reads a folder, without network and without code from
-it.
+Bytes know every text. `transformers` reads a folder, without network and without code from it.
 
 A text of any length is encoded window by window into the tokens of the whole. A tokenizer looks at the
 surroundings of a place, so windows overlap: the tokens near the end of a window wait for the next one, which
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from zerodrift.errors import ModelError
-from zerodrift.model import attempt, is_installed
+from zerodrift.model import attempt, require_installed
 from zerodrift.train.data.files import advice
 
 Tokens = np.ndarray
@@ -176,10 +175,7 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _load(folder: Path) -> Any:
-    if not is_installed():
-        must = "`transformers` must be installed to read a tokenizer"
-        todo = "Run `pip install 'zerodrift[hf]'`."
-        raise ModelError("data.tokenizer", must, got="no such package", do=todo)
+    require_installed("data.tokenizer", "a tokenizer")
     from transformers import AutoTokenizer
 
     how = {"local_files_only": True, "trust_remote_code": False}

@@ -35,11 +35,11 @@ from zerodrift.model import (
     attempt,
     call,
     is_factory,
-    is_installed,
     listed,
     make,
     quiet,
     read_config,
+    require_installed,
     safetensors,
 )
 from zerodrift.pipeline import Parts
@@ -202,9 +202,7 @@ def _recomputed(forward: Any, block: nn.Module, *args: Any, **kwargs: Any) -> An
 
 def _from_config(source: ModelSource, weights: Path | None) -> nn.Module:
     where = source.text
-    if not is_installed():
-        must, todo = "`transformers` must be installed to build a model", "Run `pip install 'zerodrift[hf]'`."
-        raise ModelError(where, must, got="no such package", do=todo)
+    require_installed(where, "a model's config")
     with quiet():
         from transformers import AutoModelForCausalLM
 
@@ -384,8 +382,7 @@ def require_document_mask(engine: Engine, seat: BatchLayout, length: int, vocabu
     """Refuse `data.attend: document` for a model that lets documents of a block see each other.
 
     Collective. The model gets positions that start again with each document, from which those of
-    `transformers` make a mask. Some have no mask, and carry a state from one document into the next. Nothing
-    of the run changes.
+    `transformers` make a mask. Some have no mask, and carry a state from one document into the next.
     """
     where, todo, name = "data.attend", "Use `data.attend: block`.", type(engine.module).__name__
     if engine.plan.policy.pipeline is not None:

@@ -48,19 +48,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{rest:02d}:{left:02d}" if hours else f"{rest}:{left:02d}"
 
 
-class Pace:
-    """Estimates the time left by the last steps."""
-
-    def __init__(self) -> None:
-        self._recent: list[tuple[int, float]] = []
-
-    def remaining(self, step: StepMetrics, steps: int) -> float | None:
-        """Return the seconds to the end; None before two steps."""
-        self._recent = [*self._recent[-20:], (step.step, step.seconds)]
-        (first, since), (last, now) = self._recent[0], self._recent[-1]
-        return (now - since) / (last - first) * (steps - step.step) if last > first else None
-
-
 class Display:
     """Prints lines into a file or a pipe, one per so many steps; every rank but the first prints nothing."""
 
@@ -68,7 +55,9 @@ class Display:
 
     def __init__(self, every: int = 0) -> None:
         """`every` is `run.log_every`; 0 prints nothing."""
-        self._every, self._steps, self._pace = every, 0, Pace()
+        self._every, self._steps = every, 0
+        self._recent: list[tuple[int, float]] = []
+        """Numbers of the last steps, and the seconds of training at their ends."""
 
     @property
     def width(self) -> int:
@@ -86,8 +75,14 @@ class Display:
         """Show an activity that takes time and is no step."""
         return nullcontext()
 
+    def remaining(self, step: StepMetrics, steps: int) -> float | None:
+        """Return the seconds to the end by the last steps; None before two."""
+        self._recent = [*self._recent[-20:], (step.step, step.seconds)]
+        (first, since), (last, now) = self._recent[0], self._recent[-1]
+        return (now - since) / (last - first) * (steps - step.step) if last > first else None
+
     def step(self, step: StepMetrics) -> None:
-        left = self._pace.remaining(step, self._steps)
+        left = self.remaining(step, self._steps)
         is_due = self._every and not step.step % self._every
         if is_due or step.step == self._steps or step.skipped:
             skipped = ["skipped"] if step.skipped else []
@@ -185,7 +180,7 @@ class LiveDisplay(Display):
     def step(self, step: StepMetrics) -> None:
         state = self._state
         state.done, state.last = step.step, step
-        state.left = self._pace.remaining(step, state.steps)
+        state.left = self.remaining(step, state.steps)
         self._since = time.monotonic()
         if step.skipped:
             self.say(f"step {step.step} skipped, loss scale {step.loss_scale:g}")
