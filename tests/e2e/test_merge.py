@@ -184,8 +184,9 @@ def test_what_is_no_adapter_is_refused(trained: Path, tmp_path: Path) -> None:
 
 
 def test_a_tied_weight_is_not_changed_for_two(tmp_path: Path) -> None:
-    with pytest.raises(ZerodriftError, match=re.escape("one on `lm_head`, whose weight is tied")):
+    with pytest.raises(ZerodriftError, match=re.escape("one on `lm_head`, whose weight is tied")) as refused:
         merge(adapters(tmp_path, "lm_head"), tmp_path / "merged")
+    assert str(refused.value).endswith("or keep the adapters.")
 
 
 def test_adapters_of_others_merge_and_say_what_is_not_known(tmp_path: Path) -> None:

@@ -308,5 +308,5 @@ def _require_untied(model: nn.Module) -> None:
         if weight is not None and uses[id(weight)] > 1:
             must = "must go with adapters on weights that nothing else uses"
             got = f"one on `{name.removeprefix('base_model.model.')}`, whose weight is tied to another's"
-            todo = "Untie them in the base's config (`tie_word_embeddings: false`), or keep the "
+            todo = "Untie them in the base's config (`tie_word_embeddings: false`), or keep the adapters."
             raise UnsupportedError("--merge", must, got=got, do=todo)
