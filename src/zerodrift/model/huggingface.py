@@ -24,7 +24,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,7 +133,10 @@ def read_config(file: Path, dtype: DType | None = None) -> PretrainedConfig:
 
 def instantiate(config: PretrainedConfig, file: Path, run: Callable[..., Any] = attempt) -> PreTrainedModel:
     """Build the model of a config with tied weights; `run` is `attempt` or `on_meta`."""
-    with skip_initialization():
+    from transformers import modeling_utils
+
+    # Version 4 initializes on the meta device: minutes for thousands of experts.
+    with getattr(modeling_utils, "no_init_weights", nullcontext)():
         model = run(lambda: _make(config), str(file), "must be a config that a model can be built from")
     model.tie_weights()
     return model
@@ -157,14 +160,6 @@ def _make(config: PretrainedConfig) -> PreTrainedModel:
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
     return auto.from_config(config, trust_remote_code=False)
-
-
-def skip_initialization() -> AbstractContextManager[Any]:
-    """Skip the initialization that version 4 runs on the meta device: minutes for thousands of experts."""
-    from transformers import modeling_utils
-
-    skip = getattr(modeling_utils, "no_init_weights", None)
-    return skip() if skip else nullcontext()
 
 
 def keep_in_fp32(model: PreTrainedModel) -> None:
@@ -295,8 +290,6 @@ def _imported() -> list[str]:
 
 def _stamp(files: Iterable[str]) -> str:
     """Return a hash of the sizes and times of files."""
-    found = []
-    for file in files:
-        state = os.stat(file)
-        found.append((file, state.st_size, state.st_mtime_ns))
+    states = ((file, os.stat(file)) for file in files)
+    found = [(file, state.st_size, state.st_mtime_ns) for file, state in states]
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()

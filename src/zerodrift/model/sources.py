@@ -129,12 +129,17 @@ def is_factory(text: str) -> bool:
 
 def from_factory(text: str) -> ModelSpec:
     """Describe the model that the callable returns, which is built without memory."""
-    return from_module(_made(text, on_meta), text)
+    return from_module(make(text, on_meta), text)
 
 
-def make(text: str) -> nn.Module:
-    """Return the model of the callable, with its weights."""
-    return _made(text, attempt)
+def make(text: str, run: Callable[..., Any] = attempt) -> nn.Module:
+    """Return the model of the callable, with its weights unless `run` is `on_meta`."""
+    from torch import nn
+
+    module = call(text, "a model", run)
+    if not isinstance(module, nn.Module):
+        raise ModelError(text, "must return a torch.nn.Module", got=type(module).__qualname__)
+    return module
 
 
 def call(text: str, what: str, run: Callable[..., Any] = attempt) -> Any:
@@ -145,15 +150,6 @@ def call(text: str, what: str, run: Callable[..., Any] = attempt) -> Any:
     # The working folder comes first, as with `python -m`.
     with importable("" if "" in sys.path else os.getcwd(), 0):
         return run(_find(text), text, f"must return {what} when it is called without arguments")
-
-
-def _made(text: str, run: Callable[..., Any]) -> nn.Module:
-    from torch import nn
-
-    module = call(text, "a model", run)
-    if not isinstance(module, nn.Module):
-        raise ModelError(text, "must return a torch.nn.Module", got=type(module).__qualname__)
-    return module
 
 
 def _find(text: str) -> Callable[[], Any]:
