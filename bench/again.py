@@ -1,4 +1,4 @@
-"""Every benchmark again, as its result says that it was run, and the pages of what was found: `make bench`.
+"""Run every benchmark again by the command in its result, then write the pages: `make bench`.
 
     python bench/again.py                                # all of them, hours
     python bench/again.py --only step-fp32,persistent    # these results
@@ -34,7 +34,7 @@ ROUND = ROOT / "runs" / "bench.json"
 PEER = "PYTHON"
 """Stands in a command for the interpreter of another environment."""
 MEASURES = re.compile(r"^from result import Result, flags$", re.MULTILINE)
-"""What a script begins with that keeps what it finds."""
+"""The line of a script that keeps a result."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,21 @@ class Benchmark:
     kept: str | None
     """The name of its result."""
     seconds: float | None
-    """What it took the last time, where that was kept."""
+    """Seconds of the last kept run."""
 
     @property
     def name(self) -> str:
         return self.kept or Path(self.words[1]).stem
 
     def arguments(self, beside: str) -> list[str]:
-        """With this interpreter."""
+        """Return the command line for this interpreter, with the options that keep the result."""
         begins = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[self.words[0]]
         keeping = ["--save", self.kept, "--beside", beside] if self.kept else []
         return [sys.executable, *begins, *self.words[1:], *keeping]
 
 
 def benchmarks() -> list[Benchmark]:
-    """Those of kept results, then other scripts."""
+    """Return the benchmarks of all kept results, then the scripts without one."""
     kept = [
         Benchmark(shlex.split(result.command), name, result.seconds)
         for name, result in Results().items()
@@ -86,7 +86,7 @@ def sources() -> str:
 
 
 def begun() -> list[str]:
-    """Return the names of a round that was not ended, if it ran what is there now."""
+    """Return the names that ran in an unfinished round, unless the sources have changed since."""
     told = json.loads(ROUND.read_text()) if ROUND.exists() else {}
     return list(told["ran"]) if told.get("sources") == sources() else []
 
@@ -103,7 +103,7 @@ def missed(names: Sequence[str]) -> list[str]:
 
 
 def heading(number: int, todo: Sequence[Benchmark]) -> str:
-    """Which one runs, and how long it and the rest will take, as far as that is known."""
+    """Return a line with the benchmark that runs, and the known times of this and of all that follow."""
     left = todo[number:]
     known = [each.seconds for each in left if each.seconds is not None]
     more = f", and {len(left) - len(known)} that were not timed" if len(known) < len(left) else ""

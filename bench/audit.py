@@ -1,4 +1,4 @@
-"""Is an audit right, and do its pins pay? Estimates beside replays, a recommendation beside rules of thumb.
+"""Compare an audit's estimates with replays, and its recommended pins with rules of thumb.
 
     python bench/audit.py                               # every architecture, some 10M parameters
     python bench/audit.py --size 100m --models llama --trained 0
@@ -55,7 +55,7 @@ Made = nn.Module | Callable[[], nn.Module]
 
 
 def transformer(name: str, size: str) -> nn.Module:
-    """A model of `transformers`, with random weights."""
+    """Build a model of `transformers` with random weights."""
     import transformers as t
 
     s = SIZES[size]
@@ -113,7 +113,7 @@ class Text:
 
 
 def train(model: nn.Module, text: Text, steps: int) -> float:
-    """Briefly, in fp32; the last loss."""
+    """Train in fp32 and return the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     loss = torch.zeros(())
     for step in range(steps):
@@ -144,9 +144,9 @@ class Agreement:
     cells: int
     spearman: float
     found: int
-    """Of the ten cells that are worth most by replay, how many are among the first ten by estimate."""
+    """How many of the ten cells with the largest replay are among the ten with the largest estimate."""
     flips: int
-    """Choices of routers that are other in the plan."""
+    """Router choices that differ under the plan."""
     seconds: float
     replay: float
     """Seconds of one replay."""
@@ -196,7 +196,7 @@ RULES: dict[str, Callable[[str], bool]] = {
 
 
 def points(bench: AuditSetup, plan: Plan, model: Made, budget: float, confirm: int) -> dict[str, Point]:
-    """Everything that is compared, by what it is called."""
+    """Return every set of pins to compare, by its name."""
     began = time.perf_counter()
 
     def told(what: str, done: int, count: int) -> None:
@@ -274,7 +274,7 @@ def seeded(name: str, size: str) -> nn.Module:
 def one(
     name: str, model: Made, weights: str, batches: list[Any], args: argparse.Namespace, result: Result
 ) -> None:
-    """One model with some weights. A function builds it without holding its values."""
+    """Audit one model with some weights. A function builds it without holding its values."""
     config = {"precision": {"mode": "bf16"}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     with empty():
         shape = model if isinstance(model, nn.Module) else model()

@@ -1,7 +1,7 @@
-"""What is generated of `docs/benchmarks.md` and the README: claims, tables of results, plots.
+"""Write the generated parts of `docs/benchmarks.md` and the README: claims, tables of results, plots.
 
-A page has `<!-- claims: all -->` or `<!-- result: NAME -->`, and below it, up to `<!-- end -->`, what is made
-here of the files in `bench/results`. `tools/refresh.py` writes it.
+A page has `<!-- claims: all -->` or `<!-- result: NAME -->`, and below it, up to `<!-- end -->`, what this
+module makes of the files in `bench/results`. `tools/refresh.py` writes it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK = re.compile(r"(<!-- (claims|result): (\S+) -->\n).*?(<!-- end -->\n)", re
 
 
 def fresh(text: str, results: Results) -> str:
-    """A page with its claims and tables."""
+    """Return a page with its claims and tables written anew."""
 
     def block(found: re.Match[str]) -> str:
         kind, name = found[2], found[3]
@@ -31,7 +31,7 @@ def fresh(text: str, results: Results) -> str:
 
 
 def claims_text(main: bool, results: Results) -> str:
-    """The README has the first ones, beside each other; the page says of all where they are from."""
+    """Return the table of claims: the first few for the README, all with their results for the page."""
     if main:
         rows = [
             _claim("docs/benchmarks.md", claim) for claim in claims(results) if claim.what in IN_THE_README
@@ -64,7 +64,7 @@ def _source(claim: Claim, results: Results) -> list[str]:
 
 
 def result_text(name: str, result: Result) -> str:
-    """Its tables, and below them how and on what."""
+    """Return the tables of a result, and below them the command, the versions and the machine."""
     parts = [f"**{result.title}**"]
     for table in result.tables:
         parts += [table.title] * bool(table.title)
@@ -96,11 +96,11 @@ UPDATES = (
     *("torch AdamW fused", "torch AdamW foreach", "torch AdamW default", "DeepSpeed CPU Adam"),
     "chain: unscale, clip, AdamW fused, cast",
 )
-"""What is drawn of an update; the tables have more."""
+"""Rows of the update benchmark that its plot shows."""
 
 
 def drawn(results: Results) -> dict[str, str]:
-    """Name of a file in `docs/img` -> the picture."""
+    """Return each file of `docs/img` with its picture."""
 
     def panel(
         name: str, column: str, title: str, *limits: tuple[float, str], only: Iterable[str] = ()

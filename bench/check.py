@@ -1,14 +1,14 @@
-"""What watching costs: steps of a decoder with and without `zerodrift.observe` around them, in turns.
+"""Measure the cost of `zerodrift.observe`: steps of a decoder with and without it, in turns.
 
     python bench/check.py [--width 384] [--layers 8] [--length 128] [--steps 4] [--rounds 6]
     torchrun --nproc-per-node 2 bench/check.py ...        the same under DistributedDataParallel
 
-Times are processor time of one thread. A round is some steps alone, one that is watched first, as many more
-that are watched, and as many alone again, on the same model in one process; the ratio is of a watched step to
-the mean of its neighbours, so a busy machine changes both. `ended` is the second unwatched turn beside the
-first: nothing may be left behind. The weights after it all are compared with those of a run that was never
-watched, bit for bit. `mode` is what a Python mode of torch's costs that does nothing, in microseconds for an
-operation of a forward: whoever sees operations pays as much.
+Times are processor time of one thread. A round is some steps alone, one that is watched first, as many
+more that are watched, and as many alone again, on the same model in one process; the ratio is of a watched
+step to the mean of its neighbours, so a busy machine changes both. `ended` is the second unwatched turn
+beside the first: nothing may be left behind. The weights after it all are compared with those of a run
+that was never watched, bit for bit. `mode` is the cost of an empty `TorchDispatchMode`, in microseconds
+per operation of a forward: the least that any observer of operations can cost.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ KINDS = ("fp32", "autocast bf16")
 class Measured:
     kind: str
     step: float
-    """Seconds of a step alone, the median of rounds."""
+    """Seconds of an unwatched step, the median of rounds."""
     watched: tuple[float, float, float]
-    """Least, median and greatest ratio of a watched step that is not the first."""
+    """Least, median and greatest ratio of a watched step after the first."""
     first: float
     """Median ratio of the first watched step."""
     added: tuple[float, float]
     """Seconds that watching adds to the first step, and to each other: medians."""
     mode: float
-    """Seconds that an operation takes longer under a Python mode that does nothing."""
+    """Seconds that an empty `TorchDispatchMode` adds to an operation."""
     ended: float
     """Median ratio of steps after to steps before."""
     same: bool
-    """Whether the weights are those of a run that was never watched."""
+    """Whether the weights equal those of an unwatched run."""
 
 
 class Run:
@@ -72,14 +72,14 @@ class Run:
         self.optimizer.zero_grad()
 
     def steps(self, count: int) -> float:
-        """Seconds of one, of so many."""
+        """Return the seconds per step over `count` steps."""
         begin = time.process_time()
         for _ in range(count):
             self.step()
         return (time.process_time() - begin) / count
 
     def forward(self) -> float:
-        """Seconds of one alone."""
+        """Return the seconds of one forward."""
         tokens = torch.zeros(1, self._length, dtype=torch.long)
         begin = time.process_time()
         with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast), torch.no_grad():
@@ -88,7 +88,7 @@ class Run:
 
 
 def cost_of_a_mode(run: Run, rounds: int) -> float:
-    """Seconds that an operation takes longer, the median of rounds."""
+    """Return the seconds that an empty mode adds to an operation, the median of rounds."""
     operations, more = 0, []
 
     def count(*_: object) -> None:

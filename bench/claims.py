@@ -1,4 +1,4 @@
-"""What the README and `docs/benchmarks.md` claim, each with its peers, its limit, and where it is from.
+"""The claims of the README and of `docs/benchmarks.md`, each with its peers, its limit and its source.
 
 Every figure is a cell of a file in `bench/results`; none is written here. One that misses its limit is shown
 as missed.
@@ -27,29 +27,29 @@ class Figure:
 
 @dataclass(frozen=True)
 class Limit:
-    """Where a figure should be."""
+    """The bound that a figure should keep."""
 
     value: float
     why: str = "goal"
-    """`goal`, whose figure it is, or what was counted."""
+    """`goal`, the peer whose figure it is, or what was counted."""
     at_least: bool = False
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One figure, and what it is compared with."""
+    """A figure, its limit and the figures that it is compared with."""
 
     section: str
     """The heading on the page that has its table."""
     what: str
     figure: Figure
     beside: Mapping[str, Figure]
-    """Others of the same run."""
+    """Other figures of the same run."""
     limit: Limit | None
 
     @property
     def met(self) -> bool | None:
-        """Of what is shown: a digit that nobody sees decides nothing."""
+        """Compare the figures as they are printed, because hidden digits decide nothing."""
         if self.limit is None:
             return None
         figure, limit = (
@@ -65,11 +65,11 @@ IN_THE_README = (
     "2 GB into fp32 shards, MB at the peak beyond the shard",
     "A step at stage 3 on 4096 ranks, ms of the host",
 )
-"""What the claims are called that the README shows too, met or not."""
+"""Names of the claims that the README shows too, met or not."""
 
 
 class Results(dict[str, Result]):
-    """Those of a folder, by name."""
+    """The results of a folder, by name."""
 
     def __init__(self, folder: Path = RESULTS) -> None:
         super().__init__({path.stem: read(path) for path in sorted(folder.glob("*.json"))})
@@ -80,7 +80,7 @@ class Results(dict[str, Result]):
         )
 
     def all(self, name: str, column: str, *rows: Cell) -> list[Figure]:
-        """The figures of a column, of the rows that have these names among their cells."""
+        """Return the figures of a column, of the rows that have these names among their cells."""
         found = []
         for table in self[name].tables:
             if column not in table.columns:
@@ -98,12 +98,12 @@ class Results(dict[str, Result]):
         return found
 
     def several(self, name: str, column: str, rows: Mapping[str, str]) -> dict[str, Figure]:
-        """What a page calls a row -> its figure."""
+        """Return a figure for each label, from the row of that name."""
         return {said: self.one(name, column, row) for said, row in rows.items()}
 
 
 def claims(results: Results) -> Iterator[Claim]:
-    """In the order of the page."""
+    """Yield all claims in the order of the page."""
     yield from _step(results)
     yield from _peak(results)
     yield from _update(results)

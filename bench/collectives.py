@@ -41,7 +41,7 @@ Candidates = dict[str, Callable[[], object]]
 
 
 def candidates(comm: Collectives, numel: int, dtype: torch.dtype) -> Candidates:
-    """Name -> one run on this rank."""
+    """Return one run on this rank by name."""
     line = comm.mesh.axis("shard")
     full, out = torch.randn(numel).to(dtype), torch.zeros(numel, dtype=dtype)
     shard, total = line.slice(full, line.rank).clone(), torch.zeros(numel // line.size)
@@ -49,7 +49,7 @@ def candidates(comm: Collectives, numel: int, dtype: torch.dtype) -> Candidates:
     how, group = Sum(torch.float32), line.group
 
     def exchange() -> None:
-        """What any all-to-all must move, without a sum."""
+        """Exchange the slices that any all-to-all must move, without a sum."""
         works = []
         for step in range(1, line.size):
             to, source = (line.rank + step) % line.size, (line.rank - step) % line.size
@@ -73,7 +73,7 @@ def candidates(comm: Collectives, numel: int, dtype: torch.dtype) -> Candidates:
 
 
 def measure(comm: Collectives, runs: Candidates, rounds: int) -> dict[str, float]:
-    """Median milliseconds of the slowest rank."""
+    """Return the median milliseconds of the slowest rank."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name, run in runs.items():

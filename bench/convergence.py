@@ -47,13 +47,13 @@ REFERENCE = "mode fp32"
 BETA2 = 0.999
 LAST = 50
 LOOK = 25
-"""Steps between two looks at the second moments."""
+"""Steps between two measurements of the second moments."""
 SPIKE = 100.0
 
 
 @dataclass
 class Curves:
-    """One run."""
+    """Losses and second moments of one run."""
 
     scheme: str
     seed: int
@@ -63,7 +63,7 @@ class Curves:
     moments: list[float] = field(default_factory=list)
     """The median second moment, every LOOK steps."""
     shrank: list[float] = field(default_factory=list)
-    """The share of second moments that fell since the last look."""
+    """The share of second moments that fell since the last measurement."""
 
     @property
     def final(self) -> float:
@@ -114,7 +114,7 @@ def schemes() -> list[str]:
 
 
 def corpus() -> tuple[torch.Tensor, torch.Tensor]:
-    """The standard library as bytes: (to train on, every tenth file to look at)."""
+    """Return the standard library as bytes: (training data, every tenth file as held-out data)."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in folder.glob("*.py") if path.stat().st_size < 200_000)
     texts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -219,7 +219,7 @@ def by_scheme(results: list[Curves]) -> dict[str, list[Curves]]:
 
 
 def show(results: list[Curves], options: argparse.Namespace) -> None:
-    """Means over seeds, and the differences from the reference within a seed."""
+    """Print means over seeds, and the differences from the reference within a seed."""
     base = {result.seed: result.final for result in results if result.scheme == REFERENCE}
     kept = Result.begin(f"{options.steps} steps, {options.seeds} seeds, lr {options.lr}", options)
     columns = {"master": "", "state": "<15", f"loss, last {LAST} steps": ".4f", "held out": ".4f"}
@@ -237,7 +237,7 @@ def show(results: list[Curves], options: argparse.Namespace) -> None:
 
 
 def draw(results: list[Curves], path: Path) -> None:
-    """The losses, what they are above the reference, and the second moments beside those of fp32 state."""
+    """Draw losses, their distance from the reference, and second moments beside those of fp32 state."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -283,7 +283,7 @@ def draw(results: list[Curves], path: Path) -> None:
 
 
 def smooth(curve: torch.Tensor, over: int = 20, points: int = 150) -> tuple[torch.Tensor, torch.Tensor]:
-    """(steps, means over the last `over` steps), thinned to about `points`."""
+    """Return (steps, means over the last `over` steps), thinned to about `points`."""
     means = curve.unfold(0, min(over, len(curve)), 1).mean(-1)
     steps = torch.arange(len(means)) + min(over, len(curve))
     every = max(1, len(means) // points)

@@ -36,7 +36,7 @@ Parameter = tuple[str, tuple[int, ...], DType]
 
 
 def parameters(*, layers: int = 61, experts: int = 256) -> Iterator[Parameter]:
-    """(name, shape, dtype) of every tensor, in the order of the files."""
+    """Yield (name, shape, dtype) of every tensor, in the order of the files."""
     yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN), DType.BF16
     for layer in range(layers):
         prefix = f"model.layers.{layer}"
@@ -80,7 +80,7 @@ def _experts(prefix: str, experts: int) -> Iterator[Parameter]:
 
 
 def write(folder: str | os.PathLike[str], *, layers: int = 61, experts: int = 256, shards: int = 163) -> Path:
-    """Writes the shards and their index; returns the path of the index.
+    """Write the shards and their index, and return the path of the index.
 
     Shards are filled in order to equal bytes; a model with fewer large tensors than shards gets fewer.
     """
@@ -132,7 +132,7 @@ def _write_shard(path: Path, part: list[Parameter]) -> None:
 
 
 def _check_sparse(folder: Path) -> None:
-    """Refuses a file system that would fill the holes: 1.3 TB would be written."""
+    """Refuse a file system that would fill the holes: 1.3 TB would be written."""
     probe, size = folder / ".sparse-probe", 16 * 2**20
     try:
         with probe.open("wb") as file:

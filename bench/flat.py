@@ -1,4 +1,4 @@
-"""What holds how many bytes on 8 to 16384 ranks: every room's objects, tensors, and a checkpoint's files.
+"""Measure the bytes of objects, tensors and checkpoint files on 8 to 16384 ranks.
 
     python bench/flat.py
     python bench/flat.py --ranks 8,4096
@@ -69,7 +69,7 @@ SAVE = "step-00000001@01234567"
 
 
 def room_of(filename: str) -> str:
-    """The package that a file is of."""
+    """Return the package of a file."""
     for home, prefix in (("zerodrift", ""), ("torch/distributed", "torch.distributed")):
         _, found, inside = filename.rpartition(f"/{home}/")
         if found:
@@ -78,7 +78,7 @@ def room_of(filename: str) -> str:
 
 
 def held() -> Counter[str]:
-    """Bytes that are traced, by room."""
+    """Return the bytes that are traced, by room."""
     gc.collect()
     bytes_of: Counter[str] = Counter()
     for statistic in tracemalloc.take_snapshot().statistics("filename"):
@@ -87,7 +87,7 @@ def held() -> Counter[str]:
 
 
 def tensors_of(engine: Any) -> tuple[int, int]:
-    """Bytes at rest, and of what is gathered for a step."""
+    """Return the bytes at rest, and of what is gathered for a step."""
     bill = cost(engine.plan)
     return bill.rest.total, bill.peak.gathered
 
@@ -97,7 +97,7 @@ def tensors_of(engine: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a checkpoint has beside the values, and what looking up costs."""
+    """Bytes of a checkpoint beside its values, and the cost of a lookup."""
 
     for_all: int
     description: int
@@ -109,7 +109,7 @@ class Metadata:
 
 
 def runs(plan: Any, rank: int, ranks: int) -> Iterator[tuple[Any, int, int]]:
-    """(row, first element, last) of each parameter that one of so many ranks has something of."""
+    """Yield (row, first element, last) of each parameter of which this rank has a part."""
     for segment in plan.segments:
         size = segment.padded // plan.slices(segment)
         low, high = (
@@ -126,7 +126,7 @@ def runs(plan: Any, rank: int, ranks: int) -> Iterator[tuple[Any, int, int]]:
 
 
 def describe(folder: Path, plan: Any, rank: int) -> None:
-    """What one rank says of its file, of which there is none."""
+    """Write the description of a rank's file, without the file."""
     chunks, offset = [], 0
     for row, start, stop in runs(plan, rank, plan.mesh.world):
         for key in (weight_key(row.name), *(moment_key(moment, row.name) for moment in MOMENTS)):
@@ -165,7 +165,7 @@ def head(plan: Any, files: tuple[File, ...]) -> Manifest:
 
 
 def looked_up(folder: Path, plan: Any, ranks: int) -> tuple[int, float, int]:
-    """(Descriptions opened, seconds, bytes) for rank 0 of so many to find all that it reads."""
+    """Return (descriptions opened, seconds, bytes) of rank 0's lookup of all that it reads."""
     mine = list(runs(plan, 0, ranks))
     for rank in {rank for row, start, stop in mine for rank in holders(plan, row.name, start, stop)}:
         if not (folder / description_file(rank)).exists():
@@ -223,7 +223,7 @@ def of_deepseek(sizes: list[int], queue: Any) -> None:
 
 
 def like_gpus() -> None:
-    """The carrier of GPUs, and ranks that all hold the same. Of this process, once."""
+    """Use the carrier of GPUs, and ranks that all hold the same, for the rest of this process."""
     made = collectives.Collectives.__init__
     carried = lambda self, mesh, _=None: made(self, mesh, "native")  # noqa: E731
     collectives.Collectives.__init__ = carried  # type: ignore[method-assign]
@@ -251,7 +251,7 @@ def measured(ranks: int, options: argparse.Namespace, queue: Any) -> None:
 
 
 def launch(target: Any, *arguments: Any, answers: int = 1) -> Iterator[Any]:
-    """What a process of its own finds."""
+    """Run a function in a process of its own and yield its answers."""
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     process = context.Process(target=target, args=(*arguments, queue))

@@ -49,9 +49,9 @@ class Comparison:
     codes: tuple[Tensor, Tensor]
     scales: tuple[Tensor, Tensor]
     rules: dict[str, Tensor]
-    """Why a code may differ -> where, of the shape of the codes."""
+    """Reason why a code may differ -> mask of the codes, in their shape."""
     note: str = ""
-    """What holds for every value."""
+    """A remark that holds for every value."""
     why: dict[str, int] = field(default_factory=dict)
     """Rule -> the differing codes and scales that it accounts for; each counts for its first rule."""
 
@@ -93,7 +93,7 @@ def sample(numel: int) -> Tensor:
 
 
 def numbers_of(form: Format, blocks: Tensor) -> dict[str, Any]:
-    """Return our codes and scales, and what the rules are about."""
+    """Return our codes and scales, and the values that the rules depend on."""
     codes, scales = narrow.reference_encode(form, blocks)
     wide = scales if form.scale == "fp32" else narrow.powers_of(scales)
     amax = blocks.abs().amax(1)
@@ -128,7 +128,7 @@ def comparison(
 
 
 def elements(values: Tensor) -> Iterator[Comparison]:
-    """Single elements, as ml_dtypes converts our quotients."""
+    """Compare single elements, as ml_dtypes converts our quotients."""
     import ml_dtypes
     import numpy as np
 
@@ -160,7 +160,7 @@ def elements(values: Tensor) -> Iterator[Comparison]:
 
 
 def blocks_of_torchao(values: Tensor) -> Iterator[Comparison]:
-    """fp8 in blocks, rows and tiles; MX; int8 and int4, which torchao multiplies by a reciprocal."""
+    """Compare fp8 in blocks, rows and tiles; MX; int8 and int4, which torchao multiplies by a reciprocal."""
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import to_mx
     from torchao.quantization import quant_primitives as affine
@@ -205,7 +205,7 @@ def blocks_of_torchao(values: Tensor) -> Iterator[Comparison]:
 
 
 def blocks_of_bitsandbytes(values: Tensor) -> Iterator[Comparison]:
-    """NF4 and rows in int8. Both multiply by a reciprocal."""
+    """Compare NF4 and rows in int8. Both sides multiply by a reciprocal."""
     import bitsandbytes.functional as theirs
 
     form = NARROW[DType.NF4_64]

@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Returns the loss of predicting the next token."""
+    """A decoder that returns the loss of predicting the next token."""
 
     def __init__(self, width: int = 384, layers: int = 8, vocabulary: int = 4096, length: int = 512) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Everything that wants a GPU, in one go of twenty minutes at most: tests first, then benchmarks.
+"""Run the tests and benchmarks that need a GPU, in twenty minutes at most.
 
     make gpu                                 # or: python bench/gpu.py [--minutes 20] [--only update]
 
@@ -43,21 +43,21 @@ NEEDS = {"0.1B": 8, "1B": 32, "3B": 72, "8B": 90}
 
 @dataclass(frozen=True)
 class Part:
-    """One process."""
+    """One process to run: its command and what it needs."""
 
     name: str
     command: Sequence[str]
     seconds: float
-    """What it takes at most; killed after that."""
+    """Time limit; the process is killed after it."""
     gigabytes: float = 0
-    """What the smallest device must have."""
+    """Memory that the smallest device must have."""
     says: str = ""
-    """What must be in what it prints, or it has done nothing."""
+    """Text that the output must contain; without it the part did nothing."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """How it ended."""
+    """How a part ended."""
 
     name: str
     outcome: str
@@ -70,7 +70,7 @@ class Done:
 
 
 def parts(out: Path, ranks: int, *, stub: bool) -> list[Part]:
-    """All of them, in order: what tells most comes first."""
+    """Return all parts in order, the most informative first."""
     python, device = sys.executable, (usable_accelerator() or torch.device("cuda")).type
     few = ["--numel", "16K", "--rounds", "1"] if stub else ["--numel", "500M"]
     which = ["-m", "gpu and not slow", "-o", "timeout=3000"] if stub else ["-m", "gpu"]
@@ -101,7 +101,7 @@ def _step(out: Path, ranks: int, engine: str, size: str, *more: str) -> Part:
 def run_all(
     listed: Sequence[Part], out: Path, seconds: float, memory: float, say: Callable[[str], None] = print
 ) -> list[Done]:
-    """Each part that fits, within these seconds, on devices with this many GB free."""
+    """Run each part that fits, within these seconds, on devices with this many GB free."""
     until = time.monotonic() + seconds
     done: list[Done] = []
     for number, part in enumerate(listed, 1):
@@ -118,7 +118,7 @@ def run_all(
 
 
 def run(part: Part, out: Path, left: float) -> Done:
-    """One part; what it printed is in `NAME.log`, and a result that an earlier run left is gone."""
+    """Run a part. Its output goes to `NAME.log`, and the result of an earlier run is removed."""
     (out / f"{part.name}.json").unlink(missing_ok=True)
     log = out / f"{part.name}.log"
     start = time.monotonic()
@@ -136,14 +136,14 @@ def run(part: Part, out: Path, left: float) -> Done:
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """The process, and what it has started."""
+    """Kill the process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def outcome(part: Part, code: int | None, printed: str) -> str:
-    """In a few words; what a test runner counted is told as it said it."""
+    """Describe the end of a part in a few words, with the counts of a test runner."""
     lines = [line for line in printed.splitlines() if line.strip()]
     words = (" passed", " failed", " skipped")
     counted = next((line.strip("= ") for line in reversed(lines) if any(w in line for w in words)), "")
@@ -162,7 +162,7 @@ def outcome(part: Part, code: int | None, printed: str) -> str:
 
 
 def summary(result: Result, out: Path) -> None:
-    """The figures of all parts that left any, beside each other."""
+    """Print the figures of all parts side by side."""
     steps = [json.loads(path.read_text()) for path in sorted(out.glob("step-*.json"))]
     columns = {
         "size": "<6",
@@ -189,7 +189,7 @@ def summary(result: Result, out: Path) -> None:
 
 
 def machine(result: Result) -> None:
-    """What `zerodrift doctor` says of the GPUs, and what it finds wrong with anything."""
+    """Print the GPUs and the problems that `zerodrift doctor` finds."""
     table = result.table({"machine": "<14", "found": "<40", "note": "<40"})
     for fact in examine(os.environ):
         if fact.part == "GPU" or "GPU" in fact.what or fact.bad:
@@ -197,7 +197,7 @@ def machine(result: Result) -> None:
 
 
 def skipped(result: Result, out: Path) -> None:
-    """What the tests left out, and why, as they listed it."""
+    """Print the skipped tests with their reasons."""
     log = out / "tests.log"
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     table = result.table({"tests left out": "<90"})

@@ -1,11 +1,11 @@
-"""A training step on GPUs: time, tokens per second, share of the device's peak, peak memory, of one engine.
+"""Measure a training step of one engine on GPUs: time, tokens per second, share of peak FLOPs, peak memory.
 
     torchrun --nproc-per-node 1 bench/gpu_step.py --engine zerodrift --size 1B [--json FILE]
 
-What `bench/gpu.py` starts for every line of its tables, each in a process of its own, so that what one engine
-keeps is not counted for another. All train the decoder of `llama.py` in bf16 with fused AdamW: DDP under
-autocast, FSDP2 with bf16 parameters and sums in fp32, both over fp32 weights, zerodrift with split masters;
-`zerodrift-8bit` has moments in 8 bits.
+`bench/gpu.py` starts this for every line of its tables, each in a process of its own, so that the memory
+of one engine is not counted for another. All train the decoder of `llama.py` in bf16 with fused AdamW: DDP
+under autocast, FSDP2 with bf16 parameters and sums in fp32, both over fp32 weights, zerodrift with split
+masters; `zerodrift-8bit` has moments in 8 bits.
 """
 
 from __future__ import annotations

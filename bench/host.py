@@ -48,7 +48,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Cell:
-    """One case on so many ranks."""
+    """The host's time and memory for one case on so many ranks."""
 
     made: float
     """Seconds until there is an engine."""
@@ -59,14 +59,14 @@ class Cell:
 
 
 class Carrier:
-    """Seconds inside of the carrier's calls."""
+    """Seconds spent inside the carrier's calls."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._inside = False
 
     def watch(self) -> None:
-        """From now on; whoever imports the calls must do so later."""
+        """Time all later calls; modules that import the calls must do so afterwards."""
         for name in CARRIED:
             if hasattr(dist, name):
                 setattr(dist, name, self._timed(getattr(dist, name)))
@@ -87,7 +87,7 @@ class Carrier:
 
 
 def of_all(all_reduce: Any) -> Any:
-    """What ranks that all hold the same would get; the fake group leaves what this one has."""
+    """Sum over ranks that all hold the same, which the fake group leaves out."""
 
     def summed(values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         work = all_reduce(values, *args, **kwargs)
@@ -98,7 +98,7 @@ def of_all(all_reduce: Any) -> Any:
 
 
 def zeros_arrive() -> None:
-    """What messages of the fake group bring: memory that nobody wrote may hold what is no number."""
+    """Zero the messages of the fake group, whose unwritten memory may hold NaN."""
     from zerodrift.comm import pairs
 
     gather, take = pairs.Pairs.gather, pairs.Scratch.take

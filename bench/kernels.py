@@ -1,4 +1,4 @@
-"""The optimizer step with the kernels that a wheel carries, with those compiled here, and without any.
+"""Time the optimizer step with the kernels of a wheel, with kernels compiled here, and without kernels.
 
     python bench/kernels.py               # AdamW on 16M parameters, bf16 with a split master, one thread
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class Shape:
-    """What a size is made of."""
+    """Dimensions of one size of the model."""
 
     width: int
     inner: int
@@ -25,11 +25,11 @@ class Shape:
     """Sequences at once."""
     length: int
     checkpoints: bool
-    """Whether a block's activations are computed again in its backward."""
+    """Whether activation checkpointing is on."""
 
     def floating_operations(self, model: Llama) -> float:
-        """Of a forward and a backward, per token: 6 for each weight of a product, and attention as if no
-        token were masked, as others count it. What is computed again is not counted."""
+        """Return the operations of a forward and a backward per token: 6 for each weight of a product, and
+        attention without a mask, as others count it. Recomputation is not counted."""
         products = sum(p.numel() for p in model.parameters()) - model.tokens.weight.numel()
         return 6.0 * products + 12.0 * self.layers * self.width * self.length
 
@@ -44,7 +44,7 @@ SHAPES = {
 
 
 class Llama(nn.Module):
-    """Returns the loss of predicting the next token."""
+    """A decoder that returns the loss of predicting the next token."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def linear(wide: int, out: int) -> nn.Linear:
 
 
 def rotations(length: int, head: int, like: torch.Tensor) -> torch.Tensor:
-    """`[2, length, head]`: cosines and sines."""
+    """Return cosines and sines. Shape [2, length, head]."""
     steps = torch.arange(0, head, 2, device=like.device) / head
     angles = torch.outer(torch.arange(length, device=like.device), 500_000.0**-steps).repeat(1, 2)
     return torch.stack([angles.cos(), angles.sin()]).to(like.dtype)

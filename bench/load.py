@@ -60,7 +60,7 @@ Load = Callable[[Path, torch.dtype], tuple[int, Callable[[], Held]]]
 
 
 def write(folder: Path, gigabytes: float) -> None:
-    """A Llama in bf16, in shards."""
+    """Write a Llama in bf16, in shards."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     layers = max(1, round((gigabytes * 1e9 / 2 - 131e6) / 45e6))
@@ -78,7 +78,7 @@ def write(folder: Path, gigabytes: float) -> None:
 
 
 def tensors_in(folder: Path) -> int:
-    """Bytes of all tensors."""
+    """Return the bytes of all tensors."""
     from zerodrift.model.safetensors import list_tensors
 
     return sum(tensor.stop - tensor.start for tensor in list_tensors(folder))
@@ -225,7 +225,7 @@ ENGINES: dict[str, Load] = {
 
 
 def share(name: str, dtype: torch.dtype, elements: int) -> float:
-    """Bytes that a rank is to hold in the end."""
+    """Return the bytes that a rank is to hold in the end."""
     if name == "plain":
         return 0.0
     kept = dtype.itemsize
@@ -235,7 +235,7 @@ def share(name: str, dtype: torch.dtype, elements: int) -> float:
 
 
 def used(name: str, dtype: torch.dtype, elements: int) -> int:
-    """About as many bytes as a rank uses at its peak: the whole model and more where it is loaded whole."""
+    """Estimate the peak bytes of a rank: the whole model and more where an engine loads it whole."""
     whole = name in ("from_pretrained", "broadcast", "deepspeed")
     return int(share(name, dtype, elements) * (3 if whole else 1.1))
 
@@ -244,7 +244,7 @@ def used(name: str, dtype: torch.dtype, elements: int) -> int:
 
 
 def status(field: str) -> int:
-    """A line of this process's status, in bytes."""
+    """Return a line of this process's status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -252,7 +252,7 @@ def status(field: str) -> int:
 
 
 def read_so_far() -> int:
-    """Bytes that this process has asked the operating system for."""
+    """Return the bytes that this process has read by system calls."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
@@ -288,7 +288,7 @@ def measure(
 
 
 def warm(name: str) -> None:
-    """Import what everybody imports before it is measured."""
+    """Import the packages of an engine before the clock starts."""
     modules = ["transformers.models.llama.modeling_llama", "zerodrift.api", "zerodrift.weights.load"]
     modules += ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
     modules += ["zerodrift.engine.engine", "zerodrift.report.terminal", "zerodrift.optim.flat"]
@@ -305,12 +305,12 @@ def warm(name: str) -> None:
 
 
 def touch(count: int) -> None:
-    """Touch so many bytes and let them go: the machine has them at hand for what is measured next."""
+    """Touch so many bytes and free them, so that the machine has the pages at hand."""
     torch.empty(count, dtype=torch.uint8).fill_(1)
 
 
 def compare(folder: Path, dtype: torch.dtype, held: Held) -> int:
-    """How many parameters are not the file's bits. Collective, after everything was measured."""
+    """Count the parameters whose bits differ from the file's. Collective, after all measurements."""
     from safetensors import safe_open
 
     where = {}
@@ -397,7 +397,7 @@ def main() -> None:
 
 
 def made(stack: contextlib.ExitStack, gigabytes: float) -> Path:
-    """A checkpoint that lives as long as `stack`."""
+    """Write a checkpoint that is removed with `stack`."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     maker = mp.get_context("spawn").Process(target=write, args=(folder, gigabytes))
     maker.start()

@@ -1,4 +1,4 @@
-"""The memory of a Llama-3-8B step on a GPU, by the engine's own allocations, beside what its plan promises.
+"""Compare the memory of a Llama-3-8B step, by the engine's own allocations, with the promise of its plan.
 
     python bench/memory.py [--ranks 1,8] [--stages 0,1,2,3] [--size 8B] [--tokens 16]
     python bench/memory.py --size 3B --on cuda      # on a machine with a GPU: what its allocator says
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from tests.device.dry import Entry
 
 LIMIT = 0.05
-"""How far a plan may be from the peak."""
+"""The largest relative error of a plan's peak."""
 GIB = 1 << 30
 DEVICES = {"80 GB": 79 * GIB, "141 GB": 139 * GIB}
-"""What torch finds on a device -> bytes, CUDA's context subtracted."""
+"""Device -> bytes that torch can use, without CUDA's context."""
 STEPS = 3
 
 
 def steps(size: str, stage: int, tokens: int, device: torch.device) -> Any:
-    """Run an engine from its beginning to its third step, and return its bill."""
+    """Run an engine to its third step and return its bill."""
     shape = dataclasses.replace(SHAPES[size], micro_batch=1, length=tokens, checkpoints=True)
     config = {
         "precision": {"mode": "bf16"},
@@ -65,7 +65,7 @@ def steps(size: str, stage: int, tokens: int, device: torch.device) -> Any:
 
 
 def run(size: str, ranks: int, stage: int, tokens: int) -> tuple[list[Entry], Any]:
-    """The allocations of those steps on rank 0 of so many, and the bill."""
+    """Return the allocations of those steps on rank 0 of so many, and the bill."""
     from tests.device.dry import dry_world, recorded
 
     with dry_world(ranks) as device, recorded() as recording:
@@ -89,7 +89,7 @@ def measured(options: argparse.Namespace) -> int:
 
 
 def fits(entries: list[Entry], capacity: int) -> str:
-    """Whether a device has the memory, and if only after cached segments were returned to it."""
+    """Tell if a device has the memory, and if only after cached segments were returned to it."""
     memory = CachingAllocator(capacity)
     try:
         memory.play(entries)
@@ -147,7 +147,7 @@ def main() -> int:
 
 
 def cases(options: argparse.Namespace) -> list[tuple[int, int]]:
-    """Pairs of ranks and stage. Alone, a rank does the same at every stage."""
+    """Return pairs of ranks and stage. A single rank does the same at every stage."""
     stages = [int(stage) for stage in options.stages.split(",")]
     worlds = [int(ranks) for ranks in options.ranks.split(",")]
     return [(ranks, stage) for ranks in worlds for stage in (stages if ranks > 1 else stages[-1:])]

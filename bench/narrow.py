@@ -52,7 +52,7 @@ LAST = 50
 
 
 class Experts(nn.Module):
-    """A router and experts in the place of an MLP; every token goes to its best two."""
+    """A mixture of experts instead of an MLP; every token goes to its best two."""
 
     def __init__(self, width: int, count: int = 4) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def take_step(made: Any, tokens: torch.Tensor) -> float:
 
 
 def all_sent_bytes(made: Any) -> int:
-    """Bytes that the loopback device has sent, and that both ranks have written for each other to read."""
+    """Return the bytes sent by the loopback device, and written to shared memory by both ranks."""
     shared = made.comm.mesh.shared
     written = torch.tensor(0 if shared is None else shared.own.written)
     dist.all_reduce(written)
@@ -146,7 +146,7 @@ def trained(rank: int, folder: str, options: argparse.Namespace, model: str, rec
 
 @torch.no_grad()
 def _log_probabilities(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Log probabilities of the tokens, one sequence at a time: the models here return a mean loss."""
+    """Return log probabilities, one sequence at a time because the models return a mean loss."""
     return torch.stack([-model(row[None].clone()).float() for row in tokens])
 
 

@@ -1,13 +1,13 @@
-"""A step in each order of sums: the default, the order of ranks, a tree that is asked for, and the carrier's.
+"""Time a step in each order of sums: the default, the order of ranks, a requested tree, and the carrier's.
 
     python bench/order.py                    # 2 and 4 gloo ranks, all stages, 1 and 4 micro-batches
     python bench/order.py --rounds 9 --ranks 2 --modes fp32 --micro-batches 2
 
 All orders have an engine in the same processes, and take turns in rounds. Beside the milliseconds of the
-order of ranks stand the medians of the ratios to that within a round, and the ratios of the least processor
-time on rank 0, in which no other work on the machine is. `auto is` says which order the default is. torch's
-deterministic operations are on in turns too: only a tree that is asked for needs them. One thread each, fused
-AdamW.
+order of ranks stand the medians of the ratios to that within a round, and the ratios of the least
+processor time on rank 0, in which no other work on the machine is. `auto is` says which order the default
+is. torch's deterministic operations are on in turns too: only a requested tree needs them. One thread
+each, fused AdamW.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One reduction in the three orders, on 2 to 4096 ranks: messages, bytes, buffers and the host's time.
+"""Count messages, bytes, buffers and host time of one reduction in three orders, on 2 to 4096 ranks.
 
     python bench/order_at_scale.py
     python bench/order_at_scale.py --ranks 64,512 --numel 1048576
@@ -38,7 +38,7 @@ MACHINE = 8
 
 
 class Sent:
-    """What a rank sends: (to, bytes) of each message."""
+    """A log of the messages that a rank sends: (to, bytes) of each."""
 
     def __init__(self, ranks: int) -> None:
         self.messages: list[tuple[int, int]] = []
@@ -63,7 +63,7 @@ class Sent:
 
 
 class Allocated(TorchDispatchMode):
-    """The most bytes that were alive at once, of those allocated inside."""
+    """The most bytes that were allocated inside the mode at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Allocated(TorchDispatchMode):
 
 
 def timed(run: Callable[[], None], rounds: int) -> float:
-    """Milliseconds: the least of all rounds, in which nothing came between."""
+    """Return the milliseconds of the fastest round."""
     times = []
     for number in range(rounds + 1):
         began = time.perf_counter()
@@ -97,7 +97,7 @@ def timed(run: Callable[[], None], rounds: int) -> float:
 
 
 def measured(ranks: int, numel: int, order: Any, rounds: int) -> tuple[Sent, float, float]:
-    """What is sent, the share of the segment that is allocated, and milliseconds."""
+    """Return the messages, the share of the segment that is allocated, and milliseconds."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
     comm = Collectives(start(MeshShape(shard=ranks), device="cpu"), "native")
     full, out = torch.zeros(numel), torch.zeros(numel // ranks)

@@ -43,7 +43,7 @@ WAYS = ("in turns", "one after the other")
 
 
 class Experts(nn.Module):
-    """A stack of MLPs, each run on the tokens that chose it."""
+    """A stack of MLPs, each run on the tokens routed to it."""
 
     def __init__(self, experts: int, width: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """In the place of an MLP."""
+    """A router with experts instead of an MLP."""
 
     def __init__(self, experts: int, width: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def engine_of(options: argparse.Namespace) -> Engine:
 
 
 class Network:
-    """Rows arrive no sooner than `delay` seconds after they have left."""
+    """A simulated network: rows arrive no sooner than `delay` seconds after they have left."""
 
     def __init__(self) -> None:
         self.delay, self.count, self.waited = 0.0, 0, 0.0
@@ -165,7 +165,7 @@ def measured(rank: int, folder: str, options: argparse.Namespace, queue: Any) ->
 
 
 def trace(step: Callable[[], float], path: Path) -> None:
-    """Of the forwards' thread and of the backwards'; `exchange of ...` is from its beginning to its end."""
+    """Write a trace of both threads, in which `exchange of ...` spans a whole exchange."""
     from torch._C._profiler import _ExperimentalConfig
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Bytes per parameter that stay between steps, measured, beside FSDP2 and DeepSpeed.
+"""Measure the bytes per parameter that stay between steps, beside FSDP2 and DeepSpeed.
 
     python bench/persistent.py                     # every engine, a fresh pair of processes each
     python bench/persistent.py --only zd-3,fsdp2 --width 256
@@ -152,14 +152,14 @@ def measured(rank: int, folder: str, options: argparse.Namespace, name: str, que
 
 
 def warm(options: argparse.Namespace, name: str) -> None:
-    """A step of a tiny model: what code brings into memory when it first runs is nobody's state."""
+    """Run a step of a tiny model, so that memory of lazily loaded code is counted for no engine."""
     tiny = argparse.Namespace(**{**vars(options), "width": 64, "layers": 1, "vocabulary": 256})
     built = ENGINES[name](tiny)
     built.step(torch.zeros(options.batch, options.length, dtype=torch.long))
 
 
 def alive() -> int:
-    """Bytes of the storages of every tensor, gradients included."""
+    """Return the bytes of the storages of every tensor, gradients included."""
     gc.collect()
     # By type: `isinstance` asks the lazy attributes of torch for a class.
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
@@ -174,7 +174,7 @@ def alive() -> int:
 
 
 def settled() -> int:
-    """Bytes of this process in memory, once the C library has given back what is free."""
+    """Return the resident bytes of this process after the C library has released free memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(peers.resident() * 2**20)

@@ -199,7 +199,7 @@ def launch(options: argparse.Namespace, names: list[str]) -> dict[str, Any]:
 
 
 def bubble(options: argparse.Namespace, schedule: str) -> float:
-    """The idle part of the ranks' time that the schedule itself has."""
+    """Return the idle part of the ranks' time in the schedule itself."""
     from zerodrift import MeshShape, build, describe, load, resolve
     from zerodrift.pipeline.schedules import timeline
 

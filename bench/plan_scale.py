@@ -1,4 +1,4 @@
-"""Plans DeepSeek-V3 for 2,048 ranks at stage 3 with its routers pinned, and holds that to three limits.
+"""Plan DeepSeek-V3 for 2,048 ranks at stage 3 with its routers pinned, and check three limits.
 
     python bench/plan_scale.py [--world-size 2048]      # or 16384
 
@@ -33,7 +33,7 @@ MEMORY = 2**30
 PADDING = 0.001
 """Elements allocated beyond the model's own, as a part of them."""
 RUNS = 3
-"""Of a case that misses a limit."""
+"""Attempts of a case that misses a limit."""
 
 CONFIG = """\
 precision:
@@ -49,20 +49,20 @@ HF_CONFIG = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek
 
 @dataclass(frozen=True)
 class Figures:
-    """What one run took, and what it planned."""
+    """Cost and size of one plan."""
 
     seconds: float
-    """Of one core, user and system."""
+    """Time of one core, user and system."""
     memory: int
     """Bytes."""
     parameters: int
     tensors: int
     pinned: int
-    """Tensors."""
+    """Number of tensors."""
     padding: float
     chunks: int
-    """Of a checkpoint with two moments: runs of elements of one tensor in one rank's file. DCP's
-    metadata has an entry for each, and they are what grows with ranks."""
+    """Runs of elements of one tensor in one rank's file, for a checkpoint with two moments. DCP's metadata
+    has an entry for each, and their number grows with ranks."""
     digest: str
 
     @property
@@ -71,7 +71,7 @@ class Figures:
 
 
 def run(config: Path, model: Path, world_size: int, out: Path) -> Figures:
-    """One plan in a process of its own."""
+    """Run one plan in a process of its own."""
     command = [sys.executable, "-m", "zerodrift", "plan", str(config), "--model", str(model)]
     command += ["--world-size", str(world_size), "--json", "--html", str(out / "plan.html")]
     text, errors = out / "plan.json", out / "errors.txt"
@@ -88,7 +88,7 @@ def run(config: Path, model: Path, world_size: int, out: Path) -> Figures:
 
 
 def _figures(seconds: float, memory: int, ranks: int, plan: dict[str, Any]) -> Figures:
-    """The figures of a plan, counted from its rows and segments and not taken from its own bill."""
+    """Count the figures from a plan's rows and segments instead of its own bill."""
     row, segment = plan["row_fields"], plan["segment_fields"]
     pinned = [columns["pinned"] for columns in plan["columns"]]
     padded = sum(each[segment.index("padded")] for each in plan["segments"])

@@ -1,6 +1,6 @@
 """Bars and lines as SVG, for pages: text with a ground of its own, light or dark as the reader has it.
 
-Only draws what it is given: which figures is `page.py`'s.
+The figures are chosen in `benchmarks.py`.
 
 Invariant: the same figures make the same file.
 """
@@ -30,18 +30,18 @@ class Bar:
     name: str
     value: float
     text: str
-    """The value as it is written."""
+    """The value as text."""
     ours: bool
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A panel: what is measured, one bar each, and up to where they should reach."""
+    """A panel: the quantity, one bar per value, and limits."""
 
     title: str
     bars: tuple[Bar, ...]
     limits: tuple[tuple[float, str], ...] = ()
-    """(value, what is said of it)"""
+    """(value, label)"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def bars(title: str, panels: Iterable[Bars]) -> str:
 
 
 def lines(title: str, across: str, up: str, drawn: Sequence[Line]) -> str:
-    """Both scales are logarithms."""
+    """Draw lines over two logarithmic scales."""
     left, right, top, bottom = EDGE + 60, WIDTH - 190, EDGE + 3 * LINE, EDGE + 3 * LINE + 260
     xs = [x for line in drawn for x, _ in line.points]
     ys = [y for line in drawn for _, y in line.points]

@@ -1,4 +1,4 @@
-"""Adapters over a quantised base: peak memory, bytes at rest and losses, beside peft with bitsandbytes.
+"""Measure memory and losses of adapters over a quantised base, beside peft with bitsandbytes.
 
     python bench/qlora.py                          # all, one after the other, each in a process of its own
     python bench/qlora.py --peer-python PYTHON     # the interpreter that has peft and bitsandbytes
@@ -69,7 +69,7 @@ def sample(text: torch.Tensor, seed: int, length: int = LENGTH, batch: int = BAT
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> None:
-    """Write a base that has learned a little, adapters for it, and a large base of random values."""
+    """Write a briefly trained base, adapters for it, and a large base of random values."""
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -206,7 +206,7 @@ def measure(folder: Path, base: str, variant: str, steps: int) -> dict[str, Any]
 
 
 def run(python: str, folder: Path, base: str, variant: str, steps: int) -> dict[str, Any] | str:
-    """Measure in a process of its own, or on two ranks; return what went wrong as a text."""
+    """Measure in a process of its own, or on two ranks; return an error as a text."""
     words = [
         python,
         __file__,

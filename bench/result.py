@@ -1,4 +1,4 @@
-"""What a benchmark found: tables printed as they come, and kept with `--save`.
+"""Results of a benchmark: tables that are printed row by row, and kept with `--save`.
 
 A script makes one `Result`, says what is measured, and gives each table its rows. With `--save NAME` all
 of it goes to `bench/results/NAME.json`, in full digits, with the command, the date, the versions and the
@@ -33,7 +33,7 @@ Cell = str | int | float | None
 
 
 def shown(value: Cell, form: str) -> str:
-    """As it is printed and stands on a page: `form` is how numbers are written, `.2f` or `+.1%`."""
+    """Return a cell as text: `form` formats numbers, `.2f` or `+.1%`."""
     if value is None:
         return "-"
     return value if isinstance(value, str) else format(value, form)
@@ -45,26 +45,26 @@ class Table:
 
     title: str
     columns: dict[str, str]
-    """Name -> how its numbers are written, as in `format`; `<20` is a text so long, on the left."""
+    """Name -> format of its numbers; `<20` is left-aligned text of this width."""
     rows: list[list[Cell]] = field(default_factory=list)
 
     def row(self, *cells: Cell) -> None:
-        """Adds a row and prints it, below the heads if it is the first."""
+        """Add a row and print it, below the heads if it is the first."""
         if not self.rows:
             print("\n" + f"{self.title}\n" * bool(self.title) + self._line(list(self.columns)))
         self.rows.append(list(cells))
         print(self._line(self.texts(cells)), flush=True)
 
     def texts(self, cells: Iterable[Cell]) -> list[str]:
-        """A row as it is printed, and stands on a page."""
+        """Return a row as it is printed and as it stands on a page."""
         return [shown(cell, form) for cell, form in zip(cells, self.columns.values(), strict=True)]
 
     def left(self, name: str) -> bool:
-        """Whether a column stands on the left: the first, and texts."""
+        """Return True for a left-aligned column: the first, and texts."""
         return self.columns[name].startswith("<") or name == next(iter(self.columns))
 
     def find(self, *names: Cell) -> dict[str, Cell]:
-        """The one row that has all these among its cells."""
+        """Return the one row that has all these among its cells."""
         (found,) = (row for row in self.rows if all(name in row for name in names))
         return dict(zip(self.columns, found, strict=True))
 
@@ -78,23 +78,23 @@ class Table:
 
 @dataclass
 class Result:
-    """What was measured, how, on what, and the figures."""
+    """The measurements of one run with their command, versions and machine."""
 
     title: str
     command: str
-    """What makes these figures again; nothing where no script does."""
+    """Command that reproduces the figures; empty where no script does."""
     date: str
     beside: str
-    """What else the machine did."""
+    """Other load of the machine."""
     versions: dict[str, str]
     machine: str
     tables: list[Table] = field(default_factory=list)
     seconds: float | None = None
-    """What the command took."""
+    """Duration of the command."""
 
     @classmethod
     def begin(cls, title: str, options: argparse.Namespace, *packages: str) -> Result:
-        """Prints what is measured and with what. `packages` are the peers whose versions count."""
+        """Print the title, the versions and the machine. `packages` are the peers whose versions count."""
         today = datetime.date.today().isoformat()
         result = cls(title, _command(), today, options.beside, _versions(packages), _machine())
         print(f"{title}\n{', '.join(f'{name} {number}' for name, number in result.versions.items())}")
@@ -102,12 +102,12 @@ class Result:
         return result
 
     def table(self, columns: Mapping[str, str], title: str = "") -> Table:
-        """Rows are added, and printed, one by one."""
+        """Begin a table, whose rows are printed as they are added."""
         self.tables.append(Table(title, dict(columns)))
         return self.tables[-1]
 
     def save(self, name: str | None) -> None:
-        """Writes `bench/results/NAME.json`, if there is a name; a path in front of it is another folder."""
+        """Write `bench/results/NAME.json`, if there is a name; a path in front of it is another folder."""
         if name:
             self.seconds = round(time.monotonic() - _BEGAN, 1)
             path = RESULTS / f"{name}.json"
@@ -115,7 +115,7 @@ class Result:
             path.write_text(self.json(), encoding="utf-8")
 
     def json(self) -> str:
-        """One line a row."""
+        """Return the result as JSON, one line a row."""
         values = {name: value for name, value in asdict(self).items() if value is not None}
         text = json.dumps(values, indent=1, ensure_ascii=False)
         return re.sub(r"\[\n\s+([^\[\]{}]+?)\n\s+\]", lambda found: f"[{_one_line(found[1])}]", text) + "\n"
@@ -131,7 +131,7 @@ def read(path: Path) -> Result:
 
 
 def flags(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with what every benchmark is told."""
+    """Return a parser with the options of every benchmark."""
     made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     made.add_argument("--save", metavar="NAME", help="keep the figures in bench/results/NAME.json")
     made.add_argument("--beside", default="not said", help="what else runs: `nothing`, `other work`")
@@ -139,7 +139,7 @@ def flags(doc: str | None) -> argparse.ArgumentParser:
 
 
 def _command() -> str:
-    """What was typed, without what says where to and beside what."""
+    """Return the command line without `--save` and `--beside`."""
     words, skip = [Path(sys.argv[0]).name], False
     for word in sys.argv[1:]:
         if not skip and not word.startswith(("--save", "--beside")):
@@ -151,7 +151,7 @@ def _command() -> str:
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str]:
-    """Of Python, zerodrift as it is imported, torch and `packages` as installed."""
+    """Return the versions of Python, of the imported zerodrift, and of torch and `packages` as installed."""
     found = {"Python": platform.python_version(), "zerodrift": zerodrift.__version__}
     for package in ("torch", *packages):
         try:

@@ -1,15 +1,15 @@
-"""One training run on many shapes, and through kills: the same SHA-256 of weights, masters and moments.
+"""Check that a run has the same SHA-256 of weights, masters and moments on any shape and through kills.
 
     python bench/same_bits.py                            # 1,000 steps of every run; many minutes
     python bench/same_bits.py --steps 50 --only fp16     # a few steps of some runs
     python bench/same_bits.py --only "moe fp16" --kills 40
 
-A run is what is trained: model, mode, optimizer state, pins, micro-batches of a step. A shape is where:
-ranks, stage, `reduce.when`, stages of a pipeline, replicas. Every run is trained on 1, 2 and 4 ranks, at
-three stages, and most in a pipeline and with replicas; one on 8 ranks. Without a pipeline it is a loop over
+A run is a model with its mode, optimizer state, pins and micro-batches per step. A shape is its ranks, stage,
+`reduce.when`, stages of a pipeline, replicas. Every run is trained on 1, 2 and 4 ranks, at three stages, and
+most in a pipeline and with replicas; one on 8 ranks. Without a pipeline it is a loop over
 `engine.micro_batches_of_this_rank()`, in one `engine.train_batch`. Two runs go through kills as well: ranks
-get SIGKILL at random moments, all at once or one of them, so that the others must notice, and the run goes
-on from its newest checkpoint on a shape drawn at random.
+get SIGKILL at random moments, all at once or one of them, so that the others must notice, and the run goes on
+from its newest checkpoint on a shape drawn at random.
 
 gloo ranks of one thread each. The exit code is 1 where anything differs, hangs or fails.
 """
@@ -57,7 +57,7 @@ LONGEST = 600.0
 
 
 class Experts(nn.Module):
-    """Top-1 of three, stacked; all run on all tokens, in products of the same shape each time."""
+    """A top-1 mixture of three stacked experts, which all run on all tokens, in products of one shape."""
 
     def __init__(self, experts: int = 3) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def _mlp() -> nn.Module:
 
 
 class Block(nn.Module):
-    """What is made of a token and the one before it."""
+    """A block that mixes each token with the one before."""
 
     def __init__(self, moe: bool, dropout: float) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def after(model: Any, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tenso
 
 
 def data(step: int, number: int) -> torch.Tensor:
-    """Tokens that step on by one and the same stride, so that there is something to learn."""
+    """Return sequences of tokens with a constant stride, which a model can learn."""
     generator = torch.Generator().manual_seed(1_000_003 * step + number)
     first, stride = torch.randint(VOCABULARY, (2, SAMPLES, 1), generator=generator)
     return (first + stride * torch.arange(LENGTH)) % VOCABULARY
@@ -127,14 +127,14 @@ def data(step: int, number: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained. Its bits must not depend on where."""
+    """A training run, whose bits must not depend on its shape."""
 
     model: str
     mode: str
     state: str
     pins: str = ""
     total: int = 4
-    """Micro-batches of a step, over all ranks."""
+    """Micro-batches per step, over all ranks."""
 
     def __str__(self) -> str:
         pins = f"pins {self.pins}" if self.pins else ""
@@ -143,13 +143,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Shape:
-    """Where it is trained."""
+    """Ranks, stage, time of reduction, pipeline stages and replicas of a run."""
 
     ranks: int
     stage: int
     when: str
     stages: int = 1
-    """Of a pipeline."""
+    """Pipeline stages."""
     replicate: int = 1
 
     def __str__(self) -> str:
@@ -201,12 +201,12 @@ EIGHT = Run("moe", "bf16", "fp32", ROUTERS, total=8)
 ON_EIGHT = [Shape(1, 0, "last"), Shape(8, 3, "every")]
 
 KINDS = [(1, 1), (2, 1), (1, 2)]
-"""(stages of a pipeline, replicas)"""
+"""(pipeline stages, replicas)"""
 WHEN = ("last", "every")
 
 
 def shapes_of(place: int) -> list[Shape]:
-    """Of a run in its place: 1, 2 and 4 ranks, those of two kinds, at three stages, both times."""
+    """Return the shapes of a run: 1, 2 and 4 ranks, two kinds, three stages, both times."""
     kinds = [KINDS[0], KINDS[place % 3], KINDS[(place + 1) % 3]]
     stages = [(place + turn) % 4 for turn in (3, 0, 1)]
     whens = [WHEN[(stage + place // 4) % 2] for stage in stages]
@@ -218,7 +218,7 @@ def shapes_of(place: int) -> list[Shape]:
 
 DEALT = [*((run, shapes_of(place)) for place, run in enumerate(RUNS)), (EIGHT, ON_EIGHT)]
 DRAWN = [shape for run, shapes in DEALT for shape in shapes if run != EIGHT]
-"""Those of runs that are killed."""
+"""Shapes for the runs that are killed."""
 
 
 # --- on a rank --------------------------------------------------------------------------------------------
@@ -226,18 +226,18 @@ DRAWN = [shape for run, shapes in DEALT for shape in shapes if run != EIGHT]
 
 @dataclass(frozen=True)
 class Task:
-    """What ranks are told."""
+    """The work of one launch of ranks."""
 
     run: Run
     shape: Shape
     steps: int
     saves: str = ""
-    """The folder of checkpoints, where the run is killed."""
+    """Folder of the checkpoints; empty for a run without kills."""
     asynchronous: bool = False
 
 
 def life(rank: int, folder: str, task: Task, reached: Any) -> None:
-    """To the last step, from the newest checkpoint if there are any; writes what became of it."""
+    """Train to the last step, from the newest checkpoint if there is one, and write the outcome."""
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -293,7 +293,7 @@ def trained(task: Task, reached: Any) -> dict[str, Any]:
 
 
 def whole_values(engine: Any) -> Iterator[tuple[str, str]]:
-    """What is trained, by name: the SHA-256 of each weight, master and moment, whole."""
+    """Yield the name and the SHA-256 of each whole weight, master and moment."""
     for row in sorted(engine.plan.rows, key=lambda row: row.name):
         parameter = engine.parameter(row.name)
         state = parameter.state
@@ -308,7 +308,7 @@ def whole_values(engine: Any) -> Iterator[tuple[str, str]]:
 
 @dataclass
 class Found:
-    """What became of a run on a shape, or through kills."""
+    """The outcome of a run on a shape, or through kills."""
 
     run: Run
     where: str
@@ -318,14 +318,14 @@ class Found:
     digest: str = ""
     values: dict[str, str] = field(default_factory=dict)
     wrong: str = ""
-    """What went wrong; nothing if it ended."""
+    """The error; empty if the run ended well."""
 
     @property
     def sha(self) -> str:
         return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).hexdigest()
 
     def apart(self, other: Found) -> str:
-        """What is not as in another of the same run."""
+        """Describe the first difference from another shape of the same run; empty if there is none."""
         if self.wrong or other.wrong:
             return self.wrong or "nothing to compare with"
         if not self.skipped and self.run.mode == "fp16":
@@ -340,11 +340,11 @@ class Found:
 
 
 PRELOAD = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.pipelining", "zerodrift.api"]
-"""What the first step and save of a process would import."""
+"""Modules that the first step and save of a process would import."""
 
 
 def processes() -> Any:
-    """Processes that begin with everything imported."""
+    """Return a context for processes that begin with everything imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -352,7 +352,7 @@ def processes() -> Any:
 
 @contextmanager
 def started(task: Task) -> Iterator[tuple[list[BaseProcess], Any, Path]]:
-    """The ranks, the steps at which they began and are, and where they write; none is alive behind it."""
+    """Start the ranks; yield them, their first and current steps, and their folder. Kill them in the end."""
     context = processes()
     with tempfile.TemporaryDirectory() as folder:
         reached = context.Array("q", [-1, -1], lock=False)
@@ -371,7 +371,7 @@ def started(task: Task) -> Iterator[tuple[list[BaseProcess], Any, Path]]:
 
 
 def ended(ranks: Sequence[BaseProcess], folder: Path, killed: Sequence[int] = ()) -> list[dict[str, Any]]:
-    """What the ranks wrote that were not killed; a hang is told as one."""
+    """Return the reports of the ranks that were not killed; a hang is reported as one."""
     deadline = time.monotonic() + LONGEST
     for rank in ranks:
         rank.join(max(0.0, deadline - time.monotonic()))
@@ -387,7 +387,7 @@ def ended(ranks: Sequence[BaseProcess], folder: Path, killed: Sequence[int] = ()
 
 
 def outcome(found: Found, told: Sequence[dict[str, Any]]) -> Found:
-    """With what all ranks told, who must have told the same."""
+    """Add the reports of all ranks, which must be equal, to the outcome."""
     wrong = [one.get("failed") or one.get("missed") for one in told if "values" not in one]
     if wrong:
         found.wrong = str(wrong[0])
@@ -404,7 +404,7 @@ def undisturbed(run: Run, shape: Shape, steps: int) -> Found:
 
 
 def killed(run: Run, shapes: Sequence[Shape], steps: int, kills: int, say: Callable[[str], None]) -> Found:
-    """Through so many kills, spread over the steps; the shape of each life is drawn."""
+    """Run through so many kills, spread over the steps; each restart draws its shape."""
     draw = random.Random(str(run))
     lives: list[Shape] = []
     found = Found(run, "", steps)
@@ -430,7 +430,7 @@ def killed(run: Run, shapes: Sequence[Shape], steps: int, kills: int, say: Calla
 
 
 def kill(ranks: Sequence[BaseProcess], who: Sequence[int], reached: Any, spread: float, steps: int) -> bool:
-    """SIGKILL after this part of the steps that were left, and some moments; whether they ran until then."""
+    """Kill ranks after a share of the remaining steps and a short delay; return False if they had ended."""
     deadline = time.monotonic() + LONGEST
     while reached[0] < 0 or reached[1] < reached[0] + int(spread * (steps - reached[0])):
         if wait([rank.sentinel for rank in ranks], 0.001) or time.monotonic() > deadline:

@@ -46,7 +46,7 @@ from zerodrift.model.sources import build_runnable
 
 @dataclass(frozen=True)
 class Size:
-    """A model of `bench/gpt.py` and what it is given."""
+    """A model of `bench/gpt.py` with its batch."""
 
     width: int
     layers: int
@@ -63,9 +63,9 @@ class Size:
 SIZES = (Size(384, 8, 1, 128), Size(512, 4, 2, 256))
 WORLDS = (1, 2, 4)
 MEASURED = 2
-"""Ranks from whose point of view the machine is measured."""
+"""Ranks on which the machine is measured."""
 BLOCK = 1 << 21
-"""Elements that are gathered to see how fast that is: about a block of the models."""
+"""Elements of the measured all-gather: about a block of the models."""
 
 
 def config(stage: int, micro_batches: int) -> dict[str, Any]:
@@ -80,8 +80,8 @@ def config(stage: int, micro_batches: int) -> dict[str, Any]:
 
 
 def mean_of(call: Callable[[], object], least: float = 0.4) -> float:
-    """Seconds of one call while all ranks do the same: the mean, for where there are more ranks than cores
-    each waits for others between calls, and not in them."""
+    """Return the mean seconds of one call while all ranks do the same. With more ranks than cores a rank
+    waits between calls and not in them, which a median would miss."""
     call()
     dist.barrier()
     count, begun = 0, time.perf_counter()
@@ -94,7 +94,7 @@ def mean_of(call: Callable[[], object], least: float = 0.4) -> float:
 
 
 def together(call: Callable[[], object], rounds: int = 25) -> float:
-    """Seconds of something that all ranks do with each other: the median."""
+    """Return the median seconds of a call in which all ranks take part."""
     times: list[float] = []
     for _ in range(rounds):
         dist.barrier()
@@ -105,7 +105,7 @@ def together(call: Callable[[], object], rounds: int = 25) -> float:
 
 
 def products(tokens: int, width: int) -> float:
-    """TFLOP/s of what a block multiplies, forward and backward."""
+    """Return the TFLOP/s of a block's products, forward and backward."""
     x, w = torch.randn(tokens, width), torch.randn(4 * width, width)
     y = torch.randn(tokens, 4 * width)
 
@@ -118,7 +118,7 @@ def products(tokens: int, width: int) -> float:
 
 
 def measured_machine(comm: Collectives, size: Size) -> dict[str, Any]:
-    """A cluster, as its file has it, from this rank's point of view; its products are of a model's sizes."""
+    """Return a cluster in the form of its file, measured on this rank with products of a model's sizes."""
     world = dist.get_world_size()
     large, copy = torch.zeros(16 << 20), torch.zeros(16 << 20)
     small, other = torch.zeros(128 * 1024), torch.zeros(128 * 1024)
@@ -131,7 +131,7 @@ def measured_machine(comm: Collectives, size: Size) -> dict[str, Any]:
         torch.nn.functional.layer_norm(small.view(-1, 512), (512,))
 
     def gather(shard: torch.Tensor) -> Callable[[], object]:
-        """Into new memory, as the engine's are."""
+        """Gather into new memory, as the engine does."""
         return lambda: comm.all_gather(torch.empty(shard.numel() * world), shard, "shard")
 
     latency, seconds = together(gather(few)), together(gather(mine))
@@ -169,7 +169,7 @@ def measured_machine(comm: Collectives, size: Size) -> dict[str, Any]:
 
 x, y = torch.randn(256, 512), torch.randn(512, 2048)
 NEW = torch.empty(16 << 20)
-"""As large as what goes back to the system with its tensor."""
+"""A tensor so large that its memory goes back to the system when it is freed."""
 
 
 # --- steps ----------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def run(rank: int, folder: str, world: int, options: argparse.Namespace, queue: 
 
 
 def middle(machines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of every figure: what a machine does drifts, so steps are between its measurements."""
+    """Return the median of every figure, because a machine drifts between its measurements."""
     whole: dict[str, Any] = {}
     for key, first in machines[0].items():
         figures = [machine[key] for machine in machines]
@@ -208,7 +208,7 @@ def middle(machines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def step_times(size: Size, stage: int, rank: int, options: argparse.Namespace) -> list[float]:
-    """Seconds of whole steps."""
+    """Return the seconds of whole steps."""
     engine = zerodrift.initialize(
         size.model(), config=config(stage, options.micro_batches), device="cpu", quiet=True
     )
@@ -327,7 +327,7 @@ def deepseek_v3() -> Any:
 class Large:
     name: str
     make: Callable[[], Any]
-    """Its config of `transformers`."""
+    """Function that makes the model's config of `transformers`."""
     ranks: tuple[int, ...]
     keys: dict[str, Any]
     orders: tuple[str, ...] = ("rank", "tree", "native")
@@ -342,7 +342,7 @@ LENGTH = 4096
 
 
 def at_scale(options: argparse.Namespace) -> None:
-    """Nothing here is measured."""
+    """Simulate large models on many GPUs, without measuring."""
     cluster, path = read_cluster(options.cluster)
     title = f"Simulated, not measured: steps at stage 3, bf16, {LENGTH} tokens a rank, on {path.stem}"
     result = Result.begin(title, options, "transformers")

@@ -1,4 +1,4 @@
-"""A long run as people have them: does anything grow?
+"""Check that memory, files and threads of a long run do not grow.
 
     python bench/soak.py                     # an hour: two ranks, stage 3, bf16
     python bench/soak.py --minutes 5
@@ -74,7 +74,7 @@ def job(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Sight:
-    """All ranks at one moment: the largest of each."""
+    """Memory, files and threads at one moment: the largest value of any rank."""
 
     second: float
     memory: float
@@ -84,7 +84,7 @@ class Sight:
 
 
 def below(process: int) -> list[int]:
-    """The processes that one started."""
+    """Return the child processes of a process."""
     path = Path(f"/proc/{process}/task")
     return [int(child) for task in path.iterdir() for child in (task / "children").read_text().split()]
 
@@ -101,7 +101,7 @@ def look(ranks: list[int], second: float) -> Sight:
 
 
 def soak(folder: Path, minutes: float, every: float) -> tuple[list[Sight], int]:
-    """What was seen, and how it exited."""
+    """Run the job; return the samples and the exit code."""
     command = [sys.executable, "-m", "zerodrift", "train", str(job(folder))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     began, sights = time.monotonic(), []
@@ -122,7 +122,7 @@ def soak(folder: Path, minutes: float, every: float) -> tuple[list[Sight], int]:
 
 
 def steps(folder: Path) -> int:
-    """Those that were taken."""
+    """Return the number of steps so far."""
     path = folder / "run" / "metrics.jsonl"
     if not path.exists():
         return 0
@@ -133,7 +133,7 @@ def steps(folder: Path) -> int:
 
 
 def tell(result: Result, sights: list[Sight], taken: int) -> None:
-    """Each tenth of the time, and what grew."""
+    """Print each tenth of the time, and the growth."""
     columns = {"tenth": ".0f", "to minute": ".1f", "MiB": ".1f", "files": ".0f", "threads": ".0f"}
     table = result.table(columns, "The larger rank: its memory (median), open files and threads (most)")
     size, found = len(sights) / 10, []
@@ -147,7 +147,7 @@ def tell(result: Result, sights: list[Sight], taken: int) -> None:
 
 
 def grown(tenths: list[tuple[float, int, int]]) -> tuple[float, float, float]:
-    """Memory, files and threads towards the end, in those near the beginning."""
+    """Return memory, files and threads near the end, relative to those near the beginning."""
     memory, files, threads = zip(*tenths[1:], strict=True)
     first, later = slice(0, 4), slice(4, None)
     return (

@@ -1,4 +1,4 @@
-"""One training step beside DDP, FSDP2 and DeepSpeed: time, bytes on the wire, peak memory.
+"""Compare a training step with DDP, FSDP2 and DeepSpeed: time, bytes on the wire, peak memory.
 
     python bench/step.py                     # time and wire, all engines in the same two processes
     python bench/step.py --memory            # peak memory, a fresh pair of processes per engine and round
@@ -223,7 +223,7 @@ def join(rank: int, folder: str, ranks: int = 2) -> None:
 
 
 def sent_bytes() -> int:
-    """Bytes that the loopback device has sent, by all processes of this machine."""
+    """Return the bytes that the loopback device has sent, by all processes of this machine."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":
@@ -232,7 +232,7 @@ def sent_bytes() -> int:
 
 
 def shared_bytes(step: Step) -> int:
-    """Bytes that the ranks of an engine have written for each other to read, all together."""
+    """Return the bytes that all ranks of an engine have written to shared memory."""
     engine = getattr(step, "engine", None)
     shared = None if engine is None else engine.comm.mesh.shared
     total = torch.tensor(0 if shared is None else shared.own.written)
@@ -299,7 +299,7 @@ def measured(rank: int, folder: str, options: argparse.Namespace, name: str, que
 
 
 def resident(kind: str = "VmRSS") -> float:
-    """MiB of this process in memory."""
+    """Return the MiB of this process in memory."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(kind):
             return int(line.split()[1]) / 1024
@@ -336,7 +336,7 @@ def show_times(result: Result, found: dict[str, Any], names: list[str]) -> None:
 
 
 def show_memory(result: Result, found: dict[str, list[dict[str, float]]]) -> None:
-    """Medians: what `malloc` keeps of a heap is not the same in two processes that do the same."""
+    """Print medians, because the heap that `malloc` keeps varies between equal processes."""
     heads = ("built MiB", "at rest MiB", "peak MiB", "shared MiB")
     columns = {"engine": "<14", **dict.fromkeys(heads, ".0f"), "range of peaks": ""}
     table = result.table(columns, "over the import baseline")

@@ -1,4 +1,4 @@
-"""What the trainer's loop costs beside the bare engine: data, weights of micro-batches, metrics, display.
+"""Measure the cost of the trainer's loop over the bare engine: data, weights, metrics, display.
 
     python bench/trainer.py                  # a model of 11M parameters, fp32, one process
     python bench/trainer.py --steps 5 --width 64 --layers 2 --length 64
@@ -32,7 +32,7 @@ from zerodrift.train.report.metrics import Metrics
 
 
 def job(folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
-    """A Llama of the asked size on random tokens."""
+    """Return the job of a Llama of the requested size on random tokens."""
     width = arguments.width
     model = {
         "architectures": ["LlamaForCausalLM"],
@@ -62,7 +62,7 @@ def job(folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def bare(session: Session, steps: int) -> float:
-    """Seconds per step of the engine alone."""
+    """Return the seconds per step of the engine alone."""
     engine, batch = session.engine, next(session.feed.step(0))
     start = time.perf_counter()
     for _ in range(steps):
@@ -74,7 +74,7 @@ def bare(session: Session, steps: int) -> float:
 
 
 def trained(loop: Loop, first: int, steps: int) -> float:
-    """Seconds per step of the trainer's loop."""
+    """Return the seconds per step of the trainer's loop."""
     start, clock = time.perf_counter(), _Clock(0.0)
     for step in range(first, first + steps):
         loop._step(step, clock)

@@ -48,20 +48,20 @@ CHAIN = "chain: unscale, clip, AdamW fused, cast"
 
 @dataclass(frozen=True)
 class Case:
-    """Something to time."""
+    """A step to time."""
 
     name: str
     size: int
-    """Bytes per parameter, read and written, that cannot be avoided."""
+    """Bytes per parameter that must be read and written."""
     build: Callable[[Tensor], Callable[[], object]]
     """Gradient -> the step. Called when it is this case's turn, so one case is in memory at a time."""
     slow: bool = False
-    """Ten times the others: fewer rounds."""
+    """Ten times slower than others: fewer rounds."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """What one case took."""
+    """Measurements of one case."""
 
     name: str
     size: int
@@ -102,7 +102,7 @@ def parse() -> argparse.Namespace:
 
 
 def count(text: str) -> int:
-    """`20M` -> 20 million, rounded to whole blocks."""
+    """Parse a number of parameters: `20M` -> 20 million, rounded to whole blocks."""
     units = {"K": 10**3, "M": 10**6, "G": 10**9}
     unit = units.get(text[-1:].upper(), 1)
     number = int(float(text.rstrip("kKmMgG")) * unit)
@@ -132,7 +132,7 @@ def measure(numel: int, rounds: int, where: torch.device) -> Iterator[Line]:
 
 
 class Clock:
-    """Seconds of a call, until the device has done what it was told."""
+    """A clock for calls that waits until the device has finished them."""
 
     def __init__(self, device: torch.device) -> None:
         self._wait = torch.get_device_module(device).synchronize
@@ -148,7 +148,7 @@ class Clock:
 def in_turns(
     step: Callable[[], object], copy: Callable[[], object], timed: Clock, rounds: int
 ) -> tuple[float, float]:
-    """(median seconds of a step, median of a step's time in copies of the same round)."""
+    """Return (median seconds of a step, median of a step's time in copies of the same round)."""
     steps, ratios = [], []
     for number in range(rounds + 2):
         one, other = timed(copy), timed(step)
@@ -229,7 +229,7 @@ def norm(gradient: Tensor) -> Callable[[], object]:
 
 
 def limit_cases() -> list[Case]:
-    """The bytes of a step and nothing else; no lines without a compiler."""
+    """Return cases that move the bytes of a step and compute nothing; none without a compiler."""
     compiler = find_compiler()
     if compiler is None:
         return []
@@ -274,7 +274,7 @@ def torch_step(**kind: bool) -> Callable[[Tensor], Callable[[], object]]:
 
 
 def deepspeed_cases() -> list[Case]:
-    """DeepSpeed's own CPU Adam, which compiles itself on first use; no line where it is not installed."""
+    """Return DeepSpeed's CPU Adam, which compiles itself on first use; nothing where it is not installed."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError:
