@@ -1,4 +1,4 @@
-"""Draws the nine columns of two parameters through one step, from a plan: the first picture of the README.
+"""Draw the nine columns of two parameters through one step, from a plan: the first picture of the README.
 
 Invariant: every dtype on the picture is a cell of the plan.
 """
@@ -23,7 +23,7 @@ STEP = {
 }
 """Column -> what happens to the parameter there."""
 BELOW = {"split": "bf16 + 16 bits", "same": "the weight"}
-"""What stands below a word that is no dtype."""
+"""Text below a word that is no dtype."""
 
 EDGE, BOX, HEIGHT, GAP = 22, 92, 46, 10
 WIDTH = 2 * EDGE + 9 * BOX + 8 * GAP

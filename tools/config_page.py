@@ -1,4 +1,4 @@
-"""The tables of keys in docs/config.md, from the schema, and in docs/deepspeed.md, from DeepSpeed's table.
+"""Render the tables of keys: docs/config.md from the schema, docs/deepspeed.md from DeepSpeed's table.
 
 Invariant: the texts come from docstrings and the table. No key is described here.
 """

@@ -33,17 +33,17 @@ from tests.doors.examples import TOOLS, Example, Tool
 TESTS = ROOT / "tests"
 RESULTS = TESTS / "doors" / "results.json"
 NEAR = 1e-6
-"""Of fp32 losses; what is further apart is named."""
+"""Largest relative difference of fp32 losses that counts as equal."""
 BESIDE_SCRIPTS = (TESTS / "doors" / "tiny.py", TESTS / "doors" / "on_cpu" / "sitecustomize.py")
-"""What every cell depends on."""
+"""Files of the tests that every cell depends on."""
 STAGES = (2, 3)
 LIMIT = 900.0
-"""Seconds of one cell."""
+"""Time limit of one cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of an example at one stage."""
+    """The result of an example at one stage."""
 
     tool: str
     version: str
@@ -51,9 +51,9 @@ class Result:
     stage: int
     ran: bool
     losses: int
-    """How many numbers were compared."""
+    """Number of compared losses."""
     apart: float | None
-    """The largest difference from DeepSpeed, as a part of the number; None where one did not run."""
+    """Largest relative difference from DeepSpeed's losses; None where one package failed."""
     date: str
 
     @property
@@ -62,7 +62,7 @@ class Result:
 
     @property
     def trouble(self) -> str:
-        """What is not as it should be."""
+        """Describe the difference from DeepSpeed; empty if there is none."""
         if not self.ran:
             return f"{self.example} at stage {self.stage}"
         if self.apart is None:
@@ -77,7 +77,7 @@ def results() -> list[Result]:
 
 
 def table(found: list[Result]) -> str:
-    """What was tried, a row for each tool."""
+    """Return a row for each tool."""
     lines = ["| tool | version | works at stages 2 and 3 | fp32 beside DeepSpeed | what does not | date |"]
     lines.append("| --- " * 6 + "|")
     for name, tool in TOOLS.items():
@@ -120,27 +120,27 @@ class Cell:
     example: Example
     stage: int
     on: str
-    """What the name `deepspeed` is: "zerodrift", or "DeepSpeed" itself."""
+    """The package that the name `deepspeed` means: "zerodrift", or "DeepSpeed" itself."""
 
     def __str__(self) -> str:
         return f"{self.tool.shown}: {self.example.name}, stage {self.stage} on {self.on}"
 
     @property
     def file(self) -> str:
-        """For what is kept of it."""
+        """Name of the cell's files."""
         number = self.tool.examples.index(self.example)
         return f"{number}-{self.stage}-{self.on.lower()}"
 
     @property
     def command(self) -> list[str]:
-        """Its words, with the names of `Example` in them."""
+        """The command's words, with the names of `Example` in them."""
         if self.on == "DeepSpeed":
             return (self.example.beside or self.example.command).split()
         return ["python", "-m", "zerodrift", "run", "--", *self.example.command.split()]
 
     @property
     def asked(self) -> str:
-        """A digest of what it depends on beside the environment."""
+        """Digest of everything that the cell depends on, without the environment."""
         prefix = "{tests}/"
         scripts = [TESTS / word.removeprefix(prefix) for word in self.command if word.startswith(prefix)]
         digest = hashlib.sha256(sources().encode() if self.on == "zerodrift" else b"")
@@ -152,7 +152,7 @@ class Cell:
 
 @functools.cache
 def sources() -> str:
-    """A digest of zerodrift."""
+    """Return a digest of zerodrift."""
     paths = sorted((ROOT / "src" / "zerodrift").rglob("*.*"))
     kept = [path.read_bytes() for path in paths if path.suffix in (".py", ".h", ".cpp")]
     return hashlib.sha256(b"".join(kept)).hexdigest()
@@ -160,18 +160,18 @@ def sources() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a cell."""
+    """The outcome of a cell."""
 
     losses: list[float]
-    """Empty where it failed."""
+    """Empty for a failed run."""
     said: str
-    """Why it failed."""
+    """Reason of a failure."""
     date: str
     asked: str
 
 
 def numbers(told: Any) -> Iterator[float]:
-    """All numbers in lists, in the order of their names."""
+    """Yield all numbers in lists, in the order of their names."""
     if isinstance(told, dict):
         for key in sorted(told):
             yield from numbers(told[key])
@@ -180,7 +180,7 @@ def numbers(told: Any) -> Iterator[float]:
 
 
 def losses(folder: Path) -> list[float]:
-    """What a run wrote into its folder."""
+    """Return the losses that a run wrote into its folder."""
     told = folder / "told.json"
     if told.exists():
         return [value for case in json.loads(told.read_text()).values() for value in numbers({"": case})]
@@ -190,7 +190,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def furthest(here: Sequence[float], there: Sequence[float]) -> float | None:
-    """The largest difference, as a part of the number; None where they cannot be compared."""
+    """Return the largest relative difference; None where the losses cannot be compared."""
     if not here or len(here) != len(there):
         return None
     differences = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(here, there, strict=True)]
@@ -198,7 +198,7 @@ def furthest(here: Sequence[float], there: Sequence[float]) -> float | None:
 
 
 def environment_of(tool: Tool, python: Path) -> dict[str, str]:
-    """What a tool's commands get: the interpreter's programs, folders of its own for caches, and no GPU."""
+    """Return the environment of a tool's commands: its interpreter's programs, its own caches, and no GPU."""
     home = python.parents[1] / "doors" / "home"
     home.mkdir(parents=True, exist_ok=True)
     return {
@@ -216,7 +216,7 @@ def environment_of(tool: Tool, python: Path) -> dict[str, str]:
 
 
 def run(cell: Cell, python: Path, data: Path, log: Path) -> Outcome:
-    """One run; what it printed is in `log`, and everything else that it left is gone."""
+    """Run a cell. The output goes to `log`; all other files of the run are removed."""
     asked = cell.asked
     with tempfile.TemporaryDirectory(dir=data.parent) as folder:
         out = Path(folder) / "out"
@@ -237,7 +237,7 @@ def run(cell: Cell, python: Path, data: Path, log: Path) -> Outcome:
 
 
 def why_it_failed(code: int | None, found: Sequence[float]) -> str:
-    """Of a run that ended with this code (None: it did not end in time) and these losses."""
+    """Describe the failure of a run with this exit code, None for a timeout, and these losses."""
     if code is None:
         return f"not done in {LIMIT:.0f} s"
     if code != 0:
@@ -255,7 +255,7 @@ def free_port() -> int:
 
 
 def tried(cell: Cell, python: Path, data: Path, kept: Path, progress: Progress) -> Outcome:
-    """What came of a cell, today or when it last ran."""
+    """Return the outcome of a cell, from a kept file if that is of the same sources."""
     progress.begin(cell)
     file, log = (kept / f"{cell.file}.{kind}" for kind in ("json", "log"))
     outcome = Outcome(**json.loads(file.read_text())) if file.exists() else None
@@ -277,7 +277,7 @@ def tried(cell: Cell, python: Path, data: Path, kept: Path, progress: Progress) 
 
 
 class Progress:
-    """A line for each cell: which of how many, what, how it went, and what is left."""
+    """A progress line for each cell: its number, its command, its outcome, and the rest of the work."""
 
     def __init__(self, cells: int) -> None:
         self.cells = cells
@@ -305,7 +305,7 @@ class Progress:
         print(f"FAILED {what}", file=sys.stderr, flush=True)
 
     def summary(self, folder: Path) -> str:
-        """What ran, and what failed."""
+        """Count the runs and list the failures."""
         ran = [row.key[:2] for row in self.rows if row.ran]
         both = sum(ran.count(key) == len(STAGES) for key in set(ran))
         near = sum(row.apart is not None and row.apart <= NEAR for row in self.rows)

@@ -28,17 +28,17 @@ from tests.doors.methods import TRAINERS, Job
 RESULTS = ROOT / "tests" / "doors" / "methods.json"
 STAGES = (2, 3)
 LIMIT = 4 * 3600.0
-"""Seconds of all jobs of one trainer on one package."""
+"""Time limit for all jobs of one trainer on one package."""
 NOT_RUN = "was not run"
 NEAR = 1e-6
-"""Of fp32 losses."""
+"""Largest relative difference of fp32 losses that counts as equal."""
 NEAR_OF = {"bf16": 1e-2}
-"""Method -> another limit."""
+"""Method -> its own limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class MethodResult:
-    """What came of one job at one stage, here and on DeepSpeed."""
+    """The results of one job at one stage, on zerodrift and on DeepSpeed."""
 
     trainer: str
     version: str
@@ -49,11 +49,11 @@ class MethodResult:
     there: str
     """The error on DeepSpeed, or empty."""
     numbers: int
-    """How many losses were compared."""
+    """Number of compared losses."""
     apart: float | None
     """Largest relative difference between the losses; None where one package failed."""
     files: str
-    """What differs between the saved files of weights, or empty."""
+    """Differences between the saved files of weights; empty if there are none."""
     date: str
 
     @property
@@ -65,7 +65,7 @@ class MethodResult:
 
     @property
     def limit(self) -> float:
-        """Return how far losses may be apart."""
+        """Return the largest admitted difference of losses."""
         return NEAR_OF.get(self.job.partition("-")[2], NEAR)
 
 

@@ -30,12 +30,12 @@ class Suite:
     """Tests of a package that concern DeepSpeed's engine or its place in that package."""
 
     tool: str
-    """Whose environment of `tests/doors/examples.py` runs them."""
+    """Tool of `tests/doors/examples.py` whose environment runs the tests."""
     packages: tuple[str, ...]
-    """What they need beside."""
+    """Packages that the tests need beside that environment."""
     options: tuple[str, ...]
     files: tuple[str, ...]
-    """Below `start`."""
+    """Paths below `start`."""
     start: str = "."
     """The folder of a checkout that the tests are run from."""
     plugin: str = "hub_suite"
@@ -85,7 +85,7 @@ SUITES = {
 
 @dataclass(frozen=True, slots=True)
 class SuiteResult:
-    """What came of one file of tests."""
+    """The result of one file of tests."""
 
     suite: str
     file: str
@@ -202,7 +202,7 @@ MEANINGS = {
     "_ckpt_name": "asks for the names of DeepSpeed's files in a checkpoint",
     "`optimizer.torch_adam`: must be a key": "a key that DeepSpeed does not know either is an error here",
 }
-"""What a test raised -> what that means, for a reader of the table."""
+"""Text of an error in a test -> its meaning for readers of the table."""
 
 _MISSING = re.compile(
     r"`(?:zerodrift\.)?(?:deepspeed\.)?([\w.]+)`: must be a name of the drop-in"

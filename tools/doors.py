@@ -1,4 +1,4 @@
-"""Runs other people's trainers on zerodrift and on DeepSpeed, for the tables of docs/doors.md.
+"""Run other people's trainers on zerodrift and on DeepSpeed, for the tables of docs/doors.md.
 
     python tools/doors.py all FOLDER [TOOL ...]     # or: make doors. Some tools, or all
     python tools/doors.py all FOLDER trl --only sft # of their examples those that have this in their name
@@ -53,7 +53,7 @@ def write_page() -> None:
 
 
 def try_all(folder: Path, names: Sequence[str], only: str, torch: Sequence[str]) -> int:
-    """Tool after tool; a failure of one is not the end of the others."""
+    """Try one tool after the other; a failure of one does not stop the others."""
     chosen = {name: [e for e in TOOLS[name].examples if only in e.name] for name in names or TOOLS}
     each = 2 * len(STAGES)
     progress = Progress(each * sum(map(len, chosen.values())))
@@ -73,7 +73,7 @@ def try_all(folder: Path, names: Sequence[str], only: str, torch: Sequence[str])
 
 
 def made(name: str, home: Path, torch: Sequence[str], tool: Tool | None = None) -> Path:
-    """The interpreter of a tool's environment."""
+    """Make a tool's environment and return its interpreter."""
     tool = tool or TOOLS[name]
     python = make_environment(
         home,
@@ -91,7 +91,7 @@ def made(name: str, home: Path, torch: Sequence[str], tool: Tool | None = None) 
 
 
 def try_tool(name: str, examples: Sequence[Example], python: Path, progress: Progress) -> None:
-    """Every example on both at every stage."""
+    """Run every example on both packages at every stage."""
     tool, kept = TOOLS[name], python.parents[1] / "doors"
     kept.mkdir(exist_ok=True)
     version = version_of(tool, python)

@@ -182,7 +182,7 @@ def check_python() -> None:
 
 
 class Progress:
-    """One line that says how far it is: rewritten in a terminal, once at either end elsewhere."""
+    """A line of progress: rewritten in a terminal, printed once at either end elsewhere."""
 
     def __init__(self, home: Path) -> None:
         self._home, self._began, self._collected = home, time.monotonic(), 0
@@ -194,7 +194,7 @@ class Progress:
         )
 
     def show(self, line: str) -> None:
-        """Show what one line of pip means."""
+        """Show the step that a line of pip's output stands for."""
         if not self._is_terminal:
             return
         if package := re.match(r"Collecting (\S+)", line):
@@ -208,7 +208,7 @@ class Progress:
             self._write("installing")
 
     def end(self, *, done: bool = True) -> None:
-        """Leave the line for what comes."""
+        """End the line."""
         if self._is_terminal:
             self._write("")
         if done:

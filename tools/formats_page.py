@@ -1,4 +1,4 @@
-"""The tables of docs/precision.md on narrow formats: their definitions, and what they make of a few blocks.
+"""Render the tables of narrow formats in docs/precision.md: definitions, and examples of a few blocks.
 
 Invariant: every cell comes from `NARROW` or from the definition in `kernels/narrow.py`.
 """
@@ -70,7 +70,7 @@ def examples() -> str:
 
 
 def edges() -> str:
-    """Return what the largest magnitude of a block becomes where it is tiny, huge or not finite."""
+    """Return the decoded largest magnitude of a block where it is tiny, huge or not finite."""
     blocks = {
         "0, of either sign": [-0.0],
         "2^-97": [2.0**-97],

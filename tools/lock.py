@@ -25,7 +25,7 @@ from environment import LOCK, ROOT, TORCH
 
 UV = "uv==0.13.9"
 BUILD = ("pip", "setuptools>=77")
-"""What makes the environment, and what builds zerodrift in it."""
+"""Packages that make the environment and build zerodrift in it."""
 OF_TORCH = re.compile(r"torch|(nvidia|cuda)-.*")
 
 HEAD = """\

@@ -1,4 +1,4 @@
-"""Runs the tests with other versions of Python, torch, transformers and DeepSpeed, for docs/support.md.
+"""Run the tests with other versions of Python, torch, transformers and DeepSpeed, for docs/support.md.
 
     python tools/matrix.py all FOLDER              # or: make versions. Each cell in an environment of its own
     python tools/matrix.py all FOLDER --only TEXT  # of its cells those that have this in their name
@@ -40,7 +40,7 @@ from environment import ROOT, SetupError, make_environment
 
 PAGE = ROOT / "docs" / "support.md"
 HEADING = "\n## Tested versions"
-"""The part of the page that is written here begins with it."""
+"""First line of the generated part of the page."""
 
 
 FAST = "not slow and not gpu"
@@ -48,7 +48,7 @@ FAST = "not slow and not gpu"
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Some of the tests."""
+    """A part of the tests."""
 
     words: str
     paths: tuple[str, ...] = ("tests",)
@@ -78,13 +78,13 @@ SUITES: Mapping[str, Suite] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One environment, and what runs in it."""
+    """An environment and its suites."""
 
     python: str
     torch: str
     transformers: str
     deepspeed: str
-    """Empty for none."""
+    """Empty for an environment without DeepSpeed."""
     suites: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -111,12 +111,12 @@ NEWEST = ("quick", "models")
 """Suites of `make newest`."""
 
 ZERODRIFT = ("--editable", f"{ROOT}[dev]")
-"""What the tests want beside the versions of a cell."""
+"""Packages that the tests need beside the versions of a cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What came of a suite with some versions, as the page shows it."""
+    """The result of a suite with some versions, as the page shows it."""
 
     python: str
     torch: str
@@ -125,7 +125,7 @@ class Row:
     suite: str
     passed: str
     failed: str
-    """A number, and which."""
+    """Number and names of the failed tests."""
     skipped: str
     date: str
 
@@ -170,7 +170,7 @@ with which versions it was tried.
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return the part of the page that is about versions."""
+    """Return the page's part about versions."""
     lines = [HEAD, "| --- " * 9 + "|", *("| " + " | ".join(astuple(row)) + " |" for row in rows)]
     words = (f"| {name} | {suite.words} |" for name, suite in SUITES.items())
     missing = []
@@ -193,7 +193,7 @@ def _is_run(cell: Cell, suite: str, rows: Sequence[Row]) -> bool:
 
 
 def rows_of(page: str) -> list[Row]:
-    """What a page says."""
+    """Return the rows of a page."""
     found = re.findall(r"^\| (3\.[^\n]*) \|$", page, flags=re.MULTILINE)
     return [Row(*line.split(" | ")) for line in found]
 
@@ -223,7 +223,7 @@ print(json.dumps(found))
 
 
 LIMIT = 4 * 3600.0
-"""Seconds of one suite."""
+"""Time limit of one suite."""
 
 
 def run(python: Path, suite: str) -> Row:
@@ -248,7 +248,7 @@ def run(python: Path, suite: str) -> Row:
 
 
 def counts(report: Path) -> dict[str, str]:
-    """Passed, failed and skipped in one of pytest's XML reports."""
+    """Count the passed, failed and skipped tests in one of pytest's XML reports."""
     whole = ElementTree.parse(report).getroot()
     cases = list(whole.iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
@@ -262,7 +262,7 @@ def counts(report: Path) -> dict[str, str]:
 
 
 def made(cell: Cell, folder: Path, torch: Sequence[str]) -> Path:
-    """The interpreter of a cell's environment."""
+    """Make a cell's environment and return its interpreter."""
     name = f"py{cell.python}-torch{cell.torch}-tf{cell.transformers}" + (
         cell.deepspeed and f"-ds{cell.deepspeed}"
     )
@@ -281,7 +281,7 @@ def sources() -> str:
 
 
 def run_all(folder: Path, torch: Sequence[str], cells: Sequence[Cell]) -> int:
-    """Run the suites of cells that have not passed yet, and say what came of all."""
+    """Run the suites of cells that have not passed yet, and print the results."""
     told, wrong = [], 0
     for cell in cells:
         print(f"== {cell}", flush=True)
@@ -312,7 +312,7 @@ def said(row: Row) -> str:
 
 
 def run_newest(home: Path, torch: Sequence[str]) -> int:
-    """Run the suites of a new month with the newest of everything, and say what came of them."""
+    """Run the suites with the newest versions of everything, and print the results."""
     today = datetime.date.today().isoformat()
     python = make_environment(home, sys.executable, [*torch, "torch"], ZERODRIFT, day=today)
     rows = [run(python, suite) for suite in NEWEST]

@@ -1,4 +1,4 @@
-"""Runs a command to its end, or ends it, with all that it has started.
+"""Run a command with a time limit, and end it together with all processes that it started.
 
 Invariant: whatever happens here, none of its processes is left.
 """
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import IO
 
 GRACE = 10.0
-"""Seconds between asking and killing."""
+"""Seconds between SIGINT and SIGKILL."""
 
 
 def run(
     command: Sequence[str], environment: Mapping[str, str], folder: Path, printed: IO[str], limit: float
 ) -> int | None:
-    """The exit code; None where it took longer than `limit` seconds."""
+    """Return the exit code; None for a command that took longer than `limit` seconds."""
     child = subprocess.Popen(
         command,
         env=environment,
@@ -39,7 +39,7 @@ def run(
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """Ctrl-C for all that it started; then whoever is still there is killed, in whatever session."""
+    """Send SIGINT to the process and its descendants, then kill those that are left, in any session."""
     started = descendants(child.pid)
     try:
         if child.poll() is None:
@@ -58,7 +58,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 def there_are() -> dict[int, tuple[int, int]]:
-    """Of every process that runs its parent and when it began; empty where there is no /proc."""
+    """Return (parent, start time) of every running process; empty where there is no /proc."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""Records a command in a terminal, as a moving picture that a browser shows: one SVG file, text in it.
+"""Record a command in a terminal as an animated SVG file of text.
 
     python tools/record.py docs/img/demo.svg --width 100 --height 34 -- make demo
 
-The command gets a terminal of that size; what its screen shows is taken `--frames` times at most, evenly over
-the changes, and replayed in `--seconds`. A row that several pictures share is in the file once. Needs
-`pip install pyte`, which knows what a terminal does with the bytes.
+The command gets a terminal of that size; what its screen shows is taken `--frames` times at most, evenly
+over the changes, and replayed in `--seconds`. A row that several pictures share is in the file once. Needs
+`pip install pyte`, a terminal emulator.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Picture = tuple[Row, ...]
 
 
 def record(command: list[str], width: int, height: int) -> list[tuple[float, Picture]]:
-    """(seconds since the start, screen) at every change, and the command's exit in the last."""
+    """Return (seconds since the start, screen) at every change, with the command's exit in the last."""
     screen = pyte.Screen(width, height)
     stream = pyte.ByteStream(screen)
     leader, follower = pty.openpty()
@@ -78,7 +78,7 @@ def picture(screen: Any) -> Picture:
 
 
 def row(cells: Any, columns: int) -> Row:
-    """The runs of a line, without what is blank at its end."""
+    """Return the runs of a line without trailing blanks."""
     last = max((n for n in range(columns) if cells[n].data.strip()), default=-1)
 
     def look(number: int) -> tuple[str, bool]:
@@ -92,7 +92,7 @@ def row(cells: Any, columns: int) -> Row:
 
 
 def thin(taken: list[tuple[float, Picture]], frames: int) -> list[tuple[float, Picture]]:
-    """At most `frames` of the pictures, evenly over them, the last among them."""
+    """Return at most `frames` of the pictures, evenly spaced, with the last among them."""
     changed = [
         after for before, after in zip([(0.0, ()), *taken], taken, strict=False) if before[1] != after[1]
     ]
@@ -104,7 +104,7 @@ def thin(taken: list[tuple[float, Picture]], frames: int) -> list[tuple[float, P
 
 
 def svg(taken: list[tuple[float, Picture]], width: int, height: int, seconds: float) -> str:
-    """One group per picture, shown one after the other, and then the last for a while."""
+    """Return one group per picture, shown one after the other, and then the last for a while."""
     total = seconds * 1.3
     pace = seconds / max(1e-9, taken[-1][0] - taken[0][0]) / total * 100
     at = [*((when - taken[0][0]) * pace for when, _ in taken), 100.0]
@@ -137,7 +137,7 @@ def svg(taken: list[tuple[float, Picture]], width: int, height: int, seconds: fl
 
 
 def drawn(name: str, content: Row) -> str:
-    """A row; every run says where it starts and how long it is, whatever the reader's font is."""
+    """Draw a row; every run has its position and length, for any font."""
     spans, column = [], 0
     for text, color, bold in content:
         fill = COLORS.get(color, f"#{color}" if len(color) == 6 else COLORS["default"])

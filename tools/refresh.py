@@ -1,4 +1,4 @@
-"""Writes what is generated in README.md and docs: key tables, support, the API, output of commands, figures.
+"""Write the generated parts of README.md and docs: key tables, support, the API, output of commands, figures.
 
     python tools/refresh.py            # or: make docs
 
@@ -54,13 +54,13 @@ BLOCK = re.compile(
 
 
 def pages() -> list[Path]:
-    """Every page of the repository that a person wrote."""
+    """Return every page of the repository that a person wrote."""
     written = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
     return sorted(page for page in written if page.name not in generated())
 
 
 def generated() -> dict[str, str]:
-    """Name of a page in docs -> its text, for those that are generated as a whole."""
+    """Return the text of each page in docs that is generated as a whole, by name."""
     return {
         "api.md": render_api(),
         "config.md": around("config.md", render_config(), "\n## What `auto` means"),
@@ -71,19 +71,19 @@ def generated() -> dict[str, str]:
 
 
 def around(name: str, tables: str, behind: str = "") -> str:
-    """A page with fresh tables, and what a person wrote before them and from the heading `behind` on."""
+    """Put fresh tables into a page, between its hand-written start and the heading `behind`."""
     text = (ROOT / "docs" / name).read_text(encoding="utf-8")
     before = text[: text.index(tables.partition("\n")[0])]
     return before + tables + (text[text.index(behind) :] if behind else "")
 
 
 def fresh(text: str) -> str:
-    """A page with the output of its commands below them, and with its figures and tables of formats."""
+    """Return a page with fresh output of its commands, figures and tables of formats."""
     return formats_page.fresh(benchmarks.fresh(BLOCK.sub(_fresh_block, text), Results()))
 
 
 def pictures() -> dict[str, str]:
-    """Name of a file in docs/img -> its text, for those of figures and of a plan."""
+    """Return the text of each generated picture in docs/img, by name."""
     plan = zerodrift.make_plan(
         ROOT / "examples/moe-pinned.yaml", ROOT / "examples/qwen3-moe-tiny", world_size=2
     )
@@ -95,7 +95,7 @@ def pictures() -> dict[str, str]:
 
 
 TRACED_WITH = {"torch": "2.13.0", "transformers": "5.23.0"}
-"""A trace has the names of torch's operations and lines of transformers: with others it is left as it is."""
+"""Versions whose operations and lines the traces show; other versions leave the traces alone."""
 
 
 def _fresh_block(found: re.Match[str]) -> str:
@@ -115,7 +115,7 @@ def _fresh_block(found: re.Match[str]) -> str:
 
 
 def output(command: str) -> str:
-    """What a command prints, run here and not in a process of its own: transformers is imported once."""
+    """Return the output of a command, run in this process because importing transformers takes long."""
     printed = io.StringIO()
     # Paths in commands are those of a person at the root of the repository.
     with _at_root(), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -134,7 +134,7 @@ def _at_root() -> Iterator[None]:
 
 
 def part(text: str, shown: str) -> str:
-    """The lines that `from WORD until WORD` names."""
+    """Return the lines that `from WORD until WORD` names."""
     lines = text.splitlines()
     words = shlex.split(shown)
     for keyword, word in zip(words[::2], words[1::2], strict=True):
@@ -223,7 +223,7 @@ MADE_BY_USERS = ("Checkpoints", "MeshShape", "Parts")
 
 
 def render_api() -> str:
-    """`docs/api.md`."""
+    """Return the text of `docs/api.md`."""
     homes = {
         name: home.removeprefix("zerodrift.")
         for name, home in homes_of(Path(zerodrift.__file__).read_bytes()).items()
@@ -243,7 +243,7 @@ def render_api() -> str:
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
-    """One public name: signature, docstring, and for a class its fields and methods."""
+    """Yield one public name: signature, docstring, and for a class its fields and methods."""
     yield f"### `{name}`"
     if not inspect.isclass(value):
         yield _signature(name, value)
@@ -282,7 +282,7 @@ def _is_property(found: Any) -> bool:
 
 
 def _fields(kind: type) -> Iterator[tuple[str, str, str]]:
-    """The fields of a dataclass that have a docstring, or a type that says enough."""
+    """Yield the fields of a dataclass that have a docstring, or a type that says enough."""
     if not dataclasses.is_dataclass(kind):
         return
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
@@ -300,7 +300,7 @@ def _kind(annotation: str) -> str:
 
 
 def _signature(name: str, function: Any, bound: bool = False) -> str:
-    """As it is called, on several lines where one is too long."""
+    """Return a signature, on several lines if it is long."""
     found = inspect.signature(function)
     texts: list[str] = []
     for parameter in list(found.parameters.values())[1 if bound else 0 :]:

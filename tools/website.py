@@ -1,4 +1,4 @@
-"""Writes the documentation as a website that works from disk: pages, search, dark mode, no network.
+"""Write the documentation as a website that works from disk: pages, search, dark mode, no network.
 
     python tools/website.py [FOLDER]          # or: make site. Writes to `site` and checks every link
 
