@@ -1,4 +1,4 @@
-"""Networks in plain torch for faults to be planted in: what one might round is a module."""
+"""Networks in plain torch for planted faults: every operation that a fault may round is a module."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
 
 class Stream(nn.Module):
-    """What comes out of a part of a block joins what went in."""
+    """A residual connection: the sum of a stream and the output of a block's part."""
 
     def forward(self, stream: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         return stream + more
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class Judge(nn.Module):
-    """Cross entropy with the next token."""
+    """Cross entropy with the next token, as a module."""
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
@@ -118,7 +118,7 @@ def _waves() -> torch.Tensor:
 
 
 class Centred(nn.Module):
-    """Takes the mean of all elements of a micro-batch away."""
+    """Subtracts the mean over all elements of a micro-batch."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images - images.mean()

@@ -23,7 +23,7 @@ from zerodrift.inspect.audit.results import AuditFinding
 
 Batches = list[dict[str, torch.Tensor]]
 Plant = Callable[[nn.Module], Any]
-"""Changes a model in place."""
+"""Function that changes a model in place."""
 
 MODES = ("fp32", "bf16", "autocast-bf16", "fp16")
 
@@ -35,7 +35,7 @@ class Healthy:
     build: Callable[[], nn.Module]
     batches: Callable[[], Batches]
     routers: str = ""
-    """Glob of the parameters that route; they are pinned."""
+    """Glob of the router parameters, which are pinned."""
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -88,23 +88,23 @@ HEALTHY: dict[str, Healthy] = {
 
 @dataclass(frozen=True)
 class Planted:
-    """One fault, and what must be first among the findings."""
+    """One fault, and the finding that must come first."""
 
     name: str
     on: str
-    """Of HEALTHY."""
+    """Key of HEALTHY."""
     mode: str
     kinds: tuple[str, ...]
-    """Of the first finding, any of these."""
+    """Admitted kinds of the first finding."""
     where: str
     """Glob of the first finding's `where`."""
     plant: Plant = lambda model: None
     fault: Mapping[str, Any] = field(default_factory=dict)
-    """Of `precision`, but for whole blocks by their names, and `unpinned`: no router is pinned."""
+    """Keys of `precision`, whole blocks by their names, and `unpinned`: no router is pinned."""
     common: Mapping[str, Any] = field(default_factory=dict)
-    """The same, of the healthy twin too."""
+    """Keys of the same form that the healthy twin has too."""
     batches: Callable[[], Batches] | None = None
-    """In its stead."""
+    """Micro-batches other than those of the healthy model."""
 
     def model(self) -> nn.Module:
         model = HEALTHY[self.on].model()
@@ -115,7 +115,7 @@ class Planted:
         return HEALTHY[self.on].config(self.mode, self.common, self.fault)
 
     def healthy(self) -> tuple[str, dict[str, Any]]:
-        """The architecture, and the config of the same without the fault."""
+        """Return the architecture, and the config without the fault."""
         return self.on, HEALTHY[self.on].config(self.mode, self.common)
 
     def data(self) -> Batches:
@@ -133,7 +133,7 @@ class Planted:
 
 
 def around(path: str, change: Callable[..., Any]) -> Plant:
-    """The forward of a module is `change(module, its own forward, *args, **kwargs)`."""
+    """Replace the forward of a module by `change(module, its own forward, *args, **kwargs)`."""
 
     def plant(model: nn.Module) -> None:
         module = model.get_submodule(path)
@@ -148,12 +148,12 @@ def around(path: str, change: Callable[..., Any]) -> Plant:
 
 
 def ruled(name: str, **columns: str) -> dict[str, Any]:
-    """A rule that narrows one parameter."""
+    """Return a rule that narrows one parameter."""
     return {"rules": [{"match": name, **columns}]}
 
 
 def valued(path: str, values: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
-    """Give a parameter other values than those that it begins with, as a trained one may have."""
+    """Give a parameter other initial values, as a trained one may have."""
 
     def plant(model: nn.Module) -> None:
         with torch.no_grad():
@@ -171,7 +171,7 @@ def both(*plants: Plant) -> Plant:
 
 
 def given_in(dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a forward of what comes in, rounded."""
+    """Return a forward that rounds its input."""
     return lambda self, own, x, *args, **kwargs: own(x.to(dtype).to(x.dtype), *args, **kwargs)
 
 
@@ -213,7 +213,7 @@ def _stream_in_fp16(self: nn.Module, own: Any, stream: torch.Tensor, more: torch
 
 
 def _norm_in_fp16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
-    """A small input's square vanishes, and so does the epsilon that was to help."""
+    """Underflow the square of a small input, and with it the epsilon of the norm."""
     small = (x * 1e-4).half()
     var = (small - small.mean(-1, keepdim=True)).pow(2).mean(-1, keepdim=True)
     shape = (small - small.mean(-1, keepdim=True)) / (var + 1e-6).sqrt()
@@ -254,7 +254,7 @@ def _autocast(self: nn.Module, own: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _large_inside(self: nn.Module, own: Any, x: torch.Tensor) -> torch.Tensor:
-    """Beyond fp16 for a moment."""
+    """Exceed the range of fp16 in an intermediate value."""
     return own(x) * 3e6 / 3e6
 
 
@@ -263,7 +263,7 @@ def _untied(model: Any) -> None:
 
 
 def _squares_in_fp16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
-    """What a norm divides by, of numbers whose squares fp16 does not have."""
+    """Normalize by a length whose squares underflow in fp16."""
     small = x.half() * 2e-4
     length = small.pow(2).mean(-1, keepdim=True).float().sqrt() + 1e-7
     return self.weight * (small.float() / length).to(x.dtype) + self.bias
@@ -279,7 +279,7 @@ def _buffer_in_bf16(path: str, name: str) -> Plant:
 
 
 def _clipped_hook(path: str) -> Plant:
-    """A hook that clips gradients without knowing of the loss scale."""
+    """Clip gradients in a hook, without regard to the loss scale."""
 
     def clip(gradient: torch.Tensor) -> torch.Tensor:
         return gradient * min(1.0, 1.0 / float(gradient.float().norm()))
@@ -294,7 +294,7 @@ def _clipped_hook(path: str) -> Plant:
 
 
 def _cancelling() -> Batches:
-    """The same images with every label in turn: of a network that knows nothing yet, the gradients cancel."""
+    """Return the same images with every label in turn, whose gradients cancel in an untrained network."""
     images = _images()[0]["images"]
     return [{"images": images, "labels": torch.full((4,), label)} for label in range(10)]
 
@@ -303,13 +303,13 @@ CODE = ("narrow code",)
 
 
 def by_code(name: str, on: str, mode: str, path: str, change: Callable[..., Any], **rest: Any) -> Planted:
-    """A module whose own code rounds."""
+    """Plant a fault into the code of a module."""
     kinds = rest.pop("kinds", CODE)
     return Planted(name, on, mode, kinds, f"{path} at *", around(path, change), **rest)
 
 
 def by_rule(name: str, on: str, where: str, plant: Plant = lambda model: None, **columns: str) -> Planted:
-    """A parameter that a rule narrows, in fp32."""
+    """Plant a rule that narrows a parameter, in fp32."""
     return Planted(name, on, "fp32", ("rounded",), where, plant, fault=ruled(where, **columns))
 
 

@@ -35,7 +35,7 @@ def batches(count: int = 2) -> list[dict[str, torch.Tensor]]:
 
 
 def decoder(frozen: bool = False) -> nn.Module:
-    """A decoder; the blocks' linear layers but one are frozen, as those under adapters are."""
+    """Return a decoder, with all linear layers of its blocks but one `frozen`, as under adapters."""
     torch.manual_seed(0)
     model = Decoder()
     for name, parameter in model.named_parameters():
@@ -109,8 +109,9 @@ CHANNEL, OUTLIER = 3, 40.0
 
 
 def with_outliers() -> nn.Module:
-    """A decoder with frozen layers. One input channel of `up` has large weights and, by the norm before it,
-    small activations: blocks with one scale lose the other channels, and nothing else is harder to round."""
+    """Return a decoder with frozen layers. One input channel of `up` has large weights and, by the norm
+    before it, small activations: blocks with one scale lose the other channels, and nothing else is harder
+    to round."""
     model = decoder(frozen=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -122,7 +123,7 @@ def with_outliers() -> nn.Module:
 
 
 def chosen(found: Audit) -> dict[str, str]:
-    """Pattern -> chosen format."""
+    """Return the chosen format of each pattern."""
     assert found.formats is not None
     trials = found.formats.trials
     return {trials[number].pattern: trials[number].format for number in found.formats.taken}

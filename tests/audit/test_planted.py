@@ -19,7 +19,7 @@ ALWAYS = frozenset((
     "clip-of-scaled-gradients", "softmax-overflows", "table-in-bf16", "running-sum",
     "stale-copy",
 ))  # fmt: skip
-"""Those that are not slow."""
+"""Faults whose tests are not marked slow."""
 
 ALWAYS_HEALTHY = frozenset((("gpt-oss", "bf16"), ("decoder", "fp16"), ("pictures", "autocast-bf16")))
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.long
 
 
 def audited(on: str, model: nn.Module, config: dict[str, Any], batches: Batches) -> Audit:
-    """Findings alone: no pins are searched for."""
+    """Audit without a search for pins."""
     return audit(make_plan(config, model), model, batches, budget=None)
 
 
@@ -43,7 +43,7 @@ def cells() -> Iterator[Any]:
 
 
 def twins() -> Iterator[Any]:
-    """Every architecture in every mode, and what else is healthy beside a fault."""
+    """Yield every architecture in every mode, and the other healthy twins of faults."""
     seen: list[tuple[str, dict[str, Any]]] = []
     named = [(f"{on}-{mode}", on, each.config(mode)) for on, each in HEALTHY.items() for mode in MODES]
     named += [(planted.name, *planted.healthy()) for planted in PLANTED]
@@ -70,7 +70,6 @@ def test_nothing_is_found_where_nothing_is_wrong(on: str, config: dict[str, Any]
 
 
 def test_there_are_enough() -> None:
-    """Of kinds of faults, of architectures, and of healthy twins."""
     assert len({planted.name for planted in PLANTED}) == len(PLANTED) >= 20
     assert len({planted.on for planted in PLANTED}) >= 6
     assert len(list(twins())) >= 20
@@ -78,7 +77,7 @@ def test_there_are_enough() -> None:
 
 @pytest.mark.slow
 def test_other_data_is_healthy_too() -> None:
-    """Thresholds are not of these batches: of others nothing is found either."""
+    """Thresholds do not depend on the batches: other batches give no finding either."""
     for on in ("decoder", "pictures"):
         healthy = HEALTHY[on]
         for seed in range(3):

@@ -14,7 +14,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ANY = "*"
-"""A parameter of a finding: any; one at least. Empty: the finding is of the run, or its column of none."""
+"""Matches one parameter or more. An empty name is a finding of the run or of a whole column."""
 
 ENVIRONMENT: Mapping[str, str] = {
     "PYTHONPATH": str(HERE),
@@ -23,7 +23,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
-"""What the scripts need beyond what they say: `tiny`, and a machine without GPUs."""
+"""Environment of the scripts: the path of `tiny`, and a machine without GPUs."""
 
 Finding = tuple[str, str, str]
 """Kind, parameter, column."""
@@ -31,7 +31,7 @@ Finding = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Script:
-    """One run on two CPU ranks, and what is true of it."""
+    """One run on two CPU ranks with its expected findings."""
 
     name: str
     launcher: str
@@ -40,24 +40,24 @@ class Script:
     arguments: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     more: tuple[str, ...] = ()
-    """Kinds that may be named besides."""
+    """Kinds of findings that are admitted as well."""
     expect: str = ""
-    """The config that is handed to `--expect`."""
+    """The config for `--expect`."""
     needs: tuple[str, ...] = ()
-    """Packages."""
+    """Required packages."""
     mended: tuple[str, str] = ("", "")
-    """The package that has mended it, and the first version."""
+    """The package that has fixed the bug, and its first fixed version."""
     mend: tuple[tuple[str, str], ...] = ()
-    """Lines of the script and what to write instead, as `zerodrift check` says it."""
+    """Lines of the script and their replacements, as `zerodrift check` prints them."""
     says: tuple[str, ...] = ()
-    """What it prints of that."""
+    """Parts of the printed advice."""
     remains: str = ""
-    """A kind of finding that the mended script still has."""
+    """The kind of a finding that stays in the mended script."""
     keys: Mapping[str, Any] | None = None
-    """Keys of DeepSpeed that it prints, which mend the config."""
+    """Keys of DeepSpeed in the printed advice, which mend the config."""
 
     def command(self, port: int) -> list[str]:
-        """What a user would type; a free port keeps runs apart."""
+        """Return the command of a user; a free port keeps runs apart."""
         launch = {
             "python": [sys.executable],
             "torchrun": [_beside("torchrun"), "--nproc-per-node=2", f"--master-port={port}"],
@@ -81,13 +81,13 @@ class Bad:
     name: str
     script: Script
     code: int
-    """Of `zerodrift check`: 0 where a table comes all the same, 2 where none can."""
+    """Exit code of `zerodrift check`: 0 with a table, 2 without."""
     says: tuple[str, ...] = ()
-    """Words that must be in what is printed, in any case."""
+    """Words that must be in the output, in any case."""
 
 
 def _bug(name: str, *findings: str, more: str = "", path: str = "", needs: str = "", **rest: Any) -> Script:
-    """Findings are `kind parameter column`; the script has the bug's name unless `path` says another."""
+    """Return a script, with the bug's name unless `path` is given. Findings are `kind parameter column`."""
     split = (finding.split() for finding in findings)
     return Script(
         name,

@@ -26,7 +26,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def nothing(*_: Any) -> None:
-    """Leave out what a loop does otherwise."""
+    """Do nothing: the default of a loop's variations."""
 
 
 def observed(
@@ -37,7 +37,7 @@ def observed(
     before: Callable[[], Any] = nothing,
     after: Callable[[], Any] = nothing,
 ) -> zerodrift.Observation:
-    """Train four steps, with `before` and `after` around the optimizer's step, and return what was seen."""
+    """Train four steps, with `before` and `after` around the optimizer's step, and return the observation."""
     with zerodrift.observe() as seen:
         train(model, optimizer, loss, before, after)
     return seen
@@ -151,7 +151,7 @@ MASTERS: dict[str, tuple[Callable[[nn.Module], Tensors], Callable[[nn.Module, Te
 
 
 def masters(kind: str, rate: float = 1e-6, writes: bool = True) -> zerodrift.Observation:
-    """At this rate no bit of bf16 changes in four steps."""
+    """Train with masters at a rate so small that no bit of bf16 changes in four steps."""
     make, write = MASTERS[kind]
     model = dense(BF16)
     made = make(model)
@@ -227,7 +227,7 @@ def rounding(kind: type[torch.optim.SGD], rate: float) -> zerodrift.Observation:
 
 
 class ByHand:
-    """Stands where an optimizer of torch's would: a function updates each parameter."""
+    """A function that updates each parameter, in the place of a torch optimizer."""
 
     def __init__(self, model: nn.Module, update: Callable[[nn.Parameter], Any]) -> None:
         self._model, self._update = model, update
@@ -251,7 +251,7 @@ def adam(parameter: nn.Parameter) -> None:
 
 
 def in_numpy(parameter: nn.Parameter, masters: dict[nn.Parameter, Any] = {}) -> None:  # noqa: B006
-    """Update a master that torch does not know, by so little that bf16 does not show it."""
+    """Update a master in numpy, by so little that bf16 does not show it."""
     master = masters.setdefault(parameter, parameter.detach().float().numpy().copy())
     assert parameter.grad is not None
     master -= 1e-8 * parameter.grad.float().numpy()
@@ -274,7 +274,7 @@ def by_hand(update: Callable[[nn.Parameter], Any], dtype: torch.dtype = FP32) ->
 
 
 def in_part() -> zerodrift.Observation:
-    """An optimizer has the head, and the script updates the rest."""
+    """Train the head with an optimizer, and the rest by hand."""
     model = dense()
     rest = [parameter for name, parameter in model.named_parameters() if name != "head.weight"]
     after = torch.no_grad()(lambda: [parameter.sub_(parameter.grad, alpha=1e-2) for parameter in rest])
@@ -282,7 +282,7 @@ def in_part() -> zerodrift.Observation:
 
 
 def bounded() -> zerodrift.Observation:
-    """An optimizer of other tensors than the parameters, which the script only clamps."""
+    """Train with an optimizer of other tensors; the script only clamps the parameters."""
     model = dense()
     stale = [parameter.detach().clone() for parameter in model.parameters()]
     after = torch.no_grad()(lambda: [parameter.clamp_(-1, 1) for parameter in model.parameters()])
@@ -290,7 +290,7 @@ def bounded() -> zerodrift.Observation:
 
 
 def transformed() -> zerodrift.Observation:
-    """Gradients by `torch.func.grad`, which puts tensors without memory in the parameters' place."""
+    """Take gradients by `torch.func.grad`, which puts tensors without memory in the parameters' place."""
     model = dense()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with zerodrift.observe() as seen:
@@ -308,7 +308,7 @@ def transformed() -> zerodrift.Observation:
 
 
 def ensemble() -> zerodrift.Observation:
-    """Two models in one by `torch.vmap`: the module that computes has tensors that nothing updates."""
+    """Train two models in one by `torch.vmap`: the module that computes has tensors that nothing updates."""
     models = [dense(), dense()]
     parameters, _ = torch.func.stack_module_state(models)
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3)
@@ -331,7 +331,7 @@ def post_hook() -> zerodrift.Observation:
 
 
 def second_model() -> zerodrift.Observation:
-    """The masters are a model of their own, whose loss is also asked for."""
+    """Train with a second model as the masters, whose loss is computed too."""
     model = dense(BF16)
     other = copy.deepcopy(model).float()
     made: Tensors = list(other.parameters())
@@ -427,7 +427,7 @@ def momentum(dtype: torch.dtype) -> zerodrift.Observation:
 
 
 def hard_target() -> zerodrift.Observation:
-    """A copy in bf16 that is made anew, and follows nothing by parts."""
+    """Train beside a bf16 copy of the model that is replaced as a whole."""
     model = dense()
     target = copy.deepcopy(model).to(BF16)
     after = lambda: at_once(target, list(model.parameters()))  # noqa: E731
@@ -442,7 +442,7 @@ def picked(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def distilled(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The student is wide; the teacher's log-probabilities are what they are given in."""
+    """Return a loss of wide student logits and the teacher's log-probabilities in their own dtype."""
     with torch.no_grad():
         told = (logits + 1).log_softmax(-1)
     return functional.kl_div(
@@ -525,7 +525,7 @@ def head(model: nn.Module | None = None, scale: float = 1.0, autocast: bool = Fa
 
 
 def narrowed() -> zerodrift.Observation:
-    """Logits in fp32 that are cast to bf16 on their way to a loss in fp32."""
+    """Cast fp32 logits to bf16 on their way to a loss in fp32."""
     model = dense()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return observed(model, optimizer, loss=lambda x, t: loss_of(x.to(BF16), t))
@@ -586,7 +586,7 @@ def added(dtype: torch.dtype) -> zerodrift.Observation:
 
 
 def lost_masters() -> zerodrift.Observation:
-    """Masters that are made anew from the parameters after each step."""
+    """Train with masters that are copied from the parameters after each step."""
     model = dense(BF16)
     made = copies(model)
     optimizer = torch.optim.AdamW(made, lr=1e-3)

@@ -32,7 +32,7 @@ def cells(scripts: Iterable[Script]) -> list[Any]:
 
 
 def check(script: Script, folder: Path, *more: str) -> tuple[int, str, dict[str, Any]]:
-    """Exit code, what was printed, and what `--save` wrote."""
+    """Run a script; return its exit code, its output, and the file of `--save`."""
     saved = folder / "seen.json"
     options = ["--steps=3", f"--save={saved}", *more]
     if script.expect:
@@ -72,7 +72,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def findings(seen: dict[str, Any]) -> set[tuple[str, str, str]]:
-    """Kind, parameter, column, a triple for each parameter that a finding names."""
+    """Return a (kind, parameter, column) for each parameter that a finding names."""
     return {
         (finding["kind"], name, finding["column"] or "")
         for finding in seen.get("findings", ())

@@ -66,7 +66,7 @@ BUGS: dict[str, tuple[Run, str, str]] = {
         for dtype in (BF16, FP16)},
     "gradients added in bf16": (_(loops.added, BF16), "gradients-rounded", "up.weight"),
 }  # fmt: skip
-"""A loop, the kind of its finding, and a parameter of it; none where it is of the run."""
+"""Name -> loop, the kind of its finding, and a parameter of the finding; none for a finding of the run."""
 
 HEALTHY: dict[str, Run] = {
     **{f"masters, {kind}": _(loops.masters, kind) for kind in loops.MASTERS},
@@ -98,7 +98,7 @@ HEALTHY: dict[str, Run] = {
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> None:
-    """By a test before, in this process: what a script computes is not watched where code was compiled."""
+    """Reset torch.compile, because nothing is observed in a process that has compiled code."""
     if dynamo := sys.modules.get("torch._dynamo.utils"):
         dynamo.counters.clear()
 

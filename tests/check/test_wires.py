@@ -35,12 +35,12 @@ def own(dtype: torch.dtype) -> Any:
 
 
 def compressed(state, bucket):  # type: ignore[no-untyped-def]
-    """By a name of its own: DDP refuses torch's hook where there is no GPU."""
+    """Compress gradients under a new name: DDP refuses torch's hook where there is no GPU."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def quantized(state, bucket):  # type: ignore[no-untyped-def]
-    """Eight bits and a scale, gathered and summed."""
+    """Reduce gradients as eight bits and a scale, gathered and summed."""
     whole = bucket.buffer()
     scale = whole.abs().amax() / 127
     scales = [torch.zeros_like(scale) for _ in range(2)]
@@ -116,7 +116,7 @@ def test_a_narrow_wire_is_named_and_a_whole_one_is_not() -> str:
 
 
 def test_the_estimate_of_a_wire_is_that_of_sums() -> None:
-    """Against sums in fp64, to a quarter."""
+    """The estimate is within a quarter of sums in fp64."""
     torch.manual_seed(0)
     for count in (2, 8, 64):
         parts = torch.randn(count, 1 << 14, dtype=torch.float64)

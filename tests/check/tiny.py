@@ -1,5 +1,4 @@
-"""What every script of the gallery trains: small, with a parameter of each kind, and data that differs by
-rank."""
+"""Small models for the gallery's scripts, with a parameter of each kind, and data that differs by rank."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class Tiny(nn.Module):
 
 
 class Dense(nn.Module):
-    """The same without a router."""
+    """A `Tiny` without a router."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class Dense(nn.Module):
 
 
 def batch(rank: int, step: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and those that follow them."""
+    """Return tokens and the tokens that follow them."""
     tokens = torch.randint(VOCABULARY, (size, 9), generator=torch.Generator().manual_seed(1000 * rank + step))
     return tokens[:, :-1], tokens[:, 1:]
 

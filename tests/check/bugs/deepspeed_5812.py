@@ -14,7 +14,7 @@ from tiny import WIDTH, Dense, batch, loss_of
 
 
 class Rotating(Dense):
-    """Positions turn pairs of features."""
+    """A model with rotary positions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from tiny import Tiny, batch, loss_of
 
 
 class Pinned(Tiny):
-    """The router in fp32, whatever the rest is."""
+    """A model whose router stays in fp32."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ def fsdp2() -> nn.Module:
 
 
 def fsdp2_norms() -> nn.Module:
-    """The norm computes in fp32, as a unit of its own."""
+    """Train with norms that compute in fp32, as units of their own."""
     model = Dense()
     wide = MixedPrecisionPolicy(cast_forward_inputs=True, output_dtype=torch.bfloat16)
     fully_shard(model.norm, mp_policy=wide)
@@ -82,7 +82,7 @@ def fsdp1() -> nn.Module:
 
 
 def ema() -> nn.Module:
-    """A copy that follows, of which no gradient is taken."""
+    """Train with an exponential moving average, which has no gradient."""
     model = DistributedDataParallel(Tiny())
     average = copy.deepcopy(model.module).requires_grad_(False)
 
@@ -95,7 +95,7 @@ def ema() -> nn.Module:
 
 
 def gan() -> nn.Module:
-    """Two models, two optimizers, one loop."""
+    """Train two models with two optimizers in one loop."""
     maker = DistributedDataParallel(nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8)))
     judge = DistributedDataParallel(nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)))
     makes = torch.optim.Adam(maker.parameters(), lr=1e-3)
@@ -117,7 +117,7 @@ def gan() -> nn.Module:
 
 
 def distillation() -> nn.Module:
-    """A teacher in bf16 that is only asked, a student in fp32 that is trained."""
+    """Train a student in fp32 with a frozen teacher in bf16."""
     teacher = Dense().to(torch.bfloat16).requires_grad_(False).eval()
     student = DistributedDataParallel(Dense())
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
@@ -133,7 +133,7 @@ def distillation() -> nn.Module:
 
 
 class Adapted(nn.Module):
-    """A linear that is frozen in bf16, and two low-rank factors in fp32."""
+    """A frozen linear in bf16 with two low-rank factors in fp32."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Adapted(nn.Module):
 
 
 def lora() -> nn.Module:
-    """Two adapters of one shape, whose second factors begin alike, at zero."""
+    """Train two adapters of one shape, whose second factors both begin at zero."""
     base = (nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     head = nn.Linear(WIDTH, VOCABULARY, bias=False)
     for module in (*base, head):
@@ -157,7 +157,7 @@ def lora() -> nn.Module:
 
 
 def digest(model: nn.Module) -> str:
-    """Of every bit of every parameter that this rank holds."""
+    """Return a SHA-256 of every bit of this rank's parameters."""
     total = hashlib.sha256()
     for parameter in model.parameters():
         local = parameter.detach()
