@@ -58,7 +58,6 @@ def _compile(root: Path, target: Path) -> None:
 
 @functools.cache
 def extension() -> Any:
-    """Return the extension."""
     spec = importlib.util.spec_from_file_location("standin_ext", library())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -30,7 +30,7 @@ MIN_LARGE = 10 << 20
 LARGE_BUFFER = 20 << 20
 """Bytes of a segment for allocations below `MIN_LARGE`."""
 ROUND_LARGE = 2 << 20
-"""A segment of one's own is a multiple of this."""
+"""Bytes of which larger segments are a multiple."""
 
 
 class OutOfMemory(MemoryError):  # noqa: N818 (torch's name)
@@ -56,12 +56,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a part of a run made of the device's memory, in bytes."""
+    """Peak memory and requests of a part of a run, in bytes."""
 
     allocated: int
-    """The most that was in use at once."""
+    """Largest sum of live allocations."""
     reserved: int
-    """The most that was taken from the device."""
+    """Largest sum of segments."""
     allocations: int
     """Number of requests."""
     segments: int
@@ -69,12 +69,12 @@ class Usage:
 
     @property
     def fragmentation(self) -> float:
-        """The part of what was reserved that was never in use at once."""
+        """Return the share of the reserved memory that was never in use at once."""
         return 1 - self.allocated / self.reserved
 
     @property
     def reuse(self) -> float:
-        """The part of requests that were served from what was reserved."""
+        """Return the share of requests that reserved memory could serve."""
         return 1 - self.segments / self.allocations
 
 
@@ -92,7 +92,7 @@ class CachingAllocator:
         self.begin()
 
     def begin(self) -> None:
-        """Begin to count anew; memory stays as it is."""
+        """Reset the counts; memory stays as it is."""
         self._most = [self.allocated, self.reserved]
         self._requests = self._segments = 0
 
@@ -101,7 +101,7 @@ class CachingAllocator:
         return Usage(*self._most, self._requests, self._segments)
 
     def play(self, entries: Iterable[Entry]) -> None:
-        """Allocate and free as recorded; what was allocated before does not count."""
+        """Allocate and free as recorded; earlier allocations do not count."""
         for entry in entries:
             if entry.what == "allocation":
                 self.allocate(entry.name, entry.size, entry.stream)
@@ -176,7 +176,7 @@ class CachingAllocator:
         return block
 
     def require_whole(self) -> None:
-        """Raise unless the blocks are as the invariant says."""
+        """Raise an error for a broken invariant."""
         blocks = {id(block): block for block in (*self._blocks.values(), *self._used.values())}
         assert sum(block.size for block in blocks.values()) == self.reserved
         for one, other in itertools.pairwise(sorted(blocks.values(), key=lambda each: each.address)):

@@ -1,8 +1,7 @@
-"""What CUDA does around its kernels: copies between host and device, and reads of values.
+"""CUDA's work around its kernels: copies between host and device, and reads of values.
 
-A CPU's operations take numbers and indices from wherever they are. CUDA's copy some of them to the device
-first and read others to the host, and the host waits for either. The files of torch that decide it are named
-here.
+A CPU's operations take numbers and indices from any memory. CUDA's copy some of them to the device first and
+read others to the host, and the host waits for either. The functions here cite torch's files.
 
 Invariant: the host waits for a copy unless it is `non_blocking` and the host's memory is page-locked.
 """

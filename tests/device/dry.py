@@ -49,12 +49,12 @@ class Entry:
     size: int
     """Bytes: copied, allocated, or sent by this rank over a ring."""
     origin: str
-    """Where the engine asked for it, as `file.function`; "" where the model or autograd did."""
+    """Caller in the engine, as `file.function`; "" for the model and autograd."""
 
 
 @dataclass
 class Recording:
-    """What a device was given."""
+    """The entries of a device."""
 
     entries: list[Entry] = field(default_factory=list)
 
@@ -152,7 +152,7 @@ def _launch_program(name: str, flat: torch.Tensor, elements: int, *arguments: An
 
 
 def _everybody(comm: Collectives, value: Any, axis: Any) -> list[Any]:
-    """Return the value of every rank; the host waits for it."""
+    """Return every rank's value; the host waits."""
     if comm.mesh.size(axis) > 1:
         standin.device.called("device", 0)
     return [value] * comm.mesh.size(axis)
@@ -160,7 +160,7 @@ def _everybody(comm: Collectives, value: Any, axis: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Recording]:
-    """Record what the device is given inside of the `with`."""
+    """Record the entries of the device inside of the `with`."""
     device, recording = standin.device, Recording()
     device.read_log()
     with mock.patch.object(device, "record", recording.add):

@@ -32,7 +32,7 @@ Order = Literal["before", "beside", "after"]
 Transfer = tuple[str, int]
 """Purpose and segment; the segment of the norm is -1."""
 Computation = tuple[str, str, int]
-"""`forward`, `backward` or `update`; the unit; and how often before. The root has two of each."""
+"""`forward`, `backward` or `update`; the unit; and the number of earlier ones. The root has two of each."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Lanes:
     """(number of a transfer, computation) -> the transfer's place."""
 
     def differences(self, other: Lanes) -> list[str]:
-        """Return what is not the same in both."""
+        """Return the differences between two orders."""
         if self.transfers != other.transfers:
             return [f"transfers: {self.transfers} and {other.transfers}"]
         if self.computations != other.computations:
@@ -61,7 +61,7 @@ class Lanes:
 
 
 class _PlayedStreams(Streams):
-    """Streams that number all that begins and ends."""
+    """Streams that number the beginnings and ends of their work."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -135,7 +135,7 @@ def simulated(plan: Plan) -> list[Lanes]:
 
 @dataclass
 class _Launched:
-    """When a launch runs: its number on its stream, and the last number of each stream before it."""
+    """A launch's time: its number on its stream, and the last number of each stream before it."""
 
     stream: int
     clock: dict[int, int]
@@ -149,7 +149,7 @@ class _Launched:
 
 
 class Recorder:
-    """Records the launches of an engine's step on the stand-in device.
+    """A record of the launches of an engine's step on the stand-in device.
 
     Each part of the step is in a `phase`: `forward`, `backward`, `step`, or a pipeline's `schedule`.
     """

@@ -20,7 +20,7 @@ def environment() -> dict[str, str]:
 
 
 def load() -> None:
-    """Make the device and its process group known to torch."""
+    """Register the device and its process group with torch."""
     from tests.device.standin import install
     from tests.device.strict import begin
 

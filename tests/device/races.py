@@ -54,7 +54,7 @@ class _Cell:
 Clock = dict[int, int]
 
 HOST = -1
-"""What counts as the stream of the host's own accesses."""
+"""Stream number of the host's own accesses."""
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -65,7 +65,7 @@ def _join(clock: Clock, other: Clock) -> None:
 
 @dataclass
 class RaceChecker:
-    """What is known about the order of launches, and the last uses of all memory."""
+    """Clocks of all streams and events, and the last uses of all memory."""
 
     clocks: dict[int, Clock] = field(default_factory=dict)
     events: dict[tuple[int, int], Clock] = field(default_factory=dict)
@@ -74,15 +74,15 @@ class RaceChecker:
     cells: dict[int, _Cell] = field(default_factory=dict)
 
     def record(self, event: tuple[int, int], stream: int) -> None:
-        """An event keeps the clock of its stream."""
+        """Copy the clock of a stream to an event."""
         self.events[event] = dict(self._clock(stream))
 
     def wait(self, event: tuple[int, int], stream: int) -> None:
-        """A stream waits for an event."""
+        """Let a stream wait for an event."""
         _join(self._clock(stream), self.events.get(event, {}))
 
     def host_waits(self, what: str, which: object) -> None:
-        """The host waits for an event, a stream or the device."""
+        """Let the host wait for an event, a stream or the device."""
         if what == "event":
             _join(self.host, self.events.get(which, {}))  # type: ignore[call-overload]
         else:
@@ -91,7 +91,7 @@ class RaceChecker:
                     _join(self.host, clock)
 
     def launch(self, stream: int, name: str, accesses: Sequence[Access]) -> None:
-        """A launch accesses memory: raise `Race` if an earlier access may happen after it."""
+        """Check the accesses of a launch: raise `Race` if an earlier access may happen after it."""
         clock = self._clock(stream)
         clock[stream] = clock.get(stream, 0) + 1
         use = _Use(stream, clock[stream], name, stack())
@@ -99,14 +99,14 @@ class RaceChecker:
             self._access(access, use, clock)
 
     def allocate(self, stream: int, start: int, size: int) -> None:
-        """A stream gets memory, which must not be in use by others."""
+        """Give memory to a stream; no other stream may use it."""
         clock = self._clock(stream)
         clock[stream] = clock.get(stream, 0) + 1
         use = _Use(stream, clock[stream], "allocation", stack())
         self._access(Access(start, start + size, True), use, clock)
 
     def on_host(self, name: str, accesses: Sequence[Access]) -> None:
-        """The host accesses memory: before what is launched later, after what it has waited for."""
+        """Check accesses of the host: before later launches, after those that it has waited for."""
         self.host[HOST] = self.host.get(HOST, 0) + 1
         use = _Use(HOST, self.host[HOST], name, stack())
         for access in accesses:

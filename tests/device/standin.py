@@ -1,11 +1,11 @@
-"""A device that is not here: kernels run on the host, as late and in as bad an order as streams allow.
+"""A stand-in for a GPU: kernels run on the host, as late and in as bad an order as streams allow.
 
 `standin.cpp` has memory that the host cannot touch, streams, events and a caching allocator. Here every
-operation on the device's tensors becomes a launch: what it reads and writes, on which stream, and what it
-computes. `races.py` checks that launches are ordered, and `Order` says when they run.
+operation on the device's tensors becomes a launch: its stream, its reads and writes, and its computation.
+`races.py` checks that launches are ordered, and `Order` says when they run.
 
-Invariant: a launch runs after what its stream came to before, and after the events that the stream waits for.
-Nothing else holds it back.
+Invariant: a launch runs after the earlier work of its stream, and after the events that the stream waits
+for. Nothing else holds it back.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Device:
     """Whether launches are recorded and never run, so that memory is only addresses. What is read is zero."""
 
     def forget(self) -> None:
-        """Begin anew: what a failed test has left in streams never runs."""
+        """Drop the launches that a failed test has left in streams."""
         self.native.drain()
         self.queues.clear()
         self.recorded.clear()
@@ -98,12 +98,12 @@ class Device:
             self.run(lambda: True)
 
     def on_host(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        """Check what the host itself does to page-locked memory, which nobody sees but who calls this."""
+        """Check an access of the host to page-locked memory, which must be reported by its caller."""
         self.read_log()
         self.races.on_host(name, [*accesses(reads, writes=False), *accesses(writes, writes=True)])
 
     def read_log(self) -> None:
-        """Read what was allocated, recorded and waited for since the last launch."""
+        """Read the extension's log of allocations, records and waits since the last launch."""
         for what, stream, first, second in self.native.drain():
             if what in "af":
                 self.record("allocation" if what == "a" else "free", stream, str(first), second)
@@ -141,8 +141,8 @@ class Device:
         return not any(self.queues.values())
 
     def run(self, is_over: Callable[[], bool] | None = None) -> None:
-        """Run launches in the device's order: all that can, and those that wait for other ranks until what
-        the host waits for `is_over`; by default until all are."""
+        """Run launches in the device's order until `is_over`, by default until none is left. Those that
+        wait for other ranks are asked again."""
         is_over = is_over or self._is_idle
         if self.running:
             return
@@ -265,13 +265,13 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What an operation's schema says of its arguments, by their places."""
+    """The schema of an operation, with its arguments by their places."""
 
     name: str
     packet: str
-    """Its name without that of the overload."""
+    """Name without the overload."""
     call: Any
-    """What computes it on the host."""
+    """Function that computes it on the host."""
     names: tuple[str, ...]
     tensors: tuple[int, ...]
     """Arguments that are tensors."""
@@ -333,8 +333,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _drawing(call: Any, compute: Callable[[], Any], args: Any, kwargs: Any) -> Callable[[], Any]:
-    """Return `compute` with the numbers that its generator has next, which are drawn now, as on a GPU: from
-    the one that is given, or from the device's own, whose numbers are those of a CPU's with the same seed."""
+    """Return `compute` with the next numbers of its generator, drawn now, as on a GPU: of the generator in
+    the arguments, or of the device's own, whose numbers are those of a CPU's with the same seed."""
     given = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
     own = given or device.native.host_generator(device.native.default_generator(-1))
     used = given or torch.default_generator
@@ -360,7 +360,7 @@ def _blank(leaf: Any) -> Any:
 
 
 def _shapes(call: Any, args: Any, kwargs: Any) -> Any:
-    """Return the results of an operation on the meta device, which are kept."""
+    """Return the results of an operation on the meta device, from a cache."""
     key = (call, *map(_described, args), *map(_described, kwargs.items()))
     if key not in _KNOWN:
         meta_args, meta_kwargs = _mapped(_on_meta, (args, kwargs))
@@ -370,7 +370,7 @@ def _shapes(call: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _described(value: Any) -> Any:
-    """Return what of an argument decides about the shapes of results."""
+    """Return the properties of an argument that decide the shapes of results."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device.type
     if isinstance(value, (list, tuple)):
@@ -381,7 +381,7 @@ def _described(value: Any) -> Any:
 _KNOWN: dict[Any, Any] = {}
 
 _ENGINE = str(Path(zerodrift.__file__).parent)
-"""Generators and operands of a CPU are errors there; tests that name no device may have made some."""
+"""Folder of callers that may not pass generators and operands of a CPU, as other tests may."""
 
 _FOR_INTEGERS = {
     "aten.histc": lambda values, *rest: torch.histc(values.double(), *rest).to(values.dtype),
@@ -391,7 +391,7 @@ _FOR_INTEGERS = {
 _NUMBERS = (int, float, complex)
 
 _BATCH_NORM = "aten.native_batch_norm.default"
-"""Where it evaluates, its statistics are empty, which torch's meta device does not know."""
+"""Operation with empty statistics in evaluation, which torch's meta device does not know."""
 
 _NORMS = ("aten.native_layer_norm", "aten.native_group_norm")
 """Operations whose statistics have the input's dtype on a CPU, and fp32 elsewhere."""
@@ -437,7 +437,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 def _is_asked_by_engine() -> bool:
-    """Return whether an operation is called in the engine, whatever modes of its own it goes through."""
+    """Return whether the engine calls an operation, through any modes of its own."""
     callers = (code for code, _ in stack() if not code.co_name.startswith("__torch_"))
     return next((code.co_filename.startswith(_ENGINE) for code in callers), False)
 

@@ -27,7 +27,7 @@ from tests.device.races import lines, stack
 from tests.device.standin import NAME, accesses, install
 
 TEXT = 512
-"""Bytes of the words for an operation."""
+"""Bytes of an operation's description."""
 
 CARRIED = frozenset(
     {
@@ -77,7 +77,7 @@ class StreamWork(dist.Work):
 
 
 class _SlicedSum:
-    """An all-reduce of which a rank keeps its slice: gloo's reduce-scatter ends only where the host waits."""
+    """An all-reduce and a slice, because gloo's reduce-scatter ends only where the host waits."""
 
     def __init__(self, group: dist.ProcessGroupGloo, out: torch.Tensor, full: torch.Tensor) -> None:
         total = full.clone()
@@ -93,7 +93,7 @@ class _SlicedSum:
 
 
 class _Messages:
-    """Messages under way. NCCL has no tags: those of a pair meet in the order of the calls."""
+    """Messages in flight. NCCL has no tags: those of a pair meet in the order of the calls."""
 
     def __init__(self, ends: Sequence[Callable[[], None]]) -> None:
         self._errors: list[BaseException] = []
@@ -134,7 +134,7 @@ class StrictGroup(dist.ProcessGroup):
     members: ClassVar[dict[str, list[list[Any]]]] = {}
     """Name of an operation -> the group and ranks that each of its parts needs."""
     aborted: ClassVar[bool] = False
-    """Whether a rank has died. The host gets one error, and what was issued ends as if it had run."""
+    """Whether a rank has died. The host gets one error, and all pending operations end as if they had run."""
     _is_aborted = False
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -187,11 +187,11 @@ class StrictGroup(dist.ProcessGroup):
         return self._store
 
     def abort(self) -> None:
-        """End what was issued as if it had run, from any thread. What is issued later is an error."""
+        """End all pending operations as if they had run, from any thread. Later ones are errors."""
         self._is_aborted = True
 
     def shutdown(self) -> None:
-        """Wait for everything that was issued."""
+        """Wait for all pending operations."""
         self._device.run()
 
     # --- collectives -----------------------------------------------------------------------------------
@@ -263,8 +263,8 @@ class StrictGroup(dist.ProcessGroup):
         return self._message(_End(tensors[0], source, False))
 
     def _message(self, end: _End) -> dist.Work | None:
-        """Alone, messages of a pair run in order; those between `_start_coalescing` and its end at once, on
-        the stream of collectives."""
+        """Send or receive a message. Single messages of a pair run in order; those between
+        `_start_coalescing` and its end run at once, on the stream of collectives."""
         if self._coalesced is None:
             return self._exchange([end], self._pairs[end.peer])
         self._coalesced.append(end)
@@ -339,7 +339,7 @@ class StrictGroup(dist.ProcessGroup):
         return self._put(name, reads, writes, stream, progress)
 
     def _step(self, end: _End) -> Callable[[], None]:
-        """Return what carries one message: each end hears what the other is about to do, then it travels."""
+        """Return a function that carries one message, after both ends have compared their descriptions."""
         number = self._counts[end.peer, end.sends]
         self._counts[end.peer, end.sends] += 1
         view, words = self._device.native.host_view(end.tensor), _words("message", end.tensor)
@@ -366,7 +366,7 @@ class StrictGroup(dist.ProcessGroup):
         stream: torch.Stream,
         progress: Callable[..., bool],
     ) -> dist.Work:
-        """Put an operation into a stream, behind what the current stream was given."""
+        """Put an operation into a stream, behind the earlier work of the current stream."""
         current = torch.accelerator.current_stream()
         if stream != current:
             stream.wait_stream(current)
@@ -387,7 +387,7 @@ class StrictGroup(dist.ProcessGroup):
         return StreamWork(stream.record_event(), [*reads, *writes], stream, writes)
 
     def _difference(self, number: int, heard: torch.Tensor) -> str:
-        """Say what differs between what the ranks are about to do; "" if nothing does."""
+        """Describe the difference between the next operations of the ranks; "" if there is none."""
         texts = dict(enumerate(map(_decoded, heard.view(self.size(), TEXT))))
         if len({text.partition("\n")[0] for text in texts.values()}) > 1:
             must = f"all ranks must issue the same operation {number} on communicator {self._number}"
@@ -402,7 +402,7 @@ class StrictGroup(dist.ProcessGroup):
         return ""
 
     def _meet(self) -> None:
-        """Wait until all ranks have found a difference: one that leaves before closes its connections."""
+        """Wait until all ranks have found a difference, since a rank that leaves closes its connections."""
         options = dist.BarrierOptions()
         options.timeout = timedelta(seconds=5)
         with contextlib.suppress(RuntimeError):  # what a rank was to send is not on its way any more
@@ -427,7 +427,7 @@ class StrictGroup(dist.ProcessGroup):
             raise StrictError(f"sizes and dtypes must fit {self.size()} ranks; got {sizes}")
 
     def _compare_stalls(self, waiting: list[str], advanced: int) -> None:
-        """Raise if no rank has advanced between two looks, and nobody waits for what all others wait for."""
+        """Raise if no rank has advanced between two checks, unless all ranks of an operation wait for it."""
         keys = [f"strict/stalled/{rank}" for rank in range(self.size())]
         parts = [part for name in waiting for part in self.members.get(name, ())]
         self._store.set(keys[self.rank()], json.dumps([time.monotonic(), advanced, waiting, parts]))

@@ -1,4 +1,4 @@
-"""Where the host waits for a device: in copies, and in operations that on CUDA copy or read values first."""
+"""The host waits for a device in copies, and in operations that on CUDA copy or read values first."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WAITS: dict[str, tuple[int, Callable[[torch.Tensor], object]]] = {
         lambda x: _host(True, dtype=torch.double).copy_(x, non_blocking=True),
     ),
 }
-"""What is copied -> how often the host waits, and a function of a tensor of the device, of shape [4, 4]."""
+"""Copy -> how often the host waits, and a function of a tensor of the device. Shape [4, 4]."""
 
 
 def _waits(device: torch.device, copies: list[str]) -> list[int]:

@@ -1,7 +1,7 @@
-"""What a step asks of a device: launches, copies, waits of the host, allocations and bytes on the wire.
+"""Counts of a step on a device: launches, copies, waits of the host, allocations and bytes on the wire.
 
-The engine runs dry (`dry.py`) on rank 0 of 1, 2, 8 or 64. What the model launches by itself is counted by the
-same model alone.
+The engine runs dry (`dry.py`) on rank 0 of 1, 2, 8 or 64. The model's own launches are counted by the same
+model alone.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from zerodrift.plan import cost
 pytestmark = needs_device
 PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 OTHERS = (0, 3)
-"""Stages of which more is counted: 0 to 2 launch the same."""
+"""Stages with more counts: 0 to 2 launch the same."""
 WIDTH, WARM = 64, 5
-"""More is looked at in the first steps of an engine."""
+"""Width of the network, and the number of first steps that are not counted."""
 
 
 class Block(nn.Module):
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Each block is a segment with two parameters for each of its layers, and two more."""
+    """A network in which each block is a segment with two parameters for each of its layers, and two more."""
 
     def __init__(self, blocks: int, layers: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Network(nn.Module):
 def _count(
     ranks: int, stage: int, blocks: int = 2, layers: int = 2, mode: str = "bf16", micro_batches: int = 1
 ) -> dict[str, Any]:
-    """Counts of one step of rank 0."""
+    """Return the counts of one step of rank 0."""
     config = {
         "precision": {"mode": mode},
         "zero_optimization": {"stage": stage},
@@ -137,8 +137,8 @@ def counts(*cells: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def table() -> dict[str, list[dict[str, Any]]]:
-    """The counts of each stage on 8 ranks, as they are and with more blocks; and with more parameters on 64
-    ranks, of the stages whose launches differ."""
+    """Return the counts of each stage on 8 ranks, with two and with four blocks; and of the stages whose
+    launches differ, with more parameters on 64 ranks."""
     kinds: dict[str, tuple[dict[str, Any], Sequence[int]]] = {
         "two blocks": ({"ranks": 8}, range(4)),
         "four blocks": ({"ranks": 8, "blocks": 4}, range(4)),
@@ -167,12 +167,12 @@ HALVES = Counter(
         "aten.add.out in fold._add_in_turn": 3,
     }
 )
-"""Launches of three sums whose parts arrive at once, and of three that travel by halves on 64 ranks."""
+"""Launches of three sums whose parts arrive at once, and of three by halves on 64 ranks."""
 
 
 def test_launches_do_not_grow_with_parameters(table: dict[str, list[dict[str, Any]]]) -> None:
-    """Nor with ranks, unless sums travel by halves; other than the casts of gradients to the dtype of their
-    sum, which are autograd's."""
+    """Launches grow with neither parameters nor ranks, unless sums travel by halves. Autograd's casts of
+    gradients to the dtype of their sum are not counted."""
     few = [table["two blocks"][stage] for stage in OTHERS]
     for one, other in zip(few, table["more of all"], strict=True):
         assert other["places"] == one["places"] - WHOLE + HALVES
@@ -193,7 +193,7 @@ def test_memory_is_used_again_and_bytes_are_the_plans(table: dict[str, list[dict
 
 
 def _row(stage: int, two: dict[str, Any], four: dict[str, Any]) -> list[int]:
-    """The line of the page: (for each segment, for each step besides) of each count."""
+    """Return the page's line: (per segment, per step besides) of each count."""
     cells = [stage]
     for count in (
         lambda cell: cell["launches"],
@@ -245,7 +245,7 @@ def _copies_and_waits(device: torch.device, names: list[str]) -> list[tuple[list
 
 
 def _step_of(name: str) -> tuple[list[str], list[str]]:
-    """Where one step of a mode waits, and where it copies from the host."""
+    """Return the waits and the copies from the host in one step of a mode."""
     config = {
         "precision": {"mode": "bf16"},
         "zero_optimization": {"stage": 3},
@@ -293,7 +293,7 @@ PLANTED: dict[str, Callable[[Any], object]] = {
 
 
 def _with_waits(device: torch.device, planted: str) -> list[str]:
-    """Where waits are recorded, one of which somebody adds to each reduction of the engine."""
+    """Return the recorded waits of a step, with one planted in each reduction of the engine."""
     finish = TrainedSegment.finish_reduce
 
     def waits(segment: Any) -> None:

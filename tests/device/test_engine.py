@@ -186,7 +186,7 @@ def test_offload_without_a_fault_passes() -> None:
 
 
 def _buffer_of_a_handle(device: torch.device, held: bool) -> str:
-    """Gather into a buffer that nobody but the handle holds, and compute meanwhile."""
+    """Gather into a buffer that only the handle holds, and compute meanwhile."""
     stream = CommunicationStream(device)
     buffer = torch.ones(1000, device=device)
     with stream.current():

@@ -1,4 +1,4 @@
-"""What the engine can do, on the stand-in device: the bits of the CPU, in every order of streams.
+"""Features of the engine on the stand-in device: the bits of the CPU, in every order of streams.
 
 The functions are those that other tests run on the CPU. Here they get the device in its place.
 """
@@ -42,7 +42,7 @@ EIGHT: dict[str, Any] = {"precision": {"state": "8bit"}}
 
 
 class Recomputed(GPT):
-    """Its blocks keep their inputs only."""
+    """A model whose blocks keep their inputs only."""
 
     def __init__(self) -> None:
         super().__init__(layers=2)
@@ -63,7 +63,7 @@ def trained(stage: int, mode: str, micro_batches: int, model: str, rest: dict[st
 
 
 def without_synchronization(stage: int) -> Run:
-    """Two micro-batches whose gradients stay here, then one that ends the step."""
+    """Run two micro-batches without reduction, then one that ends the step."""
     engine = make(config(stage, "bf16", 3), MODELS["dense"]())
     with engine.no_sync():
         for micro in range(2):
@@ -79,7 +79,7 @@ def by_fully_shard(stage: int, mode: str) -> Run:
 
 
 def on_ranks_of_experts(stage: int, recompute: bool | None) -> Run:
-    """Tokens to the ranks of their experts, in unequal numbers."""
+    """Send tokens to the ranks of their experts, in unequal numbers."""
     engine = test_experts.engine_of(
         test_experts.config(stage, "ep2"), skew=(2, 0, 0, -2), recompute=recompute
     )
@@ -150,7 +150,7 @@ def test_features_have_the_bits_of_the_cpu(feature: str, orders: list[Order]) ->
 
 
 def drawn() -> tuple[list[float], bool]:
-    """Numbers by three ways, and whether the CPU's generator has moved."""
+    """Draw numbers in three ways; return them, and whether the CPU's generator has moved."""
     torch.manual_seed(3)
     before = torch.get_rng_state()
     values = [torch.rand(4), nn.Dropout()(torch.ones(16)), torch.randn(4).normal_()]
@@ -158,7 +158,7 @@ def drawn() -> tuple[list[float], bool]:
 
 
 def test_random_numbers_come_from_the_devices_generator() -> None:
-    """A seed gives those that it gives on the CPU, whose own generator stays where it is."""
+    """A seed gives the numbers of the CPU, whose own generator stays where it is."""
     (numbers, _), *_ = run_ranks(drawn, 1)
     assert instead_of_cpu(drawn, 1, order="side streams last") == [(numbers, False)]
 
@@ -208,7 +208,7 @@ def resumed(folder: str, stage: int) -> tuple[Run, list[str]]:
 
 
 def test_files_have_the_same_bytes_and_load_on_either(tmp_path: Path) -> None:
-    """Saved by two ranks, loaded by two and by one, at another stage. Random numbers are the device's own."""
+    """Two ranks save; two ranks and one rank at another stage load. Random numbers are the device's own."""
     after = [
         run(saved, 2, str(tmp_path / name), 3)
         for name, run in (("cpu", run_ranks), ("device", instead_of_cpu))

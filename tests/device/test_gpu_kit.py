@@ -1,4 +1,4 @@
-"""`make gpu` on the stand-in device: the day when a GPU is there tries nothing for the first time."""
+"""`make gpu` runs as a whole on the stand-in device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = needs_device
 
 
 def python(*arguments: str, seconds: float = 120, has_device: bool = True) -> str:
-    """Return what a Python prints, whose torch has the stand-in as its accelerator unless told otherwise."""
+    """Return the output of a Python whose torch has the stand-in as its accelerator."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -49,7 +49,7 @@ def test_the_doctor_sees_the_device() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(6700)
 def test_all_of_the_kit(tmp_path: Path) -> None:
-    """Every part, from the tests to the last benchmark, on the device that the kit itself finds."""
+    """Every part runs, from the tests to the last benchmark, on the device that the kit itself finds."""
     command = ["bench/gpu.py", "--stub", "--minutes", "100", "--out", str(tmp_path)]
     said = python(*command, seconds=6600, has_device=False)
     assert "failed" not in said and "left out:" not in said, said

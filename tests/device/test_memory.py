@@ -26,7 +26,7 @@ from tests.device.ranks import on_devices
 BENCH = Path(__file__).parents[2] / "bench"
 MIB = 1 << 20
 ACTIVATIONS = 32 * MIB
-"""More than the activations of 16 tokens, most of them logits in fp32."""
+"""Bound for the activations of 16 tokens, most of them logits in fp32."""
 
 
 def test_sizes_are_those_of_torch() -> None:
@@ -108,7 +108,7 @@ def test_memory_is_neither_lost_nor_given_twice(requests: list[tuple[int, int, i
 
 
 def _peaks(device: torch.device, cells: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What the plan promises and what is in use at once, for pairs of ranks and stage."""
+    """Return the planned and the measured peak for pairs of ranks and stage."""
     sys.path.insert(0, str(BENCH))
     import memory as bench
 

@@ -1,4 +1,4 @@
-"""The checker of races: what it finds, and what it lets pass."""
+"""The checker of races finds planted races and passes ordered accesses."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_what_is_ordered_passes(case: Case) -> None:
 
 
 def _late(device: torch.device) -> list[float]:
-    """Values of a copy to page-locked memory, read before and after the host waits."""
+    """Return values of a copy to page-locked memory, read before and after the host waits."""
     with ordered("side streams last"):
         page = torch.zeros(1, pin_memory=True)
         page.copy_(torch.ones(1, device=device), non_blocking=True)

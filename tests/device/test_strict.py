@@ -1,4 +1,4 @@
-"""The strict process group: what NCCL would refuse, mix up or wait for without end, and what it carries."""
+"""The strict process group refuses whatever NCCL would refuse, mix up or wait for without end."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ WITH_LONG = (
     "tests/numerics/test_order_pipelines.py",
     "tests/numerics/test_pipelines.py",
 )
-"""Files of which long tests are run too, for those are what is particular to them."""
+"""Files whose long tests run too."""
 
 CARRIERS = "about what carries messages between CPUs, in any order; NCCL is torch's"
 COMMANDS = "about commands; one trains on the device in test_features.py"
@@ -150,7 +150,7 @@ LEFT_OUT = {
     "tests/ranks/test_waits.py": FAKE,
     "tests/ranks/test_watch.py::test_every_rank_says_where_the_others_are": DIFFER,
 }
-"""A file, or a test of `FILES` -> why it is not run on the device."""
+"""A file, or a test of `FILES` -> why it does not run on the device."""
 
 RANKS = re.compile(r"^from tests\.ranks(\.harness|\.plain)? import", re.MULTILINE)
 

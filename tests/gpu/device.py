@@ -32,7 +32,7 @@ needs_accelerator = [
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Allow deterministic operations alone."""
+    """Allow only deterministic operations."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
@@ -42,7 +42,7 @@ def deterministic() -> Iterator[None]:
 
 
 def waits_in(run: Callable[[], object]) -> list[str]:
-    """Return the places where the host waits for the device, as torch or the stand-in notices them."""
+    """Return the places where the host waits for the device, by the warnings of torch or the stand-in."""
     if IS_STANDIN:
         return _waits_for_the_standin(run)
     with warnings.catch_warnings(record=True) as said:

@@ -58,7 +58,7 @@ def test_muon_and_its_statistics_are_the_same_at_every_stage() -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_offload_changes_no_bit(mode: str, stage: int) -> None:
-    """The programs of the device and the kernels of the host agree, whatever is copied when."""
+    """The programs of the device and the kernels of the host agree, whenever copies happen."""
     pytest.importorskip("triton")
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
     with deterministic():
@@ -79,7 +79,7 @@ def test_gathered_memory_comes_back() -> None:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "autocast-bf16"])
 def test_a_step_waits_for_the_device_once(mode: str, stage: int) -> None:
-    """For the norm, as `tests/ranks/test_waits.py` counts it with a CPU in the device's place."""
+    """The one wait is for the norm, as in `tests/ranks/test_waits.py` with a CPU in the device's place."""
     pytest.importorskip("triton")
     engine = make(stage, mode, GPT(), 2, gradient_clipping=1.0)
     train(engine, 5, 2, data=_batch)

@@ -21,7 +21,7 @@ SIZES = (1, 2, 4)
 
 
 def on_so_many(world: int) -> Any:
-    """A parameter `world`, which is skipped on a machine with fewer devices."""
+    """Return a parameter `world`, which is skipped on a machine with fewer devices."""
     is_missing = pytest.mark.skipif(world > COUNT, reason=f"needs {world} GPUs; this machine has {COUNT}")
     return pytest.param(world, marks=is_missing)
 
@@ -30,7 +30,7 @@ on_sizes = pytest.mark.parametrize("world", [on_so_many(world) for world in SIZE
 
 
 def on_each(function: Any, world: int, folder: Path, *args: Any) -> None:
-    """Run `function(device, *args)` on so many ranks, a device each; raise here what one raises."""
+    """Run `function(device, *args)` on so many ranks, a device each; raise the first error."""
     mp.start_processes(_rank, (function, world, str(folder), args), nprocs=world, start_method="spawn")
 
 
@@ -64,7 +64,7 @@ def test_all_stages_are_the_same_bits(world: int, mode: str, tmp_path: Path) -> 
 
 
 def digest(device: torch.device, folder: str) -> None:
-    """Of weights, masters and moments after three steps of four micro-batches, whoever computes them."""
+    """Return a digest of the state after three steps of four micro-batches, for any number of ranks."""
     world = dist.get_world_size()
     micro_batches = 4 // world
     settings = config(3, "fp32", micro_batches, precision={"reduce": {"order": "tree"}})
@@ -91,7 +91,7 @@ def test_the_same_bits_on_any_number_of_devices(tmp_path: Path) -> None:
 
 
 def lanes(device: torch.device) -> None:
-    """A step with everything gathered at once leaves the bits of one with a unit ahead, and waits once."""
+    """Compare the bits of steps that gather everything at once and one unit ahead; each waits once."""
     runs, tokens = [], [batch(6, dist.get_rank(), micro).to(device) for micro in range(2)]
     for room in (1, 1 << 30):
         settings = config(3, "bf16", 2, sharding={"prefetch": room})

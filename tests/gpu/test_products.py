@@ -27,7 +27,7 @@ def test_a_device_without_fp8_products_is_an_error_that_says_which() -> None:
 @needs_products
 @pytest.mark.parametrize("length", [64, 4096])
 def test_a_device_is_near_exact_sums(length: int) -> None:
-    """Hopper's tensor cores keep about 14 bits in an accumulation, and sums of many are added in fp32."""
+    """Hopper's tensor cores keep about 14 bits in an accumulation; long sums are added in fp32."""
     measured = products.deviation(DEVICE, length)
     assert measured.largest < 2.0**-10 and measured.differing < 0.5, measured
 

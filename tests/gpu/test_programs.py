@@ -1,8 +1,8 @@
 """The Triton programs against the CPU's kernels: the same bits in every scheme.
 
-On an accelerator as everything in this folder; and on a CPU in Triton's interpreter, which
-`TRITON_INTERPRET=1` chooses before Triton is imported: `tests/numerics/test_triton.py` runs this file so.
-There, as on the stand-in, a program takes a while, so the products are thinner and the tiles larger.
+These tests run on an accelerator, and on a CPU in Triton's interpreter, which `TRITON_INTERPRET=1` chooses
+before Triton is imported: `tests/numerics/test_triton.py` runs this file so. There, as on the stand-in, a
+program takes a while, so the products are thinner and the tiles larger.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if INTERPRETED:
 
 
 def schemes(states: Sequence[State]) -> list[tuple[Scheme, torch.dtype]]:
-    """Every scheme with gradients of every dtype; in the interpreter, of one dtype in turn."""
+    """Return every scheme with gradients of every dtype; in the interpreter, of one dtype in turn."""
     found = [Scheme(*master, state) for master, state in itertools.product(MASTERS, states)]
     if INTERPRETED:
         return list(zip(found, itertools.cycle(GRADIENTS), strict=False))
@@ -70,7 +70,7 @@ def schemes(states: Sequence[State]) -> list[tuple[Scheme, torch.dtype]]:
 
 
 def over_there(of: SliceTensors) -> SliceTensors:
-    """A copy of a slice on the device."""
+    """Copy a slice to the device."""
 
     def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.to(DEVICE, copy=True)
@@ -98,7 +98,7 @@ def back(of: SliceTensors) -> SliceTensors:
 def check_steps(
     scheme: Scheme, here: SliceTensors, gradients: list[torch.Tensor], steps: list[UpdateStep]
 ) -> None:
-    """Step by step on the CPU and on the device."""
+    """Compare each step on the CPU and on the device."""
     there = over_there(here)
     for gradient, step in zip(gradients, steps, strict=True):
         fused.update(scheme, here, gradient, step)
@@ -141,7 +141,7 @@ def test_statistics_equal_and_change_nothing(algorithm: Algorithm, monkeypatch: 
 
 
 def test_special_values() -> None:
-    """NaNs, infinities, subnormals and both zeros in every place."""
+    """Values include NaNs, infinities, subnormals and both zeros in every place."""
     odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40, 3e38, 65520.0, 1.0])
     weight, gradient = odd.repeat(odd.numel()), odd.repeat_interleave(odd.numel())
     for turn, (scheme, _) in enumerate(schemes(tuple(State))[:: 1 if INTERPRETED else 3]):
@@ -194,7 +194,7 @@ def test_square_sums(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("count", [1, 255, 3000])
 def test_digits(count: int) -> None:
-    """Sums of every size, zeros, subnormals, and some that are not finite, added to what is there."""
+    """Sums of every size, zeros, subnormals and non-finite values are added to existing digits."""
     exponents = torch.randint(-1074, 1024, (count,), generator=generator(2))
     numbers = torch.ldexp(torch.rand(count, generator=generator(3), dtype=torch.float64), exponents)
     numbers[::7], numbers[3::50], numbers[5::90] = 0.0, torch.inf, torch.nan
@@ -231,7 +231,7 @@ def pieces(plan: Plan, where: torch.device) -> list[Owned]:
     ids=["drawn", "pinned"],
 )
 def test_an_updater_runs_the_programs(precision: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys, tables and statistics of a whole model; nothing takes the plain way."""
+    """Keys, tables and statistics of a whole model agree, and nothing falls back to PyTorch."""
     plan = make_plan(config(3, "bf16", precision=precision), GPT(), world_size=2)
     here, there = pieces(plan, torch.device("cpu")), pieces(plan, DEVICE)
     one, other = make_updater(plan, here, None, {}), make_updater(plan, there, None, {})
@@ -259,7 +259,7 @@ def test_an_updater_runs_the_programs(precision: dict[str, Any], monkeypatch: py
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rounding more or less is seen."""
+    """One rounding more or less is found."""
     scheme = Scheme(DType.FP32, Master.SAME, State.FP32)
     found = contraction()
     turned = Contraction(not found.add, not found.addcmul, not found.lerp)
