@@ -2,9 +2,9 @@
 
     cd DeepSpeed/tests && zerodrift run -- python -m pytest -p deepspeed_suite --outcomes FILE unit/...
 
-Without `zerodrift run` the same tests run on DeepSpeed. What the tests ask is not changed. Ranks on CPUs
-count as ranks, the CPU counts as a device that has bf16 and fp16, which torch has there, and an error on one
-rank ends the test. FILE gets one JSON line a test.
+Without `zerodrift run` the same tests run on DeepSpeed. The tests' assertions are not changed. Ranks on
+CPUs count as ranks, the CPU counts as a device that has bf16 and fp16, which torch has there, and an error
+on one rank ends the test. FILE gets one JSON line a test.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import pytest
 import torch.distributed
 
 LIMIT = float(os.environ.get("DOORS_LIMIT", "60"))
-"""Seconds of one test."""
+"""Time limit of one test."""
 GRACE = 5.0
-"""Seconds that other ranks have to fail too."""
+"""Seconds in which the other ranks may fail too."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,7 +51,7 @@ def pytest_sessionstart() -> None:
 
 
 def _on_all_ranks(flag: bool, op: Callable[[list[bool]], bool] = all) -> bool:
-    """Stand in for the harness's own, which gathers a tensor without dimensions, and gloo takes none."""
+    """Gather a flag of all ranks, in place of the harness's scalar tensor, which gloo refuses."""
     flags: list[Any] = [flag] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(flags, flag)
     return op(flags)
@@ -65,7 +65,7 @@ def count_cpu_as_device() -> Any:
 
 
 def _without_devices(ddp: Any) -> None:
-    """Let a comparison with torch's DDP name the devices of ranks, which are those of GPUs."""
+    """Let a comparison with torch's DDP name the devices of GPU ranks."""
     make = ddp.__init__
 
     def init(self: Any, module: Any, *args: Any, **options: Any) -> None:
@@ -77,14 +77,14 @@ def _without_devices(ddp: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Replace how DeepSpeed's harness starts ranks."""
+    """Replace the harness's start of ranks."""
     harness = sys.modules.get("unit.common")
     if harness is not None:
         harness.DistributedExec._launch_procs = _launch  # type: ignore[attr-defined]
 
 
 class Outcomes:
-    """Writes a line for each test, and for each file that cannot be collected."""
+    """A file with a line for each test, and for each file that cannot be collected."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""What each tool does for the table of docs/doors.md: packages, commands and the files that they read.
+"""The examples of each tool for the table of docs/doors.md: packages, commands and their files.
 
 Two CPU ranks, models of two small layers, data made by `tiny.py`. `tools/door_examples.py` runs them.
 """
@@ -14,34 +14,34 @@ TORCH = "torch==2.13.0"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One thing that a tool does."""
+    """One command of a tool."""
 
     name: str
     command: str
-    """With `{tests}`, `{data}`, `{out}`, `{stage}`, `{port}`; words are what spaces part."""
+    """Words that spaces separate, with `{tests}`, `{data}`, `{out}`, `{stage}`, `{port}`."""
     file: str = ""
     """A YAML that the command takes as `{file}`."""
     beside: str = ""
-    """The command on DeepSpeed, where it is another one."""
+    """The command on DeepSpeed, if that is another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A package, and what is installed for it."""
+    """A package, with the packages that its environment needs."""
 
     shown: str
     package: str
-    """Whose version the table shows."""
+    """Package of the table's version."""
     packages: tuple[str, ...]
-    """Beside torch, zerodrift and DeepSpeed."""
+    """Packages beside torch, zerodrift and DeepSpeed."""
     examples: tuple[Example, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
-    """Packages that it asks for and that are not used here; with torch for CPUs PyPI's cannot be imported."""
+    """Requirements that are left out; PyPI's cannot be imported with torch for CPUs."""
     empty: tuple[str, ...] = ()
-    """Modules of these that it imports all the same: empty ones stand for them."""
+    """Modules of these packages that are imported all the same, from empty stand-ins."""
     without: str = ""
-    """What does not work, or was not tried."""
+    """Examples that fail, or were not tried."""
 
 
 TORCHRUN = "torchrun --nproc-per-node=2 --master-port {port}"
@@ -65,7 +65,7 @@ use_cpu: false
 
 
 def of_script(kind: str) -> Example:
-    """One of TRL's trainers."""
+    """Return an example of one of TRL's trainers."""
     script = f"{{tests}}/doors/trl_trainers.py {{out}} {kind}/{{stage}}"
     return Example(f"script: {kind}", f"{TORCHRUN} {script}")
 

@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def save_data(folder: Path) -> None:
-    """Save the kinds of TRL's data set of which its tests on several ranks take one."""
+    """Save the kinds of TRL's data set that its tests on several ranks need."""
     triples = list(zip(PROMPTS, GOOD, BAD, strict=True))[:17]
     kinds: dict[str, Iterable[dict[str, Any]]] = {
         "standard_language_modeling": ({"text": f"{p} {g}"} for p, g, _ in triples),

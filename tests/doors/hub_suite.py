@@ -2,9 +2,10 @@
 
     cd CHECKOUT && zerodrift run -- python -m pytest -p hub_suite --outcomes FILE tests/deepspeed
 
-Without `zerodrift run` the same tests run on DeepSpeed. What the tests ask is not changed. Where they ask for
-GPUs they get CPUs, which count as devices that have bf16 and fp16; models and data are the folders of
-`hub_folders.py`. A test runs in a forked process. TRL's scripts are those of the package that is installed.
+Without `zerodrift run` the same tests run on DeepSpeed. The tests' assertions are not changed. Tests that
+need GPUs get CPUs, which count as devices that have bf16 and fp16; models and data are the folders of
+`hub_folders.py`. A test runs in a forked process. TRL's scripts are those of the package that is
+installed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from deepspeed_suite import pytest_addoption, pytest_configure  # noqa: F401 (ho
 ANYWHERE = ("require_non_cpu", "require_multi_device")
 """Decorators of accelerate's tests that ask for GPUs."""
 SEVERAL = "test requires multiple accelerators"
-"""The reason of the mark by which TRL's tests do."""
+"""The reason of TRL's mark for several GPUs."""
 TRAINER_ON_CPU = ["--use_cpu", "--report_to", "none"]
 deepspeed_suite.LIMIT = 300.0  # a command imports for a minute
 
@@ -50,7 +51,7 @@ def _package_is_missing(name: str) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Take TRL's mark that asks for several GPUs away, and let its commands train on CPUs."""
+    """Remove TRL's mark for several GPUs, and let its commands train on CPUs."""
     for item in items:
         for node in item.listchain():
             node.own_markers[:] = [mark for mark in node.own_markers if mark.kwargs.get("reason") != SEVERAL]

@@ -15,14 +15,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One method of one kind of training: one command, or two of which the second resumes."""
+    """One method of one kind of training: one command, or two where the second resumes."""
 
     kind: str
     method: str
     commands: tuple[Mapping[str, Any], ...]
     """Arguments, with `{data}`, `{stage}`, `{out}` and `{first}`, the folder of the first command."""
     form: Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
-    """Makes the argument of the trainer's entry point, of arguments and of the values of these names."""
+    """Makes the argument of the trainer's entry point from `arguments` and the values of these names."""
 
     @property
     def name(self) -> str:
@@ -122,7 +122,7 @@ _DPO: Mapping[str, Mapping[str, Any]] = {
 
 
 def _resumed(kind: str, method: str, arguments: Mapping[str, Any], form: Any, key: str) -> Job:
-    """The same training in one command, and from its second step on in another."""
+    """Return a training in one command, and the same one resumed at its second step in another."""
     first = {**arguments, **_SAVED}
     return Job(kind, method, (first, {**first, key: "{first}/checkpoint-2"}), form)
 
@@ -243,7 +243,7 @@ def _of_swift() -> list[Job]:
 
 
 def _axolotl(arguments: Mapping[str, Any], names: Mapping[str, Any]) -> str:
-    """Write the arguments where Axolotl reads them, and return the path."""
+    """Write the arguments into Axolotl's config file, and return its path."""
     path = Path(str(names["out"])) / "axolotl.yaml"
     text = json.dumps({**_AXOLOTL, **arguments})
     for name, value in names.items():

@@ -2,9 +2,9 @@
 
     python tests/doors/rank_server.py TRAINER DATA FOLDER JOB:STAGE ...
 
-The trainer's own entry point is called with its own arguments, in two processes that have the environment
-of `torchrun`'s. DATA is what `tiny.py` made. Each job writes `FOLDER/JOB-STAGE.json` and a log beside it. The
-name `deepspeed` is whatever the process has: under `zerodrift run` it is the drop-in.
+The trainer's own entry point is called with its own arguments, in two processes that have the environment of
+`torchrun`'s. DATA is what `tiny.py` made. Each job writes `FOLDER/JOB-STAGE.json` and a log beside it. Under
+`zerodrift run` the name `deepspeed` is the drop-in.
 
 Invariant: when a job ends, no process of it is left.
 """
@@ -33,13 +33,13 @@ from tests.doors.methods import TRAINERS, Job
 
 WORLD = 2
 LIMIT = float(os.environ.get("DOORS_LIMIT", "300"))
-"""Seconds of one command of a job."""
+"""Time limit of one command of a job."""
 GRACE = 10.0
-"""Seconds that other ranks have to fail too."""
+"""Seconds in which the other ranks may fail too."""
 
 
 def entry_point(trainer: str) -> Callable[[Any], object]:
-    """Import a trainer and return what its command line calls."""
+    """Import a trainer and return its entry point."""
     if trainer == "llamafactory":
         from llamafactory.train.tuner import run_exp
 
@@ -96,7 +96,7 @@ def run_ranks(call: Callable[[Any], object], argument: Any, log: Path, folder: P
 
 
 def _import(names: Path) -> None:
-    """Import what a rank has imported, so that the next ranks have it."""
+    """Import the modules that an earlier rank has imported."""
     for name in names.read_text().splitlines() if names.exists() else ():
         if name.isidentifier() or "." in name:
             with contextlib.suppress(Exception):
@@ -160,7 +160,7 @@ def weights(folder: Path) -> dict[str, list[Any]]:
 
 
 def run_job(call: Callable[[Any], object], job: Job, stage: int, data: Path, folder: Path) -> None:
-    """Run the commands of a job at one stage, and write what came of them."""
+    """Run the commands of a job at one stage, and write the results."""
     name, began = f"{job.name}-{stage}", time.monotonic()
     out, log = folder / name, folder / f"{name}.log"
     shutil.rmtree(out, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What the examples train on: a model of two small layers, its tokenizer, and data, all made here.
+"""Make the model and data of the examples: two small layers, a tokenizer, and data sets.
 
 python tests/doors/tiny.py FOLDER
 """
@@ -32,7 +32,7 @@ BAD = ["zzz", "qqq", "xxx", "www"] * 16
 
 
 def save_model(folder: Path) -> Any:
-    """Into a folder, with its tokenizer."""
+    """Save the model and its tokenizer into a folder."""
     words = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz .,?!:\n"]
     letters = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -116,13 +116,13 @@ def chat(prompt: str, answer: str) -> list[dict[str, str]]:
 
 
 def write(folder: Path, name: str, rows: Any) -> None:
-    """One folder a data set, with one file in it."""
+    """Write a data set of one file into a folder of its own."""
     (folder / name).mkdir()
     (folder / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def config(stage: int) -> dict[str, Any]:
-    """As accelerate's documentation writes it."""
+    """Return a config in the form of accelerate's documentation."""
     automatic = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     return {
         "zero_optimization": {

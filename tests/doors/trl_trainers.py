@@ -3,8 +3,8 @@
 
     zerodrift run -- torchrun --nproc-per-node=2 tests/doors/trl_trainers.py FOLDER TRAINER/STAGE...
 
-What each saw is in FOLDER/told.json. Nothing is downloaded: model, tokenizer and data are
-those of `tiny.py`.
+The losses are in FOLDER/told.json. Nothing is downloaded: model, tokenizer and data are those of
+`tiny.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPTS, GOOD, BAD = (texts[:32] for texts in (tiny.PROMPTS, tiny.GOOD, tiny.BAD
 
 
 def saved(folder: Path) -> str:
-    """The model and its tokenizer, made by whoever comes first."""
+    """Save the model and its tokenizer, on the first rank to arrive, and return the path."""
     place = folder / "model"
     if not place.exists():
         draft = folder / f"model-{os.getpid()}"
@@ -40,7 +40,7 @@ def saved(folder: Path) -> str:
 
 
 def lengths(completions: list[str], **_: Any) -> list[float]:
-    """A reward."""
+    """Return the lengths of completions as rewards."""
     return [float(len(set(text))) for text in completions]
 
 

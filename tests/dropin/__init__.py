@@ -1,7 +1,7 @@
-"""What DeepSpeed scripts do: each runs unchanged under the drop-in, in a plain loop, and under DeepSpeed.
+"""DeepSpeed scripts that run unchanged under the drop-in, in a plain loop, and under DeepSpeed.
 
 A script is a function of a `Run`, which gives it a package to call `deepspeed`, a ZeRO stage, and data. It
-trains something as somebody's script does, and shows what must be the same whoever trains with `run.tell`.
+trains as a user's script does, and reports with `run.tell` the values that must be equal under every package.
 The tests compare the drop-in with plain torch in fp32 (`plain.py`), at every stage, on one rank and on two,
 and where DeepSpeed is installed the drop-in with that. Where DeepSpeed does otherwise at some stages,
 `Script.alike` names those at which it does as plain torch does, and `why` what it does elsewhere.

@@ -1,4 +1,4 @@
-"""What a config may name, and what comes of mistakes in one and in calls."""
+"""Scripts about names in a config, and about mistakes in configs and calls."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TORCHS = ("Adagrad", "RMSprop", "NAdam", "Adadelta")
 
 
 def optimizers_of_torchs(run: Run) -> None:
-    """`optimizer.type` may be any class of `torch.optim`."""
+    """Train with `optimizer.type` set to classes of `torch.optim`."""
     for name in TORCHS:
         engine = run.engine(Net(), optimizer={"type": name, "params": {"lr": 0.01}})
         run.train(engine, 3)
 
 
 def an_optimizer_of_torchs_over_groups(run: Run) -> None:
-    """The same over `model_parameters` in groups, which have numbers of their own."""
+    """Train over `model_parameters` in groups with numbers of their own."""
     net = Net()
     groups = [{"params": list(net.head.parameters()), "lr": 0.02}, {"params": list(net.into.parameters())}]
     engine = run.engine(net, optimizer={"type": "RMSprop", "params": {"lr": 0.01}}, model_parameters=groups)
@@ -31,7 +31,7 @@ def an_optimizer_of_torchs_over_groups(run: Run) -> None:
 
 
 def schedules_of_torchs(run: Run) -> None:
-    """`scheduler.type` may be any class of `torch.optim.lr_scheduler`."""
+    """Train with `scheduler.type` set to classes of `torch.optim.lr_scheduler`."""
     schedules: dict[str, dict[str, Any]] = {"StepLR": {"step_size": 2, "gamma": 0.5}}
     schedules |= {"CosineAnnealingLR": {"T_max": 5}, "OneCycleLR": {"max_lr": 0.2, "total_steps": 9}}
     momentum = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
@@ -42,7 +42,7 @@ def schedules_of_torchs(run: Run) -> None:
 
 
 def names_of_what_is_used(run: Run) -> None:
-    """`optimizer_name`, `scheduler_name` and what they were given."""
+    """Read `optimizer_name`, `scheduler_name` and their arguments."""
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 3}}
     for kind in ("AdamW", "SGD", "RMSprop"):
         block = {"type": kind, "params": {"lr": 0.01}}
@@ -82,14 +82,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception]]] = {
 
 
 def mistakes_in_a_config(run: Run) -> None:
-    """Scripts catch AssertionErrors, or the ValueErrors of a schema."""
+    """Make mistakes that scripts catch as AssertionError, or as the ValueError of a schema."""
     for name, (keys, kind) in MISTAKES.items():
         make = partial(run.deepspeed.initialize, model=Net(), config=run.config(**keys))
         run.tell(name, run.is_plain or raises(kind, make))
 
 
 def losses_that_are_none(run: Run) -> None:
-    """What `backward` asserts, and that training goes on."""
+    """Pass losses that `backward` refuses by an assertion, and train on."""
     engine = run.engine(Net())
     engine(run.data(0))
     for name, loss in {"none": None, "number": 1.0, "constant": torch.tensor(1.0)}.items():
@@ -98,7 +98,7 @@ def losses_that_are_none(run: Run) -> None:
 
 
 def checkpoints_that_are_missing(run: Run) -> None:
-    """A tag that is not there, and a folder without any."""
+    """Load a tag that is missing, and from a folder without any."""
     engine = run.engine(Net())
     run.train(engine, 1)
     engine.save_checkpoint(str(run.folder))

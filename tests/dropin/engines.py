@@ -1,4 +1,4 @@
-"""Engines that end, begin again, load, save in the middle, and count for themselves."""
+"""Scripts that end engines and make new ones, load, save in the middle of a step, and count micro-batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.dropin.script import Run, Script, square
 
 
 def another_engine_of_the_same_model(run: Run) -> None:
-    """`destroy` keeps the weights, and `initialize` takes the model again, twice."""
+    """Destroy an engine, which keeps the weights, and initialize the model again, twice."""
     net = Net()
     for turn in range(3):
         engine = run.engine(net)
@@ -33,14 +33,14 @@ def another_engine_of_the_same_model(run: Run) -> None:
 
 
 def a_model_that_is_given_again(run: Run) -> None:
-    """`initialize` gets the model of an engine that nobody destroyed, as after Lightning's `fit`."""
+    """Initialize the model of an engine that was not destroyed, as after Lightning's `fit`."""
     net = Net()
     for turn in range(3):
         run.train(run.engine(net), 2, first=2 * turn)
 
 
 def weights_that_are_changed_between(run: Run) -> None:
-    """Between two engines, inside `GatheredParameters`."""
+    """Change weights inside `GatheredParameters` between two engines."""
     net = Net()
     engine = run.engine(net)
     run.train(engine, 1)
@@ -51,7 +51,7 @@ def weights_that_are_changed_between(run: Run) -> None:
 
 
 def another_stage_afterwards(run: Run) -> None:
-    """From the stage to stage 1, and back."""
+    """Go from the stage to stage 1, and back."""
     net, first = Net(), run.stage
     for turn, stage in enumerate((first, 1, first)):
         engine = run.engine(net, zero_optimization={"stage": stage})
@@ -61,7 +61,7 @@ def another_stage_afterwards(run: Run) -> None:
 
 
 def a_frozen_part_in_both(run: Run) -> None:
-    """What is frozen keeps its values too, and may be trained by the next engine."""
+    """Freeze a part, which keeps its values, and train it with the next engine."""
     net = Net()
     net.into.requires_grad_(False)
     engine = run.engine(net, optimizer=ADAMW)
@@ -80,7 +80,7 @@ def other_values() -> dict[str, Tensor]:
 
 
 def a_state_dict_that_is_loaded(run: Run) -> None:
-    """`engine.module.load_state_dict(sd)` in the middle of training."""
+    """Call `engine.module.load_state_dict(sd)` in the middle of training."""
     engine = run.engine(Net())
     run.train(engine, 1)
     run.tell("keys", str(engine.module.load_state_dict(other_values())))
@@ -88,7 +88,7 @@ def a_state_dict_that_is_loaded(run: Run) -> None:
 
 
 def a_part_that_is_loaded(run: Run) -> None:
-    """`engine.module.head.load_state_dict`, and one of a block."""
+    """Call `engine.module.head.load_state_dict`, and that of a block."""
     engine, values = run.engine(Net(), optimizer=ADAMW), other_values()
     run.train(engine, 1)
     for path in ("head", "blocks.1"):
@@ -98,7 +98,7 @@ def a_part_that_is_loaded(run: Run) -> None:
 
 
 def a_state_dict_that_does_not_fit(run: Run) -> None:
-    """Names that nobody knows, values that are missing, a shape that is another."""
+    """Load unknown names, too few values, and a different shape."""
     engine, values = run.engine(Net()), other_values()
     values["unknown"] = torch.zeros(1)
     del values["into.bias"]
@@ -111,7 +111,7 @@ def a_state_dict_that_does_not_fit(run: Run) -> None:
 
 
 def an_optimizer_that_goes_back(run: Run) -> None:
-    """`optimizer.load_state_dict` of what `optimizer.state_dict` was: moments go back, weights go on."""
+    """Load an earlier `optimizer.state_dict`: moments go back, weights go on."""
     engine = run.engine(Net(), optimizer=ADAMW)
     run.train(engine, 2)
     state = copy.deepcopy(engine.optimizer.state_dict())
@@ -121,7 +121,7 @@ def an_optimizer_that_goes_back(run: Run) -> None:
 
 
 def what_is_in_client_state(run: Run) -> None:
-    """Arguments of a script, paths, numbers of numpy, and random states."""
+    """Save a script's arguments, paths, numbers of numpy, and random states."""
     engine = run.engine(Net())
     run.train(engine, 1)
     state = {
@@ -141,7 +141,7 @@ def what_is_in_client_state(run: Run) -> None:
 
 
 def a_checkpoint_in_the_middle_of_a_step(run: Run) -> None:
-    """Between two micro-batches; training goes on, and a run that loads it begins the step anew."""
+    """Save between two micro-batches and train on; a run that loads the checkpoint begins the step anew."""
     engine = run.engine(Net(), gradient_accumulation_steps=2, optimizer=ADAMW)
     run.train(engine, 3)
     engine.save_checkpoint(str(run.folder))
@@ -154,7 +154,7 @@ def a_checkpoint_in_the_middle_of_a_step(run: Run) -> None:
 
 
 def weights_from_a_checkpoint(run: Run) -> None:
-    """`load_state_dict_from_zero_checkpoint` into the module, as the documentation says."""
+    """Load weights by `load_state_dict_from_zero_checkpoint`, as the documentation does."""
     from_here = run.deepspeed.utils.zero_to_fp32
     engine = run.engine(Net())
     run.train(engine, 2)
@@ -172,7 +172,7 @@ def weights_from_a_checkpoint(run: Run) -> None:
 
 
 def steps_that_the_caller_counts(run: Run) -> None:
-    """`managed_gradient_accumulation: false`: every `step` updates, whatever came before it."""
+    """Set `managed_gradient_accumulation: false`, so that every `step` updates."""
     counts = {"gradient_accumulation_steps": 2, "managed_gradient_accumulation": False}
     engine = run.engine(Net(), **counts, zero_optimization={"overlap_comm": False})
     seed = 0
@@ -190,7 +190,7 @@ def steps_that_the_caller_counts(run: Run) -> None:
 
 
 def what_is_asserted(run: Run) -> None:
-    """Mistakes that DeepSpeed asserts, and scripts catch as AssertionError."""
+    """Make mistakes that DeepSpeed asserts, and that scripts catch as AssertionError."""
     engine = run.engine(Net(), gradient_accumulation_steps=2)
     output = engine(run.data(0))
     with asserted(run):
@@ -201,7 +201,7 @@ def what_is_asserted(run: Run) -> None:
 
 @contextlib.contextmanager
 def asserted(run: Run) -> Iterator[None]:
-    """Tell that something ends in an AssertionError."""
+    """Report whether the body ends in an AssertionError."""
     try:
         yield
     except AssertionError:
@@ -246,7 +246,7 @@ zero_optimization: {
 
 
 def files_that_are_no_json(run: Run) -> None:
-    """JSON with comments and trailing commas, and Hjson."""
+    """Read a config of JSON with comments and trailing commas, and of Hjson."""
     for number, text in enumerate(TEXTS):
         _train_by_a_file(run, text.replace("STAGE", str(run.stage)), number)
 
@@ -272,7 +272,7 @@ def _train_by_a_file(run: Run, text: str, number: int = 0) -> None:
 
 
 def parameters_with_names(run: Run) -> None:
-    """`model_parameters=model.named_parameters()`, of all and of a part."""
+    """Pass `model_parameters=model.named_parameters()`, of all and of a part."""
     for part in ("", "head"):
         net = Net()
         named = [(name, p) for name, p in net.named_parameters() if name.startswith(part)]

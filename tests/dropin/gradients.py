@@ -1,4 +1,4 @@
-"""`param.grad` between backward and step, and parameters that are frozen and thawed."""
+"""Scripts that use `param.grad` between backward and step, or freeze and thaw parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def grads(engine: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def gradients_that_are_read(run: Run) -> None:
-    """`p.grad` after every backward, also before the last micro-batch, of this rank alone then."""
+    """Read `p.grad` after every backward; before the last micro-batch it is of this rank alone."""
     engine = run.engine(Net(), gradient_accumulation_steps=3)
     for step in range(6):
         engine.backward(square(engine(run.data(step))))
@@ -31,19 +31,19 @@ def gradients_that_are_read(run: Run) -> None:
 
 
 def clip(engine: Any, run: Run, step: int) -> None:
-    """`clip_grad_norm_` on the module's parameters, as in plain torch."""
+    """Call `clip_grad_norm_` on the module's parameters, as in plain torch."""
     run.tell("norm", nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-2).float())
     run.tell("clipped", grads(engine))
 
 
 def clip_by_value(engine: Any, run: Run, step: int) -> None:
-    """`clip_grad_value_`, before the last of two micro-batches."""
+    """Call `clip_grad_value_` before the last of two micro-batches."""
     if step % 2:
         nn.utils.clip_grad_value_(engine.module.parameters(), 1e-3)
 
 
 def scale_by_hand(engine: Any, run: Run, step: int) -> None:
-    """`p.grad.mul_`, `p.grad.data`, `p.grad = ...`, each on some of them."""
+    """Write by `p.grad.mul_`, `p.grad.data` and `p.grad = ...`, each on some parameters."""
     for number, parameter in enumerate(engine.module.parameters()):
         if number % 3 == 0:
             parameter.grad.mul_(0.5)
@@ -54,25 +54,25 @@ def scale_by_hand(engine: Any, run: Run, step: int) -> None:
 
 
 def drop_the_head(engine: Any, run: Run, step: int) -> None:
-    """`p.grad = None` for the head, as DINO does at first: it stays as it is, momentum too."""
+    """Set `p.grad = None` for the head, as DINO does at first; its values and momentum stay."""
     for parameter in engine.module.head.parameters() if step in (0, 2) else ():
         parameter.grad = None
 
 
 def add_noise(engine: Any, run: Run, step: int) -> None:
-    """Added to `p.grad`, the same on all ranks; and a penalty's gradient by hand."""
+    """Add noise to `p.grad`, the same on all ranks, and a penalty's gradient by hand."""
     for parameter in engine.module.parameters():
         parameter.grad += 1e-2 * torch.ones_like(parameter) + 1e-2 * parameter.detach()
 
 
 def zero_a_block(engine: Any, run: Run, step: int) -> None:
-    """The engine clips what was left by hand."""
+    """Zero the gradients of a block; the engine clips the rest."""
     for parameter in engine.module.blocks[0].parameters():
         parameter.grad.zero_()
 
 
 def replace_unread(engine: Any, run: Run, step: int) -> None:
-    """`p.grad = ...` for a gradient that nothing has read, before and after the last micro-batch."""
+    """Assign to a `p.grad` that nothing has read, before and after the last micro-batch."""
     for parameter in engine.module.head.parameters():
         parameter.grad = 1e-2 * (step + 1) * torch.ones_like(parameter)
 
@@ -102,7 +102,7 @@ def changes(change: Any, count: int, config: dict[str, Any]) -> Script:
 
 
 def gradients_in_a_step_and_outside(run: Run) -> None:
-    """`safe_get_full_grad` before a backward, after it, after the step, and after `zero_grad`."""
+    """Call `safe_get_full_grad` before a backward, after it, after the step, and after `zero_grad`."""
     engine = run.engine(Net(), gradient_accumulation_steps=2)
     parameter = engine.module.head.weight
 
@@ -123,7 +123,7 @@ def gradients_in_a_step_and_outside(run: Run) -> None:
 
 
 def a_part_that_is_frozen(run: Run) -> None:
-    """After some steps, for good."""
+    """Freeze a part after some steps, for good."""
     engine = run.engine(Net())
     run.train(engine, 2)
     engine.module.blocks[0].requires_grad_(False)
@@ -131,7 +131,7 @@ def a_part_that_is_frozen(run: Run) -> None:
 
 
 def frozen_and_thawed_with_adam(run: Run) -> None:
-    """Weights and moments rest, and bias correction goes on from the parameter's own count."""
+    """Freeze and thaw; moments rest, and bias correction goes on from the parameter's own count."""
     engine = run.engine(Net(), optimizer=ADAMW)
     engine.module.into.requires_grad_(False)
     run.train(engine, 2)
@@ -144,7 +144,7 @@ def frozen_and_thawed_with_adam(run: Run) -> None:
 
 
 def frozen_and_thawed_with_momentum(run: Run) -> None:
-    """The same with SGD, momentum and decay; whole blocks, and one bias."""
+    """Freeze and thaw under SGD with momentum and decay; whole blocks, and one bias."""
     engine = run.engine(Net(), optimizer=MOMENTUM)
     run.train(engine, 2)
     engine.module.blocks.requires_grad_(False)
@@ -155,7 +155,7 @@ def frozen_and_thawed_with_momentum(run: Run) -> None:
 
 
 def two_adversaries(run: Run) -> None:
-    """Of two halves one is trained at a time, as generator and discriminator, in accumulation."""
+    """Train one of two halves at a time, as generator and discriminator, with accumulation."""
     engine = run.engine(Net(), gradient_accumulation_steps=2)
     for step in range(8):
         turn = step // 2 % 2 == 0
@@ -168,7 +168,7 @@ def two_adversaries(run: Run) -> None:
 
 
 def gradual_unfreezing(run: Run) -> None:
-    """All are given to the engine, the lower ones are frozen at once, and thawed one after the other."""
+    """Give all layers to the engine, freeze the lower ones at once, and thaw them one by one."""
     engine = run.engine(Net(), optimizer=ADAMW)
     for parameter in engine.module.parameters():
         parameter.requires_grad = False
@@ -178,7 +178,7 @@ def gradual_unfreezing(run: Run) -> None:
 
 
 def frozen_in_a_client_optimizer(run: Run) -> None:
-    """Of groups that the script made itself."""
+    """Freeze parameters of groups that the script made itself."""
     net = Net()
     groups = [
         {"params": net.blocks.parameters()},

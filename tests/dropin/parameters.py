@@ -1,4 +1,4 @@
-"""Parameters that are used outside of their block."""
+"""Scripts that use parameters outside of their block."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def _stacked(self: Any, x: Tensor, call: Callable[[Any, Tensor], Tensor]) -> Ten
 
 
 def the_weight_of_a_block_behind_it(self: Any, x: Tensor) -> Tensor:
-    """A head that computes with the matrix of a block, which has run."""
+    """Compute a head with the matrix of a block that has run."""
     return F.linear(Net.forward(self, x), self.blocks[0].up.weight)
 
 
 def a_penalty_in_the_forward(self: Any, x: Tensor) -> Tensor:
-    """A loss that adds the squares of all weights, as some models do themselves."""
+    """Add the squares of all weights to the loss, as some models do themselves."""
     penalty = sum(p.square().sum() for p in self.blocks.parameters())
     return Net.forward(self, x).square().mean() + 1e-3 * penalty
 
 
 def a_weight_outside_under_checkpointing(self: Any, x: Tensor) -> Tensor:
-    """In a function that is recomputed in the backward."""
+    """Use a weight in a function that is recomputed in the backward."""
     h = _stacked(self, x, lambda block, h: checkpoint(block, h, use_reentrant=False))
     return checkpoint(lambda h: F.linear(h, self.blocks[0].up.weight).tanh(), h, use_reentrant=False)
 
@@ -83,7 +83,7 @@ class Skips(nn.Module):
 
 
 def a_bias_that_is_returned() -> nn.Module:
-    """A layer that returns its bias beside its output, for its caller to add: Megatron's `skip_bias_add`."""
+    """Make a layer that returns its bias for its caller to add: Megatron's `skip_bias_add`."""
 
     class Adds(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -99,14 +99,14 @@ def a_bias_that_is_returned() -> nn.Module:
 
 
 def a_registered_parameter(run: Run) -> None:
-    """`zero.register_external_parameter`, as the documentation says."""
+    """Call `zero.register_external_parameter`, as the documentation does."""
     net = reads(lambda self, x: F.linear(Net.forward(self, x), self.blocks[1].up.weight))()
     run.deepspeed.zero.register_external_parameter(net, net.blocks[1].up.weight)
     run.train(run.engine(net))
 
 
 def a_weight_outside_in_evaluation(run: Run) -> None:
-    """Without gradients, and then with."""
+    """Use a weight outside of its block without gradients, and then with."""
     engine = run.engine(reads(the_weight_of_a_block_behind_it)())
     engine.eval()
     with torch.no_grad():
@@ -131,8 +131,8 @@ FORWARDS = {
     a_penalty_in_the_forward: {"alike": BELOW_3, "why": "its backward meets an empty parameter, and raises"},
     a_weight_outside_under_checkpointing: {},
 }
-"""Forward of a `Net` -> what DeepSpeed does. Other ways to call blocks and parts of them, which no name of
-DeepSpeed's has a share in, are habits of any loop: `tests/habits/modules.py`."""
+"""Forward of a `Net` -> DeepSpeed's result. Other ways to call blocks and parts of them, without names of
+DeepSpeed's, are habits of any loop: `tests/habits/modules.py`."""
 
 SCRIPTS = (
     *(Script(trains(reads(forward), forward.__name__), **differs) for forward, differs in FORWARDS.items()),

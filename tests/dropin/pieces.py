@@ -1,4 +1,4 @@
-"""Models that `zero.Init` leaves in pieces: what may be done with them before there is an engine."""
+"""Scripts that use models of `zero.Init`, whose parameters are in pieces, before there is an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def in_pieces(run: Run) -> Net:
 
 
 def whole(run: Run, net: nn.Module) -> dict[str, list[object]]:
-    """Of each parameter, its dtype and its values."""
+    """Return the dtype and the values of each parameter."""
     with run.deepspeed.zero.GatheredParameters(list(net.parameters())):
         return {name: [str(p.dtype), p.detach().float()] for name, p in net.named_parameters()}
 
@@ -39,7 +39,7 @@ CASTS: dict[str, Callable[[nn.Module], object]] = {
 
 
 def models_that_are_cast(run: Run) -> None:
-    """`.half()`, `.to(dtype)`, `.float()` on the model, before `initialize`."""
+    """Call `.half()`, `.to(dtype)`, `.float()` on the model, before `initialize`."""
     for name, cast in CASTS.items():
         net = in_pieces(run)
         cast(net)
@@ -47,13 +47,13 @@ def models_that_are_cast(run: Run) -> None:
 
 
 def a_model_that_is_cast_and_trained(run: Run) -> None:
-    """Rounded once to bf16, and trained in fp32 after that."""
+    """Round the model once to bf16, and train in fp32 after that."""
     engine = run.engine(in_pieces(run).to(torch.bfloat16).float())
     run.train(engine)
 
 
 def models_that_are_not_cast(run: Run) -> None:
-    """To a device, to the dtype that it has, with gradients or without."""
+    """Move the model to a device, or to its own dtype, with gradients or without."""
     net = in_pieces(run)
     assert net.to("cpu").float().to(torch.float32).cpu().eval().train().requires_grad_(True) is net
     net.zero_grad()
@@ -61,7 +61,7 @@ def models_that_are_not_cast(run: Run) -> None:
 
 
 def contexts_in_contexts(run: Run) -> None:
-    """What is together already stays so, whoever writes."""
+    """Nest `GatheredParameters`: gathered values stay so under any `modifier_rank`."""
     gathered, net = run.deepspeed.zero.GatheredParameters, in_pieces(run)
     head, last = net.head.weight, dist.get_world_size() - 1
     with gathered(head, modifier_rank=0):
@@ -79,7 +79,7 @@ def contexts_in_contexts(run: Run) -> None:
 
 
 def is_it_there(run: Run) -> None:
-    """`ds_status` inside and outside of `GatheredParameters`, before `initialize` and after it."""
+    """Read `ds_status` inside and outside of `GatheredParameters`, before `initialize` and after it."""
     net = in_pieces(run)
     for turn in range(2):
         parameters: list[Tensor] = [net.head.weight, net.into.weight]
@@ -99,7 +99,7 @@ def _status(run: Run, parameter: Tensor, gathered: bool) -> str:
 
 
 def a_part_that_is_copied(run: Run) -> None:
-    """`copy.deepcopy` of a module, as PEFT does for `modules_to_save`; the copy is trained, or is a model."""
+    """Copy a module by `copy.deepcopy`, as PEFT does for `modules_to_save`, and train the copy."""
     net = in_pieces(run)
     other = copy.deepcopy(net)
     net.head = copy.deepcopy(net.head)
@@ -112,7 +112,7 @@ def a_part_that_is_copied(run: Run) -> None:
 
 
 def what_a_parameter_says(run: Run) -> None:
-    """Attributes that Lightning, PEFT and others read, before `initialize` and after it."""
+    """Read attributes that Lightning, PEFT and others read, before `initialize` and after it."""
     net = in_pieces(run)
     for turn in range(2):
         run.tell("said", {name: _said(run, parameter) for name, parameter in net.named_parameters()})
@@ -121,7 +121,7 @@ def what_a_parameter_says(run: Run) -> None:
 
 
 def _said(run: Run, parameter: Any) -> list[Any]:
-    """Numbers of a parameter, and its values from what the ranks hold of it."""
+    """Return the numbers of a parameter, and its values from the slices of all ranks."""
     ranks, numel, shape = dist.get_world_size(), math.prod(parameter.shape), list(parameter.shape)
     if run.is_plain:
         part = math.ceil(numel / ranks)
@@ -142,7 +142,7 @@ def _said(run: Run, parameter: Any) -> list[Any]:
 
 
 def parameters_of_nobody(run: Run) -> None:
-    """None, nothing, tensors and parameters that are whole pass through `GatheredParameters`."""
+    """Pass None, nothing, and whole tensors and parameters to `GatheredParameters`."""
     whole_one = nn.Parameter(torch.ones(2))
     for given in (None, [], [torch.ones(2)], whole_one, iter([whole_one])):
         with run.deepspeed.zero.GatheredParameters(given):

@@ -1,4 +1,4 @@
-"""Plain torch behind as many of DeepSpeed's names as scripts use: the same at every stage, nothing hidden.
+"""Plain torch under the names of DeepSpeed that scripts use, the same at every stage.
 
 Gradients are averaged over micro-batches and ranks by hand, an optimizer of torch updates whatever has one.
 """
@@ -23,7 +23,7 @@ def _from_checkpoint(model: nn.Module, folder: str) -> nn.Module:
 
 
 class Engine:
-    """One model."""
+    """An engine of one model in plain torch."""
 
     def __init__(
         self,
@@ -144,4 +144,4 @@ utils = SimpleNamespace(
 runtime = SimpleNamespace(lr_schedules=lr_schedules)
 
 plain = True
-"""Which of the packages this is."""
+"""Mark of this package for `Run.is_plain`."""

@@ -1,8 +1,8 @@
-"""Runs scripts on one rank under one package. As a program, under DeepSpeed, on ranks of torchrun:
+"""Run scripts on one rank under one package. As a program, under DeepSpeed, on ranks of torchrun:
 
 torchrun --nproc-per-node=2 tests/dropin/run_scripts.py FILE
 
-What is told goes to FILE: by script and stage, the told values, or the text of the error.
+The reports go to FILE: by script and stage, the reported values, or the text of the error.
 
 DeepSpeed needs two helping hands on a CPU: it refuses fp16 unless it is told that the CPU can do it, and its
 stage 3 waits for the last of several gathers only, which gloo does not end in order, so that now and then it
@@ -30,7 +30,7 @@ SCRIPTS: dict[str, Script] = {script.name: script for kind in KINDS for script i
 
 
 def told(script: Script, package: Any, stage: int) -> dict[str, Any]:
-    """What a script tells on this rank."""
+    """Run a script on this rank and return its reports."""
     folder = [tempfile.mkdtemp(prefix="script-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, 0)
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def told(script: Script, package: Any, stage: int) -> dict[str, Any]:
 
 
 def ended(call: Any) -> Any:
-    """A collective that has ended when it returns, however it was called."""
+    """Wait for the end of a collective, however it was called."""
 
     @functools.wraps(call)
     def whole_call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Learning rates that are tensors, and what schedules let one read."""
+"""Scripts with learning rates that are tensors, and with attributes of schedules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READ = {
 
 
 def a_tensor_stays_a_tensor(run: Run) -> None:
-    """In every schedule: the same object, with another number in it."""
+    """Step every schedule over a tensor: the rate stays the same object, with a new value."""
     from_here = run.deepspeed.runtime.lr_schedules
     for name, make in MAKES.items():
         rate = torch.tensor(0.01)
@@ -46,7 +46,7 @@ def a_tensor_stays_a_tensor(run: Run) -> None:
 
 
 def an_unknown_warmup(run: Run) -> None:
-    """Any other word than `linear` is the logarithmic one."""
+    """Set an unknown warmup type, which means the logarithmic one."""
     from_here = run.deepspeed.runtime.lr_schedules
     for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
@@ -68,7 +68,7 @@ def an_unknown_warmup_in_the_config(run: Run) -> None:
 
 
 def a_tensor_in_training(run: Run) -> None:
-    """An optimizer of the script's own with a tensor for its rate, and a schedule of DeepSpeed's."""
+    """Train an optimizer of the script's own with a tensor for its rate, and a schedule of DeepSpeed's."""
     net, rate = Net(), torch.tensor(0.05)
     optimizer = torch.optim.SGD(net.parameters(), lr=rate)
     schedule = run.deepspeed.runtime.lr_schedules.WarmupLR(optimizer, 0.0, 0.1, 4, "linear")

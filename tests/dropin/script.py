@@ -1,4 +1,4 @@
-"""What a script is written against: a package, a stage, data, and what was told.
+"""The interface of a script: a package, a stage, data, and a record of reported values.
 
 Invariant: a script does the same on every rank, on its own data.
 """
@@ -19,7 +19,7 @@ WIDTH = 6
 STAGES = (0, 1, 2, 3)
 
 CLOSE = 1e-6
-"""How far apart two may be in fp32: sums are formed in another order."""
+"""Largest difference in fp32 that counts as equal, because sums are formed in another order."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Run:
     """The package: DeepSpeed, the drop-in, or plain torch."""
     stage: int
     folder: Path
-    """Of all ranks."""
+    """Folder of all ranks."""
     told: dict[str, Any] = field(default_factory=dict)
     engines: list[Any] = field(default_factory=list)
 
@@ -39,7 +39,7 @@ class Run:
         return dist.get_rank()
 
     def config(self, **rest: Any) -> dict[str, Any]:
-        """SGD in fp32; keys of `zero_optimization` are added to the stage's."""
+        """Return a config of SGD in fp32; keys of `zero_optimization` are added to the stage's."""
         # DeepSpeed's persistent parameters race on gloo.
         zero = {"stage": self.stage, "stage3_param_persistence_threshold": 0}
         base = {
@@ -51,7 +51,7 @@ class Run:
         return {**base, **rest, "zero_optimization": {**zero, **rest.get("zero_optimization", {})}}
 
     def engine(self, model: nn.Module, **config: Any) -> Any:
-        """Of a model; whatever is no key of a config is an argument of `initialize`."""
+        """Make an engine; keywords that are no keys of a config are arguments of `initialize`."""
         names = {"optimizer", "lr_scheduler", "model_parameters"} & config.keys()
         arguments = {name: config.pop(name) for name in names}
         if isinstance(arguments.get("optimizer"), dict):
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is the run of plain torch."""
+        """Return True under plain torch."""
         return hasattr(self.deepspeed, "plain")
 
     def end(self, engine: Any) -> None:
@@ -75,7 +75,7 @@ class Run:
         return torch.randn(shape or (4, WIDTH), generator=source)
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Copies of all parameters."""
+        """Return copies of all parameters."""
         named = dict(model.named_parameters())
         with self.deepspeed.zero.GatheredParameters(list(named.values())):
             return {name: parameter.detach().clone() for name, parameter in named.items()}
@@ -83,7 +83,7 @@ class Run:
     def train(
         self, engine: Any, steps: int = 3, first: int = 0, forward: Callable[..., Any] | None = None
     ) -> None:
-        """Some steps on other batches each; tells the losses."""
+        """Train some steps on different batches and report the losses."""
         for step in range(first, first + steps):
             loss = square((forward or engine)(self.data(step)))
             engine.backward(loss)
@@ -91,7 +91,7 @@ class Run:
             self.tell(f"loss {step}", loss)
 
     def tell(self, name: str, value: Any) -> None:
-        """Something that must be the same whoever trains."""
+        """Report a value that must be equal under every package."""
         while name in self.told:
             name += "'"
         self.told[name] = kept(value)
@@ -105,19 +105,19 @@ class Run:
 
 @dataclass(frozen=True)
 class Script:
-    """A script and at which stages DeepSpeed does as plain torch does."""
+    """A script with the stages at which DeepSpeed agrees with plain torch."""
 
     run: Callable[[Run], None]
     stages: tuple[int, ...] = STAGES
-    """At which it is run."""
+    """Stages at which it runs."""
     alike: tuple[int, ...] = STAGES
-    """At which DeepSpeed comes to the same."""
+    """Stages at which DeepSpeed agrees with plain torch."""
     why: str = ""
-    """What DeepSpeed does at the others."""
+    """DeepSpeed's behaviour at other stages."""
     own: bool = False
-    """It asserts what must hold by itself, as plain torch has not all that it uses."""
+    """Whether the script asserts its results itself, because plain torch lacks a name that it uses."""
     close: float = CLOSE
-    """How far apart DeepSpeed and the drop-in may be."""
+    """Largest admitted difference between DeepSpeed and the drop-in."""
 
     @property
     def name(self) -> str:
@@ -129,7 +129,7 @@ def square(output: Any) -> Tensor:
 
 
 def kept(value: Any) -> Any:
-    """The value as it is now."""
+    """Return a copy of the value."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -140,7 +140,7 @@ def kept(value: Any) -> Any:
 
 
 def apart(mine: Any, theirs: Any, where: str = "", most: float = CLOSE) -> list[str]:
-    """What is further apart than it may be; anything but a float must be equal."""
+    """List the differences between two reports; only floats may differ, by at most `most`."""
     if isinstance(theirs, dict) and isinstance(mine, dict) and mine.keys() == theirs.keys():
         return [found for key in theirs for found in apart(mine[key], theirs[key], f"{where} {key}", most)]
     if isinstance(theirs, list) and isinstance(mine, list) and len(mine) == len(theirs):

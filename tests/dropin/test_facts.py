@@ -1,4 +1,4 @@
-"""What no plain loop shows: recorded facts of DeepSpeed 0.19.6, and where the drop-in differs on purpose."""
+"""Recorded facts of DeepSpeed 0.19.6 beyond plain loops, and the deliberate differences of the drop-in."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def step(engine: Any, seed: int = 0) -> float:
 
 
 def autocast_is_off_inside(stage: int) -> None:
-    """Off inside, with one warning for an engine, whatever its dtype is: the bits of a run without it."""
+    """Autocast is off inside, with one warning per engine: the bits are those of a run without it."""
     for mode in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}, {}):
         runs = []
         for outer in (None, torch.bfloat16, torch.float16):
@@ -68,7 +68,7 @@ def autocast_is_off_inside(stage: int) -> None:
 
 
 def masters_take_what_is_loaded(stage: int) -> None:
-    """Masters take what was loaded in fp32 as it is; a value that is not loaded keeps every bit."""
+    """Masters keep a value that is loaded in fp32 as it is; a value that is not loaded keeps every bit."""
     torch.manual_seed(1)
     engine = make(stage, bf16={"enabled": True})
     step(engine)
@@ -84,7 +84,7 @@ def masters_take_what_is_loaded(stage: int) -> None:
 
 
 def a_model_in_slices_says_so(stage: int) -> None:
-    """In slices, a model says so, and is put together, changed, and used again."""
+    """A destroyed engine leaves a model in slices, which can be gathered, changed, and used again."""
     net = Net()
     engine = make(stage, net, bf16={"enabled": True})
     step(engine)
@@ -112,7 +112,7 @@ def a_model_in_slices_says_so(stage: int) -> None:
 
 
 def data_in_pieces_is_nobody_elses(made: bool) -> None:
-    """`param.data` in pieces has its shape, dtype and device, may be put back, and becomes nobody else's."""
+    """`param.data` in pieces has its shape, dtype and device, and cannot become another's."""
     with deepspeed.zero.Init(config_dict_or_path=config(3)):
         net = Net()
     engine = make(3, net) if made else None
@@ -144,7 +144,7 @@ def data_in_pieces_is_nobody_elses(made: bool) -> None:
 
 
 def what_is_held_is_read_only(made: bool) -> None:
-    """`param.ds_tensor` is read and not written, and methods that would move values say what to use."""
+    """`param.ds_tensor` is read-only, and methods that would move values name an alternative."""
     with deepspeed.zero.Init(config_dict_or_path=config(3)):
         net = Net()
     engine = make(3, net) if made else None
@@ -181,7 +181,7 @@ def what_is_held_is_read_only(made: bool) -> None:
 
 
 class Renames(Net):
-    """A model whose `state_dict` has names of its own and leaves one out, as TRL's with a value head."""
+    """A model whose `state_dict` renames keys and leaves one out, as TRL's with a value head."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         state = super().state_dict(*args, **kwargs)
@@ -191,8 +191,8 @@ class Renames(Net):
 
 
 def a_state_dict_of_the_models_own(stage: int) -> None:
-    """It is whole, in the model's words; what is saved at stage 3 has the names of modules, as with
-    DeepSpeed."""
+    """A `state_dict` is whole and has the model's keys; files of stage 3 have the names of modules, as
+    with DeepSpeed."""
     net = Renames()
     net.head.requires_grad_(False)
     engine = make(stage, net)
@@ -248,7 +248,7 @@ FACTS: dict[Callable[..., None], tuple[object, ...]] = {
     a_state_dict_of_the_models_own: (0, 2, 3),
     gradients_are_there_at_stage_0_and_named_elsewhere: (0, 1, 3),
 }
-"""On ranks: a fact, and at which stages, or with which engine."""
+"""Fact that is checked on ranks -> stages, or engines, at which it holds."""
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_muon_takes_its_method(method: str) -> None:
     ],
 )
 def test_hjson(text: str, value: Any, tmp_path: Path) -> None:
-    """Read by the package that DeepSpeed requires; a key that is there twice is an error."""
+    """Hjson is read by the package that DeepSpeed requires; a key that is there twice is an error."""
     pytest.importorskip("hjson")
     coded = base64.urlsafe_b64encode(text.encode()).decode()
     (tmp_path / "config.json").write_text(text)
@@ -338,7 +338,7 @@ def test_a_file_that_is_no_json_is_told_by_the_first_reader(
 
 
 def test_messages_name_what_the_drop_ins_engine_has() -> None:
-    """`engine.x` in any text of the rooms that an engine of the drop-in runs on."""
+    """Every `engine.x` in a text of the rooms that the drop-in's engine uses exists there."""
     source = Path(zerodrift.__file__).parent
     rooms = ("engine", "optim", "plan", "policy", "comm", "deepspeed", "experts")
     texts = [path.read_text() for room in rooms for path in (source / room).rglob("*.py")]

@@ -1,4 +1,4 @@
-"""Every script under the drop-in: as plain torch at every stage, and as DeepSpeed where it is installed."""
+"""Every script has the results of plain torch at every stage, and those of an installed DeepSpeed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNNER = Path(__file__).parent / "run_scripts.py"
 
 
 def against_plain(name: str, stages: tuple[int, ...]) -> list[str]:
-    """What the drop-in does otherwise than plain torch, at these stages or else at the script's last."""
+    """List the drop-in's differences from plain torch, at these stages or else at the script's last."""
     script = SCRIPTS[name]
     chosen = sorted({*script.stages} & {*stages}) or [script.stages[-1]]
     expected = None if script.own else told(script, plain, 0)
@@ -52,7 +52,7 @@ def test_the_comparison_can_fail() -> None:
 
 @functools.cache
 def of_deepspeed() -> dict[tuple[str, int], Any]:
-    """What DeepSpeed does on two ranks, of all scripts in one start."""
+    """Run all scripts under DeepSpeed on two ranks, in one start."""
     with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
         file = Path(folder) / "told"
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -1,4 +1,4 @@
-"""Whole scripts with names of DeepSpeed that plain torch lacks; each asserts what it must come to."""
+"""Whole scripts with names of DeepSpeed that plain torch lacks; each asserts its own results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.dropin.script import WIDTH, Run, Script, square
 
 
 def arguments_a_file_and_a_loader(run: Run) -> None:
-    """The arguments of a script, a config in a file with a schedule, and a loader that `initialize` makes."""
+    """Pass a script's arguments, a config file with a schedule, and data for a loader of `initialize`."""
     warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
     adamw = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
     path = run.folder / "config.json"
@@ -53,7 +53,7 @@ def arguments_a_file_and_a_loader(run: Run) -> None:
 
 
 def boundaries_that_the_script_sets(run: Run) -> None:
-    """`step` is called once, after the last of four micro-batches."""
+    """Call `step` once, after the last of four micro-batches."""
     adamw = torch.optim.AdamW((net := Net()).parameters(), lr=5e-3, weight_decay=0.1)
     engine = run.engine(net, optimizer=adamw, gradient_accumulation_steps=4, gradient_clipping=0.5)
     boundaries = []
@@ -72,7 +72,7 @@ def boundaries_that_the_script_sets(run: Run) -> None:
 
 
 def a_scale_that_begins_too_high(run: Run) -> None:
-    """fp16 with a dynamic scale: the first steps are skipped, and it rises again."""
+    """Train in fp16 with a dynamic scale: the first steps are skipped, and the scale rises again."""
     fp16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 4, "hysteresis": 1}
     adam = {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}
     model = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -96,7 +96,7 @@ def a_scale_that_begins_too_high(run: Run) -> None:
 
 
 class Ranked(Net):
-    """Each rank begins with other values of one parameter."""
+    """A model with other initial values of one parameter on each rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Ranked(Net):
 
 
 def values_that_are_whole(run: Run) -> None:
-    """Gradients, masters and moments of parameters in pieces, and a write into a running engine."""
+    """Read gradients, masters and moments of parameters in pieces, and write into a running engine."""
     utils, last = run.deepspeed.utils, dist.get_world_size() - 1
     momentum = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
     with run.deepspeed.zero.Init(config_dict_or_path=run.config()):
@@ -131,7 +131,7 @@ def values_that_are_whole(run: Run) -> None:
 
 
 def a_run_that_is_resumed(run: Run) -> None:
-    """In the middle of a schedule, with a client state; its files, and its weights in fp32."""
+    """Resume in the middle of a schedule, with a client state, from DeepSpeed's files and fp32 weights."""
     decay = {"total_num_steps": 12, "warmup_max_lr": 2e-3, "warmup_num_steps": 4}
     config: dict[str, Any] = {
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.05, "torch_adam": True}},

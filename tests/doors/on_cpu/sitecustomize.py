@@ -1,4 +1,4 @@
-"""On PYTHONPATH of what is tried without a GPU: there ranks on CPUs are ranks, and nothing is compiled.
+"""Patches for tools without a GPU, by PYTHONPATH: ranks on CPUs count as ranks, and nothing is compiled.
 
 Under DeepSpeed `accelerate` asks the GPU which collectives there are; without one, every rank believes that
 it is the first of one. For the ranks of one machine DeepSpeed has a sum through shared memory, which it would
@@ -31,7 +31,7 @@ _CHANGES = {"accelerate.state": _ranks_are_ranks, "deepspeed.comm.torch": _nothi
 
 
 class _Finder:
-    """Looks after these modules when they are imported."""
+    """An import hook that patches these modules."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:

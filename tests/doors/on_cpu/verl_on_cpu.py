@@ -1,6 +1,6 @@
-"""Named in VERL_USE_EXTERNAL_MODULES where verl is tried without a GPU: ranks on CPUs are its ranks.
+"""A platform for verl without a GPU, by VERL_USE_EXTERNAL_MODULES: ranks on CPUs are its ranks.
 
-verl knows platforms of GPUs alone. This one has a CPU, gloo, and no memory to tell of. With
+verl knows platforms of GPUs alone. This one has a CPU, gloo, and reports no memory. With
 VERL_ENGINE_DEVICE=cuda verl's own engines, which are registered for that, run here too.
 """
 
@@ -54,7 +54,7 @@ join = torch.distributed.init_process_group
 
 
 def joined(backend: str = "gloo", **how: Any) -> None:
-    """verl asks for one backend of the CPU and one of the device."""
+    """Join with gloo, in place of verl's one backend for the CPU and one for the device."""
     join("gloo", **how)
 
 
