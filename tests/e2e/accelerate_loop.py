@@ -1,9 +1,9 @@
-"""A loop of one's own over `accelerate` with a DeepSpeed plugin, on zerodrift or DeepSpeed, under torchrun.
+"""A user's loop over `accelerate` with a DeepSpeed plugin, on zerodrift or DeepSpeed, under torchrun.
 
     torchrun --nproc-per-node=2 tests/e2e/accelerate_loop.py FOLDER STAGE ENGINE
 
 ENGINE is `zerodrift` or `deepspeed`. Trains, clips, saves the state, goes on, loads it and goes on again;
-what it saw is in FOLDER/told-RANK.json.
+the results are in FOLDER/told-RANK.json.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def network() -> torch.nn.Module:
 
 
 def epoch(accelerator: Any, model: Any, optimizer: Any, schedule: Any, loader: Any) -> dict[str, list[float]]:
-    """One pass, as accelerate's examples write it."""
+    """Train one epoch in the form of accelerate's examples."""
     found: dict[str, list[float]] = {"losses": [], "norms": [], "rates": []}
     for x, y in loader:
         with accelerator.accumulate(model):

@@ -1,4 +1,4 @@
-"""What tests of whole commands share."""
+"""Fixtures for tests of whole commands."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tests.e2e.jobs import ROOT
 
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs name models and files from the root of the repository."""
+    """Change to the root of the repository, from which jobs name models and files."""
     monkeypatch.chdir(ROOT)

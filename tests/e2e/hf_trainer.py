@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 tests/e2e/hf_trainer.py FOLDER STAGE [STAGE]
 
-Trains a tiny Llama from pretrained weights, checkpoints, evaluates, resumes in a new Trainer, and tells what
-it saw in FOLDER/STAGE/told.json; at one stage after the other.
+Trains a tiny Llama from pretrained weights, checkpoints, evaluates and resumes in a new Trainer, at one
+stage after the other. The results are in FOLDER/STAGE/told.json.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def pretrained(folder: str) -> str:
-    """A tiny model in the layout of transformers, made once, by whoever comes first."""
+    """Save a tiny model in the layout of transformers, on the first rank to arrive, and return its path."""
     place = Path(folder).parent / "pretrained"
     if not place.exists():
         numbers = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -74,7 +74,7 @@ def trainer(folder: str, stage: int, steps: int) -> Trainer:
 
 
 def config(stage: int) -> dict[str, Any]:
-    """As transformers' documentation writes it."""
+    """Return a config in the form of transformers' documentation."""
     adamw = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
     warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
     sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")

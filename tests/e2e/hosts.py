@@ -1,7 +1,7 @@
 """Two hosts on one machine: network namespaces joined by a cable, each with an address of its own.
 
-Nothing of the outside is seen from in there, nor the other's loopback: what finds its way between two ranks
-found it over the cable. Needs Linux, `ip` and the right to make namespaces.
+A namespace reaches neither the outside nor the other's loopback, so two ranks can only talk over the
+cable. Needs Linux, `ip` and the right to make namespaces.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tests.e2e.jobs import ROOT
 class Host:
     number: int
     name: str
-    """Of the namespace."""
+    """Name of the namespace."""
     device: str
-    """Its end of the cable."""
+    """This host's end of the cable."""
     address: str
 
     def start(
         self, first: Host, file: Path, *options: str, changes: Sequence[str] = ()
     ) -> subprocess.Popen[str]:
-        """`torchrun` of one rank here, which meets the others at `first`, as docs/train.md has it. `changes`
+        """Start `torchrun` of one rank, which meets the others at `first`, as in docs/train.md. `changes`
         are of keys of the job."""
         place = f"--rdzv-endpoint={first.address}:29500"
         # A namespace does not know itself by name, so who keeps the store is said.
@@ -55,7 +55,7 @@ class Host:
 
 
 def possible() -> str:
-    """Why there can be no two hosts here; empty where there can."""
+    """Return the reason why there can be no two hosts here; empty if there is none."""
     if shutil.which("ip") is None:
         return "there is no `ip` here"
     name = f"zerodrift-{os.getpid()}-try"

@@ -1,4 +1,4 @@
-"""Jobs for the tests of the trainer: small, and written to a file as a person would."""
+"""Small jobs for the tests of the trainer, written to a file as a user would."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ TEXT = "It is the plan that decides, and the engine that does. What happens is c
 def job(
     folder: Path, source: str = "plain", steps: int = 6, rows: Rows | None = None, **blocks: dict[str, Any]
 ) -> Path:
-    """The file of a small job that runs into `folder / "run"`, over a text or rows. None for a key takes it
-    away."""
+    """Write a job that runs into `folder / "run"`; return its path. None for a key removes it."""
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "text.txt"
     if not text.exists():
@@ -55,12 +54,12 @@ def job(
 def trained(
     folder: Path, source: str = "plain", steps: int = 6, *, overrides: Sequence[str] = (), **blocks: Any
 ) -> int:
-    """Train a job in this process; the exit code."""
+    """Train a job in this process and return the exit code."""
     return train(str(job(folder, source, steps, **blocks)), overrides)
 
 
 QUICKLY = ("--set", "model.activation_checkpointing=false")
-"""For a job in a process of its own: torch's recomputation imports its compiler, which takes seconds."""
+"""Options that avoid torch's recomputation in a new process, where it imports the compiler for seconds."""
 
 
 def on_a_rank(path: str, overrides: Sequence[str] = ()) -> None:
@@ -70,22 +69,22 @@ def on_a_rank(path: str, overrides: Sequence[str] = ()) -> None:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Step -> loss, from the metrics of a run."""
+    """Return the loss of each step, from the metrics of a run."""
     return {line["step"]: line["loss"] for line in kinds(folder, "step")}
 
 
 def exported(folder: Path) -> bytes:
-    """The weights that a run has exported."""
+    """Return the exported weights of a run."""
     return (folder / "run" / "export" / "model.safetensors").read_bytes()
 
 
 def kinds(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The lines of a kind, from the metrics of a run."""
+    """Return the lines of a kind, from the metrics of a run."""
     return [line for line in read(folder / "run" / "metrics.jsonl") if line["kind"] == kind]
 
 
 def start(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """The command line, as a process of its own."""
+    """Start the command line as a process of its own."""
     command = [sys.executable, *launcher, "-m", "zerodrift", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(

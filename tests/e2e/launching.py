@@ -1,4 +1,4 @@
-"""Two ranks of a script under a launcher, with an end to them whatever they do."""
+"""Run two ranks of a script under a launcher, with a time limit."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ TWO_RANKS = Path(__file__).with_name("two_ranks.py")
 
 
 def torchrun(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
-    """Run `script` on two ranks in `folder`. Raises what they printed where one fails or they do not end."""
+    """Run `script` on two ranks in `folder`. Raise their output if one fails or they do not end."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     _run([*launch, str(script), *arguments], folder, seconds)
 
 
 def by_hand(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
-    """The same with torchrun's variables and without its process; what `script` imports is imported once."""
+    """Run two ranks with torchrun's variables but without its process, so that imports happen once."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     _run([sys.executable, str(TWO_RANKS), str(script), *arguments], folder, seconds, place)
 
 
 def deepspeed(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
-    """The same under DeepSpeed's own launcher."""
+    """Run two ranks under DeepSpeed's own launcher."""
     launcher = Path(sys.executable).with_name("deepspeed")
     launch = [str(launcher), "--num_gpus", "2", "--master_port", str(free_port())]
     _run([*launch, str(script), *arguments], folder, seconds)
@@ -68,8 +68,8 @@ def free_port() -> int:
 
 @functools.cache
 def _extensions() -> str:
-    """Where DeepSpeed compiles what it needs, anew in each process. Where everybody does, a build that was
-    killed leaves a lock, and others wait for it without end."""
+    """Make a folder for DeepSpeed's builds, anew in each process. In a shared one, a build that was killed
+    leaves a lock on which others wait without end."""
     folder = tempfile.mkdtemp(prefix="extensions-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -1,4 +1,4 @@
-"""A script that ends after a collective, and stops nothing; started by torchrun."""
+"""A script that ends after a collective without `destroy_process_group`; started by torchrun."""
 
 import torch
 import torch.distributed as dist

@@ -3,7 +3,7 @@
 
     zerodrift run -- torchrun --nproc-per-node=2 tests/e2e/lightning_loops.py FOLDER [STAGE/PRECISION]...
 
-Trains, saves, and resumes in new ones; what it saw is in FOLDER/told.json. Lightning's strategies ask for
+Trains, saves, and resumes in new ones; the results are in FOLDER/told.json. Lightning's strategies ask for
 CUDA: here the CPU passes for it.
 """
 

@@ -1,4 +1,4 @@
-"""A run of Lightning's Trainer on two CPU ranks: what it came to, as one line of JSON."""
+"""Run Lightning's Trainer on two CPU ranks, and print the results as one line of JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerodrift.lightning import ZeroDriftStrategy
 
 
 class Net(pl.LightningModule):
-    """Its training step calls itself, and a step of an epoch has fewer batches than the others."""
+    """A model whose training step calls itself, and whose epochs end with a shorter step."""
 
     def __init__(self) -> None:
         super().__init__()

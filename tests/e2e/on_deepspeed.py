@@ -13,7 +13,7 @@ _initialize = deepspeed.initialize
 
 
 def initialize(args: Any = None, **rest: Any) -> Any:
-    """Lightning says which GPU it is for, and on a CPU None."""
+    """Call DeepSpeed's own without Lightning's GPU argument, which is None on a CPU."""
     if getattr(args, "device_rank", 0) is None:
         del args.device_rank
     return _initialize(args=args, **rest)

@@ -1,4 +1,4 @@
-"""Models that a job names as `tests.e2e.small_models:...`: one that learns, and some with a fault in them."""
+"""Models for jobs, as `tests.e2e.small_models:...`: one that learns, and some with a fault."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.nn import functional as F  # noqa: N812
 from zerodrift.pipeline.cut import Parts
 
 POISON = 7
-"""A byte that no text has unless a test puts it there."""
+"""A byte that no text has by itself."""
 
 Fault = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Return the loss of a model with a fault, from the model, its tokens and its loss without."""
+"""Function from the model, its tokens and its loss to the loss with a fault."""
 
 
 class Block(nn.Module):
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Bigram(nn.Module):
-    """The next byte from this one; returns the loss, or logits without labels."""
+    """A model of the next byte; returns the loss, or logits without labels."""
 
     calls = 0
 
@@ -60,7 +60,7 @@ class Bigram(nn.Module):
 
 
 class Widened(Bigram):
-    """Computes its head in fp32 behind the plan's back."""
+    """A model that computes its head in fp32, against the plan."""
 
     dtype = torch.float32
 
@@ -70,7 +70,7 @@ class Widened(Bigram):
 
 
 class Narrowed(Widened):
-    """The same in bf16."""
+    """A model that computes its head in bf16, against the plan."""
 
     dtype = torch.bfloat16
 
@@ -86,14 +86,14 @@ def without_memory(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torc
 
 
 def break_on_rank_1(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """Fail in the third forward, as a program does that has a defect."""
+    """Fail in the third forward, as a defective program does."""
     if model.calls == 3 and torch.distributed.get_rank() == 1:
         raise KeyError("broken on purpose")
     return loss
 
 
 def wait(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """Take time, so that a test can interfere."""
+    """Sleep, so that a test can interfere."""
     time.sleep(0.05)
     return loss
 
@@ -103,7 +103,7 @@ def not_a_number(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torch.
 
 
 def infinite_slope(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """The loss is fine and its gradient is not, where the poison is in the text."""
+    """Make the gradient of a text with the poison infinite; its loss stays finite."""
     return loss + torch.sqrt(model.layers[1].up.weight.float().sum() * 0.0) if is_poisoned(tokens) else loss
 
 
@@ -115,11 +115,11 @@ broken = functools.partial(Bigram, fault=break_on_rank_1)
 slow = functools.partial(Bigram, dropout=0.1, fault=wait)
 dropping = functools.partial(Bigram, dropout=0.2)
 deep = functools.partial(Bigram, layers=4)
-"""For four pieces."""
+"""Deep enough for four pipeline stages."""
 
 
 def parts() -> Parts:
-    """How all of these are cut for a pipeline."""
+    """Return the parts of these models for a pipeline."""
     return Parts(
         "layers",
         before=lambda model, batch: model.embed(batch["input_ids"]),
@@ -128,12 +128,12 @@ def parts() -> Parts:
 
 
 def no_parts() -> int:
-    """A function of a job that is none."""
+    """Return no parts, which a job must refuse."""
     return 3
 
 
 def llama(**rest: Any) -> Any:
-    """A causal model of `transformers`."""
+    """Make a causal model of `transformers`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 257, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}

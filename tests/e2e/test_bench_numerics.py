@@ -1,4 +1,4 @@
-"""`convergence.py` and `same_bits.py` of `bench`, small: they run, and say what is so."""
+"""Small runs of `convergence.py` and `same_bits.py` of `bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The boards, each with its own package: what a job asked for is there, also after it went on."""
+"""Metrics reach each board by its own package, also after a run was resumed."""
 
 from __future__ import annotations
 

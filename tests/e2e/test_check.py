@@ -1,4 +1,4 @@
-"""`check` and `diff` over commands, each a process of its own as a person would start it."""
+"""`check` and `diff` over commands, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Done, Words = subprocess.CompletedProcess[str], Sequence[str]
 
 
 def checked(folder: Path, text: str, options: Words = (), ranks: int = 1, python: Words = ()) -> Done:
-    """`check` over a script, on some ranks."""
+    """Run `check` over a script, on some ranks."""
     (folder / "train.py").write_text(text)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *python, *(launcher if ranks > 1 else ()), "train.py"]
@@ -32,7 +32,7 @@ def checked(folder: Path, text: str, options: Words = (), ranks: int = 1, python
 
 
 def plain(text: str) -> str:
-    """Without versions, which are of the machine."""
+    """Remove the versions, which depend on the machine."""
     return re.sub(r"libraries .*", "libraries", text)
 
 
@@ -174,7 +174,7 @@ BAD = {
     "loses a rank": (*(DDP.format(then="if step and dist.get_rank(): os.kill(os.getpid(), 9)"), 2),
         "The command ended with exit code 1|could say what was seen"),
 }  # fmt: skip
-"""A script, the exit code, and what is said, one or another."""
+"""A script, the exit code, and texts of which one must be printed."""
 
 STARTED: dict[str, dict[str, Any]] = {
     "takes too long": {"options": ("--timeout", "5")},
@@ -182,7 +182,7 @@ STARTED: dict[str, dict[str, Any]] = {
     "loses a rank": {"ranks": 2},
 }
 OFTEN = ("crash", "no torch", "failed by itself")
-"""Those that are not slow: each starts a Python that imports torch."""
+"""Cases that are not marked slow; each starts a Python that imports torch."""
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint of a trained model whose routers are pinned, and its masters."""
+    """Train a model whose routers are pinned; return its checkpoint and its masters."""
     rules = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}
     engine = make(config(2, "bf16", **rules), GPT(moe=True))
     for step in range(2):
@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 def test_our_checkpoint_to_safetensors(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
-    """In the dtypes of the plan that is in it; or as asked, but for what is pinned."""
+    """Files are in the dtypes of the plan, or in that of `--dtype` except for pinned parameters."""
     said = convert(run[0], tmp_path / "plan", "--max-shard-size", "20KB")
     assert said.startswith("from  a zerodrift checkpoint, step 2\nto    safetensors files:")
     assert "Moments and counters were left out" in said
@@ -62,7 +62,7 @@ def test_our_checkpoint_to_safetensors(run: tuple[Path, dict[str, torch.Tensor]]
 
 
 def test_there_and_back_again(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
-    """safetensors to a checkpoint that an engine loads, once it is told that there are no moments."""
+    """safetensors become a checkpoint, which an engine loads only without moments."""
     rows = {**run[1], "scale": torch.tensor(0.3333333)}
     save_file({name: value.contiguous() for name, value in rows.items()}, tmp_path / "m.safetensors")
     said = convert(tmp_path / "m.safetensors", tmp_path / "start")
@@ -74,7 +74,7 @@ def test_there_and_back_again(run: tuple[Path, dict[str, torch.Tensor]], tmp_pat
 
 
 def test_a_model_of_transformers(tmp_path: Path) -> None:
-    """Experts are stacked in the module and apart in the files: `--model` says so in both directions."""
+    """Experts are stacked in the module and separate in the files: `--model` converts both ways."""
     pytest.importorskip("transformers")
     from tests.models.architectures import ARCHITECTURES
 

@@ -46,7 +46,7 @@ class Files:
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """A mixture of experts in miniature."""
+    """Return the shapes of a small mixture of experts."""
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (256, WIDTH),
         "lm_head.weight": (256, WIDTH),
@@ -62,7 +62,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 def safetensors(path: Path) -> Path:
-    """A file of zeros in bf16: a header with names, shapes and places, then the bytes."""
+    """Write a file of zeros in bf16: a header with names, shapes and places, then the bytes."""
     header: dict[str, object] = {}
     end = 0
     for name, shape in shapes().items():

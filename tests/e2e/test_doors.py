@@ -1,7 +1,7 @@
 """Other people's trainers, unchanged, under `zerodrift run`: those that are installed, on two CPU ranks.
 
-What they compute in fp32 is DeepSpeed's own, which is recorded here: `tests/e2e/on_deepspeed.py` runs the
-same script on DeepSpeed 0.19.6. `docs/doors.md` has a row for each.
+Results in fp32 must be DeepSpeed's own, which are recorded here: `tests/e2e/on_deepspeed.py` runs the same
+script on DeepSpeed 0.19.6. `docs/doors.md` has a row for each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A loop of one's own over `accelerate` with a DeepSpeed plugin: zerodrift does in it what DeepSpeed does."""
+"""A user's loop over `accelerate` with a DeepSpeed plugin gives the same on zerodrift and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 LOOP = Path(__file__).parent / "accelerate_loop.py"
 
 NEAR = 1e-6
-"""Of losses around 10 in fp32: the same sums; DeepSpeed's norm is a float, ours is exact."""
+"""Tolerance of losses around 10 in fp32, because DeepSpeed's norm is a float and ours is exact."""
 
 
 def told(folder: Path, stage: int, engine: str) -> dict[str, Any]:

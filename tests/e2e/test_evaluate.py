@@ -1,4 +1,4 @@
-"""`zerodrift evaluate`: what training reports of a checkpoint, without training."""
+"""`zerodrift evaluate` reports the same metrics of a checkpoint as training, without training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example plans as its own page says, through the command line."""
+"""Every example plans by the command line, with the output of its own page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLANNED = {
 
 
 def written(text: str) -> list[str]:
-    """The `zerodrift plan` commands of a text, continued lines joined."""
+    """Return the `zerodrift plan` commands of a text, continued lines joined."""
     joined = re.sub(r"\\\n\s*", "", text)
     return re.findall(r"^#?\s*(zerodrift plan .*)$", joined, flags=re.MULTILINE)
 
@@ -40,7 +40,7 @@ def written(text: str) -> list[str]:
 def planned(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], dict[str, Any]]:
-    """What a command plans, as JSON. In this process, so that transformers is imported once."""
+    """Return a function that plans a command as JSON in this process, to import transformers once."""
     monkeypatch.chdir(ROOT)
 
     def plan(command: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`data.group_by_length`: which blocks a step has, how long its micro-batches are, and how a run goes on."""
+"""`data.group_by_length`: the blocks of a step, the lengths of its micro-batches, and resuming."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def uneven(folder: Path) -> str:
 
 
 def test_one_run_however_it_is_cut_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stopped and gone on with, and on two ranks: the same losses, to the last digit; little padding."""
+    """A resumed run, and one on two ranks, have the same losses to the last digit, with little padding."""
     found = []
     for name in ("whole", "resumed", "ranks"):
         folder = tmp_path / name

@@ -1,7 +1,7 @@
-"""Every example in the help of a verb runs, in a folder that has what it names.
+"""Every example in the help of a verb runs, in a folder with the files that it names.
 
-Files are made under the names of the examples. Written otherwise is only what no file can stand for: a number
-of ranks, a checkpoint's step, the place of a function.
+Only arguments that no file can stand for are replaced: a number of ranks, a checkpoint's step, the place
+of a function.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ELSEWHERE = {
     "-- deepspeed train.py": "tests/check/test_gallery.py, beside DeepSpeed",
     "convert ds_run": "tests/e2e/test_cli_convert.py, beside DeepSpeed",
 }
-"""Words of an example that needs another library -> where it is run."""
+"""Words of an example that needs another library -> the test that runs it."""
 
 TRAIN = """
 import torch
@@ -91,7 +91,7 @@ DS = {
 
 
 def run(home: Path, line: str) -> str:
-    """Type a line; return what it prints, after it ended with exit code 0."""
+    """Run a line, require exit code 0, and return the output."""
     words = shlex.split(line.partition(" > ")[0], comments=True)
     bin = Path(sys.executable).parent
     environment = {
@@ -112,7 +112,7 @@ def run(home: Path, line: str) -> str:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the examples name: the copied examples, a model, texts, tokens, runs."""
+    """Make a folder with everything that examples name: the copied examples, a model, texts, tokens, runs."""
     home = tmp_path_factory.mktemp("home")
     run(home, "zerodrift examples --copy")
     source = home / "examples" / "qwen3-moe-tiny"

@@ -1,4 +1,4 @@
-"""Names of the hub in a job: from the local cache, or refused with what downloads them."""
+"""Names of the hub in a job are read from the cache, or refused with the command to download."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def cached(name: str, kind: str, files: dict[str, bytes], branch: str = "main") -> Path:
-    """A snapshot as `huggingface_hub` lays it out: links to blobs."""
+    """Make a snapshot in the layout of `huggingface_hub`: links to blobs."""
     folder = hub_cache() / f"{kind}s--{name.replace('/', '--')}"
     snapshot = folder / "snapshots" / COMMIT
     for place in (snapshot, folder / "blobs", folder / "refs"):
@@ -42,7 +42,7 @@ def cached(name: str, kind: str, files: dict[str, bytes], branch: str = "main") 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A model, with weights."""
+    """Return the files of a model with weights."""
     folder = tmp_path_factory.mktemp("tiny")
     llama().save_pretrained(folder)
     return {file.name: file.read_bytes() for file in folder.iterdir()}

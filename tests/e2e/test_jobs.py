@@ -1,4 +1,4 @@
-"""Every example job trains, by its own file and a few steps of it."""
+"""Every example job trains for a few steps by its own file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "examples" / "jobs").glob("*.yaml"))
 MODES = {"fp16": "float16", "autocast": "float32"}
-"""What storage is seen to be, where it is not bfloat16."""
+"""Dtype of storage, where that is not bfloat16."""
 
 RANKS = {"pipeline": 2, "two-hosts": 2}
-"""Where one will not do."""
+"""Number of ranks, where one does not suffice."""
 
 SMALL = ["run.steps=2", "run.evaluate_every=0", "run.checkpoint_every=0", "data.block=48"]
 
@@ -31,7 +31,7 @@ EVERY_JOB = pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 
 
 def few_steps(folder: Path, name: str, ranks: int, *more: str) -> None:
-    """Train an example into a folder."""
+    """Train an example into a folder for a few steps."""
     file = f"examples/jobs/{name}.yaml"
     places = [f"run.folder={folder}/run", f"data.cache={folder}/cache"]
     held_out = "validation" in yaml.safe_load((ROOT / file).read_text())["data"]
@@ -40,7 +40,7 @@ def few_steps(folder: Path, name: str, ranks: int, *more: str) -> None:
 
 
 def names_in(file: Path) -> list[str]:
-    """The tensors of an export."""
+    """Return the names of the tensors of an export."""
     safetensors = pytest.importorskip("safetensors")
     with safetensors.safe_open(str(file), "pt") as opened:
         return list(opened.keys())
@@ -89,7 +89,7 @@ def test_blocks_compile(tmp_path: Path) -> None:
     ("name", "ranks"), [("moe", 2), pytest.param("pipeline", 4, marks=pytest.mark.slow)], ids=str
 )
 def test_experts_on_ranks_of_their_own(tmp_path: Path, name: str, ranks: int) -> None:
-    """Two expert ranks, alone and inside of a pipeline: the file that is exported is whole."""
+    """The export of two expert ranks is whole, without a pipeline and inside of one."""
     more = ["config.experts.ranks=2", "config.zero_optimization.stage=3", "model.weights=random"]
     few_steps(tmp_path, name, ranks, *more)
     stacks = [key for key in names_in(tmp_path / "run/export/model.safetensors") if ".experts." in key]

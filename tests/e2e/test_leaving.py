@@ -1,4 +1,4 @@
-"""The interpreter's exit, with process groups running."""
+"""The interpreter exits cleanly with process groups open."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ SCRIPT = Path(__file__).with_name("leaving.py")
 
 @pytest.mark.slow
 def test_a_script_that_stops_nothing_ends_well(tmp_path: Path) -> None:
-    """Each time for itself: one in five aborted. Slow for being launched twelve times."""
+    """Each start may fail by itself: one in five aborted. Slow because it starts twelve times."""
     for _ in range(12):
         torchrun(SCRIPT, [], tmp_path)

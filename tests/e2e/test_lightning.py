@@ -1,4 +1,4 @@
-"""The strategy for Lightning's Trainer, beside its own DDP: losses, steps, weights, and going on."""
+"""The strategy for Lightning's Trainer, beside its own DDP: losses, steps, weights, and resuming."""
 
 from __future__ import annotations
 

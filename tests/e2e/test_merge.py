@@ -1,4 +1,4 @@
-"""`zerodrift convert --merge`: adapters and their base as one model, beside what `peft` makes of them."""
+"""`zerodrift convert --merge`: adapters and their base become the same model as with `peft`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("p
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a base in bf16 and a run that has trained adapters on it."""
+    """Make a folder with a base in bf16 and a run that has trained adapters on it."""
     folder = tmp_path_factory.mktemp("merge")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -60,7 +60,7 @@ def plain(folder: Path, dtype: Any = "auto") -> Any:
 
 
 def adapters(folder: Path, target: str, **rest: Any) -> Path:
-    """A base and adapters for it that peft has made."""
+    """Make a base and adapters for it by peft."""
     base(folder / "base", tied=target == "lm_head")
     wanted = peft.LoraConfig(target_modules=[target], task_type="CAUSAL_LM", **rest)
     peft.get_peft_model(plain(folder), wanted).save_pretrained(folder / "adapters")
@@ -74,7 +74,7 @@ def merged_by_peft(model: Any, adapters: Path, folder: Path) -> dict[str, torch.
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_every_door_leads_to_what_peft_makes(trained: Path, tmp_path: Path, dtype: str) -> None:
-    """The run, its export and its checkpoint, which hold the same adapters in fp32."""
+    """A run, its export and its checkpoint hold the same adapters in fp32."""
     of = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     expected = merged_by_peft(plain(trained, of), trained / "run" / "export", tmp_path / "theirs")
     before = weights(trained / "base")

@@ -1,4 +1,4 @@
-"""What a run does between its first step and its last: exports, traces, an end before the last."""
+"""Exports and traces in the middle of a run, and an early stop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_better_loss_is_one_below_all_before_it() -> None:
 
 
 def patient(folder: Path, **run: Any) -> None:
-    """Train a job whose validation loss gets worse after its second evaluation: it diverges."""
+    """Train a job whose validation loss diverges after its second evaluation."""
     given = {"evaluate_every": 1, "export_best": True, "patience": 2, **run}
     rising = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 3.0}}
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 3.0}}, "scheduler": rising}
@@ -82,7 +82,7 @@ def test_what_is_frozen_stays_as_it_was(tmp_path: Path) -> None:
 
 
 def traced(folder: Path) -> dict[str, list[str]]:
-    """File -> the steps in it, by their names."""
+    """Return the steps in each trace file, by their names."""
     found = {}
     for file in sorted((folder / "run" / "traces").iterdir()):
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]

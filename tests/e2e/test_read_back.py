@@ -1,4 +1,4 @@
-"""What a run left, read back: a checkpoint by its name or path, an export that is whole, a job that was."""
+"""The files of a run are read back: a checkpoint by its name or path, a whole export, the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerodrift.train.tools.sample import SamplingOptions, TextGenerator, choose
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps with a checkpoint every two."""
+    """Train six steps with a checkpoint every two, and return the run's folder."""
     folder = tmp_path_factory.mktemp("run")
     assert train(str(job(folder, run={"checkpoint_every": 2, "keep": 3}))) == 0
     return folder

@@ -1,6 +1,6 @@
-"""The tutorial and the recipes, followed: their jobs are written, and their commands run, in their order.
+"""The commands of the tutorial and of the recipes run in their order, with their jobs.
 
-Steps and blocks are few; the models are tiny ones, where the pages say so and where they name a real one.
+Steps and blocks are few, and models are tiny, where the pages name a real one too.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ transformers = pytest.importorskip("transformers", reason="needs the extra `hf`:
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = ("pip install", "hf download")
-"""What needs a network, or changes the environment."""
+"""Commands that need a network, or change the environment."""
 
 FEW = ("--set", "run.steps=2", "--set", "data.block=64")
 
 
 def sections(page: str) -> list[list[tuple[str, str]]]:
-    """(language, text) of what a reader copies, by the headings of a page."""
+    """Return (language, text) of the blocks that a reader copies, by the headings of a page."""
     text = (ROOT / "docs" / page).read_text()
     return [re.findall(r"^```(yaml|bash)\n(.*?)^```", part, re.M | re.S) for part in text.split("\n## ")]
 
 
 def named(text: str) -> str:
-    """The name that the page gives a job."""
+    """Return the page's name for a job."""
     return text.split()[1]
 
 
@@ -53,7 +53,7 @@ OF_TRL = next(section for section in sections("recipes.md") if any("-- trl" in t
 
 @pytest.fixture(scope="module")
 def materials(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages say a reader has."""
+    """Make the files that the pages require of a reader."""
     folder: Path = tmp_path_factory.mktemp("reader")
     (folder / "text").mkdir()
     for number in range(8):
@@ -76,7 +76,7 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def follow(section: list[tuple[str, str]], folder: Path) -> list[str]:
-    """Write the jobs and run the commands; returns these."""
+    """Write the jobs, run the commands, and return these."""
     ran = []
     for language, text in section:
         if language == "yaml":
@@ -111,7 +111,7 @@ SHORTER = {
     "whole", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
 def test_the_tutorial_is_followed(whole: bool, tmp_path: Path) -> None:
-    """As a notebook; what takes long, or starts a training of its own, only in the slow cell."""
+    """The notebook's commands run; long ones and separate trainings only in the slow cell."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     told = ""
     for line in commands_of_the_notebook():
@@ -156,7 +156,7 @@ def test_what_the_recipes_say_without_a_job_is_followed(
 
 
 def test_recipes_of_trl_are_followed(materials: Path) -> None:
-    """On two ranks, as they are but for what a machine without GPUs and a tiny model need."""
+    """The commands run on two ranks, changed only for a machine without GPUs and a tiny model."""
     pytest.importorskip("trl", reason="needs TRL, as `make doors` has it")
     asked = [{"prompt": [{"role": "user", "content": f"What is {number}?"}]} for number in range(16)]
     said = [{"role": "assistant", "content": word} for word in ("Fine.", "Bad.")]
@@ -182,7 +182,7 @@ def test_recipes_of_trl_are_followed(materials: Path) -> None:
 
 
 def test_keys_of_the_tables_are_keys() -> None:
-    """Of a job, as dotted names in the column on the right."""
+    """Dotted names in the right column are keys of a job."""
     text = (ROOT / "docs" / "recipes.md").read_text().partition("## Key for key")[2]
     known = (ROOT / "docs" / "job.md").read_text() + (ROOT / "docs" / "config.md").read_text()
     named = set(re.findall(r"`(?:config|model|data|run)\.([a-z_.]+)", text))

@@ -1,4 +1,4 @@
-"""A fault that was planted in a run is found by replaying its steps on another number of ranks."""
+"""A fault planted in a run is found by replaying its steps on another number of ranks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def zerodrift(*words: str, plant: str = "::") -> tuple[int, str]:
-    """In the folder of the job."""
+    """Run a command in the folder of the job."""
     done = commands.run(*words, PLANT=plant, COLUMNS="100")
     return done.returncode, done.stdout + done.stderr
 
@@ -125,7 +125,7 @@ def test_a_bit_of_a_gradient_of_one_rank_is_found(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_sums_in_another_order_is_found(folder: Path) -> None:
-    """As one does that has another version of a library under torch."""
+    """The planted rank stands for one with another version of a library under torch."""
     code, text = zerodrift("train", "job.yaml", "--nproc", "2", plant="sum:1:all")
     assert code == 0, text
     code, text = zerodrift("replay", "run", "--nproc", "1", "--from", "3")

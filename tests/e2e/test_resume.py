@@ -1,4 +1,4 @@
-"""Going on with a job that was changed: what the screen says holds, and is what is used."""
+"""A changed job resumes with the values that it prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rates(folder: Path) -> dict[int, float]:
 
 
 def told(capsys: pytest.CaptureFixture[str], folder: Path, **blocks: Any) -> str:
-    """Train a job and return what it prints."""
+    """Train a job and return its output."""
     capsys.readouterr()
     assert trained(folder, **blocks) == 0
     return capsys.readouterr().out
@@ -34,7 +34,7 @@ COSINE = {"type": "WarmupCosineLR", "params": LENGTHS}
 
 
 def cosine(lr: float, update: int, total: int) -> float:
-    """Of the update after so many others, by its formula."""
+    """Return the rate of an update by its formula."""
     share = (update - 1 - 2 + 1) / (total - 2)
     return lr * (0.1 + 0.9 * (1 + math.cos(math.pi * share)) / 2)
 
@@ -42,7 +42,7 @@ def cosine(lr: float, update: int, total: int) -> float:
 def test_rates_of_a_changed_job_hold_from_the_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a schedule, then with one that the checkpoint did not have, then with another length."""
+    """The job has no schedule, then one that the checkpoint lacks, then one of another length."""
     without = {"optimizer": adam(1e-2, 0.1), "scheduler": None}
     trained(tmp_path, steps=2, config=without)
     out = told(capsys, tmp_path, steps=4, config={**without, "optimizer": adam(2e-3, 0.3)})
@@ -73,7 +73,7 @@ def test_nothing_changed_says_nothing_changed(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_path_is_where_a_run_begins_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A checkpoint, its folder and its run are all paths to it."""
+    """A checkpoint, its folder and its run are all paths to the same checkpoint."""
     trained(tmp_path, steps=2)
     first = tmp_path / "run"
     for number, path in enumerate((first, first / "checkpoints", first / "checkpoints" / "step-00000002")):

@@ -1,4 +1,4 @@
-"""`zerodrift run -- COMMAND`: `deepspeed` is zerodrift in every Python process below, or somebody says so."""
+"""`zerodrift run -- COMMAND`: `deepspeed` is zerodrift in every Python process below, or an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ assert "torch" not in sys.modules, "nothing of the drop-in is imported before it
 loader = importlib.util.find_spec("deepspeed").loader
 print(importlib.metadata.version("deepspeed"), type(loader).__module__)
 """
-"""What a script sees without an import of DeepSpeed, which takes seconds."""
+"""A script that prints its drop-in without an import of DeepSpeed, which takes seconds."""
 
 TRAIN = """
 import argparse, deepspeed, os, torch

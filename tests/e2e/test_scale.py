@@ -1,4 +1,4 @@
-"""671 billion parameters for 2,048 ranks are planned on a laptop: `bench/plan_scale.py` and its limits."""
+"""A laptop plans 671 billion parameters for 2,048 ranks: `bench/plan_scale.py` and its limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_deepseek_v3_is_planned_for_2048_ranks(tmp_path: Path) -> None:
-    """What is planned. How long it takes, and in how much memory, is the bench's, below."""
+    """The contents of the plan are checked here; its time and memory by the bench, below."""
     pytest.importorskip("transformers")
     pinned = {"mode": "bf16", "rules": [{"match": "*.mlp.gate.weight", "pin": "fp32"}]}
     published = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "dtype": "bfloat16"}
@@ -35,7 +35,7 @@ def test_deepseek_v3_is_planned_for_2048_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_deepseek_v3_plans_within_its_limits() -> None:
-    """Slow for its seconds, which a machine that does other work has not."""
+    """Slow because of its limits on seconds, which a busy machine misses."""
     pytest.importorskip("transformers")
     command = [sys.executable, "bench/plan_scale.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

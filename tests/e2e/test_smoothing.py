@@ -40,7 +40,7 @@ TALKS = [{"prompt": "abc" * (number % 9), "completion": "ij" * (1 + number % 4)}
 
 
 def masked(folder: Path, packed: bool, model: str = "llama", ranks: int = 1, **config: Any) -> str:
-    """A job whose micro-batches have very different numbers of learned tokens."""
+    """Write a job whose micro-batches differ much in learned tokens, and return its path."""
     data = {"format": "chat", "block": 64, "pack": packed, "label_smoothing": SHARE, "validation": 0.25}
     config = {
         "precision": {"mode": "fp32"},
@@ -57,7 +57,7 @@ def masked(folder: Path, packed: bool, model: str = "llama", ranks: int = 1, **c
 
 
 def plain(folder: Path) -> tuple[list[float], float]:
-    """Losses of a plain loop over all learned tokens of a step at once, and of the labels after the last."""
+    """Train a plain loop with one loss per step; return its losses, and the final one of validation."""
     from zerodrift.train.data.blocks import open_blocks
     from zerodrift.train.data.sampling import BlockSampler
 

@@ -1,4 +1,4 @@
-"""Streams and surroundings that are not as usual: the product or one message, and never a traceback."""
+"""Unusual streams and environments lead to the product or to one message, and never to a traceback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRINTERS = ("support", "--help")
 
 
 def shell(line: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
-    """A command line; None takes a variable away."""
+    """Run a command line; None removes a variable."""
     held = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(
         ["bash", "-c", line],
@@ -42,7 +42,7 @@ REDIRECTED = {
     "support >&-": (2, "`stdout`: must be open"),
     "support 2>&- <&-": (0, ""),
 }
-"""A line, and how it ends; a reader who has gone is no error."""
+"""A line -> its end; a closed pipe is no error."""
 
 
 @pytest.mark.parametrize("line", REDIRECTED)
@@ -94,7 +94,7 @@ def test_a_run_whose_reader_goes_says_so_and_can_go_on(tmp_path: Path) -> None:
 def test_a_place_that_is_taken_is_named(
     place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A file where a folder is to be, or a folder where a file is."""
+    """A file may be in the place of a folder, or a folder in that of a file."""
     file = job(tmp_path, steps=1)
     taken = tmp_path / place
     taken.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Jobs from file to report: what a run leaves, what it says, and what it does when something goes wrong."""
+"""Jobs from file to report: the files of a run, its messages, and its errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_samples_are_on_the_page_and_change_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_of_the_default_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """And where the tree is asked for; uneven micro-batches and dropout, dealt in turns and by neighbours."""
+    """The default order and the requested tree agree, with uneven micro-batches and dropout."""
     rows = [{"prompt": "what decides?", "completion": "the plan" * (1 + number % 5)} for number in range(64)]
     data = {"format": "chat", "block": 48, "validation": 0.2}
     ends, seen = set(), set()
@@ -108,7 +108,7 @@ def test_a_run_of_the_default_has_the_same_bits_on_any_number_of_ranks(tmp_path:
 def test_a_run_that_was_begun_in_the_order_of_ranks_goes_on_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan that was written before there was another default has no such decision."""
+    """An older plan, from before there was another default, has no such decision."""
 
     def as_before(folder: Path, plan: dict[str, Any]) -> File:
         decisions = plan["policy"]["decisions"]

@@ -22,7 +22,7 @@ Process = Command | subprocess.Popen[str]
 
 
 def train(file: Path) -> Command:
-    """On two ranks."""
+    """Train on two ranks."""
     return Command("train", file, "--nproc", "2", *QUICKLY)
 
 
@@ -40,7 +40,7 @@ def until(folder: Path, step: int, process: Process) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Every descendant of a process, in the order of their starts."""
+    """Return every descendant of a process, in the order of their starts."""
     found = []
     for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         found += [int(text), *children(int(text))]
@@ -63,7 +63,7 @@ def finished(process: Process) -> tuple[int, str, str]:
 
 
 def on_two_ranks(folder: Path, steps: int) -> dict[int, float]:
-    """The losses of a run that nobody disturbs."""
+    """Return the losses of an undisturbed run."""
     run_ranks(on_a_rank, 2, str(job(folder, "slow", steps)), QUICKLY[1:])
     found = losses(folder)
     assert list(found) == list(range(1, steps + 1))
@@ -134,7 +134,6 @@ def test_a_refusal_in_the_ranks_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_defect_in_the_ranks_is_told_once_with_its_traceback(tmp_path: Path) -> None:
-    """By the processes that a person starts."""
     process = start("train", str(job(tmp_path, "broken", steps=3)), "--nproc", "2", *QUICKLY)
     code, out, err = finished(process)
     assert code == 1, out + err
@@ -142,7 +141,7 @@ def test_a_defect_in_the_ranks_is_told_once_with_its_traceback(tmp_path: Path) -
 
 
 def test_a_start_imports_what_it_uses(tmp_path: Path) -> None:
-    """What starts ranks needs no torch, and a rank needs no compiler and no model of others."""
+    """The launcher imports no torch, and a rank imports no compiler and no library of models."""
     code = (
         "import sys\n"
         "from zerodrift.train.loop.start import train\n"

@@ -1,4 +1,4 @@
-"""Jobs whose model is cut over a pipeline: the numbers of one without, and all that a run does besides."""
+"""Jobs with a pipeline: the same numbers as without one, checkpoints, evaluation and exports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHOLE = {
     "train_batch_size": 16,
     "gradient_accumulation_steps": 4,
 }
-"""One process with as many micro-batches."""
+"""Config of one process with as many micro-batches."""
 
 
 def staged(
@@ -36,7 +36,7 @@ def staged(
     schedule: str = "1f1b",
     **blocks: Any,
 ) -> Path:
-    """The file of a job with two stages, of which a step has the same blocks on any number of ranks."""
+    """Write a job with two stages, whose steps have the same blocks on any number of ranks."""
     config = {
         **WHOLE,
         "gradient_accumulation_steps": None,
@@ -49,7 +49,7 @@ def staged(
 
 
 def run(file: str, overrides: Sequence[str] = ()) -> str:
-    """On a rank of the harness; the error's text, if it is one of ours."""
+    """Train on a rank of the harness; return the text of one of our errors."""
     os.chdir(ROOT)
     try:
         run_here(file, overrides)
@@ -90,7 +90,7 @@ def test_four_ranks_and_every_page_of_it(tmp_path: Path) -> None:
 
 
 def test_going_on_is_the_same_as_not_stopping_and_works_without_the_pipeline(tmp_path: Path) -> None:
-    """With dropout: what torch draws to learn the shapes of a pipeline is put back."""
+    """Random numbers that torch draws to learn the shapes of a pipeline are put back, for dropout."""
     found = []
     for name, turns in (("a", [6]), ("b", [2, 6])):
         folder = tmp_path / name
@@ -106,7 +106,7 @@ def test_going_on_is_the_same_as_not_stopping_and_works_without_the_pipeline(tmp
 
 
 def test_by_the_tree_a_run_is_replayed_without_its_pipeline(tmp_path: Path) -> None:
-    """On one process, with dropout: what it recorded of gradients and state, by unit, and every loss."""
+    """One process replays a run with dropout: gradients and state by unit, and every loss."""
     tree = {"precision": {"mode": "bf16", "reduce": {"order": "tree"}}}
     file = staged(tmp_path, "dropping", 4, ranks=4, config=tree, run={"digest_every": 1})
     assert run_ranks(run, 4, str(file)) == [""] * 4
@@ -129,7 +129,7 @@ def test_a_bad_batch_is_named_saved_once_and_skipped(tmp_path: Path, model: str,
 
 
 def asked(file: str) -> None:
-    """The second stage alone is asked to stop, as by a scheduler of one machine, once a step was taken."""
+    """Ask the second stage alone to stop after a step, as a scheduler of one machine does."""
     os.chdir(ROOT)
     metrics = Path(file).parent / "run" / "metrics.jsonl"
 

@@ -1,4 +1,4 @@
-"""A run on two hosts: the same numbers as on one, and on again after one of them lost its rank."""
+"""A run on two hosts has the numbers of one host, also after one of them lost its rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 10
 
 @pytest.fixture(scope="module")
 def on_one(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of two ranks on one host."""
+    """Return the losses of two ranks on one host."""
     return on_two_ranks(tmp_path_factory.mktemp("one"), STEPS)
 
 

@@ -1,6 +1,6 @@
-"""What drives an engine in verl, unmodified, on two CPU ranks: its SFT trainer, and its workers.
+"""verl's SFT trainer and its workers, unmodified, drive the engine on two CPU ranks.
 
-Each has zerodrift in one run and verl's own fsdp2 in another, in fp32. The trainer finds the engine by its
+Each runs with zerodrift once and with verl's own fsdp2 once, in fp32. The trainer finds the engine by its
 entry point, the workers by VERL_USE_EXTERNAL_MODULES.
 """
 
@@ -53,7 +53,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(data: Path, out: Path, steps: int, *words: str) -> list[dict[str, float]]:
-    """What the trainer logged of each step, and of each evaluation."""
+    """Run the trainer and return its log of each step and evaluation."""
     out.mkdir(exist_ok=True)
     said = [
         f"data.train_files={data}/chats.parquet",

@@ -1,4 +1,4 @@
-"""The wheel where there is neither the repository nor a compiler: its kernels compute the same, and train."""
+"""The wheel's kernels compute the same without the repository and a compiler, and train."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 
 @pytest.fixture(scope="module")
 def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that was named, or one that is built of the files that git knows."""
+    """Return the wheel of the option, or one that is built from git's files."""
     if named := request.config.getoption("--wheel"):
         return Path(named).resolve()
     copy, folder = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("wheel")
@@ -66,7 +66,7 @@ def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class Installed:
-    """The wheel in an environment of its own, with the packages of this one and no compiler on the path."""
+    """The wheel in an environment with the packages of this one and no compiler on the path."""
 
     def __init__(self, wheel: Path, home: Path) -> None:
         venv.create(home)
@@ -91,7 +91,7 @@ class Installed:
         return done.stdout + done.stderr
 
     def kernels(self, **variables: str) -> str:
-        """Return what the doctor says of the kernels, from a folder without the repository."""
+        """Return the doctor's line about the kernels, from a folder without the repository."""
         told = self.run("-m", "zerodrift", "doctor", "--json", folder=self.place.parent, **variables)
         facts = json.loads(told[told.index("[") : told.rindex("]") + 1])
         return next(str(fact["found"]) for fact in facts if fact["what"] == "CPU updates")
@@ -114,7 +114,7 @@ def test_it_trains_without_the_repository(installed: Installed, tmp_path: Path) 
 
 @pytest.mark.skipif(sys.platform != "linux" or find_compiler() is None, reason="its wheel has no kernels")
 def test_each_of_its_libraries_computes_what_torch_does(installed: Installed) -> None:
-    """Try the best one for this processor, then the next, then the one that never contracts."""
+    """The best library for this processor is tried, then the next, then the one that never contracts."""
     folder = installed.place / "zerodrift" / "kernels" / "libraries"
     names = [variant.name for variant in VARIANTS[os.uname().machine]]
     assert sorted(path.stem for path in folder.glob("*.so")) == sorted(names)
@@ -133,7 +133,7 @@ def test_each_of_its_libraries_computes_what_torch_does(installed: Installed) ->
 
 
 def check(installed: Installed, **variables: str) -> None:
-    """Compare every update of the library that is loaded with the definition in PyTorch, bit for bit."""
+    """Compare every update of the loaded library with the definition in PyTorch, bit for bit."""
     arguments = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow")
     told = installed.run(*arguments, "tests/numerics/test_fused.py", folder=ROOT, **variables)
     assert " passed" in told and "skipped" not in told and "failed" not in told, told

@@ -1,8 +1,8 @@
-"""Two ranks of a script, forked when it has imported what it imports: that takes most of its time.
+"""Fork two ranks of a script after its imports, which take most of its time.
 
     python tests/e2e/two_ranks.py SCRIPT ARGUMENTS
 
-The script's `main` is what ranks run, with torchrun's variables.
+Ranks run the script's `main`, with torchrun's variables.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _end_with(alive: int) -> None:
-    """End when the first rank has."""
+    """End with the first rank."""
     os.read(alive, 1)
     os._exit(3)
 

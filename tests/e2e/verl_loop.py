@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 tests/e2e/verl_loop.py FOLDER STAGE DTYPE
 
-Trains three steps of two micro-batches, hands weights to a sampler, saves, goes on, loads and goes on again.
-What it saw is in FOLDER/told.json.
+Trains three steps of two micro-batches, hands weights to a sampler, saves, goes on, loads and goes on
+again. The results are in FOLDER/told.json.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS, RATE, CLIP = 3, 1e-3, 0.5
 
 
 def rows(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens, and which of them count, of the eight samples of a step."""
+    """Return the tokens and the loss mask of the eight samples of a step."""
     made = torch.Generator().manual_seed(step)
     lengths = torch.randint(4, 12, (8,), generator=made).tolist()
     tokens = [torch.randint(3, 64, (length,), generator=made) for length in lengths]
@@ -54,7 +54,7 @@ def batch(step: int, rank: int) -> Any:
 
 
 def plain(path: str) -> list[float]:
-    """Losses of the same steps in torch, in fp32, on one rank."""
+    """Return the losses of the same steps in torch, in fp32, on one rank."""
     model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
     losses = []
@@ -75,7 +75,7 @@ def plain(path: str) -> list[float]:
 
 
 def made(path: str, stage: int, dtype: str, kind: str = "language_model", **more: Any) -> Any:
-    """One that trains; a critic is only asked."""
+    """Make an engine that trains; a critic is only evaluated."""
     model = HFModelConfig(
         model_type=kind,
         path=path,
@@ -116,7 +116,7 @@ def step(engine: Any, number: int) -> dict[str, float]:
 
 
 def twice(engine: Any) -> list[float] | str:
-    """Norms of a batch, and of the same one given two times in a step; or what was said of that."""
+    """Return the norms of a batch, and of the same one passed twice in a step; or the text of the error."""
     loss = functools.partial(sft_loss, config=None)
     norms = []
     try:

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=2 tests/e2e/verl_worker.py FOLDER
 
-What was seen is in FOLDER/told.json: a case each, with what it has of each engine.
+The results are in FOLDER/told.json: those of each engine, by case.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from zerodrift.errors import ZerodriftError
 from zerodrift.verl import ZeroDriftEngineConfig, digests_of, require_same
 
 SAMPLES, RESPONSE, CLIP = 4, 6, 0.5
-"""Samples of a rank; the most tokens of an answer; the norm that gradients are clipped to."""
+"""Samples per rank; the longest answer in tokens; the norm at which gradients are clipped."""
 SFT = functools.partial(sft_loss, config=None)
 CASES: dict[str, Callable[[Path, int], Any]] = {}
 
@@ -69,7 +69,7 @@ def nested(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def samples(seed: int, rank: int, **said: Any) -> Any:
-    """Prompts with answers, packed, and what a policy's and a critic's loss need of them."""
+    """Return packed prompts with answers, and the inputs of a policy's and a critic's loss."""
     made = torch.Generator().manual_seed(100 * seed + rank)
     prompts = [torch.randint(3, 64, (3 + i % 3,), generator=made) for i in range(SAMPLES)]
     answers = [torch.randint(3, 64, (RESPONSE - i % 4,), generator=made) for i in range(SAMPLES)]
@@ -104,7 +104,7 @@ def samples(seed: int, rank: int, **said: Any) -> Any:
 
 
 def chats(seed: int, rank: int, **said: Any) -> Any:
-    """The same for SFT, whose mask goes over all tokens."""
+    """Return a batch for SFT, whose mask goes over all tokens."""
     data = samples(seed, rank, **said)
     lengths = zip(data["prompts"].offsets().diff(), data["input_ids"].offsets().diff(), strict=True)
     data["loss_mask"] = nested([(torch.arange(int(of)) >= prompt).long() for prompt, of in lengths])
@@ -156,7 +156,7 @@ def worker(
 
 
 def metrics(output: Any, *more: str) -> dict[str, float]:
-    """Of a batch: loss, norm and learning rate, and others by name."""
+    """Return loss, norm and learning rate of a batch, and others by name."""
     found = tensordict_utils.get(output, "metrics")
     names = [name for name in ("loss", "grad_norm", "lr", *more) if name in found]
     return {name: number(found[name]) for name in names}
@@ -182,7 +182,7 @@ def both(train: Callable[[str], Any]) -> dict[str, Any]:
 
 @case
 def sft(folder: Path, rank: int) -> Any:
-    """Two steps, packed and padded, in micro-batches of a size and of a number of tokens."""
+    """Train two steps, packed and padded, in micro-batches by count and by tokens."""
 
     def train(strategy: str) -> Any:
         cosine = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 3}
@@ -214,7 +214,7 @@ def policy() -> Any:
 
 
 def as_policy(made: TrainingWorker, data: Any) -> Any:
-    """With what the policy says before it is trained."""
+    """Add the log-probabilities of the untrained policy to a batch."""
     tensordict_utils.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
     seen = made.infer_batch(data.copy())
     data["old_log_probs"] = no_padding_2_padding(seen["log_probs"], data)
@@ -223,7 +223,7 @@ def as_policy(made: TrainingWorker, data: Any) -> Any:
 
 @case
 def ppo(folder: Path, rank: int) -> Any:
-    """Two updates by one batch: the first sees no change of the policy, the second does."""
+    """Train two updates by one batch: the first sees no change of the policy, the second does."""
 
     def train(strategy: str) -> Any:
         made = worker(folder / "model", strategy, loss=policy())
@@ -239,7 +239,7 @@ def ppo(folder: Path, rank: int) -> Any:
 
 @case
 def bits(folder: Path, rank: int) -> Any:
-    """Log-probabilities before training are those in training, to the bit, and in fp32."""
+    """Compare log-probabilities before training with those in training, to the bit, and in fp32."""
     found = {}
     for dtype in ("float32", "bfloat16"):
         made = worker(folder / "model", dtype=dtype, enable_gradient_checkpointing=dtype == "bfloat16")
@@ -258,7 +258,7 @@ def bits(folder: Path, rank: int) -> Any:
 
 @case
 def critic(folder: Path, rank: int) -> Any:
-    """A step of a critic, and of the same in plain torch on one rank."""
+    """Train a critic for a step, on the engine and in plain torch on one rank."""
     config = CriticConfig(strategy="zerodrift", ppo_micro_batch_size_per_gpu=2)
     loss = functools.partial(value_loss, config=config)
     made = worker(folder / "critic", kind="value_model", loss=loss)
@@ -286,7 +286,7 @@ def critic(folder: Path, rank: int) -> Any:
 
 @case
 def adapter(folder: Path, rank: int) -> Any:
-    """Trains, is switched off for the reference, and is handed over apart."""
+    """Train an adapter, switch it off for the reference, and export it separately."""
     made = worker(folder / "model", lora_rank=4, target_modules=["q_proj", "v_proj"], loss=policy())
     data, first = as_policy(made, samples(1, rank))
     steps = [metrics(made.train_batch(data.copy())) for _ in range(2)]
@@ -308,7 +308,7 @@ def adapter(folder: Path, rank: int) -> Any:
 
 @case
 def sampler(folder: Path, rank: int) -> Any:
-    """Weights go out under the names of the model's folder, in their dtypes, while training goes on."""
+    """Export weights in training, under the names and in the dtypes of the model's folder."""
     config = {"zero_optimization": {"stage": 3}, "precision": {"export": "bf16"}}
     config["precision"]["rules"] = [{"match": "*.mlp.gate.*", "pin": "fp32"}]
     made = worker(folder / "experts", dtype="bfloat16", config=config, loss=SFT)
@@ -342,7 +342,7 @@ def sampler(folder: Path, rank: int) -> Any:
 
 
 class Sampler:
-    """Stands for what generates: it keeps what it is given."""
+    """A stand-in for a sampler, which keeps its weights."""
 
     def __init__(self) -> None:
         self.held: dict[str, torch.Tensor] = {}
@@ -358,7 +358,7 @@ class Sampler:
 
 @case
 def hybrid(folder: Path, rank: int) -> Any:
-    """verl's worker of actor and reference, made of verl's own config with zerodrift in it, and a sampler."""
+    """Run verl's worker of actor and reference, from verl's own config, and a sampler."""
     own = "{zero_optimization: {stage: 3}, precision: {export: bf16}}"
     said = [f"actor_rollout_ref.model.path={folder / 'model'}"]
     said += ["+actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
@@ -403,7 +403,7 @@ def hybrid(folder: Path, rank: int) -> Any:
 
 @case
 def places(folder: Path, rank: int) -> Any:
-    """Moved where it is already; elsewhere with an error. Checkpoints hold what verl's block says."""
+    """Move an engine to its own device; any other is an error. Save the contents of verl's config."""
     whole = {"save_contents": ["model", "optimizer", "extra", "hf_model"]}
     made = worker(folder / "model", checkpoint=whole, loss=SFT)
     made.to("device")
@@ -443,7 +443,7 @@ def places(folder: Path, rank: int) -> Any:
 
 
 def loss_of(model: Any, seed: int) -> float:
-    """Of the chats of both ranks, in plain torch."""
+    """Return the loss of the chats of both ranks, in plain torch."""
     total, count = 0.0, 0
     for data in (chats(seed, rank) for rank in range(2)):
         for tokens, mask in zip(data["input_ids"].unbind(), data["loss_mask"].unbind(), strict=True):
