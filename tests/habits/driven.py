@@ -1,4 +1,4 @@
-"""The engine as a trainer of habits: every call is the engine's own."""
+"""The engine as a trainer of habits, by its own calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people do with autograd: several losses, penalties, checkpointing, functions of their own.
+"""Habits with autograd: several losses, penalties, checkpointing, custom functions.
 
 Invariant: only a backward that reaches the gradients of parameters counts as one.
 """
@@ -19,7 +19,7 @@ from tests.habits.networks import ORDER, WIDTH, Block, Net, as_loss_of, fit, fit
 
 
 class TwoHeads(Net):
-    """Two tasks on one trunk."""
+    """A model of two tasks on one trunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class TwoHeads(Net):
 
 
 def a_backward_for_each_loss(loop: Loop) -> None:
-    """Two losses of one forward, the first with retain_graph."""
+    """Run a backward for each of two losses of one forward, the first with retain_graph."""
     net = loop.train(TwoHeads(), 2)
     for number in range(2):
         one, two = net(loop.data(number))
@@ -43,7 +43,7 @@ def a_backward_for_each_loss(loop: Loop) -> None:
 
 
 def losses_by_hand(loop: Loop) -> None:
-    """`loss.backward()`, without the engine's own."""
+    """Call `loss.backward()` instead of the engine's own."""
     net = loop.train(TwoHeads())
     for number in range(2):
         one, two = net(loop.data(number))
@@ -52,7 +52,7 @@ def losses_by_hand(loop: Loop) -> None:
 
 
 def a_sum_over_micro_batches(loop: Loop) -> None:
-    """One backward of what several forwards gave."""
+    """Run one backward of several forwards."""
     net = loop.train(Net())
     three = [[loop.data(3 * step + number) for number in range(3)] for step in range(2)]
     step_on(net, (sum(square(net(x)) for x in data) / 3 for data in three))
@@ -60,7 +60,7 @@ def a_sum_over_micro_batches(loop: Loop) -> None:
 
 @as_loss_of(Net)
 def two_views_of_one_batch(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Contrastive: two forwards, one loss of both."""
+    """Return a contrastive loss of two forwards."""
     one, two = net(x + 0.1), net(x - 0.1)
     logits = F.normalize(one.float(), dim=-1) @ F.normalize(two.float(), dim=-1).T
     return F.cross_entropy(logits, torch.arange(4))
@@ -68,7 +68,7 @@ def two_views_of_one_batch(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
 
 @as_loss_of(Net, 3)
 def a_target_of_ones_own_without_gradients(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """BYOL, self-distillation: the second forward is without gradients."""
+    """Run the second forward without gradients, as BYOL and self-distillation do."""
     with torch.no_grad():
         target = net(x + 0.1)
     return square(net(x) - target)
@@ -76,14 +76,14 @@ def a_target_of_ones_own_without_gradients(loop: Loop, net: Trainer, x: Tensor) 
 
 @as_loss_of(Net)
 def a_forward_that_is_thrown_away(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """With gradients on, and no backward: the sample that is only looked at."""
+    """Run a forward with gradients on but without a backward, to look at a sample."""
     loop.see("looked at", net(x + 1.0))
     return square(net(x))
 
 
 @as_loss_of(Net)
 def a_forward_between_forward_and_backward(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Evaluation without gradients between the two."""
+    """Evaluate without gradients between forward and backward."""
     out = net(x)
     with torch.inference_mode():
         loop.see("evaluated", net(loop.data(5)).clone())
@@ -91,7 +91,7 @@ def a_forward_between_forward_and_backward(loop: Loop, net: Trainer, x: Tensor) 
 
 
 def the_model_is_called_in_pieces(loop: Loop) -> None:
-    """A loss that is a part of the output: the head gets no gradient."""
+    """Take the loss of a part of the output, so that the head gets no gradient."""
 
     class Hidden(Net):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ def the_model_is_called_in_pieces(loop: Loop) -> None:
 
 
 def a_gradient_that_is_given(loop: Loop) -> None:
-    """`backward(gradient=...)` of an output that is no scalar."""
+    """Call `backward(gradient=...)` on an output that is no scalar."""
     net = loop.train(Net())
     for number in range(2):
         out = net(loop.data(number))
@@ -114,7 +114,7 @@ def a_gradient_that_is_given(loop: Loop) -> None:
 
 
 def torch_autograd_backward(loop: Loop) -> None:
-    """Several outputs at once."""
+    """Call `torch.autograd.backward` on several outputs at once."""
     net = loop.train(TwoHeads())
     for number in range(2):
         one, two = net(loop.data(number))
@@ -127,7 +127,7 @@ def torch_autograd_backward(loop: Loop) -> None:
 
 @as_loss_of(Net, micro=2)
 def saliency(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """The gradient of the input, between two micro-batches of a step."""
+    """Take the gradient of the input, between two micro-batches of a step."""
     x.requires_grad_()
     out = net(x)
     (found,) = torch.autograd.grad(out.float().sum(), x, retain_graph=True)
@@ -137,7 +137,7 @@ def saliency(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
 
 @as_loss_of(Net)
 def adversarial_examples(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """FGSM: a gradient of the input, then training on what it gives."""
+    """Train on FGSM examples, which need a gradient of the input."""
     x.requires_grad_()
     (found,) = torch.autograd.grad(square(net(x)), x)
     return square(net((x + 0.1 * found.sign()).detach()))
@@ -145,7 +145,7 @@ def adversarial_examples(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
 
 @as_loss_of(Net)
 def adversarial_examples_by_backward(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """PGD with `x.grad`, the model's gradients thrown away."""
+    """Train on PGD examples by `x.grad`, and drop the model's gradients."""
     square(net(x.requires_grad_())).backward()
     loop.see("x.grad", x.grad)
     net.zero_grad()
@@ -153,7 +153,7 @@ def adversarial_examples_by_backward(loop: Loop, net: Trainer, x: Tensor) -> Ten
 
 
 def free_adversarial_training(loop: Loop) -> None:
-    """A leaf that is no parameter gets its gradient in the same backward."""
+    """Give a leaf that is no parameter its gradient in the same backward."""
     net = loop.train(Net())
     noise = torch.zeros(4, WIDTH, dtype=loop.dtype, requires_grad=True)
     for number in range(3):
@@ -167,7 +167,7 @@ def free_adversarial_training(loop: Loop) -> None:
 
 @as_loss_of(lambda: Net(out=1))
 def a_gradient_penalty(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """WGAN-GP: a gradient of a gradient."""
+    """Add the penalty of WGAN-GP: a gradient of a gradient."""
     out = net(x.requires_grad_())
     (found,) = torch.autograd.grad(out.float().sum(), x, create_graph=True)
     return square(out) + (found.float().norm(dim=1) - 1).square().mean()
@@ -175,14 +175,14 @@ def a_gradient_penalty(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
 
 @as_loss_of(lambda: Net(out=1))
 def a_penalty_on_its_own(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """R1: only the gradient's norm is in the loss."""
+    """Train on the penalty R1: only the gradient's norm is in the loss."""
     x.requires_grad_()
     (found,) = torch.autograd.grad(net(x).float().sum(), x, create_graph=True)
     return square(found)
 
 
 def forces(loop: Loop) -> None:
-    """An energy and its derivative by position, inside the model's own forward, as in molecular dynamics."""
+    """Differentiate an energy by position inside the model's own forward, as in molecular dynamics."""
 
     class Energy(Net):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,14 +205,14 @@ def forces(loop: Loop) -> None:
 
 
 class Smooth(Block):
-    """As Block, with a function whose second derivative is exact to write."""
+    """A block with an activation whose second derivative is exact."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
 
 
 def a_gradient_of_parameters(loop: Loop) -> None:
-    """`torch.autograd.grad` by a parameter: at stage 3 there is none to derive by outside of its unit."""
+    """Call `torch.autograd.grad` by a parameter, which at stage 3 exists only inside of its unit."""
     net = loop.train(Net())
     out = net(loop.data(0))
     weight = net.module.blocks[1].up.weight
@@ -223,7 +223,7 @@ def a_gradient_of_parameters(loop: Loop) -> None:
 
 
 def a_graph_of_a_backward(loop: Loop) -> None:
-    """`loss.backward(create_graph=True)`, whose second derivative nobody takes."""
+    """Call `loss.backward(create_graph=True)` without taking the second derivative."""
     net = loop.train(Net(Smooth))
     for number in range(2):
         net.backward(square(net(loop.data(number))), create_graph=True)
@@ -231,7 +231,7 @@ def a_graph_of_a_backward(loop: Loop) -> None:
 
 
 def backward_by_inputs(loop: Loop) -> None:
-    """`loss.backward(inputs=[...])`: a gradient for the input and for nothing else."""
+    """Call `loss.backward(inputs=[...])` for a gradient of the input alone."""
     net = loop.train(Net())
     x = loop.data(0).requires_grad_()
     out = net(x)
@@ -245,14 +245,14 @@ def backward_by_inputs(loop: Loop) -> None:
 
 
 class MapOverSamples(Net):
-    """`vmap` inside the model."""
+    """A model with `vmap` inside."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.func.vmap(super().forward)(x)
 
 
 class DerivativeInsideTheModel(Net):
-    """`torch.func.grad` of blocks by their input: a physics-informed network."""
+    """A model with `torch.func.grad` of blocks by their input: a physics-informed network."""
 
     def forward(self, x: Tensor) -> Tensor:
         def energy(one: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ class DerivativeInsideTheModel(Net):
 
 
 def a_jacobian_of_the_model(loop: Loop) -> None:
-    """`torch.func.jvp` around a call, without gradients of parameters."""
+    """Call `torch.func.jvp` around the model, without gradients of parameters."""
     net = loop.train(Net(Smooth))
     x = loop.data(0)
     out, tangent = torch.func.jvp(lambda one: net(one), (x,), (torch.ones_like(x),))
@@ -272,7 +272,7 @@ def a_jacobian_of_the_model(loop: Loop) -> None:
 
 @as_loss_of(Net)
 def other_weights_for_a_call(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """`functional_call` with weights of the user's own, as in meta-learning."""
+    """Call `functional_call` with the user's own weights, as in meta-learning."""
     with net.gathered() as full:
         fast = {name: value.detach().clone().requires_grad_() for name, value in full.items()}
     inner = square(torch.func.functional_call(net.module, fast, (x,)))
@@ -285,7 +285,7 @@ def other_weights_for_a_call(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
 
 
 class Recomputed(Net):
-    """Recomputes its blocks in the backward."""
+    """A model that recomputes its blocks in the backward."""
 
     def __init__(self, reentrant: bool, block: Any = Block) -> None:
         super().__init__(block)
@@ -296,7 +296,7 @@ class Recomputed(Net):
 
 
 def checkpointed_blocks_with_dropout(loop: Loop) -> None:
-    """Recomputed with the same random numbers."""
+    """Recompute with the same random numbers."""
 
     class Drops(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -320,7 +320,7 @@ class CheckpointsInCheckpoints(Block):
 
 
 class CheckpointedSegments(Net):
-    """`checkpoint_sequential` over several blocks at a time."""
+    """A model with `checkpoint_sequential` over several blocks at a time."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(checkpoint_sequential(list(self.blocks), 2, self.into(x), use_reentrant=False))
@@ -328,7 +328,7 @@ class CheckpointedSegments(Net):
 
 @as_loss_of(Net)
 def a_checkpoint_around_the_call(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """`checkpoint(net, x)`: gradient caching, GradCache."""
+    """Call `checkpoint(net, x)`, as GradCache does."""
     return square(checkpoint(net, x, use_reentrant=False))
 
 
@@ -338,7 +338,7 @@ def a_reentrant_checkpoint_around_the_call(loop: Loop, net: Trainer, x: Tensor) 
 
 
 def a_checkpointed_block_with_a_list(loop: Loop) -> None:
-    """What a recomputed block appends is appended twice in plain torch, too."""
+    """Append in a recomputed block, which appends twice in plain torch, too."""
 
     class Appends(Block):
         def forward(self, x: Tensor, found: list[Tensor]) -> Tensor:
@@ -356,7 +356,7 @@ def a_checkpointed_block_with_a_list(loop: Loop) -> None:
 
 
 class Straight(torch.autograd.Function):
-    """Rounds, and lets gradients through."""
+    """A rounding with a straight-through gradient."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -372,7 +372,7 @@ class Straight(torch.autograd.Function):
 
 
 class Linear(torch.autograd.Function):
-    """A matrix product written by hand: saves the weight, and forms its gradient."""
+    """A hand-written matrix product, which saves the weight and computes its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -402,7 +402,7 @@ class Attribute(torch.autograd.Function):
 
 
 class WeightsOnTheContext(Block):
-    """A function that keeps the weight as an attribute, as hand-written kernels do."""
+    """A block whose function keeps the weight as an attribute, as hand-written kernels do."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + Attribute.apply(Attribute.apply(x, self.up.weight), self.down.weight)
@@ -410,14 +410,14 @@ class WeightsOnTheContext(Block):
 
 @as_loss_of(Net)
 def activations_on_the_host(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """`save_on_cpu` around the forward."""
+    """Use `save_on_cpu` around the forward."""
     with torch.autograd.graph.save_on_cpu():
         return square(net(x))
 
 
 @as_loss_of(Net)
 def hooks_on_what_is_saved(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """The user packs what autograd saves: copies, in another dtype."""
+    """Pack saved tensors by the user's own hooks: as copies, in another dtype."""
     packed = []
 
     def pack(tensor: Tensor) -> Any:
@@ -431,7 +431,7 @@ def hooks_on_what_is_saved(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
 
 
 def a_tensor_that_was_changed(loop: Loop) -> None:
-    """Changed in place after it was saved: an error, as in plain torch."""
+    """Change a saved tensor in place: an error, as in plain torch."""
     net = loop.train(Net())
     out = net(loop.data(0)).exp()
     loss = square(out)
@@ -444,7 +444,7 @@ def a_tensor_that_was_changed(loop: Loop) -> None:
 
 
 def a_second_backward_of_a_freed_graph(loop: Loop) -> None:
-    """An error, as in plain torch, and training goes on."""
+    """Run a second backward of a freed graph, an error as in plain torch, and train on."""
     net = loop.train(Net())
     loss = square(net(loop.data(0)))
     net.backward(loss)
@@ -460,7 +460,7 @@ class Adds(Block):
 
 
 class ChangesItsInput(Net):
-    """A residual stream that blocks add to in place; they return nothing."""
+    """A model whose blocks add in place to a residual stream and return nothing."""
 
     def through(self, block: nn.Module, x: Tensor) -> Tensor:
         block(x)
@@ -468,7 +468,7 @@ class ChangesItsInput(Net):
 
 
 def a_block_that_changes_and_returns_its_input(loop: Loop) -> None:
-    """`x += ...; return x`, and a view of the input."""
+    """Run blocks with `x += ...; return x`, and with a view of the input."""
 
     class Adds(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -493,7 +493,7 @@ class Fills(Block):
 
 
 class FilledByBlocks(Net):
-    """Blocks write their rows of one output tensor."""
+    """A model whose blocks write their rows of one output tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = torch.zeros(len(x), 3, WIDTH, dtype=x.dtype)
@@ -509,7 +509,7 @@ class FillsRow(Block):
 
 
 class FilledByRows(Net):
-    """Slices of one tensor, each written by a block."""
+    """A model whose blocks each write a slice of one tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.into(x)
@@ -520,7 +520,7 @@ class FilledByRows(Net):
 
 
 def a_loss_in_double(loop: Loop) -> None:
-    """The loss is formed in fp64 and scaled by a tensor that is no leaf of the model."""
+    """Compute the loss in fp64 and scale by a tensor that is no leaf of the model."""
     net = loop.train(Net())
     weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     fit(loop, net, lambda x: net(x).double().square().mean() * weight)
@@ -528,7 +528,7 @@ def a_loss_in_double(loop: Loop) -> None:
 
 
 class NoGradAroundAPart(Net):
-    """The first blocks run without gradients, and one detaches."""
+    """A model whose first blocks run without gradients, with one that detaches."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():

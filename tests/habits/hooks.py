@@ -1,6 +1,6 @@
-"""Hooks that people put on modules, tensors and parameters after the engine was made.
+"""Habits with hooks on modules, tensors and parameters after the engine was made.
 
-Invariant: a hook sees whole weights and what plain torch would show it.
+Invariant: a hook sees whole weights and the values of plain torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.habits.networks import WIDTH, Block, Net, as_loss_of, fit, square
 
 
 def caught_in(loop: Loop, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """A loss of the model's output and of what a hook caught inside a block."""
+    """Train a loss of the model's output and of a tensor that a hook caught inside a block."""
     net = loop.train(Net())
     caught: list[Tensor] = []
     net.module.blocks[1].up.register_forward_hook(lambda module, args, out: caught.append(out))
@@ -30,7 +30,7 @@ CAUGHT: dict[str, Any] = {
 
 
 def features_of_a_block(loop: Loop) -> None:
-    """A hook on the block itself, and one on its input."""
+    """Put a hook on the block itself, and one on its input."""
     net = loop.train(Net())
     caught: list[Tensor] = []
     net.module.blocks[0].register_forward_hook(lambda module, args, out: caught.append(out))
@@ -52,13 +52,13 @@ class KeepsFeatures(Block):
 
 @as_loss_of(lambda: Net(KeepsFeatures))
 def features_by_attribute(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """A block that keeps what it computed, as attention keeps its weights."""
+    """Use a result that a block keeps, as attention keeps its weights."""
     out = net(x)
     return square(out) + sum(square(block.kept) for block in net.module.blocks)
 
 
 def a_teacher_and_hooks(loop: Loop) -> None:
-    """A frozen plain model beside the engine, its features matched by hooks on both."""
+    """Match the features of a frozen plain model beside the engine, by hooks on both."""
     torch.manual_seed(3)
     teacher = Net().to(loop.dtype).eval()
     net = loop.train(Net())
@@ -77,7 +77,7 @@ def a_teacher_and_hooks(loop: Loop) -> None:
 
 
 def hooks_that_read_weights(loop: Loop, put: Callable[[nn.Module, Callable[..., None]], Any]) -> None:
-    """Before a block runs, after it has run, and while its gradients are formed, its weights are whole."""
+    """Read a block's weights before it runs, after it has run, and in its backward; they are whole."""
     net = loop.train(Net())
 
     def look(module: nn.Module, *called: Any) -> None:
@@ -100,7 +100,7 @@ READERS: dict[str, Any] = {
 
 
 def a_hook_that_changes_input_and_output(loop: Loop) -> None:
-    """Activation patching: what a hook returns is what goes on."""
+    """Patch activations: the results of a hook replace input and output."""
     net = loop.train(Net())
     net.module.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
     net.module.blocks[1].register_forward_hook(lambda module, args, out: out + 1.0)
@@ -111,7 +111,7 @@ def a_hook_that_changes_input_and_output(loop: Loop) -> None:
 
 
 def hooks_on_all_modules(loop: Loop) -> None:
-    """`register_module_forward_hook`, as profilers and torchinfo put it."""
+    """Call `register_module_forward_hook`, as profilers and torchinfo do."""
     net = loop.train(Net())
     seen: list[str] = []
     before = nn.modules.module.register_module_forward_pre_hook(
@@ -127,7 +127,7 @@ def hooks_on_all_modules(loop: Loop) -> None:
 
 
 def full_backward_hooks(loop: Loop) -> None:
-    """The gradients at a block's output and input."""
+    """Read the gradients at a block's output and input."""
     net = loop.train(Net())
     seen: list[Any] = []
     for number, block in enumerate(net.module.blocks):
@@ -142,7 +142,7 @@ def full_backward_hooks(loop: Loop) -> None:
 
 
 def a_backward_hook_that_changes_gradients(loop: Loop) -> None:
-    """Gradient reversal and scaling at a block's boundary."""
+    """Reverse and scale gradients at a block's boundary."""
     net = loop.train(Net())
     net.module.blocks[1].register_full_backward_hook(lambda module, into, out: (-0.5 * into[0],))
     net.module.blocks[2].register_full_backward_pre_hook(lambda module, out: (out[0] * 2,))
@@ -150,7 +150,7 @@ def a_backward_hook_that_changes_gradients(loop: Loop) -> None:
 
 
 def hooks_on_tensors(loop: Loop) -> None:
-    """`register_hook` and `retain_grad` on what the model returned and on what is inside."""
+    """Call `register_hook` and `retain_grad` on the model's output and on inner tensors."""
     net = loop.train(Net())
     caught: list[Tensor] = []
     net.module.blocks[0].register_forward_hook(lambda module, args, out: caught.append(out))
@@ -165,7 +165,7 @@ def hooks_on_tensors(loop: Loop) -> None:
 
 
 def hooks_on_parameters(loop: Loop) -> None:
-    """A mask on a weight's gradient."""
+    """Mask a weight's gradient."""
     net = loop.train(Net())
     mask = torch.eye(WIDTH, dtype=torch.bool)
     seen: list[int] = []
@@ -177,7 +177,7 @@ def hooks_on_parameters(loop: Loop) -> None:
 
 
 def hooks_before_the_engine(loop: Loop) -> None:
-    """The same, put on before."""
+    """Put hooks on parameters before the engine is made."""
     model = Net()
     model.head.weight.register_hook(lambda grad: grad * 0.5)
     seen: list[Any] = []
@@ -191,7 +191,7 @@ def hooks_before_the_engine(loop: Loop) -> None:
 
 
 def hooks_after_accumulation(loop: Loop) -> None:
-    """`register_post_accumulate_grad_hook` that reads or changes what a backward has left."""
+    """Read or change accumulated gradients by `register_post_accumulate_grad_hook`."""
     net = loop.train(Net())
     seen: list[Any] = []
 
@@ -206,7 +206,7 @@ def hooks_after_accumulation(loop: Loop) -> None:
 
 
 def hooks_that_come_and_go(loop: Loop) -> None:
-    """Put on and taken off between steps."""
+    """Add and remove hooks between steps."""
     net = loop.train(Net())
     for number in range(3):
         seen: list[Tensor] = []
@@ -217,7 +217,7 @@ def hooks_that_come_and_go(loop: Loop) -> None:
 
 
 def a_hook_that_raises(loop: Loop) -> None:
-    """An exception in a hook, and training goes on."""
+    """Raise an exception in a hook, and train on."""
     net = loop.train(Net())
 
     def fail(module: nn.Module, args: Any, out: Any) -> None:

@@ -1,6 +1,6 @@
-"""What a habit is written against: a loop, what trains a model in it, and what was seen.
+"""The interface of a habit: a loop, a trainer of a model, and a record of values.
 
-Nothing here knows of zerodrift. `plain.py` and `driven.py` are the two who train.
+Nothing here depends on zerodrift. The two trainers are `plain.py` and `driven.py`.
 
 Invariant: a habit does the same on every rank, on its own data.
 """
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 NORM = 1e-6
-"""How close the norms of gradients are: plain torch sums squares in another order."""
+"""Tolerance of gradient norms, because plain torch sums squares in another order."""
 
 SHOWN = 4
-"""Differences that are told; the first ones lead to the others."""
+"""Differences in a message; later ones follow from the first."""
 
 
 class Trainer(Protocol):
-    """Who trains one model."""
+    """The trainer of one model."""
 
     module: nn.Module
 
@@ -36,7 +36,7 @@ class Trainer(Protocol):
     def backward(self, loss: Tensor, **kwargs: Any) -> None: ...
 
     def step(self) -> bool:
-        """End a micro-batch; whether the weights were updated."""
+        """End a micro-batch; return whether the weights were updated."""
 
     def zero_grad(self) -> None: ...
 
@@ -47,13 +47,13 @@ class Trainer(Protocol):
     ) -> AbstractContextManager[dict[str, Tensor]]: ...
 
     def gradient(self, name: str) -> Tensor:
-        """Of this step so far, averaged."""
+        """Return a gradient of this step so far, averaged."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
 
     def masters(self) -> dict[str, Tensor]:
-        """By the names of the model."""
+        """Return the masters by the names of the model."""
 
     def close(self) -> None: ...
 
@@ -69,14 +69,14 @@ class Loop:
     mode: str
     rank: int
     plain: bool
-    """Whether plain torch trains."""
+    """Whether the trainer is plain torch."""
     make: MakeTrainer
     trainers: list[Trainer] = field(default_factory=list)
     seen: list[tuple[str, Any]] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """Dtype of the model's computations."""
         return torch.bfloat16 if self.mode == "bf16" else torch.float32
 
     def train(self, model: nn.Module, micro: int = 1, **config: Any) -> Trainer:
@@ -85,11 +85,11 @@ class Loop:
         return self.trainers[-1]
 
     def see(self, name: str, value: Any) -> None:
-        """Something that must be the same whoever trains."""
+        """Record a value that must be equal under both trainers."""
         self.seen.append((name, kept(value)))
 
     def data(self, seed: int, *shape: int, same: bool = False) -> Tensor:
-        """Normal numbers in the mode's dtype, other ones on every rank unless `same`."""
+        """Return normal numbers in the mode's dtype, different on every rank unless `same`."""
         source = torch.Generator().manual_seed(1000 * seed + (0 if same else self.rank))
         return torch.randn(shape or (4, 8), generator=source).to(self.dtype)
 
@@ -98,11 +98,11 @@ class Loop:
         return torch.randint(high, shape, generator=source)
 
     def see_norm(self, norm: float) -> None:
-        """Of a step; how one that is not finite is written is nobody's promise."""
+        """Record the norm of a step, with one name for all that are not finite."""
         self.see("norm", norm if math.isfinite(norm) else math.inf)
 
     def finish(self) -> None:
-        """See what the habit has left behind, and end."""
+        """Record the final state and end the trainers."""
         for number, trainer in enumerate(self.trainers):
             for name, master in trainer.masters().items():
                 self.see(f"master {number} {name}", master)
@@ -118,37 +118,37 @@ class Loop:
 
 @dataclass(frozen=True)
 class Habit:
-    """A habit and what must come of it."""
+    """A habit with its expected result."""
 
     run: Callable[[Loop], None]
     refused: str = ""
-    """Words of the error that the engine raises instead; "" where it does as plain torch."""
+    """Words of the engine's error; "" if the engine agrees with plain torch."""
     at: tuple[int, ...] = (0, 3)
-    """The stages at which it is refused."""
+    """Stages at which it is refused."""
     modes: tuple[str, ...] = ("fp32", "bf16")
-    """The modes in which it is refused."""
+    """Modes in which it is refused."""
     split: str = ""
     """Words of the error at stage 0 in bf16, where the other half of a split master cannot follow a write."""
     why: str = ""
-    """Why it is refused, or only close."""
+    """Reason of a refusal or a tolerance."""
     close: float = 0.0
-    """How far a tensor may be off, as a share of its largest value; 0 is bit for bit."""
+    """Tolerance of a tensor, as a share of its largest value; 0 is bit for bit."""
     called: str = ""
-    """Its name, where it is one of a table."""
+    """Name of a row of a table."""
 
     @property
     def name(self) -> str:
         return self.called or self.run.__name__
 
     def refusal(self, stage: int, mode: str) -> str:
-        """Words of the error at a stage, in a mode; "" where there is none."""
+        """Return words of the error at a stage, in a mode; "" if there is none."""
         if self.split and (stage, mode) == (0, "bf16"):
             return self.split
         return self.refused if stage in self.at and mode in self.modes else ""
 
 
 def habits_of(room: dict[str, Any], *rare: Habit) -> tuple[Habit, ...]:
-    """Every function of a file that takes nothing but a loop, in their order; of `rare` ones more is said."""
+    """Return every function of a file that takes a loop alone; `rare` ones replace theirs."""
     said = {habit.name: habit for habit in rare}
     runs = [
         run
@@ -163,14 +163,14 @@ def habits_of(room: dict[str, Any], *rare: Habit) -> tuple[Habit, ...]:
 def refused(
     why: str, words: dict[Callable[[Loop], None], str], at: tuple[int, ...] = (0, 3), split: str = ""
 ) -> list[Habit]:
-    """Habits that an engine refuses for one reason, each with words of its error."""
+    """Return habits that an engine refuses for one reason, each with words of its error."""
     return [Habit(run, refused=said, at=at, split=split, why=why) for run, said in words.items()]
 
 
 def refused_cases(
     why: str, run: Callable[[Loop, Any], None], cases: dict[str, tuple[Any, str]]
 ) -> list[Habit]:
-    """The same for a table of one script: name -> (its value, words of the error)."""
+    """Return habits of a table that are refused for one reason: name -> (value, words of the error)."""
     return [
         Habit(lambda loop, case=case: run(loop, case), said, why=why, called=name)
         for name, (case, said) in cases.items()
@@ -178,12 +178,12 @@ def refused_cases(
 
 
 def each(run: Callable[[Loop, Any], None], cases: dict[str, Any]) -> list[Habit]:
-    """One habit for each name of a table, which are the same script with other values."""
+    """Return a habit for each name of a table: the same script with other values."""
     return [Habit(lambda loop, case=case: run(loop, case), called=name) for name, case in cases.items()]
 
 
 def kept(value: Any) -> Any:
-    """The value as it is now."""
+    """Return a copy of the value."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -194,7 +194,7 @@ def kept(value: Any) -> Any:
 
 
 def differences(plain: Loop, other: Loop, close: float) -> list[str]:
-    """What was seen in one loop and not in the other."""
+    """List the differences between the records of two loops."""
     names, others = [name for name, _ in plain.seen], [name for name, _ in other.seen]
     if names != others:
         both = itertools.zip_longest(names, others)
@@ -209,7 +209,7 @@ def differences(plain: Loop, other: Loop, close: float) -> list[str]:
 
 
 def differs(value: Any, found: Any, close: float) -> str:
-    """What differs; "" where nothing does."""
+    """Describe the difference between two values; "" if there is none."""
     if isinstance(value, float):
         value, found = torch.tensor(value, dtype=torch.float64), torch.tensor(found, dtype=torch.float64)
     if isinstance(value, Tensor) and isinstance(found, Tensor):

@@ -1,4 +1,5 @@
-"""Loops themselves: accumulation, schedules, evaluation, interrupts, threads, batches of every size.
+"""Habits of loops themselves: accumulation, schedules, evaluation, interrupts, threads, batches of every
+size.
 
 Invariant: a loop that runs with plain torch on every rank runs with the engine.
 """
@@ -28,7 +29,7 @@ def micro_batches(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
 
 
 def micro_batches_without_sync(loop: Loop) -> None:
-    """`no_sync` around all but the last, as with DDP; one step per update."""
+    """Use `no_sync` around all micro-batches but the last, as with DDP, and one step per update."""
     net = loop.train(Net())
     for step in range(2):
         for micro in range(3):
@@ -38,7 +39,7 @@ def micro_batches_without_sync(loop: Loop) -> None:
 
 
 def a_last_step_that_is_short(loop: Loop) -> None:
-    """The data end in the middle of a step, and the rest is dropped."""
+    """End the data in the middle of a step, and drop the rest."""
     net = loop.train(Net(), 4)
     for epoch in range(2):
         for number in range(6):
@@ -48,7 +49,7 @@ def a_last_step_that_is_short(loop: Loop) -> None:
 
 
 def a_batch_that_is_skipped(loop: Loop) -> None:
-    """On every rank alike: `continue` before the backward."""
+    """Skip a batch on every rank, by `continue` before the backward."""
     net = loop.train(Net())
     for number in range(4):
         loss = square(net(loop.data(number)))
@@ -59,7 +60,7 @@ def a_batch_that_is_skipped(loop: Loop) -> None:
 
 
 def on_one_rank(loop: Loop, change: Callable[[Tensor], Tensor]) -> None:
-    """A rank finds its batch bad and changes the loss; the others do not."""
+    """Change the loss of a bad batch on one rank only."""
     net = loop.train(Net())
     fit(loop, net, steps=1)
     fit(loop, net, lambda x: change(square(net(x))) if loop.rank == 1 else square(net(x)), 1, seed=1)
@@ -73,7 +74,7 @@ CHANGES: dict[str, Any] = {
 
 
 def a_loss_that_is_not_finite(loop: Loop) -> None:
-    """NaN on one rank: no update on any, and training goes on."""
+    """Return NaN on one rank: no rank updates, and training goes on."""
     net = loop.train(Net())
     for number, first in enumerate([1.0, float("nan") if loop.rank == 1 else 1.0, float("inf"), 1.0]):
         x = loop.data(number)
@@ -83,7 +84,7 @@ def a_loss_that_is_not_finite(loop: Loop) -> None:
 
 
 def a_bad_loss_that_is_not_used(loop: Loop) -> None:
-    """The loop looks at the loss, and calls `zero_grad` and `continue`."""
+    """Drop a bad loss by `zero_grad` and `continue`."""
     net = loop.train(Net())
     for number in range(3):
         loss = square(net(loop.data(number, same=True)))
@@ -95,7 +96,7 @@ def a_bad_loss_that_is_not_used(loop: Loop) -> None:
 
 
 def batches_of_every_size(loop: Loop) -> None:
-    """Other sizes on other ranks, and none at all on one."""
+    """Use batches of other sizes on other ranks, and an empty one on one."""
     net = loop.train(Net())
     sizes = [pair[loop.rank] for pair in [(4, 2), (1, 7), (3, 0), (0, 5)]]
     data = [loop.data(number, size, WIDTH) for number, size in enumerate(sizes)]
@@ -103,14 +104,14 @@ def batches_of_every_size(loop: Loop) -> None:
 
 
 def lengths_of_every_size(loop: Loop) -> None:
-    """Sequences of other lengths on other ranks and in every batch."""
+    """Use sequences of other lengths on other ranks and in every batch."""
     net = loop.train(Net())
     lengths = [1 + number + 2 * loop.rank for number in range(3)]
     step_on(net, (square(net(loop.data(number, 2, length, WIDTH))) for number, length in enumerate(lengths)))
 
 
 def a_data_loader(loop: Loop) -> None:
-    """torch's own, its batches as lists."""
+    """Iterate over torch's own loader, whose batches are lists."""
     net = loop.train(Net())
     source = torch.Generator().manual_seed(loop.rank)
     dataset = TensorDataset(loop.data(0, 10, WIDTH), loop.integers(0, WIDTH, 10))
@@ -122,7 +123,7 @@ def a_data_loader(loop: Loop) -> None:
 
 
 def zero_grad_in_every_way(loop: Loop) -> None:
-    """Before the forward, by the module, by the optimizer, set to zero and to none."""
+    """Call `zero_grad` before the forward, by module and by optimizer, to zero and to None."""
     net = loop.train(Net())
     clearing = (
         (net.optimizer.zero_grad,),
@@ -137,7 +138,7 @@ def zero_grad_in_every_way(loop: Loop) -> None:
 
 
 def scheduled(loop: Loop, make: Callable[[torch.optim.Optimizer], tuple[Any, ...]]) -> None:
-    """A scheduler over the optimizer, stepped by hand."""
+    """Step a scheduler over the optimizer by hand."""
     net = loop.train(Net())
     schedule, *told = make(net.optimizer)
     for _ in steps_of(loop, net, 5):
@@ -153,7 +154,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 def learning_rates_by_hand(loop: Loop) -> None:
-    """`group["lr"] = ...` before every step."""
+    """Assign `group["lr"] = ...` before every step."""
     net = loop.train(Net())
     for number in range(4):
         for group in net.optimizer.param_groups:
@@ -162,14 +163,14 @@ def learning_rates_by_hand(loop: Loop) -> None:
 
 
 def an_optimizer_that_is_stepped(loop: Loop) -> None:
-    """By its own method, as a loop without an engine does."""
+    """Call the optimizer's own `step`, as a loop without an engine does."""
     net = loop.train(Net())
     net.backward(square(net(loop.data(0))))
     net.optimizer.step()
 
 
 def a_gradient_scaler(loop: Loop) -> None:
-    """torch's own, which is asked to step the optimizer."""
+    """Step the optimizer by torch's own scaler."""
     net = loop.train(Net())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(square(net(loop.data(0)))).backward()
@@ -180,7 +181,7 @@ def a_gradient_scaler(loop: Loop) -> None:
 
 
 def evaluation_between_steps(loop: Loop) -> None:
-    """no_grad, inference_mode, eval and train, with and without."""
+    """Evaluate under no_grad, inference_mode, eval and train, with and without."""
     net = loop.train(Net(lambda: nn.Sequential(Block(), nn.Dropout(0.2))))
     for number in range(3):
         net.module.train()
@@ -201,7 +202,7 @@ def evaluation_between_micro_batches(loop: Loop, net: Trainer, x: Tensor) -> Ten
 
 
 def evaluation_as_a_decorator(loop: Loop) -> None:
-    """`@torch.no_grad()` on a function that generates predictions."""
+    """Generate predictions in a function with `@torch.no_grad()`."""
     net = loop.train(Net())
 
     @torch.no_grad()
@@ -214,7 +215,7 @@ def evaluation_as_a_decorator(loop: Loop) -> None:
 
 
 def generation(loop: Loop) -> None:
-    """Token by token, sampled, the module called by itself."""
+    """Sample token by token, calling the module by itself."""
 
     class Language(Net):
         def __init__(self) -> None:
@@ -240,7 +241,7 @@ def generation(loop: Loop) -> None:
 
 
 def evaluation_of_other_lengths(loop: Loop) -> None:
-    """Every rank has as many batches as it has data: the last ones of rank 0 meet nobody."""
+    """Evaluate all data of each rank: the last batches of rank 0 run alone."""
     net = loop.train(Net())
     fit(loop, net)
     net.module.eval()
@@ -252,7 +253,7 @@ def evaluation_of_other_lengths(loop: Loop) -> None:
 
 
 def inference_tensors(loop: Loop) -> None:
-    """Data that were made in inference_mode."""
+    """Train on data that were made in inference_mode."""
     net = loop.train(Net())
     with torch.inference_mode():
         x = loop.data(0) * 2
@@ -263,7 +264,7 @@ def inference_tensors(loop: Loop) -> None:
 
 
 class Fails(Net):
-    """Raises in the middle of a forward when it is told to."""
+    """A model that raises an error in the middle of a forward on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +279,7 @@ class Fails(Net):
 
 
 def failing(loop: Loop, error: BaseException) -> None:
-    """The batch is left out; or Ctrl-C in a notebook, and the cell again."""
+    """Leave a failed batch out; or press Ctrl-C in a notebook, and run the cell again."""
     net = loop.train(Fails())
     for number in range(4):
         net.module.error = error if number == 2 else None
@@ -296,7 +297,7 @@ def _fail(grad: Tensor) -> None:
 
 
 def an_exception_in_the_backward(loop: Loop) -> None:
-    """A hook on a tensor raises."""
+    """Raise in a hook on a tensor."""
     net = loop.train(Net())
     for number in range(3):
         out = net(loop.data(number))
@@ -315,13 +316,13 @@ def an_exception_in_the_backward(loop: Loop) -> None:
 
 
 def a_default_device(loop: Loop) -> None:
-    """`with torch.device(...)` around everything."""
+    """Use `with torch.device(...)` around everything."""
     with torch.get_default_device():
         fit(loop, loop.train(Net()))
 
 
 def gradients_off_around(loop: Loop) -> None:
-    """A whole script under no_grad, training under enable_grad."""
+    """Run a whole script under no_grad, and train under enable_grad."""
     with torch.no_grad():
         net = loop.train(Net())
         with torch.enable_grad():
@@ -330,7 +331,7 @@ def gradients_off_around(loop: Loop) -> None:
 
 
 def a_thread(loop: Loop) -> None:
-    """Training in a thread that is not the main one, as servers and notebooks do."""
+    """Train in a thread other than the main one, as servers and notebooks do."""
     net = loop.train(Net())
     with ThreadPoolExecutor(1) as pool:
         pool.submit(fit, loop, net).result()
@@ -356,7 +357,7 @@ def double_by_default() -> Iterator[None]:
 
 
 def surrounded(loop: Loop, case: tuple[Callable[[], Any], Callable[[Any], bool]]) -> None:
-    """Training inside somebody's context, and what that says of it."""
+    """Train inside a context, and record its state."""
     around, counted = case
     net = loop.train(Net())
     with around() as held:
@@ -386,7 +387,7 @@ class GathersFeatures(Net):
 
 @as_loss_of(GathersFeatures)
 def collectives_of_ones_own(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Losses averaged for a log, a gather of features inside the model."""
+    """Average losses for a log, and gather features inside the model."""
     loss = square(net(x))
     mean = loss.detach().clone()
     torch.distributed.all_reduce(mean)
@@ -395,7 +396,7 @@ def collectives_of_ones_own(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
 
 
 def a_model_in_ddp(loop: Loop) -> None:
-    """As a script that was written for DDP has it."""
+    """Wrap the model in DDP, as an older script does."""
     net = loop.train(Net())
     # With a broadcast first, DDP itself fails where parameters are sharded.
     wrapped = nn.parallel.DistributedDataParallel(net.module, init_sync=False)
@@ -403,7 +404,7 @@ def a_model_in_ddp(loop: Loop) -> None:
 
 
 def a_model_that_another_in_ddp_calls(loop: Loop) -> None:
-    """A teacher in an engine, a student in DDP whose forward asks it."""
+    """Call a teacher in an engine from the forward of a student in DDP."""
     teacher = loop.train(Net())
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -420,7 +421,7 @@ def a_model_that_another_in_ddp_calls(loop: Loop) -> None:
 
 
 def attributes_of_the_model(loop: Loop) -> None:
-    """Things that people hang on a module and change while it trains."""
+    """Attach attributes to a module and change them in training."""
     net = loop.train(Net())
     net.module.step_count = 0
     net.module.history = []
@@ -432,7 +433,7 @@ def attributes_of_the_model(loop: Loop) -> None:
 
 
 def a_forward_that_is_patched(loop: Loop) -> None:
-    """A block's forward replaced by a function, as patches for long contexts do."""
+    """Replace a block's forward by a function, as patches for long contexts do."""
     net = loop.train(Net())
     block = net.module.blocks[1]
     old = block.forward
@@ -443,7 +444,7 @@ def a_forward_that_is_patched(loop: Loop) -> None:
 
 
 def functions_over_modules(loop: Loop) -> None:
-    """`module.apply`, `modules()`, `train(False)` of a part."""
+    """Call `module.apply`, `modules()`, and `train(False)` of a part."""
 
     def quiet(module: Any) -> None:
         if isinstance(module, nn.Dropout):

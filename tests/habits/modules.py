@@ -21,7 +21,7 @@ from tests.habits.networks import WIDTH, Block, Made, Net, as_loss_of, fit, fitt
 
 
 class Skips(Net):
-    """Runs some of its blocks, in an order of its own."""
+    """A model that runs some of its blocks, in an order of its own."""
 
     order: list[int]
 
@@ -30,7 +30,7 @@ class Skips(Net):
 
 
 def ordered(loop: Loop, orders: Any) -> None:
-    """LayerDrop, the same on every rank or with each rank's own random numbers; a recurrent depth."""
+    """Drop layers, the same on every rank or with each rank's own random numbers; or recur."""
     net = loop.train(Skips())
     for number, order in enumerate(orders(loop.rank)):
         net.module.order = order
@@ -49,7 +49,7 @@ ORDERS: dict[str, Any] = {
 
 
 class StochasticDepth(Block):
-    """Samples, not blocks, are dropped."""
+    """A block that drops samples, not blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
         keep = (torch.rand(len(x), 1) > 0.5).to(x.dtype) if self.training else 1.0
@@ -57,14 +57,14 @@ class StochasticDepth(Block):
 
 
 class RandomNumberOfBlocks(Net):
-    """Python's own random numbers, the same on all ranks."""
+    """A model with a depth from Python's own random numbers, the same on all ranks."""
 
     def chosen(self) -> Any:
         return self.blocks[: random.randint(1, 3)]
 
 
 class BlockThatNobodyCalls(Net):
-    """A part that is there for another task, and blocks that are."""
+    """A model with a part for another task, and with blocks that are called."""
 
     def __init__(self) -> None:
         super().__init__(blocks=4)
@@ -82,7 +82,7 @@ class Towers(Net):
 
 @as_loss_of(Towers, 3)
 def towers(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Each rank's loss uses another block of those that ran."""
+    """Return a loss of one of the blocks that ran, another on each rank."""
     return square(net(x)[loop.rank])
 
 
@@ -105,7 +105,7 @@ class ExpertsByRank(nn.Module):
 
 
 class ForwardOfABlock(Net):
-    """`block.forward(x)`: its hooks do not run."""
+    """A model that calls `block.forward(x)`, without its hooks."""
 
     def through(self, block: nn.Module, x: Tensor) -> Tensor:
         return block.forward(x)
@@ -115,7 +115,7 @@ class ForwardOfABlock(Net):
 
 
 class PartsOfBlocks(Net):
-    """The parent calls what is in a block, and the block is only a holder."""
+    """A model that calls the parts of a block, which is only a holder."""
 
     def through(self, block: nn.Module, x: Tensor) -> Tensor:
         return x + block.down(F.gelu(block.up(x)))
@@ -132,14 +132,14 @@ class Two(Block):
 
 
 class Auto(Net):
-    """Calls them."""
+    """A model that calls methods of its blocks."""
 
     def through(self, block: nn.Module, x: Tensor) -> Tensor:
         return x + block.decode(block.encode(x))
 
 
 def units_that_are_written(loop: Loop) -> None:
-    """The same with the parts of blocks as units, as the refusal says."""
+    """Declare the parts of blocks as units, as the refusal advises."""
     fit(loop, loop.train(Auto(Two), sharding={"units": ["blocks.*.*"]}), steps=3)
 
 
@@ -150,12 +150,12 @@ class Losses(Net):
 
 @as_loss_of(Losses)
 def another_method_of_the_model(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """`net.module.loss(x)`, with gradients."""
+    """Call `net.module.loss(x)`, with gradients."""
     return net.module.loss(x)
 
 
 def lists_of_lists() -> nn.Module:
-    """Blocks that are lists of modules."""
+    """Make a model whose blocks are lists of modules."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         for attention, feed in self.layers:
@@ -166,7 +166,7 @@ def lists_of_lists() -> nn.Module:
 
 
 def lists_of_dicts() -> nn.Module:
-    """Blocks that are dicts of modules, with a bare parameter beside."""
+    """Make a model whose blocks are dicts of modules, with a bare parameter beside."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -178,7 +178,7 @@ def lists_of_dicts() -> nn.Module:
 
 
 def bare() -> nn.Module:
-    """ParameterList and ParameterDict."""
+    """Make a model of ParameterList and ParameterDict."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         for weight in self.weights:
@@ -198,13 +198,13 @@ def lists_of_parameters(loop: Loop) -> None:
 
 
 def one_layer_alone(loop: Loop) -> None:
-    """A model that is nothing but a Linear, and a Sequential."""
+    """Train a single Linear, and a Sequential."""
     fit(loop, loop.train(nn.Linear(WIDTH, 2)))
     fit(loop, loop.train(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))))
 
 
 class ModelInAWrapper(nn.Module):
-    """A module that is called with everything, and one that is held where torch does not see it."""
+    """A wrapper that calls its module with all arguments, and one that hides its module from torch."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -219,21 +219,21 @@ class ModelInAWrapper(nn.Module):
 
 
 class WeightOfABlockElsewhere(Net):
-    """A loss or a parent that reads a block's weight by itself."""
+    """A model whose loss or parent reads a block's weight by itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.blocks[1].down.bias
 
 
 def tied_by_hand() -> Net:
-    """An embedding that is the head, and two blocks that share a matrix."""
+    """Tie an embedding to the head, and a matrix of two blocks."""
     model = Net()
     model.head.weight, model.blocks[2].up.weight = model.into.weight, model.blocks[0].up.weight
     return model
 
 
 def tied_by_a_function(loop: Loop) -> None:
-    """The embedding's weight in `F.linear`, transposed."""
+    """Use the embedding's weight, transposed, in `F.linear`."""
 
     class Tied(Net):
         def __init__(self) -> None:
@@ -249,7 +249,7 @@ def tied_by_a_function(loop: Loop) -> None:
 
 
 def one_block_in_two_places() -> Net:
-    """The same module object twice in the list."""
+    """Put the same module object into the list twice."""
     model = Net()
     model.blocks.append(model.blocks[0])
     return model
@@ -259,7 +259,7 @@ def one_block_in_two_places() -> Net:
 
 
 class BuffersThatAForwardUpdates(Block):
-    """A counter, a running mean, one that is assigned anew, one that is not saved."""
+    """A block with a counter, a running mean, a buffer that is assigned anew, and one that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class BuffersThatAForwardUpdates(Block):
 
 
 def normed() -> nn.Module:
-    """Computes its norm in the norm's own dtype."""
+    """Make a model that computes its norm in the norm's own dtype."""
     return Made(
         lambda self, x: x + self.norm(self.linear(x).to(self.norm.weight.dtype)).to(x.dtype),
         linear=nn.Linear(WIDTH, WIDTH),
@@ -285,7 +285,7 @@ def normed() -> nn.Module:
 
 
 def batch_norm(loop: Loop) -> None:
-    """Its running statistics stay fp32, and torch does not mix them with bf16 weights."""
+    """Train with running statistics that stay fp32, which torch does not mix with bf16 weights."""
     fit(loop, loop.train(Net(normed)), steps=3)
 
 
@@ -298,7 +298,7 @@ def batch_norm_that_is_pinned(loop: Loop) -> None:
 
 
 def spectral() -> nn.Module:
-    """Computes its first matrix in the matrix's own dtype."""
+    """Make a model that computes its first matrix in the matrix's own dtype."""
     up = parametrizations.spectral_norm(nn.Linear(WIDTH, 2 * WIDTH))
     return Made(
         lambda self, x: x + self.down(F.gelu(self.up(x.to(self.up.bias.dtype)).to(x.dtype))),
@@ -308,7 +308,7 @@ def spectral() -> nn.Module:
 
 
 def spectral_norm(loop: Loop) -> None:
-    """Its power iteration changes buffers in the forward."""
+    """Train with a power iteration that changes buffers in the forward."""
     fit(loop, loop.train(Net(spectral)))
 
 
@@ -329,7 +329,7 @@ class Symmetric(nn.Module):
 
 
 def symmetric() -> nn.Module:
-    """Symmetric matrices, and one that is cached for a forward."""
+    """Make a model with symmetric matrices, one of them cached for a forward."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         with parametrize.cached():
@@ -342,7 +342,7 @@ def symmetric() -> nn.Module:
 
 
 def hypernetwork() -> nn.Module:
-    """One module makes another's weight."""
+    """Make a model in which one module computes another's weight."""
     return Made(
         lambda self, x: x + torch.tanh(F.linear(x, self.make(self.code).view(WIDTH, WIDTH))),
         code=nn.Parameter(torch.randn(4)),
@@ -354,7 +354,7 @@ def hypernetwork() -> nn.Module:
 
 
 def dropout(loop: Loop) -> None:
-    """The same random numbers as plain torch draws."""
+    """Draw the same random numbers as plain torch."""
     net = loop.train(Net(lambda: nn.Sequential(Block(), nn.Dropout(0.4))))
     fit(loop, net)
     net.module.eval()
@@ -362,7 +362,7 @@ def dropout(loop: Loop) -> None:
 
 
 def recurrent(kind: Any) -> nn.Module:
-    """Recurrent layers and a matrix; the state goes in and out."""
+    """Make a model of recurrent layers and a matrix, with the state as input and output."""
 
     def forward(self: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         out, state = self.rnn(x, state)
@@ -373,7 +373,7 @@ def recurrent(kind: Any) -> nn.Module:
 
 
 def recurrent_layers(loop: Loop) -> None:
-    """LSTM and GRU, their state carried on and detached."""
+    """Train LSTM and GRU, whose state is carried on and detached."""
     for kind in (nn.LSTM, nn.GRU):
         net = loop.train(recurrent(kind))
         state = None
@@ -397,7 +397,7 @@ def recurrent_layers_in_blocks(loop: Loop) -> None:
 
 
 def a_recurrent_cell(loop: Loop) -> None:
-    """A cell called once per step of time."""
+    """Call a cell once per time step."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         h = torch.zeros(len(x), WIDTH, dtype=x.dtype)
@@ -410,7 +410,7 @@ def a_recurrent_cell(loop: Loop) -> None:
 
 
 def attention(loop: Loop) -> None:
-    """torch's own encoder layers, with masks."""
+    """Train torch's own encoder layers, with masks."""
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     net = loop.train(Made(lambda self, x, mask: self.encoder(x, src_key_padding_mask=mask), encoder=encoder))
@@ -432,7 +432,7 @@ def an_encoder_and_a_decoder(loop: Loop) -> None:
 
 
 def convolutions(loop: Loop) -> None:
-    """Conv, GroupNorm, pooling, in channels_last."""
+    """Train Conv, GroupNorm and pooling, in channels_last."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         h = self.stem(x)
@@ -451,7 +451,7 @@ def convolutions(loop: Loop) -> None:
 
 
 def scalars() -> nn.Module:
-    """0-D parameters (a temperature), and one without elements."""
+    """Make a model with 0-D parameters (a temperature), and one without elements."""
     return Made(
         lambda self, x: self.block(x) * self.temperature.exp() * self.gain + self.nothing.sum(),
         block=Block(),
@@ -462,14 +462,14 @@ def scalars() -> nn.Module:
 
 
 def sparse_gradients(loop: Loop) -> None:
-    """`nn.Embedding(sparse=True)`."""
+    """Train `nn.Embedding(sparse=True)`."""
     tokens = nn.Embedding(11, WIDTH, sparse=True)
     net = loop.train(Made(lambda self, ids: self.net(self.tokens(ids)), net=Net(), tokens=tokens))
     step_on(net, (square(net(loop.integers(number, 11, 2, 5))) for number in range(2)))
 
 
 def fourier() -> nn.Module:
-    """A Fourier layer: complex tensors in the middle, and as a buffer."""
+    """Make a model with a Fourier layer: complex tensors in the middle, and as a buffer."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         waves = torch.fft.rfft(x.float()) * self.phase
@@ -481,7 +481,7 @@ def fourier() -> nn.Module:
 
 
 class Complex(Net):
-    """Keeps the complex numbers that it takes."""
+    """A model that keeps complex inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = super().forward(torch.cat([x.real, x.imag], -1).to(self.into.weight.dtype)).float()
@@ -497,7 +497,7 @@ def complex_inputs_and_outputs(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
 
 
 def frozen_parts(loop: Loop) -> None:
-    """A frozen trunk, its gradients passing through, and a frozen bias in a block that trains."""
+    """Freeze a trunk that gradients pass through, and a bias in a block that trains."""
     model = Net()
     model.into.requires_grad_(False)
     model.blocks[1].requires_grad_(False)
@@ -506,7 +506,7 @@ def frozen_parts(loop: Loop) -> None:
 
 
 def adapters(loop: Loop) -> None:
-    """LoRA by hand before the engine: everything else is frozen."""
+    """Add LoRA by hand before the engine, with everything else frozen."""
 
     def lora(base: nn.Linear) -> nn.Module:
         return Made(
@@ -523,7 +523,7 @@ def adapters(loop: Loop) -> None:
 
 
 class AutocastInsideTheModel(Block):
-    """A model with autocast of its own, and parts where it is off."""
+    """A block with autocast of its own, and parts without."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -533,7 +533,7 @@ class AutocastInsideTheModel(Block):
 
 
 def blocks_that_are_compiled(loop: Loop) -> None:
-    """`block.compile()`, hooks and all."""
+    """Call `block.compile()` on blocks with hooks."""
     model = Net()
     model.blocks[1].compile(backend="eager")
     fit(loop, loop.train(model))
@@ -545,7 +545,7 @@ def _rms(self: Any, x: Tensor) -> Tensor:
 
 
 def llama_normed() -> nn.Module:
-    """RMSNorm as Llama has it: computed in fp32 whatever comes in."""
+    """Make a model with Llama's RMSNorm, which computes in fp32 for any input."""
     return Made(
         lambda self, x: self.block(self.norm(x)),
         norm=Made(_rms, weight=nn.Parameter(torch.ones(WIDTH))),

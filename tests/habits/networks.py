@@ -1,4 +1,4 @@
-"""The small network that most habits train: an embedding, three blocks, a head."""
+"""Small networks for habits: an embedding, three blocks, a head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Made(nn.Module):
-    """Parts, and a forward that is a function of this module and of its inputs."""
+    """A module of given parts, whose forward is a function."""
 
     def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
@@ -63,16 +63,16 @@ class Net(nn.Module):
 
 
 def square(out: Tensor) -> Tensor:
-    """A loss of any tensor."""
+    """Return a loss of any tensor."""
     return out.float().square().mean()
 
 
 ORDER = 2.0**-20
-"""fp32 sums in another order: some ulps of 2^-23."""
+"""Tolerance of fp32 sums in another order: some ulps of 2^-23."""
 
 
 def step_on(net: Trainer, losses: Iterable[Tensor]) -> None:
-    """A step for each loss; a generator of them calls the model only when the step before has ended."""
+    """Run a step for each loss; a generator of losses calls the model only after the step before."""
     for loss in losses:
         net.backward(loss)
         net.step()
@@ -81,20 +81,20 @@ def step_on(net: Trainer, losses: Iterable[Tensor]) -> None:
 def fit(
     loop: Loop, net: Trainer, loss_of: Callable[[Tensor], Tensor] | None = None, steps: int = 2, seed: int = 0
 ) -> None:
-    """Some steps of training on the loop's data."""
+    """Train some steps on the loop's data."""
     batches = map(loop.data, range(seed, seed + steps))
     step_on(net, (loss_of(x) if loss_of else square(net(x)) for x in batches))
 
 
 def steps_of(loop: Loop, net: Trainer, count: int = 3) -> Iterator[int]:
-    """Fit step by step: what a loop over these does comes after each."""
+    """Fit step by step, and yield after each step."""
     for number in range(count):
         fit(loop, net, steps=1, seed=number)
         yield number
 
 
 def as_loss_of(model: Callable[[], nn.Module], steps: int = 2, micro: int = 1) -> Any:
-    """Make a habit of a loss of (loop, net, data): the model is trained with it, and whether is seen."""
+    """Make a habit of a loss of (loop, net, data), with which the model is trained."""
 
     def habit_of(loss: Callable[[Loop, Trainer, Tensor], Tensor]) -> Callable[[Loop], None]:
         def run(loop: Loop) -> None:
@@ -110,13 +110,13 @@ def as_loss_of(model: Callable[[], nn.Module], steps: int = 2, micro: int = 1) -
 
 
 def fitted(loop: Loop, case: tuple[Callable[[], nn.Module], int]) -> None:
-    """A model that is made and trained for some steps: a row of a table."""
+    """Make a model and train some steps: a row of a table."""
     make, steps = case
     fit(loop, loop.train(make()), steps=steps)
 
 
 def raised(loop: Loop, name: str, call: Callable[[], Any]) -> None:
-    """See that a call raises, as it does in plain torch."""
+    """Record that a call raises, as in plain torch."""
     try:
         call()
     except Exception as error:

@@ -1,6 +1,6 @@
-"""What is handed to a model and its blocks, and what comes back: lists, dicts, batches, outputs.
+"""Inputs and outputs of a model and its blocks: lists, dicts, batches, objects.
 
-Invariant: what the model does to the objects that it is given is seen by whoever gave them.
+Invariant: the caller sees every change that the model makes to its arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.habits.networks import WIDTH, Block, Net, as_loss_of, fit, square
 
 
 class Appends(Block):
-    """Leaves something of its own in a list that it is given."""
+    """A block that appends a tensor to a list in its arguments."""
 
     def forward(self, x: Tensor, found: Any) -> Tensor:
         y = super().forward(x)
@@ -30,7 +30,7 @@ class Appends(Block):
 
 
 class Listed(Net):
-    """Sums what its blocks left in a list."""
+    """A model that sums a list which its blocks fill."""
 
     def __init__(self, make: Any = list) -> None:
         super().__init__(Appends)
@@ -43,7 +43,7 @@ class Listed(Net):
 
 
 def appended(loop: Loop, make: Any) -> None:
-    """The auxiliary losses of a mixture of experts."""
+    """Add the auxiliary losses of a mixture of experts."""
     net = loop.train(Listed(make))
 
     def loss(x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ LISTS = {
 
 
 class Remembers(Block):
-    """Keeps what it computed in a cache that it is given."""
+    """A block that writes its result into a cache in its arguments."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Remembers(Block):
 
 
 class Cached(Net):
-    """Blocks with a cache from one call to the next."""
+    """A model whose blocks have a cache from one call to the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Cached(Net):
 
 @as_loss_of(Cached)
 def a_cache_that_blocks_write(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Truncated backpropagation: the second call reads what the first has written, in one graph."""
+    """Truncate backpropagation: the second call reads the first one's cache, in one graph."""
     cache: dict[int, Tensor] = {}
     past: list[Tensor] = []
     one, two = net(x, cache, past), net(x + 1.0, cache, past=past)
@@ -101,7 +101,7 @@ def a_cache_that_blocks_write(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
 
 
 def a_cache_in_evaluation(loop: Loop) -> None:
-    """A loop that generates, with what it remembers."""
+    """Generate with a cache."""
     net = loop.train(Cached())
     cache: dict[int, Tensor] = {}
     x = loop.data(0)
@@ -113,7 +113,7 @@ def a_cache_in_evaluation(loop: Loop) -> None:
 
 @dataclass
 class State:
-    """What blocks hand on."""
+    """State that one block hands to the next."""
 
     h: Tensor
     steps: int = 0
@@ -121,7 +121,7 @@ class State:
 
 
 class Stateful(Block):
-    """Changes the object that it is given, and returns nothing."""
+    """A block that changes an object in its arguments, and returns nothing."""
 
     def forward(self, state: Any) -> None:
         state.h = super().forward(state.h)
@@ -130,7 +130,7 @@ class Stateful(Block):
 
 
 class ByState(Net):
-    """Blocks that share an object."""
+    """A model whose blocks share an object."""
 
     def __init__(self, make: Any) -> None:
         super().__init__(Stateful)
@@ -145,14 +145,14 @@ class ByState(Net):
 
 
 class Bag:
-    """An object of a class that nobody knows."""
+    """An object of an unknown class."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
 
 
 class Slotted:
-    """The same without a dict of its own."""
+    """An object of an unknown class with slots."""
 
     __slots__ = ("h", "losses", "steps")
 
@@ -161,7 +161,7 @@ class Slotted:
 
 
 def by_state(loop: Loop, make: Any) -> None:
-    """A state that blocks share, as AlphaFold's and diffusion models have."""
+    """Share a state between blocks, as AlphaFold and diffusion models do."""
     net = loop.train(ByState(make))
 
     def loss(x: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ FrozenBatch = make_dataclass("FrozenBatch", Pair._fields, frozen=True)
 
 
 class FromBatch(Net):
-    """Reads a batch by key or by attribute, and says in which dtype its floats came."""
+    """A model that reads a batch by key or by attribute, and returns the dtype of its floats."""
 
     def forward(self, batch: Any) -> dict[str, Any]:
         def get(name: str) -> Any:
@@ -208,7 +208,7 @@ class FromBatch(Net):
 
 
 def batches(loop: Loop, make: Any) -> None:
-    """fp32 from a data loader, cast on the way in and left alone where it came from."""
+    """Pass fp32 batches of a data loader, which are cast for the model and unchanged for the caller."""
     net = loop.train(FromBatch())
     for number in range(2):
         x = loop.data(number).float() + 2**-12  # not a bf16 value
@@ -224,14 +224,14 @@ def batches(loop: Loop, make: Any) -> None:
 
 
 def as_batch_feature(**values: Any) -> Any:
-    """What tokenizers and image processors of `transformers` return."""
+    """Return a batch as tokenizers and image processors of `transformers` do."""
     from transformers.feature_extraction_utils import BatchFeature
 
     return BatchFeature(values)
 
 
 class Named(tuple):
-    """A tuple that is made of other arguments than its elements."""
+    """A tuple whose constructor takes other arguments than its elements."""
 
     def __new__(cls, x: Any, *, mask: Tensor, label: Tensor) -> Any:
         return super().__new__(cls, (x, mask, label))
@@ -257,7 +257,7 @@ BATCHES = {
 
 @dataclass
 class Inside:
-    """One that holds another."""
+    """A dataclass in a dataclass."""
 
     held: Any
 
@@ -269,7 +269,7 @@ class Deep(Net):
 
 @as_loss_of(Deep)
 def dataclasses_in_dataclasses_as_a_batch(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Deeper than objects of unknown classes are followed."""
+    """Nest dataclasses deeper than objects of unknown classes are followed."""
     batch: Any = x if loop.plain else x.float()
     for _ in range(5):
         batch = Inside(batch)
@@ -277,7 +277,7 @@ def dataclasses_in_dataclasses_as_a_batch(loop: Loop, net: Trainer, x: Tensor) -
 
 
 class Keeps(Net):
-    """Writes into the batch, as detection models put their anchors there."""
+    """A model that writes into the batch, as detection models put their anchors there."""
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         batch["features"] = super().forward(batch["x"])
@@ -286,7 +286,7 @@ class Keeps(Net):
 
 
 def a_batch_that_the_model_writes_to(loop: Loop) -> None:
-    """The caller finds there what the model has put there."""
+    """Read the model's entries in the caller's batch."""
     net = loop.train(Keeps())
     batch: dict[str, Any] = {"x": loop.data(0)}
     for _ in range(2):
@@ -297,7 +297,7 @@ def a_batch_that_the_model_writes_to(loop: Loop) -> None:
 
 
 class Nested(Net):
-    """Takes everything by keyword, deep inside."""
+    """A model with nested keyword arguments."""
 
     def forward(self, *, inputs: dict[str, list[tuple[Tensor, None]]], scale: float, name: str) -> Tensor:
         assert name == "x" and isinstance(inputs["a"][0], tuple)
@@ -306,12 +306,12 @@ class Nested(Net):
 
 @as_loss_of(Nested)
 def inputs_deep_inside_keywords(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """No tensor among the arguments themselves, and some that are none."""
+    """Pass tensors only deep inside of arguments, beside values that are none."""
     return square(net(inputs={"a": [(x, None)]}, scale=0.5, name="x"))
 
 
 class Masked(Net):
-    """Embeds tokens, adds an optional float, masks by bools."""
+    """A model that embeds tokens, adds an optional float, and masks by bools."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ class Masked(Net):
 
 
 def integers_bools_and_nothing(loop: Loop) -> None:
-    """Inputs that are no floats, and None."""
+    """Pass inputs that are no floats, and None."""
     net = loop.train(Masked())
     for number in range(3):
         tokens = loop.integers(number, 11, 2, 5)
@@ -341,7 +341,7 @@ class Sees(Net):
 
 @as_loss_of(Sees, 1)
 def integer_inputs_keep_their_dtype(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """int16, uint8 and float64 numbers that stand beside a tensor."""
+    """Pass int16, uint8 and float64 tensors beside a tensor of the mode's dtype."""
     short, byte = torch.ones(2, dtype=torch.int16), torch.ones(2, dtype=torch.uint8)
     out, dtypes = net(x, short, byte, 2.5, "text", None, True)
     loop.see("dtypes", dtypes)
@@ -352,7 +352,7 @@ def integer_inputs_keep_their_dtype(loop: Loop, net: Trainer, x: Tensor) -> Tens
 
 
 class Answer:
-    """What a model returns, of a class of its own."""
+    """A model's output, of a class of its own."""
 
     def __init__(self, logits: Tensor, loss: Tensor) -> None:
         self.logits, self._hidden = logits, loss
@@ -363,7 +363,7 @@ class Answer:
 
 
 class Answers(Net):
-    """Returns an object that nobody can look into but by its attributes."""
+    """A model that returns an object with private attributes."""
 
     def __init__(self, wrap: Any) -> None:
         super().__init__()
@@ -396,11 +396,11 @@ OUTPUTS: dict[str, Any] = {
     "an_output_of_a_model_of_transformers": (as_output, lambda found: found.loss),
     "an_output_in_a_set": (lambda out, loss: frozenset([loss]), lambda found: next(iter(found))),
 }
-"""Name of the habit -> (what wraps the output and its loss, how the loss is found there)."""
+"""Name of the habit -> (function that wraps the output and its loss, function that finds the loss)."""
 
 
 class Stashes(Net):
-    """Returns nothing and keeps its loss as an attribute."""
+    """A model that returns nothing and keeps its loss as an attribute."""
 
     def forward(self, x: Tensor) -> None:
         self.loss = square(super().forward(x))
@@ -408,13 +408,13 @@ class Stashes(Net):
 
 @as_loss_of(Stashes)
 def a_loss_that_is_stashed(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """The model returns None."""
+    """Call a model that returns None."""
     assert net(x) is None
     return net.module.loss
 
 
 class Yields(Net):
-    """A generator: its body runs when somebody iterates, after the call has ended."""
+    """A model that returns a generator, whose body runs after the call has ended."""
 
     def forward(self, x: Tensor) -> Iterator[Tensor]:
         h = self.into(x)
@@ -424,7 +424,7 @@ class Yields(Net):
 
 
 def an_output_that_is_a_generator(loop: Loop) -> None:
-    """Early exits, one loss per block."""
+    """Train one loss per block, for early exits."""
     net = loop.train(Yields())
     fit(loop, net, lambda x: sum(square(out) for out in net(x)))
 
@@ -445,12 +445,12 @@ class BagHead(Net):
 
 
 def blocks_that_hand_on_objects(loop: Loop) -> None:
-    """Between blocks, nothing but objects of a class of its own."""
+    """Hand only objects of an unknown class from block to block."""
     fit(loop, loop.train(BagHead()))
 
 
 def outputs_that_are_kept_and_saved(loop: Loop) -> None:
-    """Predictions of all steps, pickled and saved after training."""
+    """Pickle and save the predictions of all steps after training."""
     net = loop.train(Net())
     kept = []
     for number in range(3):
@@ -472,7 +472,7 @@ class Echo(Net):
 
 @as_loss_of(Echo, 1)
 def an_input_is_the_output(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """The model returns what it was given beside what it computed."""
+    """Return the model's input beside its output."""
     out, echo = net(x, x)
     loop.see("echo", [echo, echo is x])
     return square(out - echo)

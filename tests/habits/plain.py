@@ -1,9 +1,9 @@
-"""Plain torch as somebody would write it for several ranks: a model, an optimizer, an all-reduce by hand.
+"""Plain torch for several ranks: a model, an optimizer, an all-reduce by hand.
 
-In bf16 the optimizer has fp32 masters and the model sees them rounded, but those that a rule pins. What a
-script writes into the model's weights is taken over by the masters, and by nothing that was not written.
+In bf16 the optimizer has fp32 masters and the model has them rounded, except where a rule pins. Masters adopt
+the elements that a script writes into the model's weights, and no others.
 
-Invariant: nothing of zerodrift is in here but how a split master is rounded.
+Invariant: of zerodrift only the rounding of split masters is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEARNING = {"lr": 0.05, "momentum": 0.9}
 
 
 class Plain:
-    """Trains a model with torch alone."""
+    """A trainer by torch alone."""
 
     def __init__(self, loop: Loop, model: nn.Module, micro: int, config: dict[str, Any]) -> None:
         self.module = model
@@ -116,7 +116,7 @@ class Plain:
     # --- in between ----------------------------------------------------------------------------------------
 
     def _local(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """This rank's gradient: a parameter without one counts as zero."""
+        """Return this rank's gradient; a parameter without one counts as zero."""
         if parameter.grad is None:
             return torch.zeros_like(self._masters[name])
         grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
@@ -149,7 +149,7 @@ class Plain:
 
     @torch.no_grad()
     def _adopt(self) -> None:
-        """Take over what was written into the model."""
+        """Copy elements that a script wrote into the model to the masters."""
         for name, parameter in self._parameters.items():
             written = parameter.data != self._rounded(name)
             if bool(written.any()):
@@ -157,5 +157,5 @@ class Plain:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """A copy in fp32 of what is narrower."""
+    """Return a copy, in fp32 unless the values are wider."""
     return values.float().clone() if values.is_floating_point() else values.clone()

@@ -1,7 +1,7 @@
-"""Every habit at stages 0 and 3 and in fp32 and bf16, on two ranks; what a habit is, is in `__init__.py`.
+"""Every habit at stages 0 and 3 and in fp32 and bf16, on two ranks; `__init__.py` defines habits.
 
-`make test` runs each at stage 3, where all that stage 0 does is done as well, and units are gathered and let
-go; those of `values`, which lay hands on parameters, at stage 0 too.
+`make test` runs each at stage 3, which does everything that stage 0 does, and gathers and frees units
+besides; those of `values`, which write parameters, at stage 0 too.
 
 Habits of a stage and a mode run on one pair of ranks, dozens one after the other, and each is a test. After a
 habit that failed, or took its ranks with it, the others go on on a new pair.
@@ -41,14 +41,14 @@ TOGETHER = 40
 """Habits on one pair of ranks: many, as a pair costs time, and few, so that workers can share a cell."""
 
 PATIENCE = 15.0
-"""Seconds after which a habit hangs; it takes a twentieth of one. Four times as many on the stand-in."""
+"""Time limit of one habit, which takes a twentieth of this. Four times as much on the stand-in."""
 
 
 # --- on a rank ------------------------------------------------------------------------------------------
 
 
 def run_habits(names: Sequence[str], stage: int, mode: str, folder: Path) -> None:
-    """Run habits until one fails on any rank, and write down what was found."""
+    """Run habits until one fails on any rank, and write the differences down."""
     patience = PATIENCE if torch.get_default_device().type == "cpu" else 4 * PATIENCE
     with (folder / str(dist.get_rank())).open("w") as notes:
         for name in names:
@@ -61,7 +61,7 @@ def run_habits(names: Sequence[str], stage: int, mode: str, folder: Path) -> Non
 
 
 def run_habit(habit: Habit, stage: int, mode: str) -> list[str]:
-    """What is wrong with it on this rank."""
+    """Return the differences of one habit on this rank."""
     refused = habit.refusal(stage, mode)
     if refused:
         _, error, trouble = run(habit, Driven, stage, mode)
@@ -78,7 +78,7 @@ def run_habit(habit: Habit, stage: int, mode: str) -> list[str]:
 
 
 def run(habit: Habit, make: MakeTrainer, stage: int, mode: str) -> tuple[Loop, BaseException | None, str]:
-    """A habit in one kind of loop: the loop, what it raised, and that with its stack."""
+    """Run a habit in one kind of loop; return the loop, its error, and the error with its stack."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -103,7 +103,7 @@ def _meet(mine: Any) -> list[Any]:
 
 
 def run_cell(stage: int, mode: str, names: Iterable[str]) -> dict[str, str]:
-    """What is wrong with each habit; "" where nothing is."""
+    """Return the failure of each habit; "" for a pass."""
     left, wrong = list(names), {}
     while left:
         with tempfile.TemporaryDirectory(prefix="habits-") as folder:
@@ -129,7 +129,7 @@ def _notes(path: Path) -> dict[str, list[str]]:
 
 @dataclass
 class Cell:
-    """The habits that were asked for, at one stage and in one mode."""
+    """The selected habits at one stage and in one mode."""
 
     stage: int
     mode: str
@@ -137,7 +137,7 @@ class Cell:
     wrong: dict[str, str] = field(default_factory=dict)
 
     def problem(self, name: str) -> str:
-        """What is wrong with a habit, found out together with the next ones."""
+        """Return the failure of a habit, which runs together with the next ones."""
         if name not in self.wrong:
             first = self.names.index(name)
             self.wrong |= run_cell(self.stage, self.mode, self.names[first : first + TOGETHER])
@@ -154,7 +154,7 @@ def cells(request: pytest.FixtureRequest) -> dict[tuple[int, str], Cell]:
 
 
 def at(cell: tuple[int, str], habit: Habit) -> Any:
-    """What it says of one stage in one mode is asked there."""
+    """Return a test of a habit in its cell."""
     stage, mode = cell
     if habit.name in OF_PARAMETERS:
         marks = [] if habit.split else [pytest.mark.cells(2)]

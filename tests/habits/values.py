@@ -1,6 +1,6 @@
 """Reading and writing weights from outside: clamps, averages, saves, replaced modules, gradients by hand.
 
-Invariant: what is read is right or an error, and what is written stays written.
+Invariant: a read value is right or an error, and a written value stays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.habits.networks import (
 
 
 def weights_after_every_step(loop: Loop) -> None:
-    """Statistics of parameters, inside `gathered`."""
+    """Read statistics of parameters inside `gathered` after every step."""
     net = loop.train(Net())
     for _ in steps_of(loop, net):
         with net.gathered() as full:
@@ -39,7 +39,7 @@ def weights_after_every_step(loop: Loop) -> None:
 
 
 def an_average_of_weights(loop: Loop) -> None:
-    """EMA: read after every step, copied in for an evaluation, and back."""
+    """Average weights: read after every step, copied in for an evaluation, and back."""
     net = loop.train(Net())
     with net.gathered() as full:
         average = {name: value.float().clone() for name, value in full.items()}
@@ -62,7 +62,7 @@ def an_average_of_weights(loop: Loop) -> None:
 
 
 def values_that_are_kept(loop: Loop) -> None:
-    """What `gathered` gave is used after it: printed, cloned, made numpy, pickled, saved."""
+    """Use values of `gathered` after the context: print, clone, convert to numpy, pickle, save."""
     from safetensors.torch import load, save
 
     net = loop.train(Net())
@@ -96,7 +96,7 @@ def a_gather_in_a_gather(loop: Loop) -> None:
 
 @as_loss_of(Net)
 def a_penalty_on_weights(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """An L1 term in the loss, over `parameters()`, inside `gathered`."""
+    """Add an L1 term over `parameters()` to the loss, inside `gathered`."""
     out = square(net(x))
     with net.gathered():
         penalty = sum(parameter.float().abs().sum() for parameter in net.module.parameters())
@@ -105,13 +105,13 @@ def a_penalty_on_weights(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
 
 @as_loss_of(Net)
 def a_penalty_outside_of_gathered(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """The same without `gathered`: right, or an error, and no NaN."""
+    """Add an L1 term without `gathered`: right, or an error, and no NaN."""
     penalty = sum(parameter.float().square().sum() for parameter in net.module.parameters())
     return square(net(x)) + 0.01 * penalty
 
 
 def names_shapes_and_counts(loop: Loop) -> None:
-    """What does not need values: counts, shapes, dtypes, devices, repr."""
+    """Read properties that need no values: counts, shapes, dtypes, devices, repr."""
     net = loop.train(Net())
     fit(loop, net, steps=1)
     loop.see("count", sum(parameter.numel() for parameter in net.module.parameters()))
@@ -123,7 +123,7 @@ def names_shapes_and_counts(loop: Loop) -> None:
 
 
 def gradients_for_a_log(loop: Loop) -> None:
-    """Between backward and step."""
+    """Read gradients between backward and step."""
     net = loop.train(Net(), 2)
     for number in range(4):
         net.backward(square(net(loop.data(number))))
@@ -135,7 +135,7 @@ def gradients_for_a_log(loop: Loop) -> None:
 
 
 def weights_that_a_forward_writes(loop: Loop) -> None:
-    """Through `.data`, as a weight constraint does: lost where a block is gathered for the forward."""
+    """Write through `.data` in a forward, as a weight constraint does: lost in a gathered block."""
 
     class Clamps(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def weights_that_a_forward_writes(loop: Loop) -> None:
 
 
 def weights_that_a_forward_normalizes(loop: Loop) -> None:
-    """The same in place, which moves the weight's version."""
+    """Normalize in place in a forward, which moves the weight's version."""
 
     class Normalizes(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def weights_that_a_forward_normalizes(loop: Loop) -> None:
 
 
 def a_head_that_is_initialized(loop: Loop) -> None:
-    """`nn.init` inside `gathered(write=True)`, by the module."""
+    """Call `nn.init` inside `gathered(write=True)`, by the module."""
     net = loop.train(Net())
     with net.gathered(write=True):
         nn.init.zeros_(net.module.head.weight)
@@ -167,7 +167,7 @@ def a_head_that_is_initialized(loop: Loop) -> None:
 
 
 def a_mask_on_weights(loop: Loop) -> None:
-    """Pruning: the same elements are zeroed after every step."""
+    """Prune: zero the same elements after every step."""
     net = loop.train(Net())
     for _ in steps_of(loop, net):
         with net.gathered(["blocks.1.up.weight"], write=True) as full:
@@ -178,7 +178,7 @@ def a_mask_on_weights(loop: Loop) -> None:
 
 
 def operated(loop: Loop, change: Callable[[nn.Module], Any]) -> None:
-    """The model is changed after the engine was made."""
+    """Change the model after the engine was made."""
     model = Net()
     model.blocks[2].up.requires_grad_(False)
     net = loop.train(model)
@@ -194,7 +194,7 @@ SURGERY: dict[str, Any] = {
     ),
     "a_model_that_is_cast": (lambda net: net.double(), "`into.weight`: must"),
 }
-"""Modules and parameters that are replaced, added or taken away are in `ranks/test_values.py`."""
+"""Changes of modules; replaced, added and removed parameters are in `ranks/test_values.py`."""
 
 
 def a_model_that_is_moved_to_where_it_is(loop: Loop) -> None:
@@ -217,7 +217,7 @@ def a_parameter_that_is_frozen(loop: Loop) -> None:
 
 
 def gradients_that_are_set(loop: Loop) -> None:
-    """`param.grad = ...` before the step, on every rank."""
+    """Assign `param.grad = ...` before the step, on every rank."""
     net = loop.train(Net())
     for _ in range(2):
         for seed, parameter in enumerate(net.module.parameters()):
@@ -228,7 +228,7 @@ def gradients_that_are_set(loop: Loop) -> None:
 
 
 def a_gradient_that_is_added(loop: Loop) -> None:
-    """Noise, or weight decay by hand, after the backward."""
+    """Add noise, or weight decay by hand, after the backward."""
     net = loop.train(Net())
     for number in range(2):
         net.backward(square(net(loop.data(number))))
@@ -241,7 +241,7 @@ def a_gradient_that_is_added(loop: Loop) -> None:
 
 
 def touched(loop: Loop, touch: Callable[[nn.Module], Any]) -> None:
-    """Between backward and step the engine has the gradients."""
+    """Touch gradients between backward and step, while the engine has them."""
     net = loop.train(Net())
     net.backward(square(net(loop.data(0))))
     touch(net.module)
@@ -255,7 +255,7 @@ def scaled(module: nn.Module) -> None:
 
 
 def dropped(module: nn.Module) -> None:
-    """As DINO does with its last layer."""
+    """Drop the gradients of the last layer, as DINO does."""
     for parameter in module.head.parameters():
         parameter.grad = None
 
@@ -282,7 +282,7 @@ TOUCHES: dict[str, Any] = {
 
 
 def two_engines(loop: Loop) -> None:
-    """A GAN: two models, two optimizers, one process."""
+    """Train a GAN: two models, two optimizers, one process."""
     make, judge = loop.train(Net()), loop.train(Net(out=1))
     for number in range(2):
         real, noise = loop.data(number), loop.data(number + 50)
@@ -295,7 +295,7 @@ def two_engines(loop: Loop) -> None:
 
 
 def two_models_in_one(loop: Loop) -> None:
-    """An actor and a critic in one module, trained by turns."""
+    """Train an actor and a critic in one module, by turns."""
 
     def forward(self: Any, x: Tensor, which: str) -> Tensor:
         return self.actor(x) if which == "actor" else self.critic(self.actor(x).detach())
@@ -311,7 +311,7 @@ def a_value(trainer: Trainer, name: str) -> Any:
 
 
 def a_pretrained_model_that_is_frozen(loop: Loop) -> None:
-    """A model in evaluation inside another's loss: VGG features, a reward model."""
+    """Use a frozen model inside another's loss: VGG features, a reward model."""
     net, judge = loop.train(Net()), loop.train(Net(out=1))
     before = a_value(judge, "head.weight")
     judge.module.eval()
@@ -321,7 +321,7 @@ def a_pretrained_model_that_is_frozen(loop: Loop) -> None:
 
 
 def bad_calls(loop: Loop) -> None:
-    """What plain torch refuses is refused, and training goes on."""
+    """Make calls that plain torch refuses, and train on."""
     net = loop.train(Net())
     raised(loop, "a wrong shape", lambda: net(torch.ones(4, 3, dtype=loop.dtype)))
     raised(loop, "no scalar", lambda: net.backward(net(loop.data(0))))
