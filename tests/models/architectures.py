@@ -1,6 +1,6 @@
 """Tiny configurations of real `transformers` architectures: the library's own classes, random weights.
 
-Importing this needs `transformers`; the tests that do say so and skip without it.
+Importing this needs `transformers`; tests skip without it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ SIZES: dict[str, Any] = {
 
 
 def since(version: str) -> pytest.MarkDecorator:
-    """Of a test that knows the code of models of `transformers`, and which version of it."""
+    """Skip a test of the code of models on `transformers` before this version."""
     older = numbers(transformers.__version__, version) < numbers(version)
     return pytest.mark.skipif(older, reason=f"knows the code of transformers {version}")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture, and which of its parameters route tokens."""
+    """One architecture and its router parameters."""
 
     build: Callable[[], nn.Module]
     routers: str
@@ -100,13 +100,13 @@ ARCHITECTURES = {
 
 
 def rules(name: str) -> list[dict[str, Any]]:
-    """Routers are pinned."""
+    """Return rules that pin the routers."""
     routers = ARCHITECTURES[name].routers
     return [{"match": routers, "pin": "fp32"}] if routers else []
 
 
 def deep(name: str, layers: int = 4) -> nn.Module:
-    """The architecture with as many layers as two ranks with two pieces each need."""
+    """Make the architecture with as many layers as two ranks with two pieces each need."""
     small = ARCHITECTURES[name].model()
     changed = copy.deepcopy(small.config)
     for key in ("layer_types", "mlp_layer_types"):
@@ -122,7 +122,7 @@ def labelled(number: int, rank: int = 0) -> dict[str, torch.Tensor]:
 
 
 def exact_gradients(model: Any, ranks: int, micro_batches: int) -> dict[str, torch.Tensor]:
-    """The gradient of the mean loss over all micro-batches of all ranks, in fp64 with plain torch."""
+    """Return the gradient of the mean loss over all micro-batches of all ranks, in fp64 by plain torch."""
     model.double()
     model.config._experts_implementation = "eager"  # grouped products of torch know no fp64
     for batch in (labelled(micro, rank) for rank in range(ranks) for micro in range(micro_batches)):
@@ -131,19 +131,19 @@ def exact_gradients(model: Any, ranks: int, micro_batches: int) -> dict[str, tor
 
 
 def some(*quick: str) -> list[Any]:
-    """All of them as a parameter of a test: these in every run, the others where there is time."""
+    """Return all architectures as parameters of a test: these for every run, the others marked slow."""
     rest = [pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES if name not in quick]
     return [*quick, *rest]
 
 
 def recompute(model: Any, use_reentrant: bool = False) -> None:
-    """Turn on activation checkpointing, by the name that the library has for it."""
+    """Turn on activation checkpointing by the library's own method."""
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     next(getattr(model, name) for name in names if hasattr(model, name))({"use_reentrant": use_reentrant})
 
 
 @functools.cache
 def tokens(number: int, rank: int = 0) -> torch.Tensor:
-    """A few batches that come again, so that there is something to learn."""
+    """Return one of a few batches that repeat, which a model can learn."""
     generator = torch.Generator().manual_seed(31 * number + rank)
     return torch.randint(3, VOCABULARY, (2, LENGTH), generator=generator)

@@ -1,9 +1,9 @@
-"""Mismatches between a trainer and a sampler, planted one at a time, and what `drift` says of them.
+"""Mismatches between a trainer and a sampler, planted one at a time, and the findings of `drift`.
 
-A plant is a function that changes what the sampler has: the tensors of its folder, its table of dtypes, and
-how it computes. What it then says of every token is computed here by torch alone, from the folder's tensors,
-and handed to `drift` as recorded log-probabilities: nothing of zerodrift is in them. To plant another one,
-write a function and give it a line in `PLANTS`.
+A plant is a function that changes the sampler: the tensors of its folder, its table of dtypes, and its
+module. Its log-probabilities are computed here by torch alone, from the folder's tensors, and handed to
+`drift` as recorded ones: nothing of zerodrift is in them. To plant another one, write a function and give it
+a line in `PLANTS`.
 
     python -m tests.models.planted_sides        prints one table: all plants in all architectures
 """
@@ -39,7 +39,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines from a buffer that is in the state dict."""
+    """Cosines and sines in a buffer of the state dict."""
 
     inv_freq: Tensor
 
@@ -63,7 +63,7 @@ class PlainNorm(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """Step by step: products, a softmax in fp32."""
+    """Attention step by step: products, a softmax in fp32."""
 
     def __init__(self, size: int, heads: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class PlainExperts(nn.Module):
-    """Top-1 of several, each a matrix with a bias."""
+    """A top-1 mixture of experts, each a matrix with a bias."""
 
     def __init__(self, size: int, count: int) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
 
 
 def lively(name: str, seed: int = 0) -> nn.Module:
-    """A model whose every part matters, unlike one that has just been initialized."""
+    """Make a model whose every part changes the output, unlike a freshly initialized one."""
     torch.manual_seed(seed)
     model = ARCHITECTURES[name]()
     with torch.no_grad():
@@ -187,20 +187,20 @@ def lively(name: str, seed: int = 0) -> nn.Module:
 
 @dataclass
 class PlantedSide:
-    """A trainer, and a sampler that is changed by a plant."""
+    """A trainer, and a sampler that a plant changes."""
 
     model: nn.Module
     config: dict[str, Any] = field(default_factory=lambda: {"precision": {"mode": "fp32"}})
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Of the folder; what is tied is in it once."""
+    """Tensors of the sampler's folder; a tied one is in it once."""
     table: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = FP32
-    """What the sampler computes in."""
+    """Compute dtype of the sampler."""
     changes: list[Callable[[nn.Module], Any]] = field(default_factory=list)
-    """Of its module, once it has its tensors; what is returned is a context of its forward."""
+    """Changes of the sampler's module with its tensors; each may return a context for the forward."""
     logits: Callable[[Tensor], Tensor] = Tensor.float
     first: tuple[str, ...] = ()
-    """What must be named first: one of these."""
+    """Names of which one must be the first finding."""
     explained: bool = True
     """Whether the sampler's log-probabilities are of the tensors in its folder."""
 
@@ -212,14 +212,14 @@ class PlantedSide:
                 self.tensors[name] = tensor.detach().clone()
 
     def named(self, *parts: str, dims: int = 0) -> str:
-        """The first tensor whose name has all these parts."""
+        """Return the first tensor whose name has all these parts."""
         for name, tensor in self.tensors.items():
             if all(part in name for part in parts) and (not dims or tensor.dim() == dims):
                 return name
         raise LookupError(f"no tensor of {parts}")
 
     def in_bf16(self) -> None:
-        """A trainer in bf16 whose export is as it should be."""
+        """Use a trainer in bf16 with a correct export."""
         self.config = {"precision": {"mode": "bf16"}}
         self.dtype = BF16
         for name, tensor in self.tensors.items():
@@ -227,7 +227,7 @@ class PlantedSide:
                 self.tensors[name] = tensor.bfloat16()
 
     def decoy(self) -> None:
-        """One harmless difference: some gains rounded to fp16."""
+        """Plant a harmless difference: some gains rounded to fp16."""
         name = [n for n in self.tensors if "norm" in n][-1]
         if self.tensors[name].dtype is FP32 and not any("norm" in first for first in self.first):
             gains = dict(self.model.named_parameters())[name].detach()
@@ -571,7 +571,7 @@ def _stacked(side: PlantedSide) -> bool:
 
 
 def _matrix(side: PlantedSide, part: str = "") -> str:
-    """A matrix in the middle of the model."""
+    """Return a matrix in the middle of the model."""
     likely = ("mlp.up_proj", "mlp.0.", "self_attn.o_proj", "attn.out")
     for word in likely:
         for name, tensor in side.tensors.items():
@@ -604,7 +604,7 @@ def _kv(side: PlantedSide, dtype: torch.dtype) -> None:
 
 
 def _patched_products(model: nn.Module, rounded: Callable[[Tensor], Tensor]) -> Any:
-    """All products of the plain attention have keys or values on the right."""
+    """Patch the products of the plain attention, which have keys or values on the right."""
     plain = torch.matmul
     return mock.patch.object(torch, "matmul", lambda a, b: plain(a, rounded(b)))
 
@@ -638,7 +638,7 @@ def _other_softmax(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _alone_in(side: PlantedSide, dtype: torch.dtype, chosen: Callable[[str], bool]) -> None:
-    """Some modules compute in a dtype of their own, and give back what they were given."""
+    """Let some modules compute in a dtype of their own, and return the dtype of their input."""
 
     def change(model: nn.Module) -> None:
         for path, module in model.named_modules():
@@ -672,7 +672,7 @@ def named_first(found: SideComparison) -> str:
 
 @dataclass(frozen=True)
 class PlantFound:
-    """One plant in one architecture."""
+    """The finding of one plant in one architecture."""
 
     plant: str
     architecture: str
@@ -687,7 +687,7 @@ class PlantFound:
 
     @property
     def share(self) -> float:
-        """Of the squared drift, what the trainer's model has with everything of the other side."""
+        """Share of the squared drift that the trainer's model has with everything of the other side."""
         return 1 - self.found.unexplained
 
 
@@ -697,7 +697,7 @@ def token_ids() -> Tensor:
 
 
 def planted(plant: Callable[[PlantedSide], None], architecture: str, folder: Path) -> PlantFound | None:
-    """What `drift` says of a plant; None where the architecture has no place for it."""
+    """Run `drift` on a plant; return None for an architecture that has no place for it."""
     side = PlantedSide(lively(architecture))
     torch.manual_seed(1)
     try:

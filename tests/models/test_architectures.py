@@ -15,7 +15,7 @@ from tests.models.architectures import ARCHITECTURES, labelled, recompute, rules
 from zerodrift.train.tools.sample import cache_name
 
 STEPS, ENOUGH = 4, 20
-"""Steps that are compared, and those in which a model learns."""
+"""Steps that are compared, and steps in which a model learns."""
 Case = tuple[int, bool | None]
 """Stage; no activation checkpointing, or its `use_reentrant`."""
 
@@ -34,7 +34,7 @@ def train(engine: Engine, steps: int) -> Run:
 
 
 def look(engine: Engine, name: str) -> tuple[torch.Tensor, float]:
-    """Tokens that the model continues a prompt with, and the loss of a step after that."""
+    """Return the tokens that the model continues a prompt with, and the loss of a step after that."""
     engine.eval()
     length = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     generated = engine.module.generate(tokens(0)[:, :4], **length)

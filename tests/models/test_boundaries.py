@@ -1,4 +1,4 @@
-"""What the engine hooks is what the plan lists, and a model that is not the plan's is refused."""
+"""The engine hooks the modules that the plan lists, and refuses a model other than the plan's."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ PATTERNS: dict[str, list[str]] = {
 
 
 def pins(module: nn.Module, patterns: list[str], **told: Any) -> dict[str, Any]:
-    """Rules for the patterns that match a parameter."""
+    """Return rules for the patterns that match a parameter."""
     names = [name for name, _ in module.named_parameters()]
     used = [p for p in patterns if any(fnmatchcase(name, p) for name in names)]
     return {"rules": [{"match": pattern, "pin": "fp32", **told} for pattern in used]}
 
 
 def hooked(module: nn.Module) -> set[str]:
-    """Paths of the modules that cast."""
+    """Return the paths of modules with casts."""
     return {
         path
         for path, part in module.named_modules(remove_duplicate=False)
@@ -107,7 +107,7 @@ ONE_PIECE: list[dict[str, Any]] = [
     {"match": "model.layers.1.*", "pin": "fp32"},
     {"match": "model.norm.*", "pin": "fp32"},
 ]
-"""All that the second piece has of the base model."""
+"""Rules that pin everything that the second piece has of the base model."""
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Real architectures, their experts on several ranks: gradients, files and checkpoints of a run without."""
+"""Real architectures with experts on several ranks: gradients, files and checkpoints as without."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = since("5.0")  # experts are stacked
 MIXTURES = [name for name, architecture in ARCHITECTURES.items() if architecture.routers]
 FIRST, *OTHERS = MIXTURES
 ONE = [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-"""The first of them in every run of the tests, the others where there is time."""
+"""Parameters of a test: the first architecture in every run, the others marked slow."""
 
 
 def written(name: str, experts: int, stage: int, mode: str, micro_batches: int = 1) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def steps(engine: Engine, count: int) -> list[float]:
 @pytest.mark.parametrize("name", ONE)
 @on_ranks(4, timeout=200)
 def test_gradients_are_those_without_expert_parallelism(name: str) -> None:
-    """Also norms, losses, and what the first weights continue a prompt with, another on each rank."""
+    """Norms, losses and the continuation of a prompt agree too, with another prompt on each rank."""
     expected = exact_gradients(ARCHITECTURES[name].model(), 4, 2)
     errors, norms, losses, generated = [], [], [], []
     for experts in (1, 2):

@@ -1,4 +1,4 @@
-"""Export and `from_pretrained`: what was trained is what is loaded."""
+"""`from_pretrained` loads an export with the trained values."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_layout_is_what_save_pretrained_writes(name: str) -> None:
-    """Found without a value, and built with values: the same tensors."""
+    """The layout found without values and the one built with values have the same tensors."""
     as_save_pretrained_writes(ARCHITECTURES[name].model())
 
 
 def loading() -> Any:
-    """Private to `transformers` 5."""
+    """Return a private module of `transformers` 5."""
     return pytest.importorskip("transformers.core_model_loading", reason="transformers 4 has one layout")
 
 
@@ -52,7 +52,7 @@ def as_save_pretrained_writes(model: Any) -> None:
 
 
 def converted(operation: Any) -> Any:
-    """A llama whose files have queries in another form."""
+    """Return a llama whose files have queries in another form."""
     model: Any = ARCHITECTURES["llama"].model()
     model._weight_conversions = [loading().WeightConverter("query.weight", "q_proj.weight", [operation])]
     return model
@@ -81,7 +81,7 @@ def written(name: str, mode: str, stage: int) -> dict[str, Any]:
 
 
 def train_and_export(names: list[str], root: str) -> list[dict[str, Any]]:
-    """On two ranks, for every architecture: logits at fp32; masters and visible bits at bf16."""
+    """Train every architecture on two ranks: logits in fp32; masters and visible bits in bf16."""
     found = []
     for name in names:
         truth: dict[str, Any] = {}
@@ -168,7 +168,7 @@ def test_tied_weights_are_written_once(exported: Made, tmp_path: Path) -> None:
 
 
 def test_an_export_is_loaded_by_ranks(exported: Made) -> None:
-    """The same files through `initialize(weights=...)`, whose reader goes the other way."""
+    """The files load through `initialize(weights=...)`, whose reader converts the other way."""
     run_ranks(load_again, 2, exported[0], timeout=120)
 
 

@@ -25,7 +25,7 @@ EAGER = {
     "qwen3-moe": (),
     "deepseek-v3": (),
 }
-"""Words in the names of matrices whose gradient comes with the backward."""
+"""Words in the names of matrices whose gradient comes in the backward."""
 
 
 def backwards(engine: Engine) -> dict[str, torch.Tensor]:

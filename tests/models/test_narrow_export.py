@@ -47,7 +47,7 @@ def written(stage: int, **precision: Any) -> dict[str, Any]:
 
 
 def export_all(stages: tuple[int, ...], root: str) -> int:
-    """Each format from every stage; at the first, a checkpoint too."""
+    """Export each format at every stage; at the first, save a checkpoint too."""
     ranks = 0
     for stage in stages:
         engine = make(written(stage), model())
@@ -68,7 +68,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def matrices(dtype: str) -> dict[str, torch.Tensor]:
-    """The fp32 masters of what becomes narrow, in the form of the files."""
+    """Return the fp32 masters of the narrow matrices, in the form of the files."""
     state, found = model().state_dict(), {}
     for name, value in state.items():
         if name.endswith(tuple(f"{end}.weight" for end in LINEAR)):
@@ -83,7 +83,7 @@ def matrices(dtype: str) -> dict[str, torch.Tensor]:
 
 
 def plain_loop(dtype: str, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codes, scales, decoded values), a block at a time."""
+    """Return (codes, scales, decoded values), one block at a time."""
     rows, columns = matrix.shape
     tall, wide = {"fp8-128x128": (128, 128), "nf4": (1, 64)}.get(dtype, (1, columns))
     blocks = matrix.view(-1, 64) if dtype == "nf4" else matrix
@@ -179,7 +179,7 @@ READERS = {"fp8-128x128": "accelerate", "nf4": "bitsandbytes"}
 @since("5.20")
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_from_pretrained_has_the_decoded_values(root: Path, dtype: str, tmp_path: Path) -> None:
-    """With the libraries' own code, on a CPU. `transformers` has no experts in int8, so those are dense."""
+    """The libraries' own code decodes on a CPU. `transformers` has no experts in int8, so those are dense."""
     library = pytest.importorskip(READERS.get(dtype, "compressed_tensors"), reason="is not installed")
     folder, more = root / "1-0" / dtype, {}
     expected = matrices(dtype)

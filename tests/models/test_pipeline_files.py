@@ -1,4 +1,4 @@
-"""Weights out of a pipeline and into it, without a checkpoint: the bytes of a run that has none."""
+"""Weights are exported from a pipeline and loaded into one with the bytes of a run without a pipeline."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def export_all(engine: zd.Engine, root: Path, prefix: str = "") -> None:
 
 
 def differ(one: Path, two: Path) -> list[str]:
-    """Files of two folders that are not the same bytes."""
+    """Return the files of two folders that differ."""
     names = [sorted(path.name for path in folder.iterdir()) for folder in (one, two)]
     assert names[0] == names[1] and len(names[0]) > 2
     return [name for name in names[0] if (one / name).read_bytes() != (two / name).read_bytes()]
 
 
 SIZE = "40KB"
-"""Of a file of an export: several of them."""
+"""Size of a file of an export, so that there are several."""
 
 
 def there_and_back(name: str, mode: str, folder: str, experts: int) -> None:
-    """Train in a pipeline and export; into another pipeline that runs, and out again."""
+    """Train in a pipeline and export; load the files into another pipeline and export again."""
     root = Path(folder)
     first = cut(name, "zbv", 3, mode, experts)
     train(first)
@@ -80,7 +80,7 @@ def there_and_back(name: str, mode: str, folder: str, experts: int) -> None:
 
 
 def alone(name: str, mode: str, folder: str) -> None:
-    """What a run without a pipeline makes of the same masters."""
+    """Export the same masters from a run without a pipeline."""
     root = Path(folder)
     with zd.empty():
         model = deep(name)
@@ -109,7 +109,7 @@ def test_files_do_not_know_of_the_pipeline(
 
 
 class Counting(GPT):
-    """Its layers count what they were called with, in buffers that only their stage knows the value of."""
+    """A model whose layers count their arguments, in buffers of their own stage."""
 
     def __init__(self) -> None:
         super().__init__(LAYERS, tied=False)
@@ -175,7 +175,7 @@ def test_each_rank_writes_and_reads_its_own(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_what_one_stage_cannot_do_none_does(tmp_path: Path) -> None:
-    """One stage cannot write, or cannot read: nobody goes on, nobody waits."""
+    """When one stage cannot write, or cannot read, no rank goes on and no rank waits."""
     engine = own("1f1b")
     zd.export(engine, tmp_path / "model")
     write, read = SafetensorsWriter.write, SafetensorsReader.read

@@ -54,7 +54,7 @@ def micro_batches(rank: int) -> list[dict[str, torch.Tensor]]:
 
 
 def in_ways(name: str, mode: str, ways: list[tuple[str, str | None]]) -> dict[str, dict[str, torch.Tensor]]:
-    """The gradients of each way."""
+    """Return the gradients of each way."""
     found = {}
     for schedule, weights in ways:
         engine = engine_of(name, mode, schedule, weights)
@@ -64,7 +64,7 @@ def in_ways(name: str, mode: str, ways: list[tuple[str, str | None]]) -> dict[st
 
 
 def alone(name: str, mode: str) -> dict[str, torch.Tensor]:
-    """The same without a pipeline, every gradient at once."""
+    """Return the gradients without a pipeline, all computed at once."""
     engine = make(config(0, mode, COUNT, precision={"rules": rules(name)}), deep(name))
     for batch in micro_batches(0):
         engine.backward(engine(**batch).loss)
@@ -72,7 +72,7 @@ def alone(name: str, mode: str) -> dict[str, torch.Tensor]:
 
 
 def errors(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Parameter -> relative error of its gradient, by norm; none is skipped."""
+    """Return the relative error of each parameter's gradient, by norm."""
     assert seen.keys() == expected.keys()
     found = {name: (seen[name].double() - value.double()).norm() for name, value in expected.items()}
     return {
@@ -146,7 +146,7 @@ OWN: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 4},
     "phi": {"partial_rotary_factor": 0.5},
 }  # fmt: skip
-"""What makes the layers of a type differ from each other, or what it does before them."""
+"""Config keys that make the layers of a type differ from each other, or scale their input."""
 
 
 def of_type(kind: str, layers: int = 4, **more: Any) -> nn.Module:
@@ -161,7 +161,7 @@ def of_type(kind: str, layers: int = 4, **more: Any) -> nn.Module:
 
 
 def in_pieces(made: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """The loss, one piece after the other."""
+    """Return the loss, one piece after the other."""
     mesh = MeshShape(pipeline=4)
     config = load({"pipeline": {"stages": 4}, "optimizer": {"type": "AdamW"}})
     plan = build(resolve(config, mesh), describe(made), mesh)
@@ -181,7 +181,7 @@ def batch_of(ids: torch.Tensor) -> dict[str, Any]:
 
 
 def wrong_in_pieces(made: nn.Module, batch: dict[str, Any]) -> list[str]:
-    """What of the loss and its gradients has not the model's own bits."""
+    """Return the names of the loss and gradients whose bits differ from the model's own."""
     losses = made(**batch, use_cache=False).loss, in_pieces(made, batch)
     names, parameters = zip(*made.named_parameters(), strict=True)
     found = []
@@ -195,7 +195,7 @@ ELSEWHERE = ("deepseek_v3", "gpt_oss")  # run in the schedules above
 
 
 def is_cut(kind: str) -> bool:
-    """Whether this version of `transformers` makes models of a type that can be cut."""
+    """Return whether this version of `transformers` has models of a type that can be cut."""
     is_new = numbers(transformers.__version__, TESTED_SINCE) >= numbers(TESTED_SINCE)
     return is_new or kind in OLDER
 
@@ -209,7 +209,7 @@ def cut_here(kinds: Iterable[str]) -> list[Any]:
 
 @pytest.mark.parametrize("kind", [kind for kind in CAUSAL if kind not in ELSEWHERE])
 def test_causal_models_compute_the_same_in_pieces(kind: str) -> None:
-    """The pieces of the types that are accepted, one after the other, are the model, bit for bit."""
+    """The pieces of an accepted type, one after the other, have the model's bits."""
     made = of_type(kind).eval()
     if not is_cut(kind):
         with pytest.raises(UnsupportedError, match=rf"transformers {TESTED_SINCE} or later .* type {kind};"):
@@ -220,7 +220,7 @@ def test_causal_models_compute_the_same_in_pieces(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", cut_here(["granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]))
 def test_the_loss_that_balances_experts_is_that_of_all_layers(kind: str) -> None:
-    """Asked for in the batch or in the config, and refused in the batch where the config asks for it."""
+    """The batch or the config turns it on; the batch overrides the config."""
     made = of_type(kind).eval()
     batch = batch_of(tokens(0))
     plain = made(**batch).loss
@@ -284,7 +284,7 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name() -> None:
 
 
 def dropping(kind: str) -> nn.Module:
-    """With dropout wherever the library has it, nothing tied, each layer recomputed."""
+    """Make a model with the library's dropout everywhere, nothing tied, each layer recomputed."""
     made = of_type(kind)
     changed: Any = made.config
     changed.tie_word_embeddings = False
@@ -298,7 +298,7 @@ def dropping(kind: str) -> nn.Module:
 
 
 def by_the_tree(kinds: Iterable[str], stages: int) -> list[tuple[Any, ...]]:
-    """Losses and digests of three steps of each, in a pipeline or not."""
+    """Return losses and digests of three steps of each type, with or without a pipeline."""
     found = []
     for kind in kinds:
         torch.manual_seed(3)
@@ -311,7 +311,7 @@ def by_the_tree(kinds: Iterable[str], stages: int) -> list[tuple[Any, ...]]:
 
 @pytest.mark.long
 def test_by_the_tree_dropout_is_that_of_the_whole_model() -> None:
-    """gpt2 and phi drop behind their embeddings too, in a forward that every piece goes through."""
+    """gpt2 and phi also drop behind their embeddings, in a forward of every piece."""
     kinds = [kind for kind in ("gpt2", "phi", "llama") if is_cut(kind)]
     (expected,) = run_ranks(by_the_tree, 1, kinds, 1, timeout=120)
     assert all(len(set(losses)) == 3 for _, losses, _ in expected), "each step draws others"

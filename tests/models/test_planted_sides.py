@@ -1,7 +1,7 @@
-"""What `zerodrift drift` names first when one thing is planted between two sides, and how much it explains.
+"""`zerodrift drift` names a planted mismatch first, and explains most of the drift.
 
-The sampler's log-probabilities are made by torch alone; `planted_sides.py` says how. Every plant in a plain
-model here, and in all architectures where there is time.
+The sampler's log-probabilities are computed by torch alone, in `planted_sides.py`. Every plant is tried in
+a plain model, and in all architectures by slow tests.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_what_was_planted_is_named_first(plant: object, tmp_path: Path) -> None:
 
 
 def test_what_is_exported_is_what_was_trained(tmp_path: Path) -> None:
-    """From the engine to a folder in the architecture's own form, experts one by one, and back."""
+    """The engine exports a folder in the architecture's own form, experts one by one, and reads it back."""
     config = {"precision": {"mode": "bf16"}, "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}}
     model, sent, ids = lively("qwen3-moe"), tmp_path / "sent", token_ids().tolist()
     engine = zerodrift.initialize(copy.deepcopy(model), config=config, quiet=True)

@@ -1,5 +1,5 @@
-"""What the trainer compares in its first step, over architectures whose own code computes wider than the
-plan: that is said and ends nothing; what rounds ends it."""
+"""The trainer's check of its first step: code of an architecture that computes wider than the plan is
+reported, and code that rounds ends the run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2ForCausalLM Olmo2Config", {}),
     "olmo3": ("Olmo3ForCausalLM Olmo3Config", {"sliding_window": 4, "layer_types": SLIDING}),
 }
-"""Name -> the library's classes and what their config has beyond sizes."""
+"""Name -> the library's classes, and keys of their config beyond sizes."""
 
 
 def build(name: str) -> nn.Module:
@@ -66,8 +66,8 @@ def build(name: str) -> nn.Module:
 
 
 class Casts(TorchFunctionMode):
-    """What a bf16 model's own code makes of its parameters: `wider` are the columns of those that it casts by
-    themselves or that meet a wider tensor; `rounded` are the parameters in fp32 that it casts to bf16."""
+    """Casts of parameters in a bf16 model's own code: `wider` are the columns of parameters that are cast
+    up or meet a wider tensor; `rounded` are the fp32 parameters that are cast to bf16."""
 
     def __init__(self, name: str, in_fp32: str = "none") -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Casts(TorchFunctionMode):
 
 
 def looked_at(names: Sequence[str], rules: list[dict[str, Any]]) -> dict[str, tuple[list[str], list[str]]]:
-    """Two steps as the trainer takes them, the first of them looked at: what is wider, and what differs."""
+    """Run two steps of the trainer, the first of them checked; return the wider and the differing columns."""
     warnings.simplefilter("ignore")  # of the library, on kernels that are not installed
     found = {}
     for name in names:
@@ -134,7 +134,7 @@ def test_what_an_architecture_computes_wider_is_said_and_no_finding(
 
 @on_ranks(1, timeout=120)
 def test_what_an_architecture_itself_rounds_is_a_finding_by_name() -> None:
-    """Mamba 2 casts `dt_bias` to the dtype of its activations, whatever a rule says of it."""
+    """Mamba 2 casts `dt_bias` to the dtype of its activations, against any rule."""
     wider, narrower = looked_at(["mamba2"], [{"match": "*dt_bias", "pin": "fp32"}])["mamba2"]
     casts = Casts("mamba2", in_fp32="dt_bias")
     assert len(wider) == len(casts.wider) and len(narrower) == len(casts.rounded), (wider, narrower)

@@ -1,4 +1,4 @@
-"""What a trace says of every parameter is what a real step shows: the same dtypes enter operations."""
+"""A trace and a real step have the same dtypes at the operations of every parameter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTH = 16
 
 
 class Odd(nn.Module):
-    """Pinned and other parameters, used in ways that a module's own forward does not show."""
+    """A module with pinned and other parameters, which it uses outside of the usual forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ PINS: dict[str, list[str]] = {
 def both(
     names: list[str], mode: str, pinned: bool, backend: str
 ) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Per model what was observed in a step, and what a trace of the same plan says."""
+    """Return, for each model, the observation of a step and the trace of the same plan."""
     warnings.simplefilter("ignore")
     found = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""Checkpoints of real architectures, as `save_pretrained` writes them, against `from_pretrained`."""
+"""Checkpoints of real architectures, written by `save_pretrained`, load as with `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def compare(name: str, folder: Path) -> None:
 
 
 def core_loading() -> Any:
-    """Private to `transformers` 5."""
+    """Return a private module of `transformers` 5."""
     return pytest.importorskip("transformers.core_model_loading", reason="transformers 4 has one layout")
 
 
@@ -79,7 +79,7 @@ def single(model: nn.Module, folder: Path) -> Any:
 
 
 def loaded(name: str, folder: Path, want: nn.Module) -> nn.Module:
-    """A model without memory, whose masters are those of `want` once it is filled from the files."""
+    """Fill a model without memory from the files, and check its masters against those of `want`."""
     with empty():
         model = MODELS[name].build()
     given = {key: value.detach().float() for key, value in want.named_parameters()}
@@ -99,12 +99,12 @@ def test_a_model_with_memory_loads_the_same(tmp_path: Path) -> None:
 
 
 def patterns(model: Any) -> set[tuple[str, str]]:
-    """The conversions that a loader leaves behind for `save_pretrained`."""
+    """Return the conversions that a loader leaves for `save_pretrained`."""
     return {(str(each.source_patterns), str(each.target_patterns)) for each in model._weight_conversions}
 
 
 def test_stacked_experts_in_the_files_load_as_they_are(tmp_path: Path) -> None:
-    """A checkpoint in the model's own form, as a plain state dict is."""
+    """The checkpoint is a plain state dict in the model's own form."""
     from safetensors.torch import save_file
 
     model = MODELS["qwen3-moe"].model()
@@ -113,7 +113,7 @@ def test_stacked_experts_in_the_files_load_as_they_are(tmp_path: Path) -> None:
 
 
 def test_the_base_models_checkpoint_loads_into_the_model_with_a_head(tmp_path: Path) -> None:
-    """`from_pretrained` adds the prefix; the head, tied here, comes with the embedding."""
+    """`from_pretrained` adds the prefix; the head, which is tied, comes with the embedding."""
     pytest.importorskip("transformers.core_model_loading", reason="the prefix is added by transformers 5")
     want = MODELS["llama"].model()
     want.model.save_pretrained(tmp_path)
