@@ -1,6 +1,6 @@
-"""Compiles the Triton programs for a GPU that need not be there, and prints which instructions come out.
+"""Compile the Triton programs for a GPU that need not be there, and print the instructions.
 
-Run by `test_triton.py` in a process of its own: Triton decides when it is imported whether it compiles.
+`test_triton.py` runs this in a process of its own: Triton decides on its import whether it compiles.
 
     python -m tests.numerics.compile_programs 90 1    # every program; 5: every fifth
 """
@@ -25,7 +25,7 @@ CASES = [(algorithm, master, state) for algorithm in range(3) for master in rang
 
 
 def types_of(algorithm: int, master: int, state: int) -> dict[str, str | None]:
-    """Of the arguments that are tensors, as `optim/device.py` hands them over; bf16 storage, fp32 grad."""
+    """Return the types of the tensor arguments in `optim/device.py`, with bf16 storage and fp32 gradients."""
     two, coded = algorithm == 0, state == 3
     return {
         "grad": "*fp32",
@@ -44,7 +44,7 @@ def types_of(algorithm: int, master: int, state: int) -> dict[str, str | None]:
 
 
 def compiled(target: GPUTarget, algorithm: int, master: int, state: int) -> str:
-    """The assembly of one pass."""
+    """Return the assembly of one pass."""
     types = types_of(algorithm, master, state)
     numbers = {"numel": "i64", "stochastic": "i64"}
     shape = device.shape_of_update(state == 3, is_nvidia=True)

@@ -1,4 +1,4 @@
-"""A mixture of experts as a user writes it: stacked, with the forward that an exchange of tokens asks for."""
+"""A user's mixture of experts: stacked, with the forward that an exchange of tokens requires."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH, INNER, EXPERTS, TOKENS = 24, 40, 4, 18
 
 
 class Stack(nn.Module):
-    """`[experts, ...]`, an expert that no token goes to is not run."""
+    """Stacked experts; one without tokens is not run. Shapes [experts, ...]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Stack(nn.Module):
 
 
 class Layer(nn.Module):
-    """Router and experts. `skew` is added to the router's logits; `dropped` tokens go to no expert."""
+    """A router with experts. `skew` is added to the router's logits; `dropped` tokens go to no expert."""
 
     def __init__(self, skew: Sequence[float], dropped: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """Returns a loss."""
+    """A network that returns a loss."""
 
     def __init__(
         self, skew: Sequence[float] = (0.0,) * EXPERTS, dropped: int = 0, recompute: bool | None = None
@@ -85,13 +85,13 @@ def batch(step: int, rank: int, micro: int) -> torch.Tensor:
 def written(
     experts: int, stage: int, mode: str = "fp32", micro_batches: int = 1, **rest: Any
 ) -> dict[str, Any]:
-    """A config with experts on so many ranks; 1 is no expert parallelism."""
+    """Return a config with experts on so many ranks; 1 is no expert parallelism."""
     spread = {"experts": {"ranks": experts}} if experts > 1 else {}
     return {**config(stage, mode, micro_batches, **rest), **spread}
 
 
 def accumulate(engine: Engine, micro_batches: int) -> list[float]:
-    """The micro-batches of a step; their losses."""
+    """Run the micro-batches of a step and return their losses."""
     losses = []
     for micro in range(micro_batches):
         loss = engine(batch(0, engine.mesh.rank("data"), micro))
@@ -101,7 +101,7 @@ def accumulate(engine: Engine, micro_batches: int) -> list[float]:
 
 
 def reference(ranks: int, micro_batches: int, **network: Any) -> dict[str, torch.Tensor]:
-    """The averaged gradient in one process, in fp64."""
+    """Return the averaged gradient in one process, in fp64."""
     model = Network(**network).double()
     for rank in range(ranks):
         for micro in range(micro_batches):
@@ -110,6 +110,6 @@ def reference(ranks: int, micro_batches: int, **network: Any) -> dict[str, torch
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative, in norm; of a gradient that is zero, absolute."""
+    """Return the relative error by norm; for a gradient of zero, the absolute one."""
     size = float(expected.double().norm())
     return float((found.double() - expected.double()).norm()) / (size or 1.0)

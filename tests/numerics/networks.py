@@ -41,7 +41,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Top-1 experts; one that gets no token is not called, and so gets no gradient."""
+    """Top-1 experts; one without tokens is not called, and has no gradient."""
 
     def __init__(self, width: int, experts: int = 4) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Returns the loss of predicting the next token."""
+    """A decoder that returns the loss of predicting the next token."""
 
     def __init__(
         self, layers: int = 2, moe: bool = False, tied: bool = True, width: int = WIDTH, seed: int = 0
@@ -100,6 +100,6 @@ class GPT(nn.Module):
 
 
 def batch(step: int, rank: int = 0, micro: int = 0, samples: int = 2) -> torch.Tensor:
-    """Tokens that depend on the step, the rank and the micro-batch."""
+    """Return tokens that depend on the step, the rank and the micro-batch."""
     generator = torch.Generator().manual_seed(7919 * step + 104729 * rank + 15485863 * micro + 1)
     return torch.randint(VOCABULARY, (samples, LENGTH), generator=generator)

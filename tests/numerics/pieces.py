@@ -1,6 +1,6 @@
-"""What a rank's optimizer gets, without ranks: the pieces of a plan, cut as its mesh says.
+"""Slices of a plan for each rank's optimizer, without ranks.
 
-For tests of updaters by themselves: every rank of a plan is played in turn, in one process.
+Tests of updaters run every rank of a plan in turn, in one process.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from zerodrift.optim.updater import Owned
 from zerodrift.plan.table import Plan
 
 Values = Mapping[str, torch.Tensor]
-"""By the name of a row, in its shape."""
+"""Values by the name of a row, in its shape."""
 
 
 def flat(plan: Plan, number: int, values: Values, rank: int) -> torch.Tensor:
-    """A rank's part of a segment filled with values, fp32."""
+    """Return a rank's part of a segment filled with values, in fp32."""
     segment = plan.segments[number]
     whole = torch.zeros(segment.padded)
     for row in (plan.rows[index] for index in segment.rows):
@@ -30,7 +30,7 @@ def flat(plan: Plan, number: int, values: Values, rank: int) -> torch.Tensor:
 
 
 def owned(plan: Plan, values: Values, rank: int) -> list[Owned]:
-    """What `rank` owns of a model with these values."""
+    """Return the slices that `rank` owns of a model with these values."""
     found = []
     for number, segment in enumerate(plan.segments):
         update = segment.columns.update
@@ -45,7 +45,7 @@ def owned(plan: Plan, values: Values, rank: int) -> list[Owned]:
 
 
 def gathered(plan: Plan, parts: list[Mapping[int, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Full values by name, from each rank's flat pieces by segment number."""
+    """Return full values by name, from each rank's flat pieces by segment number."""
     found = {}
     for number, segment in enumerate(plan.segments):
         update = segment.columns.update

@@ -1,4 +1,4 @@
-"""Training runs on the ranks of a test: what a stage, a mode and a mesh make of the same data."""
+"""Training runs on the ranks of a test, for comparison between stages, modes and meshes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerodrift.engine.engine import Engine
 
 @dataclass
 class Run:
-    """What a run leaves: bits to compare."""
+    """Results of a run, to compare bit for bit."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Run:
     states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def differs(self, other: Run) -> list[str]:
-        """What is not bit for bit the same."""
+        """List the results that are not bit for bit the same."""
         numbers = ("losses", "norms", "scales")
         found = [name for name in numbers if getattr(self, name) != getattr(other, name)]
         for kind in ("weights", "masters"):
@@ -51,7 +51,7 @@ def require_alike(one: Any, other: Any) -> None:
 
 
 def config(stage: int, mode: str, micro_batches: int = 1, **rest: Any) -> dict[str, Any]:
-    """A config for the runs here: clipping on, AdamW."""
+    """Return a config with clipping and AdamW."""
     precision = {"mode": mode, **rest.pop("precision", {})}
     base = {
         "precision": precision,
@@ -64,7 +64,7 @@ def config(stage: int, mode: str, micro_batches: int = 1, **rest: Any) -> dict[s
 
 
 def make(written: dict[str, Any], model: torch.nn.Module | None = None, **rest: Any) -> Engine:
-    """An engine on the CPU; of a small GPT unless told."""
+    """Make an engine on the CPU, by default of a small GPT."""
     model = model if model is not None else GPT()
     return destroy_at_the_end(initialize(model, config=written, device="cpu", quiet=True, **rest))
 
@@ -75,7 +75,7 @@ def train(
     micro_batches: int = 1,
     data: Callable[[int, int, int], torch.Tensor] = batch,
 ) -> Run:
-    """Some steps, and everything that can be compared afterwards."""
+    """Train some steps and return all results."""
     run = Run()
     rank = engine.mesh.rank("data")
     for step in range(steps):
@@ -99,23 +99,23 @@ def finish(engine: Engine, run: Run | None = None) -> Run:
 
 
 def gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    """The gradient of each parameter, whole."""
+    """Return the whole gradient of each parameter."""
     return {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
 
 
 def masters(engine: Engine) -> dict[str, torch.Tensor]:
-    """The master of each parameter, whole."""
+    """Return the whole master of each parameter."""
     return {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
 
 
 def unlike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of values that are not bit for bit the same."""
+    """Return the names of values that are not bit for bit the same."""
     assert one.keys() == other.keys()
     return [name for name, value in one.items() if not torch.equal(value, other[name])]
 
 
 def masters_and_states(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """Of what is trained, whole, in fp32, by name."""
+    """Return whole masters and moments of trained parameters by name, in fp32."""
     kinds = whole_values(engine)
     masters = kinds.pop("master")
     names = [row.name for row in engine.plan.rows if row.trained and row.name in masters]
@@ -124,8 +124,8 @@ def masters_and_states(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def whole_values(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
-    """Masters and moments, whole, in fp32: kind -> parameter -> value. All in one message: a gather for each
-    would take as long as the steps of a test."""
+    """Return whole masters and moments in fp32: kind -> parameter -> value. All travel in one message,
+    because a gather for each would take as long as the steps of a test."""
     with raise_on_all_ranks(engine.comm):
         held = list(_held(engine))
     found: dict[str, dict[str, torch.Tensor]] = {"master": {}}
@@ -143,7 +143,8 @@ def whole_values(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _held(engine: Engine) -> Iterator[tuple[str, str, tuple[int, ...], int, Any]]:
-    """(`master` or a moment, parameter, whole shape, first element, values) of all that this rank holds."""
+    """Yield (`master` or a moment, parameter, whole shape, first element, values) of all values of this
+    rank."""
     for piece in engine.executor.pieces():
         for kind, flat in {"master": piece.weights(), **piece.moments()}.items():
             for span in piece.held:
@@ -152,5 +153,5 @@ def _held(engine: Engine) -> Iterator[tuple[str, str, tuple[int, ...], int, Any]
 
 
 def same(runs: Sequence[Run]) -> list[str]:
-    """What differs between the first run and any other."""
+    """List the differences between the first run and the others."""
     return [f"run {number}: {what}" for number, run in enumerate(runs) for what in runs[0].differs(run)]

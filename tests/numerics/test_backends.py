@@ -1,4 +1,4 @@
-"""The same plan on both backends: the same bits.
+"""The same plan has the same bits on both backends.
 
 `fully_shard`'s buffers travel through our collectives and torch's fused optimizers compute what ours do, so
 losses, norms, weights and moments are compared bit for bit. Where a part of a parameter on a rank is no
@@ -26,7 +26,7 @@ PINNED = {"rules": [{"match": "*.router.*", "pin": "fp32"}]}
 def both(
     stage: int, mode: str, micro: int = 1, moe: bool = False, steps: int = 2, **rest: Any
 ) -> dict[str, Run]:
-    """A run on each backend; fp32 storage and the order of ranks on both, which `fully_shard` has unasked."""
+    """Run on each backend with the defaults of `fully_shard`: fp32 storage and the order of ranks."""
     precision = {"storage": "fp32", **rest.pop("precision", {})}
     runs = {}
     for backend, order in (("native", {"order": "rank"}), ("fsdp2", {})):
@@ -39,7 +39,7 @@ def both(
 
 
 Case = tuple[int, str, int, bool, dict[str, Any]]
-"""(stage, mode, micro-batches, whether with experts, the rest of the config)."""
+"""(stage, mode, micro-batches, whether with experts, other keys of the config)."""
 
 
 def compared(cases: list[Case]) -> list[str]:
@@ -51,10 +51,10 @@ def compared(cases: list[Case]) -> list[str]:
 
 
 def differs(native: Run, fsdp2: Run) -> list[str]:
-    """What is not bit for bit the same; norms may differ in the last place of fp64.
+    """List the differences in bits; norms may differ in the last place of fp64.
 
-    The norm is an exact sum of the square sums of blocks; where `fully_shard` cuts a block, its two parts are
-    rounded by themselves.
+    The norm is an exact sum of the square sums of blocks; where `fully_shard` cuts a block, its two parts
+    are rounded by themselves.
     """
     assert fsdp2.norms == pytest.approx(native.norms, rel=1e-15, nan_ok=True)
     return native.differs(dataclasses.replace(fsdp2, norms=native.norms))
@@ -69,7 +69,7 @@ def differs(native: Run, fsdp2: Run) -> list[str]:
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2, timeout=240)
 def test_every_supported_cell_is_the_native_bits(stage: int, mode: str) -> list[str]:
-    """What differs in any cell that is supported; every other cell is refused in `unit/test_support.py`."""
+    """Every other cell is refused in `unit/test_support.py`."""
     found = []
     for cell in table():
         if (cell.backend, cell.mode, cell.stage) != ("fsdp2", mode, stage) or cell.status == "no":
@@ -135,8 +135,8 @@ def test_every_way_is_the_native_bits(name: str) -> None:
 
 @on_ranks(2)
 def test_a_part_that_is_no_multiple_of_a_vector() -> None:
-    """torch's fused AdamW rounds the last elements of a tensor otherwise than the first: parts of five
-    and two rows differ from ours in the last place, never more."""
+    """torch's fused AdamW rounds the last elements of a tensor otherwise than the first: parts of five and
+    two rows differ from ours in the last place at most."""
 
     def rows(step: int, rank: int, micro: int) -> torch.Tensor:
         return torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
@@ -151,7 +151,7 @@ def test_a_part_that_is_no_multiple_of_a_vector() -> None:
 
 
 class _Odd(torch.nn.Module):
-    """Dimensions that two ranks cannot share, down to one of which a rank gets nothing."""
+    """A model with dimensions that two ranks cannot share, down to one that leaves a rank nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class _Odd(torch.nn.Module):
 
 
 def loops(backend: str, stage: int) -> list[list[float]]:
-    """Losses and norms of loops that lose an average where an engine is careless."""
+    """Return losses and norms of loops in which a careless engine loses an average."""
     found = []
     for kind in ("no_sync", "late boundary", "two at once", "evaluated between", "failed"):
         engine = make(config(stage, "bf16", 2, backend=backend, precision={"storage": "fp32"}), GPT(layers=1))
@@ -252,7 +252,7 @@ def test_no_average_is_lost_between_replicas() -> bool:
 
 
 def overflowing(backend: str, power: int, steps: int) -> list[Any]:
-    """fp16 with a scale that overflows first."""
+    """Train in fp16 with a scale that overflows first."""
     rest = {"precision": {"storage": "fp32"}, "fp16": {"initial_scale_power": power, "hysteresis": 1}}
     engine = make(config(3, "fp16", 1, backend=backend, **rest), GPT(layers=1))
     found: list[Any] = []

@@ -1,4 +1,4 @@
-"""Saved and resumed is as if nothing had been: bit for bit, for every optimizer, scheme, stage and mesh."""
+"""A resumed run has the bits of an uninterrupted one, for every optimizer, scheme, stage and mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zerodrift.errors import CheckpointError
 
 
 def later(engine: Engine, start: int, steps: int) -> Run:
-    """Some more steps, on data of their own."""
+    """Train some more steps, on data of their own."""
     return train(engine, steps, data=lambda step, rank, micro: batch(start + step, rank, micro))
 
 
@@ -42,7 +42,7 @@ def plain() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def given(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """An optimizer of torch, with two groups and a scheduler."""
+    """Return a model with an optimizer of torch in two groups and a scheduler."""
     model = GPT()
     vectors = [p for p in model.parameters() if p.dim() < 2]
     matrices = [p for p in model.parameters() if p.dim() >= 2]
@@ -87,7 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], Build]] = {
 
 
 SLOW = ("torch sgd", "torch amsgrad")
-"""What they keep, others here keep too."""
+"""Optimizers whose state other ones have too."""
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ SLOW = ("torch sgd", "torch amsgrad")
 )
 @on_ranks(2)
 def test_every_scheme_and_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """Two steps, saved, one more; and that one again in an engine that was just made."""
+    """Two steps are saved, and the third is run twice: on, and in a new engine."""
     written, build = CASES[name]
     model, rest = build()
     engine = make(written, model, **rest)
@@ -114,7 +114,7 @@ def test_every_scheme_and_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Pat
 
 
 class Noisy(GPT):
-    """With dropout, and a running mean that is another on every rank."""
+    """A model with dropout, and a running mean that differs on every rank."""
 
     def __init__(self) -> None:
         super().__init__(seed=0)
@@ -135,7 +135,7 @@ class Noisy(GPT):
 
 
 def drawn(step: int, rank: int, micro: int) -> torch.Tensor:
-    """Data out of every random generator there is."""
+    """Return data from every random generator."""
     number = int(1000 * (random.random() + np.random.rand() + float(torch.rand(())) + random.gauss(0, 1)))
     return (batch(step, rank, micro) + number) % VOCABULARY
 
@@ -165,7 +165,7 @@ def test_random_numbers_buffers_and_the_clients_state_go_on(asynchronous: bool, 
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks("world")
 def test_an_engine_can_go_back(world: int, tmp_path: Path) -> None:
-    """A run that goes back to where it was, in the engine that it has, also to before the first step."""
+    """A running engine loads its own checkpoint, also one before the first step."""
     engine = make(config(3, "bf16"))
     checkpoints = Checkpoints(engine, tmp_path, quiet=True)
     checkpoints.save()
@@ -194,7 +194,7 @@ def load_one(folder: str, written: dict[str, Any]) -> Any:
 
 
 Mesh = tuple[int, int]
-"""Stage and ranks."""
+"""(stage, ranks)"""
 MESHES = [(stage, world) for stage in range(4) for world in (1, 2, 4)]
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
 NARROW = {"precision": {"gather": "fp8"}}
@@ -217,7 +217,7 @@ SPREAD = {"sharding": {"replicate": 2}}
 def test_a_mesh_loads_what_another_saved(
     source: Mesh, targets: list[Mesh], before: dict[str, Any], after: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Masters, moments and weights: whole matrices go to whoever owns them, and replicas save once."""
+    """Masters, moments and weights agree: whole matrices go to their owners, and replicas save once."""
     saved = run_ranks(save_one, source[1], str(tmp_path), config(source[0], "bf16", **before))[0]
     assert found_elsewhere(tmp_path / "step-00000003") == []
     for target in targets:
@@ -231,7 +231,7 @@ def test_a_mesh_loads_what_another_saved(
 
 
 def other_ranks(folder: str, load: bool) -> Any:
-    """An optimizer of torch with step counts per parameter, which ranks hold for what they own."""
+    """Save or load an optimizer of torch with step counts per parameter, on ranks that own slices."""
     model, rest = nadam()
     engine = make(without_block(3, "bf16"), model, **rest)
     checkpoints = Checkpoints(engine, folder, quiet=True)
@@ -254,7 +254,7 @@ def test_step_counts_of_torch_go_to_whoever_owns_the_parameter(tmp_path: Path) -
 
 @pytest.mark.long
 def test_a_split_master_becomes_a_plain_one_and_back(tmp_path: Path) -> None:
-    """The master is the same; what is visible is rounded as its new scheme rounds."""
+    """The master stays the same; visible weights are rounded by the new scheme."""
     split, wide = ({"precision": {"master": master}} for master in ("split", "fp32"))
     for number, (source, target) in enumerate(
         [(split, wide), (wide, split), (NARROW, split), (split, NARROW)]
@@ -335,7 +335,7 @@ def partly_frozen(frozen: bool) -> Engine:
 
 @on_ranks(2)
 def test_a_frozen_parameter_can_be_trained_later(tmp_path: Path) -> None:
-    """It begins with moments of zero, and that is said."""
+    """The parameter begins with moments of zero, and a warning says so."""
     engine = partly_frozen(True)
     train(engine, 2)
     expected = masters(engine)

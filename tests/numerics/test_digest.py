@@ -1,4 +1,4 @@
-"""The digest of a state: its definition over whole values, whoever holds which slice; and copies."""
+"""The digest of a state has its definition over whole values, for any slices; and copies are compared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORD = (1 << 64) - 1
 
 
 def mixed(word: int) -> int:
-    """SplitMix64's last steps."""
+    """Apply the last steps of SplitMix64."""
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & WORD
     return word ^ (word >> 31)
@@ -56,7 +56,7 @@ def of_whole_values(engine: Engine, rounded: bool) -> str:
 
 
 def digests(stages: list[int], mode: str, more: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
-    """On one rank: of every stage, the digest, the same by definition, and that of the gradients."""
+    """Return, for every stage, the digest, the same by definition, and that of the gradients."""
     found = []
     for stage in stages:
         reduce = {"when": "every", "order": "tree"}
@@ -95,7 +95,7 @@ def test_it_is_that_of_whole_values_at_every_stage_and_world(mode: str) -> None:
 )
 @on_ranks("world")
 def test_a_rank_whose_copy_differs_is_named_on_all(world: int, stage: int, replicate: int, bad: int) -> None:
-    """One of them has another bit in its master; of several, most are right."""
+    """One rank has another bit in its master; the majority of several is right."""
     engine = make({**config(stage, "bf16"), "sharding": {"replicate": replicate}}, GPT(layers=1))
     train(engine, 1)
     engine.digest()

@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, float]] = {
 
 
 def everybody(step: int, rank: int, micro: int) -> torch.Tensor:
-    """The same data on every rank: bf16 gradients of four ranks add up exactly in fp32."""
+    """Return the same data on every rank, so that bf16 gradients of four ranks add up exactly in fp32."""
     return batch(step)
 
 
@@ -69,7 +69,7 @@ EVERYWHERE: Worlds = dict.fromkeys((1, 2, 4), STAGES)
     ],
 )
 def test_stages_and_world_sizes_are_the_same_bits(kind: str, steps: int, worlds: Worlds) -> None:
-    """Losses, norms, weights, masters and moments."""
+    """Losses, norms, weights, masters and moments agree."""
     runs = [
         run
         for world, stages in worlds.items()
@@ -105,7 +105,7 @@ def written() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def learned(state: str) -> tuple[float, float]:
-    """Mean loss of the last 20 of 200 steps on eight batches, and bytes of moments per parameter."""
+    """Return the mean loss of the last 20 of 200 steps, and bytes of moments per parameter."""
     engine = engine_of(3, state)
     run = train(engine, 200, data=lambda step, rank, micro: batch(step % 8, rank))
     bill = cost(engine.plan)
@@ -144,7 +144,7 @@ def test_a_torch_optimizer_that_keeps_its_own_moments_refuses_it() -> None:
 
 
 def test_a_torch_optimizer_brings_no_beta2_that_its_state_cannot_follow() -> None:
-    """The plan does not know the numbers of an optimizer that is passed."""
+    """The plan does not see the beta2 of an optimizer object."""
     (found,) = run_ranks(all_of_adamw, 1)
     refused = found.pop(("bf16", 0.999))
     assert "param_groups[0]" in refused and "0.999" in refused

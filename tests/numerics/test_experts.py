@@ -1,4 +1,4 @@
-"""Experts on several ranks: the averaged gradient is that of a run without, whatever the data did."""
+"""Experts on several ranks have the averaged gradient of a run without, for any routing."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ MESHES: dict[str, dict[str, Any]] = {
     "ep4": {"experts": {"ranks": 4}},
     "ep2, 2 replicas": {"sharding": {"replicate": 2}},
 }
-"""Name -> what of the config makes the mesh."""
+"""Name -> keys of the config that make the mesh."""
 
 
 def slow(*value: Any) -> Any:
-    """A case for where there is time."""
+    """Return a case that is marked slow."""
     return pytest.param(*value, marks=pytest.mark.slow)
 
 
 def config(stage: int, mesh: str, mode: str = "fp32", experts: int = 2, **rest: Any) -> dict[str, Any]:
-    """Every micro-batch is reduced at every stage, so that all form the same sums."""
+    """Return a config that reduces every micro-batch at every stage, so that all form the same sums."""
     precision = {"reduce": {"when": "every"}, **rest.pop("precision", {})}
     made = written(experts, stage, mode, MICRO, precision=precision, **rest)
     return {**made, **MESHES[mesh]}
@@ -123,14 +123,14 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
     # Experts are rounded on the wire once for two ranks, as their sum leaves.
     "narrow wire": ({"precision": {"reduce": {"wire": "bf16", "when": "last"}}}, 0.05),
 }
-"""Name -> what of the config makes it, and how far updates may be apart, relative to their size."""
+"""Name -> keys of the config, and the largest difference of updates relative to their size."""
 
 
 @pytest.mark.parametrize("way", ["Adamax", *(slow(each) for each in WAYS if each != "Adamax")])
 @pytest.mark.long
 @on_ranks(4)
 def test_every_update_is_that_of_a_run_without(way: str) -> None:
-    """How far masters are from those of a run without, beside how far they came; stages are the same bits."""
+    """Differences of masters are compared with the length of their path; stages have the same bits."""
     first = dict(Network().named_parameters())
     runs = []
     for experts, stage in ((1, 2), (2, 2), (2, 3)):
@@ -197,7 +197,7 @@ def test_a_gradient_in_the_loss_goes_through_exchanges_twice() -> None:
 @pytest.mark.parametrize("rank", [slow(1), 2])
 @on_ranks(4)
 def test_what_is_not_finite_on_one_rank_is_found_by_all(rank: int) -> None:
-    """fp16: a gradient of one rank's experts is not finite in the first step."""
+    """A gradient of one rank's experts is not finite in the first step of fp16."""
     fp16 = {"enabled": True, "hysteresis": 1, "initial_scale_power": 4}
     engine = engine_of(config(3, "ep2 x 2", "fp16", fp16=fp16))
     down, handles = engine.module.layers[0].experts.down, []
@@ -236,7 +236,7 @@ def test_what_is_sent_is_the_plan_and_an_exchange_of_tokens(mesh: str, stages: t
 @pytest.mark.long
 @on_ranks(4)
 def test_the_observer_sees_the_plan() -> None:
-    """Every column of every expert is what the plan says, and the tables show it."""
+    """Every column of every expert is the plan's, in the tables too."""
     for stage in (1, 3):
         engine = engine_of(config(stage, "ep2 x 2", "bf16"))
         with observe(engine) as seen:
@@ -252,7 +252,7 @@ def test_the_observer_sees_the_plan() -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(4)
 def test_values_are_whole(stage: int) -> None:
-    """What is read back is what was written, whole, and a copy of the model runs."""
+    """Values are read back whole as they were written, and a copy of the model runs."""
     engine = engine_of(config(stage, "ep2 x 2"))
     before = Network().state_dict()
     stored = sum(segment.storage.nbytes for segment in engine.executor.segments)
@@ -291,7 +291,7 @@ def state(engine: Engine) -> Run:
 @pytest.mark.long
 @on_ranks(4)
 def test_checkpoints_do_not_know_of_expert_parallelism(tmp_path: Path) -> None:
-    """A checkpoint of experts on several ranks is loaded into a run without, and back."""
+    """A checkpoint of experts on several ranks loads into a run without, and back."""
     saved = Run()
     for number, (experts, stage) in enumerate(((2, 3), (1, 0), (2, 1))):
         engine = engine_of(config(stage, "ep2 x 2", "bf16", experts))

@@ -1,4 +1,4 @@
-"""Killed at any moment and resumed, a run ends in the bits of one that was left alone.
+"""A run that is killed at any moment and resumed has the bits of an undisturbed one.
 
 Ranks are killed with SIGKILL, at a random moment of training or when Python is about to touch a random file
 of a save: one of them, so that the others must notice, or all of them at once.
@@ -29,11 +29,11 @@ from zerodrift.errors import RankError
 STEPS = 7
 WORLD = 2
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.link", "shutil.rmtree")
-"""What a save does to files, as Python announces it."""
+"""Audit events of Python for the file operations of a save."""
 
 
 def arm(folder: str, kill: tuple[str, float]) -> None:
-    """SIGKILL for this process: after some seconds, or before its n-th touch of the folder."""
+    """Arm this process to kill itself: after some seconds, or before its n-th operation in the folder."""
     how, when = kill
     if how == "time":
         threading.Timer(when, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -50,7 +50,7 @@ def arm(folder: str, kill: tuple[str, float]) -> None:
 
 
 def life(folder: str, stage: int, asynchronous: bool, kills: dict[int, tuple[str, float]]) -> Any:
-    """From the newest checkpoint to the last step, unless it is killed on the way."""
+    """Train from the newest checkpoint to the last step, unless the rank is killed."""
     engine = make(config(stage, "bf16", scheduler=SCHEDULE), GPT())
     rank = engine.mesh.rank()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -83,7 +83,7 @@ SCHEDULE = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_nu
 
 
 def kill_and_resume(folder: Path, number: int, expected: list[Run]) -> int:
-    """One life that is killed, and one that comes after; returns where the second began."""
+    """Run once with a kill and once without; return the step at which the second began."""
     draw = random.Random(number)
     asynchronous = bool(number % 2)
     # About what the loop below takes and touches here; a kill that comes too late is a run left alone.

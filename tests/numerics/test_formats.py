@@ -1,4 +1,4 @@
-"""Narrow formats: the compiled form leaves the bits of the definition, which is what the formulas say."""
+"""Compiled code for narrow formats has the bits of the definition, which are those of the formulas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def block_of(dtype: DType) -> int:
 
 
 def batches(dtype: DType, kind: torch.dtype) -> Iterator[Tensor]:
-    """Flat values of whole blocks: usual, wild, special, at and around ties, and any bits at all."""
+    """Yield flat values of whole blocks: usual, wild, special, at and around ties, and any bits at all."""
     block, form = block_of(dtype), NARROW[dtype]
     normal = torch.randn(40 * block, generator=generator(1))
     yield (normal * 0.02).to(kind)
@@ -80,7 +80,7 @@ def batches(dtype: DType, kind: torch.dtype) -> Iterator[Tensor]:
 
 
 def reference(dtype: DType, values: Tensor, draws: narrow.Draws | None = None) -> tuple[Tensor, Tensor]:
-    """Return the packed bytes, and what they decode to in the values' dtype."""
+    """Return the packed bytes, and their decoded values in the values' dtype."""
     form, shape = NARROW[dtype], (-1, block_of(dtype))
     words = None if draws is None else draws.words(values.numel()).view(shape)
     codes, scales = narrow.reference_encode(form, values.view(shape), words)
@@ -89,7 +89,7 @@ def reference(dtype: DType, values: Tensor, draws: narrow.Draws | None = None) -
 
 
 def assert_same(found: Tensor, wanted: Tensor, what: object) -> None:
-    """Bit for bit, any NaN for any NaN."""
+    """Compare bit for bit, with any NaN equal to any NaN."""
     if found.is_floating_point():
         assert torch.equal(found.isnan(), wanted.isnan()), what
         numbers = ~wanted.isnan()
@@ -116,7 +116,7 @@ def test_compiled_equals_the_definition(dtype: DType, kind: torch.dtype) -> None
 @compiled
 @pytest.mark.long
 def test_plain_loops_equal_the_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library for any processor, without the vectors of this one."""
+    """The library for any processor has the same bits as the vectors of this one."""
     compiler = build.find_compiler()
     if compiler is None:
         pytest.skip("no C++ compiler on this machine")
@@ -136,7 +136,7 @@ def test_plain_loops_equal_the_definition(tmp_path: Path, monkeypatch: pytest.Mo
 def test_other_rules_and_scales(
     element: Element, rule: ScaleRule, scale: Literal["fp32", "e8m0"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Formats that no name has yet, such as the power-of-two scales of DeepSeek's files."""
+    """Formats without a name agree too, such as the power-of-two scales of DeepSeek's files."""
     monkeypatch.setitem(NARROW, DType.FP8_128, Format(element, 64, scale, rule))
     test_compiled_equals_the_definition(DType.FP8_128, torch.float32)
 
@@ -144,7 +144,7 @@ def test_other_rules_and_scales(
 @compiled
 @pytest.mark.parametrize("dtype", FLAT, ids=str)
 def test_any_code_and_scale_is_decoded(dtype: DType) -> None:
-    """Files may hold what `encode` never writes: NaN codes, -128, subnormal and infinite scales."""
+    """Files may hold codes that `encode` never writes: NaN, -128, subnormal and infinite scales."""
     numel = block_of(dtype) * 600
     packed = torch.randint(256, (dtype.nbytes(numel),), generator=generator(6)).to(torch.uint8)
     out, plain = (torch.empty(numel) for _ in range(2))
@@ -250,7 +250,7 @@ def test_runs_draw_what_their_blocks_draw_in_one_run(dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", DRAWN, ids=str)
 def test_drawn_codes_keep_the_mean(dtype: DType) -> None:
-    """Up or down to a neighbour, and right on average; what is a number of the format already stays."""
+    """Values go to a neighbour above or below, right on average; a number of the format stays."""
     form, count = NARROW[dtype], 1 << 14
     wanted = torch.cat([torch.linspace(-1.0, 1.0, 31), torch.tensor([1e-3, -1e-4, 3e-6])])
     wanted *= form.element.largest
@@ -294,7 +294,7 @@ def test_nf4_is_only_rounded_to_nearest() -> None:
 
 
 def nearest(element: Element, quotients: Tensor, numbers: Tensor) -> Tensor:
-    """Return the codes of quotients by trying all numbers. A zero has the sign of its quotient."""
+    """Return the codes of quotients by a search over all numbers. A zero has the sign of its quotient."""
     allowed = numbers.abs() <= element.largest
     if element in (Element.E4M3, Element.E5M2, Element.E2M1):
         allowed = allowed & (numbers.signbit() == quotients.signbit()[..., None])
@@ -330,7 +330,7 @@ def test_codes_are_the_nearest_numbers_to_the_quotients(dtype: DType) -> None:
 
 
 def test_blocks_without_a_usable_scale() -> None:
-    """Zeros and what is tiny become zeros; a NaN or an infinity takes its block, so that it is seen."""
+    """Zeros and tiny values become zeros; a NaN or an infinity fills its block, so that it is found."""
     for dtype in FLAT:
         block = block_of(dtype)
         values = torch.ones(6, block)

@@ -1,4 +1,4 @@
-"""Frozen parameters that rest in a narrow format: nothing but the format rounds them."""
+"""Frozen parameters in a narrow format are rounded by that format only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMATS = {next((word for word in SHORT if SHORT[word] is d), str(d)): d for d i
 
 
 def adapted(decoded: DType | None = None) -> GPT:
-    """A GPT with frozen linear layers, which hold what a format leaves of them if one is named."""
+    """Return a GPT with frozen linear layers, rounded to a format if one is named."""
     torch.manual_seed(0)
     model = GPT(moe=True)
     for name, module in model.named_modules():
@@ -57,7 +57,7 @@ def test_a_run_has_the_bits_of_one_on_decoded_values(world: int, stage: int, mod
 
 
 def engine_of(stage: int, frozen: str | None, moved: bool = False) -> Engine:
-    """An engine on a base that is the same, or another one."""
+    """Make an engine on the same base, or with `moved` on another one."""
     model = adapted()
     if moved:
         with torch.no_grad():
@@ -126,7 +126,7 @@ def test_experts_of_a_rank_must_fill_blocks() -> None:
 
 
 class Wide(torch.nn.Module):
-    """A frozen base of 32 million elements, and a vector that is trained."""
+    """A frozen base of 32 million elements with a trained vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def test_a_base_is_loaded_into_its_format_with_little_beside_it(stage: int, tmp_
 
 
 def quantised_by(name: str, folder: Path) -> DType:
-    """Write a base of Wide's shapes in the form of a library; its narrow format."""
+    """Write a base of Wide's shapes in the form of a library; return its narrow format."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(256, 256, generator=generator) for _ in range(2)]
     tensors: dict[str, torch.Tensor] = {"bias": torch.ones(256)}

@@ -1,4 +1,4 @@
-"""The compiled path against the reference: the same bits in every scheme, slicing and thread count."""
+"""The compiled path has the bits of the reference in every scheme, slicing and thread count."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def moments_of(algorithm: Algorithm) -> int:
 
 
 def assert_equal(one: SliceTensors, other: SliceTensors, what: str = "") -> None:
-    """Bit for bit, any NaN for any NaN."""
+    """Compare bit for bit, with any NaN equal to any NaN."""
     pairs = {"storage": (one.storage, other.storage)}
     if one.master is not None and other.master is not None:
         pairs["master"] = (one.master, other.master)
@@ -112,7 +112,7 @@ def test_compiled_equals_reference(algorithm: Algorithm, state: State) -> None:
 @compiled
 @pytest.mark.parametrize("state", State, ids=str)
 def test_what_keeps_no_moments_needs_no_place_for_them(state: State) -> None:
-    """SGD without momentum, whose `state` column says `8bit`: compiled code read scales at address 0."""
+    """SGD without momentum and with `8bit` in its `state` column once read scales at address 0."""
     scheme = Scheme(DType.BF16, Master.SPLIT, state)
     one = make(scheme, 0, groups=False)
     other = copy.deepcopy(one)
@@ -145,7 +145,7 @@ def test_statistics_equal_the_reference_and_change_nothing(algorithm: Algorithm)
 def test_a_library_that_contracts_otherwise_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The comparison above can fail: one rounding more or less is seen."""
+    """The comparison above finds one rounding more or less."""
     found = contraction()
     turned = Contraction(*(not once for once in astuple(found)))
     monkeypatch.setattr(native, "contraction", lambda: turned)
@@ -164,7 +164,7 @@ def test_a_library_that_contracts_otherwise_is_caught(
 
 @compiled
 def test_special_values() -> None:
-    """NaNs, infinities, subnormals and both zeros in every place."""
+    """Values include NaNs, infinities, subnormals and both zeros in every place."""
     odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40, 3e38, 65520.0, 1.0])
     numel = odd.numel() ** 2
     weight, gradient = odd.repeat(odd.numel()), odd.repeat_interleave(odd.numel())
@@ -214,9 +214,10 @@ LEVELS = build.VARIANTS.get(platform.machine(), ())
 def test_codes_around_the_bounds_of_decades_and_binades(
     level: build.Variant | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a lookup could take the neighbour: every bound and power of two, and 50 numbers on both sides.
+    """A lookup may take a neighbour near bounds: every bound and power of two, with 50 numbers on both sides.
 
-    As compiled for this processor, and for every level of processors that wheels have a library for.
+    The code is compiled for this processor, and for every level of processors that wheels have a library
+    for.
     """
     if level is not None:
         compiler = build.find_compiler()
@@ -249,7 +250,7 @@ def test_codes_around_the_bounds_of_decades_and_binades(
 
 @compiled
 def test_8bit_blocks_without_an_ordinary_scale() -> None:
-    """Zeros, moments below the least scale and beyond the largest, infinities and NaNs, in blocks each."""
+    """Blocks hold zeros, moments below the least scale and beyond the largest, infinities and NaNs."""
     sizes = torch.tensor([0.0, 1e-40, 1e-25, 1e-14, 1.0, 1e18, 1e30, 3e37, 1.0, 1.0])
     gradient = torch.randn(sizes.numel(), 256, generator=generator()) * sizes[:, None]
     gradient[-2:, 5] = torch.tensor([torch.inf, torch.nan])
@@ -270,8 +271,8 @@ def test_8bit_blocks_without_an_ordinary_scale() -> None:
 @pytest.mark.parametrize("shift", [0, 8, 1])
 @pytest.mark.parametrize(("storage", "master"), MASTERS[:3], ids=str)
 def test_large_slices_equal_the_reference(storage: DType, master: Master, shift: int) -> None:
-    """From a million elements on, a weight beside an fp32 master is stored past the caches, where its address
-    allows it: multiples of 16 bytes, which a shift of 8 elements is and one of a single element is not."""
+    """From a million elements on, a weight beside an fp32 master is stored past the caches, if its address
+    is a multiple of 16 bytes: a shift of 8 elements is, one of a single element is not."""
     scheme, numel = Scheme(storage, master, State.FP32), (1 << 20) + 700
     weights, gradient = torch.randn(numel, generator=generator()), gradient_of(numel, 1)
     before, made = torch.get_num_threads(), []
@@ -326,7 +327,7 @@ def test_slices_do_not_change_bits(path: object, state: State) -> None:
 
 @pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=str)
 def test_split_equals_an_fp32_master_that_rounds_away(algorithm: Algorithm) -> None:
-    """300 steps: every visible weight and every master, bit for bit."""
+    """All visible weights and masters of 300 steps agree bit for bit."""
     halves = Scheme(DType.BF16, Master.SPLIT, State.FP32)
     whole = Scheme(DType.BF16, Master.FP32, State.FP32)
     one, other = make(halves, moments_of(algorithm)), make(whole, moments_of(algorithm))

@@ -1,4 +1,4 @@
-"""Weight gradients that come late: formed from a queue, in any order, at every stage, summed like others."""
+"""Late weight gradients are formed from a queue, in any order, at every stage, and summed like others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS, MICRO_BATCHES = 2, 3
 
 
 class Product(nn.Module):
-    """One product with a weight, in one of the ways that models write it."""
+    """A product with a weight, in one of the forms that models use."""
 
     SHAPES = {
         "linear": (16, 8), "linear with bias": (16, 8), "one of a stack": (3, 16, 8), "transposed": (8, 16),
@@ -37,7 +37,7 @@ class Product(nn.Module):
         self.bias = nn.Parameter(torch.randn(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`: `[2, 5, 8]`."""
+        """Run on `x`. Shape [2, 5, 8]."""
         return PRODUCTS[self.way](x, x.reshape(-1, 8), self.weight, self.bias)
 
 
@@ -60,7 +60,7 @@ PRODUCTS: dict[str, Any] = {
 
 
 def backward(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    """The output for `x`, and the gradients of a loss on it: of `x` and of every parameter."""
+    """Return the output for `x`, and the gradients of a loss with respect to `x` and every parameter."""
     x = x.clone().requires_grad_()
     out = module(x)
     (out.double() * torch.linspace(-1, 1, out.numel()).double().view_as(out)).sum().backward()
@@ -91,8 +91,7 @@ def test_a_deferred_product_has_torchs_bits_and_its_weights_gradient_later(
 
 
 def test_a_gradient_is_formed_in_the_dtype_of_accumulation_and_not_rounded_before() -> None:
-    """With `grad_dtype` fp32 and bf16 factors, the product is the fp64 one but for fp32 rounding; eager, it
-    is rounded to bf16 first."""
+    """A late gradient of bf16 factors is the fp64 product up to fp32 rounding; an eager one is bf16."""
     module = nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
     x = torch.randn(128, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     exact = torch.ones(32, 128, dtype=torch.float64) @ x.double()
@@ -143,7 +142,7 @@ def test_one_module_has_one_queue_until_it_is_detached() -> None:
 
 
 def full_gradients(engine: Engine, step: int) -> dict[str, torch.Tensor]:
-    """Of a step of several micro-batches, then the step itself."""
+    """Return the gradients of several micro-batches, and update."""
     for micro in range(MICRO_BATCHES):
         engine.backward(engine(batch(step, engine.mesh.rank(), micro)))
         if micro < MICRO_BATCHES - 1:
@@ -162,7 +161,7 @@ def full_gradients(engine: Engine, step: int) -> dict[str, torch.Tensor]:
 def test_all_weight_gradients_queued_to_the_end_of_the_step_equal_eager_ones(
     stage: int, mode: str, moe: bool
 ) -> None:
-    """Up to fp32 rounding; in bf16, up to the rounding of each product that only the eager way has."""
+    """They agree up to fp32 rounding; in bf16, up to the rounding of each eager product."""
     tolerance = 2e-6 if mode == "fp32" else 2e-2
     eager, late = (make(config(stage, mode, MICRO_BATCHES), GPT(moe=moe)) for _ in range(2))
     queue = defer_weight_grads(late)
@@ -176,7 +175,7 @@ def test_all_weight_gradients_queued_to_the_end_of_the_step_equal_eager_ones(
 
 @on_ranks(2)
 def test_ranks_may_differ_in_what_is_late() -> None:
-    """Only rank 0 has late gradients at all: rank 1 has no queue that fills."""
+    """Rank 1 has no late gradients, so its queue stays empty."""
     for stage in (0, 3):
         engine = make(config(stage, "fp32"), GPT(moe=True))
         rank, queue = engine.mesh.rank(), defer_weight_grads(engine)

@@ -1,7 +1,7 @@
-"""`split` is an fp32 master: a whole run equals, bit for bit, one that keeps fp32 copies and rounds alike.
+"""A run with `split` masters has the bits of one with fp32 copies and the same rounding.
 
-The weights start on ties between two bf16 values, where rounding to even and away from zero part ways, so
-one rounding done otherwise anywhere shows at once.
+The weights start on ties between two bf16 values, where rounding to even and away from zero differ, so any
+other rounding shows at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STATES = ("fp32", "bf16-stochastic", "8bit")
 
 
 def on_ties() -> GPT:
-    """Every weight half-way between two bf16 values."""
+    """Return a model with every weight half-way between two bf16 values."""
     model = GPT(layers=1, width=16)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -40,7 +40,7 @@ def engine_of(stage: int, master: str, state: str) -> Engine:
 
 
 def show_away(of: SliceTensors) -> None:
-    """The visible weights of a slice, rounded from its fp32 masters as `split` rounds."""
+    """Round the fp32 masters of a slice to visible weights, as `split` does."""
     assert of.master is not None
     of.storage.copy_(round_away(of.master))
 
@@ -51,7 +51,7 @@ def update_away(scheme: Scheme, of: SliceTensors, *rest: Any) -> None:
 
 
 def with_copies(stage: int, state: str, away: bool, steps: int) -> Run:
-    """A run with fp32 copies as masters, whose visible weights are rounded to even or away from zero."""
+    """Train with fp32 copies as masters, whose visible weights are rounded to even or away from zero."""
     engine = engine_of(stage, "fp32", state)
     if away:
         assert isinstance(engine.updater, FlatUpdater)
@@ -75,8 +75,8 @@ def with_split(stage: int, state: str, steps: int) -> Run:
 
 
 def both(state: str, steps: int, copies: tuple[int, ...]) -> tuple[list[str], list[str], float]:
-    """With copies at some stages: (what differs over all stages and both masters, what differs if rounded to
-    even, what was learned)."""
+    """Return (differences over all stages and both masters, differences of rounding to even, decrease of
+    the loss). `copies` are the stages of runs with fp32 copies."""
     runs = [with_split(stage, state, steps) for stage in STAGES]
     runs += [with_copies(stage, state, True, steps) for stage in copies]
     even = with_copies(3, state, False, steps)
@@ -106,7 +106,7 @@ def test_split_equals_fp32_copies_in_a_run_that_learns(world: int, steps: int, s
 
 
 def looked_at() -> list[tuple[dict[str, torch.Tensor], list[str]]]:
-    """At each stage, what is visible before the first step, and masters that looking has changed."""
+    """Return each stage's visible weights before the first step, and masters that reading changed."""
     found = []
     for stage in STAGES:
         engine = engine_of(stage, "split", "fp32")
@@ -120,7 +120,7 @@ def looked_at() -> list[tuple[dict[str, torch.Tensor], list[str]]]:
 
 
 def test_every_rank_sees_the_same_weights_before_the_first_step_and_looking_changes_none() -> None:
-    """Below stage 3 a rank also stores what others own: rounded as they round it."""
+    """Below stage 3 a rank also stores weights of other owners, with the same rounding."""
     found = [entry for rank in run_ranks(looked_at, 2) for entry in rank]
     for visible, changed in found:
         assert changed == []

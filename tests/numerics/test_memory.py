@@ -1,4 +1,4 @@
-"""The memory that the plan promises is the memory that is there, counted in bytes of live storages.
+"""The plan's memory is the memory of live storages, in bytes.
 
 At rest everything alive is counted twice: once by walking from the engine to all it holds, once by asking
 the garbage collector for every tensor of the process. During a step the engine's buffers are polled from
@@ -29,18 +29,18 @@ from zerodrift.plan import bill as cost_module
 from zerodrift.plan.bill import cost, stage_cost
 
 CLOSE = 1 << 18
-"""Bytes that the plan may be off: one part in fifty."""
+"""Largest error of the plan in bytes: one part in fifty."""
 STAGES = (0, 1, 2, 3)
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16")
 LAYERS, WIDTH = 4, 256
-"""2.1 million parameters."""
+"""Size of the model: 2.1 million parameters."""
 
 
 # --- counting -------------------------------------------------------------------------------------------
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Address -> bytes of each storage behind the tensors, once. A tensor on `meta` has no memory."""
+    """Return address -> bytes of each storage behind the tensors. A tensor on `meta` has no memory."""
     found = {}
     for tensor in tensors:
         if tensor.is_meta:
@@ -52,7 +52,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def alive() -> dict[int, int]:
-    """Every storage that a tensor of this process keeps, gradients included."""
+    """Return every storage that a tensor of this process keeps, gradients included."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()  # what is still to run keeps what it uses
     gc.collect()
@@ -63,8 +63,7 @@ def alive() -> dict[int, int]:
 
 
 def held(engine: Engine) -> dict[int, int]:
-    """Every storage that can be reached from the engine through its own parts, what is under way, and
-    plain containers."""
+    """Return every storage in reach of the engine through its parts, pending work, and containers."""
     return storages(_reachable(engine))
 
 
@@ -85,12 +84,12 @@ def _reachable(*roots: object) -> Iterator[torch.Tensor]:
 
 
 _EMPTY: set[type] = set()
-"""Classes whose objects hold nothing that is looked for: most of what a look would walk through."""
+"""Classes whose objects hold no tensors: most of the objects on a walk."""
 
 
 @cache
 def _parts_of(kind: type) -> Callable[[Any], Iterable[object]]:
-    """What to look at in an object of a class."""
+    """Return a function that lists the parts of an object of this class."""
     if issubclass(kind, nn.Module):
         return lambda item: (*item._parameters.values(), *item._buffers.values(), *item._modules.values())
     if issubclass(kind, Mapping):
@@ -111,11 +110,11 @@ def _parts_of(kind: type) -> Callable[[Any], Iterable[object]]:
 
 
 ROOMS = ("zerodrift.engine.", "zerodrift.optim.", "zerodrift.comm.")
-"""Whose objects have tensors."""
+"""Packages whose objects have tensors."""
 
 
 def by_messages() -> None:
-    """What ranks of one machine share is no part of a plan. Of this process, which runs these tests alone."""
+    """Turn shared memory off for the rest of this process, because it is no part of a plan."""
     pairs.LEAST = 1 << 62
 
 
@@ -129,7 +128,7 @@ def require_planned_at_rest(
     kind: type[torch.optim.Optimizer] | None = None,
     least: int = -CLOSE,
 ) -> None:
-    """On a rank. `kind` is a torch optimizer to pass instead of the config's."""
+    """Check the plan's bytes at rest on a rank. `kind` is a torch optimizer in place of the config's."""
     by_messages()
     before = sum(alive().values())
     for stage in stages:
@@ -201,7 +200,7 @@ def test_a_kept_accumulator_is_no_more_than_the_plans() -> None:
 
 
 class Checkpointed(GPT):
-    """Every block is computed again in the backward."""
+    """A model with activation checkpointing of every block."""
 
     def __init__(self, *args: Any, reentrant: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -215,28 +214,27 @@ class Checkpointed(GPT):
 
 
 class Poll:
-    """The engine's buffers, looked at wherever a hook runs."""
+    """Samples of the engine's buffers at every hook."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.looks = self.peak = 0
         self.gathered: list[int] = [0]
-        """How many units were full at each look, the root not counted."""
+        """Gathered units at each sample, without the root."""
 
     def full(self) -> int:
         units = (unit for unit in self.engine.executor.units if not unit.is_root)
         return sum(any(_is_there(segment) for segment in unit.segments) for unit in units)
 
     def look(self, *extra: object) -> None:
-        """`extra` is what the engine holds in its local variables."""
+        """Take a sample; `extra` are tensors in local variables of the engine."""
         self.looks += 1
         self.gathered.append(self.full())
         with torch._C.DisableTorchFunctionSubclass():  # tensors as they are, and at once
             self.peak = max(self.peak, sum(storages(_reachable(self.engine, *extra)).values()))
 
     def watch(self) -> None:
-        """At every forward of a module that has parts, every gradient of a matrix, every collective and every
-        update: each look walks through all that the engine holds."""
+        """Sample at every forward of a module with parts, gradient of a matrix, collective and update."""
         for module in self.engine.module.modules():
             if any(module.children()):
                 module.register_forward_hook(lambda *_: self.look())
@@ -265,7 +263,7 @@ def _is_there(segment: FlatSegment) -> bool:
 
 
 class Growing(GPT):
-    """No two blocks of one size."""
+    """A model whose blocks all differ in size."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__(layers, width=width)
@@ -275,7 +273,7 @@ class Growing(GPT):
 
 
 class Rooted(GPT):
-    """The root is larger than all blocks together."""
+    """A model whose root is larger than all blocks together."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__(layers, width=width)
@@ -289,13 +287,13 @@ class Rooted(GPT):
 
 
 WHOLE: dict[str, type[GPT]] = {"plain": GPT, "growing": Growing, "rooted": Rooted}
-"""Models that keep all activations."""
+"""Models without activation checkpointing."""
 
 
 def one_step(
     stage: int, mode: str, kind: str, micro_batches: int, reduce: dict[str, str] | None = None
 ) -> Poll:
-    """Watch a step: it holds no more than was planned, and above three quarters of it."""
+    """Watch a step: its peak is at most the planned one, and above three quarters of it."""
     model: nn.Module
     if kind in WHOLE:
         model = WHOLE[kind](4, width=128)
@@ -358,14 +356,12 @@ TREES = [(1, "bf16", "plain", 4, "last"), (3, "fp32", "growing", 4, "every")]
 def test_the_plans_peak_is_a_bound_for_the_tree(
     stage: int, mode: str, kind: str, micro_batches: int, when: str
 ) -> None:
-    """With the sums that wait for others."""
     one_step(stage, mode, kind, micro_batches, {"order": "tree", "when": when})
 
 
 @pytest.mark.long
 @on_ranks(4, timeout=200)
 def test_the_plans_peak_is_a_bound_where_sums_travel_by_halves() -> None:
-    """As with more ranks than here."""
     before = collectives.HALVING, cost_module.HALVING
     collectives.HALVING, cost_module.HALVING = dict.fromkeys(collectives.HALVING, 4), 4
     try:
@@ -385,8 +381,7 @@ def test_the_plans_peak_is_a_bound_where_sums_travel_by_halves() -> None:
 )
 @on_ranks(4, timeout=200)
 def test_the_plans_peak_is_a_bound_for_the_tree_in_pipelines(stage: int, schedule: str, when: str) -> None:
-    """Looked at around each backward, and where what it brought goes into the tree: with what every
-    micro-batch that has begun has of its own. Not every piece has all of them at once."""
+    """Samples are taken around each backward, and where its gradients enter the tree."""
     by_messages()
     written = config(stage, "fp32", 8, precision={"reduce": {"order": "tree", "when": when}})
     model = GPT(layers=4, width=128, tied=False)

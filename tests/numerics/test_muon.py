@@ -1,4 +1,4 @@
-"""Muon with AdamW: torch's own bits for every master scheme and slicing, and the same bits at every stage."""
+"""Muon with AdamW has torch's own bits for every master scheme and slicing, and the same at every stage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARAMS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "adam_lr": 3e-3, "bet
 
 
 class Stacked(nn.Module):
-    """Experts as one parameter per matrix: `[experts, out, in]`, all of them used."""
+    """Stacked experts, all of them used. Shape [experts, out, in]."""
 
     def __init__(self, width: int, experts: int = 4) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 def network() -> GPT:
-    """A GPT with stacked experts and an untied head."""
+    """Return a GPT with stacked experts and an untied head."""
     model = GPT(layers=0, tied=False)
     torch.manual_seed(1)
     model.layers = nn.ModuleList(Block(WIDTH) for _ in range(2))
@@ -59,7 +59,7 @@ def network() -> GPT:
 
 
 def repeated(step: int, rank: int, micro: int) -> torch.Tensor:
-    """Two batches in turn: something to learn."""
+    """Return one of two batches in turn, which a model can learn."""
     return batch(step % 2, rank, micro)
 
 
@@ -77,7 +77,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_one_matrix_is_torchs_bit_for_bit(shape: tuple[int, int], adjust: str | None, nesterov: bool) -> None:
-    """With the defaults of each, which are the same."""
+    """torch and zerodrift have the same defaults."""
     generator = torch.Generator().manual_seed(2)
     theirs = nn.Parameter(torch.randn(shape, generator=generator))
     mine, moment = theirs.detach().clone()[None], torch.zeros(1, *shape)
@@ -94,7 +94,7 @@ def test_one_matrix_is_torchs_bit_for_bit(shape: tuple[int, int], adjust: str | 
 
 @pytest.mark.parametrize(("dtype", "within"), [("fp32", 1e-5), ("bf16", 0.05)])
 def test_newton_schulz_against_the_polynomial_on_singular_values(dtype: Any, within: float) -> None:
-    """In fp64, from the singular value decomposition: the same vectors, each value through the quintic."""
+    """The fp64 reference passes each singular value through the quintic and keeps the vectors."""
     matrix = torch.randn(20, 30, generator=torch.Generator().manual_seed(3))
     numbers = MuonHyper(ns_dtype=dtype)
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
@@ -124,7 +124,7 @@ def gradients(plan: Plan, step: int) -> dict[str, torch.Tensor]:
 def updated(
     world: int, mode: str, steps: int = 4, **precision: Any
 ) -> tuple[Plan, Values, Mapping[str, Values]]:
-    """Masters and moments after some updates on `world` ranks, played one after the other."""
+    """Return masters and moments after some updates on `world` ranks, run one after the other."""
     rest = {"precision": precision} if precision else {}
     plan = make_plan(written(3, mode, **rest), network(), world)
     masters, states = [], []
@@ -147,7 +147,7 @@ def updated(
 
 
 def plain(plan: Plan, steps: int = 4) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The same with `torch.optim.Muon` and fused `AdamW` over fp32 parameters: values, Muon's moments."""
+    """Return values and Muon's moments of `torch.optim.Muon` and fused `AdamW` over fp32 parameters."""
     values, matrices, rest = initial(plan), {}, {}
     for row in plan.rows:
         if row.columns.options()["optimizer"] == "Muon":
@@ -188,7 +188,7 @@ def plain(plan: Plan, steps: int = 4) -> tuple[dict[str, torch.Tensor], dict[str
     ids=["same", "split", "fp32", "fp16"],
 )
 def test_masters_are_torchs_bits_in_every_scheme(world: int, mode: str, precision: dict[str, Any]) -> None:
-    """Not the last elements of a tensor that AdamW's own fused loop rounds otherwise: see [Note: roots]."""
+    """The last elements, which AdamW's fused loop rounds otherwise, are left out: see [Note: roots]."""
     plan, masters, states = updated(world, mode, **precision)
     theirs, moments = plain(plan)
     assert plan.mesh.shard == world
@@ -212,7 +212,7 @@ def test_narrow_moments_are_the_same_bits_for_every_slicing(state: str) -> None:
 
 
 def test_a_bf16_moment_is_rounded_to_nearest_once_a_step() -> None:
-    """By hand on one matrix: two steps, the moment through bf16 between."""
+    """One matrix goes two steps by hand, with its moment through bf16 between."""
     plan, masters, states = updated(1, "bf16", steps=2, state="bf16")
     name, numbers = "layers.1.attention.qkv.weight", MuonHyper(lr=PARAMS["lr"])
     weight, moment = initial(plan)[name][None], torch.zeros(initial(plan)[name].shape)[None]
@@ -275,7 +275,7 @@ def test_all_stages_are_the_same_bits(
 def test_an_own_matrix_optimizer_works_on_whole_parameters(
     stages: tuple[int, ...], kind: str, world: int
 ) -> list[str]:
-    """A matrix optimizer of torch over some parameters that the plan places whole."""
+    """Train with a matrix optimizer of torch over some parameters, which the plan places whole."""
     runs = []
     for stage in stages:
         model = GPT(tied=False)
@@ -312,7 +312,7 @@ def test_wrong_arguments_are_named(params: dict[str, Any], message: str) -> None
 
 
 def test_deepspeeds_keys_reach_the_groups() -> None:
-    """`lr` and `weight_decay` are of both, `muon_lr` and `adam_lr` go before `lr`."""
+    """`lr` and `weight_decay` reach both groups; `muon_lr` and `adam_lr` override `lr`."""
 
     def groups(**params: Any) -> list[dict[str, Any]]:
         plan = make_plan({"optimizer": {"type": "Muon", "params": params}}, network())

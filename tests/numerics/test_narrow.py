@@ -1,4 +1,4 @@
-"""Narrow columns: the values that are computed with, and the parts that are summed."""
+"""Narrow columns: values in computation, and parts of sums."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ FEEDBACK = {"precision": DRAWN}
 
 
 def sent_by(segment: TrainedSegment, flat: torch.Tensor, drawn: bool, step: int, rank: int) -> torch.Tensor:
-    """A rank's gradient as it arrives, with draws that are made anew."""
+    """Return a rank's gradient after its transfer, with the draws computed again."""
     keys = keys_of_blocks(segment.rows, 0, segment.spec.padded)
     draws = narrow.Draws(keys, (step * 2**20) * 2**24 + rank) if drawn else None
     out = torch.empty_like(flat)
@@ -133,7 +133,7 @@ def sent_by(segment: TrainedSegment, flat: torch.Tensor, drawn: bool, step: int,
 @pytest.mark.parametrize("precision", [LOSSY, DRAWN], ids=["nearest", "stochastic"])
 @on_ranks(2)
 def test_what_the_wire_rounds_away_is_added_to_the_next_gradient(precision: dict[str, Any]) -> None:
-    """Beside a loop that keeps what encoding has lost of each rank's gradients by itself."""
+    """The reference is a loop that keeps the encoding error of each rank's gradients itself."""
     wire, lost = DType.INT4_128, {}
     rests = ({}, {"precision": precision})
     plain, kept = (make(config(2, "fp32", **rest), GPT(layers=1)) for rest in rests)
@@ -256,7 +256,7 @@ def test_what_is_not_supported_is_refused_by_name(
 
 
 def in_pipelines(alone: bool) -> list[Any]:
-    """A tied and an untied one; what is tied is held by both ends."""
+    """Train a tied and an untied model; both ends hold the tied matrix."""
     if alone:
         return [test_pipelines.whole(stage, gather="int8") for stage in (1, 3)]
     ways = ((1, "1f1b", None), (3, "zbv", "queue"), (1, "1f1b", None, True), (3, "1f1b", None, True))

@@ -1,8 +1,8 @@
-"""`offload_optimizer.device: cpu`: the same bits as without it, on a CPU and where the host is elsewhere.
+"""`offload_optimizer.device: cpu` changes no bit, on a CPU and with a separate host.
 
-A CPU plays both sides: told a way to copy, an updater treats the tensors of the engine as a device's and
-keeps images of its own. The copies, their order and what waits for what are those of a GPU. Two ways stand
-for all that a device may do: one copies at once, the other at the last moment that is allowed.
+A CPU plays both sides: with a way to copy, an updater treats the tensors of the engine as a device's and
+keeps images of its own. The copies, their order and their waits are those of a GPU. Two ways cover the
+behaviour of a device: one copies at once, the other at the last moment that is allowed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
 
 
 class Late:
-    """A way on which everything happens as late as it may, and that remembers what was asked."""
+    """A way to copy that delays everything to the last moment, and logs the requests."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.buffers = 0
-        """Host buffers handed out."""
+        """Number of allocated host buffers."""
         self._pending: list[Ticket] = []
 
     def host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -60,7 +60,7 @@ class Late:
 
 
 class Ticket:
-    """A copy that happens when somebody waits for it."""
+    """A copy that happens at its first wait."""
 
     def __init__(self, log: list[str], kind: str, target: torch.Tensor, source: torch.Tensor) -> None:
         self.name = f"{kind} {source.numel()}"
@@ -126,7 +126,7 @@ STATISTICS: dict[str, Any] = {"precision": {"statistics": True, "state": "bf16-s
 @pytest.mark.long
 @on_ranks(2)
 def test_offload_changes_no_bit(stage: int, rest: dict[str, Any], own: bool, ways: int) -> None:
-    """On a CPU, and where the host is elsewhere for the ways to copy, or for one of them at each stage."""
+    """The host is the CPU itself, or separate with each way to copy, or with one of them at each stage."""
     plain = run(stage, "none", rest, own)
     require_alike(plain, run(stage, "cpu", rest, own))
     for way in list(WAYS.values()) if ways == 2 else [list(WAYS.values())[stage % 2]]:
@@ -152,7 +152,7 @@ def steps(updater: Updater, held: list[Owned], count: int) -> None:
 
 
 def test_copies_overlap_with_the_update_and_wait_for_nothing_else() -> None:
-    """Of every segment: down ahead of its update, beside that of the one before; up as soon as it is done."""
+    """A segment goes down beside the update of the one before, and up as soon as its own is done."""
     plan, way = planned(), Late()
     held = pieces(plan)
     updater = make_updater(plan, held, None, {}, way)

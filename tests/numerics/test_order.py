@@ -1,4 +1,5 @@
-"""`reduce.order: tree`: the same bits on any number of ranks, and as a plain loop that sums by the tree.
+"""`reduce.order: tree` has the same bits on any number of ranks, and those of a plain loop that sums by the
+tree.
 
 The loop here adds the gradients of a step's micro-batches level by level over their numbers, which is how
 the tree is defined, and uses nothing of zerodrift but the seeds.
@@ -26,12 +27,12 @@ from zerodrift.engine.habits.determinism import seed_of
 from zerodrift.errors import UnsupportedError
 
 STEPS = 2
-"""The second with moments of the first; one more where the first is skipped."""
+"""Steps of a run, so that the second has moments; one more where the first is skipped."""
 WORLDS = (1, 2, 4)
 
 
 class Dropping(GPT):
-    """With dropout behind its embedding."""
+    """A GPT with dropout behind its embedding."""
 
     def logits(self, tokens: Tensor) -> Tensor:
         x = nn.functional.dropout(self.embed(tokens), 0.3, self.training)
@@ -41,7 +42,7 @@ class Dropping(GPT):
 
 
 class Recomputed(GPT):
-    """Runs each block under a reentrant checkpoint; where that is twice, its gradients come twice."""
+    """A GPT whose blocks run under a reentrant checkpoint; a block that runs twice has two gradients."""
 
     def __init__(self, layers: int, times: int = 1) -> None:
         super().__init__(layers)
@@ -66,7 +67,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 Loop = Callable[[Engine, int, Iterable[int]], "float | None"]
-"""Takes a step of the micro-batches with these numbers, and returns its norm."""
+"""Function that takes a step of the micro-batches with these numbers, and returns its norm."""
 
 
 def usual(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
@@ -80,14 +81,14 @@ def usual(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run, on whatever number of ranks."""
+    """One training run, on any number of ranks."""
 
     stage: int
     when: str
     mode: str = "fp32"
     model: str | Callable[[], nn.Module] = "dense"
     total: int = 4
-    """Micro-batches of a step, over all ranks."""
+    """Micro-batches per step, over all ranks."""
     state: str = "fp32"
     replicate: int = 1
     rest: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -95,7 +96,7 @@ class Cell:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     loop: Loop = usual
     order: str = "tree"
-    """The word of the config; empty leaves it out, and `when` with it."""
+    """Value of `reduce.order`; empty leaves `order` and `when` out of the config."""
 
     def written(self, ranks: int, scale: int = 17) -> dict[str, Any]:
         reduce = {"order": self.order, "when": self.when} if self.order else None
@@ -117,7 +118,7 @@ class Cell:
 
 
 def trained(cell: Cell) -> tuple[str, list[Any]]:
-    """On one rank: the digest of what a run leaves, and norms and loss scales on its way."""
+    """Train on this rank; return the digest of the state, and norms and loss scales of the steps."""
     engine = cell.engine()
     assert engine.plan.policy.tree
     assert torch.are_deterministic_algorithms_enabled() is bool(cell.order)
@@ -141,7 +142,7 @@ def trained_all(cells: list[Cell]) -> list[Any]:
 
 
 def require_same(cells: list[Cell], worlds: tuple[int, ...]) -> list[Any]:
-    """Every cell alike on every number of ranks; what it left."""
+    """Require the same results of every cell on every number of ranks, and return them."""
     first, *others = (run_ranks(trained_all, world, cells, timeout=250)[0] for world in worlds)
     for world, found in zip(worlds[1:], others, strict=True):
         differs = [str(cell) for cell, one, two in zip(cells, first, found, strict=True) if one != two]
@@ -166,12 +167,12 @@ LIKE = {
     5: Cell(2, "every", "bf16", replicate=4),
     7: replace(FEW[7], stage=1, when="last"),
 }
-"""Number of a cell -> another that has its bits."""
+"""Number of a cell -> another with the same bits."""
 
 
 @pytest.mark.long
 def test_one_two_and_four_ranks_are_the_same_bits() -> None:
-    """Weights, masters, moments, norms and loss scales; cells that differ in stage or time alone too."""
+    """Cells that differ in stage or time alone agree too."""
     told = require_same(FEW, WORLDS)
     assert len({left for left, _ in told}) == len(FEW)
     others = run_ranks(trained_all, 2, list(LIKE.values()), timeout=250)[0]
@@ -181,7 +182,7 @@ def test_one_two_and_four_ranks_are_the_same_bits() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("total", "worlds"), [(2, (1, 2)), (4, (2, 4))])
 def test_the_default_has_the_bits_of_the_tree(total: int, worlds: tuple[int, ...]) -> None:
-    """With one and with two micro-batches on a rank, at every stage."""
+    """A rank has one or two micro-batches, at every stage."""
     usual = [
         Cell(stage, "", mode, model, total, order="")
         for mode in ("fp32", "bf16")
@@ -195,7 +196,7 @@ def test_the_default_has_the_bits_of_the_tree(total: int, worlds: tuple[int, ...
 
 
 class Averaged(GPT):
-    """Keeps a running mean in a buffer, and drops out by torch's generator, as most models of most people."""
+    """A GPT with a running mean in a buffer, and dropout by torch's generator, as in most models."""
 
     def __init__(self) -> None:
         super().__init__(layers=1)
@@ -258,7 +259,7 @@ HABITS = [reads_between, assigns_between, adds_by_hand, one_more, three_for_two,
 
 
 def habits() -> list[str]:
-    """On one rank: the stages and habits after which the default has other weights than by rank."""
+    """Return the stages and habits after which the default and the order of ranks differ in weights."""
     differs = []
     for stage, habit in itertools.product(range(4), HABITS):
         found = []
@@ -320,7 +321,7 @@ def level_by_level(leaves: list[Tensor]) -> Tensor:
 
 
 def plain(total: int, model: str, seed: int) -> dict[str, Tensor]:
-    """fp32, on one process: every gradient by itself, summed by the tree, updated by torch's SGD."""
+    """Train in fp32 on one process: single gradients, summed by the tree, updated by torch's SGD."""
     network = MODELS[model]()
     parameters = list(network.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
@@ -348,7 +349,7 @@ WAYS: list[tuple[int, str, Carrier, int]] = [
     (2, "every", "pairs", 4),
     (3, "last", "pairs", 4),
 ]
-"""(stage, when, what carries the sums, from how many ranks by halves)."""
+"""(stage, when, carrier of the sums, least ranks for sums by halves)."""
 
 
 @pytest.mark.parametrize(("total", "model"), [(4, "dense"), (8, "dropout")])
@@ -372,7 +373,7 @@ def test_a_plain_loop_that_sums_by_the_tree_has_the_same_bits(world: int, total:
 
 
 def test_the_order_of_ranks_has_other_bits() -> None:
-    """So that equality above says something."""
+    """The equality above can fail."""
     found = [run_ranks(by_rank, world)[0] for world in (1, 4)]
     assert found[0] != found[1]
 
@@ -389,7 +390,7 @@ def by_rank() -> str:
 
 @on_ranks(2)
 def test_what_has_no_place_in_the_tree_is_an_error_that_says_so() -> None:
-    """And the engine goes on after it."""
+    """The engine goes on after the error."""
     engine = Cell(1, "last").engine()
     first = next(engine.module.parameters())
 
@@ -428,7 +429,7 @@ def test_gradients_by_hand_are_one_part_of_the_tree() -> None:
 
 
 class Putting(GPT):
-    """Uses an operation that torch has no deterministic form of."""
+    """A GPT with an operation that has no deterministic form in torch."""
 
     def logits(self, tokens: Tensor) -> Tensor:
         x = super().logits(tokens)
@@ -437,7 +438,7 @@ class Putting(GPT):
 
 @on_ranks(1)
 def test_operations_that_are_not_deterministic_are_refused_by_name() -> None:
-    """torch's switch is on as long as an engine is there."""
+    """torch's switch is on as long as the engine lives."""
     on = torch.are_deterministic_algorithms_enabled
     assert not on()
     engine, other = (Cell(1, "every", model=lambda: Putting(layers=1), total=1).engine() for _ in range(2))
@@ -452,7 +453,7 @@ def test_operations_that_are_not_deterministic_are_refused_by_name() -> None:
 
 @on_ranks(2)
 def test_sums_are_left_to_the_carrier_where_that_is_asked() -> None:
-    """To the backend's own call, as on NCCL."""
+    """Sums use the backend's own call, as on NCCL."""
     reduce_scatter, calls, left = torch.distributed.reduce_scatter_single, [], []
 
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`reduce.order: tree` with what people do to a model and a loop: the same bits on 1, 2 and 4 ranks."""
+"""`reduce.order: tree` has the same bits on 1, 2 and 4 ranks for unusual models and loops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOTAL = 8
 
 
 class Dropping(GPT):
-    """Drops out inside of what is recomputed, and behind it."""
+    """A GPT with dropout inside of a recomputed block, and behind it."""
 
     reentrant = False
 
@@ -44,8 +44,7 @@ class Reentrant(Dropping):
 
 
 class Sometimes(GPT):
-    """Has parameters that some micro-batches have no use for, one that none has, and one whose gradient is a
-    negative zero in some."""
+    """A GPT with parameters that some micro-batches, or all, do not use, and a gradient of negative zero."""
 
     def __init__(self) -> None:
         super().__init__(layers=1, tied=False)
@@ -61,7 +60,7 @@ class Sometimes(GPT):
 
 
 class Frozen(GPT):
-    """A frozen part below, and one above."""
+    """A GPT with a frozen part below, and one above."""
 
     def __init__(self) -> None:
         super().__init__(layers=2, tied=False)
@@ -70,7 +69,7 @@ class Frozen(GPT):
 
 
 class Normed(GPT):
-    """Keeps running statistics."""
+    """A GPT with running statistics."""
 
     def __init__(self) -> None:
         super().__init__(layers=1)
@@ -82,14 +81,14 @@ class Normed(GPT):
 
 
 def other_totals(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
-    """Another number of micro-batches in every step."""
+    """Train with another number of micro-batches in every step."""
     ranks = engine.mesh.size("data")
     engine.progress.accumulation = (2 * TOTAL, TOTAL // 2)[step] // ranks
     return usual(engine, step, engine.micro_batches_of_this_rank())
 
 
 def weighted(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
-    """Every micro-batch with its own weight, and what was computed of another one thrown away."""
+    """Weight every micro-batch, and drop the forward of another one."""
     first, *_ = numbers
     engine.seed_micro_batch(first)
     engine.backward(engine(batch(9, first)))
@@ -99,7 +98,7 @@ def weighted(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
 
 
 def looked_at(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
-    """Held-out data between steps and between micro-batches, and a gradient that is changed."""
+    """Evaluate held-out data between steps and micro-batches, and change a gradient."""
     held = [{"tokens": batch(7, number)} for number in range(3)]
     engine.evaluate(held)
     for number in numbers:
@@ -118,7 +117,7 @@ def looked_at(engine: Engine, step: int, numbers: Iterable[int]) -> float | None
 
 
 def failing(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
-    """A forward that raises in the middle of a step, which is then begun anew."""
+    """Raise in a forward in the middle of a step, and begin the step anew."""
     engine.seed_micro_batch(0)
     engine.backward(engine(batch(step, 5)))
     with pytest.raises(RuntimeError, match="indices"):
@@ -128,7 +127,7 @@ def failing(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
 
 
 def family(**what: Any) -> Cell:
-    """A model, a loop, and what is written in the config; at the stage of its mesh."""
+    """Return the cell of a model, a loop and config keys; its mesh sets the stage."""
     return Cell(0, "last", **{"mode": "bf16", "total": TOTAL, **what})
 
 
@@ -166,11 +165,11 @@ FAMILIES = {
 }
 
 MESHES = {1: (0, "last"), 2: (3, "last"), 4: (2, "every")}
-"""Ranks -> stage and time; others where a family is run again."""
+"""Ranks -> stage and time; others for a second run of a family."""
 OTHERS = {1: (3, "every"), 2: (1, "every"), 4: (0, "last")}
 FEW = {1: slice(None), 2: slice(0, None, 2), 4: slice(1, None, 2)}
 ALL = dict.fromkeys(FEW, slice(None))
-"""Ranks -> which families: each on one rank, and beside it on two or on four, or on both."""
+"""Ranks -> families: each runs on one rank, and on two or on four, or on both."""
 
 
 def trained_all(names: list[str], meshes: dict[int, tuple[int, str]]) -> list[Any]:
@@ -207,7 +206,7 @@ def test_what_people_do_has_the_same_bits_on_any_number_of_ranks(
 
 
 def going_on(folder: str, first: int, last: int, seed: int) -> str:
-    """Steps of a run in a process that begins with another seed than the one that saved."""
+    """Train steps of a run in a process with another seed than the one that saved."""
     torch.manual_seed(seed)
     written = config(2, "bf16", TOTAL // torch.distributed.get_world_size())
     written["precision"]["reduce"] = {"order": "tree", "when": "every" if first else "last"}
@@ -238,7 +237,7 @@ def plainly(engine: Engine) -> None:
 
 
 def seeded_by_hand(engine: Engine) -> None:
-    """Two forwards of a micro-batch draw one after the other."""
+    """Draw in two forwards of a micro-batch, one after the other."""
     for number in engine.micro_batches_of_this_rank():
         torch.manual_seed(number)
         loss = engine(batch(0, number)) + engine(batch(1, number))
@@ -263,7 +262,7 @@ REFUSALS: list[tuple[Callable[[], nn.Module], Callable[[Engine], None], str]] = 
     (lambda: GPT(layers=1), plainly, ""),
     (lambda: Normed().eval(), plainly, ""),
 ]
-"""A model, what is done with it, and what is said."""
+"""(model, action, words of the error)"""
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)))

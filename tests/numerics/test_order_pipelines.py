@@ -1,4 +1,4 @@
-"""`reduce.order: tree` in pipelines: the bits of a run on one rank without one, under every schedule."""
+"""`reduce.order: tree` in pipelines has the bits of a run on one rank, under every schedule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS, LAYERS = 2, 4
 
 
 class Signed(GPT):
-    """With a parameter whose gradient is a negative zero: a sum of nothing else is one."""
+    """A GPT with a parameter whose gradient is a negative zero, which a sum with zero would lose."""
 
     def __init__(self, moe: bool, tied: bool) -> None:
         super().__init__(LAYERS, moe, tied=tied)
@@ -45,7 +45,7 @@ def dropped(x: torch.Tensor) -> torch.Tensor:
 
 
 def recomputed(model: Any, layer: Any, hidden: torch.Tensor, tokens: Any) -> torch.Tensor:
-    """Draws inside of what is recomputed, and behind it."""
+    """Draw inside of a recomputed layer, and behind it."""
     out: torch.Tensor = checkpoint(lambda x: dropped(layer(x)), hidden, use_reentrant=False)
     return dropped(out)
 
@@ -65,7 +65,7 @@ HOW = {
 
 @dataclass(frozen=True)
 class PipelineCell(Cell):
-    """One training run, in a pipeline or not."""
+    """One training run, with or without a pipeline."""
 
     total: int = 8
     schedule: str = "1f1b"
@@ -91,7 +91,7 @@ def engine_of(cell: PipelineCell, stages: int) -> Engine:
 
 
 def trained(cell: PipelineCell, stages: int) -> tuple[Any, ...]:
-    """Digests of what a run leaves and of the gradients on the way, its norms, and losses by number."""
+    """Return digests of the state and of the gradients of each step, norms, and losses by number."""
     engine = engine_of(cell, stages)
     numbers = engine.micro_batches_of_this_rank()
     gradients: list[Any] = []
@@ -114,7 +114,7 @@ def trained_all(cells: list[PipelineCell], stages: int) -> list[tuple[Any, ...]]
 
 
 def differing(cells: list[PipelineCell], world: int) -> list[str]:
-    """What of which cells is other in pipelines of two stages than on one rank without one."""
+    """List the results that differ between pipelines of two stages and one rank."""
     expected = run_ranks(trained_all, 1, cells, 1, timeout=250)[0]
     found = run_ranks(trained_all, world, cells, 2, timeout=250)[0]
     words = ("state", "gradients", "norms", "losses")
@@ -176,7 +176,7 @@ def test_the_product_of_all(schedule: str, mode: str) -> None:
 
 @on_ranks(2)
 def test_a_tied_embedding_is_looked_up_once() -> None:
-    """One that the first piece uses twice, and the head's."""
+    """The first piece uses one embedding twice; the other is the head's too."""
     parts = replace(PARTS, before=lambda model, tokens: model.embed(tokens) + model.embed(tokens.flip(1)))
     written = config(1, "fp32", 4, precision={"reduce": {"order": "tree"}})
     engine = pipeline(written, "zbv", None, GPT(LAYERS), parts)
@@ -187,7 +187,7 @@ def test_a_tied_embedding_is_looked_up_once() -> None:
 
 
 def going_on(folder: str, stages: int, first: int, last: int) -> str:
-    """Steps of a run that is saved before and behind them, with a look at held-out data between."""
+    """Train steps of a run that is saved before and after, with an evaluation between."""
     engine = engine_of(cell("zbv", 2, "every", "bf16", how="dropping", tied=True), stages)
     checkpoints = Checkpoints(engine, folder, quiet=True)
     if first:
@@ -202,7 +202,7 @@ def going_on(folder: str, stages: int, first: int, last: int) -> str:
 
 @pytest.mark.long
 def test_a_run_goes_on_with_and_without_a_pipeline(tmp_path: Path) -> None:
-    """A checkpoint of a pipeline is loaded into any other shape, and back."""
+    """A checkpoint of a pipeline loads into any other shape, and back."""
     (alone,) = run_ranks(going_on, 1, str(tmp_path / "alone"), 1, 0, 3)
     folder = str(tmp_path / "turns")
     run_ranks(going_on, 4, folder, 2, 0, 1)

@@ -1,8 +1,8 @@
-"""Pinned modules: fp32 in every column, whatever the mode, the stage, and the flags for everything else.
+"""Pinned modules are fp32 in every column, in any mode, at any stage, and under any flags for the rest.
 
 The rest of the model is set as low as the config allows: accumulator, wire, master and moments in 16 bits.
-What a pinned module computes is compared with the same formula on its fp32 master and the input it was
-given, bit for bit, and a router that is not pinned shows that the comparison can tell the two apart.
+The output of a pinned module is compared with the same formula on its fp32 master and its input, bit for
+bit, and a router that is not pinned shows that the comparison can tell the two apart.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zerodrift.plan.schedule import collectives
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast-bf16": torch.bfloat16}
 MODES = tuple(LOW)
 FEW_MODES = [pytest.param(mode, marks=[pytest.mark.slow] * (mode == "fp16")) for mode in MODES]
-"""For those that take a second; in fp16 the columns of a router and what norms return are seen anyway."""
+"""Modes of longer tests; fp16 is slow because other tests check a router's columns in it."""
 STEPS = 3
 ROUTERS = ("layers.0.mlp.router.weight", "layers.1.mlp.router.weight")
 
@@ -35,7 +35,7 @@ PIN_ROUTERS: Rules = [{"match": "*.router.*", "pin": "fp32"}]
 
 
 def written(stage: int, mode: str, rules: Rules) -> dict[str, Any]:
-    """As low as it goes, but for what the rules pin."""
+    """Return a config with the lowest precision everywhere except for the rules' pins."""
     enabled = {"enabled": True}
     flags: dict[str, Any] = {
         "bf16": {"bf16": {**enabled, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
@@ -47,11 +47,11 @@ def written(stage: int, mode: str, rules: Rules) -> dict[str, Any]:
 
 
 Calls = dict[str, list[tuple[Tensor, Tensor]]]
-"""Path of a module -> input and output of each forward, as its caller gave and gets them."""
+"""Path of a module -> input and output of each forward, as its caller sees them."""
 
 
 def watched(stage: int, mode: str, rules: Rules, model: nn.Module, paths: list[str]) -> tuple[Engine, Calls]:
-    """Look at inputs before the engine's hooks do, and at outputs behind them."""
+    """Record inputs before the engine's hooks, and outputs after them."""
     inputs: dict[str, list[Tensor]] = {path: [] for path in paths}
     calls: Calls = {path: [] for path in paths}
 
@@ -75,7 +75,7 @@ def one_step(engine: Engine) -> None:
 
 
 def route(stage: int, mode: str, rules: Rules) -> tuple[list[float], Counter[str]]:
-    """Losses; and of calls and tokens, how many were wrong in which way. Logits have one dtype."""
+    """Return losses, and counts of calls and tokens by error. Logits have one dtype."""
     paths = [name.removesuffix(".weight") for name in ROUTERS]
     engine, calls = watched(stage, mode, rules, GPT(moe=True), paths)
     losses: list[float] = []
@@ -127,7 +127,7 @@ def fits(values: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
 
 
 def dtypes_as_it_lands(engine: Engine, name: str) -> dict[str, Any]:
-    """Note dtypes of a parameter and its gradient when the gradient has landed."""
+    """Record the dtypes of a parameter and its gradient when the gradient has landed."""
     seen: dict[str, Any] = {}
 
     def landed(parameter: Tensor) -> None:
@@ -142,7 +142,7 @@ def dtypes_as_it_lands(engine: Engine, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_a_pinned_router_is_fp32_in_every_column(mode: str) -> None:
-    """Gathered, computed, accumulated, reduced, updated and remembered, while its neighbours are not."""
+    """The router is gathered, computed, accumulated, reduced and updated in fp32, unlike its neighbours."""
     low, autocast = LOW[mode], mode == "autocast-bf16"
     pinned: dict[str, Any] = dict.fromkeys(("parameter", "gradient", "reduced", "storage"), torch.float32)
     pinned |= dict.fromkeys(("gradient fits 16 bits", "state fits 16 bits", "master fits 16 bits"), False)
@@ -201,7 +201,7 @@ def test_pinned_norms_return_their_inputs_dtype_and_heads_keep_theirs(
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_a_pinned_block_rounds_nothing_inside_and_returns_its_inputs_dtype(mode: str) -> None:
-    """It is one boundary, and what follows it computes in the dtype of what came before."""
+    """The block is one boundary, and the next one computes in the dtype before it."""
     for stage in (0, 3):
         paths = ["layers.1.mlp.down", "layers.0.mlp.down", "layers.1.mlp"]
         engine, calls = watched(stage, mode, [{"match": "layers.1.mlp.*", "pin": "fp32"}], GPT(), paths)
@@ -212,14 +212,14 @@ def test_a_pinned_block_rounds_nothing_inside_and_returns_its_inputs_dtype(mode:
 
 
 FINE = 1 + 2**-12
-"""Exact in fp32, 1 in bf16 and in fp16."""
+"""A value that is exact in fp32, and 1 in bf16 and in fp16."""
 
 
 COMPILED = torch.compile(F.linear, backend="aot_eager")
 
 
 class Uses(nn.Module):
-    """A pinned matrix, bare or in a module, that something else than its module computes with."""
+    """A pinned matrix, bare or in a module, that is used outside of its module."""
 
     def __init__(self, use: Any) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ def test_a_model_that_casts_a_pinned_parameter_itself_is_told_of_once() -> None:
 
 
 class Through(nn.Module):
-    """Some parts, what is computed with them, and a head."""
+    """Some parts, a function of them, and a head."""
 
     def __init__(self, use: Any, **parts: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pipelines against one process: the same losses, the same gradients, every schedule, every stage."""
+"""Pipelines have the losses and gradients of one process, under every schedule, at every stage."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def pipeline(
     files: str | Path | None = None,
     **block: Any,
 ) -> Engine:
-    """An engine of two stages unless told; `weights` is who forms late weight gradients, `files` are those to
-    load. Without `parts`, zerodrift cuts the model itself."""
+    """Make an engine, by default of two stages; `weights` says how late weight gradients are formed,
+    `files` are loaded. Without `parts`, zerodrift cuts the model itself."""
     torch.set_num_threads(1)
     block = {"stages": 2, "schedule": schedule, "micro_batches": COUNT, **block}
     if weights is not None:
@@ -59,7 +59,7 @@ def data(step: int, rank: int) -> list[torch.Tensor]:
 
 
 def trained(stage: int, schedule: str, weights: str | None, tied: bool = False, **precision: Any) -> Run:
-    """Losses of steps and of an evaluation, norms, masters and moments."""
+    """Return losses of steps and of an evaluation, norms, masters and moments."""
     written = config(stage, "fp32", COUNT, precision=precision)
     engine = pipeline(written, schedule, weights, GPT(LAYERS, tied=tied))
     run, rank = Run(), engine.mesh.rank("data")
@@ -73,7 +73,7 @@ def trained(stage: int, schedule: str, weights: str | None, tied: bool = False, 
 
 
 def whole(stage: int, **precision: Any) -> Run:
-    """The same training without a pipeline."""
+    """Train without a pipeline."""
     engine = make(config(stage, "fp32", COUNT, precision=precision), GPT(LAYERS, tied=False))
     run = train(engine, STEPS, COUNT)
     run.weights, run.scales = {}, []
@@ -89,7 +89,7 @@ def every_way() -> dict[str, Run]:
 
 @pytest.mark.long
 def test_every_schedule_trains_the_bits_of_one_process() -> None:
-    """fp32, nothing tied: each micro-batch is computed as before, and added in the same order."""
+    """Each fp32 micro-batch of an untied model is computed and added in the same order."""
     (alone,) = run_ranks(whole, 1, 0)
     first, second = run_ranks(every_way, 2, timeout=120.0)
     for way, seen in first.items():
@@ -103,7 +103,7 @@ def in_fp8(alone: bool) -> list[Run]:
 
 @pytest.mark.second
 def test_products_in_fp8_are_the_bits_of_one_process() -> None:
-    """Also those for weights' gradients, which no queue defers."""
+    """Products for weight gradients agree too, which no queue defers."""
     ((alone,),) = run_ranks(in_fp8, 1, True)
     for found in run_ranks(in_fp8, 2, False, timeout=120.0):
         assert [alone.differs(run) for run in found] == [[]] * 3
@@ -116,7 +116,7 @@ AT_STAGES = [
     (2, "interleaved-zero-bubble", "autograd"),
     (3, "1f1b", None),
 ]
-"""(stage, schedule, who forms late weight gradients); stages 2 and 3 reduce every micro-batch."""
+"""(stage, schedule, how late weight gradients are formed); stages 2 and 3 reduce every micro-batch."""
 
 
 def over_stages() -> list[Run]:
@@ -129,7 +129,7 @@ def whole_over_stages() -> list[Run]:
 
 @pytest.mark.long
 def test_two_pipelines_train_the_bits_of_two_data_ranks_at_every_stage() -> None:
-    """pp 2 x dp 2: gradients are reduced inside of the ranks that hold the same pieces."""
+    """Gradients of pp 2 x dp 2 are reduced among the ranks with the same pieces."""
     expected = run_ranks(whole_over_stages, 2, timeout=120.0)
     seen = run_ranks(over_stages, 4, timeout=120.0)
     for rank in range(4):

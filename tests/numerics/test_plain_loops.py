@@ -1,4 +1,4 @@
-"""One rank against a loop that a person would write by hand: bit for bit the same training.
+"""One rank has the bits of a loop by hand.
 
 fp32 mode beside plain PyTorch with torch's own optimizers, and bf16 mode beside bf16 weights with an fp32
 master. The loop here knows nothing of zerodrift but, for `split`, how it rounds.
@@ -26,7 +26,7 @@ STEPS = 6
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As on the ranks of other tests: small tensors on several threads of a busy machine take seconds."""
+    """Use one thread: small tensors on several threads of a busy machine take seconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -53,7 +53,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 
 def groups_of(parameters: Mapping[str, nn.Parameter]) -> Groups:
-    """Matrices decay, vectors do not, and the embedding does not learn."""
+    """Return groups: matrices decay, vectors do not, and the embedding does not learn."""
     matrices = [p for name, p in parameters.items() if p.dim() > 1 and "embed" not in name]
     vectors = [p for p in parameters.values() if p.dim() < 2]
     still = [p for name, p in parameters.items() if "embed" in name]
@@ -73,7 +73,7 @@ def engine_of(
     stage: int = 0,
     **rest: Any,
 ) -> Engine:
-    """An engine with an optimizer of the caller's, which does not clip unless told."""
+    """Make an engine with a caller's optimizer, by default without clipping."""
     written = config(stage, mode, micro_batches, **{"gradient_clipping": 0, **rest})
     given = optimizer(groups_of(dict(model.named_parameters())))
     return make(written, model, optimizer=given, schedule=schedule)
@@ -101,7 +101,7 @@ def run_plainly(
     clip: float = 0.0,
     steps: int = STEPS,
 ) -> Run:
-    """A loop by hand. With `rounding` the model sees the parameters rounded, and the optimizer does not."""
+    """Run a loop by hand. With `rounding` the model has rounded parameters; the optimizer has not."""
     run = Run()
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
     optimizer = make_optimizer(groups_of(masters))
@@ -177,7 +177,7 @@ def test_a_schedule_that_is_already_made_is_taken_too() -> None:
 
 @pytest.mark.parametrize("micro_batches", [2, 3])
 def test_fp32_equals_plain_pytorch_with_micro_batches(micro_batches: int) -> None:
-    """Half a sum is exact. By 3 the loop divides and the engine multiplies by 1/3: half an ulp apart."""
+    """Half a sum is exact. For 3 the loop divides and the engine multiplies by 1/3: half an ulp."""
     mine, plain = pair(GPT())
     one = run_engine(engine_of(mine, "fp32", ADAMW, micro_batches), micro_batches=micro_batches)
     other = run_plainly(plain, ADAMW, micro_batches=micro_batches)
@@ -201,12 +201,12 @@ def test_fp32_with_clipping_is_plain_pytorch_but_for_the_rounding_of_the_norm() 
 
 
 def worst(one: Run, other: Run) -> float:
-    """The largest difference of a weight."""
+    """Return the largest difference of a weight."""
     return max((one.masters[name] - other.masters[name]).abs().max().item() for name in one.masters)
 
 
 def with_ties(model: nn.Module) -> nn.Module:
-    """Half of the weights halfway between two bf16 values, where the two roundings part."""
+    """Put half of the weights halfway between two bf16 values, where the two roundings differ."""
     with torch.no_grad():
         for parameter in model.parameters():
             bits = parameter.view(torch.int32).flatten()
@@ -236,7 +236,7 @@ def test_bf16_equals_bf16_weights_and_an_fp32_master(
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_bf16_from_a_config_equals_the_loop(stage: int) -> None:
-    """The optimizer of a config takes the correctly rounded root, as torch's fused one does."""
+    """A config's optimizer takes the correctly rounded root, as torch's fused one does."""
     mine, plain = pair(with_ties(GPT(moe=True, tied=False)))
     engine = make(config(stage, "bf16", gradient_clipping=0), mine)
 
@@ -248,8 +248,8 @@ def test_bf16_from_a_config_equals_the_loop(stage: int) -> None:
 
 
 def test_the_uses_of_a_tied_weight_are_added_in_fp32() -> None:
-    """Embedding and head each leave a bf16 gradient in one backward. A plain loop that says nothing adds
-    them in bf16; one that says `grad_dtype` is ours, bit for bit."""
+    """Embedding and head each leave a bf16 gradient in one backward. A plain loop adds them in bf16; with
+    `grad_dtype` it has our bits."""
     mine, plain = pair(GPT())
     silent = copy.deepcopy(plain)
     for parameter in plain.parameters():
@@ -263,7 +263,7 @@ def test_the_uses_of_a_tied_weight_are_added_in_fp32() -> None:
 
 @pytest.mark.parametrize("state", ["bf16", "bf16-stochastic"])
 def test_moments_that_an_optimizer_would_not_round_are_refused(state: str) -> None:
-    """torch's NAdam keeps its moments in fp32: a plan that says otherwise is not run."""
+    """torch's NAdam keeps its moments in fp32, so a plan with other moments is refused."""
     model = GPT()
     optimizer = NADAM([{"params": list(model.parameters())}])
     with pytest.raises(UnsupportedError, match="state"):

@@ -1,4 +1,4 @@
-"""`compute: fp8`: products against a loop over fractions, and runs that are the same bits everywhere."""
+"""`compute: fp8`: products are those of a loop over fractions, and runs have the same bits everywhere."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def matrix(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float3
 
 
 def special(dtype: torch.dtype) -> Tensor:
-    """Rows of zeros of both signs, tiny and huge values, ties of e4m3, infinities and NaNs."""
+    """Return rows of zeros of both signs, tiny and huge values, ties of e4m3, infinities and NaNs."""
     info = torch.finfo(dtype)
     rows = [
         [0.0] * 6,
@@ -131,7 +131,7 @@ def test_a_product_is_the_loop_over_fractions(dtype: torch.dtype, given: torch.d
 
 @pytest.mark.parametrize("dtype", list(LAYOUT), ids=str)
 def test_results_are_rounded_once(dtype: torch.dtype) -> None:
-    """Values just beside a tie, which fp32 between would make one."""
+    """Values lie just beside a tie, which an intermediate fp32 would make one."""
     count, *_ = LAYOUT[dtype]
     ties = [1 + Fraction(2 * k + 1, 2**count) for k in range(8)]
     near = [float(tie + shift) for tie in ties for shift in (0, Fraction(1, 2**45), Fraction(-1, 2**45))]
@@ -146,7 +146,7 @@ def test_results_are_rounded_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("length", [EXACT_LENGTH, EXACT_LENGTH + 1, 3 * EXACT_LENGTH])
 def test_long_sums_are_exact(length: int) -> None:
-    """The largest products, and 64 of the smallest, which an fp64 sum of more than these may lose."""
+    """The largest products meet 64 of the smallest, of which an fp64 sum of more may lose some."""
     codes = torch.full((2, length), 448.0)
     codes[:, 7:71], codes[1, 71] = 2.0**-9, -448.0
     of = Operand(codes.to(torch.float8_e4m3fn), torch.ones(2))
@@ -159,7 +159,7 @@ def test_long_sums_are_exact(length: int) -> None:
 def test_torchs_scaled_product_differs_by_its_accumulator_alone(
     dtype: torch.dtype, sizes: tuple[int, int, int]
 ) -> None:
-    """The calls of a GPU, made on a CPU, whose accumulator is fp32: padding and places are right."""
+    """A CPU, whose accumulator is fp32, makes the calls of a GPU: padding and places are right."""
     rows, length, columns = sizes
     left, right = operand(matrix(rows, length, 4)), operand(matrix(columns, length, 5))
     bias = matrix(1, columns, 6, dtype)[0]
@@ -184,7 +184,7 @@ FP8, BF16 = DType.FP8_ROW, DType.BF16
 
 
 def formula(part: DType, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a product of rows with rows, as the plan says for one of the three."""
+    """Return a product of rows with rows, by the plan of one of the three products."""
     if part is FP8:
         return by_hand(left, right, dtype)
     return F.linear(left.bfloat16(), right.bfloat16()).to(dtype)
@@ -196,7 +196,7 @@ def formula(part: DType, left: Tensor, right: Tensor, dtype: torch.dtype) -> Ten
 def test_gradients_are_products_of_their_own(
     cells: tuple[DType, DType, DType], layout: str, autocast: bool
 ) -> None:
-    """Two leading dimensions, and values that are no sums: the sides are quantised along what is summed."""
+    """Inputs have two leading dimensions; the sides are quantised along the summed one."""
     own = torch.float32 if autocast else torch.bfloat16
     weight = matrix(6, 10, 1, own)  # [out, in]
     stored = weight.clone() if layout in ("linear", "transposed") else weight.t().contiguous()
@@ -229,7 +229,7 @@ def test_gradients_are_products_of_their_own(
 
 @pytest.mark.parametrize("cells", [(FP8, FP8, FP8), (FP8, FP8, BF16)], ids=str)
 def test_experts_of_a_stack_are_layers_of_their_own(cells: tuple[DType, DType, DType]) -> None:
-    """Rows of each expert have products of their own; one has none, and the last rows are nobody's."""
+    """Each expert's rows have their own products; one has no rows, and the last rows have no expert."""
     stack = matrix(3 * 6, 10, 1, torch.bfloat16).view(3, 6, 10)
     ends = torch.tensor([4, 4, 9], dtype=torch.int32)
     x, grad = matrix(11, 10, 2, torch.bfloat16), matrix(11, 6, 3, torch.bfloat16)
@@ -307,7 +307,7 @@ OTHERS = [
 @pytest.mark.long
 @pytest.mark.parametrize("cells", [[*CELLS[:2], *CELLS[6:]], pytest.param(CELLS, marks=pytest.mark.slow)])
 def test_stages_and_numbers_of_ranks_are_the_same_bits(cells: list[Cell]) -> None:
-    """Weights, masters, moments and norms: on 1 and 4 ranks at stages 0 and 3, or on 2 and at every stage."""
+    """Results agree on 1 and 4 ranks at stages 0 and 3, or on 2 at every stage."""
     found = require_same([*cells, *OTHERS], WORLDS if cells is CELLS else WORLDS[::2])
     assert all(found[place] == found[place % 2] for place in range(len(cells)))
     assert found[-1] == found[-2] and len({left for left, _ in found}) == 2 + len(OTHERS) - 1
@@ -331,7 +331,7 @@ def test_all_stages_train_alike_in_every_mode(moe: bool, compute: str, mode: str
 @pytest.mark.parametrize("compute", ["fp8", pytest.param("fp8-hp-grad-weight", marks=pytest.mark.slow)])
 @on_ranks(1)
 def test_a_run_in_fp8_learns_as_one_in_bf16(compute: str) -> None:
-    """Losses of the last steps, which a run that forms one of the products wrongly does not reach."""
+    """A run with one wrong product does not reach these losses."""
     runs = {}
     for each in ("bf16", compute):
         engine = make(config(3, "bf16", precision={"compute": each}), GPT())
@@ -343,7 +343,7 @@ def test_a_run_in_fp8_learns_as_one_in_bf16(compute: str) -> None:
 
 
 class Elsewhere(GPT):
-    """Multiplies with the weight of a layer outside of the layer, in one of several ways."""
+    """A GPT that multiplies by the weight of a layer outside of the layer, in one of several ways."""
 
     def __init__(self, way: str) -> None:
         super().__init__(layers=1)
@@ -402,7 +402,7 @@ def test_compiled_blocks_hooks_and_copies_see_what_they_always_see() -> None:
 
 @on_ranks(1)
 def test_values_that_are_not_finite_skip_the_step() -> None:
-    """As in bf16: an infinity in one row is a NaN in the gradient, which the engine meets in the norm."""
+    """An infinity in one row is a NaN in the gradient, which the engine meets in the norm, as in bf16."""
     engine = make(config(2, "bf16", precision={"compute": "fp8"}), GPT(layers=1))
     engine.module.layers[0].mlp.up.register_forward_hook(lambda module, args, output: output * math.inf)
     engine.backward(engine(batch(0, 0)))
@@ -410,7 +410,7 @@ def test_values_that_are_not_finite_skip_the_step() -> None:
 
 
 def adapted() -> nn.Module:
-    """GPT-2, whose linear layers are `Conv1D`, with adapters beside a frozen base."""
+    """Make a GPT-2, whose linear layers are `Conv1D`, with adapters beside a frozen base."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}

@@ -1,4 +1,4 @@
-"""The loss scale, the norm and the skip: against DeepSpeed's rule written down by hand, and on real ranks."""
+"""The loss scale, the norm and skipped steps follow DeepSpeed's rule, also on real ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass
 class ByHand:
-    """The dynamic scale of DeepSpeed 0.19.6: it remembers the step of the last overflow."""
+    """The dynamic scale of DeepSpeed 0.19.6, with the step of the last overflow."""
 
     spec: LossScale
     scale: float
@@ -98,7 +98,7 @@ def test_the_multiplier_is_unscaling_and_clipping_at_once() -> None:
 
 
 class Two(nn.Module):
-    """Two weights whose gradients are the inputs given for them."""
+    """A model of two weights whose gradients are the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def inputs(value: float = 0.01, place: int = 0) -> torch.Tensor:
 
 
 def skip_once(engine: Engine, value: float, place: int) -> tuple[Any, ...]:
-    """A good step, one whose gradient is not finite in one element on one rank, and another good step."""
+    """Run a good step, one with a non-finite gradient in one element on one rank, and another good step."""
     x = inputs()
     engine.backward(engine(x, x))
     engine.step()
@@ -169,8 +169,8 @@ def skip_once(engine: Engine, value: float, place: int) -> tuple[Any, ...]:
 def test_a_gradient_that_is_not_finite_changes_nothing_in_any_mode_or_stage(
     world: int, hysteresis: int, value: float, place: int, scale: float, mode: str
 ) -> None:
-    """In DeepSpeed one rank skips, the other steps, and their scales part; outside of fp16 it is applied. The
-    place is in the first slice or the last; the scale is that of fp16 behind it."""
+    """DeepSpeed skips on one rank, steps on the other, and their scales differ; outside of fp16 it
+    updates. The place is in the first slice or the last; the scale is that of fp16 afterwards."""
     found = []
     for stage in STAGES:
         engine = engine_of(stage, mode, hysteresis)

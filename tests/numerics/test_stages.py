@@ -1,7 +1,7 @@
-"""The promise: stages 0-3 are the same numbers, bit for bit, in every mode, with different memory.
+"""Stages 0-3 have the same bits in every mode, with different memory.
 
-Also for gradients that are read and written before a step, for replicas, and for small segments that are
-gathered with the root.
+This holds too for gradients that are read and written before a step, for replicas, and for small segments
+that are gathered with the root.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from zerodrift.plan import layout
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16")
 STAGES = (0, 1, 2, 3)
 FOUR = ((False, "fp16", STAGES), (True, "bf16", (0, 3)))
-"""What `make test` runs on four ranks: (whether with experts, mode, stages)."""
+"""Cells of `make test` on four ranks: (whether with experts, mode, stages)."""
 TWO, FEW, ENOUGH, MANY = 2, 3, 8, 50
-"""Steps. In the first few all that stages do differently is done; the others are enough to learn."""
+"""Numbers of steps. The first few cover all differences between stages; the others are enough to learn."""
 
 
 def train_alike(
@@ -42,7 +42,7 @@ def train_alike(
     steps: int = FEW,
     **precision: Any,
 ) -> list[float]:
-    """On a rank: the same training at several stages has to be the same bits; its losses."""
+    """Train at several stages on this rank, require the same bits, and return the losses."""
     found = []
     for stage in stages:
         engine = make(config(stage, mode, micro, precision=precision), GPT(moe=moe))
@@ -115,7 +115,7 @@ def test_all_stages_are_the_same_bits_when_they_reduce_alike(
 
 
 def gradients(stage: int, replicate: int, extra: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-    """Gradients as read, as read after every other one was doubled, and the masters after a step."""
+    """Return gradients as read, as read after every other one was doubled, and the masters after a step."""
     blocks = {**extra, "sharding": {"replicate": replicate}, "gradient_clipping": 0.0}
     blocks["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
     torch.manual_seed(0)
@@ -136,7 +136,7 @@ PREDIVIDED = {"gradient_predivide_factor": 2.0}
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_replicas_read_as_slices_do(stage: int, extra: dict[str, Any]) -> None:
-    """Two ranks: a sum of two is the same bits in any order."""
+    """A sum over two ranks has the same bits in any order."""
     sliced, replicas = (gradients(stage, count, extra) for count in (1, 2))
     for one, other in zip(sliced, replicas, strict=True):
         require_alike(one, other)
@@ -153,12 +153,12 @@ def test_replicas_of_slices_read_as_slices_do() -> None:
 
 
 ON_FEW, ON_SOME, ON_MANY = 2, 512, 16384
-"""Ranks: none, the pinned norms and all parameters of blocks are small."""
+"""Numbers of ranks on which no parameters, the pinned norms, and all parameters of blocks are small."""
 PINNED = {"rules": [{"match": "layers.*.norm*", "pin": "fp32"}]}
 
 
 def make_as_on(ranks: int, stage: int) -> Engine:
-    """An engine in which is small what would be on so many ranks, of a model that is as much larger."""
+    """Make an engine whose small segments are those of so many ranks and a model as much larger."""
     move = build.move_small_segments
 
     def moved(units: Any, columns: Any, model: Any, slices: int) -> Any:
@@ -172,7 +172,7 @@ def make_as_on(ranks: int, stage: int) -> Engine:
 
 
 def trained(ranks: int, stage: int) -> tuple[Run, int, int]:
-    """A run, the rows of the root, and how many collectives a step took."""
+    """Return a run, the rows of the root, and the collectives of a step."""
     engine = make_as_on(ranks, stage)
     train(engine, 1, 2)
     with engine.comm.record() as calls:

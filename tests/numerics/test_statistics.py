@@ -1,4 +1,4 @@
-"""Update statistics: what a plain fp64 computation finds, at every stage and for every number of slices."""
+"""Update statistics are those of a plain fp64 computation, at every stage and for every number of slices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def on(**precision: Any) -> dict[str, Any]:
 
 
 def step(engine: Engine, number: int) -> None:
-    """The same data on every rank: sums over 2 and 4 of them are exact."""
+    """Run a step on the same data on every rank, so that sums over 2 and 4 ranks are exact."""
     engine.backward(engine(batch(number)))
     engine.step()
 
@@ -59,7 +59,7 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
 def test_a_report_is_the_same_at_every_stage_and_world(
     on_two: tuple[int, ...], on_four: tuple[int, ...], mode: str, rest: dict[str, Any]
 ) -> None:
-    """To the last bit: counts are integers, squares are added exactly."""
+    """Reports agree to the last bit: counts are integers, squares are added exactly."""
     alone = run_ranks(reports, 1, (0, 3), mode, rest)[0]
     assert alone[0] == alone[1]
     for world, here in ((2, on_two), (4, on_four)):
@@ -91,7 +91,7 @@ def muon(lr: float) -> dict[str, Any]:
 )
 @on_ranks(2)
 def test_a_report_is_what_full_values_say(mode: str, rest: dict[str, Any], exact: bool) -> None:
-    """The last of three updates, from full values before and after it."""
+    """The last of three updates is checked by full values before and after it."""
     engine = make(config(3, mode, 1, **rest))
     for number in range(2):
         step(engine, number)
@@ -140,7 +140,7 @@ def test_state_that_underflows_is_seen() -> None:
 
 
 def own(stage: int) -> UpdateReport:
-    """A class that runs on views."""
+    """Train with a class that runs on views."""
     model = GPT()
     optimizer = torch.optim.NAdam(model.parameters(), lr=1e-3)
     settings = {"precision": {"mode": "bf16", "statistics": True}, "zero_optimization": {"stage": stage}}

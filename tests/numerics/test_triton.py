@@ -1,4 +1,4 @@
-"""The Triton programs without a GPU: run in Triton's interpreter, and compiled for GPUs that are not here."""
+"""The Triton programs without a GPU: run in Triton's interpreter, and compiled for absent GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def python(*arguments: str, **variables: str) -> str:
-    """What a Python of its own prints: Triton decides on its import whether it interprets."""
+    """Return the output of a new Python, because Triton decides on its import whether it interprets."""
     known = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -60,9 +60,9 @@ def test_programs_equal_the_cpu_kernels_in_the_interpreter() -> None:
     ("capability", "every"), [(80, 9), (90, 3), (100, 9), pytest.param(90, 1, marks=pytest.mark.slow)]
 )
 def test_nothing_is_contracted_or_flushed_in_what_is_compiled(capability: int, every: int) -> None:
-    """Instructions per thread of eight elements: as many fused products as are written, and whole roots. A
-    third of the programs is compiled for one kind of GPU, some of every kind for the others, and all of them
-    in a slow cell."""
+    """Instructions per thread of eight elements: as many fused products as the source has, and whole
+    roots. A third of the programs is compiled for one kind of GPU, some of every kind for the others, and
+    all of them in a slow cell."""
     told = json.loads(python("-m", "tests.numerics.compile_programs", str(capability), str(every)))
     assert told["options"]["enable_fp_fusion"] is False
     for case, words in told["passes"].items():
@@ -88,7 +88,7 @@ def test_nothing_is_contracted_or_flushed_in_what_is_compiled(capability: int, e
 
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Nothing is known of devices, before a test and after it."""
+    """Clear the cache of devices before a test and after it."""
 
     def forget() -> None:
         device.obstacle.cache_clear()
@@ -100,7 +100,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_without_triton_the_reference_runs(forgetful: pytest.MonkeyPatch) -> None:
-    """Played on a CPU: no compiled kernels, and a device whose first program cannot run."""
+    """A CPU plays a device without compiled kernels, whose first program cannot run."""
     forgetful.setattr(native, "library", lambda: None)
     forgetful.setattr(device, "works", lambda where: device.obstacle(where) is None)
     forgetful.setattr(importlib.util, "find_spec", lambda name: None)

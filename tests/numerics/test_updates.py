@@ -1,4 +1,4 @@
-"""The definition of the updates: torch's own bits where torch has the algorithm, the formula where not."""
+"""The definition of the updates has torch's bits for torch's algorithms, and follows the other formulas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN = Scheme(DType.FP32, Master.SAME, State.FP32)
 
 @dataclass(frozen=True)
 class Case:
-    """One optimizer of torch and what it is called here."""
+    """One optimizer of torch and its name here."""
 
     torch: type[torch.optim.Optimizer]
     algorithm: Algorithm
@@ -48,7 +48,7 @@ PATHS = [reference_update, update]
 
 
 def gradients(numel: int, steps: int) -> list[Tensor]:
-    """Over many orders of magnitude, with exact zeros."""
+    """Return gradients over many orders of magnitude, with exact zeros."""
     generator = torch.Generator().manual_seed(5)
     made = []
     for _ in range(steps):
@@ -59,7 +59,7 @@ def gradients(numel: int, steps: int) -> list[Tensor]:
 
 
 def differences(case: Case, path: Any, numel: int, root: Root, **kind: bool) -> dict[str, Tensor]:
-    """Name -> where it differs from torch after 12 steps with a learning rate that changes."""
+    """Return the places that differ from torch after 12 steps with a changing learning rate, by name."""
     start = torch.randn(numel, generator=torch.Generator().manual_seed(3))
     parameter = torch.nn.Parameter(start.clone())
     plain = case.torch([parameter], lr=1.0, **case.numbers, **kind)  # type: ignore[call-arg]
@@ -84,7 +84,7 @@ def differences(case: Case, path: Any, numel: int, root: Root, **kind: bool) -> 
 @pytest.mark.parametrize("kind", [{}, {"foreach": True}], ids=["default", "foreach"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_torch_bit_for_bit(case: Case, kind: dict[str, bool], path: Any) -> None:
-    """On any length: torch's element-wise kernels give an element the same bits wherever it stands."""
+    """Lengths are arbitrary: torch's element-wise kernels compute an element alike in any place."""
     found = differences(case, path, 256 * 5 + 37, Root.TORCH, **kind)
     assert all(where.numel() == 0 for where in found.values()), found
 
@@ -93,14 +93,14 @@ def test_equals_torch_bit_for_bit(case: Case, kind: dict[str, bool], path: Any) 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_torch_fused_bit_for_bit(case: Case, path: Any) -> None:
-    """With the exact root. See [Note: roots] for the last elements of a tensor, which are left out here."""
+    """The root is exact. The last elements of a tensor are left out: see [Note: roots]."""
     for rest in (0, 5):
         found = differences(case, path, 256 * 5 + rest, Root.EXACT, fused=True)
         assert all((where >= 256 * 5).all() for where in found.values()), found
 
 
 def test_the_exact_root_is_correctly_rounded() -> None:
-    """Against integer arithmetic: r is right if and only if (r - ulp/2)^2 <= x <= (r + ulp/2)^2."""
+    """Integer arithmetic decides: r is right if and only if (r - ulp/2)^2 <= x <= (r + ulp/2)^2."""
     bits = torch.randint(
         1, 0x7F800000, (2000,), generator=torch.Generator().manual_seed(1), dtype=torch.int32
     )
@@ -136,7 +136,7 @@ def test_the_vector_root_is_known_on_x86() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_lion_is_its_formula(path: Any) -> None:
-    """In fp64, which agrees to fp32 rounding as long as no direction is within rounding of zero."""
+    """The fp64 reference agrees to fp32 rounding as long as no direction is within rounding of zero."""
     numel, rate, decay, (beta1, beta2) = 512, 1e-2, 0.1, (0.9, 0.99)
     weight = torch.randn(numel, generator=torch.Generator().manual_seed(3))
     mine = allocate(PLAIN, weight.clone(), 1)
@@ -168,7 +168,7 @@ def test_the_multiplier_is_one_product_in_fp32(path: Any) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_groups_are_as_if_alone(path: Any) -> None:
-    """Blocks of three groups, interleaved, against three slices of one group each."""
+    """Interleaved blocks of three groups have the bits of three slices of one group each."""
     blocks = 12
     hypers = (Hyper(1e-2), Hyper(1e-3, 7, (0.8, 0.9), 1e-5, 0.3), Hyper(1e-1, maximize=True))
     groups = torch.tensor([0, 0, 1, 2, 1, 1, 0, 2, 2, 2, 2, 0], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The walk of docs/architecture.md: the files that a parameter passes, from config to export, in order."""
+"""The walk of docs/architecture.md names the files from config to export in their order."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CONFIG = {
 
 
 def steps() -> list[tuple[str, str]]:
-    """(file, function) of each line of the table."""
+    """Return (file, function) of each line of the table."""
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     section = page.partition("\n## 7. ")[2].partition("\n## ")[0]
     return re.findall(r"^\| `([\w/]+\.py)` \| `(?:\w+\.)?(\w+)` \|", section, re.MULTILINE)
 
 
 def walk(folder: Path) -> list[tuple[str, str]]:
-    """(file, function) of everything of zerodrift that is called, by its first call."""
+    """Return (file, function) of every called function of zerodrift, by its first call."""
     seen: dict[CodeType, None] = {}
 
     def look(frame: FrameType, event: str, argument: Any) -> None:

@@ -1,4 +1,4 @@
-"""What other engines get wrong without a word, each with the numbers that were measured there.
+"""Silent errors of other engines, each with the numbers that were measured there.
 
 The probe is one weight whose gradient is the model's input, so every sum and every rounding on the way to
 the update shows as a number that can be worked out by hand. `2048 + 3 x 0.5 = 2049.5` over micro-batches
@@ -29,7 +29,7 @@ Written = dict[str, Any]
 
 
 class Probe(nn.Module):
-    """One weight, zeros, whose gradient is `factor` times the input."""
+    """A weight of zeros, whose gradient is `factor` times the input."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ NAME = "linear.weight"
 
 
 def written(stage: int, mode: str, **rest: Any) -> Written:
-    """A config of the probe: SGD with a learning rate of 1, so that the weight is minus the gradient."""
+    """Return a config of SGD with a learning rate of 1, so that the weight is minus the gradient."""
     precision = {"mode": mode, **rest.pop("precision", {})}
     sgd = {"type": "SGD", "params": {"lr": 1.0}}
     base: Written = {"precision": precision, "zero_optimization": {"stage": stage}, "gradient_clipping": 0}
@@ -62,7 +62,7 @@ def weight(engine: Engine) -> list[float]:
 
 
 def updated(engine: Engine, gradients: Sequence[float]) -> list[float]:
-    """One optimizer step from micro-batches with these gradients; minus the weights afterwards."""
+    """Take one optimizer step from micro-batches with these gradients; return minus the weights."""
     for gradient in gradients:
         engine.backward(engine(row(gradient)))
         result = engine.step()
@@ -76,7 +76,7 @@ def engines(
     model: Callable[[], nn.Module] = Probe,
     stages: Sequence[int] = STAGES,
 ) -> Iterator[Engine]:
-    """On a rank: an engine of each stage, one after the other."""
+    """Yield an engine of each stage on this rank."""
     for stage in stages:
         engine = make(written(stage, mode, **(rest or {})), model())
         yield engine
@@ -99,7 +99,7 @@ ACCUMULATES: dict[str, dict[str | None, bool]] = {
 def sums(
     mode: str, accumulate: str | None, wire: str | None, stages: Sequence[int]
 ) -> Iterator[tuple[list[float], list[float]]]:
-    """By stage: what micro-batches add up to, and what ranks add up to."""
+    """Yield, by stage, the sums over micro-batches and over ranks."""
     told = {"gradient_accumulation_dtype": accumulate, "communication_data_type": wire}
     more: Written = {key: value for key, value in told.items() if value is not None}
     more |= {"precision": {"allow_narrow": True}, "gradient_accumulation_steps": 4}
@@ -115,8 +115,8 @@ def sums(
 @on_ranks(2, timeout=120)
 def test_every_accumulation_dtype_is_honoured_at_every_stage_and_keeps_the_mean(half: int) -> None:
     """Elsewhere: ignored at stage 2, refused at stage 0; at stage 1 a dtype other than the model's loses
-    the mean, each shard keeping its owner's gradient (4096 and 2 for 2049). The widest wire that the
-    accumulator allows, so that its own rounding alone is seen."""
+    the mean, each shard keeping its owner's gradient (4096 and 2 for 2049). The wire is the widest that
+    the accumulator allows, so that only the accumulator rounds."""
     pairs = [(mode, *each) for mode, dtypes in ACCUMULATES.items() for each in dtypes.items()]
     for number, (mode, accumulate, exact) in enumerate(pairs):
         right = ([2049.5] * 8, [2049.0] * 8) if exact else ([2048.0] * 8, [2048.0] * 8)
@@ -126,7 +126,7 @@ def test_every_accumulation_dtype_is_honoured_at_every_stage_and_keeps_the_mean(
 
 @on_ranks(2)
 def test_a_16_bit_wire_rounds_once_and_is_summed_in_fp32() -> None:
-    """Autocast sends a safe module's gradient in bf16 unless told: 2049.5 becomes 2048 where it is reduced
+    """Autocast sends a safe module's gradient in bf16 by default: 2049.5 becomes 2048 where it is reduced
     once per step, and stays where each micro-batch, exact in bf16, travels by itself."""
     for stage, found in enumerate(sums("autocast-bf16", None, None, STAGES)):
         assert found == ([2048.0 if stage < 2 else 2049.5] * 8, [2049.0] * 8), found
@@ -150,7 +150,7 @@ def test_the_division_by_micro_batches_comes_after_the_sum(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast-fp16"])
 @on_ranks(2)
 def test_several_backwards_before_one_step_add_up(mode: str) -> None:
-    """As in a plain loop: 1 + 0.5 + 1.5 = 3. Elsewhere stages 1 and 2 keep only the last."""
+    """1 + 0.5 + 1.5 = 3, as in a plain loop. Elsewhere stages 1 and 2 keep only the last."""
     for engine in engines(mode):
         for gradient in (1.0, 0.5, 1.5):
             engine.backward(engine(row(gradient)))
@@ -165,8 +165,8 @@ def test_several_backwards_before_one_step_add_up(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["fp16", "autocast-fp16"])
 @on_ranks(2)
 def test_the_loss_is_scaled_wherever_gradients_are_unscaled(mode: str) -> None:
-    """Elsewhere stage 0 never multiplies the loss: the weight is -1/1024 instead of -1. And the scale does
-    what it is for: 2^-26, below the smallest fp16 number, arrives."""
+    """Elsewhere stage 0 never multiplies the loss: the weight is -1/1024 instead of -1. And 2^-26, below
+    the smallest fp16 number, arrives by the scale."""
     for engine in engines(mode, {"fp16": {"loss_scale": 1024}}):
         assert updated(engine, [1.0]) == [1.0] * 8
         engine.parameter(NAME).master = torch.zeros(1, 8)
@@ -232,7 +232,7 @@ NORM = "norm.weight"
 def test_masters_are_made_from_the_bits_that_were_given(
     mode: str, master: str | None, shown: torch.dtype
 ) -> None:
-    """Elsewhere from the rounded copy: off by up to 1.9e-3 for weights between -1 and 1."""
+    """Elsewhere masters come from the rounded copy: off by up to 1.9e-3 for weights between -1 and 1."""
     given = {name: parameter.detach() for name, parameter in GPT(seed=5).named_parameters()}
     more: Written = {"precision": {"master": master}} if master else {}
     for engine in engines(mode, more, lambda: GPT(seed=5)):
@@ -273,7 +273,7 @@ def test_the_optimizer_takes_no_step_when_it_is_built(mode: str) -> None:
 
 
 def precision_state() -> list[Any]:
-    """Everything global in torch that decides in what precision it computes."""
+    """Return all global state of torch that decides about precision."""
     matmul, kinds = torch.backends.cuda.matmul, ("cpu", "cuda")
     return [
         *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
@@ -287,7 +287,7 @@ def precision_state() -> list[Any]:
 
 
 def bf16_run(other: Engine | None = None) -> list[Any]:
-    """Losses, norms, scales and wire dtypes of some steps, with another engine stepping in between."""
+    """Return losses, norms, scales and wire dtypes of some steps, with another engine stepping in between."""
     engine = make({**written(2, "bf16"), "communication_data_type": "fp32"}, GPT())
     seen: list[Any] = []
     rank = engine.mesh.rank()
@@ -329,7 +329,7 @@ def test_precision_belongs_to_one_engine() -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen bf16 layer with a low-rank fp32 adapter beside it, as PEFT builds them."""
+    """A frozen bf16 layer with a low-rank fp32 adapter, as PEFT builds them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ class Adapted(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Two of them, and a rotary table."""
+    """Two adapted layers and a rotary table."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -377,9 +377,9 @@ PINNED = {"precision": {"rules": [{"match": "*lora*", "pin": "fp32", "output": "
 def test_a_model_of_mixed_dtypes_is_neither_promoted_nor_crashed(
     mode: str, pinned: bool, computes: torch.dtype, returns: torch.dtype
 ) -> None:
-    """The frozen base rests in bf16 as it came, in every mode; adapters compute and layers return as told.
-    Elsewhere every parameter becomes fp32, or stage 3 dies on an assertion; and buffers are rounded with the
-    parameters."""
+    """The frozen base rests in bf16 in every mode; adapters compute and layers return in the given dtypes.
+    Elsewhere every parameter becomes fp32, or stage 3 dies on an assertion; and buffers are rounded with
+    the parameters."""
     bases = {name: p for name, p in Mixed().named_parameters() if "base" in name}
     runs = []
     for engine in engines(mode, PINNED if pinned else {}, Mixed):
