@@ -2,12 +2,12 @@
 
 `run_ranks(function, world_size, *args)` forks the ranks from a server that has torch imported, so a rank
 costs a tenth of a second. The function runs with the default process group initialised; `comm.mesh.start`
-builds on it. What it leaves to the test: seeds, and what is compared. `on_ranks(world_size)` makes a test
-whose body is that function.
+builds on it. Seeds and comparisons are left to the test. `on_ranks(world_size)` makes a test whose body is
+that function.
 
 A first engine in a new process costs as much again as one after it. `kept_ranks()` keeps ranks that have
-answered for the next call, which has a process group of its own; but those in which a function has left an
-engine, or another process group. `tests/conftest.py` does so for the tests of one file.
+answered for the next call, which has a process group of its own; except where a function has left an engine,
+or another process group. `tests/conftest.py` does so for the tests of one file.
 
 Invariant: when `run_ranks` returns or raises, none of its processes is alive but those that are kept, which
 all have answered; and should this process die, they end by themselves.
@@ -47,10 +47,10 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 
 PRELOAD = ["tests.ranks.preload", __name__]
-"""Imported once, before the ranks are forked."""
+"""Modules that are imported once, before the ranks are forked."""
 
 GRACE = 0.5
-"""Seconds for the stacks of hung ranks to be written."""
+"""Seconds in which hung ranks write their stacks."""
 
 
 class RankFailure(AssertionError):  # noqa: N818 (a failed test, not an error of the code)
@@ -59,7 +59,7 @@ class RankFailure(AssertionError):  # noqa: N818 (a failed test, not an error of
 
 @dataclass(frozen=True)
 class _Work:
-    """What a rank is told."""
+    """A call for one rank."""
 
     rank: int
     world_size: int
@@ -71,7 +71,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a rank answers."""
+    """The answer of a rank."""
 
     ok: bool
     value: Any
@@ -79,7 +79,7 @@ class _Outcome:
     when: float
     """Monotonic time, one clock for all ranks: the first failure is the cause of the others."""
     left: bool = True
-    """Whether process groups of the function's are there still, and what they wait for."""
+    """Whether process groups of the function are left, and what they wait for."""
 
 
 def run_ranks(
@@ -89,7 +89,8 @@ def run_ranks(
     timeout: float = 60.0,
     dying: Collection[int] = (),
 ) -> list[Any]:
-    """`function(*args)` on every rank; the results in rank order. A way in `instead` runs it elsewhere.
+    """Run `function(*args)` on every rank, and return the results in rank order. A runner in `instead` may
+    take over.
 
     The function must be importable, its arguments and results picklable. A rank in `dying` is meant to end
     without an answer and counts as None. Anything else that is not a result raises RankFailure, within
@@ -108,8 +109,8 @@ def run_here(
     dying: Collection[int] = (),
     kind: str = "",
 ) -> list[Any]:
-    """`run_ranks`, on ranks of the CPU. Those of one `kind` are kept for each other's calls: a function may
-    change its process for good."""
+    """Run like `run_ranks`, on ranks of the CPU. Those of one `kind` are kept for each other's calls,
+    because a function may change its process for good."""
     # Pickled by hand: multiprocessing would share the memory of tensors with a process that may be gone.
     call = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
@@ -132,13 +133,13 @@ def run_here(
 
 
 def destroy_at_the_end(engine: Any) -> Any:
-    """Destroy an engine when the function that this rank runs has ended; elsewhere its caller does."""
+    """Destroy an engine when the function that this rank runs has ended; elsewhere its caller must."""
     if _engines is None:
         return engine
     made, engines = weakref.ref(engine), _engines
 
     def destroy() -> None:
-        """One that is destroyed before is not kept any longer."""
+        """Destroy an engine, and forget it."""
         if (known := made()) in engines:
             engines.remove(known)
         type(known).destroy(known)
@@ -149,7 +150,7 @@ def destroy_at_the_end(engine: Any) -> Any:
 
 
 def destroy_engines() -> None:
-    """Destroy the engines that the function of this rank has made."""
+    """Destroy all engines of this rank's function."""
     while _engines:
         _engines[0].destroy()
 
@@ -158,9 +159,10 @@ Test = Callable[..., Any]
 
 
 def on_ranks(world_size: int | str = "world", timeout: float = 60.0) -> Callable[[Test], Test]:
-    """Make a test run on each of so many ranks: what raises, or is found and returned, on one fails it.
+    """Make a test run on each of so many ranks. It fails if one rank raises, or returns findings.
 
-    The number may be the name of a parameter. Asserts say what they found: there, pytest rewrites none.
+    The number may be the name of a parameter. Asserts need their own messages, since pytest rewrites none
+    there.
     """
 
     def made(test: Test) -> Test:
@@ -181,7 +183,7 @@ def _run_test(module: str, name: str, given: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def kept_ranks() -> Iterator[None]:
-    """Until its end, ranks that have answered, and that nothing is left in, serve the next calls."""
+    """Keep clean ranks for the next calls until the end of the context."""
     _keeping.append(True)
     try:
         yield
@@ -193,14 +195,14 @@ def kept_ranks() -> Iterator[None]:
 
 
 def kept_processes() -> set[BaseProcess]:
-    """Those of ranks that wait for another call."""
+    """Return the processes of ranks that wait for another call."""
     return {rank.process for waiting in _waiting.values() for rank in waiting}
 
 
 def forks() -> multiprocessing.context.ForkServerContext:
-    """Processes that begin with everything imported.
+    """Return a context whose processes begin with everything imported.
 
-    A server finds `tests` from the folder that it starts in, and leaves out in silence what it cannot import:
+    A server finds `tests` from the folder that it starts in, and skips modules that it cannot import:
     started by a test in a folder of its own, it would have nothing, and every process would import it all.
     """
     context = multiprocessing.get_context("forkserver")
@@ -216,7 +218,7 @@ def forks() -> multiprocessing.context.ForkServerContext:
 
 
 def redirect(out: Path, err: Path) -> None:
-    """What this process prints, in Python or below, goes to files, or in its order to one."""
+    """Send the output of this process, from Python or below, to files, or in its order to one."""
     assert PRELOAD[0] in sys.modules, "the server that forks processes has not imported what they need"
     for number, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -228,7 +230,7 @@ def redirect(out: Path, err: Path) -> None:
 
 @dataclass
 class _Rank:
-    """A rank as its parent sees it."""
+    """A rank's process with its pipe."""
 
     process: BaseProcess
     pipe: Connection
@@ -263,12 +265,12 @@ class _Rank:
 
 
 _engines: list[Any] | None = None
-"""Engines that the function of this rank has made; None where this is no rank."""
+"""Engines that the function of this rank has made; None outside of ranks."""
 instead: list[Callable[..., list[Any]]] = []
-"""Ways to run a function on ranks, the last of which `run_ranks` uses; the CPU's without any."""
+"""Runners on ranks, the last of which `run_ranks` uses; the CPU's without any."""
 _keeping: list[bool] = []
 _waiting: dict[str, list[_Rank]] = defaultdict(list)
-"""Ranks that were kept, by kind."""
+"""Kept ranks, by kind."""
 
 
 def _start() -> _Rank:
@@ -303,7 +305,7 @@ def _gather(ranks: list[_Rank], what: str, deadline: float, dying: Collection[in
 
 
 def _hang(waiting: list[_Rank], where: str) -> str:
-    """Make the ranks that did not answer write their stacks, and read them."""
+    """Let the ranks without an answer write their stacks, and read them."""
     for rank in waiting:
         if rank.process.pid is not None and rank.process.is_alive():
             os.kill(rank.process.pid, signal.SIGUSR1)
@@ -313,7 +315,7 @@ def _hang(waiting: list[_Rank], where: str) -> str:
 
 
 def _rank(pipe: Connection) -> None:
-    """The life of one rank."""
+    """Answer calls until the pipe is closed: the main function of a rank."""
     global _engines
     _engines = []
     _die_with_parent()
@@ -333,7 +335,7 @@ def _rank(pipe: Connection) -> None:
 
 
 def _answer(work: _Work) -> bytes:
-    """What became of one call."""
+    """Run one call and return its pickled outcome."""
     _capture(work)
     # Whatever hangs, in Python or below it, ends.
     faulthandler.dump_traceback_later(work.timeout + 10 * GRACE, exit=True)
@@ -360,7 +362,7 @@ def _answer(work: _Work) -> bytes:
 
 
 def _capture(work: _Work) -> None:
-    """Everything the rank prints, in Python or below, and its stacks, go to a file of its own."""
+    """Send the rank's output and stacks to a file of its own."""
     log = work.folder / f"{work.rank}.log"
     redirect(log, log)
     faulthandler.enable()

@@ -1,7 +1,7 @@
-"""Traps are judged against plain torch: the same model and data in a plain loop must give the same gradient.
+"""Compare an engine with plain torch: the same model and data in a plain loop must give the same gradient.
 
-All ranks are given the same data, so the mean over ranks is the gradient of one, exactly (for 1, 2 or 4
-ranks), and every comparison is bit for bit.
+All ranks have the same data, so the mean over ranks is the gradient of one, exactly (for 1, 2 or 4 ranks),
+and every comparison is bit for bit.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CELLS = [
 
 
 def pair(model: nn.Module, stage: int, micro: int = 1, **rest: Any) -> tuple[Engine, nn.Module]:
-    """An fp32 engine of a model, and a plain copy of it."""
+    """Return an fp32 engine of a model, and a plain copy of it."""
     plain = copy.deepcopy(model)
     return make(config(stage, "fp32", micro, **rest), model), plain
 
 
 def differs(engine: Engine, plain: nn.Module, factor: float = 1.0) -> list[str]:
-    """Parameters whose gradient is not, bit for bit, `factor` times that of the plain model; there, none
-    counts as zero."""
+    """Return the parameters whose gradient is not, bit for bit, `factor` times that of the plain model,
+    for which a missing one counts as zero."""
     wrong = []
     for name, parameter in plain.named_parameters():
         row = engine.plan.row(name)
@@ -50,7 +50,8 @@ def differs(engine: Engine, plain: nn.Module, factor: float = 1.0) -> list[str]:
 
 
 def differs_more(engine: Engine, plain: nn.Module, factor: float, rtol: float, atol: float) -> list[str]:
-    """As `differs`, but for ulps of a division or of another order; `atol` is a part of the largest."""
+    """Return the parameters that differ by more than the ulps of a division or another order; `atol` is a
+    part of the largest."""
     wrong = []
     for name in differs(engine, plain, factor):
         grad = plain.get_parameter(name).grad
@@ -62,7 +63,7 @@ def differs_more(engine: Engine, plain: nn.Module, factor: float, rtol: float, a
 
 
 def left_behind(engine: Engine) -> list[str]:
-    """Parameters with a gradient that the engine has not collected."""
+    """Return the parameters with a gradient that the engine has not collected."""
     grads = {name: parameter.grad for name, parameter in engine.module.named_parameters()}
     return [
         name for name, grad in grads.items() if grad is not None and not isinstance(grad, CollectedGradient)
@@ -75,13 +76,13 @@ def weights(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def run_all(checks: Sequence[Callable[[int], Any]], stage: int) -> list[str]:
-    """On a rank: every check at a stage; which ones found what."""
+    """Run every check at a stage on this rank, and return the findings."""
     problems = {check.__name__: check(stage) for check in checks}
     return [f"{name}: {problem}" for name, problem in problems.items() if problem]
 
 
 def on_every_cell(checks: Sequence[Callable[[int], Any]]) -> Callable[[int, int], None]:
-    """Make the test of a file's checks."""
+    """Return the test of a file's checks."""
 
     @pytest.mark.parametrize(("world", "stage"), CELLS)
     def test(world: int, stage: int) -> None:

@@ -1,7 +1,6 @@
-"""What ranks are forked with: everything that tests import, and what a first step looks up, once, and out of
-the garbage collector's way.
+"""Import everything that tests import, run a first step, and freeze it all for the garbage collector.
 
-Imported by the server that forks ranks, never by a test.
+Only the server that forks ranks imports this.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ for found in pkgutil.walk_packages(zerodrift.__path__, "zerodrift."):
 
 
 def step() -> None:
-    """The engine's first step, alone: a rank that begins behind it needs half the time for its own."""
+    """Run the engine's first step, which halves the time of a rank's own."""
     from tests.numerics.networks import GPT, batch
     from tests.numerics.runs import config, make
 

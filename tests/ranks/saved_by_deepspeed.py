@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed itself saves, and what its own tools say is in them. Run on ranks.
+"""Save checkpoints by DeepSpeed itself, and read their contents by its own tools. Run on ranks.
 
 A small GPT with tied embeddings, a frozen parameter, odd sizes (so that every stage pads) and two parameter
 groups is trained for a few steps. Importing this file imports nothing of DeepSpeed.
@@ -23,15 +23,15 @@ LR, BETAS, EPS, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train with DeepSpeed."""
+    """A configuration of training with DeepSpeed."""
 
     stage: int
     dtype: str
     """`fp32`, `bf16` or `fp16`."""
     rest: dict[str, Any] = field(default_factory=dict)
-    """More of `zero_optimization`."""
+    """Other keys of `zero_optimization`."""
     hard: bool = True
-    """Several groups, a frozen parameter, and a clip; plain otherwise."""
+    """Whether there are several groups, a frozen parameter, and a clip."""
 
     @property
     def name(self) -> str:
@@ -40,14 +40,14 @@ class Case:
 
 @dataclass
 class Truth:
-    """What DeepSpeed's engine says, full, on rank 0; the losses are this rank's."""
+    """The full values of DeepSpeed's engine, on rank 0; the losses are this rank's."""
 
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """fp32 masters and frozen parameters, by every name."""
     moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
-    """Of the steps after the save."""
+    """Losses of the steps after the save."""
     scale: float = 1.0
     steps: int = 0
 
@@ -71,7 +71,7 @@ def groups(made: torch.nn.Module, case: Case) -> list[dict[str, Any]]:
 
 
 def start(case: Case) -> Any:
-    """A DeepSpeed engine on the ranks that the harness made."""
+    """Start a DeepSpeed engine on the harness's ranks."""
     os.environ.update(
         DS_ACCELERATOR="cpu",
         RANK=str(dist.get_rank()),
@@ -121,7 +121,7 @@ def step(engine: Any, number: int) -> float:
 
 
 def save(case: Case, folder: str, after: int = 0) -> Truth:
-    """Train, save, and tell what is in it; then train `after` steps more."""
+    """Train, save, and return the contents; then train `after` steps more."""
     engine = start(case)
     for number in range(STEPS):
         step(engine, number)
@@ -175,7 +175,7 @@ def _look_at_flat(engine: Any, truth: Truth) -> None:
 
 
 def _look_at_0(engine: Any, case: Case, truth: Truth) -> None:
-    """Stage 0: a plain optimizer, over masters of its own unless all is fp32."""
+    """Read stage 0: a plain optimizer, over masters of its own unless all is fp32."""
     optimizer = engine.optimizer
     inner = optimizer if case.dtype == "fp32" else optimizer.optimizer
     shown = [p for group in groups(engine.module, case) for p in group["params"]]

@@ -1,4 +1,4 @@
-"""An audit on several ranks, whole models on none of them: the numbers of one process."""
+"""An audit on several ranks has the numbers of one process, without a whole model on any rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerodrift.inspect.audit.report import Audit
 
 
 class Routed(nn.Module):
-    """Sends each token to one of two parts."""
+    """A module that sends each token to one of two parts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What can happen to a checkpoint: a clear error on every rank, nothing half done, the older one loads."""
+"""Failures around a checkpoint give a clear error on every rank, and the older checkpoint loads."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ pytestmark = pytest.mark.fresh_ranks
 
 OLD, NEW = "step-00000001", "step-00000002"
 TIMEOUT = 4.0
-"""Seconds that a rank waits for the others, in tests where one is missing."""
+"""Timeout of collectives where a rank is missing."""
 
 
 def two(folder: str) -> tuple[Engine, Checkpoints]:
-    """An engine that has saved after its first and its second step."""
+    """Return an engine that has saved after its first and its second step."""
     engine = make(config(3, "bf16"))
     checkpoints = Checkpoints(engine, folder, quiet=True)
     for _ in range(2):
@@ -49,7 +49,7 @@ def two(folder: str) -> tuple[Engine, Checkpoints]:
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """The message of a refusal."""
+    """Return the message of a refusal."""
     try:
         call()
     except CheckpointError as error:
@@ -84,7 +84,7 @@ def cut(path: Path) -> None:
 
 
 def damaged(folder: str, harm: Callable[[Path], None]) -> Any:
-    """Every file of the newest in turn, and one that nobody looks at before it is read."""
+    """Damage every file of the newest checkpoint in turn, and one that is only checked as it is read."""
     engine, checkpoints = two(folder)
     newest = Path(folder) / NEW
     before = weights(engine)
@@ -137,7 +137,7 @@ def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(
 
 
 def refusals(folder: str) -> dict[str, str]:
-    """Messages of loads that other models, other configs and other moments are refused with."""
+    """Return the messages of loads with other models, other configs and other moments."""
     engine, _ = two(folder)
     engine.destroy()
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_refused_with_all_that_differs(tmp_path: Path) -> N
 
 
 def no_room(folder: str, asynchronous: bool) -> Any:
-    """The disk is full on the last rank, in the middle of its file."""
+    """Fill the disk on the last rank, in the middle of its file."""
     engine, checkpoints = two(folder)
     checkpoints = Checkpoints(engine, folder, quiet=True, asynchronous=asynchronous)
     checkpoints.load()
@@ -236,7 +236,7 @@ def test_a_full_disk_leaves_what_was_there(asynchronous: bool, tmp_path: Path) -
 
 
 def refused_saves(folder: str) -> Any:
-    """Of a state that could not be read again, beside another writer, and over another run's."""
+    """Save an unpicklable state, beside another writer, and over another run's."""
     engine, checkpoints = two(folder)
     client = {"bad": object() if engine.mesh.rank() == 1 else 1}
     unreadable = refused(lambda: checkpoints.save("odd", client=client))
@@ -272,7 +272,7 @@ def test_a_folder_has_one_writer_and_states_that_can_be_read(tmp_path: Path) -> 
 
 
 def kill_at(event: str, word: str) -> None:
-    """SIGKILL, when Python is about to do something with a file of that name."""
+    """Kill this process before Python's next operation on a file of that name."""
 
     def hook(found: str, arguments: tuple[Any, ...]) -> None:
         if found == event and arguments and word in str(arguments[0]):
@@ -304,7 +304,7 @@ def saved(folder: str) -> None:
 
 
 def comes_back(folder: str) -> Any:
-    """The next run: what it finds, and that it saves."""
+    """Start the next run: load the newest checkpoint, and save."""
     engine = make(config(3, "bf16"))
     checkpoints = Checkpoints(engine, folder, quiet=True)
     loaded = checkpoints.resume()
@@ -327,7 +327,7 @@ POINTS = [
     (0, "open", "distcp", True),
     (1, "open", "rank-00001.json", True),
 ]
-"""Who dies before what, in a save or a load."""
+"""(rank that is killed, event, file), in a save or a load."""
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +353,7 @@ def test_a_rank_that_dies_costs_that_save_or_load_alone(
 
 
 def slow_disk(folder: str) -> Any:
-    """A save beside training is a checkpoint some steps later, of the state that was saved."""
+    """Save beside training: the checkpoint appears some steps later, with the state of the save."""
     engine, _ = two(folder)
     checkpoints = Checkpoints(engine, folder, quiet=True, asynchronous=True)
     checkpoints.load()
@@ -390,7 +390,7 @@ def test_a_save_beside_training_is_of_the_state_that_was_saved(tmp_path: Path) -
 
 
 def gives_up(folder: str) -> Any:
-    """An exception that ends a run does not wait for what is being written."""
+    """End a run by an exception, without waiting for a pending save."""
     engine, _ = two(folder)
     checkpoints = Checkpoints(engine, folder, quiet=True, asynchronous=True)
     checkpoints.load()
@@ -414,7 +414,7 @@ def test_an_exception_gives_up_a_save_beside_training(tmp_path: Path) -> None:
 
 
 def only_one_sees(folder: str) -> Any:
-    """Rank 1 sees another folder, as on a file system that is behind; all go by rank 0."""
+    """Show rank 1 another folder, as a file system that is behind does; all follow rank 0."""
     engine, checkpoints = two(folder)
     if engine.mesh.rank() == 1:
         checkpoints._folder = CheckpointFolder(f"{folder}-not-yet")

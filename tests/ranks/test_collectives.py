@@ -1,4 +1,4 @@
-"""Collectives on real ranks: the bits of sums, what is recorded, handles, missing ranks, disagreement.
+"""Collectives on real ranks: the bits of sums, records, handles, missing ranks, disagreement.
 
 Every rank can make every rank's values (`values_of`), so each computes the reference for itself: a plain
 loop over ranks in order. Functions whose name has no `test_` run on the ranks.
@@ -40,7 +40,7 @@ def joined(carrier: Carrier | None = None, timeout: float = 30.0, **sizes: int) 
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Values over many binades, so that the order of a sum shows in its bits."""
+    """Return values over many binades, so that the order of a sum shows in its bits."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     mantissa = torch.randn(numel, generator=generator, dtype=FP64)
     exponent = torch.randint(-6, 7, (numel,), generator=generator)
@@ -48,7 +48,7 @@ def values_of(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch
 
 
 def expected(parts: Iterable[torch.Tensor], how: Sum, before: torch.Tensor) -> torch.Tensor:
-    """In rank order, in the dtype of the sum; every step one rounding of an fp64 result."""
+    """Sum in rank order, in the dtype of the sum; every step is one rounding of an fp64 result."""
     first, *others = parts
     total = first.to(how.dtype)
     for part in others:
@@ -63,7 +63,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def small_messages() -> None:
-    """Cut everything into many messages. Of this process, which ends with the test."""
+    """Cut everything into many messages, for the rest of this process."""
     pairs.CHUNK, pairs.LEAST, collectives.DIRECT = 512, 1, 512
 
 
@@ -71,7 +71,7 @@ def small_messages() -> None:
 
 
 def reduce_every_way(carrier: Carrier) -> list[str]:
-    """Every case whose bits are not the reference's."""
+    """Return every case whose bits are not the reference's."""
     comm = joined(carrier)
     size, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
     small_messages()
@@ -92,7 +92,7 @@ def reduce_every_way(carrier: Carrier) -> list[str]:
 
 
 def by_tree(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Neighbours first; a right half that is missing is skipped."""
+    """Sum neighbours first; a missing right half is skipped."""
     sums = [part.to(dtype) for part in parts]
     while len(sums) > 1:
         pairs_of_sums = (sums[start : start + 2] for start in range(0, len(sums), 2))
@@ -101,7 +101,7 @@ def by_tree(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 
 
 def from_so_many_ranks(halving: int) -> None:
-    """By halves; of this process."""
+    """Set the least number of ranks for sums by halves, for the rest of this process."""
     collectives.HALVING = dict.fromkeys(collectives.HALVING, halving)
 
 
@@ -143,14 +143,14 @@ def reduce_by_the_tree(ways: list[tuple[Carrier, int]]) -> list[str]:
 
 @pytest.mark.long
 def test_sums_by_the_tree_are_its_bits_on_every_carrier() -> None:
-    """By halves from 4 ranks, and never by fewer."""
+    """Sums travel by halves from 4 ranks, and never by fewer."""
     for world, halvings in ((2, [4]), (3, [4]), (4, [4, 8])):
         ways = list(itertools.product(CARRIERS, halvings))
         assert run_ranks(reduce_by_the_tree, world, ways) == [[]] * world
 
 
 def messages_of_a_sum(carrier: Carrier) -> list[tuple[int, int]]:
-    """Messages that a rank sends for a sum by halves and for a direct one, and their elements."""
+    """Return the messages of a rank for a sum by halves and for a direct one, and their elements."""
     comm, sizes = joined(carrier), list[int]()
     isend = dist.isend
 
@@ -227,7 +227,7 @@ def gather_every_way(carrier: Carrier) -> list[str]:
 
 
 def to_others() -> list[object]:
-    """Broadcasts count their source along the axis, and objects go round."""
+    """Broadcast from sources that count along the axis, and pass objects round."""
     comm = joined(replicate=2, shard=2)
     rank = comm.mesh.rank()
     found = []
@@ -254,7 +254,7 @@ def test_broadcasts_count_their_source_along_the_axis_and_objects_go_round() -> 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
 @on_ranks(3)
 def test_operations_overlap_and_may_be_waited_for_in_any_order(order: list[int], carrier: Carrier) -> None:
-    """Three under way at once, waited for in another order on every rank."""
+    """Three operations are pending at once, and each rank waits in another order."""
     comm = joined(carrier)
     small_messages()
     line = comm.mesh.axis("shard")
@@ -308,7 +308,7 @@ def test_a_reduction_receives_a_window_however_large_it_is() -> None:
 
 
 def rows_between(carrier: Carrier) -> list[str]:
-    """Uneven splits, some or all of them empty, in every dtype that tokens and counts have."""
+    """Exchange uneven splits, some or all of them empty, in every dtype of tokens and counts."""
     comm, wrong = joined(carrier), []
     rank, size = comm.mesh.rank("shard"), comm.mesh.size("shard")
     for case, dtype in itertools.product(range(4), (BF16, FP32, FP64, torch.int64)):
@@ -408,7 +408,7 @@ CALLS: dict[str, Callable[[Collectives], object]] = {
 
 
 def miss(name: str, carrier: Carrier, timeout: float, how: str) -> tuple[str, float, bool]:
-    """The last rank is killed, or sleeps beyond the timeout, before the second call."""
+    """Kill the last rank before the second call, or let it sleep beyond the timeout."""
     comm = joined(carrier, timeout)
     pairs.LEAST = 1
     call = CALLS[name]
@@ -439,7 +439,7 @@ def test_a_killed_rank_is_an_error_on_the_others(name: str, carrier: Carrier) ->
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_a_killed_rank_is_named_by_all_that_swap_nothing_with_it(carrier: Carrier) -> None:
-    """Rank 0 waits for rank 2, and rank 2 for the one that is gone; rank 1 for both."""
+    """Rank 0 waits for rank 2, and rank 2 for the killed one; rank 1 for both."""
     for text, seconds, _ in run_ranks(miss, 4, "halving", carrier, 30.0, "killed", dying={3})[:3]:
         assert text.startswith("`reduce_scatter` on axis `shard`: rank 3 must take part")
         assert seconds < 5.0
@@ -460,7 +460,7 @@ def test_a_rank_that_hangs_is_an_error_within_the_timeout(name: str) -> None:
 
 
 def compare(mine: list[str], theirs: list[list[str]]) -> list[str]:
-    """What rank 2 having other rows, or another digest, is told as; at last all have the same."""
+    """Return the errors of other rows and another digest on rank 2; at last all have the same."""
     comm, said = joined(), []
     for others in theirs:
         odd = comm.mesh.rank() == 2
@@ -486,7 +486,7 @@ def test_different_plans_are_an_error_everywhere_with_the_first_row_and_equal_on
 @pytest.mark.parametrize("world", [2, 3])
 @on_ranks()
 def test_objects_that_are_the_same_on_all_ranks_are_not_sent(world: int) -> None:
-    """As on more ranks than are asked at once."""
+    """More ranks than one call asks at once are simulated by `SEVERAL`."""
     collectives.SEVERAL = 1
     comm = joined()
     rank = comm.mesh.rank()

@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed saved, read without it: bit for bit what its own tools say."""
+"""Checkpoints of DeepSpeed are read without it, with the bits that its own tools read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def save_all(folder: str) -> list[Truth]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Truth]]]:
-    """A folder per case, and what is in it."""
+    """Save a folder per case, and return its contents."""
     folder = tmp_path_factory.mktemp("deepspeed")
     truths = run_ranks(save_all, 2, str(folder), timeout=240)[0]
     yield folder, dict(zip(NAMES, truths, strict=True))
@@ -90,7 +90,7 @@ def test_the_rest_of_the_run(saved: Saved, case: Case) -> None:
 
 
 def test_nothing_is_read_before_it_is_used(saved: Saved) -> None:
-    """Runs are views of the mapped files, not copies."""
+    """Values are views of the mapped files, not copies."""
     found = open_deepspeed(saved[0] / "1-bf16")
     trained = [entry for entry in found.entries if entry.group >= 0]
     storages = {run.untyped_storage().data_ptr() for entry in trained for _, run in found.weight(entry)}
@@ -98,7 +98,7 @@ def test_nothing_is_read_before_it_is_used(saved: Saved) -> None:
 
 
 def test_what_has_no_name_is_left_out_and_said(saved: Saved, tmp_path: Path) -> None:
-    """Stage 0 at fp32 with several groups and frozen parameters: shapes leave a choice."""
+    """Shapes are ambiguous at stage 0 in fp32 with several groups and frozen parameters."""
     run_ranks(save, 2, Case(0, "fp32"), str(tmp_path), timeout=90)
     found = open_deepspeed(tmp_path)
     assert not any(entry.moments for entry in found.entries)
@@ -147,7 +147,7 @@ def test_a_truncated_file(copy: Path) -> None:
 
 
 def test_files_of_another_save(saved: Saved, tmp_path: Path) -> None:
-    """The same run, one step apart: sizes fit, values do not."""
+    """Files of the same run, one step apart, have the right sizes and other values."""
     shutil.copytree(saved[0] / "1-bf16", tmp_path / "run")
     path = one(tmp_path / "run", "*rank_1_*optim*")
     state = torch.load(path, weights_only=False)
@@ -178,7 +178,7 @@ def test_code_in_a_file_is_not_run(copy: Path, tmp_path: Path) -> None:
 
 
 class Surprise:
-    """Unpickling it runs code."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Moving a run: trained by DeepSpeed, converted, resumed here with the losses that it goes on to have."""
+"""A run of DeepSpeed is converted and resumed here with the losses of its continuation."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MORE = 4
 CASES = [Case(2, "fp32"), Case(3, "fp32"), Case(1, "bf16"), Case(0, "fp32", hard=False)]
 
 TOLERANCE = 2e-6
-"""Of a loss of about 4, at fp32. Gradients are the same sums in another order, the norm is exact here and a
-float there, and Adam is another sequence of roundings: a few ulps (2^-22 at 4) per step."""
+"""Tolerance of a loss of about 4 in fp32. Gradients are the same sums in another order, the norm is exact
+here and a float there, and Adam is another sequence of roundings: a few ulps (2^-22 at 4) per step."""
 
 
 def save_all(root: str) -> list[Truth]:

@@ -1,4 +1,4 @@
-"""The drop-in on ranks: models in pieces, full and local values, what one rank writes, boundaries, files."""
+"""The drop-in on ranks: models in pieces, full and local values, writes of one rank, boundaries, files."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def bytes_of(state: Any) -> bytes:
 
 
 class LoopsOfItsOwn(nn.Module):
-    """Initialises what is below it in the ways that models have."""
+    """A model that initialises its parts in the usual ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_an_init_may_initialise_what_is_below_it() -> None:
 
 
 def apply_outside() -> None:
-    """A module that exists, a frozen one, a dtype, and an exception that leaves nothing behind."""
+    """Apply `zero.Init` to a module with a frozen part, and check that an exception leaves no patch."""
     before = nn.Module.apply
     model = Model()
     model.head.requires_grad_(False)
@@ -300,7 +300,7 @@ def test_full_and_local_states_agree_at_every_stage() -> None:
 
 
 def by_hand(stage: int) -> dict[str, Any]:
-    """Four micro-batches: counted, told, divided by the caller, and two backwards to a step."""
+    """Train four micro-batches: counted, declared, divided by the caller, and two backwards to a step."""
     runs: dict[str, Any] = {}
     for how in ("counted", "told", "divided"):
         engine = make(stage, gradient_accumulation_steps=4, gradient_clipping=0.0)
@@ -436,7 +436,7 @@ def test_checkpoints_load_at_another_stage_and_in_part() -> None:
 
 
 def taken_between_uses() -> None:
-    """A rank that saves nothing does with a state dict what the saving one does; no number comes of it."""
+    """Use a state dict on a rank that saves nothing as the saving rank does; no number comes of it."""
     from safetensors.torch import save_file, save_model
     from transformers import LlamaConfig, LlamaForCausalLM
 

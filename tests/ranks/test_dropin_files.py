@@ -1,4 +1,4 @@
-"""The drop-in's checkpoints: what DeepSpeed itself saved, frozen parameters left out, models that differ."""
+"""The drop-in loads checkpoints of DeepSpeed, without frozen parameters, and of models that differ."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ needs_deepspeed = pytest.mark.skipif(
 
 MORE = 3
 NEAR = 2e-6
-"""As in `test_deepspeed_resume.py`: a few ulps of fp32 at 4 in every step."""
+"""Tolerance of losses, as in `test_deepspeed_resume.py`: a few ulps of fp32 at 4 in every step."""
 
 
 def engine_for(case: Case, stage: int, zero: bool = True) -> Any:
-    """As DeepSpeed's own is made in `saved_by_deepspeed`, with other values."""
+    """Make the engine of `saved_by_deepspeed`, with other values."""
     made = model(case)
     if zero:
         with torch.no_grad():

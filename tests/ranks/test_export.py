@@ -1,4 +1,4 @@
-"""Exports on ranks: the same bits from every stage and mesh, and nothing half written when one fails."""
+"""Exports have the same bits from every stage and mesh, and leave nothing half written when a rank fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROUTERS = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}
 
 
 def trained(stage: int, mode: str = "bf16", **rest: Any) -> Engine:
-    """A few steps, so that masters have bits that storage has not."""
+    """Train a few steps, so that masters have bits that storage has not."""
     model = GPT(moe=True)
     model.layers[0].norm1.weight.requires_grad_(False)
     engine = make(config(stage, mode, **{**ROUTERS, **rest}), model)
@@ -46,7 +46,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def cases(root: str, stages: list[int], rest: dict[str, Any]) -> None:
-    """On a rank: for every stage the plan's dtypes, fp32, and 16 bits, and what they must be."""
+    """Compare exports of every stage in the plan's dtypes, in fp32 and in 16 bits."""
     for stage in stages:
         folder = Path(root) / str(stage)
         engine = trained(stage, **rest)
@@ -106,7 +106,7 @@ def test_each_rank_writes_its_share(root: Path) -> None:
 
 
 def shares(root: str) -> int:
-    """Bytes that a rank writes; and a frozen row, which has no master, is its storage, widened."""
+    """Return the bytes that a rank writes, and check that a frozen row is its storage, widened."""
     writers: list[SafetensorsWriter] = []
 
     class Watched(SafetensorsWriter):
@@ -127,7 +127,7 @@ def left(root: Path) -> list[str]:
 
 
 def refused(root: str) -> None:
-    """On a rank: errors, each on every rank, which leave nothing."""
+    """Check errors, each on every rank, which leave nothing."""
     engine = trained(2)
     rank, folder = engine.mesh.rank(), Path(root)
 

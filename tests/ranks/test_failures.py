@@ -1,4 +1,4 @@
-"""What goes wrong on all ranks leaves the engine usable; on one rank, it ends the others with an error."""
+"""A failure on all ranks leaves the engine usable; on one rank, it ends the others with an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zerodrift.errors import RankError
 pytestmark = pytest.mark.fresh_ranks
 
 TIMEOUT = 3.0
-"""Seconds that a rank waits for the others, in tests where one is missing."""
+"""Timeout of collectives where a rank is missing."""
 
 
 class Boom(RuntimeError):  # noqa: N818
@@ -34,7 +34,7 @@ class Boom(RuntimeError):  # noqa: N818
 
 
 class Bomb(nn.Module):
-    """Passes its input through until it is armed."""
+    """A module that passes its input through until it is armed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def step(engine: Engine, number: int, own: bool = False) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_after_a_failure_the_next_step_is_as_if_nothing_was(stage: int) -> None:
-    """In a forward or a backward, of the first or second micro-batch, in the engine's or a user's loop."""
+    """A forward or a backward fails in either micro-batch, in the engine's or a user's loop."""
     model, _ = mined()
     clean = make(config(stage, "fp32", 2), model)
     for number in range(3):
@@ -111,7 +111,7 @@ def test_after_a_failure_the_next_step_is_as_if_nothing_was(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_a_failed_forward_costs_nothing_else(stage: int) -> None:
-    """The micro-batches before it stay."""
+    """Earlier micro-batches of the step stay."""
     runs = []
     for fails in (False, True):
         model, bomb = mined()
@@ -133,14 +133,14 @@ def test_a_failed_forward_costs_nothing_else(stage: int) -> None:
 def impatient(
     stage: int, mode: str = "bf16", model: nn.Module | None = None, timeout: float = TIMEOUT
 ) -> Engine:
-    """An engine whose collectives wait for `timeout` at most."""
+    """Make an engine whose collectives wait for `timeout` at most."""
     model = model if model is not None else GPT(layers=3)
     plan = make_plan(config(stage, mode), model, 2)
     return Engine(plan, start(plan.mesh, "cpu", timeout), partial(NativeExecutor, plan, model))
 
 
 def waits(engine: Engine, steps: int = 3) -> tuple[str, float]:
-    """Train until the other rank is missed: the error, and the seconds it took."""
+    """Train until the other rank is missed; return the error, and the seconds until then."""
     began = time.monotonic()
     try:
         for number in range(steps):
@@ -152,7 +152,7 @@ def waits(engine: Engine, steps: int = 3) -> tuple[str, float]:
 
 
 def one_fails(stage: int, where: str) -> tuple[str, float]:
-    """On rank 1: it raises in the first forward or backward, or is gone in the second step."""
+    """Fail on rank 1: raise in the first forward or backward, or exit in the second step."""
     model, bomb = mined()
     engine = impatient(stage, model=model)
     if where == "killed":
@@ -196,7 +196,7 @@ def test_different_plans_fail_fast_on_both_ranks_with_the_first_row_that_differs
 
 
 class Shuffled(nn.Module):
-    """Blocks that add to a stream of width 16, run in an order that the caller gives."""
+    """Blocks that add to a stream of width 16, in an order of the caller's."""
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -214,8 +214,8 @@ class Shuffled(nn.Module):
 def test_ranks_that_go_through_units_in_different_orders_are_told(
     stage: int, widths: tuple[int, ...]
 ) -> None:
-    """At stage 3 they would compute with each other's weights, of equal size or not; at stage 0 nothing is
-    gathered, and any order is right. Two good steps, then one in which rank 1 goes another way."""
+    """At stage 3 ranks would compute with each other's weights, of equal size or not; at stage 0 nothing
+    is gathered, and any order is right. After two good steps rank 1 runs another order."""
     watch.INTERVAL, watch.PATIENCE = 0.1, 0.5
     engine = impatient(stage, "fp32", model=Shuffled(widths), timeout=60.0)
     for order in ((0, 1, 2, 3), (2, 0, 3, 1)):

@@ -1,4 +1,4 @@
-"""What `backend: fsdp2` does to a model and to a loop: values in and out, groups, refusals, collectives."""
+"""Effects of `backend: fsdp2` on models and loops: values in and out, groups, refusals, collectives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step(engine: Any, number: int = 0) -> float:
 
 
 def parameters() -> None:
-    """DTensors, with the bits that were given."""
+    """Check that parameters are DTensors with the given bits."""
     model = GPT()
     given = {name: value.detach().clone() for name, value in model.named_parameters()}
     engine = make(fsdp2(3, "bf16"), model)
@@ -56,7 +56,7 @@ def parameters() -> None:
 
 
 class Wide(GPT):
-    """A root of two kinds: a tied embedding that stays fp32, and wide layers that do not."""
+    """A model whose root has a tied embedding that stays fp32, and wide layers that do not."""
 
     def __init__(self) -> None:
         super().__init__(layers=1)
@@ -68,7 +68,7 @@ class Wide(GPT):
 
 
 def pinned_and_tied() -> list[list[float]]:
-    """A tied parameter that differs from its unit: its two modules are one group."""
+    """Train a tied parameter that differs from its unit: its two modules are one group."""
     found = []
     precision = {"storage": "fp32", "rules": [{"match": "embed.weight", "pin": "fp32"}]}
     for backend in ("native", "fsdp2"):
@@ -97,7 +97,7 @@ class Experts(nn.Module):
 
 
 def containers() -> None:
-    """A container is no group, but its children are."""
+    """Check that the children of a container are groups, and the container is not."""
     model = GPT(layers=1)
     model.layers[0].mlp = Experts()
     precision = {"rules": [{"match": "*.experts.*", "pin": "fp32"}]}
@@ -110,7 +110,7 @@ def containers() -> None:
 
 
 class Listed(nn.Module):
-    """Parameters in a container that nobody calls."""
+    """A model with parameters in a container that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Listed(nn.Module):
 
 
 def uncalled() -> None:
-    """Pinned parameters in a module that is not called are refused, other ones are not."""
+    """Check that only pinned parameters are refused in a module that is not called."""
     for pinned in ("*.norm*.*", "*.mlp.weights.*"):
         model = GPT(layers=1)
         model.layers[0].mlp = Listed()
@@ -195,7 +195,7 @@ def loaded() -> None:
 
 
 def left() -> None:
-    """A parameter that left its place is named."""
+    """Check that a parameter that left its place is named."""
     engine = make(fsdp2(), GPT(layers=1))
     step(engine)
     kept = engine.module.norm.weight
@@ -216,8 +216,8 @@ def left() -> None:
 
 
 def switched_off(backend: str, stage: int) -> list[list[torch.Tensor]]:
-    """Gradients of two micro-batches, of which none, the first, or the second is of a frozen norm; it is
-    switched on again before the backward, or after it."""
+    """Return gradients of two micro-batches, one of which may run with frozen norms until its backward
+    begins or ends."""
     found = []
     for off, early in ((None, True), (0, True), (1, True), (0, False), (1, False)):
         engine = make(config(stage, "bf16", 2, backend=backend), GPT(tied=False, layers=1))
@@ -255,7 +255,7 @@ def test_what_is_frozen_for_a_forward_has_no_gradient_of_it(stage: int) -> None:
 
 
 def pieces() -> list[tuple[str, int, int]]:
-    """(name, start, elements) of what this rank reads."""
+    """Return (name, start, elements) of everything that this rank reads."""
     engine = make(fsdp2(sharding={"replicate": 2}, zero_optimization={"stage": 3}), _Uneven())
     shards = Shards(engine)
     masters = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
@@ -332,14 +332,14 @@ TRAVELS: list[tuple[int, int, dict[str, Any], dict[Any, int]]] = [
 
 
 def travels() -> None:
-    """What travels is what the plan says."""
+    """Check that the collectives of a step are the plan's."""
     for stage, micro, precision, counts in TRAVELS:
         found = Counter(recorded(stage, micro, {"precision": precision} if precision else {}))
         assert {call: found[call] for call in counts} == counts, (stage, micro, precision)
 
 
 def held() -> None:
-    """Nothing is gathered between steps, whatever was done."""
+    """Check that nothing stays gathered between steps."""
     for stage in (1, 3):
         engine = make(fsdp2(stage, "bf16"), GPT(layers=2))
         step(engine)
@@ -356,7 +356,7 @@ def held() -> None:
 
 
 class Recomputed(GPT):
-    """Blocks under activation checkpointing."""
+    """A GPT with activation checkpointing of its blocks."""
 
     def __init__(self, reentrant: bool, **rest: Any) -> None:
         super().__init__(**rest)
@@ -388,7 +388,7 @@ def test_activation_checkpointing_changes_nothing() -> bool:
 
 
 class Picky(nn.Module):
-    """Every rank has an expert that the other never calls, and one that nobody calls."""
+    """A model with an expert for each rank that the other never calls, and one that none calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +408,7 @@ def picky(backend: str, stage: int) -> list[list[float]]:
 
 
 class Skipping(GPT):
-    """Ranks run the two blocks in different orders."""
+    """A GPT whose two blocks run in different orders on two ranks."""
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -418,7 +418,7 @@ class Skipping(GPT):
 
 
 def disordered() -> None:
-    """Different orders are an error before anything is updated."""
+    """Check that different orders are an error before any update."""
     engine = make(fsdp2(3), Skipping())
     engine.backward(engine(batch(0)))
     with pytest.raises(RankError, match="same order"):
@@ -426,7 +426,7 @@ def disordered() -> None:
 
 
 def own(kind: str) -> None:
-    """A caller's optimizer of two groups, beside the native backend."""
+    """Compare a caller's optimizer of two groups with the native backend."""
     found = []
     for backend in ("native", "fsdp2"):
         model = GPT(layers=1)
@@ -448,7 +448,7 @@ def own_optimizers() -> None:
 
 
 class Twice(nn.Module):
-    """One weight in two products, of which the second may be in a piece that is computed again."""
+    """A weight in two products, of which the second may be in a recomputed piece."""
 
     def __init__(self, again: str) -> None:
         super().__init__()
@@ -467,7 +467,7 @@ class Twice(nn.Module):
 
 @on_ranks(2)
 def test_what_several_uses_contribute_is_added_in_the_accumulate_dtype() -> list[str]:
-    """Where the sum of a weight's uses is not that in fp32, whatever the dtype of each."""
+    """The sum of a weight's uses is that in fp32, in any dtype of each."""
     found = []
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
     for again, stage in itertools.product(("", "non-reentrant", "reentrant"), range(4)):
@@ -494,7 +494,7 @@ class Alone(nn.Module):
 
 
 def unscaled() -> None:
-    """A plain backward needs the scale."""
+    """Check that a plain backward needs the loss scale."""
     engine = make(fsdp2(3, "fp16"), GPT(layers=1))
     with pytest.raises(UnsupportedError, match="must be scaled"):
         engine(batch(0)).backward()

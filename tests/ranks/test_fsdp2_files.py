@@ -60,7 +60,7 @@ def test_a_run_goes_on_with_the_other_backend(
 
 
 def spread(folder: str) -> None:
-    """On twice as many ranks, as two replicas, and at stage 1."""
+    """Load on twice as many ranks, as two replicas, and at stage 1."""
     for rest in ({"sharding": {"replicate": 2}}, {"zero_optimization": {"stage": 1}}):
         engine = make({**written("fsdp2"), **rest}, GPT(layers=1, moe=True, seed=5))
         Checkpoints(engine, folder).load()
@@ -99,7 +99,7 @@ def test_weights_stream_into_shards(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_an_empty_model_gets_its_first_values() -> None:
-    """A model without memory gets what its own module would have done, whoever executes the plan."""
+    """A model without memory gets the initial values of its own modules on either backend."""
     found = []
     for backend in ("native", "fsdp2"):
         torch.manual_seed(4)

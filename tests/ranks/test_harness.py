@@ -1,4 +1,4 @@
-"""The harness itself: what comes back, how failures look, and that nothing survives."""
+"""The harness itself: results, messages of failures, and no leaked processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_results_come_back_in_rank_order() -> None:
 
 @on_ranks(1)
 def test_ranks_begin_with_everything_imported() -> None:
-    """A name that is wrong there would only make tests slow."""
+    """A wrong name would only make tests slow."""
     pytest.importorskip("transformers")
     listed = sys.modules["tests.ranks.preload"].MODULES
     assert all(name in sys.modules for name in listed), set(listed) - set(sys.modules)
@@ -96,7 +96,7 @@ def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
 
 
 def changing(change: str) -> tuple[int, str, bool, float]:
-    """Who this rank is and what it finds; then it changes that."""
+    """Return the rank and its state; then change this state."""
     found = os.getpid(), os.getcwd(), "CHANGED" in os.environ, float(torch.rand(()))
     os.chdir("/")
     os.environ["CHANGED"] = "yes"

@@ -1,6 +1,6 @@
-"""What the host does, does not grow with the number of ranks: rank 0 of 8 and of 1024, over a fake group.
+"""The host's work does not grow with the number of ranks: rank 0 of 8 and of 1024, over a fake group.
 
-Calls are counted, not seconds. Where they may grow, they do so with the depth of a tree.
+Calls are counted, not seconds. Some may grow with the depth of a tree.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def network() -> nn.Module:
 
 
 def like_gpus() -> None:
-    """The carrier of GPUs, and a fake group whose ranks all hold the same. Of this process."""
+    """Use the carrier of GPUs, and ranks that all hold the same, for the rest of this process."""
     made, all_reduce = collectives.Collectives.__init__, dist.all_reduce
 
     def carried(self: Any, mesh: Any, carrier: Any = None) -> None:
@@ -71,14 +71,14 @@ def test_the_lines_that_need_a_group_are_those_of_all_ranks() -> None:
 
 
 def alone_like_gpus() -> None:
-    """A rank whose groups are those of the test."""
+    """Leave the harness's group and use the carrier of GPUs."""
     dist.destroy_process_group()
     like_gpus()
 
 
 @contextlib.contextmanager
 def fake_engine(ranks: int, model: Callable[[], nn.Module], units: int, **written: Any) -> Iterator[Engine]:
-    """An engine of rank 0 of so many; a unit for each child, however small it is."""
+    """Yield an engine of rank 0 of so many; each child is a unit, however small."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
     config = {
         "sharding": {"units": [str(number) for number in range(units)]},
@@ -109,7 +109,7 @@ def calls_of_an_engine(ranks: int, stage: int, order: str) -> tuple[int, int]:
 
 
 def calls_of_a_step(order: str, blocks: int, layers: int) -> int:
-    """Beyond those of plain torch, of a step of so many units with so many layers each."""
+    """Count the calls of a step beyond those of plain torch, for so many units with so many layers each."""
 
     def made() -> nn.Module:
         inner = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))) for _ in range(blocks))
@@ -125,7 +125,7 @@ def calls_of_a_step(order: str, blocks: int, layers: int) -> int:
 @pytest.mark.parametrize("order", ["rank", "auto"])
 @on_ranks(1)
 def test_a_parameter_and_a_unit_more_cost_few_calls(order: str) -> None:
-    """In Python alone: what is done for each parameter is done for all of a segment at once."""
+    """Work for each parameter is done for all of a segment at once, outside of Python."""
     alone_like_gpus()
     calls_of_a_step(order, 1, 1)  # imports, and what is looked up once
     small, more_layers, more_blocks = (calls_of_a_step(order, *size) for size in ((2, 1), (2, 11), (12, 1)))
@@ -135,7 +135,7 @@ def test_a_parameter_and_a_unit_more_cost_few_calls(order: str) -> None:
 
 @on_ranks(3)
 def test_training_has_the_same_bits_as_many_gloo_ranks_do_it() -> None:
-    """Parts in one call between messages of pairs, objects by their hash, integers by gloo."""
+    """Pairs send their parts in one call, objects go by their hash, integers by gloo."""
     few = runs.train(runs.make(runs.config(3, "fp32", 2)), 3, 2)
     collectives.AT_ONCE, collectives.SEVERAL, collectives.FEW["pairs"] = 2, 1, 1
     assert few.differs(runs.train(runs.make(runs.config(3, "fp32", 2)), 3, 2)) == []
@@ -143,7 +143,6 @@ def test_training_has_the_same_bits_as_many_gloo_ranks_do_it() -> None:
 
 @on_ranks(1)
 def test_the_host_makes_as_many_calls_on_1024_ranks_as_on_8() -> None:
-    """Calls of making an engine, and of one step, are counted."""
     alone_like_gpus()
     calls_of_an_engine(8, 3, "rank")  # imports, and what is looked up once
     for case in ((3, "rank"), (0, "native"), (3, "tree")):
@@ -156,8 +155,8 @@ def test_the_host_makes_as_many_calls_on_1024_ranks_as_on_8() -> None:
 
 @on_ranks(1)
 def test_what_the_host_holds_does_not_grow_with_ranks() -> None:
-    """By room, after three steps. But for torch's own, and its tables of groups, whose numbers are made where
-    a group is asked for."""
+    """Bytes are counted by room after three steps, without torch's own and its tables of groups, whose
+    numbers are made when a group is requested."""
     sys.path.append(str(Path(__file__).parents[2] / "bench"))
     import flat
 
@@ -175,7 +174,7 @@ def test_what_the_host_holds_does_not_grow_with_ranks() -> None:
 
 @on_ranks(1)
 def test_a_save_does_not_grow_with_ranks(tmp_path: Path) -> None:
-    """But for a list of what went wrong on each, of nothing, and a look at it."""
+    """Only the gathered list of errors, one empty entry for each rank, may grow."""
     alone_like_gpus()
     found = []
     for number, ranks in enumerate((128, 128, 4096)):  # the first for imports, and what is looked up once

@@ -1,5 +1,4 @@
-"""Units that run in another order than they are defined in, some of them on some ranks only: each step has
-the gradient of a plain loop."""
+"""Units that run in another order, or on some ranks only, have the gradients of a plain loop."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks in three lists; what runs when is up to `run`."""
+    """A model with blocks in three lists, which `run` calls in its own order."""
 
     def __init__(self, run: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -42,7 +41,7 @@ class Net(nn.Module):
         self._run = run
 
     def kept(self, blocks: nn.ModuleList) -> Iterator[nn.Module]:
-        """Half of them, at random."""
+        """Yield half of the blocks, at random."""
         draw = random.Random(f"{self.seed}, {len(blocks)}, {blocks is self.first}")
         return (block for block in blocks if draw.random() < 0.5)
 
@@ -63,12 +62,12 @@ def in_a_row(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def decoder_first(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """As an encoder whose decoder is defined before it, and uses what it returns everywhere."""
+    """Run an encoder whose decoder is defined before it, and uses its output everywhere."""
     return through(net.kept(net.first), x, through(net.kept(net.middle), x))
 
 
 def towers(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """None has a graph behind its input."""
+    """Run towers without a graph behind their input."""
     return sum((through(net.kept(each), x) for each in (net.middle, net.last, net.first)), x)
 
 
@@ -84,7 +83,7 @@ def recomputed_inside(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def put_aside(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """All blocks run on all ranks; what some of them return is what they were given."""
+    """Run all blocks on all ranks, some of which return their input."""
     x = net.first[0](x)
     for blocks in (net.middle, net.last):
         kept = set(net.kept(blocks))

@@ -1,4 +1,4 @@
-"""The mesh on real ranks: coordinates, groups, who may be joined, and what `stop` leaves alone."""
+"""The mesh on real ranks: coordinates, groups, joining, and `stop`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """An environment in which nobody has launched anything; called, what a launcher sets."""
+    """Return a function that sets a launcher's variables in an environment without any."""
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
 
@@ -140,7 +140,7 @@ def test_the_device_is_the_cpu_without_cuda(launch: Callable[..., None]) -> None
 
 
 def test_a_device_that_cannot_train_is_refused_and_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mps has no float64; it has streams since torch 2.15."""
+    """mps has no float64, though it has streams since torch 2.15."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("mps"))
     with pytest.raises(
         MeshError, match=r"must be a device with streams and float64; got 'mps'\. Use `cpu`\."
@@ -191,7 +191,7 @@ def test_axes_have_groups_and_share_equal_ones() -> None:
 
 @on_ranks(2)
 def test_stop_leaves_the_callers_group_running() -> None:
-    """A running default group is borrowed, and a new mesh can start."""
+    """A default group that runs already is borrowed, and a new mesh can start."""
     for _ in range(2):
         mesh = start(lambda world: MeshShape(shard=world), device="cpu", timeout=20)
         assert mesh.group("world") is not dist.group.WORLD
@@ -202,7 +202,7 @@ def test_stop_leaves_the_callers_group_running() -> None:
 
 
 def _launch(rank: int, world: int, port: int) -> None:
-    """Leave the harness's group and set what torchrun sets."""
+    """Leave the harness's group and set torchrun's variables."""
     dist.destroy_process_group()
     values = (str(rank), str(world), str(rank), "127.0.0.1", str(port))
     os.environ.update(zip(LAUNCHED, values, strict=True))
@@ -251,7 +251,7 @@ def test_ranks_that_meet_on_loopback_listen_there_alone(port: int) -> None:
 
 
 def test_every_start_has_a_name_of_its_own_in_a_store_that_is_kept() -> None:
-    """As an agent keeps it, with what ranks have left there that are gone."""
+    """An agent keeps its store, with entries of ranks that are gone."""
     store, names = dist.HashStore(), []  # type: ignore[attr-defined]
     for _ in range(2):
         with ThreadPoolExecutor() as pool:

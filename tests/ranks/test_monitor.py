@@ -1,4 +1,4 @@
-"""Curves that a config asks for: as DeepSpeed 0.19.6 writes them, by rank 0, and errors before training."""
+"""Curves of a config are those that DeepSpeed 0.19.6 writes, by rank 0, with errors before training."""
 
 from __future__ import annotations
 

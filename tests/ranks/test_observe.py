@@ -1,4 +1,4 @@
-"""Declared against observed: the engine does what the plan says, and what it did otherwise is found."""
+"""Declared against observed: a watched step agrees with the plan, and planted differences are found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def advance(engine: Engine) -> None:
 
 
 def step(engine: Engine) -> EngineRecord:
-    """A step of two micro-batches, watched on every rank."""
+    """Watch a step of two micro-batches on every rank."""
     with observe(engine) as seen:
         advance(engine)
     return merged(engine.comm.all_gather_object(seen))
@@ -45,7 +45,7 @@ def watched(stage: int, mode: str, rest: dict[str, Any]) -> tuple[str, list[Find
 
 
 def unseen(plan: Plan, seen: EngineRecord) -> set[str]:
-    """Columns of which no dtype of some parameter was seen."""
+    """Return the columns in which some parameter has no observed dtype."""
     cells = ((row.name, column) for row in plan.rows for column in compare.declared(row.columns))
     return {column for name, column in cells if not seen.seen(name, column)}
 
@@ -135,7 +135,7 @@ def flags(backend: str) -> list[Any]:
 
 
 def flag(backend: str, enabled: bool) -> tuple[str, list[Finding], list[str]]:
-    """DeepSpeed's `bf16.enabled`, at the default storage of each backend."""
+    """Train with DeepSpeed's `bf16.enabled`, at the default storage of each backend."""
     written = {**config(3, "auto", 2, backend=backend), "bf16": {"enabled": enabled}}
     del written["precision"]
     model = GPT(tied=False)
@@ -164,7 +164,7 @@ def test_bf16_is_bf16_compute_with_exact_masters_and_off_is_fp32_everywhere(back
 
 
 def updated(backend: str) -> dict[str, float]:
-    """How far a step is from torch's AdamW in fp64 on the same gradient, in ulps of fp32 at the weight."""
+    """Return the distance of a step from torch's AdamW in fp64, in ulps of fp32 at the weight."""
     engine = make({**config(3, "bf16", gradient_clipping=0.0), "backend": backend}, GPT(tied=False, layers=1))
     settings = {key: engine.optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")}
     before = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
@@ -200,7 +200,7 @@ PIN = {"rules": [{"match": f"{UP}.*", "pin": "fp32", "output": "input"}]}
 
 
 class Recast(torch.autograd.Function):
-    """A weight whose backward leaves another dtype."""
+    """An identity of a weight whose backward has another dtype."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -213,7 +213,7 @@ class Recast(torch.autograd.Function):
 
 
 def computing(dtype: torch.dtype, factor: float | None = None) -> Any:
-    """Return a forward of a linear module in a dtype, of its parameters or of copies."""
+    """Return a forward of a linear module in a dtype, with its parameters or with copies."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         held = [p if factor is None else p * factor for p in (self.weight, self.bias)]
@@ -323,12 +323,12 @@ def seen_of_a_wide_norm() -> set[str]:
 
 
 def test_a_gather_computes_with_no_parameter() -> None:
-    """It writes a unit's values where the first of its parameters begins."""
+    """A gather writes a unit's values where the first of its parameters begins."""
     assert run_ranks(seen_of_a_wide_norm, 2) == [{"float32"}] * 2
 
 
 def looked_away(backend: str) -> bool:
-    """Watched and not watched, the same bits; nothing of the observer stays behind."""
+    """Check that a watched run has the same bits, and leaves nothing of the observer behind."""
     runs = []
     for watch in (False, True):
         engine = make(config(3, "bf16", 2, backend=backend), GPT(layers=1))

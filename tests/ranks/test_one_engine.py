@@ -1,4 +1,4 @@
-"""One script on every executor: native, `fully_shard`, a pipeline, and one of a single stage."""
+"""One script runs on every executor: native, `fully_shard`, a pipeline, and one of a single stage."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine_of(executor: str, mode: str, tied: bool = True, frozen: str = "") -> 
 
 
 def data(step: int) -> list[Tensor]:
-    """The same on every rank, so that the average over data ranks is that of one."""
+    """Return the same data on every rank, so that the average over data ranks is that of one."""
     return [batch(step, 0, micro) for micro in range(COUNT)]
 
 
@@ -73,7 +73,7 @@ def trained(executor: str) -> dict[str, Any]:
 
 
 def plain() -> dict[str, Any]:
-    """The same as a loop of torch."""
+    """Run the script as a loop of torch."""
     model, found = GPT(LAYERS, tied=False), {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95))
     for step, weights in enumerate([(1.0,) * COUNT, (1.0, 2.0, 0.5, 1.0)]):
@@ -106,7 +106,7 @@ def test_one_script_trains_on_every_executor_as_a_plain_loop_does() -> None:
 
 
 class ByName(nn.Module):
-    """Called with keyword arguments, as a model of `transformers` is."""
+    """A model with keyword arguments, as in `transformers`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""A forward and a backward in turns, under DualPipeV with experts on several ranks: the bits of one after the
-other, and what computes while what travels."""
+"""A forward and a backward in turns, under DualPipeV with experts on several ranks: the bits of a
+sequence, and the overlap of products with exchanges."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def one_after_the_other(turns: Turns, first: Any, second: Any) -> None:
 
 
 def trained(mode: str, stage: int, **how: Any) -> tuple[Run, int]:
-    """Two steps; and how many pairs there were."""
+    """Train two steps; return the run and the number of pairs."""
     engine, pairs, run = engine_of(mode, stage, **how), [], Run()
     torch.manual_seed(5)
     turn = engine.executor.turns.run
@@ -131,7 +131,7 @@ def test_in_turns_has_the_bits_of_one_after_the_other(cell: str) -> None:
 
 
 Event = tuple[str, str]
-"""(who, what): of `forward` and `backward`, `begins` and `ends` of an exchange, `computes`."""
+"""(`forward` or `backward`; `begins` or `ends` of an exchange, or `computes`)."""
 
 
 class Products(TorchDispatchMode):
@@ -150,7 +150,7 @@ def who() -> str:
 
 
 def pairs_of(**how: Any) -> list[list[Event]]:
-    """What happens in each pair of a step."""
+    """Return the events in each pair of a step."""
     engine, pairs, log = engine_of(**how), [], []
     comm, run = engine.comm, engine.executor.turns.run
     start = comm.start_all_to_all
@@ -179,7 +179,7 @@ def pairs_of(**how: Any) -> list[list[Event]]:
 
 
 def beside(pair: list[Event], whose: str) -> list[int]:
-    """Of each exchange of one: the products of the other while it travels."""
+    """Count, for each exchange of one side, the products of the other during it."""
     found, travels = [], False
     for name, what in pair:
         if name == whose and what == "begins":
@@ -209,7 +209,7 @@ def test_where_a_piece_exchanges_nothing_one_comes_after_the_other() -> None:
 
 
 def one_raises(where: str) -> list[tuple[str, float]]:
-    """Rank 1 raises in the first pair of a second step, behind its first exchange."""
+    """Raise on rank 1 in the first pair of a second step, after its first exchange."""
     engine = engine_of()
     batches = data(0, engine.mesh.rank("data"))
     engine.train_batch(batches)

@@ -1,4 +1,4 @@
-"""A caller's own optimizer on two ranks: plain torch's numbers at every stage, or an error that names it."""
+"""A caller's own optimizer has plain torch's numbers at every stage, or an error that names it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHOLE_MATRICES = {"rules": [{"match": "layers.*.weight", "placement": "whole"}]}
 
 
 class Own(torch.optim.Optimizer):
-    """Gradient descent by a direction; what each class here does is its direction."""
+    """Gradient descent along a direction that subclasses compute."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -51,7 +51,7 @@ class Signs(Own):
 
 
 class Assigns(Own):
-    """New memory for every parameter, every step."""
+    """An optimizer that assigns new memory to every parameter in every step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -61,14 +61,14 @@ class Assigns(Own):
 
 
 class ReadsMarks(Own):
-    """Goes further where a caller has said so on the parameter."""
+    """An optimizer with a larger step for parameters that carry a caller's mark."""
 
     def direction(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         return g * getattr(p, "haste", 1.0)
 
 
 class MeansOfRows(Own):
-    """Looks at the rows of matrices, and marks these in its state before any step."""
+    """An optimizer of the rows of matrices, which it marks in its state before any step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -89,7 +89,7 @@ class Foreach(Own):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Around another, whose groups it has."""
+    """A wrapper around another optimizer, with its groups."""
 
     def __init__(self, inner: torch.optim.Optimizer, every: int = 2) -> None:
         self.inner, self.every, self.count = inner, every, 0
@@ -127,7 +127,7 @@ class DecaysMatrices(Own):
 
 
 class ClipsAll(Own):
-    """By the norm of all gradients."""
+    """Clipping by the norm of all gradients."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -139,7 +139,7 @@ class ClipsAll(Own):
 
 
 class BlockOptimizer(Own):
-    """BAdam's name."""
+    """An optimizer with BAdam's name."""
 
 
 class NeedsClosure(Own):
@@ -148,7 +148,7 @@ class NeedsClosure(Own):
 
 
 class Wraps(Own):
-    """Around another with groups of its own."""
+    """A wrapper around another optimizer, with groups of its own."""
 
     def __init__(self, params: Any) -> None:
         held = list(params)
@@ -164,7 +164,7 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    """One of the classes here, or of torch, over the parameters that it is for."""
+    """Make one of the optimizers here, or of torch, over the parameters that it is for."""
     parameters = list(model.parameters())
     if kind == "Lookahead":
         return Lookahead(Signs(parameters))
@@ -189,7 +189,7 @@ def settings(stage: int, **more: Any) -> dict[str, Any]:
 
 
 def beside_torch(kind: str, elementwise: bool | None, written: dict[str, Any]) -> dict[str, float]:
-    """By parameter, how far it is from the plain loop's, as a part of its way; the same data on all ranks."""
+    """Return each parameter's distance from the plain loop's, relative to its path."""
     model, other = GPT(tied=False), GPT(tied=False)
     begun = {name: p.detach().clone() for name, p in other.named_parameters()}
     optimizer, theirs = make(kind, model), make(kind, other)
@@ -222,8 +222,8 @@ EQUAL: list[tuple[str, bool | None, dict[str, Any]]] = [
     ),
     ("Muon", None, settings(3, precision=WHOLE_MATRICES)),
 ]
-"""Declared by an argument or by the config; stage 0 asks nothing; whole parameters are enough for what looks
-at one."""
+"""(optimizer, `elementwise`, config): declared by an argument or by the config, or at stage 0, which needs
+no declaration, or with whole parameters."""
 
 
 @pytest.mark.parametrize(("kind", "elementwise", "written"), EQUAL)
@@ -239,7 +239,7 @@ def test_the_plain_loops_bits(kind: str, elementwise: bool | None, written: dict
     ],
 )
 def test_dtensors_are_whole_to_whoever_looks_at_them(kind: str) -> None:
-    """Norms are added up in another order; a step otherwise is of the size of the way."""
+    """Norms are added in another order; any other step would differ by the size of the path."""
     for off in run_ranks(beside_torch, 2, kind, None, settings(3, backend="fsdp2")):
         assert max(off.values(), default=0.0) < 1e-4
 
@@ -247,7 +247,7 @@ def test_dtensors_are_whole_to_whoever_looks_at_them(kind: str) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
 def test_what_an_optimizer_inside_another_keeps_is_saved(stage: int, tmp_path: Path) -> list[str]:
-    """Parameters that four steps make otherwise when an engine ends after two, and another goes on."""
+    """Return the parameters that differ when an engine ends after two of four steps and another resumes."""
     ends = []
     for parts in ((4,), (2, 2)):
         done = 0
@@ -301,7 +301,6 @@ REFUSED: list[tuple[str, bool | None, dict[str, Any], tuple[str, ...]]] = [
 
 @on_ranks(2)
 def test_what_cannot_be_stepped_is_refused_with_the_ways_out() -> list[str]:
-    """What no message says."""
     return [
         f"{kind} {elementwise} {written}: {part!r} is not in {message!r}"
         for kind, elementwise, written, parts in REFUSED
@@ -323,7 +322,7 @@ def test_an_error_in_the_step_of_a_flat_piece_names_it() -> None:
 
 
 def under_the_drop_in(untested: bool) -> str:
-    """What it says of a client's optimizer: its error, or what it logged on the way to a step."""
+    """Return the error about a client's optimizer, or the log until a step."""
     import zerodrift.deepspeed as deepspeed
 
     written = {
@@ -344,7 +343,7 @@ def under_the_drop_in(untested: bool) -> str:
 
 
 def listen() -> list[str]:
-    """What zerodrift logs from here on."""
+    """Collect zerodrift's log from here on."""
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]

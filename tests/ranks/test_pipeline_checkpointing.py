@@ -1,4 +1,4 @@
-"""Recomputed and compiled layers inside the pieces of a pipeline: the same bits, each counted once."""
+"""Recomputed and compiled layers in a pipeline have the same bits, and count once."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ FEW: list[Way] = [
 
 
 def whole(layer: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
-    """The layer is recomputed."""
+    """Recompute the layer."""
     out: torch.Tensor = checkpoint(layer, hidden, use_reentrant=False)
     return out
 
 
 def half(layer: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
-    """A user's own layer: its second half is."""
+    """Recompute the second half of a user's own layer."""
     hidden = hidden + layer.attention(layer.norm1(hidden))
     out: torch.Tensor = checkpoint(lambda x: x + layer.mlp(layer.norm2(x)), hidden, use_reentrant=False)
     return out
 
 
 def nested(layer: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Both, one in the other."""
+    """Recompute the half in the layer."""
     out: torch.Tensor = checkpoint(half, layer, hidden, batch, use_reentrant=False)
     return out
 
@@ -125,7 +125,7 @@ def test_a_backward_inside_of_a_backward_is_refused_by_name(schedule: str) -> No
 @pytest.mark.slow
 @on_ranks(2, timeout=120)
 def test_compiled_blocks_run_where_backwards_are_whole() -> None:
-    """Nothing is generated: the graphs of autograd are, and those are what a schedule meets."""
+    """Only the graphs of autograd are compiled, which are what a schedule meets."""
     found = []
     for compiles in (False, True):
         model = GPT(LAYERS, tied=False)

@@ -1,4 +1,4 @@
-"""What a stranger's data, loop or model does to a pipeline: the right numbers, or one error that names it."""
+"""Unusual data, loops and models in a pipeline give the right numbers, or one error that names the cause."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sample:
 
 
 def changed(step: Any) -> list[Any]:
-    """The same micro-batches with something else in one of them."""
+    """Return the same micro-batches with a change in one of them."""
     other = [tokens.clone() for tokens in step]
     other[2][0, 3] += 1
     return other
@@ -47,7 +47,7 @@ IN_A_BATCH = Parts(
 
 @on_ranks(4)
 def test_ranks_of_one_pipeline_with_different_data_are_an_error_on_all_ranks() -> None:
-    """Two pipelines of two stages; in one of them a rank has other tokens, order, weights or numbers."""
+    """One of two pipelines of two stages has a rank with other tokens, order, weights or numbers."""
     engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS))
     other = engine.mesh.rank("pipeline") == 1 and engine.mesh.rank("data") == 0
     tokens = data(0, engine.mesh.rank("data"))
@@ -87,7 +87,7 @@ def test_a_checksum_sees_every_value_and_no_order_of_keys() -> None:
 
 
 def hooks_on(model: nn.Module) -> None:
-    """Of the kinds that people put on weights: masks, clipping, and for when a gradient was added."""
+    """Put hooks on weights: masks, clipping, and hooks after accumulation."""
     for name, parameter in model.named_parameters():
         if "up.weight" in name:
             parameter.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
@@ -105,7 +105,7 @@ def hooks_on(model: nn.Module) -> None:
 
 @on_ranks(2, timeout=120)
 def test_hooks_on_weights_hold_under_every_schedule() -> None:
-    """Hooks may be there before, or come after the first step."""
+    """Hooks are put on before the first step, or after it."""
     plain = GPT(LAYERS, tied=False)
     hooks_on(plain)
     for tokens in data(0, 0):
@@ -130,7 +130,7 @@ PINNED: list[dict[str, Any]] = [{"match": pattern, "pin": "fp32"} for pattern in
 
 
 def of_classes() -> nn.Module:
-    """Layers whose weights are pinned, of a class of their own, or neither."""
+    """Return a model with pinned layers, layers of a class of their own, and others."""
     model = GPT(LAYERS, tied=False)
     for name, parameter in model.named_parameters():
         if "down" in name:
@@ -149,7 +149,7 @@ def classes_alone() -> dict[str, torch.Tensor]:
 
 
 def test_weights_of_another_class_have_their_gradients_under_every_schedule() -> None:
-    """Those that are pinned bit for bit; a queue does not round the others' products to bf16."""
+    """Pinned weights agree bit for bit; a queue does not round the products of the others to bf16."""
     (alone,) = run_ranks(classes_alone, 1)
     run_ranks(classes_everywhere, 2, alone, timeout=120)
 
@@ -166,7 +166,7 @@ def classes_everywhere(alone: dict[str, torch.Tensor]) -> None:
 
 
 class Shortens(nn.Module):
-    """A layer that goes on with less of what it is given, as its data says."""
+    """A layer that shortens its input by an amount in the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def test_a_piece_checks_what_it_sends() -> None:
 
 
 def hooked(tree: nn.Module) -> list[str]:
-    """Modules and parameters that have a hook."""
+    """Return the modules and parameters that have a hook."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     modules = [n for n, each in tree.named_modules() if any(getattr(each, kind) for kind in kinds)]
     return modules + [name for name, each in tree.named_parameters() if each._post_accumulate_grad_hooks]
@@ -216,7 +216,7 @@ def hooked(tree: nn.Module) -> list[str]:
 
 @on_ranks(2)
 def test_the_loss_of_a_step_has_its_weights_and_destroy_leaves_no_hook() -> None:
-    """Also not those of boundaries, under a schedule that puts weight gradients off."""
+    """Hooks of boundaries are removed too, under a schedule that defers weight gradients."""
     engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS))
     plain = engine.train_batch(data(0, 0))
     assert plain.loss == sum(plain.losses) / COUNT
@@ -233,7 +233,7 @@ def test_the_loss_of_a_step_has_its_weights_and_destroy_leaves_no_hook() -> None
 
 
 class Armed(nn.Module):
-    """Does what it is armed with in each forward, and scales its output with what that returns."""
+    """A module that calls its armed function in each forward, and scales its output by the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def test_dropout_differs_between_stages_micro_batches_and_steps() -> None:
 
 
 def test_a_rank_that_is_killed_ends_the_others_with_a_rank_error() -> None:
-    """Three stages of which the middle one is gone."""
+    """The middle one of three stages is killed."""
     first, _, last = run_ranks(ends_after_a_kill, 3, dying=[1])
     assert first.startswith("`") and last.startswith("`"), (first, last)
 

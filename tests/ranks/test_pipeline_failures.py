@@ -1,4 +1,4 @@
-"""A piece that raises on one rank ends all ranks within seconds, with what happened and where."""
+"""A piece that raises on one rank ends all ranks within seconds, with the error and its place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zerodrift.mesh import MeshShape
 pytestmark = pytest.mark.fresh_ranks
 
 SOON = 15.0
-"""Seconds within which all must have ended; groups wait for ten minutes."""
+"""Seconds within which all ranks must end; groups wait for ten minutes."""
 
 
 def until_it_ends(call: Callable[[], Any]) -> tuple[str, float]:
@@ -39,7 +39,7 @@ def until_it_ends(call: Callable[[], Any]) -> tuple[str, float]:
 
 
 def one_raises(schedule: str, where: str, rank: int, later: bool) -> list[tuple[str, float]]:
-    """In the first step, where shapes are learnt, or in a later one; on one rank, and what the rest see."""
+    """Raise on one rank, in the first step or a later one; return the errors of all."""
     model, bomb = GPT(LAYERS, tied=False), Bomb()
     layer = model.layers[LAYERS - 1 if rank else 0]
     layer.mlp = nn.Sequential(layer.mlp, bomb)
@@ -58,7 +58,7 @@ def one_raises(schedule: str, where: str, rank: int, later: bool) -> list[tuple[
 
 
 def no_watch() -> bool:
-    """Whether no thread is left, shortly after the end."""
+    """Return whether the watch's thread ends soon."""
     for thread in threading.enumerate():
         if thread.name == "zerodrift-watch":
             thread.join(timeout=5)
@@ -75,7 +75,7 @@ CASES = [
     ("1f1b", "forward", 3, True, 4),
     ("zbv", "backward", 0, True, 4),
 ]
-"""(schedule, where, world rank, not in the first step, ranks); on 4, four stages or two pipelines of two."""
+"""(schedule, place, rank, whether in a later step, ranks); 4 ranks are 4 stages or two pipelines."""
 
 
 @pytest.mark.parametrize(("schedule", "where", "rank", "later", "world"), CASES)
@@ -92,7 +92,7 @@ def test_all_ranks_end_and_say_why(schedule: str, where: str, rank: int, later: 
 
 
 def raises_between_two_halves() -> list[tuple[str, float]]:
-    """One rank has run all its micro-batches, and hears in `step` that the other did not end."""
+    """Raise on one rank when the other has run all its micro-batches, and learns of it in `step`."""
     engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS, tied=False))
     tokens = data(0, 0)
     engine.accumulate(tokens)
@@ -109,7 +109,7 @@ def _raise_in(engine: Engine) -> None:
 
 
 def evaluation_fails() -> list[tuple[str, float]]:
-    """Found by the engine itself, on the last rank alone."""
+    """Raise an error of the engine itself on the last rank alone."""
     engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS, tied=False))
     engine.train_batch(data(0, 0))
     with pytest.MonkeyPatch.context() as patch:
@@ -134,7 +134,7 @@ def test_what_ended_all_is_said_again_and_not_what_it_left(ends: Callable[[], An
 
 
 def waits_for_one_that_keeps_its_connections() -> tuple[str, float]:
-    """As on NCCL, where nobody sees that another has ended: only the store says so."""
+    """Wait for a rank that has ended with open connections, as on NCCL, so that only the store tells."""
     watch.INTERVAL = 0.1
     mesh = start(MeshShape(pipeline=2), "cpu")
     mine = Alarm(mesh)
@@ -166,7 +166,7 @@ def test_the_store_alone_ends_a_wait() -> None:
 
 @on_ranks(2)
 def test_a_step_that_goes_well_asks_nobody() -> None:
-    """The thread that trains does not ask the store."""
+    """The training thread does not query the store."""
     asked: list[str] = []
     read = watch.read_key
 

@@ -1,5 +1,4 @@
-"""What a pipeline does on its ranks: the order of the schedule, the plan's collectives, one scale, ties,
-traps."""
+"""Pipelines on ranks: the order of the schedule, the plan's collectives, one loss scale, ties, edge cases."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def test_the_order_that_a_plan_shows_is_the_order_that_runs() -> None:
 )
 @on_ranks(4)
 def test_what_is_sent_is_what_the_plan_lists(stage: int, keep: str, schedule: str) -> None:
-    """Also in the order of the schedule."""
+    """The order is the schedule's, too."""
     written = config(stage, "fp32", COUNT, sharding={"keep_gathered": keep} if stage == 3 else {})
     engine = pipeline(written, schedule, None, GPT(LAYERS))
     engine.train_batch(data(0, engine.mesh.rank("data")))  # torch learns the shapes
@@ -63,7 +62,7 @@ def test_what_is_sent_is_what_the_plan_lists(stage: int, keep: str, schedule: st
 
 
 def exact(ranks: int) -> dict[str, torch.Tensor]:
-    """The mean gradient in fp64, by plain torch."""
+    """Return the mean gradient in fp64, by plain torch."""
     model = GPT(LAYERS, tied=False).double()
     for tokens in (tokens for rank in range(ranks) for tokens in data(0, rank)):
         hidden = model.embed(tokens)
@@ -74,7 +73,7 @@ def exact(ranks: int) -> dict[str, torch.Tensor]:
 
 
 def worst(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest relative error by norm; NaN is the worst there is."""
+    """Return the largest relative error by norm; NaN counts as the largest."""
     assert seen.keys() == expected.keys()
     found = [(seen[name] - value).double().norm() / value.norm() for name, value in expected.items()]
     return float(torch.stack(found).nan_to_num(nan=float("inf")).max())
@@ -82,7 +81,7 @@ def worst(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> f
 
 @on_ranks(4)
 def test_weight_gradients_are_right_where_parameters_are_resharded_in_between() -> None:
-    """Parameters are gathered for each forward and backward, and gone where weight gradients are formed.
+    """Parameters are gathered for each forward and backward, and freed where weight gradients are formed.
     torch drops 12 of 28 of them over `fully_shard`, without a word."""
     written = config(3, "fp32", COUNT, sharding={"keep_gathered": "micro-batch"})
     engine = pipeline(written, "zbv", "queue", GPT(LAYERS, tied=False))
@@ -92,7 +91,7 @@ def test_weight_gradients_are_right_where_parameters_are_resharded_in_between() 
 
 
 def one_micro_batch(weights: str | None) -> tuple[set[torch.dtype], dict[str, torch.Tensor]]:
-    """Dtypes of sums, and gradients; without a pipeline where nobody forms late weight gradients."""
+    """Return dtypes of sums, and gradients; without a pipeline if `weights` is None."""
     written, model = config(2, "bf16", 1), GPT(LAYERS, tied=False)
     if weights is None:
         engine = make(written, model)
@@ -116,7 +115,7 @@ def test_one_micro_batch_has_one_gradient_dtype(weights: str) -> None:
 
 @on_ranks(2)
 def test_a_backward_that_only_learns_shapes_leaves_nothing_behind() -> None:
-    """torch runs a real one before the first step; it asks for no weight's gradient, and none is put."""
+    """torch runs a real backward before the first step; it forms no weight's gradient, and none is put."""
     put: list[int] = []
     put_before = WeightQueue.put
 
@@ -136,7 +135,7 @@ def test_a_backward_that_only_learns_shapes_leaves_nothing_behind() -> None:
 
 
 class Counting(nn.Module):
-    """A block with a buffer that every forward changes, as running statistics are."""
+    """A block with a buffer that every forward changes, as running statistics do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +163,7 @@ def test_learning_shapes_changes_no_buffer() -> None:
 
 @on_ranks(4)
 def test_an_overflow_on_one_stage_skips_the_step_on_all_with_one_scale() -> None:
-    """In the second step the gradient of one parameter of the last stage overflows fp16."""
+    """One gradient of the last stage overflows fp16 in the second step."""
     written = config(1, "fp16", COUNT, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
     engine = pipeline(written, "1f1b", None, GPT(LAYERS, tied=False))
     for step, (scale, skipped) in enumerate([(256, False), (256, True), (128, False)]):
@@ -183,7 +182,7 @@ Seen = tuple[list[float], float, torch.Tensor, list[Any]]
 
 
 def tied(mode: str, stage: int, stages: int) -> Seen:
-    """Train in a pipeline of so many stages; of one, without."""
+    """Train in a pipeline of so many stages, or without one for a single stage."""
     model = GPT(LAYERS, tied=True)
     if stages == 1:
         engine = make(config(stage, mode, COUNT), model)
@@ -194,7 +193,7 @@ def tied(mode: str, stage: int, stages: int) -> Seen:
     embedding = engine.parameter("embed.weight")
 
     def read_and_write() -> None:
-        """After the norm a gradient is what it was before, and may be written at both ends."""
+        """Read a gradient after the norm, which leaves it as it was, and write it at both ends."""
         summed = embedding.gradient
         assert torch.equal(summed, grads[-1]), "another gradient after the norm"
         embedding.gradient = summed
@@ -224,7 +223,7 @@ def tied(mode: str, stage: int, stages: int) -> Seen:
 def test_a_tied_embedding_is_summed_once_counted_once_and_kept_equal(
     mode: str, stage: int, stages: int, data_ranks: int
 ) -> None:
-    """Also where stages that have no part of it lie in between."""
+    """Stages without a part of the embedding may lie in between."""
     expected = run_ranks(tied, data_ranks, mode, stage, 1)
     seen = run_ranks(tied, 4, mode, stage, stages)
     first, last = ([held for _, _, _, (held,) in part] for part in (seen[:data_ranks], seen[-data_ranks:]))

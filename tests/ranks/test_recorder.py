@@ -1,5 +1,5 @@
-"""What is sent is what the plan says: every collective of a step, in order, with dtype, size and sum, and
-what is computed between them. A simulation plays this list."""
+"""The collectives of a step are the plan's, in order, with dtype, size and sum, and with the computations
+between them. A simulation plays this list."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STAGES = (0, 1, 2, 3)
 
 
 class Recomputing(GPT):
-    """Activation checkpointing around every block, or around what a block holds."""
+    """A GPT with activation checkpointing around every block, or around a block's parts."""
 
     def __init__(self, reentrant: bool, inside: bool = False, **rest: Any) -> None:
         super().__init__(**rest)
@@ -50,7 +50,7 @@ class Inside(nn.Module):
 
 
 Step = Recorded | tuple[str, str, bool]
-"""A collective, or what is computed: its kind, its unit, whether in a backward."""
+"""A collective, or a computation: its kind, its unit, whether in a backward."""
 
 
 def words(planned: Collective) -> Recorded:
@@ -58,7 +58,7 @@ def words(planned: Collective) -> Recorded:
 
 
 def steps_of(engine: Any) -> list[Step]:
-    """What the plan says is computed and sent, in order."""
+    """Return the plan's computations and collectives, in order."""
 
     def told(event: Event) -> Step:
         if isinstance(event, Computation):
@@ -69,13 +69,13 @@ def steps_of(engine: Any) -> list[Step]:
 
 
 class Noted:
-    """Where notes go: the record of the step under way."""
+    """A reference to the record of the current step."""
 
     into: list[Any]
 
 
 def watch_computing(engine: Any, log: Noted) -> None:
-    """Notes in the same list when a unit begins to compute, or in a backward has computed a gradient."""
+    """Record in the same list when a unit begins to compute, or has computed a gradient in a backward."""
     model, update = engine.module, engine.updater.update
 
     def note(work: str, unit: str, back: bool = False) -> Any:
@@ -100,8 +100,8 @@ def watch_computing(engine: Any, log: Noted) -> None:
 
 
 def difference(written: dict[str, Any], model: nn.Module, computing: bool) -> str:
-    """On a rank: the first place where a step's record is not the plan's list; empty where there is none.
-    `computing` is whether what is computed counts, too."""
+    """Return the first difference between a step's record and the plan's list on this rank; empty if there
+    is none. `computing` includes computations."""
     engine = make(written, model)
     try:
         expected: list[Step] = steps_of(engine) if computing else list(map(words, collectives(engine.plan)))
@@ -125,7 +125,7 @@ def difference(written: dict[str, Any], model: nn.Module, computing: bool) -> st
 
 
 def report(cases: dict[str, tuple[dict[str, Any], Any]], computing: bool = False) -> dict[str, str]:
-    """On a rank: case -> difference, for the cases that have one."""
+    """Return the differences of cases on this rank."""
     found = {name: difference(written, build(), computing) for name, (written, build) in cases.items()}
     return {name: text for name, text in found.items() if text}
 
@@ -137,7 +137,7 @@ CELLS: list[Cell] = list(itertools.product(STAGES, (1, 3), ("fp32", "bf16", "aut
 EVEN, ODD = (
     [cell for number, cell in enumerate(CELLS) if (number // 6 + number) % 2 == half] for half in (0, 1)
 )
-"""Each holds every two values of theirs."""
+"""Cells that hold every two values of even and of odd world sizes."""
 
 
 def plain(cells: list[Cell]) -> dict[str, str]:
@@ -159,7 +159,7 @@ def recomputing() -> dict[str, str]:
 
 
 def shaped() -> dict[str, str]:
-    """Pins (two segments per unit), units inside units, frozen units, every way to keep and gather ahead."""
+    """Record pins (two segments per unit), nested units, frozen units, every way to keep and gather ahead."""
     pins = {"precision": {"rules": [{"match": "*norm*", "pin": "fp32"}]}}
     nested = {"sharding": {"units": ["layers.*", "layers.*.mlp"]}}
     cases: dict[str, tuple[dict[str, Any], Any]] = {}
@@ -189,7 +189,7 @@ def replicated(cells: list[tuple[int, int]]) -> dict[str, str]:
 
 
 def copied(names: list[str]) -> dict[str, str]:
-    """A second copy of the blocks on pairs of ranks: gathers of a backward, also of a recomputed forward."""
+    """Record a second copy of the blocks on pairs of ranks, also with recomputed forwards."""
     pairs = {"sharding": {"secondary": 2}}
     narrow, wide = ({"precision": {"gather": word}, **pairs} for word in ("fp8", "fp32"))
     nested = {"sharding": {"units": ["layers.*", "layers.*.mlp"], "secondary": 2}}

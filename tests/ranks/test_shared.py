@@ -1,7 +1,7 @@
-"""Memory that ranks read from each other: where messages lie, who shares with whom, and what is left behind.
+"""Memory that ranks share: the layout of messages, the ranks that share, and cleanup.
 
-That what travels through it has the bits of all other carriers, and that a rank that dies is missed, is in
-`test_collectives.py`. Functions whose name has no `test_` run on the ranks.
+`test_collectives.py` compares its bits with those of all other carriers, and kills ranks. Functions whose
+name has no `test_` run on the ranks.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_this_system_has_it() -> None:
 @linux
 @on_ranks(3)
 def test_ranks_of_one_host_share_and_talk_to_the_others() -> list[AxisName]:
-    """Where rank 1 is on another host."""
+    """Rank 1 pretends to be on another host."""
     rank = torch.distributed.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -137,7 +137,7 @@ def test_ranks_of_one_host_share_and_talk_to_the_others() -> list[AxisName]:
 
 
 def unlike(ways: list[Collectives], axes: list[AxisName]) -> list[AxisName]:
-    """Axes on which two carriers bring other bits, with two collectives under way at once."""
+    """Return the axes on which two carriers differ in bits, with two collectives pending at once."""
     pairs.LEAST = 1
     found = []
     for axis in axes:
@@ -160,7 +160,7 @@ def unlike(ways: list[Collectives], axes: list[AxisName]) -> list[AxisName]:
 @linux
 @on_ranks(2)
 def test_a_host_without_memory_left_sends_by_gloo() -> list[AxisName]:
-    """Rank 0 gets no memory any more, after the ranks have met."""
+    """Rank 0 gets no memory any more after the ranks have met."""
 
     def grow(self: OwnMemory, size: int) -> None:
         if size > FIRST:

@@ -1,4 +1,4 @@
-"""Tensor parallelism of a user's own on backend fsdp2: the same losses, norms and weights as without."""
+"""A user's own tensor parallelism on backend fsdp2 has the same losses, norms and weights as without."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SGD = {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}}
 
 
 class Part(nn.Module):
-    """A norm whose weight is whole on every rank while its gradient is not, and two divided matrices."""
+    """A norm whose weight is whole on every rank while its gradient is partial, and two divided matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def divided(model: GPT, ranks: int) -> GPT:
-    """Both feed-forwards over two neighbours; everything else is plain."""
+    """Divide both feed-forwards over two neighbours; everything else stays plain."""
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     parallelize_module(model.layers[0].mlp, mesh, STYLES)
     parallelize_module(model.layers[1].mlp, mesh, {"norm": SequenceParallel(), **STYLES})
@@ -66,7 +66,7 @@ def divided(model: GPT, ranks: int) -> GPT:
 def run(
     tensor: bool, stage: int, mode: str, micro: int, rest: dict[str, Any]
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses of this rank's data, norms, masters."""
+    """Return losses of this rank's data, norms, masters."""
     model = network()
     if tensor:
         model = divided(model, torch.distributed.get_world_size())

@@ -1,4 +1,4 @@
-"""Where autograd and a sharded parameter meet: saved views, versions, graphs that run twice or late."""
+"""Autograd over sharded parameters: saved views, versions, graphs that run twice or late."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 16
 
 
 class Savers(nn.Module):
-    """Every way in which an op saves a weight: itself, transposed, a slice, in a Function."""
+    """A block that saves a weight in every way: itself, transposed, a slice, in a Function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Cube(torch.autograd.Function):
 
 
 class Stack(nn.Module):
-    """Blocks that are units; how they are called is the test's affair."""
+    """Blocks that are units, which tests call in their own ways."""
 
     def __init__(self, layers: int = 3, block: type[nn.Module] = Savers) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def data(seed: int = 0) -> torch.Tensor:
 
 
 class Wanders(nn.Module):
-    """Takes another way in each forward: more nodes, fewer, others, and one that saves several."""
+    """A block with another graph in each forward: more nodes, fewer, others, and one that saves several."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Wanders(nn.Module):
 
 
 def forwards_that_take_other_ways(stage: int) -> Any:
-    """What one forward has saved is looked for where the one before had: here it never is all there."""
+    """Run forwards whose saved tensors are never all where the one before had them."""
     engine, plain = pair(Stack(block=Wanders), stage)
     wrong = []
     for step in range(6):
@@ -126,7 +126,7 @@ def checkpointing_a_shared_block_reentrantly(stage: int) -> Any:
 
 
 def a_change_in_place_between_forward_and_backward_is_caught(stage: int) -> Any:
-    """By the user, or by a step: as in plain torch. A gather writes too, and must not count."""
+    """Change a weight by hand, or by a step: an error, as in plain torch. Gathers must not count."""
     engine, _ = pair(Stack(), stage)
 
     def written_by_value() -> None:
@@ -172,7 +172,7 @@ def refused(engine: Any, loss: torch.Tensor) -> bool:
 
 
 def two_forwards_then_two_backwards(stage: int) -> Any:
-    """Saved views of weights, of every kind, outlive what becomes of the weights' memory."""
+    """Run forwards whose saved views of weights, of every kind, outlive the weights' memory."""
     engine, plain = pair(Stack(), stage, 2)
     wrong = []
     for order in ((0, 1), (1, 0)):

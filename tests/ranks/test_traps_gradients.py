@@ -1,4 +1,4 @@
-"""Gradients that are late, absent on some ranks, or not there at all, and parameters of odd kinds."""
+"""Gradients that are late, absent on some ranks, or missing, and parameters of odd kinds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 8
 
 
 class Routed(nn.Module):
-    """A block whose expert is called where it is told to be."""
+    """A block that calls its expert on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def data(seed: int = 0) -> torch.Tensor:
 
 
 def by_rank(calls: list[dict[str, Any]], stage: int, **rest: Any) -> list[str]:
-    """Every rank makes its own call; the plain model makes all of them, and halves the sum."""
+    """Make another call on every rank; the plain model makes all of them, and halves the sum."""
     engine, plain = pair(Net(), stage, **rest)
     ranks = engine.mesh.size("data")
     engine.backward(engine(data(), **calls[engine.mesh.rank() % len(calls)]))
@@ -73,7 +73,7 @@ def by_rank(calls: list[dict[str, Any]], stage: int, **rest: Any) -> list[str]:
 
 
 def units_of_experts(stage: int) -> Any:
-    """Each expert a unit inside its block's: rank 0 sends tokens to one, rank 1 to another."""
+    """Train experts as units inside a block's: rank 0 sends tokens to one, rank 1 to another."""
     found = []
     for calls in ([{"chosen": (0,)}, {"chosen": (1,)}], [{"chosen": (0, 1)}, {"chosen": (1,)}]):
         for recompute in (False, True):
@@ -110,7 +110,7 @@ def freezing_on_some_ranks_is_an_error(stage: int) -> None:
 
 
 def set_on_one_rank(stage: int) -> Any:
-    """A gradient of rank 1 alone, after the backward or with none at all: every rank is told, and soon."""
+    """Set a gradient on rank 1 alone, after a backward or without one: an error on every rank, and soon."""
     engine, _ = pair(Net(), stage, 1)
     parameter = engine.module.get_parameter("layers.2.dense.bias")
     wrong = []
@@ -140,7 +140,7 @@ def test_a_gradient_that_was_set_on_one_rank_is_told_on_all() -> list[str]:
 
 
 def clearing_inside_a_hook_loses_only_that(stage: int) -> Any:
-    """A user's hook that takes the gradient away, as for an optimizer of its own in the backward."""
+    """Remove a gradient in a user's hook, as for an optimizer of its own in the backward."""
     engine, plain = pair(Net(), stage, 1)
     for model in (engine.module, plain):
         parameter = model.get_parameter("layers.1.dense.weight")
@@ -153,7 +153,7 @@ def clearing_inside_a_hook_loses_only_that(stage: int) -> Any:
 
 
 def a_late_gradient_reaches_the_same_accumulator(stage: int) -> Any:
-    """Weight gradients that are written between micro-batches, as a split backward does."""
+    """Write weight gradients between micro-batches, as a split backward does."""
     engine, plain = pair(Net(), stage, 2)
     plain(data()).backward()
     engine.backward(engine(data()))

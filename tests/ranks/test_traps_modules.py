@@ -1,4 +1,4 @@
-"""What people do with a module beside training it: evaluate, generate, load, copy, keep two, throw away."""
+"""Uses of a module beside training: evaluate, generate, load, copy, keep two, delete."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def raises(error: type[BaseException]) -> Callable[..., None]:
 
 
 def calls_of_parts(stage: int) -> Any:
-    """A unit that is called by itself gathers itself, and so does a part of one, in no forward too, also
-    after a forward of the unit that has raised."""
+    """Call a unit, or a part of one, by itself, also after a failed forward: each gathers itself."""
     engine, plain = pair(GPT(tied=False), stage)
     for raised in (ValueError, KeyboardInterrupt):
         handle = engine.module.layers[1].mlp.up.register_forward_hook(raises(raised))
@@ -72,8 +71,8 @@ def calls_of_parts(stage: int) -> Any:
 
 
 def reading_a_sharded_parameter(stage: int) -> Any:
-    """What needs no values is answered; values are an error that names the parameter, however they are asked
-    for, and so is writing. Gathered, it is an ordinary parameter."""
+    """Read a parameter's metadata, and require an error that names it for every read or write of values.
+    Gathered, it is an ordinary parameter."""
     engine, plain = pair(GPT(), stage)
     name, model, other = "layers.0.mlp.up.weight", engine.module, plain.layers[0].mlp.up.weight
     parameter = model.layers[0].mlp.up.weight
@@ -147,8 +146,7 @@ USES: list[Callable[[nn.Parameter], Any]] = [
 
 
 def loading(stage: int) -> Any:
-    """Outside of `gathered(write=True)` an error, for the model and for a part; inside, both ways to load
-    reach weights and masters."""
+    """Load a model and a part: an error outside of `gathered(write=True)`; inside, masters follow."""
     other = GPT(seed=9)
     state = other.state_dict()
     problems = []
@@ -177,7 +175,7 @@ def loading(stage: int) -> Any:
 
 
 def detached_parameters(stage: int) -> Any:
-    """Whatever takes a parameter out of its segment is named at the next forward and the next step."""
+    """Take a parameter out of its segment; the next forward and the next step name it."""
     engine = make(config(stage, "fp32"), GPT())
     module = engine.module.layers[1].attention.out
     held, data = module.weight, module.weight.data
@@ -210,7 +208,7 @@ def detached_parameters(stage: int) -> Any:
 
 
 def an_engine_that_is_destroyed_is_gone(stage: int) -> Any:
-    """Without the help of the garbage collector, with its memory; the module works no more by its hooks."""
+    """Destroy an engine, whose memory is freed without the garbage collector; the module works no more."""
     gc.collect()
     gc.disable()
     try:
@@ -242,8 +240,7 @@ def held(module: nn.Module) -> list[Any]:
 
 
 def autocast_of_the_user(stage: int) -> Any:
-    """Around an engine of another mode it is off inside; around one of autocast it is switched: with one
-    warning, and inside the numbers are the same as without it."""
+    """Use autocast around an engine: off inside with one warning, or that of mode autocast."""
     engine = make(config(stage, "bf16"), GPT())
     expected = engine(batch(0))
     device = engine.mesh.device.type

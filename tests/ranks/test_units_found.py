@@ -1,4 +1,4 @@
-"""Units are found where blocks are containers of what is called, and are named where they are not found."""
+"""Units are found in containers of called modules; undetected uses are an error that names the units."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Parts(nn.Module):
-    """Never called itself."""
+    """A block that is never called itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,17 +94,17 @@ def norm(
 
 
 def with_other_values(b: Any, x: torch.Tensor) -> torch.Tensor:
-    """What torch's hooks of `fully_shard` would put aside without a word."""
+    """Call a block with other values, which torch's hooks of `fully_shard` would drop silently."""
     return torch.func.functional_call(b, {name: value * 2 for name, value in b.named_parameters()}, (x,))
 
 
 @pytest.mark.parametrize("backend", ["native", "fsdp2"])
 @on_ranks(2, timeout=120.0)
 def test_units_are_found_or_named(backend: str) -> list[str]:
-    """The native backend needs no names: what is used outside of its block is gathered where it is used.
+    """The native backend gathers a parameter wherever it is used outside of its block, and needs no names.
 
-    It has the bits of stage 0. `fully_shard` lays parameters out by itself, and on some processors the last
-    bit of a product goes by where its matrices lie."""
+    It has the bits of stage 0. `fully_shard` lays parameters out by itself, and on some processors the
+    last bit of a product depends on the place of its matrices."""
     native = backend == "native"
     problems = []
 
@@ -116,7 +116,7 @@ def test_units_are_found_or_named(backend: str) -> list[str]:
         word: str = "",
         near: float = 0.0,
     ) -> list[str]:
-        """Against stage 0; with a word, backend fsdp2 must refuse with it."""
+        """Compare with stage 0; with a word, backend fsdp2 must refuse with it."""
         whole, _ = norm(Net(block, call), [], stage=0)
         value, names = norm(Net(block, call), units, backend=backend)
         if word and not native:

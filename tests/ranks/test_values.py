@@ -1,5 +1,4 @@
-"""Values that go out of an engine and in again, the ways that people have: writes where they are, contexts
-that fail, copies that are kept, modules that are changed."""
+"""Values are read and written: in place, in contexts that fail, in copies, in changed modules."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from zerodrift.errors import ModelError, RankError, UnsupportedError, ZerodriftE
 
 
 class Net(networks.Net):
-    """Returns a loss."""
+    """A network that returns a loss."""
 
     def __init__(self) -> None:
         torch.manual_seed(5)
@@ -66,7 +65,7 @@ WRITES: dict[str, Callable[[nn.Linear], Any]] = {
 
 
 def written_outside(stage: int, mode: str) -> list[str]:
-    """A write between steps is the master's new value, where it can be, and is an error by name where not."""
+    """Write between steps: the master's new value, or an error by name where that cannot be."""
     wrong = []
     for name, write in WRITES.items():
         engine = engine_of(stage, mode)
@@ -113,7 +112,7 @@ Cell = tuple[int, str]
 
 
 def halves(some: Sequence[Cell], every: Iterable[Cell]) -> Any:
-    """Cells for `make test`, which hold every stage and every mode; and those that are left, slow."""
+    """Return cells for `make test` that hold every stage and every mode; the others are slow."""
     others = [cell for cell in every if cell not in some]
     cases = [pytest.param(some, id="some"), pytest.param(others, id="others", marks=pytest.mark.slow)]
     return pytest.mark.parametrize("cells", cases)
@@ -146,7 +145,7 @@ def test_a_write_on_one_rank_is_an_error_on_all(cells: list[Cell]) -> None:
 
 
 def failing_writes(stage: int, mode: str) -> list[str]:
-    """Whatever was done inside, an exception leaves everything as it was, on all ranks."""
+    """Raise inside a context: everything stays as it was, on all ranks."""
     wrong = []
     engine = engine_of(stage, mode)
     step(engine)
@@ -198,7 +197,7 @@ def failing_writes(stage: int, mode: str) -> list[str]:
 
 
 def kept_values(stage: int, mode: str) -> list[str]:
-    """What came out of a context is as it was then, whatever became of the model."""
+    """Keep values of a context, which later steps do not change."""
     wrong = []
     engine = engine_of(stage, mode)
     step(engine)
@@ -300,7 +299,7 @@ def test_a_changed_module_is_named_at_the_next_forward() -> list[str]:
 
 
 def copies(stage: int, mode: str) -> list[str]:
-    """Copies are plain modules where the values are there, and an error by name where not."""
+    """Copy a model: a plain module where its values are present, else an error by name."""
     wrong = []
     engine = engine_of(stage, mode)
     step(engine)
@@ -343,7 +342,7 @@ def loaded(state: dict[str, Tensor]) -> nn.Module:
 
 
 def again(stage: int, mode: str) -> list[str]:
-    """One engine after another over one model; two at once are refused."""
+    """Make one engine after another over one model; two at once are refused."""
     model, wrong = Net(), []
     engine = engine_of(stage, mode, model)
     step(engine)
@@ -381,7 +380,7 @@ def again(stage: int, mode: str) -> list[str]:
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether a backward gives each parameter a gradient of its own dtype."""
+    """Return whether a backward gives each parameter a gradient of its own dtype."""
     model(data().to(model.head.weight.dtype)).backward()
     return all(p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters())
 

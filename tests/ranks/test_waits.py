@@ -1,7 +1,7 @@
-"""A step makes the host wait for the device once, where it reads the norm: gathers and reductions go on in
-lanes of their own, and the update is told what it needs from pinned memory.
+"""A step makes the host wait for the device once, where it reads the norm: gathers and reductions run in
+streams of their own, and the update reads its numbers from pinned memory.
 
-The CPU plays the device: see `tests/waits.py`. What runs on a real one is in `tests/gpu`.
+The CPU plays the device: see `tests/waits.py`. `tests/gpu` has the tests on a real one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def network() -> nn.Module:
 
 
 def in_steps(cases: list[tuple[int, str]]) -> list[tuple[list[str], list[tuple[str, ...]]]]:
-    """What makes the host wait in the sixth step of each case, and what the streams were told in it."""
+    """Return the waits of the host in the sixth step of each case, and the calls of streams."""
     dist.destroy_process_group()
     patch = pytest.MonkeyPatch()
     like_gpus()

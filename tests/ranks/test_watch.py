@@ -1,5 +1,4 @@
-"""Ranks that are not at the same place are told so soon, whatever brought them there; slow ones are waited
-for."""
+"""Ranks at different places get an error soon; slow ones are waited for."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from zerodrift.engine.engine import Engine
 from zerodrift.errors import RankError
 
 SOON = 20.0
-"""Seconds within which all must have ended; groups wait for ten minutes."""
+"""Seconds within which all ranks must end; groups wait for ten minutes."""
 
 
 def step(engine: Engine, number: int = 0) -> None:
@@ -38,7 +37,7 @@ def graphless(engine: Engine) -> None:
 
 
 def skipping(engine: Engine, *places: tuple[int, int]) -> None:
-    """Leave out the backward of (rank, number)."""
+    """Leave out the backward of each (rank, number)."""
     for number in range(3):
         loss = engine(batch(number))
         if (engine.mesh.rank(), number) not in places:
@@ -51,7 +50,7 @@ def skipped(engine: Engine) -> None:
 
 
 def skipped_differently(engine: Engine) -> None:
-    """Each rank skips another batch: at stages 0 to 2 nobody waits."""
+    """Skip another batch on each rank: at stages 0 to 2 no rank waits."""
     skipping(engine, (0, 0), (1, 1))
 
 
@@ -66,7 +65,7 @@ def show(engine: Engine) -> None:
 
 
 def on_rank_0(act: Callable[[Engine], Any], then: Callable[[Engine], Any] = step) -> Any:
-    """What one rank does alone, and what all do after it."""
+    """Return a case in which rank 0 acts alone, before all ranks go on."""
 
     def case(engine: Engine) -> None:
         if engine.mesh.rank() == 0:
@@ -138,7 +137,7 @@ def test_every_rank_says_where_the_others_are() -> None:
 
 @on_ranks(2)
 def test_a_rank_that_is_slow_is_waited_for() -> None:
-    """Longer than a rank is patient, in the middle of a step."""
+    """The rank is late by more than the patience of the others, in the middle of a step."""
     watch.INTERVAL, watch.PATIENCE = 0.05, 0.2
     engine = make(config(3, "fp32"), GPT(layers=2))
     began = time.monotonic()
@@ -160,7 +159,7 @@ def place(
 
 
 def test_only_a_circle_is_stuck() -> None:
-    """(where the ranks are, who has left) -> who can never go on."""
+    """(places of the ranks, ranks that have left) -> ranks that can never go on."""
     group = "range(0, 3)"
     here = {group: (5, ("gather of a",))}
     other = {group: (5, ("gather of b",))}

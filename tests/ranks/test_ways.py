@@ -1,6 +1,6 @@
-"""One way to update for all ranks: what they agree on, who says so, and that an engine keeps to it.
+"""All ranks agree on one way to update, rank 0 logs it, and an engine keeps to it.
 
-There is no GPU here: ranks are told that they have one, and what its first program said.
+There is no GPU here: ranks get a stand-in with the outcome of its first program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zerodrift.optim.updates import reference_update
 
 
 def asked(obstacles: list[str | None], offload: bool = False) -> tuple[str, list[str], list[str]]:
-    """On one rank, which has the obstacle at its place: the way, what it logged, its collectives."""
+    """Return, on a rank with its own obstacle, the agreed way, the log, and the collectives."""
     comm = Collectives(start(lambda world: MeshShape(shard=world), device="cpu"))
     comm.mesh.device = torch.device("cuda", 0)
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}} if offload else {"stage": 3}
@@ -40,7 +40,7 @@ def asked(obstacles: list[str | None], offload: bool = False) -> tuple[str, list
 
 @pytest.mark.parametrize("number", range(3))
 def test_a_rank_that_cannot_run_programs_keeps_all_from_it(number: int) -> None:
-    """Whichever it is; rank 0 says so, once and for all."""
+    """Any one rank decides; rank 0 logs it once."""
     obstacles = [None if rank != number else "Triton is not installed" for rank in range(3)]
     found = run_ranks(asked, 3, obstacles)
     assert [way for way, _, _ in found] == ["reference_update"] * 3
@@ -58,7 +58,7 @@ def test_reasons_are_said_once_each() -> None:
 
 @pytest.mark.parametrize(("obstacles", "offload"), [([None, None], False), (["no driver", None], True)])
 def test_where_all_can_or_need_not_nothing_is_said(obstacles: list[str | None], offload: bool) -> None:
-    """What is offloaded is updated on CPUs, whose ways leave the same bits."""
+    """An offloaded optimizer updates on CPUs, whose ways leave the same bits."""
     assert run_ranks(asked, 2, obstacles, offload) == [("update", [], [])] * 2
 
 
@@ -68,7 +68,7 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-3}}}
 @pytest.mark.parametrize("rest", [{}, MUON], ids=["adamw", "muon"])
 @on_ranks(2)
 def test_an_engine_updates_in_the_way_that_was_agreed(rest: dict[str, Any]) -> list[str]:
-    """Each slice by the agreed way, with the bits of a plain run."""
+    """Each slice has the bits of a plain run."""
     calls: list[Any] = []
 
     def way(*arguments: Any) -> None:

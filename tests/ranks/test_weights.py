@@ -1,4 +1,4 @@
-"""Weights out of safetensors on ranks: bits, bytes read, first values, and errors that reach every rank."""
+"""Weights of safetensors on ranks: bits, bytes read, initial values, and errors that reach every rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MASTERS = {"split": ("bf16", {}), "fp32": ("bf16", {"master": "fp32"}), "same": 
 
 
 def given(dtype: torch.dtype = torch.float32) -> GPT:
-    """The model that files are made of: values that do not fit bf16, ties among them."""
+    """Return the model of the files: values that do not fit bf16, ties among them."""
     model = GPT(layers=1, moe=True)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def given(dtype: torch.dtype = torch.float32) -> GPT:
 
 
 def save(model: nn.Module, folder: Path, files: int = 2) -> Path:
-    """A sharded checkpoint with an index, tied names once."""
+    """Save a sharded checkpoint with an index, tied names once."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def save(model: nn.Module, folder: Path, files: int = 2) -> Path:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of tensors in the files of a folder."""
+    """Return the bytes of tensors in the files of a folder."""
     total = 0
     for file in folder.glob("*.safetensors"):
         total += file.stat().st_size - 8 - int.from_bytes(file.open("rb").read(8), "little")
@@ -77,7 +77,7 @@ def masters(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def wrong(engine: Engine, want: nn.Module) -> list[str]:
-    """Names whose master, storage or buffer are not the bits of `want`."""
+    """Return the names whose master, storage or buffer are not the bits of `want`."""
     found = []
     state = want.state_dict()
     with engine.gathered() as shown:
@@ -99,7 +99,7 @@ def wrong(engine: Engine, want: nn.Module) -> list[str]:
 
 
 def load(folder: Path, want: nn.Module, stage: int, scheme: str, replicate: int = 1) -> tuple[list[str], int]:
-    """On a rank: what is wrong, and the bytes that it read."""
+    """Load on this rank; return the wrong names, and the bytes that were read."""
     read, plain = 0, SafetensorsReader._bytes
 
     def count(reader: Any, stored: Any, first: int, into: torch.Tensor) -> None:
@@ -147,7 +147,7 @@ def test_narrow_files_are_exact_in_every_master(
 
 
 def load_later(folder: Path, stages: tuple[int, ...]) -> list[tuple[list[str], float]]:
-    """Into an engine that has trained a step: values change, moments do not, and it trains on."""
+    """Load into an engine that has trained a step: values change, moments do not, and it trains on."""
     found = []
     for stage in stages:
         for scheme in MASTERS:
@@ -180,7 +180,7 @@ def test_loading_later_gives_the_same_bits(stages: tuple[int, ...], tmp_path: Pa
 
 
 class Bare(nn.Module):
-    """Every way in which a parameter gets its first values."""
+    """A model with every way in which a parameter gets its initial values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def test_first_values_are_the_same_bits_at_every_stage_and_world_size() -> None:
 
 
 def test_an_optimizer_over_parameters_without_memory_trains_as_over_others(tmp_path: Path) -> None:
-    """Parameters stay the same objects, so groups made before the engine are groups of what it trains."""
+    """Parameters stay the same objects, so groups that were made before the engine stay valid."""
     folder = save(given(), tmp_path)
     runs = []
     for without in (False, True):
@@ -259,7 +259,7 @@ def test_an_optimizer_over_parameters_without_memory_trains_as_over_others(tmp_p
 
 
 def refused(broken: Path, fails: bool) -> str:
-    """What a rank is told where files are broken for rank 1 alone."""
+    """Return the error of a rank when the files are broken for rank 1 alone."""
     alone = torch.distributed.get_rank() == 1
     plain = os.preadv
 

@@ -1,4 +1,4 @@
-"""The schedules of a pipeline, and for those that put weight gradients off, who forms them."""
+"""The schedules of a pipeline, with the ways to form deferred weight gradients."""
 
 from __future__ import annotations
 
