@@ -31,7 +31,7 @@ QUICK: Mapping[str, int] = {
     "tests/ranks/test_pipelines.py": 0,
     "tests/ranks/test_ways.py": 0,
 }
-"""How much of a product is run, by where it is: 0 is one cell, 1 each value once."""
+"""Folder -> how many values of a product must meet in a chosen cell; 0 chooses one cell."""
 
 Cell = Mapping[str, str]
 """A value of each factor."""
@@ -43,7 +43,7 @@ def has_quick(path: Path) -> bool:
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
-    """Give each what it is: `slow` where others hold its values, `quick`."""
+    """Mark each test `quick`, or `slow` where other cells hold its values."""
     products: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and not _has(item, "slow"):
@@ -76,7 +76,7 @@ def _chosen(tests: Sequence[pytest.Function], strength: int, seed: str) -> list[
 
 
 def factors(item: pytest.Function) -> Cell:
-    """What an item's values are, those of a tuple one by one."""
+    """Return an item's values, with those of a tuple one by one."""
     callspec = getattr(item, "callspec", None)
     return dict(_factors(callspec.params)) if callspec else {}
 
@@ -90,7 +90,7 @@ def _factors(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def covering(cells: Sequence[Cell], strength: int, seed: str) -> list[int]:
-    """Cells that hold every combination of `strength` values that any cell holds; for 0, one cell.
+    """Choose cells that hold every combination of `strength` values that any cell holds; for 0, one cell.
 
     Greedy: first what brings most that no other has brought. `seed` is the order among equals.
     """

@@ -22,14 +22,14 @@ from tests.ranks.harness import forks, redirect
 def run(
     *arguments: str | Path, timeout: float = 120.0, folder: str | Path = "", **environment: str
 ) -> CompletedProcess[str]:
-    """What `zerodrift ARGUMENTS` prints and ends with, in a folder, or else in the current one."""
+    """Run `zerodrift ARGUMENTS` in a folder, by default the current one; return its output and exit code."""
     command = Command(*arguments, folder=folder, **environment)
     out, err = command.communicate(timeout)
     return CompletedProcess(command.args, command.returncode or 0, out, err)
 
 
 class Command:
-    """`zerodrift ARGUMENTS` in a folder; what of `subprocess.Popen` tests use."""
+    """A process of `zerodrift ARGUMENTS` in a folder, with the part of `subprocess.Popen` that tests use."""
 
     def __init__(self, *arguments: str | Path, folder: str | Path = "", **environment: str) -> None:
         self.args = [*map(str, arguments)]
@@ -49,7 +49,7 @@ class Command:
         return self.returncode
 
     def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
-        """What it has printed when it has ended."""
+        """Wait for the end of the process and return its output."""
         self._process.join(timeout)
         if self._process.is_alive():
             self.kill()
@@ -66,7 +66,7 @@ class Command:
 
 
 def _main(words: list[str], folder: Path, current: str, environment: dict[str, str]) -> None:
-    """The life of the process."""
+    """Run the command in the forked process."""
     redirect(folder / "out", folder / "err")
     os.environ.clear()
     os.environ.update(environment)
@@ -81,7 +81,7 @@ def _main(words: list[str], folder: Path, current: str, environment: dict[str, s
 
 
 class _Forked:
-    """A process as its launcher sees it."""
+    """A process with the interface that its launcher needs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -104,7 +104,7 @@ class _Forked:
 
 
 def _fork(launcher: Any, number: int, work: str, environment: dict[str, str], errors: IO[bytes]) -> _Forked:
-    """In place of `Launcher._start`: a rank that has its imports."""
+    """Start a rank that has its imports, for `Launcher._start`."""
     pid = os.fork()
     if pid:
         return _Forked(pid)

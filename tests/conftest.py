@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, nothing left running, quick or slow, and what was skipped."""
+"""Hooks and fixtures for every test: one thread, no leaked processes, quick or slow, skipped tests."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 SHARE_RANKS = ("device", "dropin", "e2e", "numerics", "models", "ranks")
-"""Folders."""
+"""Folders whose tests share ranks."""
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from more, and torch's fused AdamW rounds the end of each thread's part in
-    another way."""
+    """Use one thread: small tensors gain nothing from more, and torch's fused AdamW rounds the end of each
+    thread's part in another way."""
     import torch
 
     before = torch.get_num_threads()
@@ -44,7 +44,7 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Importing files takes seconds in every process, and `make quick` needs only some of them."""
+    """Skip folders without quick tests, because importing their files takes seconds in every process."""
     return True if config.option.markexpr == "quick" and not chosen.has_quick(collection_path) else None
 
 
@@ -86,14 +86,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Imports and tests stay to the end."""
+    """Freeze imports and tests for the garbage collector, which they outlive."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_running() -> Iterator[None]:
-    """A test that leaks would break another, far from the cause."""
+    """Fail a test that leaves processes or groups behind, which would break another one."""
     yield
     harness = sys.modules.get("tests.ranks.harness")
     kept = harness.kept_processes() if harness is not None else set()
@@ -124,7 +124,7 @@ def ranks_on_the_standin(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def kept_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests of one file share ranks, unless what they do to processes is what they are about."""
+    """Share ranks between the tests of one file, except those that break processes on purpose."""
     if request.path.parent.name not in SHARE_RANKS or request.node.get_closest_marker("fresh_ranks"):
         yield
         return

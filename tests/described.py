@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks: made without them, and looked at from outside."""
+"""Write the checkpoint of many ranks in one process, and check its layout."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MOMENTS = ("exp_avg",)
 
 
 def value(key: str, numel: int) -> torch.Tensor:
-    """Another one for each tensor."""
+    """Return values that differ between tensors."""
     return torch.arange(numel, dtype=torch.float32) + zlib.crc32(key.encode()) % 1000
 
 
 def runs(plan: Plan, rank: int) -> Iterator[tuple[str, int, int]]:
-    """(name, start, stop) of what a rank has at stage 3, by cutting each segment into equal slices."""
+    """Yield (name, start, stop) of a rank's share at stage 3, by cutting each segment into equal slices."""
     for segment in plan.segments:
         size = segment.padded // plan.mesh.shard
         for row in (plan.rows[index] for index in segment.rows):
@@ -52,7 +52,7 @@ def runs(plan: Plan, rank: int) -> Iterator[tuple[str, int, int]]:
 
 
 def save_as_ranks(folder: Path, plan: Plan, step: int = 1) -> Path:
-    """What all ranks of a plan of stage 3 would write, one after the other."""
+    """Write the files of all ranks of a plan of stage 3, one rank after the other."""
     home = CheckpointFolder(folder)
     with home.begin(f"step-{step:08d}") as new:
         sums, ranks = NO_SUMS, plan.mesh.world
@@ -75,7 +75,7 @@ def save_as_ranks(folder: Path, plan: Plan, step: int = 1) -> Path:
 
 
 def seal(tag: Path) -> None:
-    """The manifest and the descriptions of what lies there: whoever plants something seals it."""
+    """Write the manifest and the descriptions of the files of a checkpoint, after a test has changed them."""
     head = read_manifest(tag)
     files = tuple(measured(tag / file.name) for file in head.files)
     of_ranks, sums = head.of_ranks, NO_SUMS
@@ -90,7 +90,7 @@ def seal(tag: Path) -> None:
 
 
 def found_elsewhere(tag: Path) -> list[str]:
-    """Chunks that lie with other ranks than the plan's rule says."""
+    """Return the chunks that lie with another rank than the plan's."""
     head, document = read_manifest(tag), read_plan(tag)
     assert document is not None
     plan = Plan.from_json(document)

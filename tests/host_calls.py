@@ -1,4 +1,4 @@
-"""How many calls of the host something takes: a cost that no other work on the machine changes."""
+"""Count the function calls of the host: a cost that no other work on the machine changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def calls(run: Callable[[], object]) -> int:
-    """Those of Python and from Python."""
+    """Count the calls of Python functions, and of C functions from Python."""
     count = 0
 
     def seen(frame: Any, event: str, argument: Any) -> None:

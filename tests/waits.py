@@ -1,5 +1,4 @@
-"""A device that goes on beside the host, played by the CPU: what would make the host wait for it, and what
-its streams are told.
+"""Let the CPU play an asynchronous device: find where the host would wait, and record the calls of streams.
 
 On a GPU the host waits wherever a value is asked for, wherever the size of a result depends on values, and
 wherever something is copied from memory that is not pinned.
@@ -30,9 +29,9 @@ from zerodrift.optim import fused
 HOME = str(Path(zerodrift.__file__).parent)
 
 ASKED = frozenset(("tolist", "numpy", "cpu", "__array__"))
-"""Functions of Python that read values without an operation that could be seen below."""
+"""Functions of Python that read values without an operation below."""
 SENT = frozenset(("tensor", "as_tensor"))
-"""Functions that copy from the host where they are given a device."""
+"""Functions that copy from the host when they get a device."""
 SIZED = frozenset((
     "_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive",
     "unique_dim", "bincount",
@@ -41,7 +40,7 @@ SIZED = frozenset((
 
 
 class Waits(TorchFunctionMode):
-    """Where the host would have waited."""
+    """Record the places where the host would wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +90,7 @@ class _Operations(TorchDispatchMode):
 
 
 class Streams:
-    """What `torch.cuda` has of streams; keeps what each is told, in the order of the host."""
+    """A stand-in for the streams of `torch.cuda`, which records their calls in the order of the host."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, ...]] = []
@@ -118,7 +117,7 @@ class Streams:
 
 
 class FakeStream:
-    """Has no `synchronize`, so whoever calls it fails."""
+    """A stream without `synchronize`, so that a call of it fails."""
 
     def __init__(self, streams: Streams, name: str) -> None:
         self.streams, self.name = streams, name
@@ -137,7 +136,7 @@ class FakeStream:
 
 
 def play_a_gpu(patch: pytest.MonkeyPatch) -> Streams:
-    """From now on this process takes its CPU for a device that goes on by itself, with Triton on it."""
+    """Let this process take its CPU for an asynchronous device that has Triton."""
     streams = Streams()
     patch.setattr(Mesh, "asynchronous", property(lambda mesh: True))
     patch.setattr(torch, "get_device_module", lambda device=None: streams)

@@ -41,10 +41,10 @@ from zerodrift.report import plan_html as page
 from zerodrift.report.explanation import explain, explain_row, matching
 
 PLAIN = [dtype for dtype in DType if dtype not in NARROW]
-"""What a model holds before anything is planned."""
+"""Dtypes of a model before a plan."""
 
 SECONDS = 1.0
-"""Of processor time, for one case."""
+"""Limit of the processor time of one case."""
 
 ODD_NAMES = (
     *("a.\x1b[31mred\x1b[0m.weight", "[red]a[/red].[bold].weight", "<script>alert(1)</script>.weight"),
@@ -119,7 +119,7 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """What is planned."""
+    """The input of one plan."""
 
     written: Any
     model: ModelSpec
@@ -130,7 +130,7 @@ class Case:
 
 
 def case(number: int) -> Case:
-    """The case of a number."""
+    """Return the case of a number."""
     draw = random.Random(number)
     written: Any = copy.deepcopy(draw.choice(GOOD))
     for _ in range(draw.choice((0, 0, 1, 1, 1, 1, 2, 2, 4))):
@@ -150,7 +150,7 @@ def case(number: int) -> Case:
 
 
 def _complete(tree: Any, draw: random.Random) -> None:
-    """Give blocks what they need, so that more than their absence is told."""
+    """Add the required keys of blocks, so that plans fail for other reasons too."""
     types = {"optimizer": ("AdamW", "SGD", "Lion", "Muon", "Adam"), "scheduler": tuple(SCHEDULES)}
     for block, kinds in types.items():
         if isinstance(tree.get(block), dict) and "type" not in tree[block]:
@@ -206,7 +206,7 @@ def _mutate(tree: dict[str, Any], draw: random.Random) -> None:
 
 
 def _fitting(path: str, draw: random.Random) -> Any:
-    """A value that the key may well take."""
+    """Draw a value that the key may well admit."""
     kind = fields.kind_at([int(part) if part == "0" else part for part in path.split(".")], Config)
     words = fields.choices(kind) if kind is not None else []
     entry = deepspeed.find(path)
@@ -240,7 +240,7 @@ def _value(draw: random.Random, depth: int = 0) -> Any:
 
 
 def model(draw: random.Random) -> ModelSpec:
-    """A model: mixtures of experts, ties, scalars, nothing, deep ones, odd names."""
+    """Draw a model: mixtures of experts, ties, scalars, nothing, deep ones, odd names."""
     kind = draw.randrange(9)
     if kind == 0:
         return moe(draw.choice((1, 2, 5)), draw.choice((1, 2, 4)), tie=draw.random() < 0.5)
@@ -276,8 +276,8 @@ def model(draw: random.Random) -> ModelSpec:
 
 
 def run(one: Case, scratch: Path | None = None, reports: bool = True) -> str:
-    """Plan a case, price it, and with `reports` write all of them: `planned`, or the class of our own error.
-    What else goes wrong is raised."""
+    """Plan a case, price it, and with `reports` write all of them; return `planned` or the class of our
+    own error. Other errors are raised."""
     try:
         source = _written(one.written, scratch)
         made = make_plan(source, describe(one.model), one.world, auto=one.auto, overrides=one.overrides)
@@ -304,7 +304,7 @@ def _written(written: Any, scratch: Path | None) -> Any:
 
 
 def look(made: Plan) -> None:
-    """Every report of a plan."""
+    """Write every report of a plan."""
     bill, table, order = cost(made), rows.group_rows(made), timeline(made)
     for color in (False, True):
         shown(terminal.plan_text(made, bill, table, order, color=color), 100 if not color else 0, color)
@@ -324,7 +324,7 @@ def look(made: Plan) -> None:
 
 
 def shown(text: str, width: int, color: bool = False) -> None:
-    """What is printed can be printed, obeys nobody and is as wide as it says."""
+    """Check that a text is printable, has no control characters and keeps its width."""
     text.encode()
     kept = text
     if color:
@@ -343,7 +343,7 @@ def _late(number: int, frame: Any) -> None:
 
 
 def main(count: int, first: int = 0) -> int:
-    """Many cases; how many did not end as they should."""
+    """Run many cases and return the number of failures."""
     ends: Counter[str] = Counter()
     slowest: list[tuple[float, int]] = []
     failed: list[tuple[int, str]] = []

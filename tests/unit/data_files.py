@@ -1,4 +1,4 @@
-"""Files of data, what is prepared of them, and where in a step a rank is."""
+"""Files of data, the blocks that are prepared of them, and a rank's place in a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def tree(folder: Path, files: dict[str, str | bytes | list[dict[str, Any]]]) -> Path:
-    """Files in a folder and below, by name: texts, bytes or rows of JSON lines."""
+    """Write files into a folder and below, by name: texts, bytes or rows of JSON lines."""
     for name, content in files.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def tree(folder: Path, files: dict[str, str | bytes | list[dict[str, Any]]]) -> 
 
 
 def arrow_stream(rows: list[dict[str, Any]], size: int | None = None) -> bytes:
-    """A stream of Arrow, in batches of some rows."""
+    """Return a stream of Arrow, in batches of `size` rows."""
     arrow = pytest.importorskip("pyarrow")
     table, sink = arrow.Table.from_pylist(rows), arrow.BufferOutputStream()
     with arrow.ipc.new_stream(sink, table.schema) as writer:
@@ -54,7 +54,7 @@ def arrow_stream(rows: list[dict[str, Any]], size: int | None = None) -> bytes:
 
 
 def parquet(table: Any, **rest: Any) -> bytes:
-    """A file of parquet, of rows or of a table."""
+    """Return a file of parquet, of rows or of a table."""
     arrow, written = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     sink = arrow.BufferOutputStream()
     written.write_table(arrow.Table.from_pylist(table) if isinstance(table, list) else table, sink, **rest)
@@ -70,17 +70,17 @@ def made(folder: Path, written: Data) -> PreparedData:
 
 
 def stream(blocks: Blocks) -> np.ndarray:
-    """The tokens of all blocks."""
+    """Return the tokens of all blocks."""
     return blocks.read(np.arange(len(blocks))).tokens.reshape(-1)
 
 
 def parts_of(blocks: Blocks, *at: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and labels of blocks."""
+    """Return tokens and labels of blocks."""
     read = blocks.read(np.array(at))
     return read.tokens, read.labels
 
 
 def layout(micro: int, rank: int = 0, ranks: int = 1, accumulation: int = 1) -> BatchLayout:
-    """The micro-batches of a rank, dealt in turns."""
+    """Return the micro-batches of a rank, dealt in turns."""
     numbers = tuple(range(rank, accumulation * ranks, ranks))
     return BatchLayout(rank, ranks, micro, numbers, torch.device("cpu"))

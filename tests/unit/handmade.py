@@ -24,7 +24,7 @@ from zerodrift.policy.resolver import resolve
 
 
 def columns(dtype: DType = DType.BF16, why: str = "", **changes: Any) -> Columns:
-    """The columns of a trained parameter at stage 3; `changes` are fields of Columns or Update."""
+    """Return the columns of a trained parameter at stage 3; `changes` are fields of Columns or Update."""
     one = ModelSpec("m", (models.parameter("a.w", (8, 8)),))
     made = make_plan(models.at(3, "fp32" if dtype is DType.FP32 else "bf16"), one, 2).rows[0].columns
     assert made.update is not None
@@ -37,19 +37,19 @@ def columns(dtype: DType = DType.BF16, why: str = "", **changes: Any) -> Columns
 
 
 def pinned(why: str = "precision.rules[0]: '*.gate.weight'") -> Columns:
-    """Held to fp32 everywhere."""
+    """Return columns that are fp32 everywhere."""
     made = columns(DType.FP32)
     return replace(made, pinned=True, why=tuple((column, why) for column in COLUMNS))
 
 
 def boundary(path: str, why: str = "precision.rules[0]: '*.gate.weight'") -> Boundary:
-    """Of a router that is pinned."""
+    """Return the boundary of a pinned router."""
     reasons = (("dtype", why), ("output", "one matrix, as a router or a head"))
     return Boundary(path, DType.FP32, "keep", DType.BF16, reasons)
 
 
 def frozen(dtype: DType = DType.BF16) -> Columns:
-    """Not trained."""
+    """Return the columns of a parameter that is not trained."""
     why = dict.fromkeys(("storage", "gather", "compute", "export"), f"frozen: {dtype} as it came")
     return replace(columns(dtype), update=None, why=tuple(why.items()))
 
@@ -78,7 +78,7 @@ WRITTEN = {
 
 
 def policy(**changes: Any) -> Policy:
-    """That of a usual config; `changes` are fields."""
+    """Return the policy of a usual config; `changes` are fields."""
     made = resolve(load(WRITTEN), MeshShape(shard=64))
     shown = tuple(each for each in made.decisions if each.key != "averaging")  # no page says the usual one
     return replace(made, **{"decisions": shown, **changes})
@@ -92,7 +92,7 @@ def plan(
     boundaries: Sequence[Boundary] = (),
     **changes: Any,
 ) -> Plan:
-    """A plan of the given parameters; `changes` are fields of Policy or `source`."""
+    """Return a plan of the given parameters; `changes` are fields of Policy or `source`."""
     mesh = mesh or MeshShape(shard=4)
     source = changes.pop("source", "handmade")
     rows: list[Row] = []
@@ -112,7 +112,7 @@ def plan(
 
 
 def _units(parameters: Sequence[Given]) -> dict[str, list[Given]]:
-    """By the name up to its first number; the root takes the rest."""
+    """Group by the name up to its first number; the root takes the rest."""
     found: dict[str, list[Given]] = {"": []}
     for parameter in parameters:
         parts = parameter.names[0].split(".")
@@ -138,7 +138,7 @@ def _segment(
 
 
 def cost(of: Plan, **changes: Any) -> Cost:
-    """A bill with plausible figures."""
+    """Return a bill with plausible figures."""
     total = sum(row.numel for row in of.rows)
     each = max(total // of.mesh.shard, 1)
     rest = RestingBytes(storage=2 * each, buffers=4096, accumulate=0, master=2 * each, state=8 * each)
@@ -161,7 +161,7 @@ def cost(of: Plan, **changes: Any) -> Cost:
 
 
 def moe(layers: int = 32, experts: int = 8) -> Plan:
-    """A mixture of experts with pinned routers and tied embeddings."""
+    """Return a mixture of experts with pinned routers and tied embeddings."""
     low, high, norm = columns(), pinned(), pinned("precision.rules[1]: '*norm.weight'")
     found = [
         given("model.embed_tokens.weight", (32000, 4096), low, "lm_head.weight"),

@@ -1,4 +1,4 @@
-"""Small checkpoints laid out as DeepSpeed lays them out, by hand: for tests that need no DeepSpeed.
+"""Small checkpoints in DeepSpeed's layout, made by hand for tests without DeepSpeed.
 
 `tests/ranks/saved_by_deepspeed.py` has the real ones, which the same readers read.
 """
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 NAMES = {"0.weight": (5, 3), "0.bias": (5,), "2.weight": (3, 5)}
-"""Of `torch.nn.Sequential(Linear(3, 5), GELU(), Linear(5, 3, bias=False))`."""
+"""Parameters of `torch.nn.Sequential(Linear(3, 5), GELU(), Linear(5, 3, bias=False))`."""
 VERSION = "0.19.6"
 
 
 def values(seed: int) -> dict[str, torch.Tensor]:
-    """Masters by name."""
+    """Return masters by name."""
     made = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=made) for name, shape in NAMES.items()}
 
@@ -33,8 +33,8 @@ def lay_out(
     lr: float = 1e-3,
     archive: bool = True,
 ) -> Path:
-    """A folder with `latest` and one tag. `scheduler` is the config's block and the state, `lr` the rate that
-    it had set. Without `archive` files are in the format that torch wrote before it wrote zips."""
+    """Write a folder with `latest` and one tag. `scheduler` is the config's block and the state, `lr` the
+    rate that it had set. Without `archive` files are in the format that torch wrote before zips."""
     tag = folder / f"global_step{step}"
     tag.mkdir(parents=True)
     (folder / "latest").write_text(tag.name)
@@ -71,7 +71,7 @@ def lay_out(
 
 
 def _share(of: dict[str, torch.Tensor], rank: int, ranks: int, stage: int) -> torch.Tensor:
-    """What a rank has of all parameters: at stage 3 its part of each, below its part of them in a row."""
+    """Return a rank's share: at stage 3 its part of each parameter, below its part of all in a row."""
     if stage == 3:
         return torch.cat([_part(value.reshape(-1), rank, ranks) for value in of.values()])
     return _part(torch.cat([value.reshape(-1) for value in of.values()]), rank, ranks)

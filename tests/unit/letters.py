@@ -1,4 +1,4 @@
-"""A tokenizer in a folder, small and made here."""
+"""Make a small tokenizer in a folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PLAIN = (
     "{% for turn in messages %}[{{ turn['role'] }}]{{ turn['content'] }};{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-"""A chat template that knows roles and contents alone."""
+"""A chat template of roles and contents alone."""
 
 MARKED = """\
 {%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif -%}
@@ -24,11 +24,11 @@ MARKED = """\
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}[assistant]{% endif -%}"""
-"""One that knows tools, their calls and reasoning, and says itself what the assistant says."""
+"""A template with tools, their calls and reasoning, which marks the assistant's tokens."""
 
 
 def byte_tokenizer(folder: Path, template: str = PLAIN) -> Path:
-    """A folder with a tokenizer whose tokens are bytes, and a chat template."""
+    """Return a folder with a tokenizer whose tokens are bytes, and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -21,18 +21,18 @@ def parameter(
     dtype: DType = DType.FP32,
     trained: bool = True,
 ) -> ParameterSpec:
-    """A parameter owned by the module that its name says."""
+    """Return a parameter owned by the module in its name."""
     return ParameterSpec((name,), shape, dtype, (OwningModule(name.rpartition(".")[0], klass),), trained)
 
 
 def tied(names: tuple[str, ...], shape: tuple[int, ...], klasses: tuple[str, ...]) -> ParameterSpec:
-    """A parameter with several names."""
+    """Return a parameter with several names."""
     owners = tuple(OwningModule(n.rpartition(".")[0], k) for n, k in zip(names, klasses, strict=True))
     return ParameterSpec(names, shape, DType.FP32, owners)
 
 
 def moe(layers: int = 3, experts: int = 2, dtype: DType = DType.FP32, tie: bool = False) -> ModelSpec:
-    """A mixture-of-experts language model in miniature."""
+    """Return a small mixture-of-experts language model."""
     parameters: list[ParameterSpec] = []
     if tie:
         names = ("model.embed_tokens.weight", "lm_head.weight")
@@ -60,10 +60,10 @@ def moe(layers: int = 3, experts: int = 2, dtype: DType = DType.FP32, tie: bool 
 
 
 def at(stage: int, mode: str = "bf16", **precision: Any) -> dict[str, Any]:
-    """A config of a stage and a mode."""
+    """Return a config of a stage and a mode."""
     return {"precision": {"mode": mode, **precision}, "zero_optimization": {"stage": stage}}
 
 
 def plan(written: dict[str, Any], model: ModelSpec | None = None, world: int = 2) -> Plan:
-    """The plan of a config for the mixture of experts, or for another model."""
+    """Return the plan of a config for the mixture of experts, or for another model."""
     return make_plan(written, model or moe(), world)

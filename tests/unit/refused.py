@@ -1,4 +1,4 @@
-"""What `load` says no to, for the tests of the config room."""
+"""Refusals of `load`, for the tests of the config room."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zerodrift.errors import ConfigError
 
 
 def said(source: Any, *overrides: str) -> str:
-    """The message with which `source` is refused."""
+    """Return the message with which `source` is refused."""
     with pytest.raises(ConfigError) as caught:
         load(source, overrides)
     return str(caught.value)
 
 
 def problems(source: Any, *overrides: str) -> list[str]:
-    """The single problems of a refusal, without heading and numbers."""
+    """Return the single problems of a refusal, without heading and numbers."""
     lines = said(source, *overrides).splitlines()
     if len(lines) == 1:
         return [lines[0].removeprefix("config: ")]

@@ -1,4 +1,4 @@
-"""Arguments of optimizers and schedules: what cannot be meant is refused in the plan, by its path."""
+"""Arguments of optimizers and schedules: the plan refuses impossible values by their paths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEVER: tuple[Any, ...] = (
     *({}, {"a": 1}, [], [[]], [None], "", "x", "1e-3", "\x1b[31m", "nan", NAN, INF, -INF, HUGE, -HUGE, 1e300),
     *(b"1", {1}, object(), 1j, [NAN], [INF, 0.9], ["0.9", "0.99"], [True, False], [0.9, {}], (0.9, None)),
 )
-"""What no argument may be."""
+"""Values that no argument admits."""
 
 NUMBER, LIST = "a number of at least 0", "or a list of them, one per parameter group"
 VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
@@ -55,7 +55,7 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     f"{NUMBER}, {LIST}": ((-1, [0.1, -1], True, [True]), (0.1, [0.1])),
     f"a number in [0, 1), {LIST}": ((1, -0.1, [0.5, 1.0], True), (0.5, [0.8])),
 }
-"""What an argument admits -> what is refused, beside `NEVER`, and what is taken."""
+"""Description of an argument -> values that are refused, beside `NEVER`, and values that are taken."""
 
 TABLES = {("scheduler", kind): table for kind, table in SCHEDULES.items()}
 for kind, table in OPTIMIZERS.items():
@@ -76,11 +76,11 @@ EITHER = {
     "cosine_warmup_with_min_lr": ("min_lr_rate", "min_lr"),
     "warmup_stable_decay": ("num_stable_steps", "num_training_steps"),
 }
-"""Of these one is given, and not both."""
+"""Arguments of which exactly one is given."""
 
 
 def needed(kind: str, beside: str = "", without: str = "") -> dict[str, Any]:
-    """What a type takes at least, beside an argument that is given or left out."""
+    """Return the required arguments of a type, beside an argument that is given or left out."""
     names = [*REQUIRED.get(kind, ()), *(EITHER[kind][:1] if kind in EITHER else ())]
     own = {name: 1 for name in names if name != without}
     return {name: value for name, value in own.items() if {name, beside} != {*EITHER.get(kind, ())}}

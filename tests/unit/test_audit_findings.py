@@ -1,4 +1,4 @@
-"""Findings over what was measured: each kind, beside a healthy twin of the same numbers but one."""
+"""Findings over measurements: each kind, beside a healthy twin that differs in one number."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ FLIPPED = {"total": replace(SOME, flips=20, choices=1000)}
 ROUTED = {**FLIPPED, "routes": [{"blocks.0.up#0": torch.zeros(1000, 2)}]}
 ROUTER = "blocks.0.up.weight"
 RAN = frozenset(["blocks.1.up"])
-"""With something else."""
+"""Modules that ran in the measured passes."""
 ZERO = line(norm=0.0, size=0.0, cosine=1.0)
 USED, UNUSED = line(name="blocks.0.up.weight"), line(name="blocks.1.up.weight", norm=0.0, size=0.0)
 TINY = line(name="blocks.0.up.bias", norm=1e-9, size=1e-6, cosine=0.0)
@@ -163,7 +163,7 @@ def test_one_finding_has_all_parameters_of_its_kind() -> None:
 
 
 class Tying(nn.Module):
-    """What `transformers` has of a model whose config ties its embeddings."""
+    """A stand-in for a model of `transformers` whose config ties its embeddings."""
 
     class config:  # noqa: N801
         tie_word_embeddings = True

@@ -1,5 +1,4 @@
-"""What routers almost chose otherwise: margins, which of them are close, and what they are charged with; and
-what rounding does to the loss."""
+"""Margins of routers and the rounding that is charged for their flips; effects of rounding on the loss."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def recorded(choose: object) -> Recorder:
     ],
 )
 def test_a_margin_is_from_the_last_choice_to_the_next(choose: object, margins: list[float]) -> None:
-    """What chooses all, or the smallest, has none."""
+    """A router that chooses all experts, or the smallest scores, has no margin."""
     (found,) = recorded(choose).margins.values()
     assert torch.allclose(found, torch.tensor(margins)) and found.requires_grad is bool(margins)
 
@@ -99,8 +98,8 @@ def test_random_signs_are_the_same_without_close_calls() -> None:
 
 @pytest.mark.parametrize("mode", ["bf16", "autocast-bf16"])
 def test_what_cells_do_to_the_loss_adds_up(mode: str) -> None:
-    """Every operation is charged once, so the sum is what the plan does to the loss, to first order: what is
-    left is of the size of the drift's square."""
+    """Every operation is charged once, so the sum is the plan's effect on the loss to first order; the
+    rest is of the size of the drift's square."""
     model = GPT(layers=2, tied=False, seed=1)
     plan = make_plan({"precision": {"mode": mode}}, model)
     found = audit(plan, model, [{"tokens": batch(1, 0, micro)} for micro in range(3)], budget=None, confirm=4)
@@ -118,7 +117,7 @@ def test_what_cells_do_to_the_loss_adds_up(mode: str) -> None:
 
 
 def grows_as_in_fp32(model: GPT, stream: list[Place]) -> None:
-    """What blocks leave, beside a plain forward."""
+    """Compare the outputs of blocks with those of a plain forward."""
     sizes: list[torch.Tensor] = []
     for layer in model.layers:
         layer.register_forward_hook(lambda *args: sizes.append(args[-1].detach().square()))

@@ -1,4 +1,4 @@
-"""Variants of a policy are what they say: one cell wide, one cell narrow, and nothing else."""
+"""Variants of a policy differ in one wide or one narrow cell, and in nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zerodrift audit`, from the command line to what it prints."""
+"""`zerodrift audit`, from the command line to its output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def small() -> nn.Module:
 
 
 def with_a_row() -> nn.Module:
-    """Returns no loss."""
+    """Return a model without a loss."""
     model: Any = small()
     model.forward = lambda input_ids, labels: model.head(model.words(input_ids))
     return model

@@ -1,4 +1,4 @@
-"""What is seen of a forward's rounding: the bits are those of an unseen one, and errors are those of fp64."""
+"""A watched forward has the bits of an unwatched one, and its errors are those of fp64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerodrift.inspect.trace.operations import paths_in
 
 
 def product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Compute in bf16, whatever comes in."""
+    """Compute in bf16, for any input."""
     return functional.linear(x, weight.to(torch.bfloat16)).float().square().sum()
 
 
@@ -30,7 +30,7 @@ class Narrows(nn.Module):
 
 
 class Angles(nn.Module):
-    """A table that needs no gradient, of positions in bf16."""
+    """A table without gradients, of positions in bf16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,8 +102,7 @@ def test_a_cast_by_name_and_an_8_bit_float_are_seen(name: str) -> None:
 
 
 def test_numbers_without_a_gradient_have_what_they_would_be() -> None:
-    """Above 256, odd positions are not numbers of bf16: what that is worth comes with the gradient of what is
-    made of them."""
+    """Odd positions above 256 are not numbers of bf16: their cost comes with the gradients of users."""
     _, places = watched(Angles())
     table = places["bfloat16"]
     lost = torch.arange(300).bfloat16().double() - torch.arange(300).double()

@@ -1,4 +1,4 @@
-"""What somebody begins with: examples and pages in the package, and what a machine has."""
+"""A user's first steps: examples and pages in the package, and the doctor's facts about a machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pyproject() -> dict[str, Any]:
 
 
 def test_the_package_has_the_examples_and_the_pages(pyproject: dict[str, Any]) -> None:
-    """The folders at the top, by a link that a build follows, and every file of them by the globs."""
+    """A build follows a link to the folders at the top, and the globs hold every file of them."""
     assert machine.EXAMPLES.resolve() == ROOT / "examples" and machine.DOCS.resolve() == ROOT / "docs"
     globs = pyproject["tool"]["setuptools"]["package-data"]["zerodrift"]
     for folder in ("docs", "examples"):

@@ -1,4 +1,4 @@
-"""`bench/gpu.py` without a GPU: what it runs, what it says of parts that fail, and what it leaves out."""
+"""`bench/gpu.py` without a GPU: its parts, its report of failed ones, and those that it leaves out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What pages claim in figures was measured: each is a cell of a file in `bench/results`.
+"""Claimed figures on pages were measured: each is a cell of a file in `bench/results`.
 
-The scripts are run by hand, and seldom: what they import is there.
+The scripts run by hand, and seldom, so their imports are checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCRIPTS = sorted((ROOT / "bench").glob("*.py"))
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Modules of the folder, by name."""
+    """Return modules of the folder, by name."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     names = ("again", "benchmarks", "claims", "plots", "result")
     return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -95,7 +95,7 @@ def test_a_round_goes_on_and_says_what_is_left_out_and_missed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The first round is stopped in its third benchmark; one that is named runs whatever ran before."""
+    """The first round is stopped in its third benchmark; one that is named always runs."""
     ran: list[str] = []
     stops = [False]
 
@@ -134,7 +134,7 @@ def test_a_round_goes_on_and_says_what_is_left_out_and_missed(
     [((1.05, False), True), ((1.04, False), False), ((1.05, True), True), ((1.06, True), False)],
 )
 def test_a_claim_is_held_to_its_limit(bench: SimpleNamespace, limit: tuple[Any, ...], met: bool) -> None:
-    """The most that is allowed, or the least."""
+    """A limit is the largest admitted figure, or the least."""
     figure = bench.claims.Figure(1.05, ".2f", "step-fp32")
     assert bench.claims.Claim("", "", figure, {}, bench.claims.Limit(limit[0], at_least=limit[1])).met is met
     assert bench.claims.Claim("", "", figure, {}, None).met is None
@@ -157,12 +157,12 @@ CLAIMS = {
     "docs/benchmarks.md": ("persistent", "tensors", "12.00"),
     "docs/updates.md": ("persistent", "tensors", "12.00"),
 }
-"""Page -> a result that it claims, a column of it, and a figure on the page."""
+"""Page -> a result that it claims, one of its columns, and a figure on the page."""
 
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_another_figure_on_a_page_is_found(bench: SimpleNamespace, name: str) -> None:
-    """`test_docs.py` compares pages with what is made here: a cell that changes makes another page."""
+    """`test_docs.py` compares pages with generated ones: a cell that changes makes another page."""
     text, (source, column, figure) = (ROOT / name).read_text(encoding="utf-8"), CLAIMS[name]
     results = bench.claims.Results()
     assert bench.benchmarks.fresh(text, results) == text, "run `make docs`"

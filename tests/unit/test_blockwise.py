@@ -1,4 +1,4 @@
-"""8-bit moments: exact where they must be, near where they may be, and unbiased on the way."""
+"""8-bit moments: exact round trips, small errors, and no bias."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def values_of(code: Code) -> Tensor:
-    """Of the codes that are not negative, in order."""
+    """Return the values of the codes that are not negative, in order."""
     return tables(CPU)[code.value, 3 * LEVELS :][: code.top + 1]
 
 
@@ -28,7 +28,7 @@ def draws(blocks: int, step: int) -> Tensor:
 
 @pytest.mark.parametrize("code", Code)
 def test_the_code_is_the_dynamic_one(code: Code) -> None:
-    """Zero, then decades up to one, each with twice as many steps as the one below."""
+    """The code is zero, then decades up to one, each with twice as many steps as the one below."""
     values = values_of(code).double()
     assert values[0] == 0 and values[-1] == 1 and len(values) == code.top + 1
     assert (values.diff() > 0).all()
@@ -46,7 +46,7 @@ def test_the_code_is_the_dynamic_one(code: Code) -> None:
 
 @pytest.mark.parametrize("code", Code)
 def test_what_was_read_is_written_back_as_it_was(code: Code) -> None:
-    """All codes under two thousand scales, the ends among them: the same codes and scales, bit for bit."""
+    """All codes under two thousand scales, the ends among them, keep their codes and scales bit for bit."""
     codes = torch.arange(256).to(torch.uint8).repeat(2000)
     scales = 2.0 ** (torch.rand(2000, generator=generator()) * 221 - 95.5)
     scales[:4] = torch.tensor([LEAST_SCALE, LARGEST_SCALE, 1.0, 0.1])
@@ -87,7 +87,7 @@ def test_rounding_at_random_keeps_the_mean(code: Code, part: float) -> None:
 
 
 def test_a_second_moment_that_is_there_is_never_nothing() -> None:
-    """One of them would make the next step a first moment over eps."""
+    """A second moment of zero would make the next step a first moment over eps."""
     values = torch.tensor([1.0, 1e-7, 1e-9, 1e-20, 1e-38, 1e-45, 0.0]).repeat(BLOCK)
     for given in (None, draws(7, 2)):
         codes, _ = encode(Code.UNSIGNED, values, given)
@@ -98,7 +98,7 @@ def test_a_second_moment_that_is_there_is_never_nothing() -> None:
 
 
 def test_values_that_are_no_numbers() -> None:
-    """An infinity becomes the largest scale, a NaN takes its block and no other, what is tiny is nothing."""
+    """An infinity becomes the largest scale, a NaN fills only its block, and a tiny value becomes zero."""
     values = torch.zeros(5, BLOCK)
     values[0, :3] = torch.tensor([torch.inf, -torch.inf, 1.0])
     values[1, :2] = torch.tensor([torch.nan, 1.0])

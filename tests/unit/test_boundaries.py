@@ -1,4 +1,4 @@
-"""Boundaries: which modules compute in a dtype of their own, what they return, why, and how it is printed."""
+"""Boundaries: modules that compute in a dtype of their own, their outputs, their reasons, and the report."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from zerodrift.report.rows import group_rows, list_rows
 
 
 def pinned(model: ModelSpec, *patterns: str | dict[str, Any], mode: str = "bf16", **rest: Any) -> Plan:
-    """A plan in which these patterns are pinned; a dict is a rule as it stands."""
+    """Return a plan with these patterns pinned; a dict is a whole rule."""
     rules = [{"match": each, "pin": "fp32"} if isinstance(each, str) else each for each in patterns]
     return plan(at(3, mode, rules=rules) | rest, model)
 
 
 def boundaries(model: ModelSpec, *patterns: Any, mode: str = "bf16") -> dict[str, tuple[str, str, str]]:
-    """path -> (dtype, output, lookup), of a plan in which these patterns are pinned."""
+    """Return path -> (dtype, output, lookup) of a plan with these patterns pinned."""
     made = pinned(model, *patterns, mode=mode)
     return {each.path: (str(each.dtype), each.output, str(each.lookup or "-")) for each in made.boundaries}
 
 
 def of(*names: str, klass: str = "models.Layer", **known: Any) -> ModelSpec:
-    """A model of parameters: a name with `norm` or `bias` in it is a vector, every other a matrix."""
+    """Return a model of these parameters: vectors have `norm` or `bias` in their name, matrices not."""
     made = [parameter(n, (8,) if re.search("norm|bias", n) else (8, 8), klass) for n in names]
     return ModelSpec("m", tuple(made), **known)
 
@@ -89,7 +89,7 @@ def test_two_dtypes_are_two_boundaries() -> None:
 
 
 def test_what_is_one_too_but_not_under_autocast() -> None:
-    """A module that computes apart and is not pinned; one beside an integer parameter, which says nothing."""
+    """A compute dtype without a pin makes one; an integer parameter decides nothing."""
     rule, two = {"match": "gate.*", "compute": "fp32"}, of("gate.weight", "head.weight")
     assert boundaries(two, rule) == {"gate": ("fp32", "keep", "bf16")}
     assert boundaries(two, rule, mode="autocast-bf16") == {}

@@ -1,4 +1,4 @@
-"""Boxes against torch's own operations: any slice of anything moved about is the elements it should be."""
+"""Boxes against torch's own operations: any slice of a rearranged tensor has the right elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerodrift.weights.boxes import Box, BoxAxis, Layout, NoStridesError, concat
 
 
 def read(layout: Layout, sources: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
-    """The elements of a range by boxes alone; -1 where none was."""
+    """Return the elements of a range by boxes alone; -1 for a missing one."""
     out = torch.full((math.prod(layout.shape),), -1)
     count = 0
     for box in within(layout.boxes(), start, stop):
@@ -34,7 +34,7 @@ def agree(layout: Layout, sources: Sequence[torch.Tensor], want: torch.Tensor, s
 
 
 def fills(layout: Layout, sources: Sequence[torch.Tensor], want: torch.Tensor, step: int) -> None:
-    """Writing: each source by itself, in runs of `step` elements, fills the target."""
+    """Write each source by itself, in runs of `step` elements, and check the target."""
     built = torch.full((want.numel(),), -1)
     for number, source in enumerate(sources):
         flat = source.reshape(-1)
@@ -87,7 +87,7 @@ def test_a_plain_tensor_is_one_run() -> None:
 
 
 def test_experts_in_files_of_their_own_are_a_run_each() -> None:
-    """Two projections of three experts, joined: six runs, each the bytes of one tensor."""
+    """Two joined projections of three experts are six runs, each the bytes of one tensor."""
     gate, up = ([Layout.of(n, (4, 5)).unsqueeze(0) for n in numbers] for numbers in ((0, 1, 2), (3, 4, 5)))
     boxes = concatenate([concatenate(gate, 0), concatenate(up, 0)], 1).boxes()
     assert [(p.number, p.start, p.numel) for p in boxes] == [

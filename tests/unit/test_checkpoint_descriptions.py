@@ -1,5 +1,5 @@
-"""What ranks wrote is described beside it: flat in their number, opened where it is needed, and never that of
-another rank, step or run."""
+"""Descriptions of ranks' files: their size does not grow with ranks, a load opens only those that it
+needs, and never takes that of another rank, step or run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def tag(of_8: Path, tmp_path: Path) -> Path:
 
 
 def require_refused(tag: Path, *match: str) -> None:
-    """By whoever looks at all of it, in one error; and by whoever reads it without having looked."""
+    """Require one error from a full check, and one from a read without it."""
     with pytest.raises(CheckpointError) as caught:
         verified(tag)
     assert all(text in str(caught.value) for text in match), str(caught.value)
@@ -68,7 +68,7 @@ def require_refused(tag: Path, *match: str) -> None:
 
 
 def change(tag: Path, rank: int, how: Callable[[Description], Description]) -> None:
-    """Write a rank's description anew."""
+    """Rewrite a rank's description."""
     write_description(tag, how(read_description(tag, read_manifest(tag).of_ranks, rank)[0]))
 
 
@@ -92,7 +92,7 @@ def size_of(path: Path) -> int:
 
 
 def test_what_a_save_writes_for_all_ranks_does_not_grow_with_them(tmp_path: Path) -> None:
-    """But for the digits of their number."""
+    """Only the digits of their number may grow."""
     sizes = {}
     for ranks in (2, 8, 64):
         tag = save_as_ranks(tmp_path / str(ranks), plan_of(ranks))
@@ -182,7 +182,7 @@ def swap(tag: Path) -> None:
 
 
 def mix(tag: Path, step: int) -> None:
-    """Rank 6 is that of another save, of another step or run."""
+    """Replace rank 6's files by those of another save, step or run."""
     other = save_as_ranks(tag.parent / "other", plan_of(8), step)
     for name in ("__6_0.distcp", SIX, "rank-00006.pt"):
         shutil.copy(other / name, tag / name)
@@ -231,7 +231,7 @@ HARMS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     **{f"size {size}": (partial(write_size, size=size), ZERO, "") for size in (10**30, "x")},
     "size -1": (partial(write_size, size=-1), "__0_0.distcp", ""),
 }
-"""Name -> harm, what is said by whoever looks at all of it, and by whoever only reads, if that sees it."""
+"""Name -> damage, the error of a full check, and that of a read, if a read finds it."""
 
 
 @pytest.mark.parametrize("name", HARMS)

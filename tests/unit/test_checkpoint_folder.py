@@ -1,4 +1,4 @@
-"""Folders of checkpoints without torch: what appears, what goes, who may write, and what is damaged."""
+"""Folders of checkpoints without torch: publishing, removal, locks, and damage."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def manifest(tag: str, step: int, run: str = "r1") -> Manifest:
 
 
 def save(folder: CheckpointFolder, step: int, tag: str = "", run: str = "r1") -> Path:
-    """A small checkpoint, the way a save makes one."""
+    """Write a small checkpoint by the steps of a save."""
     tag = tag or automatic(step)
     new = folder.begin(tag)
     try:
@@ -110,7 +110,7 @@ def test_a_tag_is_replaced_as_a_whole(tmp_path: Path) -> None:
 def test_wherever_a_publication_ends_there_is_a_checkpoint(
     point: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every system call that changes the folder fails in turn; the one that was there can be found."""
+    """Every system call that changes the folder fails in turn; the earlier checkpoint can be found."""
     folder = CheckpointFolder(tmp_path)
     save(folder, 1, "best")
     left = [point]
@@ -176,7 +176,7 @@ def test_what_a_check_refuses_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_all_but_the_newest_go_and_chosen_tags_and_latest_stay(tmp_path: Path) -> None:
-    """A run that went back and saved has fewer steps than what it left behind."""
+    """A run that went back has fewer steps than its earlier checkpoints."""
     folder = CheckpointFolder(tmp_path)
     for step in range(1, 6):
         save(folder, step)

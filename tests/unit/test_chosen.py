@@ -1,4 +1,4 @@
-"""The tests that are chosen hold what they are chosen for, and are the same wherever they are chosen."""
+"""The chosen tests cover the values that they must cover, and every machine chooses the same."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ def test_a_tuple_is_several_factors(
 
 
 def test_what_is_chosen_is_marked(request: pytest.FixtureRequest) -> None:
-    """This one is a unit, so it is quick wherever it runs."""
+    """This test is a unit, so it is always quick."""
     assert request.node.get_closest_marker("quick")

@@ -1,4 +1,4 @@
-"""What a text sends a reader to is there: verbs and options, config keys, `[Note: ...]` essays."""
+"""Everything that a text refers to exists: verbs and options, config keys, `[Note: ...]` essays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def texts(*folders: str) -> Iterator[tuple[str, str]]:
 
 
 def wrong_verbs(text: str) -> list[str]:
-    """Verbs, and options behind them, that the command line does not have."""
+    """Return the verbs and options that the command line does not have."""
     found = []
     # A string may go on in the next line of a source.
     for line in re.sub(r'"\s*\n\s*f?"', "", text).splitlines():
@@ -44,7 +44,7 @@ def wrong_verbs(text: str) -> list[str]:
 
 
 PROSE = {"is", "as", "does", "takes", "refuses", "import", "said", "has", "downloads", "checkpoint"}
-"""Words behind the name in a sentence that begins with it, or in a statement of Python."""
+"""Words after the name in sentences that begin with it, and in Python statements."""
 
 
 def test_every_verb_and_option_exists() -> None:
@@ -68,7 +68,7 @@ def keys() -> set[str]:
 
 
 def named_in(text: str) -> set[str]:
-    """Keys of a config that a text names, and no files."""
+    """Return the config keys in a text, without files."""
     found = {key for key in KEY.findall(text) if deepspeed.find(key) is None}
     return {key for key in found if not key.endswith((".json", ".yaml", ".py"))}
 

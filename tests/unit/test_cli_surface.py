@@ -62,7 +62,7 @@ SURFACE = {verb: text.split(", ") for verb, text in SURFACE_TEXT.items()}
 """Verb -> its options and arguments. A new one is a decision: add it here and to the docs."""
 
 HEAVY = ("torch", "transformers", "numpy", "yaml", "zerodrift.config.schema", "zerodrift.plan")
-"""What no help text may import. Typer itself may import pydantic to describe the options of a verb."""
+"""Modules that no help text may import. Typer itself may import pydantic to describe options."""
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -91,7 +91,7 @@ def test_the_surface_is_what_was_decided() -> None:
 
 
 def test_help_takes_less_than_half_a_second() -> None:
-    """Processor time, which a busy machine does not change much; an idle one takes as long on the clock."""
+    """Processor time counts, which a busy machine does not change much; on an idle one it is the clock's."""
     took = []
     for _ in range(3):
         before = _processor_time_of_children()
@@ -122,7 +122,7 @@ for verb in sys.argv[1:]:
 
 
 def test_help_fits_a_screen_of_eighty_columns_and_imports_nothing_heavy() -> None:
-    """In one process, the verbs one after another; the group itself, which imports less than they, first."""
+    """All verbs run in one process; the group itself, which imports less, runs first."""
     command = [sys.executable, "-c", EACH_HELP.format(heavy=HEAVY), *SURFACE]
     environment = {**os.environ, "COLUMNS": "80"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
@@ -215,7 +215,7 @@ def test_our_own_mistakes_are_not_hidden() -> None:
 
 
 class Screen:
-    """A stream that says whether it is a terminal."""
+    """A stream with a given answer to `isatty`."""
 
     encoding = "utf-8"
 

@@ -1,4 +1,4 @@
-"""What a step costs is counted, not walked: equal to the list of collectives, as fast for any number."""
+"""The counted cost of a step equals the sum over its collectives, and takes no longer for more."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_no_number_of_micro_batches_is_an_error(count: Any) -> None:
 
 
 def test_a_backward_comes_to_units_in_reverse_but_to_holders_first() -> None:
-    """The definition, beside what walks a tree once."""
+    """The order by definition is compared with that of one walk over the tree."""
 
     def by_definition(units: list[Unit]) -> list[Unit]:
         found: list[Unit] = []

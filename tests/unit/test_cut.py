@@ -1,4 +1,4 @@
-"""A model's tree cut into pieces: the same modules under the same names, and refusals where others are."""
+"""A model's tree cut into pieces has the same modules under the same names, and other pieces are refused."""
 
 from __future__ import annotations
 

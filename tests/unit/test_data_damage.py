@@ -1,4 +1,4 @@
-"""Damaged files: the rows that were written, or an error that names the file."""
+"""Damaged files give the written rows, or an error that names the file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PACKED = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_every_damage_that_a_checksum_shows_is_an_error(name: str, tmp_path: Path) -> None:
-    """Bits, halves and additions: 500 of each kind."""
+    """There are 500 flipped bits, truncations and additions each."""
     whole = PACKED[name]()
     file, draw, caught = tmp_path / name, np.random.default_rng(0), 0
     for turn in range(500):
@@ -107,6 +107,6 @@ def test_a_file_is_read_piece_by_piece(kind: str, tmp_path: Path) -> None:
 def test_a_text_is_what_is_written(
     tmp_path: Path, name: str, content: str, read: list[dict[str, str]]
 ) -> None:
-    """`datasets` reads None, a number, a time and a key more: the reason why it does not read for us."""
+    """`datasets` reads None, a number, a time and another key here, so zerodrift reads by itself."""
     (tmp_path / name).write_text(content)
     assert rows(tmp_path / name) == read

@@ -1,4 +1,4 @@
-"""Folders of data as people publish and clone them: what of them is read, and what is asked."""
+"""Published and cloned folders of data: the files that are read, and the questions that are asked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXT, ROW = "a text to train on " * 9, [{"text": "a"}]
 
 
 def published(folder: Path, card: str = "license: mit") -> Path:
-    """A data set as it is cloned."""
+    """Write a data set in the form of a clone."""
     beside = (".gitattributes", ".git/config", "LICENSE", "dataset_infos.json")
     files: Any = {name: "{}" for name in beside} | {"README.md": f"---\n{card}\n---\n# Data\n"}
     for name, count in (("train", 3), ("test", 2)):
@@ -24,7 +24,7 @@ def published(folder: Path, card: str = "license: mit") -> Path:
 
 
 def counts(folder: Path, path: Path, **rest: Any) -> Any:
-    """Return what was read of the one set of a path."""
+    """Return the counts of a path's only set."""
     (found,) = made(folder, data(path, **rest)).sets
     return found.counts
 

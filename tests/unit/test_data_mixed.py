@@ -1,4 +1,4 @@
-"""Which blocks a step sees, several sets of data in shares, and documents that share blocks."""
+"""The blocks of a step, several sets of data in shares, and documents that share blocks."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_document_of_a_packed_block_is_as_if_it_were_alone(kind: str, tmp_path
 
 
 class Reading(torch.nn.Module):
-    """A model of two layers that sees what it should, or more."""
+    """A model of two layers that attends within documents, or beyond them."""
 
     def __init__(self, sees: str) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Reading(torch.nn.Module):
 
 
 class Deaf(torch.nn.Linear):
-    """One that is not told of positions."""
+    """A layer without an argument for positions."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`zerodrift data`: what was read, in words, and what is learned of it, marked."""
+"""`zerodrift data` prints a summary of the data, and samples with their learned tokens marked."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Files of data as people publish them: the token numbers and what is learned, beside what `transformers`
-makes of the conversation that is meant."""
+"""Published forms of data files have the tokens and masks of `transformers` for the same conversation."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ CALLED_AS_TEXT[1]["content"] = None
 
 @dataclass
 class File:
-    """A file, the conversation that each of its rows is, and what of it is learned, if not every answer."""
+    """A file, the conversations in its rows, and the learned texts unless these are all answers."""
 
     name: str
     content: bytes
@@ -153,7 +152,7 @@ FILES: dict[str, File] = {
 
 
 def expected(inner: Any, file: File) -> tuple[list[int], list[bool]]:
-    """What `transformers` makes of the conversation that is meant."""
+    """Return the tokens and the loss mask of `transformers` for the file's conversation."""
     made = inner.apply_chat_template(
         file.meant, tools=file.tools, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -171,7 +170,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> TransformersTokenizer:
 
 @pytest.fixture(scope="module")
 def unmarked(tmp_path_factory: pytest.TempPathFactory) -> TransformersTokenizer:
-    """The same template, which does not say what the assistant says."""
+    """Return a tokenizer whose template does not mark the assistant's tokens."""
     template = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     return TransformersTokenizer(byte_tokenizer(tmp_path_factory.mktemp("unmarked"), template))
 
@@ -266,7 +265,7 @@ def test_a_template_that_leaves_out_a_turn_or_tools_is_told(tmp_path: Path) -> N
 
 
 def read_with(folder: Path, template: str, file: File) -> tuple[str, str]:
-    """What a template makes of a file, and what of it is learned."""
+    """Return the text of a file by a template, and the learned part of it."""
     tokenizer = TransformersTokenizer(byte_tokenizer(folder, template))
     found, labels = parts_of(read(folder, tokenizer, file).train, 0)
     learned = [label for label in labels[0].tolist() if label != IGNORED]
@@ -274,7 +273,7 @@ def read_with(folder: Path, template: str, file: File) -> tuple[str, str]:
 
 
 def test_an_answer_ends_with_the_mark_of_its_template(tmp_path: Path) -> None:
-    """As of many models whose texts end with another one: a sample of a conversation stops at either."""
+    """Many models end their texts with another mark: a sampler of conversations stops at either."""
     template = (
         "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}<turn>\n{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -354,7 +353,7 @@ def test_a_template_is_given_what_it_writes(
 def test_a_text_is_continued_as_it_is(
     tmp_path: Path, letters: TransformersTokenizer, keys: dict[str, Any], is_ended: bool
 ) -> None:
-    """What TRL makes of two texts: no template, one end mark, the completion is learned."""
+    """Two texts become what TRL makes of them: no template, one end mark, a learned completion."""
     end = letters.inner.eos_token if is_ended else ""
     file = File("a.jsonl", lines({"prompt": "The sky is", "completion": f" blue.{end}"}), [])
     made = read(tmp_path, letters, file, **keys)

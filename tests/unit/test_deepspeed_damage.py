@@ -1,4 +1,4 @@
-"""A DeepSpeed checkpoint that is not as it was saved: the values that were saved, or one error."""
+"""A damaged DeepSpeed checkpoint gives the saved values, or one error."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zerodrift.errors import ZerodriftError
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 
 FLIPS = 60
-"""Of single bits, at each stage."""
+"""Number of single flipped bits, at each stage."""
 
 
 def said(folder: Path) -> dict[str, Any]:
-    """Everything that a reader gets of a checkpoint."""
+    """Return all values that a reader gets from a checkpoint."""
     found = open_deepspeed(folder)
     keys = [(entry.name, key) for entry in found.entries for key in ("", *entry.moments)]
     tensors = {f"{key} {name}": found.whole(name, key).tolist() for name, key in keys}
@@ -28,7 +28,7 @@ def said(folder: Path) -> dict[str, Any]:
 
 
 def outcome(folder: Path) -> dict[str, Any] | None:
-    """What is read, None for one error of ours; anything else is a failure."""
+    """Return the values that are read, or None for one error of ours; other errors are failures."""
     try:
         return said(folder)
     except ZerodriftError:
@@ -100,7 +100,7 @@ def test_whatever_happened_to_a_file_is_seen(harm: Callable[[bytes], bytes], cop
 
 
 def other(copy: Path, **changes: Any) -> Path:
-    """Another save of the same run, beside it."""
+    """Write another save of the same run beside it."""
     stage = 3 if len(files(copy)) == 4 else 2
     return lay_out(copy.parent / "other", stage, **changes)
 
@@ -137,7 +137,7 @@ def test_files_that_do_not_belong_together(harm: Any, said_of_it: str, copy: Pat
 
 
 def test_a_file_of_another_step(copy: Path) -> None:
-    """Every one in turn; the values are of other masters, and of the same."""
+    """Every file is replaced in turn, by one with other masters or the same."""
     for seed in (0, 5):
         later = other(copy, step=4, seed=seed)
         for path in files(copy):
@@ -154,7 +154,7 @@ def test_a_file_of_another_step(copy: Path) -> None:
 
 
 def test_files_without_checksums_are_refused_by_name(tmp_path: Path) -> None:
-    """What torch wrote before it wrote zips."""
+    """torch wrote this format before zips."""
     with pytest.raises(ZerodriftError, match="the older format has no checksums"):
         said(lay_out(tmp_path / "run", 2, archive=False))
 
@@ -176,7 +176,7 @@ def test_a_layout_that_is_not_deepspeeds_is_one_error(stage: int, lost: str, tmp
 
 
 def without(state: Any, key: str, value: Any) -> Any:
-    """A copy with every value of a key replaced."""
+    """Return a copy with every value of a key replaced."""
     if not isinstance(state, dict):
         return state
     return {k: value if k == key else without(v, key, value) for k, v in state.items()}

@@ -22,12 +22,12 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "deepspeed").iterdir
 
 
 def facts() -> list[str]:
-    """Every key path that DeepSpeed reads, written down once from its source."""
+    """Return every key path that DeepSpeed reads, from a list of its source."""
     return [line for line in KEYS.read_text().splitlines() if line and not line.startswith("#")]
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
-    """A config that writes one dotted key, with what its block cannot do without."""
+    """Return a config with one dotted key, and the required keys of its block."""
     needed = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
     first, *inner = key.split(".")
     for name in reversed(inner):
@@ -39,7 +39,7 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def test_every_key_of_deepspeed_is_in_the_table_and_known_to_load() -> None:
-    """Written with null, each loads or is part of a block that is refused as a whole."""
+    """Each key loads with null, or is part of a block that is refused as a whole."""
     free = ("optimizer.params", "scheduler.params")
     assert len(facts()) == len(set(facts())) > 400
     assert all(deepspeed.find(f"{key}.anything") for key in free)
@@ -62,7 +62,7 @@ def test_a_key_that_nobody_knows_is_not_found() -> None:
 
 
 def schema_keys() -> set[str]:
-    """The keys of the schema's DeepSpeed blocks that hold a value."""
+    """Return the schema's keys in DeepSpeed blocks that hold a value."""
     return {
         f"{key.path}.*" if fields.is_free(key.kind) else key.path
         for key in fields.every_key(Config)
@@ -91,7 +91,7 @@ IGNORED = [entry for entry in ENTRIES.values() if entry.fate == "ignored"]
 
 
 def asking(entry: Entry) -> Any:
-    """A value at which a refused key asks for something."""
+    """Return a value with which a refused key has an effect."""
     if True in entry.harmless and not any(value == 1 and value is not True for value in entry.harmless):
         return False
     return next(value for value in (True, 8, "cpu") if value not in entry.harmless or value is True)
@@ -169,7 +169,7 @@ def test_compression_is_refused_by_technique() -> None:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[str]:
-    """Every written key that holds no block, found without the code under test."""
+    """Yield every written key that holds no block, without the code under test."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from leaves(inner, f"{path}.{key}" if path else key)

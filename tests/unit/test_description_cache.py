@@ -1,4 +1,4 @@
-"""Descriptions of configs on disk: equal to what `transformers` builds, and unused where that may differ."""
+"""Cached descriptions equal those that `transformers` builds, and go unused where these may differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is deterministic on CUDA: our table beside torch's own page, torch's errors, and other packages."""
+"""Deterministic operations on CUDA: our table beside torch's own page, torch's errors, and other packages."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ RUNS: dict[str, Callable[[], Tensor]] = {
     "scatter_reduce": lambda: torch.rand(4).scatter_reduce(0, torch.tensor([0, 0]), torch.rand(2), "prod"),
     "index_reduce": lambda: torch.rand(4).index_reduce(0, torch.tensor([0, 0]), torch.rand(2), "prod"),
 }
-"""As torch's page names it -> a use."""
+"""Name on torch's page -> a use."""
 
 TAKEN = {"trilinear", "bilinear", "ReflectionPad2d", "cumsum", "resize_"}
-"""Names of that page that no longer raise, or are of quantized tensors; see [Note: refused on CUDA]."""
+"""Names of that page that no longer raise, or belong to quantized tensors; see [Note: refused on CUDA]."""
 
 
 def names_in(use: Callable[[], Tensor]) -> list[str]:
@@ -102,7 +102,7 @@ def test_every_row_is_met_by_a_use_of_what_it_stands_for() -> None:
 
 
 def test_every_operation_that_torchs_page_refuses_is_in_the_table() -> None:
-    """Of another torch, whose page names more, this test says which row is missing; mps is refused anyway."""
+    """A newer torch, whose page names more, fails with the missing row; mps is refused anyway."""
     page = (torch.use_deterministic_algorithms.__doc__ or "").partition("operations will throw a")[2]
     entries = re.split(r"\n *\* ", page.partition("In addition")[0])  # Python 3.13 has less indent
     on_cuda = "\n".join(entry for entry in entries if "CUDA" in entry or "MPS" not in entry)

@@ -1,4 +1,4 @@
-"""Digests of blocks: by both paths the same, sums over any slicing, and known answers."""
+"""Digests of blocks: equal by both paths, additive over any slicing, with known answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def some(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def by_definition(flat: Tensor, first: int) -> list[int]:
-    """In Python's whole numbers."""
+    """Compute the digests with Python's integers."""
     size = flat.itemsize
     data = flat.view(torch.uint8).tolist() if flat.numel() else []
     words = [int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size)]

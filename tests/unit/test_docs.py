@@ -1,4 +1,4 @@
-"""The pages say what is true: code on them runs, output is fresh, numbers follow, links lead somewhere."""
+"""The pages are true: their code runs, their output is fresh, their arithmetic holds, their links resolve."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RUNNING = (
     *("README.md", "docs/plan.md", "docs/pipelines.md", "docs/weights.md"),
     *("docs/migrating.md", "docs/engine.md", "docs/api.md"),
 )
-"""Pages whose Python is whole, except below `<!-- excerpt -->`; elsewhere it is an excerpt."""
+"""Pages whose Python runs as a whole, except below `<!-- excerpt -->`; other pages have excerpts."""
 
 MODEL = "examples/qwen3-moe-tiny"
 LOCK = (ROOT / "requirements" / "lock.txt").read_text()
@@ -48,7 +48,7 @@ def name_of(path: Path) -> str:
 
 
 def blocks(language: str, names: tuple[str, ...] = ()) -> list[Any]:
-    """The fenced blocks of a language, as parameters of a test."""
+    """Return the fenced blocks of a language, as parameters of a test."""
     found = []
     for path in PAGES:
         if names and name_of(path) not in names:
@@ -61,7 +61,7 @@ def blocks(language: str, names: tuple[str, ...] = ()) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths on the pages are those of a person at the root of the repository."""
+    """Change to the root of the repository, which paths on the pages begin at."""
     monkeypatch.chdir(ROOT)
 
 
@@ -84,13 +84,13 @@ def test_yaml_on_a_page_plans(text: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def refresh() -> ModuleType:
-    """`tools/refresh.py`, which writes what is checked here."""
+    """Return `tools/refresh.py`, which writes the pages."""
     return load_tool("refresh")
 
 
 @pytest.fixture(scope="module")
 def generated(refresh: ModuleType) -> dict[str, str]:
-    """Pages that are generated as a whole, by name."""
+    """Return the pages that are generated as a whole, by name."""
     return refresh.generated()
 
 
@@ -124,7 +124,7 @@ def test_a_page_is_headed_by_the_question_that_it_answers(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The website, built without a dead link or a page outside of its navigation."""
+    """Build the website, without a dead link or a page outside of its navigation."""
     folder = tmp_path_factory.mktemp("built") / "site"
     command = [sys.executable, ROOT / "tools/website.py", folder]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -143,7 +143,7 @@ def test_the_website_works_from_disk(site: Path) -> None:
 
 
 class Outline(HTMLParser):
-    """Elements of a page, in their order, and what assistive technology asks of them."""
+    """Elements of a page, in their order, and the attributes that assistive technology needs."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def test_every_kind_of_error_and_finding_is_explained() -> None:
 
 
 def rows(name: str, heading: str) -> Iterator[list[str]]:
-    """The rows of the first table below a line that contains `heading`."""
+    """Yield the rows of the first table below a line that contains `heading`."""
     lines = iter(page(name).partition(heading)[2].splitlines())
     table = False
     for line in lines:
@@ -220,14 +220,14 @@ def rows(name: str, heading: str) -> Iterator[list[str]]:
 
 
 def value(text: str) -> float:
-    """What arithmetic on a page comes to: `(2 x 1,118,720 + 4 x 4,096) / 2`."""
+    """Compute the arithmetic of a page: `(2 x 1,118,720 + 4 x 4,096) / 2`."""
     plain = text.replace(",", "").replace(" x ", " * ")
     assert re.fullmatch(r"[\d *+/().-]+", plain), text
     return float(eval(plain))
 
 
 def figure(bill: Cost, label: str) -> int:
-    """A figure of a bill, by the name that a page gives it."""
+    """Return a figure of a bill, by its name on a page."""
     if label.startswith("`"):
         part, _, name = label.strip("`").partition(".")
         return int(getattr(getattr(bill, part), name))
@@ -252,7 +252,7 @@ def test_the_bill_by_hand_is_the_bill() -> None:
 
 
 def even(world: int = 4) -> ModelSpec:
-    """A model of one block that no padding touches."""
+    """Return a model of one block without padding."""
     return ModelSpec("even", (parameter("layers.0.mlp.up.weight", (256, 16 * world)),))
 
 
@@ -348,7 +348,7 @@ def without_code(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub forms them."""
+    """Return the anchors of a page's headings, as GitHub forms them."""
     titles = re.findall(r"^#+ (.*)$", without_code(path), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -1,4 +1,4 @@
-"""The table of docs/doors.md is that of the results, and `make doors` goes on whatever fails in it."""
+"""The table of docs/doors.md is that of the results, and `make doors` goes on after a failure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_is_not_as_it_should_be_is_in_the_table(
 
 @pytest.fixture
 def apart(doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`doors`, where nothing of the repository is written."""
+    """Return `doors` with its files outside of the repository."""
     (tmp_path / "page.md").write_text("<!-- doors -->\n<!-- end of doors -->\n")
     monkeypatch.setattr(doors, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(doors.door_examples, "RESULTS", tmp_path / "results.json")
@@ -74,7 +74,7 @@ def apart(doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def made_python(name: str, home: Path) -> Path:
-    """An interpreter that says a version, whatever it is asked."""
+    """Write an interpreter that always prints a version."""
     python = home / "bin" / "python"
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text("#!/bin/sh\necho 0.19.6\n")
@@ -85,7 +85,7 @@ def made_python(name: str, home: Path) -> Path:
 def test_a_failure_ends_nothing_else_and_what_ran_is_kept(
     apart: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One tool has no environment, one cell of another fails; the second time only that cell runs."""
+    """One tool has no environment, and one cell of another fails; the second time only that cell runs."""
     ran = []
 
     def made(name: str, home: Path, torch: Any) -> Path:
@@ -129,7 +129,7 @@ def test_the_furthest_number_is_found(doors: Any) -> None:
 
 
 def test_a_run_of_losses_that_are_not_finite_has_failed(doors: Any) -> None:
-    """Whoever ran it: it is no result of that package, and nothing to compare the other's with."""
+    """The losses are a result of neither package, and nothing is compared with them."""
     assert doors.door_examples.why_it_failed(0, [1.0, 2.0]) == ""
     assert doors.door_examples.why_it_failed(0, [1.0, math.nan, math.inf]) == "2 of 3 losses are not finite"
     assert doors.door_examples.why_it_failed(0, []) == "wrote no losses"
@@ -138,7 +138,7 @@ def test_a_run_of_losses_that_are_not_finite_has_failed(doors: Any) -> None:
 
 
 def test_nothing_of_a_command_is_left(doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It hears no Ctrl-C, and has started one in a session of its own."""
+    """The command ignores Ctrl-C, and has started a process in a session of its own."""
     monkeypatch.setattr(doors.door_examples.processes, "GRACE", 0.1)
     script = f"trap '' INT; setsid sleep 100 & echo $! > {tmp_path}/pid; wait"
     with (tmp_path / "log").open("w") as log:
@@ -189,7 +189,7 @@ def test_saved_files_are_compared_by_names_shapes_and_norms(doors: Any) -> None:
 def test_methods_go_on_where_they_were_stopped(
     doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped after one job on zerodrift; with other sources DeepSpeed's side is kept."""
+    """The first run stops after one job on zerodrift; with other sources DeepSpeed's side is kept."""
     methods, python = doors.door_methods, made_python("llamafactory", tmp_path)
     jobs, ran = methods.TRAINERS["llamafactory"].jobs[:1], []
 

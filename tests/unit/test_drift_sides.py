@@ -1,4 +1,4 @@
-"""`zerodrift drift`: tensors judged, files read, sides compared, and what is refused."""
+"""`zerodrift drift`: judgements of tensors, files, comparisons of sides, and refusals."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_a_dtype_cannot_hold_is_told() -> None:
 
 
 def test_of_two_values_as_near_either_is_rounded() -> None:
-    """Ties are rounded to even by torch, and away from zero where the master is split."""
+    """torch rounds ties to even, a split master away from zero."""
     halfway = torch.tensor([1 + 2**-8, -1 - 2**-8, 0.7])
     split = round_away(halfway)
     assert not torch.equal(split, halfway.bfloat16()) and judge(halfway, split).kind == "rounded"
@@ -392,7 +392,7 @@ def test_the_step_at_which_a_tensor_changed_is_named(tmp_path: Path) -> None:
 
 
 def test_a_dtype_brings_the_tensors_that_were_sent_for_it(tmp_path: Path) -> None:
-    """A head that was sent in bf16 and is multiplied in fp32 is one difference to a trainer in bf16."""
+    """A head that is sent in bf16 and multiplied in fp32 is one difference to a trainer in bf16."""
     sent = folder_of(lively("plain"), tmp_path / "sent", bf16)
     found = compared(plain(BF16), sent=sent, sampler={"head": "fp32"})
     assert [(each.cell.key, each.explains, each.removes) for each in found.cells] == [("head", 1.0, 1.0)]
@@ -476,7 +476,7 @@ class OtherLoss(WithoutLoss):
 
 
 class Bare(WithoutLoss):
-    """Embeddings and a head."""
+    """A model of embeddings and a head."""
 
     def __init__(self) -> None:
         super().__init__()

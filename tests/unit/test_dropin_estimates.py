@@ -1,4 +1,4 @@
-"""DeepSpeed's estimates of memory: its formulas by hand, and its own functions where it is installed."""
+"""DeepSpeed's estimates of memory follow its formulas, and its own functions if it is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerodrift.deepspeed.tools import estimates
 
 
 def tied() -> nn.Module:
-    """Of 10,000 parameters in the embedding, used twice, and 100 x 100 + 100 in a layer."""
+    """Return a model of 10,000 parameters in a tied embedding, and 100 x 100 + 100 in a layer."""
     model = nn.Sequential(nn.Embedding(100, 100), nn.Linear(100, 100), nn.Linear(100, 100, bias=False))
     model[2].weight = model[0].weight
     return model

@@ -1,4 +1,4 @@
-"""The drop-in's surface: what imports, with which arguments, what says no, and what frameworks reach for."""
+"""The drop-in's surface: its imports, its arguments, its refusals, and the names that frameworks use."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ IMPORTED |= dict.fromkeys(
     ),
     ("__doc__",),
 )
-"""Modules that scripts and tutorials import by name, and names that they import from them."""
+"""Modules and names that scripts and tutorials import."""
 
 ENGINE = (
     *("forward", "backward", "step", "scale", "no_sync", "coalesce_grad_reduction", "zero_grad", "train"),
@@ -178,7 +178,7 @@ def test_the_accelerator_answers_or_names_torchs_own(monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_else_has_the_name_of_one_of_deepspeeds_modules() -> None:
-    """As the standard library's `logging` had in `deepspeed.utils`."""
+    """The standard library's `logging` was in `deepspeed.utils` once."""
     for module in MODULES:
         package, _, last = module.rpartition(".")
         held = vars(importlib.import_module(f"zerodrift.deepspeed.{package}".rstrip("."))).get(last)
@@ -202,7 +202,7 @@ def test_torchs_version_is_compared_with_what_is_written() -> None:
 
 
 def test_made_modules_are_like_any_other() -> None:
-    """Values pickle by the file that defines them, modules reload, and `python -m` finds their code."""
+    """Values pickle by their file, modules reload, and `python -m` finds their code."""
     for value in (deepspeed.zero.ZeroParamStatus.AVAILABLE, deepspeed.utils.safe_get_full_grad):
         assert pickle.loads(pickle.dumps(value)) is value
     kind = deepspeed.ops.op_builder.FusedAdamBuilder
@@ -217,7 +217,6 @@ def test_made_modules_are_like_any_other() -> None:
 def test_a_made_module_runs_as_a_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As `python -m` finds and runs it."""
     monkeypatch.setattr(sys, "argv", ["zero_to_fp32", "--help"])
     with pytest.raises(SystemExit):
         runpy.run_module("zerodrift.deepspeed.utils.zero_to_fp32", run_name="__main__", alter_sys=True)
@@ -239,7 +238,7 @@ WHATEVER = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
 def inside(function: Any) -> Any:
-    """What DeepSpeed's decorators wrap, which do not say so."""
+    """Return the function below DeepSpeed's decorators, which hide it."""
     while [p.kind for p in inspect.signature(function).parameters.values()] == WHATEVER:
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         function = next(held for held in cells if inspect.isfunction(held))
@@ -247,7 +246,7 @@ def inside(function: Any) -> Any:
 
 
 def arguments(function: Any) -> list[tuple[str, Any]]:
-    """Names and defaults, in order; a default that only feeds DeepSpeed's log is nobody's business."""
+    """Return names and defaults, in order, without the defaults that only feed DeepSpeed's log."""
     found = []
     for parameter in inspect.signature(inside(function)).parameters.values():
         default = parameter.default
@@ -311,7 +310,7 @@ def test_collectives_take_what_deepspeeds_take() -> None:
 GONE = {"amp_enabled", "get_pld_theta", "curriculum_enabled_legacy", "eigenvalue_enabled"} | {
     *("elasticity_enabled", "graph_harvesting", "mics_shard_size", "pld_enabled", "sparse_gradients_enabled")
 }
-"""What 0.19.6 has and 0.19.8 has not; a script may still ask for it."""
+"""Names of 0.19.6 that 0.19.8 lacks; a script may still use them."""
 
 
 NOT_IN_THE_CLASS = {
@@ -321,7 +320,7 @@ NOT_IN_THE_CLASS = {
     "flops_profiler",
     "reset_activation_shape",
 } | {*("train_batch", "eval_batch", "set_dataloader", "set_dataiterator", "set_batch_fn")}
-"""Made at run time, or of pipelines."""
+"""Attributes that are made at run time, or belong to pipelines."""
 
 
 @needs_deepspeed
@@ -361,7 +360,7 @@ INTERNAL: dict[str, set[str]] = {
     | {"bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_world_size", "initialize"}
     | {"ensure_divisibility", "recursive_getattr", "recursive_setattr"},
 }
-"""What DeepSpeed's modules hold for themselves."""
+"""Internal names of DeepSpeed's modules."""
 
 
 OF_ITS_OWN = (
@@ -375,12 +374,12 @@ OF_ITS_OWN = (
     *("runtime.tensor_parallel.", "runtime.zero.", "runtime.hybrid_engine_", "runtime.rollout"),
     *("sequence.", "utils."),
 )
-"""Modules that DeepSpeed's pages do not name; with a dot at the end, what is below one that is here."""
+"""Modules that DeepSpeed's pages do not name; a dot at the end stands for the modules below."""
 
 
 @needs_deepspeed
 def test_every_module_of_deepspeeds_imports() -> None:
-    """One that is not here has a page's worth of reason, and not `ModuleNotFoundError`."""
+    """A missing one raises an error with its reason, and not `ModuleNotFoundError`."""
     folder = Path(real().__file__).parent
     files = [path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.py")]
     lost = set()
@@ -400,11 +399,11 @@ THEIRS = {
     "deepspeed.utils.is_initialized",  # of transformers' ESMFold, for a DeepSpeed of 2022
     "deepspeed.dtypes",
 }
-"""What DeepSpeed 0.19.6 has not either."""
+"""Names that DeepSpeed 0.19.6 lacks too."""
 
 
 def reached(tree: ast.AST) -> Iterator[str]:
-    """Dotted names under `deepspeed`."""
+    """Yield dotted names under `deepspeed`."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.ImportFrom)
@@ -421,7 +420,7 @@ def reached(tree: ast.AST) -> Iterator[str]:
 
 
 def there(name: str) -> bool:
-    """Whether the drop-in has it, as an attribute or as a module."""
+    """Return whether the drop-in has the name, as an attribute or as a module."""
     at: Any = importlib.import_module("zerodrift.deepspeed")
     path = "zerodrift.deepspeed"
     for part in name.split(".")[1:]:

@@ -1,4 +1,4 @@
-"""The drop-in in one process: how `initialize` can be called, what it returns, and what it refuses."""
+"""The drop-in in one process: arguments, results and refusals of `initialize`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def changed(engine: Any) -> set[str]:
-    """Names of the parameters that a step changes."""
+    """Return the names of the parameters that a step changes."""
     before = {name: value.clone() for name, value in engine.module_state_dict().items()}
     step(engine)
     return {
@@ -513,7 +513,7 @@ def test_a_second_run_replaces_the_tags_of_the_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_torch_autocast_trains_is_saved_in_fp32(stage: int, tmp_path: Path) -> None:
-    """Its weights are fp32: in 16 bits a model that goes on from the file would be another."""
+    """Weights are fp32: a run that resumed from 16 bits would have another model."""
     config = {**CONFIG, "zero_optimization": {"stage": stage}, "torch_autocast": {"enabled": True}}
     engine, *_ = make(config)
     step(engine)

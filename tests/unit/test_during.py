@@ -1,4 +1,4 @@
-"""A look at a run's rounding while it trains: what it says, and that the run does not notice."""
+"""A check of a run's rounding while it trains finds planted errors, and does not change the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = {
 
 
 class Noisy(nn.Module):
-    """Draws random numbers, and counts in a buffer."""
+    """A module that draws random numbers, and counts in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

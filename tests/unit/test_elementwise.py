@@ -1,4 +1,4 @@
-"""Which optimizers may step shards: the table holds what it says, and a declaration is heard."""
+"""The table of optimizers that may step shards is right, and a declaration overrides it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parameters(*shapes: int) -> list[nn.Parameter]:
 
 
 def stepped(name: str, parts: list[slice], **options: Any) -> torch.Tensor:
-    """600 elements after five steps, as this optimizer updates these parts of them."""
+    """Return 600 elements after five steps of this optimizer on these parts of them."""
     generator = torch.Generator().manual_seed(1)
     values, gradients = torch.randn(600, generator=generator), torch.randn(5, 600, generator=generator)
     pieces = [nn.Parameter(values[part].clone()) for part in parts]
@@ -42,7 +42,7 @@ def test_torchs_classes_in_the_table_are_elementwise(name: str, foreach: bool) -
 
 
 def kind(name: str, module: str, *bases: type, **args: int) -> torch.optim.Optimizer:
-    """An object of a class of somebody's package, with options as bitsandbytes keeps them."""
+    """Make an object of a class of another package, with options in the form of bitsandbytes."""
     made = type(name, bases or (torch.optim.SGD,), {"__module__": module})(parameters(4), lr=0.1)
     if args:
         made.args = SimpleNamespace(**{"optim_bits": 32, "percentile_clipping": 100, **args})

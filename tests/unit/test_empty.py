@@ -1,4 +1,4 @@
-"""Models without memory: what they look like, and that first values are what their modules would have set."""
+"""Models without memory: their appearance, and the initial values of their own modules."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ RANDOM: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("what", RANDOM)
 def test_writes_with_chance_are_what_torch_draws_from_the_same_seed(what: str) -> None:
-    """Not only the same distribution: the function itself, run on memory with the parameter's own seed."""
+    """The bits are equal, not only the distribution: each parameter has its own seed."""
     with empty():
         model = blank(40, 30)
         with torch.no_grad():
@@ -127,7 +127,7 @@ def test_writes_with_chance_are_what_torch_draws_from_the_same_seed(what: str) -
 
 
 def test_a_draw_that_torch_refuses_is_refused_inside_too() -> None:
-    """A good draw is only written down where there is no memory; a bad one must not pass so."""
+    """Without memory a valid draw is only recorded; an invalid one must still raise."""
     x = blank(40, 30).x
     with empty():
         bare = blank(40, 30).x
@@ -145,7 +145,7 @@ def test_a_draw_that_torch_refuses_is_refused_inside_too() -> None:
 
 
 def test_drawing_into_no_memory_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's form of it for the meta device takes as long as building the module around it."""
+    """torch's function for the meta device takes as long as building the module around it."""
     computed = []
     with empty():
         parameter = blank(40, 30).x
@@ -213,7 +213,7 @@ def test_clones_casts_and_wider_declarations() -> None:
 
 
 class Scan(nn.Module):
-    """Follows the device of its parameters, as state space models of `transformers` do."""
+    """A module that follows the device of its parameters, as state space models of `transformers` do."""
 
     @torch.no_grad()
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Setting up: what is locked, what is made once, and every failure as one message that says what to do."""
+"""Environments: locked versions, reuse, and every failure as one message with advice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_package_is_pinned_with_hashes() -> None:
 
 
 def test_what_pyproject_asks_for_is_locked() -> None:
-    """Nothing that the tests import is left to the day."""
+    """No import of the tests depends on the day."""
     if sys.version_info < (3, 11):
         pytest.skip("tomllib is new in 3.11")
     import tomllib
@@ -76,7 +76,7 @@ def test_what_pip_says_becomes_one_message(case: str, environment: Any) -> None:
 
 
 def play(tmp_path: Path) -> Path:
-    """Let a script stand for Python: it writes down its arguments, and fails on `second` while it may."""
+    """Put a script in Python's place: it records its arguments, and fails on `second` as long as it may."""
     python = tmp_path / "python"
     python.write_text(
         f'#!/bin/sh\necho "$*" >> {tmp_path}/ran\n'
@@ -88,7 +88,7 @@ def play(tmp_path: Path) -> Path:
 
 
 def test_an_environment_is_made_once(tmp_path: Path, environment: Any) -> None:
-    """It is made again where something else is asked for, or where it was not made to its end."""
+    """It is made again for another request, or if it was not completed."""
     home, python = tmp_path / "home", str(play(tmp_path))
     asked = (home, python, ["--pre", "torch"], ["first"], ["second"])
     with pytest.raises(environment.SetupError, match="is not set up"):

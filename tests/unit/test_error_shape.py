@@ -1,7 +1,7 @@
-"""No error of ours is made of a hand-shaped text: each is given its parts, *where: must; got; do*.
+"""Errors are made of their parts, *where: must; got; do*, and not of a hand-shaped text.
 
-That the parts are given is what the constructor asks for, and mypy sees it. Seen here is what types cannot:
-a part that holds another, a text that has the shape and is no `Problem`, and who passes on texts of others.
+The constructor requires the parts, and mypy checks it. This test checks the rest: a part that contains
+another, a text of that shape that is no `Problem`, and modules that relay texts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zerodrift.deepspeed.modules import (
 from zerodrift.errors import Problem, ZerodriftError
 
 RELAYING = {"comm.shared_errors", "comm.watch", "train.loop.launcher"}
-"""What they raise was said by another rank or process."""
+"""Modules that raise the texts of other ranks or processes."""
 
 DROP_INS = (MisuseError, NotHereError, RefusedConfigError, MissingCheckpointError)
 
@@ -37,7 +37,7 @@ HAND_SHAPED = re.compile(r";\s(it\s)?(got|took)\b|`: (must|is|cannot|its)\b")
 
 
 def shapeless(module: str, tree: ast.AST) -> Iterator[str]:
-    """Module, line and what is wrong there."""
+    """Yield module, line and the problem."""
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         where = f"{module}:{getattr(node, 'lineno', 0)}"
@@ -65,7 +65,7 @@ def call(module: str, node: ast.Call) -> Iterator[str]:
 
 
 def text(node: ast.AST) -> str | None:
-    """What a literal says, with a NUL for each value; None for anything else."""
+    """Return the text of a literal, with a NUL for each value, or None for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

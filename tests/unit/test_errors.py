@@ -1,4 +1,4 @@
-"""Errors are made of four parts, keep them, and read the same wherever they go."""
+"""Errors are made of four parts, keep them, and read the same everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`check --expect`: a saved table, a plan or a config, held against what was seen."""
+"""`check --expect`: a saved table, a plan or a config is compared with the observation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_no_key_decides_is_the_librarys_own_and_wider_is_no_difference(tmp_
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_rule_binds_whatever_its_pattern_says(asked: bool, tmp_path: Path) -> None:
-    """peft calls its adapters `default`, as this house calls what nobody asked for."""
+    """peft calls its adapters `default`, like the reason of columns without a rule."""
     rules = [{"match": "*.default.*", "accumulate": "fp32"}] if asked else []
     config = {key: value for key, value in CONFIG.items() if key != "data_types"}
     file = written(tmp_path, json.dumps({**config, "precision": {"rules": rules}}))
@@ -86,7 +86,7 @@ def plan(name: str = "head.weight") -> str:
 
 @pytest.mark.parametrize("what", ["a config", "a plan", "a table"])
 def test_each_is_held_to_in_its_columns(what: str, tmp_path: Path) -> None:
-    """A plan also in those that no key decides, and a saved table cell by cell."""
+    """A plan is checked in columns without a key too, and a saved table cell by cell."""
     texts = {"a config": json.dumps(CONFIG), "a plan": plan(), "a table": encoded(seen(), [])}
     column = {"a config": "master", "a plan": "state", "a table": "reduce"}[what]
     file = written(tmp_path, texts[what])

@@ -1,4 +1,4 @@
-"""Experts in a plan: which rows, what a rank has of them, what is refused, and that nothing else changes."""
+"""Experts in a plan: their rows, a rank's share of them, refusals, and unchanged other rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNT = 6
 
 
 def stacked(layers: int = 2, *more: ParameterSpec) -> ModelSpec:
-    """A model whose experts are stacked, as those of transformers 5 are."""
+    """Return a model with stacked experts, as in transformers 5."""
     dense = [each for each in moe(layers, COUNT).parameters if ".experts." not in each.name]
     shapes = {"gate_up_proj": (COUNT, 96, 48), "gate_up_proj_bias": (COUNT, 96), "down_proj": (COUNT, 48, 48)}
     stacks = [
@@ -151,7 +151,7 @@ def test_muon_gets_whole_matrices_of_its_own_experts() -> None:
 
 
 def block_keys(made: Plan, name: str, part: int) -> list[int]:
-    """What rounding draws from, for each block of a row on a mesh where no slice cuts it."""
+    """Return the seeds of rounding for each block of a row, on a mesh that cuts no slice of it."""
     row = made.row(name)
     assert row is not None
     spec = made.segments[row.segment]

@@ -31,7 +31,7 @@ def saved(name: str, *shape: int, dtype: DType = DType.FP32) -> SavedTensor:
 
 
 def test_files_are_cut_as_the_hub_cuts_them(tmp_path: Path) -> None:
-    """The same names, files and index as huggingface_hub makes of the same tensors."""
+    """Names, files and index are those of huggingface_hub for the same tensors."""
     hub = pytest.importorskip("huggingface_hub")
     shapes = {"a": (10,), "b": (50,), "c": (3, 3), "d": (2,), "e": (100,), "f": (1,), "g": ()}
     ours = pack([saved(name, *shape) for name, shape in shapes.items()], 200)
@@ -65,7 +65,7 @@ def test_sizes() -> None:
 
 
 def made_of(name: str, layout: Layout, *parameters: str) -> SavedTensor:
-    """A tensor of a file whose elements are those of parameters."""
+    """Return a tensor of a file with elements of these parameters."""
     parts = tuple(SavedPart(parameters[box.number], box.reversed()) for box in layout.boxes())
     return SavedTensor(name, layout.shape, DType.FP32, parts)
 
@@ -107,7 +107,7 @@ def test_runs_of_any_length(tmp_path: Path, step: int) -> None:
 
 @pytest.mark.parametrize("step", [1, 7, 50, 1000])
 def test_blocks_that_are_experts_halves_and_transposed(tmp_path: Path, step: int) -> None:
-    """[4 experts, 6 rows of gate and up, 5] as eight tensors, two of them transposed."""
+    """[4 experts, 6 rows of gate and up, 5] becomes eight tensors, two of them transposed."""
     value = torch.randn(4, 6, 5)
     whole = Layout.of(0, (4, 6, 5))
     tensors, expected = [], {}
@@ -124,7 +124,7 @@ def test_blocks_that_are_experts_halves_and_transposed(tmp_path: Path, step: int
 
 
 def test_a_tensor_of_two_parameters(tmp_path: Path) -> None:
-    """One after the other; and in turns, in rows beyond the size from which each has a call of its own."""
+    """The parameters lie one after the other, or in turns, in rows large enough for their own calls."""
     q, k = torch.randn(4, 3), torch.randn(2, 3)
     layout = concatenate([Layout.of(0, (4, 3)), Layout.of(1, (2, 3))], 0)
     pour(tmp_path, [made_of("qk", layout, "q", "k")], {"q": q, "k": k}, 5)

@@ -1,5 +1,5 @@
-"""Checkpoints and folders that somebody else made: nothing in them runs, nothing leads out of them, and
-whatever lies where a file is expected is one error."""
+"""Checkpoints and folders of untrusted origin: nothing in them runs, no path leads out of them, and
+anything but a file in the place of one is an error."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_how_many_are_kept_is_a_number(keep: Any, engine: Any, tmp_path: Path) -
 
 
 class Planted:
-    """Unpickling it calls something."""
+    """An object that calls a function when it is unpickled."""
 
     def __init__(self, what: Callable[..., Any], *arguments: Any) -> None:
         self.what, self.arguments = what, arguments
@@ -153,7 +153,7 @@ def test_nothing_in_a_deepspeed_file_runs(what: str, pattern: str, tmp_path: Pat
 
 
 def test_every_place_that_unpickles_is_restricted() -> None:
-    """By reading the source: who adds one has to say here why it is safe."""
+    """The source is searched: a new place needs an entry here with its reason."""
     found = set()
     for path in PATHS:
         for node in ast.walk(tree(path)):
@@ -185,7 +185,7 @@ KINDS = ["FIFO", "device", "folder", "link"]
 def test_a_file_of_a_checkpoint_is_a_file(
     name: str, kind: str, ours: Path, engine: Any, tmp_path: Path
 ) -> None:
-    """A FIFO must not wait, a device must not be read for ever, and a link may lead to anybody's secrets."""
+    """A FIFO must not wait, a device must not be read for ever, and a link may lead to secrets."""
     path = ours / name
     path.rename(tmp_path / "elsewhere")
     if kind == "FIFO":
@@ -243,7 +243,7 @@ OTHERS: dict[str, Callable[[Any, Path, Path], object]] = {
 
 
 def test_whatever_is_given_for_a_checkpoint_is_one_error(engine: Any, tmp_path: Path) -> None:
-    """And at once: nothing waits for the other end of a pipe."""
+    """The error comes at once: nothing waits for the other end of a pipe."""
     ended = threading.Event()
     threading.Timer(60, lambda: ended.is_set() or os._exit(99)).start()
     for what, path in odd_places(tmp_path).items():
@@ -312,7 +312,7 @@ def test_no_bit_of_latest_can_name_another(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["checkpoint.json", "latest"])
 def test_a_half_copied_folder_is_not_nothing(lost: str, ours: Path, engine: Any, tmp_path: Path) -> None:
-    """A copy that was cut short is named; a run that begins anew beside it would be a silent loss."""
+    """An interrupted copy is named; a run that began anew beside it would lose it silently."""
     (ours / TAG / "checkpoint.json").unlink()
     if lost == "latest":
         (ours / "latest").unlink()

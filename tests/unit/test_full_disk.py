@@ -1,5 +1,4 @@
-"""A disk that is full, at every write in turn: one error that names the folder and the room that is left,
-what was there stays, and nothing of what was begun."""
+"""A disk that is full at any write gives one error with the folder, and leaves no partial file."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ from zerodrift.weights.converter import convert
 
 
 class Disk:
-    """Takes so many writes below a folder, and no more."""
+    """A disk that takes so many writes below a folder, and no more."""
 
     def __init__(self, top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: int | None = None
@@ -71,7 +70,7 @@ class Disk:
 
 
 class _Raw(io.FileIO):
-    """A file whose every write takes room."""
+    """A file whose every write takes space."""
 
     def __init__(self, disk: Disk, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -96,7 +95,7 @@ def engine() -> Iterator[Any]:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """Of a process group that the drop-in makes, nothing is left."""
+    """Destroy the process group that the drop-in makes."""
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -105,7 +104,7 @@ def alone() -> Iterator[None]:
 def every_write(
     disk: Disk, work: Callable[[], object], unchanged: Callable[[], object], left: Callable[[], object]
 ) -> int:
-    """Do some work with room for no write, one, two and so on until it is done; how many it takes."""
+    """Repeat some work with space for no write, one, two and so on until it succeeds; return their number."""
     before, rest = unchanged(), left()
     for writes in range(2000):
         disk.left = writes
@@ -161,7 +160,7 @@ def test_an_export_and_conversions(what: str, engine: Any, disk: Disk, tmp_path:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB, which only root can make."""
+    """Mount a file system of 2 MB, which only root can do."""
     place = tmp_path / "small"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
@@ -174,7 +173,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(place: Path, leave: int) -> Path:
-    """Take all room but a little."""
+    """Fill the disk up to `leave` bytes."""
     free = shutil.disk_usage(place).free
     (place / "big").write_bytes(b"\0" * max(0, free - leave))
     return place / "big"
@@ -185,7 +184,7 @@ def no_room() -> Any:
 
 
 def test_what_other_writers_write(alone: None, small: Path, tmp_path: Path) -> None:
-    """torch's and safetensors' own writers, whose errors say little."""
+    """Errors of torch's and safetensors' own writers say little by themselves."""
     model = torch.nn.Linear(300, 300)
     engine = deepspeed.initialize(model=model, config={**CONFIG, "train_micro_batch_size_per_gpu": 1})[0]
     engine.save_checkpoint(tmp_path / "run")
@@ -208,7 +207,7 @@ def test_what_other_writers_write(alone: None, small: Path, tmp_path: Path) -> N
 
 
 def test_a_trainer(small: Path, tmp_path: Path) -> None:
-    """Wherever its disk is full: data, metrics, plan, checkpoint, export, report."""
+    """The disk is full at any of its files: data, metrics, plan, checkpoint, export, report."""
     file = job(tmp_path, steps=2)
     for leave in (0, 8_000, 40_000, 150_000, 300_000):
         big = fill(small, leave)
@@ -222,7 +221,7 @@ def test_a_trainer(small: Path, tmp_path: Path) -> None:
 
 
 def test_the_metrics_of_a_run(disk: Disk, tmp_path: Path) -> None:
-    """A line that did not fit is an error of ours where a run writes it, and is not read as a line."""
+    """A line that did not fit is an error when it is written, and is skipped by readers."""
     from zerodrift.checkpoint.files import full_disk_named
 
     metrics = Metrics(RunFolder(tmp_path / "run"), Run(folder=str(tmp_path / "run")), 0)

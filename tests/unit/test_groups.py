@@ -1,5 +1,5 @@
-"""Which modules `fully_shard` is called on, and what it cannot express: refused by name, all at once, each
-with a twin that is accepted."""
+"""Modules that `fully_shard` is called on, and plans beyond it, which are refused by name, all at once,
+each with a twin that is accepted."""
 
 from __future__ import annotations
 

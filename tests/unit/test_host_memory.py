@@ -1,4 +1,4 @@
-"""Memory of the host: what rests is mapped by itself, and fresh pages can be made before they are written."""
+"""Memory of the host: resting tensors have mappings of their own, and pages can be touched before use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_it_lies_apart_and_goes_with_its_tensor() -> None:
 
 
 def is_mapped(address: int) -> bool:
-    """Whether this process has memory there."""
+    """Return whether this process has memory at an address."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     spans = (line.partition(" ")[0].partition("-") for line in lines)
     return any(int(start, 16) <= address < int(end, 16) for start, _, end in spans)
@@ -52,7 +52,7 @@ def is_mapped(address: int) -> bool:
 
 
 def resident(tensor: torch.Tensor) -> int:
-    """Bytes of the mapping that a tensor lies in which are in memory."""
+    """Return the resident bytes of a tensor's mapping."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if mapping := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -74,7 +74,7 @@ def test_pages_are_there_without_a_write() -> None:
 
 
 def test_what_is_there_stays() -> None:
-    """Also at the edges, where the pages that are asked for have neighbours' values."""
+    """Values at the edges stay too, on pages that are shared with neighbours."""
     flat = torch.arange(3 * mmap.PAGESIZE, dtype=torch.int32)
     Pages().ready(flat[100:-100])
     assert torch.equal(flat, torch.arange(3 * mmap.PAGESIZE, dtype=torch.int32))

@@ -1,6 +1,6 @@
-"""The house as a whole: no circle of files, nothing imports the package's root, a class's name is its own.
+"""The package as a whole: no import cycle of files, no import of the package's root, unique class names.
 
-What texts cite, notes and verbs among it, is looked at by `test_cited.py`.
+`test_cited.py` checks the notes and verbs that texts cite.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tests.unit.test_layers import imports
 
 
 def trees() -> dict[str, ast.Module]:
-    """Module, without the package's name -> its source; the root is `""`."""
+    """Return the source of each module, without the package's name; the root is `""`."""
     return {module_of(path): tree(path) for path in PATHS}
 
 
 def edges(sources: Mapping[str, ast.AST]) -> dict[str, set[str]]:
-    """Module -> the modules that it imports; a package only where a name of its own is taken."""
+    """Return the imports of each module; a package counts only for a name of its own."""
     found: dict[str, set[str]] = {module: set() for module in sources}
     for module, parsed in sources.items():
         for name, _ in imports(parsed):
@@ -36,7 +36,7 @@ def edges(sources: Mapping[str, ast.AST]) -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, Iterable[str]]) -> set[frozenset[str]]:
-    """Modules that can all be reached from each other."""
+    """Return sets of modules that reach each other."""
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()
@@ -53,7 +53,7 @@ def circles(graph: Mapping[str, Iterable[str]]) -> set[frozenset[str]]:
 
 
 def twice(sources: Mapping[str, ast.AST]) -> dict[str, list[str]]:
-    """Name -> the modules that define a class of it, where there is more than one."""
+    """Return the modules that define a class of the same name, for each such name."""
     found: dict[str, list[str]] = defaultdict(list)
     for module, parsed in sources.items():
         for node in ast.walk(parsed):
@@ -63,8 +63,8 @@ def twice(sources: Mapping[str, ast.AST]) -> dict[str, list[str]]:
 
 
 def test_no_circle_of_files() -> None:
-    """In a function or under TYPE_CHECKING too. The root imports nearly everything, and nothing imports it;
-    `__main__` is run, not imported."""
+    """Imports in functions and under TYPE_CHECKING count too. The root imports nearly everything, and
+    nothing imports it; `__main__` is run, not imported."""
     graph = edges(trees())
     assert not [module for module, targets in graph.items() if "" in targets and module != "__main__"]
     inside = {module: targets - {""} for module, targets in graph.items() if module}
@@ -76,8 +76,8 @@ def test_no_class_has_anothers_name() -> None:
 
 
 def reused(table: symtable.SymbolTable) -> list[str]:
-    """Loop variables of comprehensions that have the name of what their function takes from around it: Python
-    3.12 and 3.13 then take that away from a `lambda` beside them."""
+    """Return loop variables of comprehensions that shadow a free variable of their function: Python 3.12
+    and 3.13 then take the variable from a `lambda` beside them."""
     found = []
     for inner in table.get_children():
         if table.get_type() == "function" and inner.get_name() in ("listcomp", "setcomp", "dictcomp"):

@@ -1,4 +1,4 @@
-"""CONTRIBUTING says which files what is new touches: each kind of addition is made with a toy.
+"""CONTRIBUTING names the files that an addition touches: a toy of each kind is added.
 
 The package is copied, the files that the recipe names are edited, and nothing else; then a process of its own
 with torch imported uses what was added.
@@ -36,10 +36,10 @@ def refused(call, *told):
     else:
         raise AssertionError(f"taken: {told}")
 """
-"""The beginning of each of the uses below."""
+"""First lines of each use below."""
 
 Edits = dict[str, tuple[tuple[str, str], ...]]
-"""File of the package -> (what is there, what is put in its place)."""
+"""File of the package -> (text, its replacement)."""
 
 E5M2_IN_GATHERS: Edits = {
     "dtypes.py": (
@@ -206,7 +206,7 @@ for params in ({}, {"every": 0}):
 
 
 def recipe(title: str) -> str:
-    """A paragraph of CONTRIBUTING, as far as it speaks of what every such change touches."""
+    """Return a paragraph of CONTRIBUTING, up to the conditions that few changes meet."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     paragraph = " ".join(text.partition(f"**{title}.**")[2].partition("\n\n")[0].split())
     return paragraph.partition(" Only where ")[0]
@@ -241,7 +241,7 @@ def test_the_files_of_a_recipe_are_enough(title: str, edits: Edits, use: str, tm
 
 
 def _use(code: str, folder: Path, said: Path) -> None:
-    """Run it with the package in a folder, in a process that has all but the package imported."""
+    """Run code with the package in a folder, in a process that has everything else imported."""
     redirect(said, said)
     for name in list(sys.modules):
         if name.split(".")[0] in ("zerodrift", "tests"):

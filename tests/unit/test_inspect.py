@@ -1,4 +1,4 @@
-"""`zerodrift inspect`: what is in a checkpoint, for a person and for a machine, without torch."""
+"""`zerodrift inspect` shows the contents of a checkpoint as text and as JSON, without torch."""
 
 from __future__ import annotations
 

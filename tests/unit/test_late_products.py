@@ -1,4 +1,4 @@
-"""What is left to autograd, and what a queue refuses: a late gradient is the gradient, or none is late."""
+"""Late gradients equal those of autograd, and products that a queue cannot form are left to autograd."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Through(nn.Module):
 
 
 class Halved(torch.autograd.Function):
-    """A view whose gradient is its maker's affair."""
+    """A view with a custom gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def gradients(module: Through, x: torch.Tensor) -> torch.Tensor:
 
 
 def penalty(module: Through, x: torch.Tensor) -> torch.Tensor:
-    """A gradient that is part of a forward: of the input, and of the weight."""
+    """Return a loss with the gradients of the input and of the weight."""
     out = module(x).tanh().square().sum()
     grads = torch.autograd.grad(out, (x, module.weight), create_graph=True)
     return out + sum(grad.square().sum() for grad in grads)
@@ -94,7 +94,7 @@ def numbers() -> torch.Tensor:
 
 
 class Own(nn.Parameter):
-    """Whose operations are one more each in the graph."""
+    """A parameter whose operations add a node each to the graph."""
 
     @classmethod
     def __torch_function__(
@@ -113,7 +113,7 @@ KINDS = {"plain": nn.Parameter, "own": Own, "pinned": class_for("weight", "auto"
 @pytest.mark.filterwarnings("ignore:.*is pinned to")  # the case that rounds it
 @pytest.mark.parametrize(("read", "kind"), [*((gradients, kind) for kind in KINDS), (penalty, "plain")])
 def test_a_weight_has_plain_torchs_gradient_late_or_at_once(case: str, read: Any, kind: str) -> None:
-    """The gradient of a loss, and one that is part of a forward; a class of its own loses none."""
+    """The gradient is that of the loss, or part of a forward; parameters of another class have theirs too."""
     shape, way = {**LEFT, **LATE}[case]
     plain, module = Through(way, shape), Through(way, shape)
     x, late_x = numbers().requires_grad_(), numbers().requires_grad_()
@@ -131,7 +131,7 @@ def test_a_weight_has_plain_torchs_gradient_late_or_at_once(case: str, read: Any
 
 @pytest.mark.parametrize("name", ["view_as", "expand_as", "reshape_as"])
 def test_behind_a_view_of_a_pinned_weight_is_the_weight(name: str) -> None:
-    """How torch and others find where a gradient is added."""
+    """torch and others look there for the accumulator of a gradient."""
     weight = nn.Parameter(torch.randn(6, 8))
     weight.__class__ = class_for("weight", "auto")
     node: Any = getattr(weight, name)(weight).grad_fn

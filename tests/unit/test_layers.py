@@ -1,4 +1,4 @@
-"""A room imports only what stands above it: the house, enforced."""
+"""A room imports only the rooms above it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ TORCH_FREE = {
     *{"errors", "record", "dtypes", "mesh", "versions", "optimizers"},
     *{"config", "policy", "plan", "report", "cli"},
 }
-"""Rooms that must be importable where torch is not."""
+"""Rooms that must be importable without torch."""
 
 
 def room(module: str) -> str:

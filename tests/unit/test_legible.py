@@ -1,4 +1,4 @@
-"""Somebody's text: escaped, cut and of its true width in errors, terminals and pages; exact in JSON."""
+"""Users' texts are escaped, cut and of their true width in errors, terminals and pages, and exact in JSON."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_what_the_command_line_says_beside_the_product(
 
 
 def test_no_report_makes_text_of_somebodys_but_in_one_place() -> None:
-    """rich's `Text` of anything but words of ours is made in `frame`."""
+    """Only `frame` makes rich's `Text` of anything but our own words."""
     folder = Path(terminal.__file__).parent
     allowed = {"frame.py"}
     for file in folder.glob("*.py"):

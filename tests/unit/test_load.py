@@ -1,4 +1,4 @@
-"""`load`: what every key becomes, and what is said when it cannot be meant."""
+"""`load`: the meaning of every key, and errors for impossible values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerodrift.dtypes import DType
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
-    """Blocks around a value, so that it lies at a path."""
+    """Return blocks around a value, so that it lies at a path."""
     for part in reversed(path.split(".")):
         value = {part: value}
     return value
@@ -113,7 +113,7 @@ JARGON = re.compile(
 
 
 def test_messages_have_no_words_of_the_validator() -> None:
-    """Every field of the schema, given something absurd."""
+    """Every field of the schema gets an absurd value."""
     for key in fields.every_key(Config):
         if "[]" in key.path:
             continue
@@ -248,7 +248,7 @@ def test_every_key_ends_used_or_ignored_in_the_order_written() -> None:
 
 
 def test_arguments_of_an_optimizer_reach_it() -> None:
-    """Also those that only say what others default to."""
+    """Arguments that repeat a default do, too."""
     params = {"lr": 1, "torch_adam": True, "adam_w_mode": False}
     config = load({"optimizer": {"type": "Adam", "params": params}})
     assert config.optimizer is not None and config.optimizer.params == params

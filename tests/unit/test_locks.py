@@ -1,4 +1,4 @@
-"""A lock is held by one process, goes with it, and nobody is stopped where there are none."""
+"""A lock is held by one process, ends with it, and hinders nobody on file systems without locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that are read and made tokens of piece by piece: the tokens of the whole, and flat memory."""
+"""Texts that are tokenized piece by piece have the tokens of the whole, in flat memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = PROSE[:9000] + ODD + PROSE[9000:20_000] + ODD
 
 
 def tokenizer(folder: Path, kind: str) -> TransformersTokenizer:
-    """As GPT's, Llama's and T5's are: what a tokenizer looks at around a place is other in each."""
+    """Make a tokenizer like GPT's, Llama's or T5's, which depend on different contexts of a place."""
     tokenizers = pytest.importorskip("tokenizers")
     from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -67,7 +67,7 @@ def test_windows_have_the_tokens_of_the_whole(
 
 
 def test_a_text_begins_as_its_tokenizer_begins_one(tmp_path: Path) -> None:
-    """As `<s>` of Llama's, which `transformers` puts in front, and TRL therefore."""
+    """`transformers` puts `<s>` in front for Llama, and so does TRL."""
     letters, file = tokenizer(tmp_path / "letters", "spaces"), tmp_path / "a.txt"
     file.write_text("A text to begin.")
     found = stream(prepare(data(file), letters, tmp_path / "cache").train)

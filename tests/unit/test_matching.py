@@ -1,4 +1,4 @@
-"""A checkpoint held against a model: all that is wrong at once, what may be allowed, and every byte."""
+"""A checkpoint compared with a model: all errors at once, exceptions that are allowed, and every byte."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_a_model_declares_is_allowed(tmp_path: Path) -> None:
 
 
 def test_tied_names(tmp_path: Path) -> None:
-    """Under either name; under both if they agree; never two different ones."""
+    """A tied parameter may be there under either name, or under both with equal values."""
     tensors = state()
     values = tensors.pop("embed.weight")
     both = tensors | {"embed.weight": values, "head.weight": values.clone()}

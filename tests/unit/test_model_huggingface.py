@@ -1,4 +1,4 @@
-"""A ModelSpec out of a config: what is described is what `from_pretrained` would hold."""
+"""A ModelSpec of a config describes the model that `from_pretrained` would make."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIGS["deepseek_v3"] |= {"qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dens
 
 
 def folder(path: Path, model_type: str, **changed: Any) -> Path:
-    """A folder with the small config of a kind of model."""
+    """Write a folder with the small config of a kind of model."""
     path.mkdir(exist_ok=True)
     config = {"model_type": model_type} | CONFIGS.get(model_type, SMALL) | changed
     (path / "config.json").write_text(json.dumps(config))
@@ -62,7 +62,7 @@ LOADED: list[tuple[str, dict[str, Any]]] = [
     ("ernie4_5_moe", ERNIE),
     *(("t5", T5 | {"dtype": dtype}) for dtype in ("float16", "bfloat16", "float32")),
 ]
-"""With architectures that keep some of their parameters in fp32, each in some versions."""
+"""Models that are loaded, some of which keep parameters in fp32, each in some versions."""
 
 
 @pytest.mark.parametrize(("model_type", "changed"), LOADED)

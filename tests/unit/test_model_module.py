@@ -1,4 +1,4 @@
-"""A ModelSpec out of a module: ties, buffers, classes, and what is refused."""
+"""A ModelSpec of a module: ties, buffers, classes, and refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EMBEDDING = "torch.nn.modules.sparse.Embedding"
 
 
 class Tied(nn.Module):
-    """Embedding and head are one matrix."""
+    """A model with an embedding and a head of one matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Tied(nn.Module):
 
 
 class DeclaredTie(nn.Module):
-    """Declares a tie, as models of `transformers` do, and has not made it."""
+    """A model with a tie that is declared, as in `transformers`, and not made."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def test_two_parameters_over_one_memory_are_refused() -> None:
 
 
 def test_experts_are_looked_at_once_and_not_once_per_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    """14,848 experts, each of which would look at all that are beside it, took minutes."""
+    """Looking from each of 14,848 experts at all its neighbours took minutes."""
     asked: list[str] = []
     chosen = _ExpertCounts._chosen
 

@@ -1,4 +1,4 @@
-"""A ModelSpec out of safetensors headers: order, shards, and every way in which a file can be broken."""
+"""A ModelSpec of safetensors headers: order, shards, and every kind of broken file."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> Entry:
 
 
 def pair(second: int) -> dict[str, Entry]:
-    """Two tensors of 8 bytes, of which the other begins somewhere."""
+    """Return two tensors of 8 bytes, with any start of the second."""
     return {"a": entry([2], 0, 8), "b": entry([2], second, second + 8)}
 
 
 def write(path: Path, header: bytes | dict[str, Any], data: int) -> Path:
-    """A file with any header, true or not."""
+    """Write a file with any header, true or not."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))
     return path
 
 
 def tensors(path: Path, *names: str) -> Path:
-    """A sound file of 4-byte tensors."""
+    """Write a sound file of 4-byte tensors."""
     header = {name: entry([1], 4 * i, 4 * i + 4) for i, name in enumerate(names)}
     return write(path, header, 4 * len(names))
 

@@ -50,7 +50,7 @@ NUMBER = 3
 
 @pytest.fixture
 def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
-    """The name of a module in the working folder that builds models."""
+    """Write a module that builds models into the working folder, and return its name."""
     name = "factory_of_" + "".join(c if c.isalnum() else "_" for c in request.node.name)
     (tmp_path / f"{name}.py").write_text(FACTORIES.format(name=name))
     (tmp_path / f"{name}_part.py").write_text("WIDTH = 7\n")

@@ -1,4 +1,4 @@
-"""The rule for `auto`: every row of the documented table, and what does not go together."""
+"""The rule for `auto`: every row of the documented table, and conflicting flags."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mode(written: dict[str, object]) -> str:
 
 
 def matching(row: tuple[str, str, str]) -> list[tuple[str, str]]:
-    """The pairs of flags that a row of the table speaks of."""
+    """Return the pairs of flags that a row of the table covers."""
     options = [["absent", "auto", "false"] if cell == "not true" else [cell] for cell in row[:2]]
     return list(product(*options))
 

@@ -1,4 +1,4 @@
-"""The compiled kernels: carried or built once, complete or not at all, and never a condition for working."""
+"""The compiled kernels are carried or built once, complete or absent, and never required."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _notices(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.fixture
 def built() -> Path:
-    """The library that there is."""
+    """Return the existing library."""
     found = native.library()
     if found is None:
         pytest.skip("no compiled kernels on this machine")
@@ -40,7 +40,7 @@ def script(path: Path, lines: str) -> str:
 
 @pytest.fixture
 def compiler(tmp_path: Path, built: Path) -> str:
-    """One that writes the library that there is; `numerics/test_fused.py` has a true one compile."""
+    """Write a compiler that copies the existing library; `numerics/test_fused.py` runs a real one."""
     lines = f'sleep 0.2\nfor last; do :; done\ncp "{built}" "$last"'
     return script(tmp_path / "compiler" / "c++", lines)
 
@@ -63,7 +63,7 @@ def test_several_builders_make_one_library(
 
 @pytest.mark.parametrize("damage", ["half", "a bit", "longer", "empty", "nothing", "no checksum", "a folder"])
 def test_a_damaged_library_is_built_again(damage: str, tmp_path: Path, compiler: str) -> None:
-    """And is not loaded before: one that is cut short ends the process, a bit computes something else."""
+    """It is not loaded first: a truncated one ends the process, a flipped bit computes something else."""
     made = native.obtain(tmp_path, compiler)
     assert made is not None
     whole, path = made.path.read_bytes(), tmp_path / "other" / made.path.name

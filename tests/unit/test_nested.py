@@ -1,4 +1,4 @@
-"""Tensors inside of what people pass around: found, replaced, and put back."""
+"""Tensors inside of users' objects are found, replaced, and put back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Slots:
 
 
 class Output(collections.OrderedDict):  # type: ignore[type-arg]
-    """A dict whose items are attributes too, as models return them."""
+    """A dict whose items are attributes too, like the outputs of models."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)

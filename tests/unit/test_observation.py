@@ -1,4 +1,4 @@
-"""`zerodrift.observe` around a loop of one's own: what it tells, and that it changes nothing."""
+"""`zerodrift.observe` around a user's loop: its findings, and that it changes nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> None:
-    """By a test before, in this process: what computes is not watched where torch has compiled code."""
+    """Reset torch.compile, because nothing is observed in a process that has compiled code."""
     if dynamo := sys.modules.get("torch._dynamo.utils"):
         dynamo.counters.clear()
 
@@ -106,7 +106,7 @@ def test_cells_are_what_the_loop_does_and_bits_those_of_the_loop_alone(case: str
 
 
 def alone(dtype: torch.dtype = torch.float32, **how: Any) -> Net:
-    """The model after a loop that nobody watches."""
+    """Return the model after a loop without an observer."""
     model = net(dtype)
     train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), **how)
     return model
@@ -117,7 +117,7 @@ def same_bits(mine: Net, other: Net) -> bool:
 
 
 def doors() -> list[Any]:
-    """Everything that is hooked or replaced."""
+    """Return every function that the observer hooks or replaces."""
     clip, scale = torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler.scale
     return [
         *(torch.autograd.backward, torch.autograd.grad, torch.optim.Optimizer.__init__, torch.compile),
@@ -138,12 +138,12 @@ def test_nothing_is_left_behind() -> None:
 
 
 class Stopped(BaseException):
-    """As an interrupt is: torch calls no hook for it."""
+    """An exception like an interrupt, for which torch calls no hook."""
 
 
 @pytest.mark.parametrize("error", [Stopped, IndexError])
 def test_an_interrupt_or_error_of_the_loop_is_its_own_and_leaves_nothing(error: type[BaseException]) -> None:
-    """And where the script catches it, the observer goes on."""
+    """The observer goes on if the script catches it."""
     before, model, stop = doors(), net(), [error is Stopped] * 2
 
     def interrupt(*args: Any) -> None:
@@ -164,7 +164,7 @@ def test_an_interrupt_or_error_of_the_loop_is_its_own_and_leaves_nothing(error: 
 
 
 PLACES = [(LiveParameter, "arrives"), (Samples, "given"), (LiveModel, "held"), (Owners, "of")]
-"""Where a defect is planted: in a backward, in a step, in a forward."""
+"""Methods in which a defect is planted: in a backward, in a step, in a forward."""
 
 
 @pytest.mark.parametrize(("holder", "name"), PLACES)
@@ -192,7 +192,7 @@ CHANGES: dict[str, tuple[Callable[[Net], Any], bool, tuple[str, ...]]] = {
     "head": (change_head, True, CHANGED),
     "autocast": (lambda model: None, True, ("compute",)),
 }
-"""What is done before the third step, whether autocast is on from there, the columns that it changes."""
+"""Name -> a change before the third step, whether autocast is on from there, and changed columns."""
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -210,7 +210,7 @@ def test_a_step_that_differs_from_those_before_is_seen(change: str) -> None:
 
 
 class Branches(nn.Module):
-    """Takes another way every other time."""
+    """A module with another branch in every other forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -451,7 +451,7 @@ def test_a_library_is_one_wherever_it_is_installed(file: str, is_script: bool | 
 def test_a_folder_of_installed_packages_on_the_path_holds_libraries(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `pip install --target` makes it; without records of packages, or with the script, it is none."""
+    """A folder of `pip install --target` does; one without records, or with the script, does not."""
     monkeypatch.syspath_prepend(str(tmp_path))
     operations._targets.cache_clear()
     assert operations._is_script(f"{tmp_path}/mine.py") is True
@@ -469,7 +469,7 @@ def test_a_folder_of_installed_packages_on_the_path_holds_libraries(
 
 
 def lookalike(library: str, name: str, **attributes: Any) -> Any:
-    """An object of a class by that name, which is all that is looked at."""
+    """Make an object of a class by that name, which is all that decides."""
     return type(name, (), {"__module__": f"{library}.tensor", **attributes})()
 
 

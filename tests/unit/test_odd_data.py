@@ -1,5 +1,4 @@
-"""Data files that are not what they seem: every token that is learned is one that was written, or the file is
-named."""
+"""Damaged and odd data files: every learned token was written, or an error names the file."""
 
 from __future__ import annotations
 
@@ -216,7 +215,7 @@ def test_other_numbers_are_refused(name: str, values: np.ndarray, words: str, tm
 
 
 def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
-    """Another length is an error; with another bit it is one, or has the numbers that were written."""
+    """Another length is an error; a flipped bit is one, or leaves the written numbers."""
     file = numbers(tmp_path / "a.npy", TOKENS)
     before, whole = file.read_bytes(), stream(made(tmp_path, data(file)).train)
     for content in (before[:6], before[:60], before[:200], before[:-7], before + b"12345", b""):
@@ -275,7 +274,7 @@ def read_all(parts: PreparedData) -> list[np.ndarray]:
 
 
 def test_a_damaged_cache_is_never_learned_from(tmp_path: Path) -> None:
-    """Bits, halves and additions of every file: the blocks that were written, or an error with the folder."""
+    """Every damage gives the written blocks, or an error with the folder."""
     written = data(jsonl(tmp_path / "a.jsonl", [{"messages": TALK}] * 6), block=64)
     whole = read_all(made(tmp_path, written))
     folder = tmp_path / "cache" / made(tmp_path, written).key

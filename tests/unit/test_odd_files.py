@@ -1,4 +1,4 @@
-"""Files that are none, texts that no person writes: one error at once, for a config, a job and a model."""
+"""Directories, devices and absurd texts give one error at once, for a config, a job and a model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def loop(inside: Path) -> str:
 
 
 def printable(error: Exception, most: int) -> bool:
-    """Whether a terminal can show a message, and a person can read it."""
+    """Return whether a terminal can show a message, and it is short enough to read."""
     text = str(error)
     return bool(text.encode()) and all(map(str.isprintable, text.split("\n"))) and len(text) < most
 

@@ -1,4 +1,4 @@
-"""The order of sums: its default, the tree, the dealing of micro-batches and what is refused."""
+"""The order of sums: its default, the tree, the dealing of micro-batches and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zerodrift.report.summary import facts
 
 
 def level_by_level(leaves: list[Any]) -> Any:
-    """The definition: node j of a level is left + right of the one below, or left alone."""
+    """Sum by definition: node j of a level is left + right of the one below, or left alone."""
     while len(leaves) > 1:
         pairs = (leaves[start : start + 2] for start in range(0, len(leaves), 2))
         leaves = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
@@ -38,7 +38,7 @@ def level_by_level(leaves: list[Any]) -> Any:
 
 
 class _Name(str):
-    """A sum that remembers how it was added up."""
+    """A symbolic sum that records the order of its additions."""
 
     def __add__(self, other: str) -> _Name:
         return _Name(f"({self} {other})")
@@ -89,7 +89,7 @@ def folded(parts: list[torch.Tensor], out: torch.Tensor, **how: Any) -> torch.Te
 
 
 def by_halves(of_ranks: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What each rank has in the end, all of them in this process."""
+    """Return the final values of all ranks, which run in this process."""
     ranks = len(of_ranks)
     rooms = torch.empty(ranks, of_ranks[0].numel())
     all_ranks = [halving_exchanges(full, rank, ranks, rooms[rank]) for rank, full in enumerate(of_ranks)]
@@ -119,7 +119,7 @@ def test_halving_adds_by_the_tree(ranks: int, count: int) -> None:
 
 @pytest.mark.parametrize("when", WHENS)
 def test_the_dealing_makes_the_tree_or_says_no(when: When) -> None:
-    """In the turns in which the engine adds; refused exactly where that is no tree."""
+    """Sums are added in the turns of the engine; `is_tree` is true exactly if these make the tree."""
     for micro_batches, shard, replicate in itertools.product(range(1, 9), range(1, 6), range(1, 5)):
         mesh = MeshShape(shard, replicate)
         dealt = [micro_batches_of_rank(when, micro_batches, mesh, rank) for rank in range(mesh.data)]
@@ -244,7 +244,7 @@ def test_weights_tied_across_a_pipeline_are_refused_by_name() -> None:
 def test_the_default_is_the_tree_where_sums_make_one(
     ranks: int, count: int, config: dict[str, Any], why: str
 ) -> None:
-    """Else the order of ranks. Decision, cell and the first lines say which and why."""
+    """Otherwise it is the order of ranks. Decision, cell and the first lines give the reason."""
     precision = {key: config[key] for key in ("mode", "reduce") if key in config}
     rest = {key: value for key, value in config.items() if key not in precision}
     for auto in ({}, {"reduce": {"order": "auto"}}) if "reduce" not in precision else ({},):
@@ -299,8 +299,8 @@ def test_the_plan_says_who_takes_what() -> None:
 
 
 def test_the_bill_has_the_accumulators_and_what_arrives_by_halves() -> None:
-    """Of 8 micro-batches three wait at most: whole ones where each rank sums its own first. A half comes and
-    one goes, of the two largest segments, with no sum of a slice beside them."""
+    """At most three of 8 micro-batches wait: whole ones where each rank sums its own first. By halves, one
+    half of the two largest segments comes and one goes, with no sum of a slice beside them."""
     usual, tree = (plan(2, 8, {"reduce": {"order": name}}) for name in ("rank", "tree"))
     sums = sum(segment.padded * 4 for segment in tree.segments)
     more = cost(tree).peak.accumulate - cost(usual).peak.accumulate
@@ -315,7 +315,7 @@ def test_the_bill_has_the_accumulators_and_what_arrives_by_halves() -> None:
 
 
 def test_the_bill_has_every_micro_batch_that_a_pipeline_has_begun() -> None:
-    """A buffer each, whole or not, beside the sums that wait."""
+    """Each has a buffer, whole or not, beside the sums that wait."""
 
     def sums(schedule: str, stage: int) -> float:
         made = plan(4, 8, TREE, stage=stage, pipeline={"stages": 2, "schedule": schedule})
@@ -330,7 +330,7 @@ def test_the_bill_has_every_micro_batch_that_a_pipeline_has_begun() -> None:
 
 
 def test_seeds_never_change() -> None:
-    """Known answers: a resumed run depends on them."""
+    """A resumed run depends on these known answers."""
     known = [18089622622667645874, 8384462955522581546, 7127797555942930033]
     assert [seed_of(0, 0, 0), seed_of(1, 2, 3), seed_of(3, 2, 1)] == known
     assert len({seed_of(*numbers) for numbers in itertools.product(range(8), repeat=3)}) == 512

@@ -1,4 +1,4 @@
-"""What people put into the state of a run comes back as it was, and nothing else is saved."""
+"""Values that users put into the state of a run come back unchanged, and no other kinds are saved."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_arrays_of_every_dtype_come_back(code: str) -> None:
 
 
 class Tokens:
-    """Nobody's but the script's."""
+    """A class of the script's own."""
 
 
 def test_what_cannot_be_read_again_is_named_where_it_is() -> None:

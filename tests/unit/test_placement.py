@@ -1,4 +1,4 @@
-"""Placement: packing that keeps parameters whole, who gets Muon, and what a report says of both."""
+"""Placement: packing of whole parameters, the parameters of Muon, and the report of both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def options(made: Plan, name: str) -> dict[str, str]:
 
 
 def ends(packed: Packed, sizes: list[int], slices: int) -> list[tuple[int, int]]:
-    """Per parameter the first and the last slice that it is in."""
+    """Return the first and the last slice of each parameter."""
     each = packed.padded // slices
     pairs = zip(packed.offsets, sizes, strict=True)
     return [(offset // each, (offset + size - 1) // each) for offset, size in pairs if size]
@@ -68,7 +68,7 @@ def test_whole_parameters_are_never_cut_and_never_overlap(sizes: list[int], slic
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(2, 3))
 @settings(max_examples=100, deadline=None)
 def test_longest_first_is_within_a_third_of_the_best(blocks: list[int], slices: int) -> None:
-    """The best by trying every way."""
+    """The best packing is found by trying every one."""
     packed = pack([parameter(f"p{n}", (BLOCK * size,)) for n, size in enumerate(blocks)], slices, "whole")
     best = sum(blocks)
     for way in itertools.product(range(slices), repeat=len(blocks)):
@@ -91,7 +91,7 @@ def test_a_stack_is_cut_between_matrices_and_blocks(count: int, shape: tuple[int
 
 
 def test_longest_first_is_what_lies_where() -> None:
-    """Six matrices over two ranks: the packing by hand."""
+    """Six matrices are packed over two ranks by hand."""
     sizes = [256, 1024, 512, 768, 256, 256]
     packed = pack([parameter(f"p{n}", (size,)) for n, size in enumerate(sizes)], 2, "whole")
     # 1024 | 768, then 512 to the second, 256s to the first, the first, the second.
@@ -150,7 +150,7 @@ def test_plans_hold_at_every_stage_and_world(stage: int, world: int) -> None:
 
 
 def test_the_padding_is_in_the_cost_and_in_a_note() -> None:
-    """Two matrices of four million elements on eight ranks: six ranks hold padding."""
+    """Two matrices of four million elements leave padding on six of eight ranks."""
     parameters = tuple(parameter(f"layers.0.{name}.w", (2048, 2048)) for name in "ab")
     made = plan(ModelSpec("m", parameters), 8, **MUON)
     bill = cost(made)

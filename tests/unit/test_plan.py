@@ -1,4 +1,4 @@
-"""Plan: units, layout, invariants that can fail, order of collectives, cost, JSON and digest."""
+"""The plan: units, layout, invariants that can fail, order of collectives, cost, JSON and digest."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_small_segments_of_blocks_are_gathered_with_the_root_on_many_ranks() -> 
 
 
 def test_small_segments_stay_where_they_would_fill_memory() -> None:
-    """A thousand blocks that are small as a whole would be a model gathered at once."""
+    """A thousand blocks that are all small would gather the whole model at once."""
     blocks = [parameter(f"layers.{layer}.mlp.weight", (256, 256)) for layer in range(200)]
     assert len(plan(at(3), spec(*blocks), 1024).units) == 201
     assert len(plan(at(3), spec(*blocks[:12]), 1024).units) == 1
@@ -135,7 +135,7 @@ def test_empty_and_scalar_parameters() -> None:
 
 
 def changed(made: Plan, part: str, index: int, **changes: Any) -> Plan:
-    """The plan with another row, segment, unit or boundary."""
+    """Return the plan with another row, segment, unit or boundary."""
     items = list(getattr(made, part))
     items[index] = replace(items[index], **changes)
     return replace(made, **{part: tuple(items)})  # type: ignore[arg-type]
@@ -152,12 +152,12 @@ def with_update(made: Plan, index: int, **changes: Any) -> Plan:
 
 
 def longer(made: Plan, number: int, more: int) -> Plan:
-    """A segment made longer: what lies in it, or where its slices end, no longer fits."""
+    """Lengthen a segment: its rows, or the ends of its slices, no longer fit."""
     return changed(made, "segments", number, padded=made.segments[number].padded + more)
 
 
 def muon_plan() -> Plan:
-    """Whole rows, and a stack of eight small matrices, on two ranks."""
+    """Return a plan of whole rows, and of a stack of eight small matrices, on two ranks."""
     stack = parameter("model.layers.0.mlp.experts.up", (8, 16, 48), "models.Experts")
     return plan(at(3, optimizer={"type": "Muon", "params": {}}), spec(*moe(layers=1).parameters, stack))
 
@@ -168,7 +168,7 @@ MATRIX = next(i for i, row in enumerate(MUON.rows) if row.columns.options().get(
 
 
 def shifted() -> Plan:
-    """A whole row moved half a slice on, across the end of it."""
+    """Move a whole row by half a slice, across the end of its own."""
     row = next(i for i, row in enumerate(MUON.rows) if row.name.endswith("q_proj.weight"))
     each = MUON.segments[MUON.rows[row].segment].padded // 2
     return changed(MUON, "rows", row, offset=(each - 1) // BLOCK * BLOCK)
@@ -180,7 +180,7 @@ def without_reason() -> Plan:
 
 
 def nested(made: Plan) -> Plan:
-    """A boundary around another one."""
+    """Put a boundary around another one."""
     outer = replace(made.boundaries[0], path=made.boundaries[0].path.rpartition(".")[0])
     return replace(made, boundaries=(outer, *made.boundaries))
 
@@ -213,7 +213,7 @@ PARTS: dict[str, Any] = {
     "differs from segment 0 in a column": lambda p: with_columns(p, 0, compute=DType.FP32),
     "elements, not a multiple of": lambda p: longer(p, 0, 256),
 }
-"""A part of what is said -> a second way to break a check."""
+"""Part of a violation's text -> a second way to break the check."""
 
 
 def test_every_check_has_a_planted_violation() -> None:
@@ -272,7 +272,7 @@ def test_replicas_are_summed_once_per_step() -> None:
 
 
 def large(stage: int, written: dict[str, Any] | None = None) -> Plan:
-    """One block of 2^20 elements and no root: the formulas of a step hold without remainder."""
+    """Return a plan of one block of 2^20 elements and no root, for which the formulas of a step are exact."""
     model = spec(parameter("layers.0.a.w", (1024, 1024)))
     optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     return plan({**at(stage), **optimizer, **(written or {})}, model, 8)

@@ -370,7 +370,7 @@ def test_a_second_copy(written: dict[str, Any], ranks: int | None, decided: str 
 
 
 def test_a_weight_that_is_pinned_without_its_bias_is_refused() -> None:
-    """But not in a module of somebody's own, which may do as it likes with its two."""
+    """Modules of a user's own may pin one of the two."""
     names = [f"layers.{layer}.router.{name}" for layer in range(2) for name in ("weight", "bias")]
     mine = [parameter(f"layers.{n}.own.{name}", (4,), "own.Module") for n in range(2) for name in "ab"]
     biased = ModelSpec("biased", (*(parameter(name, (4, 4)) for name in names), *mine))
@@ -392,7 +392,7 @@ def test_a_weight_that_is_pinned_without_its_bias_is_refused() -> None:
 
 
 def layers() -> ModelSpec:
-    """One parameter of each kind that a narrow export meets."""
+    """Return a model with one parameter of each kind for a narrow export."""
     found = {
         "embed.weight": ((96, 256), "Embedding"),
         "up.weight": ((256, 256), "Linear"),

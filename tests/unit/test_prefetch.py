@@ -1,4 +1,4 @@
-"""How far ahead units are gathered: as far as fits, and at least one."""
+"""Units are gathered ahead as far as memory allows, and at least one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerodrift.plan.schedule import gathered_bytes, most_gathered_bytes, prefetc
 
 
 def plan(sizes: list[int], **sharding: Any) -> Plan:
-    """Of blocks with so many KiB of bf16 each, on two ranks."""
+    """Return a plan of blocks with so many KiB of bf16 each, on two ranks."""
     sharding = {"units": ["layers.*"], **sharding}
     config = load({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "sharding": sharding})
     mesh = mesh_for(config, 2)

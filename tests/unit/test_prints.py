@@ -1,4 +1,4 @@
-"""Prints of blocks: the same by both paths, and other ones after every change."""
+"""Prints of blocks are equal by both paths, and differ after every change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`compute: fp8` in a plan: which weights, with which reasons, and each refusal with its twin."""
+"""`compute: fp8` in a plan: its weights with their reasons, and each refusal with its twin."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(*more: Any) -> ModelSpec:
 
 
 def products(precision: dict[str, Any], name: str = QUERY, of: ModelSpec | None = None) -> str:
-    """The `products` of a parameter in words, and why; "" where nothing is said of them."""
+    """Return the `products` of a parameter in words, with the reason; "" if there are none."""
     row = plan(at(3, "bf16", **precision), of or model()).row(name)
     assert row is not None
     shown, why = row.columns.options().get("products", ""), row.columns.reasons().get("products", "")
@@ -90,7 +90,7 @@ def test_a_stack_of_experts_has_products_whatever_their_number() -> None:
 
 
 def test_a_plan_without_fp8_is_the_plan_of_before() -> None:
-    """Nothing is written of products, and rows share a segment whatever theirs are."""
+    """Such a plan has no text about products, and rows share a segment whatever their `products`."""
     without, fp8 = (plan(at(3, "bf16", **more)) for more in ({}, {"compute": "fp8"}))
     assert "products" not in str(encode(without)) and without.digest != fp8.digest
     assert len(without.segments) == len(fp8.segments)

@@ -1,4 +1,4 @@
-"""What `import zerodrift` offers, and that it costs nothing."""
+"""`import zerodrift` offers its public names, and imports little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: values against bitsandbytes' own and plain formulas, and codes that are kept."""
+"""Quantised checkpoints: values of bitsandbytes and of plain formulas, and unchanged codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zerodrift.weights.load import SafetensorsWeights
 from zerodrift.weights.matching import dtypes
 
 BITSANDBYTES = Path(__file__).parent / "data/nf4.safetensors"
-"""NF4 tensors with plain and with nested scales, and the values that bitsandbytes decodes them to."""
+"""NF4 tensors with plain and with nested scales, and their values as bitsandbytes decodes them."""
 FP8 = torch.float8_e4m3fn
 
 
@@ -32,7 +32,7 @@ class One(nn.Module):
 
 
 def values(files: SafetensorsWeights, shape: tuple[int, ...]) -> torch.Tensor:
-    """The whole weight, read in pieces that begin anywhere."""
+    """Return the whole weight, read in pieces that begin anywhere."""
     flat = torch.empty(math.prod(shape))
     for start in range(0, flat.numel(), 1111):
         files.fill("weight", start, flat[start : start + 1111])

@@ -1,4 +1,4 @@
-"""What `load` reads: JSON, YAML and dicts, and every way in which they can be no config at all."""
+"""`load` reads JSON, YAML and dicts, and refuses everything that is no config."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ AS_A_PERSON_EXPECTS = {
     "True": True,
     "1_000": "1_000",
 }
-"""YAML 1.1 would make these a string, an octal, a base-60 number, booleans and a date."""
+"""Values that YAML 1.1 would make a string, an octal, a base-60 number, booleans and a date."""
 
 
 def test_yaml_values_are_what_a_person_expects(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What an `optimizer` block means: each of DeepSpeed's names as an update of ours, with its own defaults."""
+"""Each of DeepSpeed's names in an `optimizer` block becomes an update of ours, with its own defaults."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_block_is_one_of_our_updates(
 def test_a_block_over_groups_is_the_same_update(
     kind: str, params: dict[str, Any], algorithm: Algorithm, decay: float
 ) -> None:
-    """The drop-in's, where `model_parameters` are groups; types are read in any case, as in a config."""
+    """The drop-in passes `model_parameters` in groups; types are read in any case, as in a config."""
     made = optimizer_over(kind, dict(params), [{"params": [nn.Parameter(torch.zeros(2))]}])
     known = algorithm_of(made)
     assert known is not None and known[0] is algorithm

@@ -1,4 +1,4 @@
-"""What a replay says of a recorded step that came out otherwise."""
+"""The report of a replay names the differences from the recorded step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How numbers read: three digits, never zero for something, never all for a part."""
+"""Numbers in reports: three digits, never zero for something, never all for a part."""
 
 from __future__ import annotations
 

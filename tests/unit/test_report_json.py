@@ -1,4 +1,4 @@
-"""JSON: what `Plan.from_json` reads, with digest and cost, a line per row, always the same."""
+"""The JSON of a plan: readable by `Plan.from_json`, with digest and cost, a line per row, always the same."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ EVIL = """<script>alert("1")</script>&'"""
 
 
 class Reader(HTMLParser):
-    """Checks that tags nest, and keeps text, attributes and ids."""
+    """A parser that checks nesting, and keeps text, attributes and ids."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)

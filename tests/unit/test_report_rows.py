@@ -1,4 +1,4 @@
-"""Grouping: every row once, in patterns that mean what they say, fast."""
+"""Groups of rows: every row once, in exact patterns, fast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def patterns(plan: Plan) -> list[str]:
 
 
 def numbers_at(plan: Plan, prefix: str) -> set[int]:
-    """All numbers that occur in the plan after a template, at its next component."""
+    """Return all numbers of the plan after a template, at its next component."""
     found = set()
     for row in plan.rows:
         for name in row.names:
@@ -35,7 +35,7 @@ def numbers_at(plan: Plan, prefix: str) -> set[int]:
 
 
 def spelled_out(text: str) -> list[int]:
-    """The inverse of `ranges`."""
+    """Invert `ranges`."""
     found: list[int] = []
     for part in text.split(","):
         span, _, step = part.partition(":")
@@ -45,7 +45,7 @@ def spelled_out(text: str) -> list[int]:
 
 
 def expanded(plan: Plan, line: Line) -> list[str]:
-    """The names that a line's pattern stands for, from its text alone."""
+    """Return the names that a line's pattern stands for, from its text alone."""
     first = plan.rows[line.rows[0]].name
     choices = []
     for place, (part, original) in enumerate(zip(line.pattern.split("."), first.split("."), strict=True)):
@@ -145,7 +145,7 @@ def test_names_become_patterns(bf16: list[str], fp32: list[str], shown: list[str
 
 
 def test_names_shared_by_all_layers_are_one_pattern() -> None:
-    """ALBERT: one parameter, a name per layer."""
+    """ALBERT has one parameter with a name per layer."""
     also = [f"layers.{n}.up.weight" for n in range(1, 12)]
     (line,) = group_rows(handmade.plan([handmade.given("layers.0.up.weight", (4, 4), BF16, *also)])).lines
     assert (line.pattern, line.also) == ("layers.0.up.weight", ("layers.1-11.up.weight",))

@@ -49,7 +49,7 @@ def plan_text(plan: Plan, color: bool = False) -> str:
 
 
 def check(text: str) -> None:
-    """What every plain report keeps."""
+    """Check the width and the characters of a plain report."""
     assert "\x1b" not in text
     for line in text.splitlines():
         assert len(line) <= 100, line
@@ -297,7 +297,7 @@ def test_columns_are_spelled_out() -> None:
 @pytest.mark.parametrize("width", [50, 60, 80, 120])
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_fits_the_terminal(name: str, width: int) -> None:
-    """Every dtype in full, however narrow, and every reason."""
+    """Every dtype and every reason are printed in full, however narrow."""
     plan = PLANS[name]
     text = terminal.plan_text(plan, handmade.cost(plan), group_rows(plan), color=False, width=width)
     assert max(map(len, text.splitlines())) <= width

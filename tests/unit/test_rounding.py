@@ -1,4 +1,4 @@
-"""Stochastic rounding: unbiased, and the same whatever the slice, the stage or the machine."""
+"""Stochastic rounding is unbiased, and the same for any slice, at any stage, on any machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEY = parameter_key("layers.0.weight", seed=7)
 
 
 def test_known_answers() -> None:
-    """These never change: a resumed run draws the bits that it would have drawn."""
+    """A resumed run draws the same bits only if these never change."""
     assert KEY == 0x1B556D2E2CDF37F5
     assert step_key(0) == -2152535657050944081
     assert step_key(100_000) == 3350272923970713221
@@ -30,7 +30,7 @@ def test_a_block_has_the_same_words_in_every_slicing() -> None:
 
 
 def test_bits_do_not_correlate() -> None:
-    """Over neighbours, halves, steps and blocks: no pair of bits agrees more than chance allows."""
+    """No pair of bits of neighbours, halves, steps and blocks agrees more than chance allows."""
     words = random_words(block_keys(KEY, 0, 2048), step=4)
     later = random_words(block_keys(KEY, 0, 2048), step=5)
     pairs = [(words[:, 1:], words[:, :-1]), (words, later), (words[1:], words[:-1]), (words, words >> 16)]

@@ -1,4 +1,4 @@
-"""What is found in what ranks saw: whose gradient an optimizer was given, and models of one name."""
+"""Findings from all ranks' observations: gradients of other parameters, and models of one name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerodrift.inspect.check.table import completed
 from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord, ProcessRecord, Sighting
 
 OWNS = ([1.0, -2.0, 0.5, 4.0], [3.0, 2.0, -1.5, 1.0])
-"""Of two ranks."""
+"""Gradients of two ranks."""
 
 MEAN = [2.0, 0.0, -0.5, 2.5]
 
@@ -27,7 +27,7 @@ def process(rank: int, *models: ModelRecord, micro_batches: int = 1) -> ProcessR
 
 
 def given(used: list[list[float | None]], wrapper: str = "", micro_batches: int = 1) -> list[ProcessRecord]:
-    """Two ranks whose optimizer was given this."""
+    """Return the records of two ranks whose optimizer had these gradients."""
     models = [
         ModelRecord("M", [parameter(own=own, used=held)], wrappers=(wrapper,))
         for own, held in zip(OWNS, used, strict=True)
@@ -43,7 +43,7 @@ def columns(storage: str, compute: str, master: str) -> list[ProcessRecord]:
 
 
 def of_one_name() -> list[ProcessRecord]:
-    """Two ranks with two models of one name each."""
+    """Return the records of two ranks with two models of one name each."""
     kinds = [[ModelRecord("Sequential", [parameter(digest=digest)]) for digest in (1, 2)] for _ in range(2)]
     return [process(rank, *models) for rank, models in enumerate(kinds)]
 

@@ -1,4 +1,4 @@
-"""The schedules of a `scheduler` block: by hand, and step for step against the installed DeepSpeed."""
+"""The schedules of a `scheduler` block follow their formulas, and an installed DeepSpeed step for step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 def run(module: Any, kind: str, params: dict[str, Any], steps: int = 30) -> list[Any]:
-    """Rates and betas of every group before each step."""
+    """Return rates and betas of every group before each step."""
     owner = optimizer()
     schedule = getattr(module, kind)(owner, **params)
     seen = []
@@ -86,7 +86,7 @@ HF: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "params"), HF)
 def test_every_step_is_that_of_transformers_to_the_bit(kind: str, params: dict[str, Any]) -> None:
-    """Over a run that goes on a while after its end, and gone on with in the middle."""
+    """The run goes on a while after the schedule's end, and is resumed in the middle."""
     transformers = pytest.importorskip("transformers")
     warmup, total = params.get("num_warmup_steps"), params.get("num_training_steps")
     rest = {key: params[key] for key in params if key not in ("num_warmup_steps", "num_training_steps")}

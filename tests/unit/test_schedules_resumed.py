@@ -1,5 +1,4 @@
-"""Schedules through checkpoints, ours and DeepSpeed's: they go on where they were, and a state that is
-refused is refused before anything is replaced."""
+"""Schedules resume from our checkpoints and DeepSpeed's, and a bad state replaces nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ OWN: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     ),
     "WarmupLR of one's own": lambda groups: of_block("WarmupLR", groups),
 }
-"""Given to `initialize`."""
+"""Schedules for `initialize`."""
 
 
 def test_every_class_of_ours_is_tried() -> None:
@@ -78,7 +77,7 @@ def schedule_of(kind: str, groups: torch.optim.Optimizer) -> Any:
 
 
 def plain(kind: str, steps: int) -> list[float]:
-    """The learning rates of a plain loop, before each step."""
+    """Return the learning rates of a plain loop, before each step."""
     groups = torch.optim.AdamW(network().parameters(), lr=LR)
     schedule, found = schedule_of(kind, groups), []
     for _ in range(steps):
@@ -89,7 +88,7 @@ def plain(kind: str, steps: int) -> list[float]:
 
 
 def state_after(kind: str, steps: int) -> tuple[Any, float]:
-    """What DeepSpeed saves of a schedule: its state, and the rate that it has set."""
+    """Return DeepSpeed's saved state of a schedule, and the rate that it has set."""
     groups = torch.optim.AdamW(network().parameters(), lr=LR)
     schedule = schedule_of(kind, groups)
     for _ in range(steps):
@@ -105,7 +104,7 @@ def theirs(place: Path, kind: str) -> Path:
 
 
 def engine_for(kind: str) -> Any:
-    """A drop-in engine with the schedule in its config, or with one of the caller's own."""
+    """Make a drop-in engine with the schedule in its config, or with one of the caller's own."""
     if kind not in OWN:
         return deepspeed.initialize(model=network(), config=config(kind))[0]
     model = network()
@@ -141,7 +140,7 @@ KINDS = [*BLOCKS, *OWN]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_deepspeeds_goes_on_with_its_schedule(kind: str, tmp_path: Path) -> None:
-    """By reading it, and by converting it first."""
+    """The checkpoint is read directly, or converted first."""
     folder, expected = theirs(tmp_path / "theirs", kind), plain(kind, STEPS + MORE + 1)[STEPS + 1 :]
     engine = engine_for(kind)
     engine.load_checkpoint(folder)
@@ -182,7 +181,7 @@ def test_our_own_goes_on(kind: str, tmp_path: Path) -> None:
 
 
 def everything(engine: Any) -> dict[str, Any]:
-    """A run, as far as a load can change it."""
+    """Return all state of a run that a load can change."""
     found: dict[str, Any] = {name: engine.parameter(name).master.tolist() for name in values(0)}
     found |= {
         f"moments of {name}": {k: v.tolist() for k, v in engine.parameter(name).state.items()}
@@ -200,7 +199,7 @@ def everything(engine: Any) -> dict[str, Any]:
 
 
 class WithState(torch.nn.Sequential):
-    """A model with a buffer and a state of its own making."""
+    """A model with a buffer and extra state."""
 
     def __init__(self) -> None:
         super().__init__(*network())
@@ -217,7 +216,7 @@ class WithState(torch.nn.Sequential):
 
 
 def spoilt(state: Any, where: tuple[str, ...], what: Any) -> Any:
-    """A saved state with one thing in it replaced or gone."""
+    """Return a saved state with one entry replaced or removed."""
     key, *rest = where
     if rest:
         return {**state, key: spoilt(state[key], tuple(rest), what)}
@@ -241,11 +240,11 @@ SPOILT: list[tuple[str, tuple[str, ...], Any]] = [
     ("rank-00000.pt", ("modules", ""), "text"),
     ("rank-00000.pt", ("client",), None),
 ]
-"""(file, where, what is put there); None where it is to be gone."""
+"""(file, place, value at that place); None removes the entry."""
 
 
 def test_what_is_refused_of_a_checkpoint_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    """A state that does not fit, wherever it is, and however late it would be met."""
+    """The bad entry may be anywhere, and be met late."""
     from tests.unit.test_foreign_files import seal
 
     def run() -> Any:
@@ -283,7 +282,7 @@ def test_what_is_refused_of_a_checkpoint_leaves_the_run_as_it_was(tmp_path: Path
 
 
 def test_a_schedule_of_the_callers_that_refuses_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    """In DeepSpeed's checkpoint and with `load_optimizer_states=False` too."""
+    """This holds in DeepSpeed's checkpoint and with `load_optimizer_states=False` too."""
     folder = theirs(tmp_path / "theirs", "WarmupLR")
     engine = engine_for("WarmupLR")
     go_on(engine, 1)
@@ -303,7 +302,7 @@ def test_a_schedule_of_the_callers_that_refuses_leaves_the_run_as_it_was(tmp_pat
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_loaded_place_sets_what_the_steps_to_it_set(kind: str) -> None:
-    """Rates, and the betas that one of them moves too: a run whose numbers were changed begins with these."""
+    """Rates agree, and the betas that one of them moves: a run with changed numbers begins with these."""
 
     def groups() -> torch.optim.Optimizer:
         return torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=LR)

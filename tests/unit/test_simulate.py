@@ -1,4 +1,4 @@
-"""What a simulation says, against sums by hand; clusters, and what is wrong with one."""
+"""Simulations against sums by hand; clusters, and errors in their files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FAST: dict[str, Any] = {
     "host": {"gb_per_s": 1.0},
     "network": {"gb_per_s": 0.5},
 }
-"""Passes over memory take no time that counts."""
+"""A device whose passes over memory take no time."""
 
 
 def cluster(**more: Any) -> Cluster:
@@ -80,7 +80,7 @@ def unit(flops: int, saved: int = 100, entering: int = 10) -> UnitWork:
 
 
 def work(made: Plan, flops: int = 10**9) -> Work:
-    """A forward of a block takes a millisecond on `cluster()`."""
+    """Return work in which a forward of a block takes a millisecond on `cluster()`."""
     blocks = {each.name: unit(flops) for each in made.units if each.name}
     return Work(blocks, unit(flops), unit(flops), 8, "8 tokens", DType.FP32)
 
@@ -112,7 +112,7 @@ def test_computing_is_slower_beside_what_travels() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_memory_of_sums_is_had_again_once_a_step(micro_batches: int) -> None:
-    """Of 1 GB/s; where an allocator keeps it, or the plan, it costs nothing."""
+    """New memory comes at 1 GB/s; kept by an allocator, or by the plan, it costs nothing."""
 
     def added(**sharding: Any) -> float:
         made = plan(1, stage=0, gradient_accumulation_steps=micro_batches, sharding=sharding)
@@ -230,7 +230,7 @@ def test_without_communication_a_step_is_what_is_computed() -> None:
 def test_ranks_on_fewer_cores_share_their_time(
     ranks: int, shared: dict[str, int], times: float, stage: int
 ) -> None:
-    """Products, passes over memory, new memory, small operations and what travels inside a host."""
+    """Products, passes over memory, small operations and messages inside a host share the cores."""
     made = plan(ranks, stage=stage)
     slow = {
         "memory_gb_per_s": 5.0,
@@ -336,8 +336,7 @@ def test_experts_wait_for_their_exchange() -> None:
 
 
 def in_turns(size: int) -> tuple[Simulation, Simulation]:
-    """DualPipeV with blocks of a millisecond forward, a third of it in the experts: in turns, and one after
-    the other."""
+    """Simulate DualPipeV in turns, and one after the other; a third of a block is its experts."""
     stacks = [parameter(f"model.layers.{i}.mlp.experts.up", (4, 8, 16)) for i in range(4)]
     model = ModelSpec("stacked", (parameter("model.embed.weight", (32, 8)), *stacks))
     block = {"stages": 2, "schedule": "dualpipev", "micro_batches": 8}
@@ -407,7 +406,7 @@ def test_what_autograd_keeps_grows_with_the_batch_and_what_enters_is_a_hidden_st
 
 
 class Words(torch.nn.Module):
-    """Takes tokens, and no more than eight."""
+    """A model that takes eight tokens at most."""
 
     config = SimpleNamespace(max_position_embeddings=8)
 

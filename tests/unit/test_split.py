@@ -1,4 +1,4 @@
-"""An fp32 value as bf16 and 16 more bits: lossless for every pattern, and rounded as promised."""
+"""Splitting fp32 into bf16 and 16 more bits is lossless for every pattern, and rounds as documented."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from zerodrift.optim.rounding import join, round_away, split
 
 CHUNK = 1 << 16
-"""Patterns at a time: few enough to stay in a cache."""
+"""Bit patterns at a time: few enough to stay in a cache."""
 
 
 def patterns(upper: int) -> Tensor:
-    """All fp32 values with these 16 upper bits."""
+    """Return all fp32 values with these 16 upper bits."""
     first = (upper << 16) - (1 << 32 if upper >= 1 << 15 else 0)
     return (torch.arange(CHUNK, dtype=torch.int32) + first).view(torch.float32)
 
@@ -32,7 +32,7 @@ def assert_exact(values: Tensor) -> None:
 
 
 def assert_rounded(values: Tensor) -> None:
-    """`high` is torch's own rounding, but for exact ties, which move away from zero."""
+    """Check that `high` is torch's own rounding, except for exact ties, which move away from zero."""
     high = split(values)[0].view(torch.int16)
     bits = values.view(torch.int32)
     expected = values.bfloat16().view(torch.int16)
@@ -42,7 +42,7 @@ def assert_rounded(values: Tensor) -> None:
 
 
 def boundaries() -> Iterator[int]:
-    """The upper bits around every exponent, of both signs, and all of the subnormals and specials."""
+    """Yield the upper bits around every exponent, of both signs, and all of the subnormals and specials."""
     for sign in (0, 1 << 15):
         for exponent in range(256):
             for step in (-2, -1, 0, 1, 2, 63, 64):

@@ -1,4 +1,4 @@
-"""Sums of squares: right, and the same to the last bit whatever the slicing or the path."""
+"""Sums of squares are right, and have the same bits for any slicing and path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def wild(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values over many orders of magnitude."""
+    """Return values over many orders of magnitude."""
     generator = torch.Generator().manual_seed(numel)
     spread = 10 ** (torch.randn(numel, generator=generator) * (1 if dtype is torch.float16 else 6))
     return (torch.randn(numel, generator=generator) * spread).to(dtype)
@@ -88,7 +88,7 @@ def test_one_bad_element_is_seen(bad: float, dtype: torch.dtype) -> None:
 
 
 def test_digits_of_many_ranks_add_up() -> None:
-    """What an integer all-reduce does, for any number of equal slices."""
+    """An integer all-reduce adds digits over any number of equal slices."""
     flat = wild(BLOCK * 240)
     whole = total(digits(block_square_sums(flat)))
     for ranks in (2, 3, 8, 60):

@@ -1,4 +1,4 @@
-"""Where a model is cut along a pipeline, one rank's part of a plan, and the time that a schedule takes."""
+"""Cuts of a model along a pipeline, one rank's part of a plan, and the duration of a schedule."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "
 
 
 def tied(layers: int = 4, names: tuple[str, ...] = ("embed.weight", "head.weight")) -> ModelSpec:
-    """Blocks between an embedding and a head that are one parameter."""
+    """Return blocks between an embedding and a head that are one parameter."""
     blocks = [
         parameter(f"layers.{number}.{name}.weight", shape)
         for number in range(layers)
@@ -157,7 +157,7 @@ KLASS = "transformers.models.llama.modeling_llama.LlamaRMSNorm"
     [("1f1b", 4, 3), ("interleaved", 2, 3), ("zbv", 2, 2), ("dualpipev", 4, 6)],
 )
 def test_what_a_token_costs_between_ranks(schedule: str, stages: int, count: int) -> None:
-    """Known of models of `transformers`, by their embedding; of others it is said that it is not known."""
+    """The cost is known for models of `transformers`, and reported as unknown for others."""
     model = tied(4 * stages, ("model.embed_tokens.weight", "lm_head.weight"))
     embedding, *others = model.parameters
     owned = [replace(each, owners=(OwningModule(each.owners[0].path, KLASS),)) for each in others]
@@ -180,7 +180,7 @@ def steps(made: Plan) -> Timeline:
 
 
 def mixture(dense: tuple[int, ...] = ()) -> ModelSpec:
-    """Eight blocks, of which some have no experts."""
+    """Return eight blocks, some without experts."""
     stacks = [
         parameter(f"layers.{number}.mlp.{'up' if number in dense else 'experts.up'}", (4, 8, 16))
         for number in range(8)
@@ -222,7 +222,7 @@ def test_ranks_that_wait_for_each_other_are_an_error() -> None:
 
 
 def test_known_bubbles() -> None:
-    """(p - 1) / (m + p - 1) where a backward takes twice a forward; less where weights fill the gaps."""
+    """A bubble is (p - 1) / (m + p - 1) if a backward takes twice a forward; less if weights fill it."""
     for stages, count in ((2, 4), (4, 8)):
         found = {each: steps(cut(each, tied(8 * stages), stages, micro_batches=count)) for each in SCHEDULES}
         bubbles = {schedule: made.bubble for schedule, made in found.items()}
@@ -237,7 +237,7 @@ def test_known_bubbles() -> None:
 
 
 def test_micro_batches_end_in_their_order_and_few_have_begun() -> None:
-    """What the bill of sums by the tree counts: of a piece, and of the root that both ends of a V use."""
+    """The bill of sums by the tree counts begun ones, of a piece and of the root at both ends of a V."""
     for schedule, stages, count in itertools.product(SCHEDULES, (2, 4), (8, 16)):
         made = cut(schedule, tied(8 * stages), stages, micro_batches=count)
         used = [(rank, {piece}) for rank in range(stages) for piece in pieces_of(made, rank)]
@@ -247,7 +247,7 @@ def test_micro_batches_end_in_their_order_and_few_have_begun() -> None:
 
 
 def most_begun(actions: Sequence[Action], pieces: set[int]) -> int:
-    """Of how many micro-batches at once backwards in these pieces have begun, and not all have ended."""
+    """Return the most micro-batches with begun backwards in these pieces of which one has not ended."""
     now: set[int] = set()
     ended: list[int] = []
     most = 0
@@ -313,7 +313,7 @@ def test_a_config_without_a_pipeline_keeps_its_digest_and_says_nothing_of_one() 
 
 
 def test_of_experts_those_count_that_a_token_uses() -> None:
-    """Stacked or in a list; said by the module, by its router, or by the config of the model."""
+    """The module, its router, or the model's config gives the number of stacked or listed experts."""
 
     def block_of(experts: nn.Module, **said: int) -> nn.Module:
         block = nn.Module()

@@ -1,4 +1,4 @@
-"""Sums of many parts: one call of the host for any number, and the bits of one addition after the other."""
+"""Sums of many parts take one call of the host, and have the bits of one addition after the other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def parts_of(count: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Over many binades, so that another order shows."""
+    """Return parts over many binades, so that another order shows."""
     generator = torch.Generator().manual_seed(1000 * count + numel)
     values = torch.randn(count, numel, generator=generator)
     return torch.ldexp(values, torch.randint(-6, 7, values.shape, generator=generator)).to(dtype)
@@ -100,7 +100,7 @@ def test_as_many_calls_for_many_parts_as_for_few(path: str, order: Order) -> Non
 
 
 def test_a_slice_of_what_is_wider_is_summed(path: str) -> None:
-    """Rows that are not one behind the other."""
+    """The rows are not contiguous."""
     wide = parts_of(9, 300, FP32)
     for order in ("rank", "tree"):
         out = torch.empty(100)

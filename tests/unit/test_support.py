@@ -1,4 +1,4 @@
-"""The support table: complete, and the same as what resolve and build do."""
+"""The support table is complete, and agrees with `resolve` and `build`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dry run of small models: what runs, and where; what is refused, and what it cannot follow."""
+"""Traces of small models: operations and their modules, refusals, and code that cannot be traced."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Call = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 class Calls(nn.Module):
-    """One call of a function, on 4 x 4 in the mode's dtype and 4 x 4 in fp32."""
+    """A model with one call of a function. Shapes [4, 4] in the mode's dtype and [4, 4] in fp32."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ BEFORE: dict[str, Call] = {
     "attention": lambda x, y: F.scaled_dot_product_attention(x[None, None], y[None, None], y[None, None]),
     "convolution": lambda x, y: F.conv1d(x[None], x[..., None], y[0]),
 }
-"""What torch's forms without values refuse, too, or a function before it runs an operation."""
+"""Calls that torch refuses without values too, or a function before it runs an operation."""
 ACCEPTED: dict[str, Call] = {
     "add": lambda x, y: x + y,
     "where": lambda x, y: torch.where(x > 0, x, y),
@@ -160,7 +160,7 @@ def plain(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class Tokens(nn.Module):
-    """Token ids in, a loss out; `middle` and further modules are what tests replace."""
+    """A model from token ids to a loss; tests replace `middle` and further modules."""
 
     def __init__(self, middle: Middle = plain, **modules: nn.Module) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def rotates() -> Tokens:
 
 
 def known() -> Tokens:
-    """Looks at numbers that do not depend on weights."""
+    """Read numbers that do not depend on weights."""
     order = torch.arange(4)
 
     def middle(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ def known() -> Tokens:
 
 
 def known_mask(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """Write and read where a mask is that does not depend on weights."""
+    """Write and read by a mask that does not depend on weights."""
     mask = torch.arange(x.shape[1])[None] < 4
     y = model.first(x)
     y[mask] = model.second.bias
@@ -213,7 +213,7 @@ def looks(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def unlike(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """A mask that depends on weights has a backward of unknown shape."""
+    """Read by a mask that depends on weights, whose backward has an unknown shape."""
     return plain(model, x).index_put((x > 0,), model.first.bias[:1] * 2)
 
 
@@ -244,7 +244,7 @@ SHAPES: dict[str, Callable[[], Tokens]] = {
 
 
 class Does(nn.Module):
-    """A part that cannot be followed."""
+    """A module with one part that cannot be traced."""
 
     def __init__(self, what: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Does(nn.Module):
 
 
 def router(shares: Middle) -> Tokens:
-    """Its product is weighted by shares."""
+    """Return a model with a router whose shares weight its product."""
 
     def middle(model: Any, x: torch.Tensor) -> torch.Tensor:
         return plain(model, x) * shares(model, x).softmax(-1).sum(-1, keepdim=True).to(x.dtype)
@@ -411,7 +411,7 @@ def test_inputs_that_do_not_fit_are_one_error() -> None:
 
 
 class Stack(nn.Module):
-    """Experts that no machine of a test holds."""
+    """Experts too large for a test's machine."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is read out of a trace, and how it is folded and set: on traces written by hand."""
+"""Reading, folding and printing of traces that are written by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan(mode: str = "bf16", **keys: Any) -> Plan:
 
 
 def tensors(told: str) -> tuple[TracedTensor, ...]:
-    """`7 bf16, 8 fp32 0`: memory, dtype, dimensions."""
+    """Parse `7 bf16, 8 fp32 0`: memory, dtype, dimensions."""
     parts = [word.split() for word in told.split(",") if word.strip()]
     return tuple(TracedTensor(int(memory), dtype, *map(int, dims)) for memory, dtype, *dims in parts)
 
@@ -43,14 +43,14 @@ def cast(given: str, made: str = "6 bf16", by: str = "the model", **rest: Any) -
 
 
 def traced(operations: Iterable[TracedOperation], **rest: Any) -> Trace:
-    """Memory 0 is the router's weight, 100 and up those of the layers."""
+    """Return a trace in which memory 0 is the router's weight, 100 and up those of the layers."""
     parameters = {0: "router.weight", **{100 + n: f"layers.{n}.weight" for n in range(12)}}
     words = ("cpu", "x 2 x 4 float32", "a sum")
     return Trace(*words, tuple(operations), {}, parameters, rest.pop("kept", {}), **rest)
 
 
 def used() -> list[TracedOperation]:
-    """Every parameter as planned."""
+    """Return operations that use every parameter as planned."""
     layers = [op("mm", f"200 bf16, {100 + n} bf16", "201 bf16", f"layers.{n}") for n in range(12)]
     return [op("mm", "210 fp32, 0 fp32", "211 fp32", "router"), *layers]
 
@@ -162,7 +162,7 @@ KEPT = "what it returns unrounded, as the plan says, is cast from fp32 to bf16 b
 WIDE = ("compute", "layers.0.weight", "used in fp32 by `add`, for bf16 in the plan")
 MULTIPLIED = op("mm", "7 bf16", "8 bf16")
 CHOSEN = [op("mm", "0 fp32", "211 fp32"), *(op("mm", f"{100 + n} fp32", "201 fp32") for n in range(12))]
-"""Of autocast, which computes all in fp32."""
+"""Operations of autocast, which computes all in fp32."""
 COLUMNS: dict[str, tuple[list[TracedOperation], dict[str, Any], list[tuple[str, str, str]]]] = {
     "a cast of a pinned parameter, and what it computes in": (
         [*used(), cast("0 fp32", "7 bf16"), op("mm", "3 bf16, 7 bf16", "8 bf16")], {}, [CAST, NARROW]),

@@ -160,7 +160,7 @@ def test_without_locks_several_make_the_same_blocks_and_one_is_kept(
     first: list[np.ndarray] = []
 
     def slowly(*arguments: Any) -> None:
-        """Another begins and ends while this one is about to."""
+        """Begin slowly, while another process begins and ends."""
         monkeypatch.setattr(pack, "_make_blocks", make)
         first.append(stream(made(tmp_path, asked).train))
         make(*arguments)

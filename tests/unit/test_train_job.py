@@ -153,7 +153,7 @@ ODD = (
 
 @pytest.mark.parametrize("key", ["config", "config.gradient_clipping", "auto", *every_path()])
 def test_odd_values_are_read_or_refused(key: str) -> None:
-    """Every key of a job: its value or one short error."""
+    """Every key of a job gets its value, or one short error."""
     for value in ODD:
         read_with(key, value)
 
@@ -220,7 +220,7 @@ def test_an_encoder_is_no_language_model() -> None:
 
 
 def test_advice_names_what_a_job_has(tmp_path: Path) -> None:
-    """Of what the library says of its arguments."""
+    """The library's advice about arguments is translated to keys."""
     said = "Pass --auto a.b=... on the command line, or auto={'a.b': ...} in Python."
     assert for_a_job(said) == "Set it in the job's `auto`: `--set 'auto={a.b: NUMBER}'`."
     with pytest.raises(ConfigError) as caught, worded_for_a_job():

@@ -1,4 +1,4 @@
-"""Who is started where: SLURM's variables, what a rank is told, what is said when one fails."""
+"""Launching: SLURM's variables, the environment of a rank, and messages about failures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_slurm_is_not_joined_where_it_did_not_start_ranks(change: dict[str, str 
 
 
 def ended(folder: Path, number: int, code: int, failure: tuple[str, bool, float] | None) -> launch._Rank:
-    """A rank that has ended with a code, and perhaps said why, whether it was refused, and when."""
+    """Return a rank that has ended with a code, and perhaps (reason, whether it was refused, time)."""
     end = f"import os, signal; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
     process = subprocess.Popen([sys.executable, "-c", end])
     process.wait()

@@ -1,4 +1,4 @@
-"""The live line of a run: what fits a terminal, what goes first, and what stays."""
+"""The live line of a run fits the terminal, and leaves out the least important parts first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_line_fits_and_keeps_what_matters(width: int) -> None:
 
 
 def test_what_goes_goes_in_order() -> None:
-    """At every width the parts that are left out are the first of the list."""
+    """The parts that are left out at any width are the first of the list."""
     for width in range(40, 200):
         text = line(FULL, width).plain
         there = [PARTS[name] in text for name in DROPPED if name in PARTS]

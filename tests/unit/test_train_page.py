@@ -1,4 +1,4 @@
-"""Curves and the page of a run: made of metrics and a plan, and of nothing else."""
+"""Curves and the page of a run are made of metrics and a plan alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two computations in turns: one at a time, in an order that no clock decides, with what belongs to each."""
+"""Two computations in turns: one at a time, in an order that no clock decides, with their own state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def turns() -> Turns:
 
 
 def computation(both: Turns, log: list[str], name: str, exchanges: int, pause: float) -> Callable[[], None]:
-    """Computes, exchanges, computes, and so on."""
+    """Return a function that computes, exchanges, computes, and so on."""
 
     def run() -> None:
         for number in range(exchanges):
@@ -98,7 +98,7 @@ def test_an_error_of_the_one_that_goes_on_alone() -> None:
 
 @pytest.mark.parametrize("when", ["before it begins", "while it waits", "when it has ended"])
 def test_an_interrupt_ends_both(when: str) -> None:
-    """It comes to the thread of the first, whatever that waits for."""
+    """The interrupt comes to the thread of the first, in any wait."""
     both, ended = turns(), []
 
     def first() -> None:
@@ -191,8 +191,8 @@ def test_what_belongs_to_a_thread_goes_with_the_second() -> None:
 
 
 def test_a_cast_of_a_weight_is_kept_until_both_have_ended() -> None:
-    """Autocast empties the casts where its outermost context ends on a thread; then a weight that is used
-    again is cast again, and its gradient is two sums."""
+    """Autocast drops its cached casts where its outermost context ends on a thread; then a reused weight
+    is cast again, and its gradient is two sums."""
     both, weight = turns(), torch.ones(2, 2, requires_grad=True)
     casts = Operations(torch.ops.aten._to_copy.default)
 

@@ -1,4 +1,4 @@
-"""Typed configs: the same as the dict, field by field; refused in our words; checked by a type checker."""
+"""Typed configs equal the dict, field by field, have the same errors, and pass a type checker."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ pipeline: {stages: 2, schedule: interleaved-zero-bubble, micro_batches: 4, chunk
     ),
     "experts": (4, 'experts: {ranks: 2, parameters: ["*.stacked.*"]}'),
 }
-"""Configs that have every key between them, with the ranks that they are for."""
+"""Configs that have every key between them, with their numbers of ranks."""
 
 
 MODEL = moe(layers=4)
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """A value as typed blocks, all the way down."""
+    """Return a value as typed blocks, all the way down."""
     block, item = fields.block_of(kind), fields.item_of(kind)
     if isinstance(value, dict) and block is not None:
         known = fields.fields(block)
@@ -109,7 +109,7 @@ def typed(kind: Any, value: Any) -> Any:
 
 
 def paths(value: Any, path: str = "") -> Iterator[str]:
-    """Every key that is written; what is below `params` is not the schema's."""
+    """Yield every written key; those below `params` are not the schema's."""
     if isinstance(value, dict) and not path.endswith("params"):
         for name, inner in value.items():
             here = f"{path}.{name}" if path else name
@@ -121,7 +121,7 @@ def paths(value: Any, path: str = "") -> Iterator[str]:
 
 
 def mixed(written: dict[str, Any], number: int) -> dict[str, Any]:
-    """A dict of which every other block is typed."""
+    """Return a dict of which every other block is typed."""
     kinds = fields.fields(Config)
     return {
         name: typed(kinds[name], value) if place % 2 == number else value
@@ -252,7 +252,7 @@ def test_the_dtypes_that_are_offered_are_those_that_are_admitted() -> None:
 
 
 def _words(option: Any) -> set[str]:
-    """The words among the alternatives of an annotation."""
+    """Return the words among the alternatives of an annotation."""
     if typing.get_origin(option) is Literal:
         return set(typing.get_args(option))
     return {word for inner in typing.get_args(option) for word in _words(inner)}

@@ -1,4 +1,4 @@
-"""Where verl is not installed, or is another one: an error that says so."""
+"""Without verl, or with another version, an error says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions: what was tested is what the page shows, and another version is one warning."""
+"""The page shows the tested versions, and another version gives one warning."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_both_ends_of_a_range_are_cells_of_the_matrix(name: str, matrix: ModuleT
 def test_a_cell_that_cannot_be_made_is_said_and_what_passed_is_not_run_again(
     matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A suite that failed runs again with the same command, and so does all where zerodrift is another."""
+    """A failed suite runs again with the same command; all run again for another zerodrift."""
     cells = (matrix.Cell("3.99", "2.15.0", "5.23.0", "", ("quick",)), matrix.CELLS[0])
     home = tmp_path / f"py{cells[1].python}-torch{cells[1].torch}-tf{cells[1].transformers}"
     home.mkdir()
