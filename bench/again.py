@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from claims import Results, claims
-from result import ROOT, shown
+from result import ROOT, format_cell
 
 from zerodrift.comm import usable_accelerator
 
@@ -85,19 +85,19 @@ def sources() -> str:
     return hashlib.sha256(b"".join(kept)).hexdigest()
 
 
-def begun() -> list[str]:
+def unfinished_round() -> list[str]:
     """Return the names that ran in an unfinished round, unless the sources have changed since."""
     told = json.loads(ROUND.read_text()) if ROUND.exists() else {}
     return list(told["ran"]) if told.get("sources") == sources() else []
 
 
-def missed(names: Sequence[str]) -> list[str]:
+def missed_claims(names: Sequence[str]) -> list[str]:
     """Return a line for each claim that rests on one of these results and misses its limit."""
     lines = []
     for claim in claims(Results()):
         if claim.met is False and claim.limit is not None and claim.figure.source in names:
             most = "at least" if claim.limit.at_least else "at most"
-            limit = shown(claim.limit.value, claim.figure.form)
+            limit = format_cell(claim.limit.value, claim.figure.form)
             lines.append(f"missed: {claim.what}: {claim.figure}, claimed {most} {limit}")
     return lines
 
@@ -145,7 +145,7 @@ def main() -> int:
     parser.add_argument("--beside", default="not said", help="what else runs: `nothing`, `other work`")
     parser.add_argument("--only", metavar="NAME,...", help="of results, or of scripts that keep none")
     asked = parser.parse_args()
-    todo, ran = benchmarks(), [] if asked.only else begun()
+    todo, ran = benchmarks(), [] if asked.only else unfinished_round()
     if asked.only:
         names = {each.name for each in todo}
         wanted = {*asked.only.split(",")}
@@ -167,7 +167,7 @@ def main() -> int:
         print("\nstopped" + "; the same command goes on from here" * (not asked.only), file=sys.stderr)
         return 130
     pages = subprocess.run([sys.executable, "tools/refresh.py"], cwd=ROOT, check=False).returncode
-    print("\n".join(missed(ran)))
+    print("\n".join(missed_claims(ran)))
     print(f"{len(todo) - len(failed)} of {len(todo)} ran" + f"; failed: {', '.join(failed)}" * bool(failed))
     if not (failed or asked.only):
         ROUND.unlink(missing_ok=True)

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 
 import plots
 from claims import IN_THE_README, Claim, Results, claims
-from result import Cell, Result, Table, shown
+from result import Cell, Result, Table, format_cell
 
 BLOCK = re.compile(r"(<!-- (claims|result): (\S+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
-def fresh(text: str, results: Results) -> str:
+def refresh(text: str, results: Results) -> str:
     """Return a page with its claims and tables written anew."""
 
     def block(found: re.Match[str]) -> str:
@@ -47,7 +47,7 @@ def _claim(page: str, claim: Claim) -> list[str]:
     limit, met = "-", "-"
     if claim.limit is not None:
         way = "at least" if claim.limit.at_least else "at most"
-        limit = f"{way} {shown(claim.limit.value, claim.figure.form)} ({claim.limit.why})"
+        limit = f"{way} {format_cell(claim.limit.value, claim.figure.form)} ({claim.limit.why})"
         met = "yes" if claim.met else "**missed**"
     beside = ", ".join(f"{name} {figure}" for name, figure in claim.beside.items())
     return [f"[{claim.what}]({page}#{anchor})", str(claim.figure), beside or "-", limit, met]
@@ -99,7 +99,7 @@ UPDATES = (
 """Rows of the update benchmark that its plot shows."""
 
 
-def drawn(results: Results) -> dict[str, str]:
+def plot_files(results: Results) -> dict[str, str]:
     """Return each file of `docs/img` with its picture."""
 
     def panel(
@@ -160,7 +160,7 @@ def _pipelines(table: Table) -> plots.Bars:
         if row["engine"] != "torch":
             name = f"{row['schedule']} {str(row['engine']).removeprefix('zerodrift')}".strip()
             ratio = _number(row["to torch"])
-            bars.append(plots.Bar(name, ratio, shown(ratio, table.columns["to torch"]), True))
+            bars.append(plots.Bar(name, ratio, format_cell(ratio, table.columns["to torch"]), True))
     return plots.Bars("two stages", tuple(bars), ((1.0, "torch"),))
 
 

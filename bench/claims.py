@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from result import RESULTS, Cell, Result, read, shown
+from result import RESULTS, Cell, Result, format_cell, read
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Figure:
     source: str
 
     def __str__(self) -> str:
-        return shown(self.value, self.form)
+        return format_cell(self.value, self.form)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Claim:
         if self.limit is None:
             return None
         figure, limit = (
-            float(shown(value, self.figure.form).strip("%"))
+            float(format_cell(value, self.figure.form).strip("%"))
             for value in (self.figure.value, self.limit.value)
         )
         return figure >= limit if self.limit.at_least else figure <= limit

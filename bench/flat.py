@@ -77,7 +77,7 @@ def room_of(filename: str) -> str:
     return "other"
 
 
-def held() -> Counter[str]:
+def bytes_by_room() -> Counter[str]:
     """Return the bytes that are traced, by room."""
     gc.collect()
     bytes_of: Counter[str] = Counter()
@@ -164,7 +164,7 @@ def head(plan: Any, files: tuple[File, ...]) -> Manifest:
     )
 
 
-def looked_up(folder: Path, plan: Any, ranks: int) -> tuple[int, float, int]:
+def measure_lookup(folder: Path, plan: Any, ranks: int) -> tuple[int, float, int]:
     """Return (descriptions opened, seconds, bytes) of rank 0's lookup of all that it reads."""
     mine = list(runs(plan, 0, ranks))
     for rank in {rank for row, start, stop in mine for rank in holders(plan, row.name, start, stop)}:
@@ -199,8 +199,8 @@ def metadata(plan: Any) -> Metadata:
         files = (write_entries(folder, table), write_plan(folder, plan.to_json()))
         write_manifest(folder, head(plan, files))
         for_all = sum(path.stat().st_size for path in folder.iterdir())
-        opened, seconds, peak = looked_up(folder, plan, ranks)
-        on_half, *_ = looked_up(folder, plan, ranks // 2)
+        opened, seconds, peak = measure_lookup(folder, plan, ranks)
+        on_half, *_ = measure_lookup(folder, plan, ranks // 2)
         longest = (folder / description_file(0)).stat().st_size
         cuts = sum(1 for row in plan.rows for _ in holders(plan, row.name, 0, row.numel))
         return Metadata(for_all, longest, opened, seconds, peak, on_half, (1 + len(MOMENTS)) * cuts)
@@ -243,7 +243,7 @@ def measured(ranks: int, options: argparse.Namespace, queue: Any) -> None:
     for _ in range(3):
         engine.backward(engine(tokens))
         engine.step()
-    rooms = held()
+    rooms = bytes_by_room()
     tracemalloc.stop()
     queue.put((dict(rooms), tensors_of(engine)))
     engine.destroy()

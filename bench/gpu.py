@@ -56,7 +56,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Done:
+class Outcome:
     """How a part ended."""
 
     name: str
@@ -100,16 +100,18 @@ def _step(out: Path, ranks: int, engine: str, size: str, *more: str) -> Part:
 
 def run_all(
     listed: Sequence[Part], out: Path, seconds: float, memory: float, say: Callable[[str], None] = print
-) -> list[Done]:
+) -> list[Outcome]:
     """Run each part that fits, within these seconds, on devices with this many GB free."""
     until = time.monotonic() + seconds
-    done: list[Done] = []
+    done: list[Outcome] = []
     for number, part in enumerate(listed, 1):
         left = until - time.monotonic()
         if part.gigabytes > memory:
-            done.append(Done(part.name, f"left out: needs {part.gigabytes:g} GB, {memory:.0f} are free", 0))
+            done.append(
+                Outcome(part.name, f"left out: needs {part.gigabytes:g} GB, {memory:.0f} are free", 0)
+            )
         elif left < min(30.0, part.seconds):
-            done.append(Done(part.name, "left out: no time left", 0))
+            done.append(Outcome(part.name, "left out: no time left", 0))
         else:
             say(f"[{number}/{len(listed)}] {part.name}: {left / 60:.0f} minutes left")
             done.append(run(part, out, left))
@@ -117,7 +119,7 @@ def run_all(
     return done
 
 
-def run(part: Part, out: Path, left: float) -> Done:
+def run(part: Part, out: Path, left: float) -> Outcome:
     """Run a part. Its output goes to `NAME.log`, and the result of an earlier run is removed."""
     (out / f"{part.name}.json").unlink(missing_ok=True)
     log = out / f"{part.name}.log"
@@ -132,7 +134,7 @@ def run(part: Part, out: Path, left: float) -> Done:
             code = None
         finally:
             end(child)
-    return Done(part.name, outcome(part, code, log.read_text(errors="replace")), time.monotonic() - start)
+    return Outcome(part.name, outcome(part, code, log.read_text(errors="replace")), time.monotonic() - start)
 
 
 def end(child: subprocess.Popen[bytes]) -> None:

@@ -164,7 +164,7 @@ def zerodrift(case: str, options: argparse.Namespace, tokens: torch.Tensor) -> S
     return step
 
 
-def made(case: str, options: argparse.Namespace) -> Step:
+def build_case(case: str, options: argparse.Namespace) -> Step:
     torch.manual_seed(0)
     tokens = torch.randint(64, (1, 16))
     if case == "alone":
@@ -181,7 +181,7 @@ def measured(case: str, ranks: int, options: argparse.Namespace, queue: Any) -> 
     carrier.watch()
     dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
     base, began = resident(), time.process_time()
-    step = made(case, options)
+    step = build_case(case, options)
     took = time.process_time() - began
     step(), step()
     times = []

@@ -251,7 +251,7 @@ def status(field: str) -> int:
     raise AssertionError(field)
 
 
-def read_so_far() -> int:
+def bytes_read() -> int:
     """Return the bytes that this process has read by system calls."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
@@ -266,7 +266,7 @@ def measure(
     warm(name)
     touch(most)
     dist.barrier()
-    base, asked = status("VmRSS"), read_so_far()
+    base, asked = status("VmRSS"), bytes_read()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     computed, start = time.process_time(), time.perf_counter()
     said, values = ENGINES[name](Path(folder), dtype)
@@ -276,7 +276,7 @@ def measure(
         "seconds": time.perf_counter() - start,
         "cpu": computed,
         "peak": status("VmHWM") - base,
-        "asked": read_so_far() - asked,
+        "asked": bytes_read() - asked,
         "said": said,
     }
     found["wrong"] = compare(Path(folder), dtype, values()) if check else 0
@@ -380,7 +380,7 @@ def main() -> None:
         options.dtype, [torch.bfloat16, torch.float32]
     )
     with contextlib.ExitStack() as stack:
-        folder = options.folder or made(stack, options.gigabytes)
+        folder = options.folder or make_checkpoint(stack, options.gigabytes)
         size = tensors_in(folder)
         files = len(list(folder.glob("*.safetensors")))
         setting = f"{size / 1e9:.3f} GB of tensors in {files} files, {RANKS} ranks, {options.rounds} rounds"
@@ -396,7 +396,7 @@ def main() -> None:
         result.save(options.save)
 
 
-def made(stack: contextlib.ExitStack, gigabytes: float) -> Path:
+def make_checkpoint(stack: contextlib.ExitStack, gigabytes: float) -> Path:
     """Write a checkpoint that is removed with `stack`."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     maker = mp.get_context("spawn").Process(target=write, args=(folder, gigabytes))

@@ -73,7 +73,7 @@ def run(size: str, ranks: int, stage: int, tokens: int) -> tuple[list[Entry], An
     return recording.entries, bill
 
 
-def measured(options: argparse.Namespace) -> int:
+def measure_on_device(options: argparse.Namespace) -> int:
     """Run the steps on a real device, alone, and print what its allocator has counted."""
     device = torch.device(options.on)
     title = f"Llama-3 {options.size} on a real device: GiB"
@@ -107,7 +107,7 @@ def main() -> int:
     parser.add_argument("--on", metavar="DEVICE", help="run on this device, with one rank: cuda")
     options = parser.parse_args()
     if options.on:
-        return measured(options)
+        return measure_on_device(options)
     title = f"Llama-3 {options.size} in bf16, split master, AdamW, one sequence of {options.tokens} tokens"
     result = Result.begin(f"{title}: GiB of rank 0", options)
     columns = {

@@ -120,7 +120,7 @@ def all_sent_bytes(made: Any) -> int:
 # --- losses ---------------------------------------------------------------------------------------------
 
 
-def trained(rank: int, folder: str, options: argparse.Namespace, model: str, recipe: str, queue: Any) -> None:
+def fit(rank: int, folder: str, options: argparse.Namespace, model: str, recipe: str, queue: Any) -> None:
     join(rank, folder)
     text, other = corpus()
     made = engine(model, recipe, options)
@@ -203,7 +203,7 @@ def main() -> None:
         table = result.table(columns, model)
         steps = launch(timed, options, model, names)
         for name in names:
-            figures = launch(trained, options, model, name)["figures"] if options.steps else [None] * 3
+            figures = launch(fit, options, model, name)["figures"] if options.steps else [None] * 3
             pairs = zip(steps["times"][name], steps["times"].get(BASE, steps["times"][name]), strict=True)
             ratio = statistics.median(one / base for one, base in pairs)
             sent, planned = statistics.median(steps["wires"][name]) / 1e6, steps["planned"][name] / 1e6

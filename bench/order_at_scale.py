@@ -37,7 +37,7 @@ ORDERS = ("rank", "tree", "native")
 MACHINE = 8
 
 
-class Sent:
+class MessageLog:
     """A log of the messages that a rank sends: (to, bytes) of each."""
 
     def __init__(self, ranks: int) -> None:
@@ -62,7 +62,7 @@ class Sent:
         self._calls[1](group, partner, out, into)
 
 
-class Allocated(TorchDispatchMode):
+class AllocationPeak(TorchDispatchMode):
     """The most bytes that were allocated inside the mode at once."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ def timed(run: Callable[[], None], rounds: int) -> float:
     return min(times)
 
 
-def measured(ranks: int, numel: int, order: Any, rounds: int) -> tuple[Sent, float, float]:
+def measure(ranks: int, numel: int, order: Any, rounds: int) -> tuple[MessageLog, float, float]:
     """Return the messages, the share of the segment that is allocated, and milliseconds."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
     comm = Collectives(start(MeshShape(shard=ranks), device="cpu"), "native")
@@ -106,9 +106,9 @@ def measured(ranks: int, numel: int, order: Any, rounds: int) -> tuple[Sent, flo
     def reduce() -> None:
         comm.start_reduce_scatter(out, full, "shard", how).wait()
 
-    with Sent(ranks) as sent:
+    with MessageLog(ranks) as sent:
         reduce()
-    with Allocated() as allocated:
+    with AllocationPeak() as allocated:
         reduce()
     took = timed(reduce, rounds)
     comm.mesh.stop()
@@ -117,7 +117,7 @@ def measured(ranks: int, numel: int, order: Any, rounds: int) -> tuple[Sent, flo
 
 
 def row(ranks: int, numel: int, rounds: int) -> list[float]:
-    found = {order: measured(ranks, numel, order, rounds) for order in ORDERS}
+    found = {order: measure(ranks, numel, order, rounds) for order in ORDERS}
     cells: list[float] = [ranks]
     for order in ORDERS[:2]:
         sent, room, _ = found[order]

@@ -141,11 +141,11 @@ def measured(rank: int, folder: str, options: argparse.Namespace, name: str, que
     warm(options, name)
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(options.vocabulary, (options.batch, options.length), generator=generator)
-    before, base = alive(), settled()
+    before, base = alive(), resident()
     built = ENGINES[name](options)
     for _ in range(options.steps):
         built.step(tokens)
-    found = {"tensors": alive() - before, "resident": settled() - base, "planned": built.planned}
+    found = {"tensors": alive() - before, "resident": resident() - base, "planned": built.planned}
     if rank == 0:
         queue.put(found)
     dist.barrier()
@@ -173,7 +173,7 @@ def alive() -> int:
     return sum(sizes.values())
 
 
-def settled() -> int:
+def resident() -> int:
     """Return the resident bytes of this process after the C library has released free memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

@@ -32,7 +32,7 @@ Cell = str | int | float | None
 """A text, a number, or nothing to say."""
 
 
-def shown(value: Cell, form: str) -> str:
+def format_cell(value: Cell, form: str) -> str:
     """Return a cell as text: `form` formats numbers, `.2f` or `+.1%`."""
     if value is None:
         return "-"
@@ -57,7 +57,7 @@ class Table:
 
     def texts(self, cells: Iterable[Cell]) -> list[str]:
         """Return a row as it is printed and as it stands on a page."""
-        return [shown(cell, form) for cell, form in zip(cells, self.columns.values(), strict=True)]
+        return [format_cell(cell, form) for cell, form in zip(cells, self.columns.values(), strict=True)]
 
     def left(self, name: str) -> bool:
         """Return True for a left-aligned column: the first, and texts."""

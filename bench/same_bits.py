@@ -236,7 +236,7 @@ class Task:
     asynchronous: bool = False
 
 
-def life(rank: int, folder: str, task: Task, reached: Any) -> None:
+def run_rank(rank: int, folder: str, task: Task, reached: Any) -> None:
     """Train to the last step, from the newest checkpoint if there is one, and write the outcome."""
     torch.set_num_threads(1)
     try:
@@ -247,7 +247,7 @@ def life(rank: int, folder: str, task: Task, reached: Any) -> None:
             world_size=task.shape.ranks,
             timeout=timedelta(seconds=LONGEST),
         )
-        told = trained(task, reached)
+        told = train_task(task, reached)
     except RankError as error:
         told = {"missed": str(error)}
     except Exception:
@@ -258,7 +258,7 @@ def life(rank: int, folder: str, task: Task, reached: Any) -> None:
     os._exit(0)
 
 
-def trained(task: Task, reached: Any) -> dict[str, Any]:
+def train_task(task: Task, reached: Any) -> dict[str, Any]:
     engine = initialize(
         Model(task.run.model == "moe"),
         config=config(task.run, task.shape, task.steps),
@@ -307,7 +307,7 @@ def whole_values(engine: Any) -> Iterator[tuple[str, str]]:
 
 
 @dataclass
-class Found:
+class Outcome:
     """The outcome of a run on a shape, or through kills."""
 
     run: Run
@@ -324,7 +324,7 @@ class Found:
     def sha(self) -> str:
         return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).hexdigest()
 
-    def apart(self, other: Found) -> str:
+    def difference(self, other: Outcome) -> str:
         """Describe the first difference from another shape of the same run; empty if there is none."""
         if self.wrong or other.wrong:
             return self.wrong or "nothing to compare with"
@@ -351,13 +351,13 @@ def processes() -> Any:
 
 
 @contextmanager
-def started(task: Task) -> Iterator[tuple[list[BaseProcess], Any, Path]]:
+def start(task: Task) -> Iterator[tuple[list[BaseProcess], Any, Path]]:
     """Start the ranks; yield them, their first and current steps, and their folder. Kill them in the end."""
     context = processes()
     with tempfile.TemporaryDirectory() as folder:
         reached = context.Array("q", [-1, -1], lock=False)
         ranks = [
-            context.Process(target=life, args=(rank, folder, task, reached), daemon=True)
+            context.Process(target=run_rank, args=(rank, folder, task, reached), daemon=True)
             for rank in range(task.shape.ranks)
         ]
         try:
@@ -370,7 +370,7 @@ def started(task: Task) -> Iterator[tuple[list[BaseProcess], Any, Path]]:
                 rank.join()
 
 
-def ended(ranks: Sequence[BaseProcess], folder: Path, killed: Sequence[int] = ()) -> list[dict[str, Any]]:
+def reports(ranks: Sequence[BaseProcess], folder: Path, killed: Sequence[int] = ()) -> list[dict[str, Any]]:
     """Return the reports of the ranks that were not killed; a hang is reported as one."""
     deadline = time.monotonic() + LONGEST
     for rank in ranks:
@@ -386,7 +386,7 @@ def ended(ranks: Sequence[BaseProcess], folder: Path, killed: Sequence[int] = ()
     return told
 
 
-def outcome(found: Found, told: Sequence[dict[str, Any]]) -> Found:
+def outcome(found: Outcome, told: Sequence[dict[str, Any]]) -> Outcome:
     """Add the reports of all ranks, which must be equal, to the outcome."""
     wrong = [one.get("failed") or one.get("missed") for one in told if "values" not in one]
     if wrong:
@@ -398,27 +398,29 @@ def outcome(found: Found, told: Sequence[dict[str, Any]]) -> Found:
     return found
 
 
-def undisturbed(run: Run, shape: Shape, steps: int) -> Found:
-    with started(Task(run, shape, steps)) as (ranks, _, folder):
-        return outcome(Found(run, str(shape), steps), ended(ranks, folder))
+def undisturbed(run: Run, shape: Shape, steps: int) -> Outcome:
+    with start(Task(run, shape, steps)) as (ranks, _, folder):
+        return outcome(Outcome(run, str(shape), steps), reports(ranks, folder))
 
 
-def killed(run: Run, shapes: Sequence[Shape], steps: int, kills: int, say: Callable[[str], None]) -> Found:
+def with_kills(
+    run: Run, shapes: Sequence[Shape], steps: int, kills: int, say: Callable[[str], None]
+) -> Outcome:
     """Run through so many kills, spread over the steps; each restart draws its shape."""
     draw = random.Random(str(run))
     lives: list[Shape] = []
-    found = Found(run, "", steps)
+    found = Outcome(run, "", steps)
     with tempfile.TemporaryDirectory() as saves:
         while True:
             lives.append(draw.choice(shapes))
             found.where = f"{len(lives)} lives on {len(set(lives))} shapes"
-            with started(Task(run, lives[-1], steps, saves, draw.random() < 0.5)) as (ranks, reached, folder):
+            with start(Task(run, lives[-1], steps, saves, draw.random() < 0.5)) as (ranks, reached, folder):
                 if found.kills == kills:
-                    return outcome(found, ended(ranks, folder))
+                    return outcome(found, reports(ranks, folder))
                 who = draw.choice([[*range(len(ranks))], [draw.randrange(len(ranks))]])
                 spread = draw.uniform(0.0, 1.8) / (kills - found.kills + 1)
                 alive = kill(ranks, who, reached, spread, steps)
-                told = ended(ranks, folder, who)
+                told = reports(ranks, folder, who)
                 failed = [one["failed"] for one in told if "failed" in one]
                 if failed or not alive:
                     found.wrong = str(failed[0] if failed else "it ended before it was killed")
@@ -465,7 +467,7 @@ def main() -> None:
             todo += [(run, None)] * (run in KILLED and options.kills > 0)
     cost = [1 if shape else 1 + options.kills // 5 for _, shape in todo]
     begun = time.monotonic()
-    first: dict[Run, Found] = {}
+    first: dict[Run, Outcome] = {}
     rows: list[list[str | int]] = []
     differ = 0
     for number, (run, shape) in enumerate(todo):
@@ -473,8 +475,8 @@ def main() -> None:
             found = undisturbed(run, shape, options.steps)
         else:
             drawn = [shape for shape in DRAWN if shape.ranks <= options.ranks]
-            found = killed(run, drawn, options.steps, options.kills, lambda text: print(text, flush=True))
-        apart = found.apart(first.setdefault(run, found))
+            found = with_kills(run, drawn, options.steps, options.kills, lambda text: print(text, flush=True))
+        apart = found.difference(first.setdefault(run, found))
         differ += bool(apart)
         told = apart.strip().splitlines()[-1] if apart else "same"
         rows.append(

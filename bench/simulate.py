@@ -117,7 +117,7 @@ def products(tokens: int, width: int) -> float:
     return 3 * 2 * tokens * width * 4 * width / mean_of(call) / 1e12
 
 
-def measured_machine(comm: Collectives, size: Size) -> dict[str, Any]:
+def measure_machine(comm: Collectives, size: Size) -> dict[str, Any]:
     """Return a cluster in the form of its file, measured on this rank with products of a model's sizes."""
     world = dist.get_world_size()
     large, copy = torch.zeros(16 << 20), torch.zeros(16 << 20)
@@ -185,7 +185,7 @@ def run(rank: int, folder: str, world: int, options: argparse.Namespace, queue: 
         machines, times = [], {stage: list[float]() for stage in options.stages}
         for _ in range(options.turns):
             if world == MEASURED:
-                machines.append(measured_machine(comm, size))
+                machines.append(measure_machine(comm, size))
             for stage in options.stages:
                 times[stage] += step_times(size, stage, rank, options)
         steps = {stage: statistics.median(seconds) for stage, seconds in times.items()}

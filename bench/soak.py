@@ -73,7 +73,7 @@ def job(folder: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Sight:
+class Sample:
     """Memory, files and threads at one moment: the largest value of any rank."""
 
     second: float
@@ -83,16 +83,16 @@ class Sight:
     threads: int
 
 
-def below(process: int) -> list[int]:
+def child_processes(process: int) -> list[int]:
     """Return the child processes of a process."""
     path = Path(f"/proc/{process}/task")
     return [int(child) for task in path.iterdir() for child in (task / "children").read_text().split()]
 
 
-def look(ranks: list[int], second: float) -> Sight:
+def take_sample(ranks: list[int], second: float) -> Sample:
     status = [Path(f"/proc/{rank}/status").read_text() for rank in ranks]
     values = [dict(line.split(":", 1) for line in text.splitlines()) for text in status]
-    return Sight(
+    return Sample(
         second,
         max(int(value["VmRSS"].split()[0]) for value in values) / 1024,
         max(len(list(Path(f"/proc/{rank}/fd").iterdir())) for rank in ranks),
@@ -100,7 +100,7 @@ def look(ranks: list[int], second: float) -> Sight:
     )
 
 
-def soak(folder: Path, minutes: float, every: float) -> tuple[list[Sight], int]:
+def soak(folder: Path, minutes: float, every: float) -> tuple[list[Sample], int]:
     """Run the job; return the samples and the exit code."""
     command = [sys.executable, "-m", "zerodrift", "train", str(job(folder))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -111,7 +111,7 @@ def soak(folder: Path, minutes: float, every: float) -> tuple[list[Sight], int]:
             while (second := time.monotonic() - began) < 60 * minutes and run.poll() is None:
                 time.sleep(every)
                 if (step := steps(folder)) and run.poll() is None:
-                    sights.append(look(below(run.pid), second))
+                    sights.append(take_sample(child_processes(run.pid), second))
                     print(f"\r{second / 60:6.1f} of {minutes:g} min, step {step}", end="", flush=True)
             run.send_signal(signal.SIGINT)
             return sights, run.wait(120)
@@ -132,7 +132,7 @@ def steps(folder: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def tell(result: Result, sights: list[Sight], taken: int) -> None:
+def show_growth(result: Result, sights: list[Sample], taken: int) -> None:
     """Print each tenth of the time, and the growth."""
     columns = {"tenth": ".0f", "to minute": ".1f", "MiB": ".1f", "files": ".0f", "threads": ".0f"}
     table = result.table(columns, "The larger rank: its memory (median), open files and threads (most)")
@@ -143,10 +143,10 @@ def tell(result: Result, sights: list[Sight], taken: int) -> None:
         found.append((memory, max(sight.files for sight in part), max(sight.threads for sight in part)))
         table.row(tenth + 1, part[-1].second / 60, *found[-1])
     columns = {"": "<14", "steps": ".0f", "memory": ".3f", "files": ".3f", "threads": ".3f"}
-    result.table(columns).row("end to begin", taken, *grown(found))
+    result.table(columns).row("end to begin", taken, *growth(found))
 
 
-def grown(tenths: list[tuple[float, int, int]]) -> tuple[float, float, float]:
+def growth(tenths: list[tuple[float, int, int]]) -> tuple[float, float, float]:
     """Return memory, files and threads near the end, relative to those near the beginning."""
     memory, files, threads = zip(*tenths[1:], strict=True)
     first, later = slice(0, 4), slice(4, None)
@@ -170,7 +170,7 @@ def main() -> None:
         if code != 130 or len(sights) < 20:
             said = (folder / "output.txt").read_text()[-2000:]
             raise SystemExit(f"exited with {code} after {len(sights)} looks; the end of its output:\n{said}")
-        tell(result, sights, steps(folder))
+        show_growth(result, sights, steps(folder))
         checkpoints = len(list((folder / "run" / "checkpoints").glob("step-*")))
         page = (folder / "run" / "report.html").stat().st_size / 1e6
         left = {"": "<10", "checkpoints kept": ".0f", "page, MB": ".2f"}

@@ -61,7 +61,7 @@ def job(folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def bare(session: Session, steps: int) -> float:
+def time_engine(session: Session, steps: int) -> float:
     """Return the seconds per step of the engine alone."""
     engine, batch = session.engine, next(session.feed.step(0))
     start = time.perf_counter()
@@ -73,7 +73,7 @@ def bare(session: Session, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def trained(loop: Loop, first: int, steps: int) -> float:
+def time_loop(loop: Loop, first: int, steps: int) -> float:
     """Return the seconds per step of the trainer's loop."""
     start, clock = time.perf_counter(), _Clock(0.0)
     for step in range(first, first + steps):
@@ -98,13 +98,13 @@ def main() -> None:
         session = assemble(written, config, show)
         loop = Loop(session, show, Stop())
         loop._metrics = Metrics(session.folder, written.run, 0)
-        bare(session, 2)
-        trained(loop, 0, 2)
+        time_engine(session, 2)
+        time_loop(loop, 0, 2)
         ratios, alone, step = [], [], 2
         for _ in range(arguments.rounds):
-            before = bare(session, arguments.steps)
-            between = trained(loop, step, arguments.steps)
-            after = bare(session, arguments.steps)
+            before = time_engine(session, arguments.steps)
+            between = time_loop(loop, step, arguments.steps)
+            after = time_engine(session, arguments.steps)
             step += arguments.steps
             ratios.append(2 * between / (before + after))
             alone += [before, after]

@@ -261,7 +261,7 @@ def counts(report: Path) -> dict[str, str]:
     }
 
 
-def made(cell: Cell, folder: Path, torch: Sequence[str]) -> Path:
+def make_cell(cell: Cell, folder: Path, torch: Sequence[str]) -> Path:
     """Make a cell's environment and return its interpreter."""
     name = f"py{cell.python}-torch{cell.torch}-tf{cell.transformers}" + (
         cell.deepspeed and f"-ds{cell.deepspeed}"
@@ -286,7 +286,7 @@ def run_all(folder: Path, torch: Sequence[str], cells: Sequence[Cell]) -> int:
     for cell in cells:
         print(f"== {cell}", flush=True)
         try:
-            python = made(cell, folder, torch)
+            python = make_cell(cell, folder, torch)
             for suite in cell.suites:
                 record = python.parents[1] / f"passed-{suite}"
                 if record.exists() and record.read_text() == sources():
@@ -294,7 +294,7 @@ def run_all(folder: Path, torch: Sequence[str], cells: Sequence[Cell]) -> int:
                     continue
                 row = run(python, suite)
                 keep(row)
-                told.append(f"{cell}: {said(row)}")
+                told.append(f"{cell}: {describe(row)}")
                 if row.failed == "0":
                     record.write_text(sources())
                 else:
@@ -307,7 +307,7 @@ def run_all(folder: Path, torch: Sequence[str], cells: Sequence[Cell]) -> int:
     return int(wrong > 0)
 
 
-def said(row: Row) -> str:
+def describe(row: Row) -> str:
     return f"{row.suite}: {row.passed} passed, {row.failed} failed, {row.skipped} skipped"
 
 
@@ -320,7 +320,7 @@ def run_newest(home: Path, torch: Sequence[str]) -> int:
         keep(row)
     print(f"\nThe newest of everything on {today}, now in {PAGE.relative_to(ROOT)}:")
     for row in rows:
-        print(f"  Python {row.python}, torch {row.torch}, transformers {row.transformers}; {said(row)}")
+        print(f"  Python {row.python}, torch {row.torch}, transformers {row.transformers}; {describe(row)}")
     return int(any(row.failed != "0" for row in rows))
 
 

@@ -128,7 +128,7 @@ def svg(taken: list[tuple[float, Picture]], width: int, height: int, seconds: fl
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {w} {h}" width="{w}" height="{h}">',
         f"<style>text{{font:{SIZE}px {FONTS};white-space:pre}}",
         *styles,
-        f"</style><defs>{''.join(drawn(name, content) for content, name in rows.items())}</defs>",
+        f"</style><defs>{''.join(draw_row(name, content) for content, name in rows.items())}</defs>",
         f'<rect width="{w}" height="{h}" rx="8" fill="{BACKGROUND}"/><g transform="translate(16 16)">',
         *groups,
         "</g></svg>\n",
@@ -136,7 +136,7 @@ def svg(taken: list[tuple[float, Picture]], width: int, height: int, seconds: fl
     return "\n".join(parts)
 
 
-def drawn(name: str, content: Row) -> str:
+def draw_row(name: str, content: Row) -> str:
     """Draw a row; every run has its position and length, for any font."""
     spans, column = [], 0
     for text, color, bold in content:

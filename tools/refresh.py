@@ -79,7 +79,7 @@ def around(name: str, tables: str, behind: str = "") -> str:
 
 def fresh(text: str) -> str:
     """Return a page with fresh output of its commands, figures and tables of formats."""
-    return formats_page.fresh(benchmarks.fresh(BLOCK.sub(_fresh_block, text), Results()))
+    return formats_page.fresh(benchmarks.refresh(BLOCK.sub(_fresh_block, text), Results()))
 
 
 def pictures() -> dict[str, str]:
@@ -91,7 +91,7 @@ def pictures() -> dict[str, str]:
         "model.layers.0.mlp.experts.down_proj": "an expert's weights, mode bf16",
         "model.layers.0.mlp.gate.weight": "the router, pinned to fp32 by one rule",
     }
-    return {**benchmarks.drawn(Results()), "columns.svg": columns_picture(plan, rows)}
+    return {**benchmarks.plot_files(Results()), "columns.svg": columns_picture(plan, rows)}
 
 
 TRACED_WITH = {"torch": "2.13.0", "transformers": "5.23.0"}

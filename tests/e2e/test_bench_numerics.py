@@ -43,6 +43,7 @@ def test_what_is_apart_is_named(monkeypatch: pytest.MonkeyPatch, other: dict[str
     monkeypatch.syspath_prepend(ROOT / "bench")
     same_bits = importlib.import_module("same_bits")
     alike = {"values": {"weight a": "0"}, "digest": "0", "skipped": 1}
-    first, second = (same_bits.Found(same_bits.RUNS[0], "", 1, **what) for what in (alike, alike | other))
-    assert first.apart(first) == ""
-    assert str(*other).removeprefix("values") in second.apart(first) and "other" in second.apart(first)
+    first, second = (same_bits.Outcome(same_bits.RUNS[0], "", 1, **what) for what in (alike, alike | other))
+    assert first.difference(first) == ""
+    text = second.difference(first)
+    assert str(*other).removeprefix("values") in text and "other" in text

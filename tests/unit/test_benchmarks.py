@@ -165,13 +165,13 @@ def test_another_figure_on_a_page_is_found(bench: SimpleNamespace, name: str) ->
     """`test_docs.py` compares pages with generated ones: a cell that changes makes another page."""
     text, (source, column, figure) = (ROOT / name).read_text(encoding="utf-8"), CLAIMS[name]
     results = bench.claims.Results()
-    assert bench.benchmarks.fresh(text, results) == text, "run `make docs`"
+    assert bench.benchmarks.refresh(text, results) == text, "run `make docs`"
     table = results[source].tables[0]
     for row in table.rows:
         row[list(table.columns).index(column)] += 1
-    assert bench.benchmarks.fresh(text, results) != text
+    assert bench.benchmarks.refresh(text, results) != text
     edited = text.replace(f"| {figure} |", "| 11.00 |")
-    assert bench.benchmarks.fresh(edited, bench.claims.Results()) == text != edited
+    assert bench.benchmarks.refresh(edited, bench.claims.Results()) == text != edited
 
 
 @pytest.mark.parametrize("name", CLAIMS)
@@ -180,7 +180,7 @@ def test_a_claim_without_a_result_fails(bench: SimpleNamespace, tmp_path: Path, 
     for path in (path for path in RESULTS if path.stem != missing):
         shutil.copy(path, tmp_path)
     with pytest.raises(FileNotFoundError, match=rf"bench/results/{missing}\.json: must be there"):
-        bench.benchmarks.fresh((ROOT / name).read_text(encoding="utf-8"), bench.claims.Results(tmp_path))
+        bench.benchmarks.refresh((ROOT / name).read_text(encoding="utf-8"), bench.claims.Results(tmp_path))
 
 
 def test_the_page_shows_every_result_and_says_what_was_not_measured() -> None:
@@ -192,7 +192,7 @@ def test_the_page_shows_every_result_and_says_what_was_not_measured() -> None:
 
 
 def test_pictures_are_those_of_the_results(bench: SimpleNamespace) -> None:
-    drawn = bench.benchmarks.drawn(bench.claims.Results())
+    drawn = bench.benchmarks.plot_files(bench.claims.Results())
     page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
     assert len(drawn) == 7
     for name, picture in drawn.items():
