@@ -154,14 +154,14 @@ def play_a_gpu(patch: pytest.MonkeyPatch) -> Streams:
 
     patch.setattr(collectives.Collectives, "__init__", carried)
     for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single"):
-        patch.setattr(torch.distributed, name, _told(streams, name, getattr(torch.distributed, name)))
+        patch.setattr(torch.distributed, name, _recording(streams, name, getattr(torch.distributed, name)))
     swap = carrier.exchange
     swapped = lambda group, partner, out, into: swap(group, partner, out, into.zero_())  # noqa: E731
     patch.setattr(carrier, "exchange", swapped)
     return streams
 
 
-def _told(streams: Streams, name: str, call: Any) -> Any:
+def _recording(streams: Streams, name: str, call: Any) -> Any:
     def told(*args: Any, **kwargs: Any) -> Any:
         assert not kwargs.get("async_op")
         streams.tell(name)

@@ -1,6 +1,6 @@
 """CUDA's caching allocator, as plain arithmetic on sizes: what a sequence of allocations reserves.
 
-It follows `c10/cuda/CUDACachingAllocator.cpp` with its default options. A request is rounded to 512 bytes and
+It follows c10/cuda/CUDACachingAllocator.cpp with its default options. A request is rounded to 512 bytes and
 takes the best fit among the free blocks of its stream, in the pool of small or of large blocks. Without one,
 a segment comes from the device. What a block has too much is split off if it is worth it, and neighbours that
 are both free are merged. Segments return to the device only where it has no memory left.

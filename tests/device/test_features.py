@@ -58,7 +58,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def trained(stage: int, mode: str, micro_batches: int, model: str, rest: dict[str, Any]) -> Run:
+def train_model(stage: int, mode: str, micro_batches: int, model: str, rest: dict[str, Any]) -> Run:
     return train(make(config(stage, mode, micro_batches, **rest), MODELS[model]()), STEPS, micro_batches)
 
 
@@ -91,36 +91,36 @@ def offloaded(stage: int, rest: dict[str, Any], own: bool) -> Run:
 
 
 def summed_by_the_tree(stage: int, when: str, model: str) -> list[Any]:
-    return list(test_order.trained(test_order.Cell(stage, when, model=model)))
+    return list(test_order.train_cell(test_order.Cell(stage, when, model=model)))
 
 
 FEATURES: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
-    "fp16, pins and accumulation": (2, trained, (2, "fp16", 2, "experts", {**FP16, **PINS})),
+    "fp16, pins and accumulation": (2, train_model, (2, "fp16", 2, "experts", {**FP16, **PINS})),
     "no_sync": (2, without_synchronization, (2,)),
-    "recomputed": (2, trained, (3, "bf16", 1, "recomputed", {})),
-    "muon": (2, trained, (3, "bf16", 1, "dense", MUON)),
-    "native": (2, trained, (3, "bf16", 2, "dense", {"precision": {"reduce": {"order": "native"}}})),
+    "recomputed": (2, train_model, (3, "bf16", 1, "recomputed", {})),
+    "muon": (2, train_model, (3, "bf16", 1, "dense", MUON)),
+    "native": (2, train_model, (3, "bf16", 2, "dense", {"precision": {"reduce": {"order": "native"}}})),
     "tree": (2, summed_by_the_tree, (3, "every", "dense")),
-    "narrow columns": (2, trained, (3, "bf16", 2, "dense", NARROW)),
-    "replicas": (4, trained, (3, "fp32", 1, "dense", {"sharding": {"replicate": 2}})),
+    "narrow columns": (2, train_model, (3, "bf16", 2, "dense", NARROW)),
+    "replicas": (4, train_model, (3, "fp32", 1, "dense", {"sharding": {"replicate": 2}})),
     "ranks of experts": (2, on_ranks_of_experts, (3, None)),
     "fully_shard": (2, by_fully_shard, (3, "bf16")),
     "fully_shard over replicas": (2, by_fully_shard, (1, "autocast-fp16")),
-    "1f1b, tied": (2, test_pipelines.trained, (0, "1f1b", None, True)),
-    "zbv": (2, test_pipelines.trained, (0, "zbv", "queue")),
+    "1f1b, tied": (2, test_pipelines.train_stages, (0, "1f1b", None, True)),
+    "zbv": (2, test_pipelines.train_stages, (0, "zbv", "queue")),
 }
 MORE: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     **{f"offload {s}": (2, offloaded, (s, test_offload.MUON if s % 2 else {}, False)) for s in range(4)},
-    **{f"{name} {who}": (2, test_pipelines.trained, (0, name, who)) for name, who in WAYS},
-    **{f"1f1b, stage {s}": (4, test_pipelines.trained, (s, "1f1b", None)) for s in (1, 3)},
+    **{f"{name} {who}": (2, test_pipelines.train_stages, (0, name, who)) for name, who in WAYS},
+    **{f"1f1b, stage {s}": (4, test_pipelines.train_stages, (s, "1f1b", None)) for s in (1, 3)},
     **{f"experts {s}": (2, on_ranks_of_experts, (s, None)) for s in range(4)},
     "experts recomputed": (2, on_ranks_of_experts, (3, False)),
     **{f"tree {m}": (2, summed_by_the_tree, (2, "last", m)) for m in ("moe", "dropout", "recomputed")},
-    **{f"fp16 {s}": (2, trained, (s, "fp16", 2, "experts", {**FP16, **PINS})) for s in (0, 1, 3)},
-    "autocast-bf16": (2, trained, (3, "autocast-bf16", 1, "dense", {})),
-    "pins": (2, trained, (3, "bf16", 1, "experts", PINS)),
-    "narrow columns, whole storage": (2, trained, (1, "bf16", 1, "dense", NARROW)),
-    **{f"autocast {s}": (2, trained, (s, "autocast-fp16", 2, "experts", FP16)) for s in range(4)},
+    **{f"fp16 {s}": (2, train_model, (s, "fp16", 2, "experts", {**FP16, **PINS})) for s in (0, 1, 3)},
+    "autocast-bf16": (2, train_model, (3, "autocast-bf16", 1, "dense", {})),
+    "pins": (2, train_model, (3, "bf16", 1, "experts", PINS)),
+    "narrow columns, whole storage": (2, train_model, (1, "bf16", 1, "dense", NARROW)),
+    **{f"autocast {s}": (2, train_model, (s, "autocast-fp16", 2, "experts", FP16)) for s in range(4)},
     **{
         f"fully_shard {s} {m}": (2, by_fully_shard, (s, m))
         for s in range(4)
@@ -149,7 +149,7 @@ def test_features_have_the_bits_of_the_cpu(feature: str, orders: list[Order]) ->
             assert found == expected, order
 
 
-def drawn() -> tuple[list[float], bool]:
+def draw_numbers() -> tuple[list[float], bool]:
     """Draw numbers in three ways; return them, and whether the CPU's generator has moved."""
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -159,8 +159,8 @@ def drawn() -> tuple[list[float], bool]:
 
 def test_random_numbers_come_from_the_devices_generator() -> None:
     """A seed gives the numbers of the CPU, whose own generator stays where it is."""
-    (numbers, _), *_ = run_ranks(drawn, 1)
-    assert instead_of_cpu(drawn, 1, order="side streams last") == [(numbers, False)]
+    (numbers, _), *_ = run_ranks(draw_numbers, 1)
+    assert instead_of_cpu(draw_numbers, 1, order="side streams last") == [(numbers, False)]
 
 
 def asked_by_the_engine(expression: str) -> str:

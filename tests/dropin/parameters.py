@@ -83,7 +83,7 @@ class Skips(nn.Module):
 
 
 def a_bias_that_is_returned() -> nn.Module:
-    """Make a layer that returns its bias for its caller to add: Megatron's `skip_bias_add`."""
+    """Make a layer that returns its bias for its caller to add: Megatron's skip_bias_add."""
 
     class Adds(Net):
         def forward(self, x: Tensor) -> Tensor:

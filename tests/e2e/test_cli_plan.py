@@ -88,7 +88,7 @@ def ok(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-def refused(*arguments: str) -> str:
+def refusal(*arguments: str) -> str:
     done = run(*arguments)
     assert done.returncode == 2, done.stdout
     assert done.stdout == ""
@@ -145,7 +145,7 @@ def test_set_overrides_the_file(files: Files) -> None:
 
 def test_auto_needs_a_number_and_takes_one(files: Files) -> None:
     auto = ("--set", "train_micro_batch_size_per_gpu=auto")
-    message = refused("plan", *files, *auto)
+    message = refusal("plan", *files, *auto)
     assert "train_micro_batch_size_per_gpu" in message and "--auto" in message
     text = ok("plan", *files, *auto, "--auto", "train_micro_batch_size_per_gpu=2")
     assert "2 x 4 micro-batches x 1 rank = 8" in text
@@ -211,7 +211,7 @@ def test_plans_do_not_import_torch(files: Files) -> None:
 )
 def test_a_mistake_is_named(arguments: tuple[str, ...], words: str, files: Files) -> None:
     there = {"CONFIG": str(files.config), "MODEL": str(files.model)}
-    assert words in refused(*(there.get(word, word) for word in arguments))
+    assert words in refusal(*(there.get(word, word) for word in arguments))
 
 
 def test_an_interrupt_exits_130_and_says_nothing(files: Files, tmp_path: Path) -> None:
@@ -312,15 +312,15 @@ def test_a_trace_as_json_has_the_same_lines(code: tuple[str, ...]) -> None:
 
 
 def test_what_cannot_be_traced_is_one_message(code: tuple[str, ...], files: Files) -> None:
-    assert "must have example inputs to be traced; got `forward(x)`" in refused(
+    assert "must have example inputs to be traced; got `forward(x)`" in refusal(
         "plan", *code, "nets_to_trace:net"
     )
     given = ("--inputs", "nets_to_trace:inputs")
-    told = refused("plan", *code, "nets_to_trace:looks", *given)
+    told = refusal("plan", *code, "nets_to_trace:looks", *given)
     assert told.startswith("zerodrift: error: `model (Looks)`: must not let values decide what runs")
     line = next(number for number, text in enumerate(CODE.splitlines(), 1) if "x.sum()" in text)
     assert f"nets_to_trace.py:{line}." in told
-    assert "which hold tensors only" in refused("plan", *files, "--trace")
+    assert "which hold tensors only" in refusal("plan", *files, "--trace")
 
 
 def test_options_that_do_not_go_with_it_are_usage_errors(files: Files) -> None:
@@ -372,7 +372,7 @@ def test_a_sweep_ranks_ways_and_tells_what_is_refused(simulated: tuple[str, ...]
 
 
 def test_what_cannot_be_simulated_is_one_message(code: tuple[str, ...], simulated: tuple[str, ...]) -> None:
-    assert "one of a100, h100, h200; got 'h1000'" in refused("plan", *simulated, "--simulate", "h1000")
+    assert "one of a100, h100, h200; got 'h1000'" in refusal("plan", *simulated, "--simulate", "h1000")
     config, _, model = code
-    told = refused("plan", config, model, "nets_to_trace:net", "--simulate", "h100")
+    told = refusal("plan", config, model, "nets_to_trace:net", "--simulate", "h100")
     assert "`--tokens`: must say how many tokens a sample has" in told

@@ -18,7 +18,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 
 
-def told(script: str, folder: Path, *cases: str) -> dict[str, Any]:
+def run_cases(script: str, folder: Path, *cases: str) -> dict[str, Any]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [sys.executable, "-m", "zerodrift", "run", "--", *torchrun, str(TESTS / script)]
     command += [str(folder), *cases]
@@ -43,7 +43,7 @@ FABRIC = [1.9205031394958496, 8.751940727233887, 9.816081047058105, 18.259262084
 def test_lightnings_trainer_and_fabric(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     cases = ("2/32-true", "3/32-true", "2/bf16-mixed", "3/bf16-true", "2/16-mixed")
-    found = told("e2e/lightning_loops.py", tmp_path, *cases)
+    found = run_cases("e2e/lightning_loops.py", tmp_path, *cases)
     tolerances = {"32-true": 1e-6, "bf16-mixed": 0.1, "bf16-true": 0.1, "16-mixed": 0.25}
     for case in cases:
         near = tolerances[case.partition("/")[2]]
@@ -64,7 +64,7 @@ SFT = ([4.146212577819824, 4.094812393188477, 4.051012992858887], [1.7323565483,
 @pytest.mark.parametrize("kind", ["sft", "lora", "dpo", "kto", "reward", "grpo", "rloo", "gkd"])
 def test_trls_trainers(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    found = told("doors/trl_trainers.py", tmp_path, f"{kind}/2", f"{kind}/3")
+    found = run_cases("doors/trl_trainers.py", tmp_path, f"{kind}/2", f"{kind}/3")
     two, three = found[f"{kind}/2"], found[f"{kind}/3"]
     assert two["engine"] == three["engine"] == "zerodrift.deepspeed.engine"
     assert len(two["losses"]) == len(two["norms"]) == 3 and all(0 < norm < 100 for norm in two["norms"])

@@ -20,7 +20,7 @@ NEAR = 1e-6
 """Tolerance of losses around 10 in fp32, because DeepSpeed's norm is a float and ours is exact."""
 
 
-def told(folder: Path, stage: int, engine: str) -> dict[str, Any]:
+def run_loop(folder: Path, stage: int, engine: str) -> dict[str, Any]:
     folder.mkdir()
     by_hand(LOOP, [str(folder), str(stage), engine], folder)
     ranks = [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
@@ -39,7 +39,7 @@ def check(run: dict[str, Any]) -> None:
 
 
 def test_a_loop_over_accelerate_trains_clips_saves_and_loads(tmp_path: Path) -> None:
-    check(told(tmp_path / "run", 3, "zerodrift"))
+    check(run_loop(tmp_path / "run", 3, "zerodrift"))
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_a_loop_over_accelerate_trains_clips_saves_and_loads(tmp_path: Path) -> 
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed, which is not installed"
 )
 def test_it_has_the_losses_that_deepspeed_has(tmp_path: Path) -> None:
-    ours, theirs = told(tmp_path / "ours", 2, "zerodrift"), told(tmp_path / "theirs", 2, "deepspeed")
+    ours, theirs = run_loop(tmp_path / "ours", 2, "zerodrift"), run_loop(tmp_path / "theirs", 2, "deepspeed")
     check(ours)
     assert theirs["engine"] == "deepspeed.runtime.engine"
     for part in ("first", "second", "again"):

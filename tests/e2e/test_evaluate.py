@@ -12,13 +12,13 @@ from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop.start import evaluate, train
 
 
-def written(folder: Path) -> str:
+def write_job(folder: Path) -> str:
     run = {"evaluate_every": 2, "checkpoint_every": 2, "keep": 3, "samples": ["It is"]}
     return str(job(folder, steps=4, data={"validation": 0.3}, run=run))
 
 
 def test_it_says_what_training_says_on_any_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path)
+    path = write_job(tmp_path)
     train(path)
     before = {file: file.read_bytes() for file in (tmp_path / "run").iterdir() if file.is_file()}
     found = {line["step"]: line["validation_loss"] for line in kinds(tmp_path, "evaluation")}

@@ -30,7 +30,7 @@ PLANNED = {
 """Name -> mode and stage."""
 
 
-def written(text: str) -> list[str]:
+def plan_commands(text: str) -> list[str]:
     """Return the `zerodrift plan` commands of a text, continued lines joined."""
     joined = re.sub(r"\\\n\s*", "", text)
     return re.findall(r"^#?\s*(zerodrift plan .*)$", joined, flags=re.MULTILINE)
@@ -55,7 +55,7 @@ def planned(
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
 def test_ours_plans_by_the_command_in_its_head(path: Path, planned: Any) -> None:
-    (command,) = written(path.read_text())
+    (command,) = plan_commands(path.read_text())
     assert f"examples/{path.name}" in command
     policy = planned(command)["policy"]
     assert (policy["mode"], policy["sharding"]["stage"]) == PLANNED[path.stem]
@@ -67,7 +67,7 @@ def test_a_deepspeed_config_plans_as_it_is(path: Path, planned: Any) -> None:
     place = f"examples/deepspeed/{path.name}"
     command = f"zerodrift plan {place} --model examples/qwen3-moe-tiny --world-size 2"
     if '"auto"' in path.read_text():
-        (command,) = (each for each in written(PAGE) if place in each)
+        (command,) = (each for each in plan_commands(PAGE) if place in each)
     assert planned(command)["rows"]
 
 
@@ -86,6 +86,6 @@ def test_make_demo_trains_an_example() -> None:
 
 
 def test_a_lean_plan_is_as_lean_as_it_says(planned: Any) -> None:
-    (command,) = written((EXAMPLES / "lean.yaml").read_text())
+    (command,) = plan_commands((EXAMPLES / "lean.yaml").read_text())
     cost = planned(f"{command} --set precision.rules=[]")["cost"]
     assert 8.0 <= 2 * cost["totals"]["rest"] / cost["parameters"] < 8.1

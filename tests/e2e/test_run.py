@@ -76,7 +76,7 @@ def test_every_python_below_finds_it_and_its_version(folder: Path) -> None:
     )
     done = zerodrift("run", "--", "sh", "outer.sh", folder=folder)
     assert done.returncode == 7, done.stderr
-    # The spawned process imports `inner.py` once more.
+    # The spawned process imports the inner script once more.
     assert done.stdout.split("\n")[:-1] == ["0.19.6 zerodrift.alias"] * 4
     assert "`deepspeed` is zerodrift" in done.stderr and "DeepSpeed 0.19.6" in done.stderr
     assert "no process imported `deepspeed`" in done.stderr

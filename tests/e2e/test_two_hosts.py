@@ -27,7 +27,7 @@ def on_one(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return on_two_ranks(tmp_path_factory.mktemp("one"), STEPS)
 
 
-def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
+def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
     said = []
     try:
         for process in processes:
@@ -42,7 +42,7 @@ def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
 def test_two_hosts_are_as_one(tmp_path: Path, on_one: dict[int, float]) -> None:
     file = job(tmp_path, "slow", STEPS)
     with two_hosts() as (one, other):
-        said = ended([host.start(one, file, changes=QUICKLY[1:]) for host in (one, other)])
+        said = finish([host.start(one, file, changes=QUICKLY[1:]) for host in (one, other)])
     assert losses(tmp_path) == on_one
     assert f"step {STEPS}/{STEPS}" in said[0] and "step " not in said[1], "one rank of all speaks"
 
@@ -52,7 +52,7 @@ def test_the_example_trains_on_two_hosts(tmp_path: Path) -> None:
     changes = [*SMALL, f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
     with two_hosts() as (one, other):
         file = Path("examples/jobs/two-hosts.yaml")
-        said = ended([host.start(one, file, "--max-restarts=3", changes=changes) for host in (one, other)])
+        said = finish([host.start(one, file, "--max-restarts=3", changes=changes) for host in (one, other)])
     assert "ranks      replicate 2 (2 ranks)" in said[0], "a copy on each"
     assert list(losses(tmp_path)) == [1, 2]
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
@@ -65,6 +65,6 @@ def test_a_host_that_loses_its_rank_comes_back(tmp_path: Path, on_one: dict[int,
         until(tmp_path, 5, processes[0])
         (victim,) = (pid for pid in children(processes[1].pid) if rank_of(pid) is not None)
         os.kill(victim, signal.SIGKILL)
-        said = ended(processes)
+        said = finish(processes)
     assert "going on after step" in said[0] + said[1]
     assert losses(tmp_path) == on_one

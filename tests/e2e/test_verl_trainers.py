@@ -52,7 +52,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(data: Path, out: Path, steps: int, *words: str) -> list[dict[str, float]]:
+def run_trainer(data: Path, out: Path, steps: int, *words: str) -> list[dict[str, float]]:
     """Run the trainer and return its log of each step and evaluation."""
     out.mkdir(exist_ok=True)
     said = [
@@ -98,8 +98,8 @@ OURS = ("engine=zerodrift", "engine.dtype=float32")
 
 
 def test_the_sft_trainer_has_the_losses_of_fsdp2(data: Path, tmp_path: Path) -> None:
-    ours = trained(data, tmp_path / "ours", 4, *OURS, "engine.config={zero_optimization: {stage: 3}}")
-    theirs = trained(data, tmp_path / "theirs", 4, *FSDP2)
+    ours = run_trainer(data, tmp_path / "ours", 4, *OURS, "engine.config={zero_optimization: {stage: 3}}")
+    theirs = run_trainer(data, tmp_path / "theirs", 4, *FSDP2)
     assert len(ours) == len(theirs) == 6, "four steps, two evaluations"
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=NEAR)
@@ -108,11 +108,11 @@ def test_the_sft_trainer_has_the_losses_of_fsdp2(data: Path, tmp_path: Path) -> 
 def test_the_sft_trainer_goes_on_where_it_was_stopped(data: Path, tmp_path: Path) -> None:
     bf16 = ("engine=zerodrift", "engine.dtype=bfloat16")
     stage = "engine.config={{zero_optimization: {{stage: {}}}}}"
-    whole = trained(data, tmp_path / "whole", 4, *bf16, stage.format(2))
+    whole = run_trainer(data, tmp_path / "whole", 4, *bf16, stage.format(2))
     saved = tmp_path / "whole" / "saved"
     (saved / "latest_checkpointed_iteration.txt").write_text("2")
     (tmp_path / "whole" / "log.jsonl").unlink()
-    rest = trained(data, tmp_path / "whole", 4, *bf16, stage.format(3))
+    rest = run_trainer(data, tmp_path / "whole", 4, *bf16, stage.format(3))
     assert len(rest) == 3 and rest[-1] == pytest.approx(whole[-1], rel=NEAR)
     for mine, other in zip(rest, whole[3:], strict=True):
         assert mine == pytest.approx(other, rel=NEAR)
@@ -122,21 +122,21 @@ def test_the_sft_trainer_goes_on_where_it_was_stopped(data: Path, tmp_path: Path
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("workers")
     run(folder, *TORCHRUN, Path(__file__).with_name("verl_worker.py"), folder)
     found: dict[str, Any] = json.loads((folder / "told.json").read_text())
     return found
 
 
-def test_sft_is_that_of_fsdp2_packed_and_padded(told: dict[str, Any]) -> None:
-    for how, steps in told["sft"]["zerodrift"].items():
-        for mine, other in zip(steps, told["sft"]["fsdp2"][how], strict=True):
+def test_sft_is_that_of_fsdp2_packed_and_padded(results: dict[str, Any]) -> None:
+    for how, steps in results["sft"]["zerodrift"].items():
+        for mine, other in zip(steps, results["sft"]["fsdp2"][how], strict=True):
             assert mine == pytest.approx(other, rel=NEAR), how
 
 
-def test_a_policy_is_that_of_fsdp2(told: dict[str, Any]) -> None:
-    ours, theirs = told["ppo"]["zerodrift"], told["ppo"]["fsdp2"]
+def test_a_policy_is_that_of_fsdp2(results: dict[str, Any]) -> None:
+    ours, theirs = results["ppo"]["zerodrift"], results["ppo"]["fsdp2"]
     assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=NEAR)
     for mine, other in zip(ours["steps"], theirs["steps"], strict=True):
         assert mine == pytest.approx(other, rel=NEAR, abs=NEAR)
@@ -144,39 +144,39 @@ def test_a_policy_is_that_of_fsdp2(told: dict[str, Any]) -> None:
     assert first["actor/ppo_kl"] == first["actor/pg_clipfrac"] == 0, "nothing has changed"
 
 
-def test_log_probabilities_before_training_are_those_in_training(told: dict[str, Any]) -> None:
-    for how, (kinds, same) in told["bits"].items():
+def test_log_probabilities_before_training_are_those_in_training(results: dict[str, Any]) -> None:
+    for how, (kinds, same) in results["bits"].items():
         assert kinds == ["torch.float32"] and same == [True, True], how
 
 
-def test_a_critic_is_that_of_plain_torch(told: dict[str, Any]) -> None:
-    for mine, other in zip(told["critic"]["zerodrift"], told["critic"]["plain"], strict=True):
+def test_a_critic_is_that_of_plain_torch(results: dict[str, Any]) -> None:
+    for mine, other in zip(results["critic"]["zerodrift"], results["critic"]["plain"], strict=True):
         assert {name: mine[name] for name in other} == pytest.approx(other, rel=NEAR)
 
 
-def test_an_adapter_trains_and_is_switched_off(told: dict[str, Any]) -> None:
-    found = told["adapter"]
+def test_an_adapter_trains_and_is_switched_off(results: dict[str, Any]) -> None:
+    found = results["adapter"]
     assert found["losses"] == sorted(found["losses"], reverse=True) and found["rank"] == 4
     assert found["without"] and not found["with"]
     assert len(found["names"]) == 8 and not any("default" in name for name in found["names"])
 
 
-def test_a_sampler_gets_the_names_and_dtypes_of_a_file(told: dict[str, Any]) -> None:
-    found = told["sampler"]
+def test_a_sampler_gets_the_names_and_dtypes_of_a_file(results: dict[str, Any]) -> None:
+    found = results["sampler"]
     assert found["names"] == [] and found["kinds"] == ["torch.float32", "torch.bfloat16"]
     assert found["logits"] == ["torch.float32"], "of routers, which are pinned"
     assert "must be read to its end before weights change" in found["said"]
 
 
-def test_the_worker_of_actor_and_reference(told: dict[str, Any]) -> None:
-    found = told["hybrid"]
+def test_the_worker_of_actor_and_reference(results: dict[str, Any]) -> None:
+    found = results["hybrid"]
     assert found["alike"] and found["kl"][0] == 0 != found["kl"][1]
     assert found["kinds"] == ["torch.bfloat16"]
     assert found["order"] == ["weights", "update", "kv_cache"]
 
 
-def test_checkpoints_hold_what_is_asked_for(told: dict[str, Any]) -> None:
-    found = told["places"]
+def test_checkpoints_hold_what_is_asked_for(results: dict[str, Any]) -> None:
+    found = results["places"]
     assert found["resumed"] == pytest.approx(found["straight"], rel=NEAR)
     assert found["kept"] == ["global_step_2", "global_step_3"]
     assert found["alone"] == ["huggingface"] and "model.safetensors" in found["files"]

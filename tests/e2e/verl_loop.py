@@ -74,7 +74,7 @@ def plain(path: str) -> list[float]:
     return losses
 
 
-def made(path: str, stage: int, dtype: str, kind: str = "language_model", **more: Any) -> Any:
+def make_engine(path: str, stage: int, dtype: str, kind: str = "language_model", **more: Any) -> Any:
     """Make an engine that trains; a critic is only evaluated."""
     model = HFModelConfig(
         model_type=kind,
@@ -143,7 +143,7 @@ def main() -> None:
             path
         )
     torch.distributed.barrier()
-    engine = made(path, stage, dtype)
+    engine = make_engine(path, stage, dtype)
     told: dict[str, Any] = {"steps": [step(engine, number) for number in range(STEPS)]}
     weights, adapter = engine.get_per_tensor_param()
     held = {name: value.clone() for name, value in weights}
@@ -159,7 +159,7 @@ def main() -> None:
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0
     told["twice"] = twice(engine)
-    again = made(path, 0 if stage else 3, dtype)
+    again = make_engine(path, 0 if stage else 3, dtype)
     again.load_checkpoint(str(folder / "saved"))
     told["resumed"] = [step(again, number) for number in (3, 4)]
     again.engine.destroy()
@@ -167,14 +167,14 @@ def main() -> None:
     told["exported"] = exported.keys() == held.keys() and all(
         value.dtype is held[name].dtype and torch.equal(value, held[name]) for name, value in exported.items()
     )
-    lora = made(path, stage, dtype, lora_rank=4, target_modules=["q_proj", "v_proj"])
+    lora = make_engine(path, stage, dtype, lora_rank=4, target_modules=["q_proj", "v_proj"])
     told["lora"] = [step(lora, number)["loss"] for number in range(STEPS)]
     whole, adapter = lora.get_per_tensor_param()
     told["beneath"] = sorted(name for name, _ in whole)[-3:]
     parts, adapter = lora.get_per_tensor_param(base_sync_done=True)
     told["parts"] = sorted(name for name, _ in parts)[:2]
     told["rank"] = adapter["r"]
-    critic = made(path, stage, dtype, "value_model")
+    critic = make_engine(path, stage, dtype, "value_model")
     with critic.eval_mode():
         values = critic.infer_batch(batch(0, rank))["model_output"]["values"]
     told["values"] = values.values().isfinite().sum().item()

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
-from tests.habits.networks import ORDER, WIDTH, Block, Net, as_loss_of, fit, fitted, raised, square, step_on
+from tests.habits.networks import ORDER, WIDTH, Block, Net, as_loss_of, fit, fitted, raises, square, step_on
 
 # --- several losses, several backwards ------------------------------------------------------------------
 
@@ -438,7 +438,7 @@ def a_tensor_that_was_changed(loop: Loop) -> None:
     out.data.mul_(1.0)
     with torch.no_grad():
         out.mul_(2.0)
-    raised(loop, "backward", lambda: net.backward(loss))
+    raises(loop, "backward", lambda: net.backward(loss))
     net.zero_grad()
     fit(loop, net)
 
@@ -449,7 +449,7 @@ def a_second_backward_of_a_freed_graph(loop: Loop) -> None:
     loss = square(net(loop.data(0)))
     net.backward(loss)
     net.step()
-    raised(loop, "backward", lambda: net.backward(loss))
+    raises(loop, "backward", lambda: net.backward(loss))
     net.zero_grad()
     fit(loop, net)
 

@@ -86,7 +86,7 @@ class Loop:
 
     def see(self, name: str, value: Any) -> None:
         """Record a value that must be equal under both trainers."""
-        self.seen.append((name, kept(value)))
+        self.seen.append((name, snapshot(value)))
 
     def data(self, seed: int, *shape: int, same: bool = False) -> Tensor:
         """Return normal numbers in the mode's dtype, different on every rank unless `same`."""
@@ -182,14 +182,14 @@ def each(run: Callable[[Loop, Any], None], cases: dict[str, Any]) -> list[Habit]
     return [Habit(lambda loop, case=case: run(loop, case), called=name) for name, case in cases.items()]
 
 
-def kept(value: Any) -> Any:
+def snapshot(value: Any) -> Any:
     """Return a copy of the value."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: kept(item) for key, item in value.items()}
+        return {key: snapshot(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [kept(item) for item in value]
+        return [snapshot(item) for item in value]
     return value
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
-from tests.habits.networks import ORDER, WIDTH, Block, Made, Net, as_loss_of, fit, square, step_on, steps_of
+from tests.habits.networks import ORDER, WIDTH, Block, Net, Parts, as_loss_of, fit, square, step_on, steps_of
 
 # --- micro-batches --------------------------------------------------------------------------------------
 
@@ -412,7 +412,7 @@ def a_model_that_another_in_ddp_calls(loop: Loop) -> None:
             target = teacher(x)
         return square(self.head(x.float()) - target)
 
-    student = nn.parallel.DistributedDataParallel(Made(forward, head=nn.Linear(WIDTH, WIDTH)))
+    student = nn.parallel.DistributedDataParallel(Parts(forward, head=nn.Linear(WIDTH, WIDTH)))
     for number in range(2):
         loss = student(loop.data(number))
         loop.see("loss", loss)

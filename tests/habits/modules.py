@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, parametrize
 
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of, refused_cases
-from tests.habits.networks import WIDTH, Block, Made, Net, as_loss_of, fit, fitted, square, step_on
+from tests.habits.networks import WIDTH, Block, Net, Parts, as_loss_of, fit, fitted, square, step_on
 
 # --- which blocks run, and how --------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ def lists_of_lists() -> nn.Module:
             x = feed(attention(x))
         return x
 
-    return Made(forward, layers=nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2)))
+    return Parts(forward, layers=nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2)))
 
 
 def lists_of_dicts() -> nn.Module:
@@ -174,7 +174,7 @@ def lists_of_dicts() -> nn.Module:
         return x
 
     layers = (nn.ModuleDict({"attention": Block(), "norm": nn.LayerNorm(WIDTH)}) for _ in range(2))
-    return Made(forward, layers=nn.ModuleList(layers), scale=nn.Parameter(torch.ones(WIDTH)))
+    return Parts(forward, layers=nn.ModuleList(layers), scale=nn.Parameter(torch.ones(WIDTH)))
 
 
 def bare() -> nn.Module:
@@ -185,7 +185,7 @@ def bare() -> nn.Module:
             x = torch.tanh(x @ weight + self.named["a"])
         return x * self.named["b"]
 
-    return Made(
+    return Parts(
         forward,
         weights=nn.ParameterList(torch.randn(WIDTH, WIDTH) / 3 for _ in range(3)),
         named=nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.ones(())}),
@@ -277,7 +277,7 @@ class BuffersThatAForwardUpdates(Block):
 
 def normed() -> nn.Module:
     """Make a model that computes its norm in the norm's own dtype."""
-    return Made(
+    return Parts(
         lambda self, x: x + self.norm(self.linear(x).to(self.norm.weight.dtype)).to(x.dtype),
         linear=nn.Linear(WIDTH, WIDTH),
         norm=nn.BatchNorm1d(WIDTH),
@@ -300,7 +300,7 @@ def batch_norm_that_is_pinned(loop: Loop) -> None:
 def spectral() -> nn.Module:
     """Make a model that computes its first matrix in the matrix's own dtype."""
     up = parametrizations.spectral_norm(nn.Linear(WIDTH, 2 * WIDTH))
-    return Made(
+    return Parts(
         lambda self, x: x + self.down(F.gelu(self.up(x.to(self.up.bias.dtype)).to(x.dtype))),
         up=up,
         down=nn.Linear(2 * WIDTH, WIDTH),
@@ -336,14 +336,14 @@ def symmetric() -> nn.Module:
             return self.block(self.square(self.square(x)))
 
     square = nn.Linear(WIDTH, WIDTH, bias=False)
-    return Made(
+    return Parts(
         forward, square=parametrize.register_parametrization(square, "weight", Symmetric()), block=Block()
     )
 
 
 def hypernetwork() -> nn.Module:
     """Make a model in which one module computes another's weight."""
-    return Made(
+    return Parts(
         lambda self, x: x + torch.tanh(F.linear(x, self.make(self.code).view(WIDTH, WIDTH))),
         code=nn.Parameter(torch.randn(4)),
         make=nn.Linear(4, WIDTH * WIDTH),
@@ -369,7 +369,7 @@ def recurrent(kind: Any) -> nn.Module:
         return self.head(out), state
 
     rnn = kind(WIDTH, WIDTH, num_layers=2, batch_first=True)
-    return Made(forward, rnn=rnn, head=nn.Linear(WIDTH, 3))
+    return Parts(forward, rnn=rnn, head=nn.Linear(WIDTH, 3))
 
 
 def recurrent_layers(loop: Loop) -> None:
@@ -390,7 +390,7 @@ def recurrent_layers_in_blocks(loop: Loop) -> None:
         return self.norm(x + self.rnn(x)[0])
 
     def block() -> nn.Module:
-        return Made(forward, rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True), norm=nn.LayerNorm(WIDTH))
+        return Parts(forward, rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True), norm=nn.LayerNorm(WIDTH))
 
     net = loop.train(Net(block))
     step_on(net, (square(net(loop.data(number, 2, 5, WIDTH))) for number in range(2)))
@@ -405,7 +405,7 @@ def a_recurrent_cell(loop: Loop) -> None:
             h = self.cell(part, h)
         return self.head(h)
 
-    net = loop.train(Made(forward, cell=nn.GRUCell(WIDTH, WIDTH), head=nn.Linear(WIDTH, 3)))
+    net = loop.train(Parts(forward, cell=nn.GRUCell(WIDTH, WIDTH), head=nn.Linear(WIDTH, 3)))
     fit(loop, net, lambda x: square(net(x.view(1, 4, WIDTH))))
 
 
@@ -413,7 +413,7 @@ def attention(loop: Loop) -> None:
     """Train torch's own encoder layers, with masks."""
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    net = loop.train(Made(lambda self, x, mask: self.encoder(x, src_key_padding_mask=mask), encoder=encoder))
+    net = loop.train(Parts(lambda self, x, mask: self.encoder(x, src_key_padding_mask=mask), encoder=encoder))
     mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     step_on(net, (square(net(loop.data(number, 2, 5, WIDTH), mask)) for number in range(2)))
     net.module.eval()
@@ -426,7 +426,7 @@ def an_encoder_and_a_decoder(loop: Loop) -> None:
         return self.model(x, y, tgt_mask=nn.Transformer.generate_square_subsequent_mask(3).to(x.dtype))
 
     model = nn.Transformer(WIDTH, 2, 2, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
-    net = loop.train(Made(forward, model=model))
+    net = loop.train(Parts(forward, model=model))
     data = [(loop.data(number, 2, 5, WIDTH), loop.data(number + 5, 2, 3, WIDTH)) for number in range(2)]
     step_on(net, (square(net(*pair)) for pair in data))
 
@@ -444,7 +444,7 @@ def convolutions(loop: Loop) -> None:
         return nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.GroupNorm(2, WIDTH), nn.SiLU())
 
     stem, blocks = nn.Conv2d(3, WIDTH, 3, padding=1), nn.ModuleList(block() for _ in range(2))
-    net = loop.train(Made(forward, stem=stem, blocks=blocks, head=nn.Linear(WIDTH, 2)))
+    net = loop.train(Parts(forward, stem=stem, blocks=blocks, head=nn.Linear(WIDTH, 2)))
     data = [loop.data(number, 2, 3, 6, 6) for number in range(2)]
     data[1] = data[1].to(memory_format=torch.channels_last)
     step_on(net, (square(net(x)) for x in data))
@@ -452,7 +452,7 @@ def convolutions(loop: Loop) -> None:
 
 def scalars() -> nn.Module:
     """Make a model with 0-D parameters (a temperature), and one without elements."""
-    return Made(
+    return Parts(
         lambda self, x: self.block(x) * self.temperature.exp() * self.gain + self.nothing.sum(),
         block=Block(),
         temperature=nn.Parameter(torch.tensor(math.log(2.0))),
@@ -464,7 +464,7 @@ def scalars() -> nn.Module:
 def sparse_gradients(loop: Loop) -> None:
     """Train `nn.Embedding(sparse=True)`."""
     tokens = nn.Embedding(11, WIDTH, sparse=True)
-    net = loop.train(Made(lambda self, ids: self.net(self.tokens(ids)), net=Net(), tokens=tokens))
+    net = loop.train(Parts(lambda self, ids: self.net(self.tokens(ids)), net=Net(), tokens=tokens))
     step_on(net, (square(net(loop.integers(number, 11, 2, 5))) for number in range(2)))
 
 
@@ -475,7 +475,7 @@ def fourier() -> nn.Module:
         waves = torch.fft.rfft(x.float()) * self.phase
         return self.block(torch.fft.irfft(waves, WIDTH).to(x.dtype))
 
-    module = Made(forward, block=Block())
+    module = Parts(forward, block=Block())
     module.register_buffer("phase", torch.polar(torch.ones(5), torch.arange(5.0)))
     return module
 
@@ -509,7 +509,7 @@ def adapters(loop: Loop) -> None:
     """Add LoRA by hand before the engine, with everything else frozen."""
 
     def lora(base: nn.Linear) -> nn.Module:
-        return Made(
+        return Parts(
             lambda self, x: self.base(x) + x @ self.a.T @ self.b.T,
             base=base.requires_grad_(False),
             a=nn.Parameter(torch.randn(2, base.in_features)),
@@ -546,9 +546,9 @@ def _rms(self: Any, x: Tensor) -> Tensor:
 
 def llama_normed() -> nn.Module:
     """Make a model with Llama's RMSNorm, which computes in fp32 for any input."""
-    return Made(
+    return Parts(
         lambda self, x: self.block(self.norm(x)),
-        norm=Made(_rms, weight=nn.Parameter(torch.ones(WIDTH))),
+        norm=Parts(_rms, weight=nn.Parameter(torch.ones(WIDTH))),
         block=Block(),
     )
 

@@ -24,7 +24,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-class Made(nn.Module):
+class Parts(nn.Module):
     """A module of given parts, whose forward is a function."""
 
     def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
@@ -115,7 +115,7 @@ def fitted(loop: Loop, case: tuple[Callable[[], nn.Module], int]) -> None:
     fit(loop, loop.train(make()), steps=steps)
 
 
-def raised(loop: Loop, name: str, call: Callable[[], Any]) -> None:
+def raises(loop: Loop, name: str, call: Callable[[], Any]) -> None:
     """Record that a call raises, as in plain torch."""
     try:
         call()

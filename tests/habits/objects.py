@@ -160,7 +160,7 @@ class Slotted:
         self.h, self.steps, self.losses = h, steps, losses
 
 
-def by_state(loop: Loop, make: Any) -> None:
+def share_state(loop: Loop, make: Any) -> None:
     """Share a state between blocks, as AlphaFold and diffusion models do."""
     net = loop.train(ByState(make))
 
@@ -481,7 +481,7 @@ def an_input_is_the_output(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
 HABITS = habits_of(
     globals(),
     *each(appended, LISTS),
-    *each(by_state, STATES),
+    *each(share_state, STATES),
     *each(batches, BATCHES),
     *each(answers, OUTPUTS),
     Habit(

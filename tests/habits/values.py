@@ -16,11 +16,11 @@ from tests.habits.loop import Habit, Loop, Trainer, habits_of, refused, refused_
 from tests.habits.networks import (
     ORDER,
     Block,
-    Made,
     Net,
+    Parts,
     as_loss_of,
     fit,
-    raised,
+    raises,
     square,
     step_on,
     steps_of,
@@ -300,7 +300,7 @@ def two_models_in_one(loop: Loop) -> None:
     def forward(self: Any, x: Tensor, which: str) -> Tensor:
         return self.actor(x) if which == "actor" else self.critic(self.actor(x).detach())
 
-    net = loop.train(Made(forward, actor=Net(), critic=Net(out=1)))
+    net = loop.train(Parts(forward, actor=Net(), critic=Net(out=1)))
     turns = enumerate(("actor", "critic", "actor", "critic"))
     step_on(net, (square(net(loop.data(number), which)) for number, which in turns))
 
@@ -323,10 +323,10 @@ def a_pretrained_model_that_is_frozen(loop: Loop) -> None:
 def bad_calls(loop: Loop) -> None:
     """Make calls that plain torch refuses, and train on."""
     net = loop.train(Net())
-    raised(loop, "a wrong shape", lambda: net(torch.ones(4, 3, dtype=loop.dtype)))
-    raised(loop, "no scalar", lambda: net.backward(net(loop.data(0))))
+    raises(loop, "a wrong shape", lambda: net(torch.ones(4, 3, dtype=loop.dtype)))
+    raises(loop, "no scalar", lambda: net.backward(net(loop.data(0))))
     net.zero_grad()
-    raised(loop, "no graph", lambda: net.backward(net(loop.data(0)).detach().sum()))
+    raises(loop, "no graph", lambda: net.backward(net(loop.data(0)).detach().sum()))
     net.zero_grad()
     fit(loop, net)
 

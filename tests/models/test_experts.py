@@ -25,7 +25,7 @@ ONE = [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 """Parameters of a test: the first architecture in every run, the others marked slow."""
 
 
-def written(name: str, experts: int, stage: int, mode: str, micro_batches: int = 1) -> dict[str, Any]:
+def config_of(name: str, experts: int, stage: int, mode: str, micro_batches: int = 1) -> dict[str, Any]:
     spread = {"experts": {"ranks": experts}} if experts > 1 else {}
     return {**config(stage, mode, micro_batches, precision={"rules": rules(name)}), **spread}
 
@@ -47,7 +47,7 @@ def test_gradients_are_those_without_expert_parallelism(name: str) -> None:
     expected = exact_gradients(ARCHITECTURES[name].model(), 4, 2)
     errors, norms, losses, generated = [], [], [], []
     for experts in (1, 2):
-        engine = make(written(name, experts, 3, "fp32", 2), ARCHITECTURES[name].model())
+        engine = make(config_of(name, experts, 3, "fp32", 2), ARCHITECTURES[name].model())
         length = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
         prompt = tokens(0, engine.mesh.rank())[:, :4]
         generated.append(engine.eval().module.generate(prompt, **length))
@@ -84,7 +84,7 @@ def test_stages_of_a_pipeline_have_experts_on_several_ranks(
 ) -> None:
     expected = exact_gradients(deep(name), 2, COUNT)
     for schedule in schedules:
-        engine = pipeline(written(name, 2, stage, "fp32", COUNT), schedule, None, deep(name), None)
+        engine = pipeline(config_of(name, 2, stage, "fp32", COUNT), schedule, None, deep(name), None)
         engine.accumulate([labelled(micro, engine.mesh.rank("data")) for micro in range(COUNT)])
         errors = {row: error(value, expected[row]) for row, value in gradients(engine).items()}
         assert max(errors.values()) < 1e-6, (schedule, errors)

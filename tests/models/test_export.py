@@ -72,7 +72,7 @@ def test_a_conversion_that_computes_is_refused() -> None:
         as_save_pretrained_writes(converted(Doubled()))
 
 
-def written(name: str, mode: str, stage: int) -> dict[str, Any]:
+def config_of(name: str, mode: str, stage: int) -> dict[str, Any]:
     return {
         "precision": {"mode": mode, "rules": rules(name) if mode != "fp32" else []},
         "zero_optimization": {"stage": stage},
@@ -86,7 +86,7 @@ def train_and_export(names: list[str], root: str) -> list[dict[str, Any]]:
     for name in names:
         truth: dict[str, Any] = {}
         for mode, stage in (("fp32", 3), ("bf16", 2)):
-            engine = make(written(name, mode, stage), ARCHITECTURES[name].model())
+            engine = make(config_of(name, mode, stage), ARCHITECTURES[name].model())
             for step in range(2):
                 engine.backward(engine(**labelled(step, engine.mesh.rank()), use_cache=False).loss)
                 engine.step()
@@ -176,7 +176,7 @@ def load_again(root: Path) -> None:
     for name in ARCHITECTURES:
         with zd.empty():
             model = ARCHITECTURES[name].model()
-        engine = make(written(name, "fp32", 3), model, weights=root / name / "fp32")
+        engine = make(config_of(name, "fp32", 3), model, weights=root / name / "fp32")
         zd.export(engine, root / name / "again", max_shard_size="40KB")
         before, after = (
             {path.name: path.read_bytes() for path in (root / name / folder).glob("*.safetensors")}

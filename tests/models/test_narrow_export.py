@@ -38,7 +38,7 @@ def model(layers: int = 1) -> Any:
     return Qwen3MoeForCausalLM(config)
 
 
-def written(stage: int, **precision: Any) -> dict[str, Any]:
+def config_of(stage: int, **precision: Any) -> dict[str, Any]:
     return {
         "precision": {"mode": "bf16", "rules": [{"match": "*.mlp.gate.*", "pin": "fp32"}], **precision},
         "zero_optimization": {"stage": stage},
@@ -50,7 +50,7 @@ def export_all(stages: tuple[int, ...], root: str) -> int:
     """Export each format at every stage; at the first, save a checkpoint too."""
     ranks = 0
     for stage in stages:
-        engine = make(written(stage), model())
+        engine = make(config_of(stage), model())
         ranks = engine.mesh.size("world")
         for dtype in FORMATS:
             zd.export(engine, Path(root) / f"{ranks}-{stage}" / dtype, dtype=dtype)
@@ -156,7 +156,7 @@ def test_what_was_exported_is_read_and_exported_again_with_the_same_bytes(
     root: Path, dtype: str, tmp_path: Path
 ) -> None:
     source = root / "2-3" / dtype
-    engine = make(written(0, export=dtype), model(), weights=source)
+    engine = make(config_of(0, export=dtype), model(), weights=source)
     stacks = {"gate_up_proj": [], "down_proj": []}
     for name, matrix in matrices(dtype).items():
         decoded = plain_loop(dtype, matrix)[2]
@@ -186,7 +186,7 @@ def test_from_pretrained_has_the_decoded_values(root: Path, dtype: str, tmp_path
     if dtype == "int8-row":
         folder, dense = tmp_path / "dense", ARCHITECTURES["llama"].model()
         expected = {n: v.clone() for n, v in dense.state_dict().items() if ".self_attn." in n}
-        zd.export(make(written(0, export=dtype, rules=[]), dense), folder)
+        zd.export(make(config_of(0, export=dtype, rules=[]), dense), folder)
     if dtype.startswith("fp8"):
         block = json.loads((folder / "config.json").read_text())["quantization_config"]
         kind = "FineGrainedFP8Config" if dtype == "fp8-128x128" else "CompressedTensorsConfig"
@@ -211,7 +211,7 @@ def test_from_pretrained_has_the_decoded_values(root: Path, dtype: str, tmp_path
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_drift_and_inspect_know_a_narrow_export(root: Path, dtype: str) -> None:
-    side = load_trainer(written(0), model())
+    side = load_trainer(config_of(0), model())
     statuses, held, _, notes = follow_tensors(side, root / "2-3" / dtype, None)
     kinds = {status.name: (status.verdict.kind, status.dtype) for status in statuses}
     word = {"nf4": "nf4", "int8-row": "int8"}.get(dtype, "fp8_e4m3")
@@ -225,7 +225,7 @@ def test_drift_and_inspect_know_a_narrow_export(root: Path, dtype: str) -> None:
 
 
 def test_a_stack_that_stays_one_in_the_files_is_refused_by_name(tmp_path: Path) -> None:
-    engine = make(written(0, rules=[]), ARCHITECTURES["gpt-oss"].model())
+    engine = make(config_of(0, rules=[]), ARCHITECTURES["gpt-oss"].model())
     with pytest.raises(zd.ZerodriftError) as caught:
         zd.export(engine, tmp_path / "out", dtype="fp8-row")
     assert "experts.gate_up_proj`: must be a matrix in the files" in str(caught.value)
@@ -235,7 +235,7 @@ def test_a_stack_that_stays_one_in_the_files_is_refused_by_name(tmp_path: Path) 
 
 def test_a_rule_widens_and_narrows(tmp_path: Path) -> None:
     rules = [{"match": "*.experts.*", "export": "bf16"}, {"match": "lm_head.*", "export": "fp8-row"}]
-    engine = make(written(0, export="fp8-row", rules=rules), model())
+    engine = make(config_of(0, export="fp8-row", rules=rules), model())
     exported = zd.export(engine, tmp_path / "out")
     assert dict(exported.dtypes)["fp8-row"] == 5
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -252,7 +252,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def export_on(folder: str, more: dict[str, Any], dtype: str) -> None:
-    zd.export(make({**written(3), **more}, model(layers=2)), folder, dtype=dtype)
+    zd.export(make({**config_of(3), **more}, model(layers=2)), folder, dtype=dtype)
 
 
 @pytest.mark.slow
@@ -267,6 +267,6 @@ def test_no_byte_depends_on_the_mesh(dtype: str, tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_class_that_fully_shard_has_marked_keeps_its_name(tmp_path: Path) -> None:
     for backend in ("native", "fsdp2"):
-        zd.export(make({**written(3), "backend": backend}, model()), tmp_path / backend, dtype="fp8-row")
+        zd.export(make({**config_of(3), "backend": backend}, model()), tmp_path / backend, dtype="fp8-row")
     configs = [(tmp_path / backend / "config.json").read_text() for backend in ("native", "fsdp2")]
     assert configs[0] == configs[1] and "FSDP" not in configs[1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.numerics.networks import GPT
-from tests.numerics.runs import config, make, masters, require_alike, unlike, whole_values
+from tests.numerics.runs import config, diff, make, masters, require_alike, whole_values
 from tests.numerics.runs import train as train_whole
 from tests.ranks.harness import on_ranks, run_ranks
 
@@ -23,7 +23,7 @@ from zerodrift.weights.reader import SafetensorsReader
 from zerodrift.weights.writer import SafetensorsWriter
 
 
-def written(name: str, stage: int, mode: str, experts: int = 1) -> dict[str, Any]:
+def config_of(name: str, stage: int, mode: str, experts: int = 1) -> dict[str, Any]:
     spread = {"experts": {"ranks": experts}} if experts > 1 else {}
     # Unless told, what is exported has the dtype of the files that a run began with.
     precision = {"rules": rules(name) if mode != "fp32" else [], "export": mode}
@@ -33,7 +33,7 @@ def written(name: str, stage: int, mode: str, experts: int = 1) -> dict[str, Any
 def cut(name: str, schedule: str, *how: Any) -> zd.Engine:
     with zd.empty():
         model = deep(name)
-    return pipeline(written(name, *how), schedule, None, model, None)
+    return pipeline(config_of(name, *how), schedule, None, model, None)
 
 
 def train(engine: zd.Engine) -> None:
@@ -74,7 +74,7 @@ def there_and_back(name: str, mode: str, folder: str, experts: int) -> None:
     after = whole_values(other)
     require_alike(values, masters(other))
     del after["master"]
-    assert after and all(unlike(before[kind], moments) == [] for kind, moments in after.items())
+    assert after and all(diff(before[kind], moments) == [] for kind, moments in after.items())
     zd.export(other, root / "again", dtype="fp32", max_shard_size=SIZE)
     train(other)  # and goes on
 
@@ -84,7 +84,7 @@ def alone(name: str, mode: str, folder: str) -> None:
     root = Path(folder)
     with zd.empty():
         model = deep(name)
-    engine = make(written(name, 2, mode), model, weights=root / "fp32")
+    engine = make(config_of(name, 2, mode), model, weights=root / "fp32")
     export_all(engine, root, "alone-")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.numerics.runs import config, gradients, make, unlike
+from tests.numerics.runs import config, diff, gradients, make
 from tests.numerics.test_pipelines import pipeline
 from tests.ranks.harness import on_ranks, run_ranks
 
@@ -188,7 +188,7 @@ def wrong_in_pieces(made: nn.Module, batch: dict[str, Any]) -> list[str]:
     for loss in losses:
         grads = zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True)
         found.append({"loss": loss, **{name: grad for name, grad in grads if grad is not None}})
-    return unlike(*found)
+    return diff(*found)
 
 
 ELSEWHERE = ("deepseek_v3", "gpt_oss")  # run in the schedules above

@@ -92,7 +92,7 @@ class Casts(TorchFunctionMode):
         return out
 
 
-def looked_at(names: Sequence[str], rules: list[dict[str, Any]]) -> dict[str, tuple[list[str], list[str]]]:
+def first_steps(names: Sequence[str], rules: list[dict[str, Any]]) -> dict[str, tuple[list[str], list[str]]]:
     """Run two steps of the trainer, the first of them checked; return the wider and the differing columns."""
     warnings.simplefilter("ignore")  # of the library, on kernels that are not installed
     found = {}
@@ -125,7 +125,7 @@ def looked_at(names: Sequence[str], rules: list[dict[str, Any]]) -> dict[str, tu
 def test_what_an_architecture_computes_wider_is_said_and_no_finding(
     names: tuple[str, ...], world: int
 ) -> None:
-    for name, (wider, narrower) in looked_at(names, []).items():
+    for name, (wider, narrower) in first_steps(names, []).items():
         assert narrower == [], (name, narrower)
         columns = {"grad" if "leaves gradients of" in line else "compute" for line in wider}
         assert columns == Casts(name).wider != set(), (name, wider)
@@ -135,7 +135,7 @@ def test_what_an_architecture_computes_wider_is_said_and_no_finding(
 @on_ranks(1, timeout=120)
 def test_what_an_architecture_itself_rounds_is_a_finding_by_name() -> None:
     """Mamba 2 casts `dt_bias` to the dtype of its activations, against any rule."""
-    wider, narrower = looked_at(["mamba2"], [{"match": "*dt_bias", "pin": "fp32"}])["mamba2"]
+    wider, narrower = first_steps(["mamba2"], [{"match": "*dt_bias", "pin": "fp32"}])["mamba2"]
     casts = Casts("mamba2", in_fp32="dt_bias")
     assert len(wider) == len(casts.wider) and len(narrower) == len(casts.rounded), (wider, narrower)
     said = "`compute` must be float32 (precision.rules[0]: '*dt_bias'); got bfloat16"

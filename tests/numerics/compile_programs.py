@@ -25,7 +25,7 @@ CASES = [(algorithm, master, state) for algorithm in range(3) for master in rang
 
 
 def types_of(algorithm: int, master: int, state: int) -> dict[str, str | None]:
-    """Return the types of the tensor arguments in `optim/device.py`, with bf16 storage and fp32 gradients."""
+    """Return the types of the tensors in `kernels/device.py`, with bf16 storage and fp32 gradients."""
     two, coded = algorithm == 0, state == 3
     return {
         "grad": "*fp32",

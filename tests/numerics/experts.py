@@ -82,7 +82,7 @@ def batch(step: int, rank: int, micro: int) -> torch.Tensor:
     return torch.randn(TOKENS + 2 * rank, WIDTH, generator=generator)
 
 
-def written(
+def config_of(
     experts: int, stage: int, mode: str = "fp32", micro_batches: int = 1, **rest: Any
 ) -> dict[str, Any]:
     """Return a config with experts on so many ranks; 1 is no expert parallelism."""

@@ -31,7 +31,7 @@ class Run:
         numbers = ("losses", "norms", "scales")
         found = [name for name in numbers if getattr(self, name) != getattr(other, name)]
         for kind in ("weights", "masters"):
-            found += [f"{kind} {name}" for name in unlike(getattr(self, kind), getattr(other, kind))]
+            found += [f"{kind} {name}" for name in diff(getattr(self, kind), getattr(other, kind))]
         for name, state in self.states.items():
             theirs = other.states[name]
             # Ranks that begin elsewhere in a segment may keep a moment of zeros that others do not.
@@ -46,7 +46,7 @@ class Run:
 
 def require_alike(one: Any, other: Any) -> None:
     """Fail with the names of what differs between two runs, or two sets of values."""
-    found = one.differs(other) if isinstance(one, Run) else unlike(one, other)
+    found = one.differs(other) if isinstance(one, Run) else diff(one, other)
     assert found == [], found
 
 
@@ -108,7 +108,7 @@ def masters(engine: Engine) -> dict[str, torch.Tensor]:
     return {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
 
 
-def unlike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
+def diff(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the names of values that are not bit for bit the same."""
     assert one.keys() == other.keys()
     return [name for name, value in one.items() if not torch.equal(value, other[name])]

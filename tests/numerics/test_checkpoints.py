@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.described import found_elsewhere
+from tests.checkpoint_files import misplaced_chunks
 from tests.numerics.networks import GPT, VOCABULARY, batch
-from tests.numerics.runs import Run, config, finish, make, masters, require_alike, train, unlike, whole_values
+from tests.numerics.runs import Run, config, diff, finish, make, masters, require_alike, train, whole_values
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.checkpoint import contents
 from zerodrift.checkpoint.checkpoints import Checkpoints
@@ -41,7 +41,7 @@ def plain() -> tuple[nn.Module, dict[str, Any]]:
     return GPT(moe=True, layers=1), {}
 
 
-def given(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+def of_torch(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, dict[str, Any]]:
     """Return a model with an optimizer of torch in two groups and a scheduler."""
     model = GPT()
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -51,13 +51,13 @@ def given(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[n
     return model, {"optimizer": optimizer, "schedule": schedule}
 
 
-nadam = partial(given, torch.optim.NAdam, lr=1e-3, weight_decay=0.01)
+nadam = partial(of_torch, torch.optim.NAdam, lr=1e-3, weight_decay=0.01)
 OPTIMIZERS = {
-    "adamw": partial(given, torch.optim.AdamW, lr=1e-3),
-    "sgd": partial(given, torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "adamw": partial(of_torch, torch.optim.AdamW, lr=1e-3),
+    "sgd": partial(of_torch, torch.optim.SGD, lr=1e-2, momentum=0.9),
     "nadam": nadam,
-    "asgd": partial(given, torch.optim.ASGD, lr=1e-2),
-    "amsgrad": partial(given, torch.optim.AdamW, lr=1e-3, amsgrad=True),
+    "asgd": partial(of_torch, torch.optim.ASGD, lr=1e-2),
+    "amsgrad": partial(of_torch, torch.optim.AdamW, lr=1e-3, amsgrad=True),
 }
 
 
@@ -134,7 +134,7 @@ class Noisy(GPT):
         self.calls = state["calls"]
 
 
-def drawn(step: int, rank: int, micro: int) -> torch.Tensor:
+def random_batch(step: int, rank: int, micro: int) -> torch.Tensor:
     """Return data from every random generator."""
     number = int(1000 * (random.random() + np.random.rand() + float(torch.rand(())) + random.gauss(0, 1)))
     return (batch(step, rank, micro) + number) % VOCABULARY
@@ -154,9 +154,9 @@ def test_random_numbers_buffers_and_the_clients_state_go_on(asynchronous: bool, 
         else:
             for seed in (torch.manual_seed, random.seed, np.random.seed):
                 seed(rank + 10)
-            train(engine, 2, data=drawn)
+            train(engine, 2, data=random_batch)
             checkpoints.save(client=1 + rank)
-        runs.append(train(engine, 3, data=drawn))
+        runs.append(train(engine, 3, data=random_batch))
         checkpoints.wait()
         ends.append((float(engine.module.seen), engine.module.calls, random.random(), float(torch.rand(()))))
     assert runs[0].differs(runs[1]) == [] and ends[0] == ends[1], ends
@@ -219,7 +219,7 @@ def test_a_mesh_loads_what_another_saved(
 ) -> None:
     """Masters, moments and weights agree: whole matrices go to their owners, and replicas save once."""
     saved = run_ranks(save_one, source[1], str(tmp_path), config(source[0], "bf16", **before))[0]
-    assert found_elsewhere(tmp_path / "step-00000003") == []
+    assert misplaced_chunks(tmp_path / "step-00000003") == []
     for target in targets:
         for run, client, said in run_ranks(
             load_one, target[1], str(tmp_path), config(target[0], "bf16", **after)
@@ -320,11 +320,11 @@ def test_weights_can_be_taken_without_the_optimizer(tmp_path: Path) -> None:
         checkpoints.load()
     assert engine.global_steps == 0
     loaded = checkpoints.load(parts="weights")
-    assert unlike(saved, masters(engine)) == [] and engine.global_steps == 0
+    assert diff(saved, masters(engine)) == [] and engine.global_steps == 0
     train(engine, 1)
     assert "optimizer" in {difference.what for difference in loaded.differences}
     checkpoints.load(allow=("optimizer",))
-    assert unlike(saved, masters(engine)) == [] and engine.global_steps == 3
+    assert diff(saved, masters(engine)) == [] and engine.global_steps == 3
 
 
 def partly_frozen(frozen: bool) -> Engine:

@@ -81,12 +81,12 @@ def test_stages_and_world_sizes_are_the_same_bits(kind: str, steps: int, worlds:
 
 
 def test_a_written_moment_is_the_nearest_that_can_be_held() -> None:
-    (found,) = run_ranks(written, 1)
+    (found,) = run_ranks(assign_moments, 1)
     for given, held in found:
         assert torch.equal(held, given), "settled values are kept"
 
 
-def written() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def assign_moments() -> list[tuple[torch.Tensor, torch.Tensor]]:
     engine = engine_of(0)
     train(engine, 1)
     name, found = "layers.0.mlp.up.weight", []

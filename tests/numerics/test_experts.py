@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.described import found_elsewhere
-from tests.numerics.experts import EXPERTS, Network, accumulate, batch, error, reference, written
+from tests.checkpoint_files import misplaced_chunks
+from tests.numerics.experts import EXPERTS, Network, accumulate, batch, config_of, error, reference
 from tests.numerics.runs import (
     Run,
     gradients,
@@ -50,7 +50,7 @@ def slow(*value: Any) -> Any:
 def config(stage: int, mesh: str, mode: str = "fp32", experts: int = 2, **rest: Any) -> dict[str, Any]:
     """Return a config that reduces every micro-batch at every stage, so that all form the same sums."""
     precision = {"reduce": {"when": "every"}, **rest.pop("precision", {})}
-    made = written(experts, stage, mode, MICRO, precision=precision, **rest)
+    made = config_of(experts, stage, mode, MICRO, precision=precision, **rest)
     return {**made, **MESHES[mesh]}
 
 
@@ -303,7 +303,7 @@ def test_checkpoints_do_not_know_of_expert_parallelism(tmp_path: Path) -> None:
             saved = state(engine)
         folder = tmp_path / str(number)
         Checkpoints(engine, folder, quiet=True).save()
-        assert all(found_elsewhere(each) == [] for each in folder.glob("step-*"))
+        assert all(misplaced_chunks(each) == [] for each in folder.glob("step-*"))
 
 
 @pytest.mark.second
@@ -340,4 +340,4 @@ def test_what_cannot_be_spread_is_refused_by_name_on_every_rank() -> None:
         (nn.Linear(8, 8), ConfigError, r"`experts\.parameters`: must match a parameter"),
     ):
         with pytest.raises(kind, match=told):
-            make({**written(2, 0), "experts": {"ranks": 2, "parameters": ["*experts.*"]}}, model)
+            make({**config_of(2, 0), "experts": {"ranks": 2, "parameters": ["*experts.*"]}}, model)

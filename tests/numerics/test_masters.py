@@ -105,7 +105,7 @@ def test_split_equals_fp32_copies_in_a_run_that_learns(world: int, steps: int, s
 # --- values that lie on ties ----------------------------------------------------------------------------
 
 
-def looked_at() -> list[tuple[dict[str, torch.Tensor], list[str]]]:
+def read_weights() -> list[tuple[dict[str, torch.Tensor], list[str]]]:
     """Return each stage's visible weights before the first step, and masters that reading changed."""
     found = []
     for stage in STAGES:
@@ -121,7 +121,7 @@ def looked_at() -> list[tuple[dict[str, torch.Tensor], list[str]]]:
 
 def test_every_rank_sees_the_same_weights_before_the_first_step_and_looking_changes_none() -> None:
     """Below stage 3 a rank also stores weights of other owners, with the same rounding."""
-    found = [entry for rank in run_ranks(looked_at, 2) for entry in rank]
+    found = [entry for rank in run_ranks(read_weights, 2) for entry in rank]
     for visible, changed in found:
         assert changed == []
         assert all(torch.equal(visible[name], value) for name, value in found[0][0].items())

@@ -63,7 +63,7 @@ def repeated(step: int, rank: int, micro: int) -> torch.Tensor:
     return batch(step % 2, rank, micro)
 
 
-def written(stage: int, mode: str, **rest: Any) -> dict[str, Any]:
+def config_of(stage: int, mode: str, **rest: Any) -> dict[str, Any]:
     return config(stage, mode, 1, optimizer={"type": "Muon", "params": PARAMS}, **rest)
 
 
@@ -126,7 +126,7 @@ def updated(
 ) -> tuple[Plan, Values, Mapping[str, Values]]:
     """Return masters and moments after some updates on `world` ranks, run one after the other."""
     rest = {"precision": precision} if precision else {}
-    plan = make_plan(written(3, mode, **rest), network(), world)
+    plan = make_plan(config_of(3, mode, **rest), network(), world)
     masters, states = [], []
     for rank in range(world):
         pieces = owned(plan, initial(plan), rank)
@@ -255,7 +255,7 @@ def test_all_stages_are_the_same_bits(
 ) -> list[str]:
     runs = []
     for stage in stages:
-        engine = make(written(stage, mode, **rest), network())
+        engine = make(config_of(stage, mode, **rest), network())
         runs.append(train(engine, 3, data=repeated))
         engine.destroy()
     assert set(runs[0].states["layers.0.mlp.up"]) == {"momentum_buffer"}

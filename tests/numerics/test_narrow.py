@@ -260,7 +260,7 @@ def in_pipelines(alone: bool) -> list[Any]:
     if alone:
         return [test_pipelines.whole(stage, gather="int8") for stage in (1, 3)]
     ways = ((1, "1f1b", None), (3, "zbv", "queue"), (1, "1f1b", None, True), (3, "1f1b", None, True))
-    return [test_pipelines.trained(*way, gather="int8") for way in ways]
+    return [test_pipelines.train_stages(*way, gather="int8") for way in ways]
 
 
 @pytest.mark.long

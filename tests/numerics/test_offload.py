@@ -135,7 +135,7 @@ def test_offload_changes_no_bit(stage: int, rest: dict[str, Any], own: bool, way
             require_alike(plain, run(stage, "cpu", rest, own))
 
 
-def planned(**rest: Any) -> Plan:
+def plan_of(**rest: Any) -> Plan:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     return make_plan(config(2, "bf16", **{"zero_optimization": zero, **rest}), GPT(layers=4), world_size=2)
 
@@ -153,7 +153,7 @@ def steps(updater: Updater, held: list[Owned], count: int) -> None:
 
 def test_copies_overlap_with_the_update_and_wait_for_nothing_else() -> None:
     """A segment goes down beside the update of the one before, and up as soon as its own is done."""
-    plan, way = planned(), Late()
+    plan, way = plan_of(), Late()
     held = pieces(plan)
     updater = make_updater(plan, held, None, {}, way)
     assert isinstance(updater, OffloadedUpdater)
@@ -175,7 +175,7 @@ def test_copies_overlap_with_the_update_and_wait_for_nothing_else() -> None:
 
 
 def test_an_update_that_fails_leaves_the_way_open() -> None:
-    plan, way = planned(), Late()
+    plan, way = plan_of(), Late()
     held = pieces(plan)
     updater = make_updater(plan, held, None, {}, way)
     wrong = {held[0].number: torch.randn(1)}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import config, make, train, unlike
+from tests.numerics.runs import config, diff, make, train
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.comm import collectives
 from zerodrift.comm.collectives import Carrier
@@ -117,7 +117,7 @@ class Cell:
         return make(written, model, **given)
 
 
-def trained(cell: Cell) -> tuple[str, list[Any]]:
+def train_cell(cell: Cell) -> tuple[str, list[Any]]:
     """Train on this rank; return the digest of the state, and norms and loss scales of the steps."""
     engine = cell.engine()
     assert engine.plan.policy.tree
@@ -138,7 +138,7 @@ def _world() -> int:
 
 
 def trained_all(cells: list[Cell]) -> list[Any]:
-    return [trained(cell) for cell in cells]
+    return [train_cell(cell) for cell in cells]
 
 
 def require_same(cells: list[Cell], worlds: tuple[int, ...]) -> list[Any]:
@@ -368,7 +368,7 @@ def test_a_plain_loop_that_sums_by_the_tree_has_the_same_bits(world: int, total:
             numbers = engine.micro_batches_of_this_rank()
             engine.train_batch([{"tokens": batch(step, number)} for number in numbers])
         with engine.gathered() as found:
-            wrong = unlike(expected, {name: found[name] for name in expected})
+            wrong = diff(expected, {name: found[name] for name in expected})
             assert wrong == [], (stage, when, carrier, wrong)
 
 

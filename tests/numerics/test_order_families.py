@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, VOCABULARY, WIDTH, batch
 from tests.numerics.runs import config, make
-from tests.numerics.test_order import Cell, trained, usual
+from tests.numerics.test_order import Cell, train_cell, usual
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.engine.engine import Engine
@@ -97,7 +97,7 @@ def weighted(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
     return engine.train_batch([{"tokens": batch(step, number)} for number in numbers], weights).step.grad_norm
 
 
-def looked_at(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
+def evaluate_between(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
     """Evaluate held-out data between steps and micro-batches, and change a gradient."""
     held = [{"tokens": batch(7, number)} for number in range(3)]
     engine.evaluate(held)
@@ -153,7 +153,7 @@ FAMILIES = {
     "frozen parts": family(model=Frozen),
     "other totals": family(loop=other_totals),
     "weights": family(model=one_layer, loop=weighted),
-    "looked at": family(loop=looked_at, rest=WARMUP),
+    "looked at": family(loop=evaluate_between, rest=WARMUP),
     "failing": family(model=one_layer, loop=failing),
     "Muon": family(model=lambda: GPT(layers=2), rest=MUON),
     "Lion": family(rest=LION),
@@ -177,7 +177,7 @@ def trained_all(names: list[str], meshes: dict[int, tuple[int, str]]) -> list[An
     for name in names:
         try:
             stage, when = meshes[torch.distributed.get_world_size()]
-            told.append(trained(replace(FAMILIES[name], stage=stage, when=when)))
+            told.append(train_cell(replace(FAMILIES[name], stage=stage, when=when)))
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
     return told

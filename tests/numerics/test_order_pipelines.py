@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.described import found_elsewhere
+from tests.checkpoint_files import misplaced_chunks
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config
 from tests.numerics.test_order import Cell
@@ -90,7 +90,7 @@ def engine_of(cell: PipelineCell, stages: int) -> Engine:
     return engine
 
 
-def trained(cell: PipelineCell, stages: int) -> tuple[Any, ...]:
+def train_cell_in_pipeline(cell: PipelineCell, stages: int) -> tuple[Any, ...]:
     """Return digests of the state and of the gradients of each step, norms, and losses by number."""
     engine = engine_of(cell, stages)
     numbers = engine.micro_batches_of_this_rank()
@@ -110,7 +110,7 @@ def trained(cell: PipelineCell, stages: int) -> tuple[Any, ...]:
 
 
 def trained_all(cells: list[PipelineCell], stages: int) -> list[tuple[Any, ...]]:
-    return [trained(cell, stages) for cell in cells]
+    return [train_cell_in_pipeline(cell, stages) for cell in cells]
 
 
 def differing(cells: list[PipelineCell], world: int) -> list[str]:
@@ -207,5 +207,5 @@ def test_a_run_goes_on_with_and_without_a_pipeline(tmp_path: Path) -> None:
     folder = str(tmp_path / "turns")
     run_ranks(going_on, 4, folder, 2, 0, 1)
     run_ranks(going_on, 1, folder, 1, 1, 2)
-    assert found_elsewhere(tmp_path / "turns" / "step-00000002") == []
+    assert misplaced_chunks(tmp_path / "turns" / "step-00000002") == []
     assert run_ranks(going_on, 2, folder, 2, 2, 3) == [alone, alone]

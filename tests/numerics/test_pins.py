@@ -34,7 +34,7 @@ Rules = list[dict[str, Any]]
 PIN_ROUTERS: Rules = [{"match": "*.router.*", "pin": "fp32"}]
 
 
-def written(stage: int, mode: str, rules: Rules) -> dict[str, Any]:
+def config_of(stage: int, mode: str, rules: Rules) -> dict[str, Any]:
     """Return a config with the lowest precision everywhere except for the rules' pins."""
     enabled = {"enabled": True}
     flags: dict[str, Any] = {
@@ -63,7 +63,7 @@ def watched(stage: int, mode: str, rules: Rules, model: nn.Module, paths: list[s
 
     for path in paths:
         model.get_submodule(path).register_forward_pre_hook(lambda _, given, path=path: before(path, given))
-    engine = make(written(stage, mode, rules), model)
+    engine = make(config_of(stage, mode, rules), model)
     for path in paths:
         model.get_submodule(path).register_forward_hook(lambda _, given, out, path=path: after(path, out))
     return engine, calls
@@ -151,7 +151,7 @@ def test_a_pinned_router_is_fp32_in_every_column(mode: str) -> None:
     other |= {"state fits 16 bits": mode == "bf16", "master fits 16 bits": not autocast}
     # Gathered after the update, or at stage 3 before every forward and every backward.
     for stage, gathers in enumerate((2, 2, 2, 4)):
-        engine = make(written(stage, mode, PIN_ROUTERS), GPT(moe=True))
+        engine = make(config_of(stage, mode, PIN_ROUTERS), GPT(moe=True))
         seen = {name: dtypes_as_it_lands(engine, name) for name in (ROUTERS[0], OTHER)}
         with engine.comm.record() as log:
             engine.backward(engine(batch(0, engine.mesh.rank())))
@@ -264,7 +264,7 @@ USES: dict[str, Any] = {
 def test_a_pin_holds_wherever_the_parameter_is_used(mode: str) -> None:
     rules: Rules = [{"match": match, "pin": "fp32"} for match in ("gate", "router.*")]
     for name, use in USES.items():
-        engine = make(written(3, mode, rules), Uses(use))
+        engine = make(config_of(3, mode, rules), Uses(use))
         loss = engine(torch.ones(1, 8))
         count = loss.item() / FINE
         assert count >= 4 and abs(count - round(count)) < 1e-6, name
@@ -280,7 +280,7 @@ def test_a_pin_holds_wherever_the_parameter_is_used(mode: str) -> None:
 
 def test_a_model_that_casts_a_pinned_parameter_itself_is_told_of_once() -> None:
     model = Uses(lambda m, x: x @ m.gate.to(x.dtype))
-    engine = make(written(0, "bf16", [{"match": "gate", "pin": "fp32"}]), model)
+    engine = make(config_of(0, "bf16", [{"match": "gate", "pin": "fp32"}]), model)
     said = "`gate` is pinned to torch.float32, and the model itself casts it"
     with pytest.warns(UserWarning, match=said) as told:
         for _ in range(3):
@@ -344,7 +344,7 @@ PINNED_PARTS: list[tuple[Any, str]] = [
 def test_a_pinned_part_of_any_kind_trains(mode: str) -> None:
     for number, (model, match) in enumerate(PINNED_PARTS):
         rule: dict[str, Any] = {"match": match, "pin": "fp32"}
-        engine = make(written(3, mode, [rule | ({"output": "input"} if number > 2 else {})]), model())
+        engine = make(config_of(3, mode, [rule | ({"output": "input"} if number > 2 else {})]), model())
         for _ in range(2):
             engine.backward(engine(torch.randn(2, 3, 8)))
             engine.step()
@@ -355,18 +355,18 @@ def test_a_pinned_part_of_any_kind_trains(mode: str) -> None:
             with pytest.raises(
                 ConfigError, match=r"`inside`: must compute in the dtype of its buffers.*match: 'inside"
             ):
-                make(written(3, mode, []), model())
+                make(config_of(3, mode, []), model())
 
 
 def test_what_cannot_be_trained_is_refused_by_name() -> None:
     model = nn.Linear(8, 8)
     model.odd = nn.Parameter(torch.ones(4, dtype=torch.complex64))
     with pytest.raises(ConfigError, match=r"`odd`: must be of real floating numbers to be trained"):
-        make(written(3, "bf16", []), model)
+        make(config_of(3, "bf16", []), model)
     for dtype in (torch.bool, torch.int32, torch.complex64):
         model = nn.Linear(8, 8)
         model.odd = nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)
-        engine = make(written(3, "bf16", []), model)
+        engine = make(config_of(3, "bf16", []), model)
         engine.backward(engine(torch.randn(2, 8)).sum())
         engine.step()
         assert torch.equal(engine.module.odd, torch.ones(4, dtype=dtype))

@@ -58,7 +58,7 @@ def data(step: int, rank: int) -> list[torch.Tensor]:
     return [batch(step, rank, micro) for micro in range(COUNT)]
 
 
-def trained(stage: int, schedule: str, weights: str | None, tied: bool = False, **precision: Any) -> Run:
+def train_stages(stage: int, schedule: str, weights: str | None, tied: bool = False, **precision: Any) -> Run:
     """Return losses of steps and of an evaluation, norms, masters and moments."""
     written = config(stage, "fp32", COUNT, precision=precision)
     engine = pipeline(written, schedule, weights, GPT(LAYERS, tied=tied))
@@ -84,7 +84,7 @@ def whole(stage: int, **precision: Any) -> Run:
 
 
 def every_way() -> dict[str, Run]:
-    return {f"{schedule} {weights}": trained(0, schedule, weights) for schedule, weights in WAYS}
+    return {f"{schedule} {weights}": train_stages(0, schedule, weights) for schedule, weights in WAYS}
 
 
 @pytest.mark.long
@@ -98,7 +98,7 @@ def test_every_schedule_trains_the_bits_of_one_process() -> None:
 
 def in_fp8(alone: bool) -> list[Run]:
     ways = [("1f1b", None), ("zbv", "queue"), ("zbv", "autograd")]
-    return [whole(1, compute="fp8")] if alone else [trained(1, *way, compute="fp8") for way in ways]
+    return [whole(1, compute="fp8")] if alone else [train_stages(1, *way, compute="fp8") for way in ways]
 
 
 @pytest.mark.second
@@ -120,7 +120,7 @@ AT_STAGES = [
 
 
 def over_stages() -> list[Run]:
-    return [trained(*what) for what in AT_STAGES]
+    return [train_stages(*what) for what in AT_STAGES]
 
 
 def whole_over_stages() -> list[Run]:

@@ -171,7 +171,7 @@ def make_as_on(ranks: int, stage: int) -> Engine:
         return make(config(stage, "bf16", 2, precision=PINNED))
 
 
-def trained(ranks: int, stage: int) -> tuple[Run, int, int]:
+def train_as_on(ranks: int, stage: int) -> tuple[Run, int, int]:
     """Return a run, the rows of the root, and the collectives of a step."""
     engine = make_as_on(ranks, stage)
     train(engine, 1, 2)
@@ -186,7 +186,7 @@ def trained(ranks: int, stage: int) -> tuple[Run, int, int]:
 def test_bits_are_the_same_where_small_segments_are_gathered_with_the_root(
     ranks: int, stage: int, moved: int
 ) -> None:
-    (apart, root, calls), (together, more, fewer) = (trained(n, stage) for n in (ON_FEW, ranks))
+    (apart, root, calls), (together, more, fewer) = (train_as_on(n, stage) for n in (ON_FEW, ranks))
     require_alike(apart, together)
     assert more - root == moved and fewer < calls, (more - root, fewer, calls)
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import make, require_alike, unlike, whole_values
+from tests.numerics.runs import diff, make, require_alike, whole_values
 from tests.ranks.harness import on_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError, NonFiniteError
@@ -43,7 +43,7 @@ class Probe(nn.Module):
 NAME = "linear.weight"
 
 
-def written(stage: int, mode: str, **rest: Any) -> Written:
+def probe_config(stage: int, mode: str, **rest: Any) -> Written:
     """Return a config of SGD with a learning rate of 1, so that the weight is minus the gradient."""
     precision = {"mode": mode, **rest.pop("precision", {})}
     sgd = {"type": "SGD", "params": {"lr": 1.0}}
@@ -78,7 +78,7 @@ def engines(
 ) -> Iterator[Engine]:
     """Yield an engine of each stage on this rank."""
     for stage in stages:
-        engine = make(written(stage, mode, **(rest or {})), model())
+        engine = make(probe_config(stage, mode, **(rest or {})), model())
         yield engine
         engine.destroy()
 
@@ -135,7 +135,7 @@ def test_a_16_bit_wire_rounds_once_and_is_summed_in_fp32() -> None:
 @pytest.mark.parametrize("mode", ["bf16", "autocast-bf16"])
 def test_a_dtype_that_cannot_hold_gradients_is_refused_with_its_reason(mode: str) -> None:
     with pytest.raises(ConfigError, match="fp16 ends at 65504"):
-        make(written(1, mode, gradient_accumulation_dtype="fp16"), Probe())
+        make(probe_config(1, mode, gradient_accumulation_dtype="fp16"), Probe())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -236,7 +236,7 @@ def test_masters_are_made_from_the_bits_that_were_given(
     given = {name: parameter.detach() for name, parameter in GPT(seed=5).named_parameters()}
     more: Written = {"precision": {"master": master}} if master else {}
     for engine in engines(mode, more, lambda: GPT(seed=5)):
-        wrong = unlike(given, whole_values(engine)["master"])
+        wrong = diff(given, whole_values(engine)["master"])
         assert wrong == [], wrong
         with engine.gathered([NORM]) as values:
             assert values[NORM].dtype is shown
@@ -288,7 +288,7 @@ def precision_state() -> list[Any]:
 
 def bf16_run(other: Engine | None = None) -> list[Any]:
     """Return losses, norms, scales and wire dtypes of some steps, with another engine stepping in between."""
-    engine = make({**written(2, "bf16"), "communication_data_type": "fp32"}, GPT())
+    engine = make({**probe_config(2, "bf16"), "communication_data_type": "fp32"}, GPT())
     seen: list[Any] = []
     rank = engine.mesh.rank()
     for step in range(3):
@@ -311,7 +311,7 @@ def test_precision_belongs_to_one_engine() -> None:
     185363 for 2.83) and ignores its own wire dtype."""
     clean = precision_state()
     alone = bf16_run()
-    first = make(written(3, "autocast-fp16"), GPT())
+    first = make(probe_config(3, "autocast-fp16"), GPT())
     first.backward(first(batch(0)))
     first.step()
     assert precision_state() == clean
@@ -393,7 +393,7 @@ def test_a_model_of_mixed_dtypes_is_neither_promoted_nor_crashed(
             engine.step()
             losses.append(loss.item())
         with engine.gathered() as values:
-            assert unlike(bases, {name: values[name] for name in bases}) == [], "these are frozen"
+            assert diff(bases, {name: values[name] for name in bases}) == [], "these are frozen"
             shown = {value.dtype for name, value in values.items() if "lora" in name}
             assert "inv_freq" not in model.state_dict()
         assert (shown, set(model.seen)) == ({computes}, {returns}), (shown, set(model.seen))

@@ -48,7 +48,7 @@ def two(folder: str) -> tuple[Engine, Checkpoints]:
     return engine, checkpoints
 
 
-def refused(call: Callable[[], Any]) -> str:
+def refusal(call: Callable[[], Any]) -> str:
     """Return the message of a refusal."""
     try:
         call()
@@ -92,14 +92,14 @@ def damaged(folder: str, harm: Callable[[Path], None]) -> Any:
     for path in sorted(newest.iterdir()):
         kept = path.read_bytes()
         alone(engine, partial(harm, path))
-        messages[path.name] = refused(checkpoints.load)
+        messages[path.name] = refusal(checkpoints.load)
         alone(engine, partial(path.write_bytes, kept))
     unchanged = same(before, engine)
     loaded = checkpoints.load(OLD)
     train(engine, 1)
     data = newest / "__1_0.distcp"
     alone(engine, lambda: data.write_bytes(b"\0" * data.stat().st_size))
-    unseen = refused(lambda: checkpoints.load(verify=False))
+    unseen = refusal(lambda: checkpoints.load(verify=False))
     engine.destroy()
     return messages, unchanged, loaded.step, unseen
 
@@ -151,14 +151,14 @@ def refusals(folder: str) -> dict[str, str]:
     ):
         engine = make(written, model)
         before = weights(engine)
-        messages[what] = refused(Checkpoints(engine, folder, quiet=True).load)
+        messages[what] = refusal(Checkpoints(engine, folder, quiet=True).load)
         assert same(before, engine)
         engine.destroy()
     engine = make(config(3, "bf16", 2))
     checkpoints = Checkpoints(engine, f"{folder}/none", quiet=True)
     assert checkpoints.resume() is None
-    messages["nothing"] = refused(checkpoints.load)
-    messages["path"] = refused(lambda: checkpoints.load("../etc"))
+    messages["nothing"] = refusal(checkpoints.load)
+    messages["path"] = refusal(lambda: checkpoints.load("../etc"))
     engine.backward(engine(torch.zeros(1, 4, dtype=torch.long)))
     engine.step()
     for call in (checkpoints.save, checkpoints.load):
@@ -213,7 +213,7 @@ def no_room(folder: str, asynchronous: bool) -> Any:
         train(engine, 1)
         checkpoints.save()
 
-    message = refused(save)
+    message = refusal(save)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if engine.micro_batches:
         engine.step()  # the step that was told of it goes on
@@ -239,17 +239,17 @@ def refused_saves(folder: str) -> Any:
     """Save an unpicklable state, beside another writer, and over another run's."""
     engine, checkpoints = two(folder)
     client = {"bad": object() if engine.mesh.rank() == 1 else 1}
-    unreadable = refused(lambda: checkpoints.save("odd", client=client))
+    unreadable = refusal(lambda: checkpoints.save("odd", client=client))
     held = Lock.take(Path(folder)) if engine.mesh.rank() == 0 else None
-    while_held = refused(lambda: checkpoints.save("now"))
+    while_held = refusal(lambda: checkpoints.save("now"))
     if held is not None:
         held.release()
     checkpoints.save("now")
     engine.destroy()
     engine = make(config(3, "bf16"))
     other = Checkpoints(engine, folder, quiet=True)
-    not_mine = refused(other.save)
-    at_once = refused(lambda: train(engine, 1))
+    not_mine = refusal(other.save)
+    at_once = refusal(lambda: train(engine, 1))
     engine.zero_grad()
     other.load()
     train(engine, 1)
@@ -422,9 +422,9 @@ def only_one_sees(folder: str) -> Any:
     found = None if loaded is None else loaded.tag
     latest = Path(folder) / "latest"
     alone(engine, lambda: latest.write_bytes(b"\xff"))
-    message = refused(checkpoints.resume)
+    message = refusal(checkpoints.resume)
     alone(engine, lambda: (latest.unlink(), (latest.parent / NEW / "checkpoint.json").unlink()))
-    half = refused(checkpoints.resume)
+    half = refusal(checkpoints.resume)
     engine.destroy()
     return found, message, half
 

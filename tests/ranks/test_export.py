@@ -26,7 +26,7 @@ from zerodrift.weights.writer import SafetensorsWriter
 ROUTERS = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}
 
 
-def trained(stage: int, mode: str = "bf16", **rest: Any) -> Engine:
+def train_engine(stage: int, mode: str = "bf16", **rest: Any) -> Engine:
     """Train a few steps, so that masters have bits that storage has not."""
     model = GPT(moe=True)
     model.layers[0].norm1.weight.requires_grad_(False)
@@ -49,7 +49,7 @@ def cases(root: str, stages: list[int], rest: dict[str, Any]) -> None:
     """Compare exports of every stage in the plan's dtypes, in fp32 and in 16 bits."""
     for stage in stages:
         folder = Path(root) / str(stage)
-        engine = trained(stage, **rest)
+        engine = train_engine(stage, **rest)
         result = zd.export(engine, folder / "plan", max_shard_size="20KB")
         assert len(result.files) > 2
         assert result.bytes == sum(value.nbytes for value in tensors(folder / "plan").values())
@@ -115,7 +115,7 @@ def shares(root: str) -> int:
             writers.append(self)
 
     exporting.SafetensorsWriter = Watched  # type: ignore[assignment,misc]
-    engine = trained(3)
+    engine = train_engine(3)
     zd.export(engine, Path(root) / "model", dtype="fp32")
     row = engine.plan.row("layers.0.norm1.weight")
     assert row is not None and row.columns.update is None
@@ -126,9 +126,9 @@ def left(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def refused(root: str) -> None:
+def check_refusals(root: str) -> None:
     """Check errors, each on every rank, which leave nothing."""
-    engine = trained(2)
+    engine = train_engine(2)
     rank, folder = engine.mesh.rank(), Path(root)
 
     def attempt(expected: str, folder: Path | str = folder / "a", **rest: Any) -> None:
@@ -158,14 +158,14 @@ def test_errors_are_everybodys_and_leave_nothing(root: Path) -> None:
     for file in (root / "there" / "thing", root / "before" / "thing.safetensors"):
         file.parent.mkdir()
         file.touch()
-    run_ranks(refused, 2, str(root), timeout=60)
+    run_ranks(check_refusals, 2, str(root), timeout=60)
     assert left(root / "there") == ["thing"] and not (root / "before" / "thing.safetensors").exists()
     assert left(root) == ["before", "machine0", "machine1", "there"]
     assert left(root / "machine0") == left(root / "machine1") == []
 
 
 def killed(root: str, dying: int) -> str:
-    engine = trained(3)
+    engine = train_engine(3)
     if engine.mesh.rank() == dying:
         SafetensorsWriter.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     try:
@@ -189,7 +189,7 @@ def test_a_killed_rank_leaves_no_folder(root: Path, dying: int) -> None:
 
 
 def again(root: str) -> None:
-    zd.export(trained(3), Path(root) / "model")
+    zd.export(train_engine(3), Path(root) / "model")
 
 
 def test_one_writer_at_a_time(root: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import config, finish, make, require_alike, unlike
+from tests.numerics.runs import config, diff, finish, make, require_alike
 from tests.ranks.harness import on_ranks, run_ranks
 from tests.ranks.plain import weights
 from zerodrift.api import make_plan
@@ -103,7 +103,7 @@ def test_after_a_failure_the_next_step_is_as_if_nothing_was(stage: int) -> None:
             if where == "forward":
                 engine.zero_grad()  # the first micro-batch is still there, which a clean step has not
             step(engine, number, own)
-        assert unlike(expected, weights(engine)) == [], own
+        assert diff(expected, weights(engine)) == [], own
         assert not any(unit.is_full for unit in engine.executor.units if stage == 3)
         engine.destroy()
 

@@ -160,7 +160,7 @@ def test_experts_without_a_token_count_as_zero(stage: int) -> bool:
 # --- values in and out --------------------------------------------------------------------------------
 
 
-def written() -> None:
+def write_values() -> None:
     engine = make(fsdp2(3, "bf16", 2), GPT(layers=1))
     rank = engine.mesh.rank()
     before = engine.parameter("layers.0.mlp.up.weight").master
@@ -194,7 +194,7 @@ def loaded() -> None:
         engine.destroy()
 
 
-def left() -> None:
+def moved_parameter() -> None:
     """Check that a parameter that left its place is named."""
     engine = make(fsdp2(), GPT(layers=1))
     step(engine)
@@ -425,7 +425,7 @@ def disordered() -> None:
         engine.step()
 
 
-def own(kind: str) -> None:
+def callers_optimizer(kind: str) -> None:
     """Compare a caller's optimizer of two groups with the native backend."""
     found = []
     for backend in ("native", "fsdp2"):
@@ -443,8 +443,8 @@ def own(kind: str) -> None:
 
 
 def own_optimizers() -> None:
-    own("AdamW")
-    own("RMSprop")
+    callers_optimizer("AdamW")
+    callers_optimizer("RMSprop")
 
 
 class Twice(nn.Module):
@@ -507,9 +507,9 @@ ON_TWO_RANKS = [
     parameters,
     containers,
     uncalled,
-    written,
+    write_values,
     loaded,
-    left,
+    moved_parameter,
     travels,
     held,
     disordered,

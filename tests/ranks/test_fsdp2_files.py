@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.described import found_elsewhere
+from tests.checkpoint_files import misplaced_chunks
 from tests.numerics.networks import GPT
 from tests.numerics.runs import config, make, train
 from tests.ranks.harness import on_ranks, run_ranks
@@ -22,13 +22,13 @@ from zerodrift.weights.load import load_weights
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
 
 
-def written(backend: str, **rest: Any) -> dict[str, Any]:
+def config_of(backend: str, **rest: Any) -> dict[str, Any]:
     precision = {"storage": "fp32", "rules": [{"match": "*.router.*", "pin": "fp32"}]}
     return config(3, "bf16", 2, backend=backend, precision=precision, **rest)
 
 
 def saved(backend: str, folder: str, rest: dict[str, Any]) -> list[float]:
-    engine = make(written(backend, **rest), GPT(layers=1, moe=True))
+    engine = make(config_of(backend, **rest), GPT(layers=1, moe=True))
     train(engine, 2, 2)
     Checkpoints(engine, folder).save()
     masters = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
@@ -40,7 +40,7 @@ def saved(backend: str, folder: str, rest: dict[str, Any]) -> list[float]:
 
 
 def resumed(backend: str, folder: str, rest: dict[str, Any]) -> list[float]:
-    engine = make(written(backend, **rest), GPT(layers=1, moe=True, seed=5))
+    engine = make(config_of(backend, **rest), GPT(layers=1, moe=True, seed=5))
     assert Checkpoints(engine, folder).load().step == 2
     assert engine.global_steps == 2
     losses = train(engine, 2, 2).losses
@@ -55,14 +55,14 @@ def test_a_run_goes_on_with_the_other_backend(
     first: str, second: str, rest: dict[str, Any], tmp_path: Path
 ) -> None:
     straight = run_ranks(saved, 2, first, str(tmp_path), rest)
-    assert found_elsewhere(tmp_path / "step-00000002") == []
+    assert misplaced_chunks(tmp_path / "step-00000002") == []
     assert run_ranks(resumed, 2, second, str(tmp_path), rest) == straight
 
 
 def spread(folder: str) -> None:
     """Load on twice as many ranks, as two replicas, and at stage 1."""
     for rest in ({"sharding": {"replicate": 2}}, {"zero_optimization": {"stage": 1}}):
-        engine = make({**written("fsdp2"), **rest}, GPT(layers=1, moe=True, seed=5))
+        engine = make({**config_of("fsdp2"), **rest}, GPT(layers=1, moe=True, seed=5))
         Checkpoints(engine, folder).load()
         require_masters(engine, torch.load(f"{folder}.masters"))
         assert engine.parameter("embed.weight").state["exp_avg_sq"].gt(0).any()
@@ -89,7 +89,7 @@ def test_weights_stream_into_shards(tmp_path: Path) -> None:
     torch.distributed.barrier()
     with empty():
         model = GPT(layers=1, moe=True)
-    engine = make(written("fsdp2"), model, weights=str(file))
+    engine = make(config_of("fsdp2"), model, weights=str(file))
     require_masters(engine, expected)
     train(engine, 1, 2)
     load_weights(engine, str(file), quiet=True)
@@ -116,7 +116,7 @@ def test_an_empty_model_gets_its_first_values() -> None:
 @on_ranks(2)
 def test_an_export_has_the_bytes_of_the_native_backends(tmp_path: Path) -> None:
     for backend in ("native", "fsdp2"):
-        engine = make(written(backend), GPT(layers=1, moe=True))
+        engine = make(config_of(backend), GPT(layers=1, moe=True))
         train(engine, 2, 2)
         export(engine, str(tmp_path / backend))
         engine.destroy()

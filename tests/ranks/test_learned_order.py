@@ -116,7 +116,7 @@ def plain(run: Callable[[Net, torch.Tensor], torch.Tensor]) -> list[float]:
     return norms
 
 
-def trained() -> list[list[float | None]]:
+def train_net() -> list[list[float | None]]:
     sgd = {"type": "SGD", "params": {"lr": 0.01}}
     found = []
     for run in NETS:
@@ -135,7 +135,7 @@ def trained() -> list[list[float | None]]:
 
 
 def test_units_that_some_ranks_drop_may_run_in_any_order() -> None:
-    for norms in run_ranks(trained, RANKS):
+    for norms in run_ranks(train_net, RANKS):
         for run, seen in zip(NETS, norms, strict=True):
             assert seen == pytest.approx(plain(run), rel=1e-5), run.__name__
 

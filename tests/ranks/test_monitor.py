@@ -53,7 +53,7 @@ def steps(engine: Any, count: int) -> list[float]:
     return losses
 
 
-def trained(folder: str, stage: int, keys: dict[str, Any]) -> tuple[bool, list[float], list[float]]:
+def train_engine(folder: str, stage: int, keys: dict[str, Any]) -> tuple[bool, list[float], list[float]]:
     engine = engine_of(zero_optimization={"stage": stage}, **csv_block(folder), **keys)
     losses = steps(engine, 3)
     engine.monitor.write_events([("Own/a name", 3, 1)])
@@ -62,7 +62,7 @@ def trained(folder: str, stage: int, keys: dict[str, Any]) -> tuple[bool, list[f
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_curves_are_of_all_samples_and_written_once(tmp_path: Path, stage: int) -> None:
-    (enabled, losses, rate), _ = run_ranks(trained, 2, str(tmp_path), stage, {})
+    (enabled, losses, rate), _ = run_ranks(train_engine, 2, str(tmp_path), stage, {})
     found = curves(str(tmp_path))
     assert enabled and list(found) == [
         "Own_a_name.csv",
@@ -82,7 +82,7 @@ def test_curves_are_of_all_samples_and_written_once(tmp_path: Path, stage: int) 
 
 @on_ranks(1)
 def test_a_loss_scale_is_one_of_them(tmp_path: Path) -> None:
-    trained(str(tmp_path), 2, {"fp16": {"enabled": True, "initial_scale_power": 4}})
+    train_engine(str(tmp_path), 2, {"fp16": {"enabled": True, "initial_scale_power": 4}})
     assert curves(str(tmp_path))["Train_Samples_loss_scale.csv"][:2] == ["step,loss_scale", "4,16.0"]
 
 

@@ -327,7 +327,7 @@ def test_a_gather_computes_with_no_parameter() -> None:
     assert run_ranks(seen_of_a_wide_norm, 2) == [{"float32"}] * 2
 
 
-def looked_away(backend: str) -> bool:
+def stop_observing(backend: str) -> bool:
     """Check that a watched run has the same bits, and leaves nothing of the observer behind."""
     runs = []
     for watch in (False, True):
@@ -341,7 +341,7 @@ def looked_away(backend: str) -> bool:
 
 @BACKENDS
 def test_looking_changes_nothing(backend: str) -> None:
-    assert all(run_ranks(looked_away, 2, backend))
+    assert all(run_ranks(stop_observing, 2, backend))
 
 
 # --- a pipeline -------------------------------------------------------------------------------------------

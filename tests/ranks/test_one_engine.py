@@ -41,7 +41,7 @@ def data(step: int) -> list[Tensor]:
     return [batch(step, 0, micro) for micro in range(COUNT)]
 
 
-def said(act: Callable[[], Any]) -> str:
+def error_of(act: Callable[[], Any]) -> str:
     try:
         act()
     except ZerodriftError as error:
@@ -52,7 +52,7 @@ def said(act: Callable[[], Any]) -> str:
 # --- training ---------------------------------------------------------------------------------------------
 
 
-def trained(executor: str) -> dict[str, Any]:
+def train_script(executor: str) -> dict[str, Any]:
     engine = engine_of(executor, "fp32", tied=False)
     names = [row.name for row in engine.plan.rows]
     found: dict[str, Any] = {"class": type(engine).__name__}
@@ -96,7 +96,7 @@ def plain() -> dict[str, Any]:
 
 def test_one_script_trains_on_every_executor_as_a_plain_loop_does() -> None:
     expected = plain()
-    of_all = {executor: run_ranks(trained, 2, executor) for executor in EXECUTORS}
+    of_all = {executor: run_ranks(train_script, 2, executor) for executor in EXECUTORS}
     for executor, ranks in of_all.items():
         for found in ranks:
             assert found.pop("class") == "Engine"
@@ -122,13 +122,13 @@ def without_parts() -> list[str]:
     named = [{"input_ids": tokens, "labels": tokens} for tokens in data(0)]
     odd = engine.mesh.rank() == 1
     found = [
-        said(lambda: engine.train_batch(data(0) if odd else named)),
-        said(lambda: engine.train_batch(named[:3] if odd else named)),
-        said(lambda: engine.train_batch(named, [1.0, float("nan"), 1.0, 1.0] if odd else ())),
-        said(lambda: engine.evaluate([])),
+        error_of(lambda: engine.train_batch(data(0) if odd else named)),
+        error_of(lambda: engine.train_batch(named[:3] if odd else named)),
+        error_of(lambda: engine.train_batch(named, [1.0, float("nan"), 1.0, 1.0] if odd else ())),
+        error_of(lambda: engine.evaluate([])),
     ]
     engine.backward(engine(**named[0])["loss"])
-    found.append(said(lambda: engine.train_batch(named)))
+    found.append(error_of(lambda: engine.train_batch(named)))
     engine.zero_grad()
     losses = engine.train_batch(named).losses
     with torch.no_grad():
@@ -195,40 +195,40 @@ def test_what_is_assigned_to_a_parameter_is_what_is_read(executor: str) -> None:
     engine.destroy()
 
 
-def refused(executor: str) -> dict[str, str]:
+def refusals(executor: str) -> dict[str, str]:
     engine = engine_of(executor, "bf16", frozen=FROZEN)
     parameter, frozen = engine.parameter(NAMES[0]), engine.parameter(FROZEN)
     whole = parameter.master
     odd = engine.mesh.rank() == 1
 
     def assign(what: str, value: Any) -> str:
-        return said(lambda: setattr(parameter, what, value))
+        return error_of(lambda: setattr(parameter, what, value))
 
     found = {
-        "name": said(lambda: engine.parameter("layers.1.mlp.up.wieght")),
-        "gathered": said(lambda: engine.gathered(["nothing"])),
-        "frozen gradient": said(lambda: frozen.gradient),
-        "frozen state": said(lambda: frozen.state),
+        "name": error_of(lambda: engine.parameter("layers.1.mlp.up.wieght")),
+        "gathered": error_of(lambda: engine.gathered(["nothing"])),
+        "frozen gradient": error_of(lambda: frozen.gradient),
+        "frozen state": error_of(lambda: frozen.state),
         "shape": assign("master", whole[:1] if odd else whole),
         "integers": assign("master", whole.long()),
         "doubles": assign("master", whole.double()),
         "rounding": assign("value", whole if odd else whole.bfloat16()),
         "no tensor": assign("master", 1.0),
         "no gradient": assign("gradient", whole),
-        "no moment": said(lambda: parameter.set_moment("exp_avg", whole)),
+        "no moment": error_of(lambda: parameter.set_moment("exp_avg", whole)),
     }
     assert torch.equal(parameter.master, whole), "nothing was written"
     frozen.master = torch.ones(frozen.shape)
     assert torch.equal(frozen.master, torch.ones(frozen.shape))
     engine.train_batch(data(0))  # and goes on
-    found["other moment"] = said(lambda: parameter.set_moment("momentum", whole))
+    found["other moment"] = error_of(lambda: parameter.set_moment("momentum", whole))
     engine.destroy()
     return found
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_what_cannot_be_written_is_one_error_on_every_rank(executor: str) -> None:
-    one, other = run_ranks(refused, 2, executor)
+    one, other = run_ranks(refusals, 2, executor)
     assert one == other
     told = {
         "name": "Did you mean `layers.1.mlp.up.weight` or",

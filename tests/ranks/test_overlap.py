@@ -90,7 +90,7 @@ def one_after_the_other(turns: Turns, first: Any, second: Any) -> None:
     second()
 
 
-def trained(mode: str, stage: int, **how: Any) -> tuple[Run, int]:
+def train_steps(mode: str, stage: int, **how: Any) -> tuple[Run, int]:
     """Train two steps; return the run and the number of pairs."""
     engine, pairs, run = engine_of(mode, stage, **how), [], Run()
     torch.manual_seed(5)
@@ -122,9 +122,9 @@ FIRST, *OTHERS = CELLS
 @on_ranks(4, timeout=120)
 def test_in_turns_has_the_bits_of_one_after_the_other(cell: str) -> None:
     mode, stage, how = CELLS[cell]
-    in_turns, pairs = trained(mode, stage, **how)
+    in_turns, pairs = train_steps(mode, stage, **how)
     turn, Turns.run = Turns.run, one_after_the_other  # type: ignore[method-assign]
-    expected, _ = trained(mode, stage, **how)
+    expected, _ = train_steps(mode, stage, **how)
     Turns.run = turn  # type: ignore[method-assign]
     assert len(set(expected.losses)) == 2 * COUNT
     assert expected.differs(in_turns) == [] and pairs > 0

@@ -274,7 +274,7 @@ def test_what_an_optimizer_inside_another_keeps_is_saved(stage: int, tmp_path: P
 # --- what is refused ------------------------------------------------------------------------------------
 
 
-def refused(kind: str, elementwise: bool | None, written: dict[str, Any]) -> str:
+def refusal(kind: str, elementwise: bool | None, written: dict[str, Any]) -> str:
     with pytest.raises(UnsupportedError) as caught:
         beside_torch(kind, elementwise, written)
     return str(caught.value)
@@ -304,7 +304,7 @@ def test_what_cannot_be_stepped_is_refused_with_the_ways_out() -> list[str]:
     return [
         f"{kind} {elementwise} {written}: {part!r} is not in {message!r}"
         for kind, elementwise, written, parts in REFUSED
-        for message in [refused(kind, elementwise, written)]
+        for message in [refusal(kind, elementwise, written)]
         for part in parts
         if part not in message
     ]

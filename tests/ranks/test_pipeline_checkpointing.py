@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT
-from tests.numerics.runs import config, gradients, unlike
+from tests.numerics.runs import config, diff, gradients
 from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS, data, pipeline
 from tests.ranks.harness import on_ranks
 from tests.ranks.ways import WAYS
@@ -57,7 +57,7 @@ def engine_of(how: str, stage: int, schedule: str, weights: str | None, keep: st
     return pipeline(written, schedule, weights, GPT(LAYERS, tied=False), replace(PARTS, each=HOW[how]))
 
 
-def seen(how: str, *what: Any) -> Seen:
+def run_step(how: str, *what: Any) -> Seen:
     engine = engine_of(how, *what)
     rank = engine.mesh.rank("data")
     engine.train_batch(data(0, rank))
@@ -74,11 +74,11 @@ def seen(how: str, *what: Any) -> Seen:
 
 def compare(ways: list[Way], hows: list[str], stage: int, keep: str, mode: str) -> None:
     for schedule, weights in ways:
-        losses, plain, forwards = seen("not", stage, schedule, weights, keep, mode)
+        losses, plain, forwards = run_step("not", stage, schedule, weights, keep, mode)
         assert forwards == 1
         for how in hows:
-            again, found, forwards = seen(how, stage, schedule, weights, keep, mode)
-            assert again == losses and unlike(plain, found) == [], (schedule, weights, how)
+            again, found, forwards = run_step(how, stage, schedule, weights, keep, mode)
+            assert again == losses and diff(plain, found) == [], (schedule, weights, how)
             # Autograd's second pass recomputes for every group of weights that it comes to.
             most = 99 if weights == "autograd" else 3 if how == "nested" else 2
             assert 2 <= forwards <= most, (schedule, weights, how, forwards)
@@ -134,6 +134,6 @@ def test_compiled_blocks_run_where_backwards_are_whole() -> None:
         engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, model)
         found.append((engine.accumulate(data(0, 0)), gradients(engine)))
     (losses, plain), (others, other) = found
-    assert losses == others and unlike(plain, other) == []
+    assert losses == others and diff(plain, other) == []
     with pytest.raises(ZerodriftError, match=r"`layers\.0`: must not be compiled under `zbv`"):
         pipeline(config(0, "fp32", COUNT), "zbv", None, model)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.numerics.networks import GPT
-from tests.numerics.runs import config, gradients, make, unlike
+from tests.numerics.runs import config, diff, gradients, make
 from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS, data, pipeline
 from tests.ranks.harness import on_ranks, run_ranks
 from tests.ranks.ways import WAYS
@@ -122,7 +122,7 @@ def test_hooks_on_weights_hold_under_every_schedule() -> None:
                 engine.zero_grad()
                 hooks_on(engine.module)
             engine.accumulate(data(0, 0))
-            wrong = unlike(alone, gradients(engine))
+            wrong = diff(alone, gradients(engine))
             assert wrong == [], (schedule, weights, later, wrong)
 
 

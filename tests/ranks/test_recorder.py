@@ -68,13 +68,13 @@ def steps_of(engine: Any) -> list[Step]:
     return [told(event) for event in events(engine.plan)]
 
 
-class Noted:
+class CurrentRecord:
     """A reference to the record of the current step."""
 
     into: list[Any]
 
 
-def watch_computing(engine: Any, log: Noted) -> None:
+def watch_computing(engine: Any, log: CurrentRecord) -> None:
     """Record in the same list when a unit begins to compute, or has computed a gradient in a backward."""
     model, update = engine.module, engine.updater.update
 
@@ -105,7 +105,7 @@ def difference(written: dict[str, Any], model: nn.Module, computing: bool) -> st
     engine = make(written, model)
     try:
         expected: list[Step] = steps_of(engine) if computing else list(map(words, collectives(engine.plan)))
-        noted = Noted()
+        noted = CurrentRecord()
         if computing:
             watch_computing(engine, noted)
         for step in range(2):

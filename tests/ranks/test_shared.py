@@ -133,10 +133,10 @@ def test_ranks_of_one_host_share_and_talk_to_the_others() -> list[AxisName]:
         ways = [joined(carrier) for carrier in BOTH]
     mine = ways[0].mesh.shared
     assert ([] if mine is None else sorted(mine.peers)) == [[2], [], [0]][rank]
-    return unlike(ways, ["shard"])
+    return differ(ways, ["shard"])
 
 
-def unlike(ways: list[Collectives], axes: list[AxisName]) -> list[AxisName]:
+def differ(ways: list[Collectives], axes: list[AxisName]) -> list[AxisName]:
     """Return the axes on which two carriers differ in bits, with two collectives pending at once."""
     pairs.LEAST = 1
     found = []
@@ -171,7 +171,7 @@ def test_a_host_without_memory_left_sends_by_gloo() -> list[AxisName]:
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == 0:
             patch.setattr(OwnMemory, "_grow", grow)
-        return unlike([joined(carrier) for carrier in BOTH], ["shard"])
+        return differ([joined(carrier) for carrier in BOTH], ["shard"])
 
 
 @linux
@@ -201,4 +201,4 @@ def descriptors() -> int:
 @linux
 @on_ranks(4)
 def test_axes_share_memory_side_by_side() -> list[AxisName]:
-    return unlike([joined(carrier, shard=2, replicate=2) for carrier in BOTH], ["shard", "replicate", "data"])
+    return differ([joined(carrier, shard=2, replicate=2) for carrier in BOTH], ["shard", "replicate", "data"])

@@ -186,7 +186,7 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all() -> None:
 # --- what is refused ------------------------------------------------------------------------------------
 
 
-def refused(what: str) -> str:
+def refusal(what: str) -> str:
     ranks, model = torch.distributed.get_world_size(), network()
     sizes, names = {"layout": ((2, ranks // 2), ("tp", "dp")), "alone": ((1, ranks), ("dp", "tp"))}.get(
         what, ((ranks // 2, 2), ("dp", "tp"))
@@ -217,13 +217,13 @@ TOLD = {
 @on_ranks(4)
 def test_what_cannot_be_run_is_refused_by_name() -> None:
     for what, told in TOLD.items():
-        found = refused(what)
+        found = refusal(what)
         assert bool(told) == bool(found), (what, found)
         assert told in found or torch.distributed.get_rank(), (what, found)
 
 
 def test_dtensors_of_one_rank_are_refused_on_the_native_backend_too() -> None:
-    (found,) = run_ranks(refused, 1, "alone")
+    (found,) = run_ranks(refusal, 1, "alone")
     assert "`layers.0.mlp.up.weight`: must be a plain tensor on the native backend; got a DTensor" in found
 
 

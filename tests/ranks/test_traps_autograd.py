@@ -145,7 +145,7 @@ def a_change_in_place_between_forward_and_backward_is_caught(stage: int) -> Any:
     for change in (written_by_value, written_by_parameter, stepped):
         loss = engine(data(1))
         change()
-        if not refused(engine, loss):
+        if not is_refused(engine, loss):
             problems.append(f"{change.__name__}: was not caught")
 
     loss = engine(data())
@@ -160,7 +160,7 @@ def a_change_in_place_between_forward_and_backward_is_caught(stage: int) -> Any:
     return problems
 
 
-def refused(engine: Any, loss: torch.Tensor) -> bool:
+def is_refused(engine: Any, loss: torch.Tensor) -> bool:
     try:
         engine.backward(loss)
     except RuntimeError as error:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.habits import networks
-from tests.habits.networks import Made, square
+from tests.habits.networks import Parts, square
 from tests.numerics.runs import config, make
 from tests.ranks.harness import on_ranks
 from tests.ranks.plain import weights
@@ -237,7 +237,7 @@ def test_contexts_leave_what_was_there_and_what_was_kept(cells: list[Cell]) -> l
 
 
 def wrapped(inside: nn.Module) -> nn.Module:
-    return Made(lambda self, x: self.inside(x), inside=inside)
+    return Parts(lambda self, x: self.inside(x), inside=inside)
 
 
 def rehang(model: Net) -> None:

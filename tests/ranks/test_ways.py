@@ -24,7 +24,7 @@ from zerodrift.optim import fused
 from zerodrift.optim.updates import reference_update
 
 
-def asked(obstacles: list[str | None], offload: bool = False) -> tuple[str, list[str], list[str]]:
+def agree(obstacles: list[str | None], offload: bool = False) -> tuple[str, list[str], list[str]]:
     """Return, on a rank with its own obstacle, the agreed way, the log, and the collectives."""
     comm = Collectives(start(lambda world: MeshShape(shard=world), device="cpu"))
     comm.mesh.device = torch.device("cuda", 0)
@@ -42,7 +42,7 @@ def asked(obstacles: list[str | None], offload: bool = False) -> tuple[str, list
 def test_a_rank_that_cannot_run_programs_keeps_all_from_it(number: int) -> None:
     """Any one rank decides; rank 0 logs it once."""
     obstacles = [None if rank != number else "Triton is not installed" for rank in range(3)]
-    found = run_ranks(asked, 3, obstacles)
+    found = run_ranks(agree, 3, obstacles)
     assert [way for way, _, _ in found] == ["reference_update"] * 3
     told = (
         f"zerodrift: Triton is not installed, on rank {number} of 3; updates run in plain PyTorch "
@@ -52,14 +52,14 @@ def test_a_rank_that_cannot_run_programs_keeps_all_from_it(number: int) -> None:
 
 
 def test_reasons_are_said_once_each() -> None:
-    (_, said, _), *_ = run_ranks(asked, 3, ["no driver", "no driver", "no compiler"])
+    (_, said, _), *_ = run_ranks(agree, 3, ["no driver", "no driver", "no compiler"])
     assert said[0].startswith("zerodrift: no driver; no compiler, on rank 0, 1, 2 of 3; ")
 
 
 @pytest.mark.parametrize(("obstacles", "offload"), [([None, None], False), (["no driver", None], True)])
 def test_where_all_can_or_need_not_nothing_is_said(obstacles: list[str | None], offload: bool) -> None:
     """An offloaded optimizer updates on CPUs, whose ways leave the same bits."""
-    assert run_ranks(asked, 2, obstacles, offload) == [("update", [], [])] * 2
+    assert run_ranks(agree, 2, obstacles, offload) == [("update", [], [])] * 2
 
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-3}}}

@@ -279,20 +279,20 @@ def run(one: Case, scratch: Path | None = None, reports: bool = True) -> str:
     """Plan a case, price it, and with `reports` write all of them; return `planned` or the class of our
     own error. Other errors are raised."""
     try:
-        source = _written(one.written, scratch)
+        source = _write_config(one.written, scratch)
         made = make_plan(source, describe(one.model), one.world, auto=one.auto, overrides=one.overrides)
         bill = cost(made, one.micro_batches)
         assert bill.peak.total >= bill.rest.total >= 0
         made.digest  # noqa: B018
         if reports:
-            look(made)
+            write_reports(made)
     except ZerodriftError as error:
-        shown(str(error), 0)
+        check(str(error), 0)
         return type(error).__name__
     return "planned"
 
 
-def _written(written: Any, scratch: Path | None) -> Any:
+def _write_config(written: Any, scratch: Path | None) -> Any:
     if scratch is None:
         return written
     file = scratch / "config.json"
@@ -303,27 +303,27 @@ def _written(written: Any, scratch: Path | None) -> Any:
     return str(file)
 
 
-def look(made: Plan) -> None:
+def write_reports(made: Plan) -> None:
     """Write every report of a plan."""
     bill, table, order = cost(made), rows.group_rows(made), timeline(made)
     for color in (False, True):
-        shown(terminal.plan_text(made, bill, table, order, color=color), 100 if not color else 0, color)
-    shown(page.plan_page(made, bill, table, order), 0)
+        check(terminal.plan_text(made, bill, table, order, color=color), 100 if not color else 0, color)
+    check(page.plan_page(made, bill, table, order), 0)
     assert Plan.from_json(json.loads(as_json.plan_json(made, bill, order))) == made
     smallest = min(range(len(made.rows)), key=lambda index: made.rows[index].numel)
     if made.rows[smallest].numel < 10**6:  # a million ranks own half a million slices of more
         row = explain_row(made, smallest)
-        shown(terminal.explanation_text(row, made.digest, color=False), 100)
+        check(terminal.explanation_text(row, made.digest, color=False), 100)
         json.loads(as_json.explanation_json(row, made))
     chosen = matching(made, "*", "--rows")
-    shown(terminal.rows_text(made, rows.list_rows(made, chosen[:50]), color=False), 100)
+    check(terminal.rows_text(made, rows.list_rows(made, chosen[:50]), color=False), 100)
     try:
         explain(made, "no such name")
     except ZerodriftError as error:
-        shown(str(error), 0)
+        check(str(error), 0)
 
 
-def shown(text: str, width: int, color: bool = False) -> None:
+def check(text: str, width: int, color: bool = False) -> None:
     """Check that a text is printable, has no control characters and keeps its width."""
     text.encode()
     kept = text

@@ -54,7 +54,7 @@ def frozen(dtype: DType = DType.BF16) -> Columns:
     return replace(columns(dtype), update=None, why=tuple(why.items()))
 
 
-class Given(NamedTuple):
+class PlannedParameter(NamedTuple):
     """One parameter of a handmade plan."""
 
     names: tuple[str, ...]
@@ -62,8 +62,8 @@ class Given(NamedTuple):
     columns: Columns
 
 
-def given(name: str, shape: tuple[int, ...], of: Columns, *also: str) -> Given:
-    return Given((name, *also), shape, of)
+def param(name: str, shape: tuple[int, ...], of: Columns, *also: str) -> PlannedParameter:
+    return PlannedParameter((name, *also), shape, of)
 
 
 WRITTEN = {
@@ -85,7 +85,7 @@ def policy(**changes: Any) -> Policy:
 
 
 def plan(
-    parameters: Sequence[Given],
+    parameters: Sequence[PlannedParameter],
     mesh: MeshShape | None = None,
     buffers: Sequence[BufferRow] = (),
     notes: Sequence[str] = (),
@@ -100,7 +100,7 @@ def plan(
     segments: list[Segment] = []
     for name, members in _units(parameters).items():
         first_row, first_segment = len(rows), len(segments)
-        by_layout: dict[Any, list[Given]] = {}
+        by_layout: dict[Any, list[PlannedParameter]] = {}
         for parameter in members:
             by_layout.setdefault(parameter.columns.layout, []).append(parameter)
         for group in by_layout.values():
@@ -111,9 +111,9 @@ def plan(
     return Plan(source, policy(**changes), mesh, *parts)  # type: ignore[arg-type]
 
 
-def _units(parameters: Sequence[Given]) -> dict[str, list[Given]]:
+def _units(parameters: Sequence[PlannedParameter]) -> dict[str, list[PlannedParameter]]:
     """Group by the name up to its first number; the root takes the rest."""
-    found: dict[str, list[Given]] = {"": []}
+    found: dict[str, list[PlannedParameter]] = {"": []}
     for parameter in parameters:
         parts = parameter.names[0].split(".")
         place = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
@@ -123,7 +123,7 @@ def _units(parameters: Sequence[Given]) -> dict[str, list[Given]]:
 
 
 def _segment(
-    group: Sequence[Given], unit: int, mesh: MeshShape, rows: list[Row], segments: list[Segment]
+    group: Sequence[PlannedParameter], unit: int, mesh: MeshShape, rows: list[Row], segments: list[Segment]
 ) -> None:
     offset = numel = 0
     start = len(rows)
@@ -164,19 +164,19 @@ def moe(layers: int = 32, experts: int = 8) -> Plan:
     """Return a mixture of experts with pinned routers and tied embeddings."""
     low, high, norm = columns(), pinned(), pinned("precision.rules[1]: '*norm.weight'")
     found = [
-        given("model.embed_tokens.weight", (32000, 4096), low, "lm_head.weight"),
-        given("model.norm.weight", (4096,), norm),
+        param("model.embed_tokens.weight", (32000, 4096), low, "lm_head.weight"),
+        param("model.norm.weight", (4096,), norm),
     ]
     for layer in range(layers):
         at = f"model.layers.{layer}"
         heads = (("q_proj", 4096), ("k_proj", 1024), ("v_proj", 1024), ("o_proj", 4096))
-        found += [given(f"{at}.self_attn.{name}.weight", (size, 4096), low) for name, size in heads]
-        found.append(given(f"{at}.block_sparse_moe.gate.weight", (experts, 4096), high))
+        found += [param(f"{at}.self_attn.{name}.weight", (size, 4096), low) for name, size in heads]
+        found.append(param(f"{at}.block_sparse_moe.gate.weight", (experts, 4096), high))
         for expert, name in itertools.product(range(experts), ("w1", "w2", "w3")):
             shape = (4096, 14336) if name == "w2" else (14336, 4096)
-            found.append(given(f"{at}.block_sparse_moe.experts.{expert}.{name}.weight", shape, low))
+            found.append(param(f"{at}.block_sparse_moe.experts.{expert}.{name}.weight", shape, low))
         for name in ("input_layernorm", "post_attention_layernorm"):
-            found.append(given(f"{at}.{name}.weight", (4096,), norm))
+            found.append(param(f"{at}.{name}.weight", (4096,), norm))
     kept = "default: buffers are kept as the model made them"
     rotary = BufferRow("model.rotary_emb.inv_freq", (64,), DType.FP32, DType.FP32, kept)
     notes = ("gradients of 995 parameters are rounded once on the wire (fp32 -> bf16) and summed in fp32",)

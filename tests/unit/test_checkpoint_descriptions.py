@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import zerodrift as zd
-from tests.described import found_elsewhere, runs, save_as_ranks, seal, value
+from tests.checkpoint_files import misplaced_chunks, runs, save_as_ranks, seal, value
 from zerodrift.api import make_plan
 from zerodrift.checkpoint import tensors as lookup
 from zerodrift.checkpoint.inspection import inspect
@@ -127,7 +127,7 @@ def test_a_rank_opens_the_descriptions_of_those_whose_values_it_wants(
 
 
 def test_the_rule_is_where_ranks_wrote(of_8: Path) -> None:
-    assert found_elsewhere(of_8) == []
+    assert misplaced_chunks(of_8) == []
 
 
 def test_what_no_plan_says_is_found_all_the_same(tag: Path) -> None:

@@ -14,7 +14,7 @@ from zerodrift.errors import ConfigError
 TEXT, ROW = "a text to train on " * 9, [{"text": "a"}]
 
 
-def published(folder: Path, card: str = "license: mit") -> Path:
+def write_folder(folder: Path, card: str = "license: mit") -> Path:
     """Write a data set in the form of a clone."""
     beside = (".gitattributes", ".git/config", "LICENSE", "dataset_infos.json")
     files: Any = {name: "{}" for name in beside} | {"README.md": f"---\n{card}\n---\n# Data\n"}
@@ -30,7 +30,7 @@ def counts(folder: Path, path: Path, **rest: Any) -> Any:
 
 
 def test_of_a_cloned_data_set_its_data_is_read(tmp_path: Path) -> None:
-    folder = published(tmp_path / "set")
+    folder = write_folder(tmp_path / "set")
     found = made(tmp_path, data(folder, block=64, validation=str(folder)))
     assert found.validation is not None
     assert (len(found.train), len(found.validation)) == (3, 2)
@@ -44,8 +44,8 @@ def test_of_a_cloned_data_set_its_data_is_read(tmp_path: Path) -> None:
 def test_a_card_says_which_files_are_of_which_split(tmp_path: Path) -> None:
     files = "data_files:\n  - split: train\n    path: data/test*"
     card = f"configs:\n- config_name: main\n  {files}"
-    assert len(made(tmp_path, data(published(tmp_path / "one", card), block=64)).train) == 2
-    two = published(tmp_path / "two", f"{card}\n- config_name: more\n  data_files: data/train*")
+    assert len(made(tmp_path, data(write_folder(tmp_path / "one", card), block=64)).train) == 2
+    two = write_folder(tmp_path / "two", f"{card}\n- config_name: more\n  data_files: data/train*")
     with pytest.raises(ConfigError, match=r"must name the files of one subset; got .*`main`, `more`"):
         made(tmp_path, data(two))
 

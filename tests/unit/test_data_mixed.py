@@ -207,7 +207,7 @@ class Reading(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
 
 
-class Deaf(torch.nn.Linear):
+class WithoutPositions(torch.nn.Linear):
     """A layer without an argument for positions."""
 
 
@@ -216,7 +216,7 @@ class Deaf(torch.nn.Linear):
     [
         (Reading("document"), ""),
         (Reading("block"), "Reading, in which a document sees"),
-        (Deaf(4, 4), "Deaf, whose `forward` takes no `position_ids`"),
+        (WithoutPositions(4, 4), "WithoutPositions, whose `forward` takes no `position_ids`"),
     ],
 )
 def test_a_model_that_does_not_keep_documents_apart_is_named(model: torch.nn.Module, words: str) -> None:

@@ -20,7 +20,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def shown(folder: Path, color: bool = False, width: int = 80, **data: Any) -> str:
+def preview_of(folder: Path, color: bool = False, width: int = 80, **data: Any) -> str:
     file = jsonl(folder / "a.jsonl", ROWS)
     written = {"train": str(file), "block": 128, "validation": 0.2, "seed": 2, "format": "chat", **data}
     job, _ = read_job({"model": {"source": "a:b"}, "data": written, "run": {"folder": str(folder / "run")}})
@@ -29,7 +29,7 @@ def shown(folder: Path, color: bool = False, width: int = 80, **data: Any) -> st
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_it_fits_the_screen_and_says_what_was_read(width: int, tmp_path: Path) -> None:
-    text = shown(tmp_path, width=width)
+    text = preview_of(tmp_path, width=width)
     assert max(map(cell_len, text.split("\n"))) <= max(width, 40)
     words = " ".join(text.split())
     assert "1 file, 11 conversations" in words and "`prompt` and `completion` (10)" in words
@@ -39,12 +39,12 @@ def test_it_fits_the_screen_and_says_what_was_read(width: int, tmp_path: Path) -
 
 
 def test_what_is_learned_is_marked_with_and_without_colour(tmp_path: Path) -> None:
-    plain = shown(tmp_path)
+    plain = preview_of(tmp_path)
     assert plain.count("  [[Antwort.\n  Antwort.\n  Antwort.\n  <end>]]\n") == 3
     assert "\x1b" not in plain and r"\x1b[31m" in plain, "what is in data does not rule a terminal"
-    colored = shown(tmp_path, color=True)
+    colored = preview_of(tmp_path, color=True)
     assert "\x1b[32m[[Antwort." in colored
-    packed = shown(tmp_path, pack=True, attend="document", block=512)
+    packed = preview_of(tmp_path, pack=True, attend="document", block=512)
     assert "--- another document ---" in packed and "[[Antwort." in packed
 
 

@@ -27,23 +27,23 @@ BLOCK = 512
 Turns = list[dict[str, Any]]
 
 
-def said(role: str, content: str, **more: Any) -> dict[str, Any]:
+def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
-def asked(question: str, answer: str) -> Turns:
-    return [said("user", question), said("assistant", answer)]
+def talk(question: str, answer: str) -> Turns:
+    return [turn("user", question), turn("assistant", answer)]
 
 
-HI, YO = asked("Hi", "Yo")
-TALK = [said("system", "Be brief"), HI, YO, said("user", "Größe?"), said("assistant", "2 m\n")]
+HI, YO = talk("Hi", "Yo")
+TALK = [turn("system", "Be brief"), HI, YO, turn("user", "Größe?"), turn("assistant", "2 m\n")]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Paris", "days": 2}}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 CALLED = [
     HI,
-    said("assistant", "", tool_calls=[CALL]),
-    said("tool", "12 °C", tool_call_id="1"),
-    said("assistant", "Cold"),
+    turn("assistant", "", tool_calls=[CALL]),
+    turn("tool", "12 °C", tool_call_id="1"),
+    turn("assistant", "Cold"),
 ]
 CALLED_AS_TEXT = json.loads(json.dumps(CALLED))
 CALLED_AS_TEXT[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(CALL["function"]["arguments"])
@@ -86,15 +86,15 @@ def sharegpt(**said: str) -> Turns:
 
 
 SHAREGPT = sharegpt(human="Hi", gpt="Yo")
-SYSTEM, THOUGHT = said("system", "S"), {**YO, "reasoning_content": "Hm"}
+SYSTEM, THOUGHT = turn("system", "S"), {**YO, "reasoning_content": "Hm"}
 PART = {"type": "text", "text": "Hi", "image_url": None}
 ROW = lines({"messages": TALK})
 FILES: dict[str, File] = {
     "messages": shape(TALK, messages=TALK),
-    "contents in parts": shape(asked("Hi", "Yo, you"),
+    "contents in parts": shape(talk("Hi", "Yo, you"),
         messages=[
-            said("user", [PART]),
-            said("assistant", [{"type": "text", "text": "Yo, "}, {"text": "you"}]),
+            turn("user", [PART]),
+            turn("assistant", [{"type": "text", "text": "Yo, "}, {"text": "you"}]),
         ]),
     "what is null is not there": shape(
         [HI, YO], messages=[{**HI, "name": None, "tool_calls": None}, {**YO, "reasoning_content": ""}]
@@ -105,7 +105,7 @@ FILES: dict[str, File] = {
     ),
     "ShareGPT": shape([HI, YO], conversations=SHAREGPT),
     "ShareGPT with a system": shape([SYSTEM, HI, YO], system="S", conversations=SHAREGPT, tools=""),
-    "ShareGPT with calls": shape(*([*CALLED[:2], said("tool", "12"), *CALLED[3:]], TOOLS),
+    "ShareGPT with calls": shape(*([*CALLED[:2], turn("tool", "12"), *CALLED[3:]], TOOLS),
         conversations=sharegpt(
             human="Hi", function_call=json.dumps(CALL["function"]), observation="12", gpt="Cold"
         ),
@@ -117,15 +117,15 @@ FILES: dict[str, File] = {
     "calls": shape(CALLED, TOOLS, messages=CALLED, tools=TOOLS),
     "calls as texts": shape(CALLED, TOOLS, messages=CALLED_AS_TEXT, tools=json.dumps(TOOLS)),
     "Alpaca": shape([HI, YO], instruction="Hi", input="", output="Yo"),
-    "Alpaca with an input": shape(asked("Add\n\n1", "3"), instruction="Add", input="1", output="3"),
+    "Alpaca with an input": shape(talk("Add\n\n1", "3"), instruction="Add", input="1", output="3"),
     "Alpaca with a history": shape(
         TALK, instruction="Größe?", output="2 m\n", system="Be brief", history=[["Hi", "Yo"]]
     ),
-    "Dolly": shape(asked("Who?\n\nIt was Ann.", "Ann"),
+    "Dolly": shape(talk("Who?\n\nIt was Ann.", "Ann"),
         **dict(instruction="Who?", context="It was Ann.", response="Ann", category="qa")),
     "a tool's name": shape(CALLED, messages=[*CALLED[:2], {**CALLED[2], "name": "f"}, CALLED[3]]),
     "an answer of nothing": shape(
-        [HI, said("assistant", ""), HI, YO], learned="Yo;", messages=[HI, said("assistant", ""), HI, YO]
+        [HI, turn("assistant", ""), HI, YO], learned="Yo;", messages=[HI, turn("assistant", ""), HI, YO]
     ),
     "questions": shape([HI, YO], id=7, question="Hi", answer="Yo"),
     "OpenOrca": shape(TALK[:3], id="1", system_prompt="Be brief", question="Hi", response="Yo"),
@@ -134,7 +134,7 @@ FILES: dict[str, File] = {
     "an array called JSON lines": File("a.jsonl", json.dumps([{"messages": TALK}]).encode(), TALK),
     "one object": File("a.json", json.dumps({"messages": TALK}, indent=2).encode(), TALK),
     "JSON lines of no name": File("rows", ROW, TALK),
-    "CSV": File("a.csv", b'id,prompt,completion\r\n1,"Hi, ""Bo""\n007",NA\r\n', asked('Hi, "Bo"\n007', "NA")),
+    "CSV": File("a.csv", b'id,prompt,completion\r\n1,"Hi, ""Bo""\n007",NA\r\n', talk('Hi, "Bo"\n007', "NA")),
     "CSV of a Windows program": File("a.csv", "\ufeffprompt;completion\r\nHi;Yo\r\n".encode(), [HI, YO]),
     "TSV": File("a.TSV", b"question\tanswer\nHi\tYo\n", [HI, YO]),
     "turns in a CSV": File(
@@ -197,20 +197,20 @@ def test_a_file_is_the_conversation_that_is_meant(
 
 
 def calling(**call: Any) -> File:
-    return row(messages=[HI, said("assistant", "", tool_calls=[call])])
+    return row(messages=[HI, turn("assistant", "", tool_calls=[call])])
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 ARRAY = b'[{"prompt": "a", "completion": "b"}'
 REFUSED: dict[str, tuple[File, str]] = {
     "a part that is an image": (
-        row(messages=[said("user", [{"type": "image_url", "image_url": {"url": "x"}}]), YO]),
+        row(messages=[turn("user", [{"type": "image_url", "image_url": {"url": "x"}}]), YO]),
         r"a\.jsonl:1: messages\[0\]: content\[0\].*'image_url'",
     ),
     "an image beside it": (row(messages=[HI, YO], images=["a.png"]), r"a\.jsonl:1.*`images`"),
-    "null": (row(messages=[said("user", None), YO]), r"messages\[0\]: content.*got null"),
+    "null": (row(messages=[turn("user", None), YO]), r"messages\[0\]: content.*got null"),
     "nothing to say": (row(messages=[HI, {"role": "assistant"}]), r"messages\[1\].*got `role`"),
-    "an unknown role": (row(messages=[said("boss", "Hi"), YO]), r"messages\[0\]: role.*got 'boss'"),
+    "an unknown role": (row(messages=[turn("boss", "Hi"), YO]), r"messages\[0\]: role.*got 'boss'"),
     "a key that no template writes": (row(messages=[HI, {**YO, "mood": "glad"}]),
         r"a\.jsonl:1.*chat template.*`mood` of a turn, which it leaves out"),
     "an odd weight": (row(messages=[HI, {**YO, "weight": 0.5}]), r"weight.*must be 0 or 1"),
@@ -317,7 +317,7 @@ WRITTEN = '[user]Hi;\n[assistant]f {"city": "Paris", "days": 2};\n[tool]12 °C;\
     ("template", "messages", "starts", "learned"),
     [
         pytest.param(
-            *(OTHER_END, [*TALK[1:4], said("assistant", "2")]),
+            *(OTHER_END, [*TALK[1:4], turn("assistant", "2")]),
             *("<user>\nHi!\n<assistant>\nYo!\n<user>\n", "Yo!\n2!\n<end>"),
             id="another mark behind the last answer, as of Phi 3 and gpt-oss",
         ),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.laid_out import lay_out, values
+from tests.unit.deepspeed_layout import lay_out, values
 from zerodrift.errors import ZerodriftError
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 
@@ -19,7 +19,7 @@ FLIPS = 60
 """Number of single flipped bits, at each stage."""
 
 
-def said(folder: Path) -> dict[str, Any]:
+def read_all(folder: Path) -> dict[str, Any]:
     """Return all values that a reader gets from a checkpoint."""
     found = open_deepspeed(folder)
     keys = [(entry.name, key) for entry in found.entries for key in ("", *entry.moments)]
@@ -30,7 +30,7 @@ def said(folder: Path) -> dict[str, Any]:
 def outcome(folder: Path) -> dict[str, Any] | None:
     """Return the values that are read, or None for one error of ours; other errors are failures."""
     try:
-        return said(folder)
+        return read_all(folder)
     except ZerodriftError:
         return None
 
@@ -59,7 +59,7 @@ def test_what_is_whole_is_read(whole: tuple[int, Path]) -> None:
 
 
 def test_no_bit_can_change_a_value_unseen(copy: Path) -> None:
-    right, draw = said(copy), random.Random(0)
+    right, draw = read_all(copy), random.Random(0)
     refused = 0
     for _ in range(FLIPS):
         path = draw.choice(files(copy))
@@ -91,7 +91,7 @@ HARMS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
 def test_whatever_happened_to_a_file_is_seen(harm: Callable[[bytes], bytes], copy: Path) -> None:
-    right = said(copy)
+    right = read_all(copy)
     for path in files(copy):
         good = path.read_bytes()
         path.write_bytes(harm(good))
@@ -133,7 +133,7 @@ def an_optimizer_of_later_steps(copy: Path) -> None:
 def test_files_that_do_not_belong_together(harm: Any, said_of_it: str, copy: Path) -> None:
     harm(copy)
     with pytest.raises(ZerodriftError, match=said_of_it):
-        said(copy)
+        read_all(copy)
 
 
 def test_a_file_of_another_step(copy: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_file_of_another_step(copy: Path) -> None:
                 assert "counted 3 of 4 steps" in open_deepspeed(copy).notes[0]
             else:
                 with pytest.raises(ZerodriftError, match=r"one save|must have masters"):
-                    said(copy)
+                    read_all(copy)
             path.write_bytes(good)
         shutil.rmtree(later)
 
@@ -156,7 +156,7 @@ def test_a_file_of_another_step(copy: Path) -> None:
 def test_files_without_checksums_are_refused_by_name(tmp_path: Path) -> None:
     """torch wrote this format before zips."""
     with pytest.raises(ZerodriftError, match="the older format has no checksums"):
-        said(lay_out(tmp_path / "run", 2, archive=False))
+        read_all(lay_out(tmp_path / "run", 2, archive=False))
 
 
 LAYOUT = ["optimizer_state_dict", "param_shapes", "partition_count", "zero_stage", "params"]
@@ -166,7 +166,7 @@ LAYOUT = ["optimizer_state_dict", "param_shapes", "partition_count", "zero_stage
 @pytest.mark.parametrize("lost", LAYOUT)
 def test_a_layout_that_is_not_deepspeeds_is_one_error(stage: int, lost: str, tmp_path: Path) -> None:
     folder = lay_out(tmp_path / "run", stage)
-    right = said(folder)
+    right = read_all(folder)
     for path in files(folder):
         good = path.read_bytes()
         for value in (None, 5, "text", [], {}):

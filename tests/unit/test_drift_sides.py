@@ -278,7 +278,7 @@ def test_recorded_numbers_that_do_not_fit_are_refused(rows: Any, says: str) -> N
 # --- the trainer's side -------------------------------------------------------------------------------------
 
 
-def seen(name: str, storage: str, compute: str, numel: int = 64) -> ParameterRecord:
+def record(name: str, storage: str, compute: str, numel: int = 64) -> ParameterRecord:
     parameter = ParameterRecord(name, (numel,), "torch.nn.modules.linear.Linear", True)
     parameter.add("storage", storage, "the parameter")
     parameter.add("compute", compute, "linear")
@@ -286,11 +286,15 @@ def seen(name: str, storage: str, compute: str, numel: int = 64) -> ParameterRec
 
 
 def test_what_was_seen_of_a_run_is_a_config() -> None:
-    mixed = ModelRecord("M", [seen("a", "bfloat16", "bfloat16", 999), seen("gate[0]", "float32", "float32")])
+    mixed = ModelRecord(
+        "M", [record("a", "bfloat16", "bfloat16", 999), record("gate[0]", "float32", "float32")]
+    )
     assert config_from_table(mixed) == {
         "precision": {"mode": "bf16", "rules": [{"match": "gate[[]0]", "storage": "fp32", "compute": "fp32"}]}
     }
-    autocast = ModelRecord("M", [seen("a", "float32", "bfloat16", 999), seen("norm", "float32", "float32")])
+    autocast = ModelRecord(
+        "M", [record("a", "float32", "bfloat16", 999), record("norm", "float32", "float32")]
+    )
     assert config_from_table(autocast) == {"precision": {"mode": "autocast-bf16"}}
     with pytest.raises(ConfigError, match="compute dtype was seen"):
         config_from_table(ModelRecord("M", []))

@@ -402,7 +402,7 @@ THEIRS = {
 """Names that DeepSpeed 0.19.6 lacks too."""
 
 
-def reached(tree: ast.AST) -> Iterator[str]:
+def names_used(tree: ast.AST) -> Iterator[str]:
     """Yield dotted names under `deepspeed`."""
     for node in ast.walk(tree):
         if (
@@ -446,7 +446,7 @@ def test_what_a_framework_reaches_for_is_there(framework: str) -> None:
     for path in Path(spec.origin).parent.rglob("*.py"):
         text = path.read_text(errors="replace")
         if "deepspeed" in text and "test" not in path.parts:
-            names |= set(reached(ast.parse(text)))
+            names |= set(names_used(ast.parse(text)))
     own = {name for name in names if not name.startswith("deepspeed.transformers")} - THEIRS
     assert own, "it reaches for nothing, and this test sees nothing"
     assert sorted(name for name in own if not there(name)) == []
@@ -454,5 +454,5 @@ def test_what_a_framework_reaches_for_is_there(framework: str) -> None:
 
 def test_a_name_that_is_nowhere_is_seen() -> None:
     text = "import deepspeed.nowhere\nfrom deepspeed.zero import Init, Unit\ndeepspeed.comm.get_rank()"
-    missing = {name for name in reached(ast.parse(text)) if not there(name)}
+    missing = {name for name in names_used(ast.parse(text)) if not there(name)}
     assert missing == {"deepspeed.nowhere", "deepspeed.zero.Unit"}

@@ -20,7 +20,7 @@ def parameters(*shapes: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(shape)) for shape in shapes]
 
 
-def stepped(name: str, parts: list[slice], **options: Any) -> torch.Tensor:
+def step_in_parts(name: str, parts: list[slice], **options: Any) -> torch.Tensor:
     """Return 600 elements after five steps of this optimizer on these parts of them."""
     generator = torch.Generator().manual_seed(1)
     values, gradients = torch.randn(600, generator=generator), torch.randn(5, 600, generator=generator)
@@ -36,8 +36,8 @@ def stepped(name: str, parts: list[slice], **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("foreach", [False, True])
 def test_torchs_classes_in_the_table_are_elementwise(name: str, foreach: bool) -> None:
-    whole = stepped(name, [slice(0, 600)], foreach=foreach)
-    pieces = stepped(name, [slice(0, 256), slice(256, 600)], foreach=foreach)
+    whole = step_in_parts(name, [slice(0, 600)], foreach=foreach)
+    pieces = step_in_parts(name, [slice(0, 256), slice(256, 600)], foreach=foreach)
     assert torch.allclose(whole, pieces, rtol=1e-6, atol=1e-7)
 
 

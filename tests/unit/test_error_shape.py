@@ -73,14 +73,14 @@ def text(node: ast.AST) -> str | None:
     return None
 
 
-def found(sources: Mapping[str, ast.AST]) -> list[str]:
+def wrong_errors(sources: Mapping[str, ast.AST]) -> list[str]:
     return [
         wrong for module, tree in sources.items() if module != "errors" for wrong in shapeless(module, tree)
     ]
 
 
 def test_every_error_of_ours_has_its_shape() -> None:
-    assert found(trees()) == []
+    assert wrong_errors(trees()) == []
 
 
 def test_every_class_of_ours_is_known_here() -> None:
@@ -107,5 +107,5 @@ def test_every_class_of_ours_is_known_here() -> None:
     ],
 )
 def test_a_planted_text_is_seen(source: str, wrong: str) -> None:
-    seen = found({"planted": ast.parse(source)})
+    seen = wrong_errors({"planted": ast.parse(source)})
     assert bool(seen) == bool(wrong) and all(wrong in told for told in seen[:1]), seen

@@ -68,5 +68,5 @@ def test_what_is_relayed_has_a_text_and_no_parts() -> None:
 
 def test_an_error_keeps_its_notes_between_processes() -> None:
     error = ZerodriftError("a", "must be b")
-    error.__dict__["__notes__"] = ["told by rank 1"]  # what `add_note` does, from Python 3.11 on
+    error.__dict__["__notes__"] = ["told by rank 1"]  # what BaseException.add_note does, from Python 3.11 on
     assert pickle.loads(pickle.dumps(error)).__notes__ == ["told by rank 1"]

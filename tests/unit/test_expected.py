@@ -32,14 +32,14 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def seen(name: str = "head.weight", **cells: str) -> list[ProcessRecord]:
+def records(name: str = "head.weight", **cells: str) -> list[ProcessRecord]:
     parameter = ParameterRecord(name, (8, 4), "torch.nn.modules.linear.Linear", True)
     for column, what in {**BF16, **cells}.items():
         parameter.add(column, what, "test")  # type: ignore[arg-type]
     return [ProcessRecord(0, 2, 3, [ModelRecord("Net", [parameter])], micro_batches=4)]
 
 
-def written(folder: Path, text: str) -> Path:
+def write_expected(folder: Path, text: str) -> Path:
     (folder / "expected.json").write_text(text)
     return folder / "expected.json"
 
@@ -57,14 +57,14 @@ def written(folder: Path, text: str) -> Path:
 def test_a_cell_that_is_not_as_a_config_says_is_named(
     column: str, dtype: str, kind: str, tmp_path: Path
 ) -> None:
-    (found,) = unexpected(written(tmp_path, json.dumps(CONFIG)), seen(**{column: dtype}))
+    (found,) = unexpected(write_expected(tmp_path, json.dumps(CONFIG)), records(**{column: dtype}))
     assert (found.kind, found.column, found.names) == (kind, column, ("head.weight",))
 
 
 def test_what_no_key_decides_is_the_librarys_own_and_wider_is_no_difference(tmp_path: Path) -> None:
-    assert unexpected(written(tmp_path, json.dumps(CONFIG)), seen(compute="float32")) == []
+    assert unexpected(write_expected(tmp_path, json.dumps(CONFIG)), records(compute="float32")) == []
     config = {key: value for key, value in CONFIG.items() if key != "data_types"}
-    assert unexpected(written(tmp_path, json.dumps(config)), seen(accumulate="bfloat16")) == []
+    assert unexpected(write_expected(tmp_path, json.dumps(config)), records(accumulate="bfloat16")) == []
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -72,8 +72,8 @@ def test_a_rule_binds_whatever_its_pattern_says(asked: bool, tmp_path: Path) -> 
     """peft calls its adapters `default`, like the reason of columns without a rule."""
     rules = [{"match": "*.default.*", "accumulate": "fp32"}] if asked else []
     config = {key: value for key, value in CONFIG.items() if key != "data_types"}
-    file = written(tmp_path, json.dumps({**config, "precision": {"rules": rules}}))
-    found = unexpected(file, seen("lora_A.default.weight", accumulate="bfloat16"))
+    file = write_expected(tmp_path, json.dumps({**config, "precision": {"rules": rules}}))
+    found = unexpected(file, records("lora_A.default.weight", accumulate="bfloat16"))
     assert [(each.kind, each.column) for each in found] == [("key-without-effect", "accumulate")] * asked
 
 
@@ -87,27 +87,27 @@ def plan(name: str = "head.weight") -> str:
 @pytest.mark.parametrize("what", ["a config", "a plan", "a table"])
 def test_each_is_held_to_in_its_columns(what: str, tmp_path: Path) -> None:
     """A plan is checked in columns without a key too, and a saved table cell by cell."""
-    texts = {"a config": json.dumps(CONFIG), "a plan": plan(), "a table": encoded(seen(), [])}
+    texts = {"a config": json.dumps(CONFIG), "a plan": plan(), "a table": encoded(records(), [])}
     column = {"a config": "master", "a plan": "state", "a table": "reduce"}[what]
-    file = written(tmp_path, texts[what])
-    assert unexpected(file, seen()) == []
-    (found,) = unexpected(file, seen(**{column: "bfloat16"}))
+    file = write_expected(tmp_path, texts[what])
+    assert unexpected(file, records()) == []
+    (found,) = unexpected(file, records(**{column: "bfloat16"}))
     assert (found.kind, found.column) == ("not-as-expected", column)
 
 
 def test_a_parameter_that_only_the_plan_has_is_named(tmp_path: Path) -> None:
-    (found,) = unexpected(written(tmp_path, plan("model.head.weight")), seen())
+    (found,) = unexpected(write_expected(tmp_path, plan("model.head.weight")), records())
     assert found.names == ("model.head.weight",) and "none of that name" in found.what
 
 
 @pytest.mark.parametrize("text", ["", "nonsense: [", '{"rows": 1, "segments": 2, "digest": 3}', '{"no": 1}'])
 def test_what_says_nothing_is_refused_by_name(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected\.json|`no`"):
-        unexpected(written(tmp_path, text), seen())
+        unexpected(write_expected(tmp_path, text), records())
 
 
 def test_several_models_need_a_table(tmp_path: Path) -> None:
-    (process,) = seen()
+    (process,) = records()
     process.models *= 2
     with pytest.raises(ConfigError, match="several models"):
-        unexpected(written(tmp_path, json.dumps(CONFIG)), [process])
+        unexpected(write_expected(tmp_path, json.dumps(CONFIG)), [process])

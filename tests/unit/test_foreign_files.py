@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import zerodrift as zd
-from tests.described import seal
-from tests.unit.laid_out import lay_out, values
+from tests.checkpoint_files import seal
+from tests.unit.deepspeed_layout import lay_out, values
 from tests.unit.sources import PATHS, name_of, tree
 from zerodrift.api import initialize
 from zerodrift.checkpoint.folder import CheckpointFolder, latest_text, read_latest
@@ -39,15 +39,15 @@ def network() -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("made")
     convert(lay_out(place / "theirs", 2), place / "ours")
     return place / "ours"
 
 
 @pytest.fixture
-def ours(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "ours"))
+def ours(converted: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(converted, tmp_path / "ours"))
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import torch
 import zerodrift as zd
 import zerodrift.deepspeed as deepspeed
 from tests.e2e.jobs import job
-from tests.unit.laid_out import lay_out
+from tests.unit.deepspeed_layout import lay_out
 from tests.unit.test_foreign_files import CONFIG, network, snapshot
 from zerodrift.api import initialize
 from zerodrift.checkpoint.folder import CheckpointFolder

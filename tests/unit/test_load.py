@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.refused import problems, said, write
+from tests.unit.refusals import problems, refusal, write
 from zerodrift.config import fields
 from zerodrift.config.loader import load
 from zerodrift.config.schema import Config
@@ -117,7 +117,7 @@ def test_messages_have_no_words_of_the_validator() -> None:
     for key in fields.every_key(Config):
         if "[]" in key.path:
             continue
-        message = said(nested(key.path, [[0.5]]))
+        message = refusal(nested(key.path, [[0.5]]))
         assert f"`{key.path}" in message
         assert not JARGON.search(message), message
 
@@ -197,7 +197,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
         "steps_per_print": -1,
     }
     path = write(tmp_path, "ds.json", json.dumps(source))
-    message = said(path, "nonsense")
+    message = refusal(path, "nonsense")
     assert message.startswith(f"{path}: 10 problems\n  1. ")
     zero = "zero_optimization."
     wrong = f"{zero}stage {zero}overlap_com {zero}zeropp_loco_param gradient_cliping bf16.enabled"
@@ -317,4 +317,4 @@ def test_the_last_override_wins() -> None:
 )
 def test_a_wrong_override(override: str, expected: str) -> None:
     source = {"gradient_clipping": 1.0, "precision": {"rules": []}}
-    assert expected in said(source, override)
+    assert expected in refusal(source, override)

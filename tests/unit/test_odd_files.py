@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.refused import write
+from tests.unit.refusals import write
 from zerodrift import ConfigError, ModelError, ZerodriftError, describe, load
 from zerodrift.cli.plan import write_page
 from zerodrift.config import deepspeed, fields

@@ -148,14 +148,14 @@ TREE = {"reduce": {"order": "tree"}}
 ZBV = {"stages": 2, "schedule": "zbv"}
 
 
-def refused(ranks: int, accumulation: int, precision: dict[str, Any], **rest: Any) -> str:
+def refusal(ranks: int, accumulation: int, precision: dict[str, Any], **rest: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         plan(ranks, accumulation, precision, **rest)
     return str(caught.value)
 
 
 def test_numbers_of_ranks_that_make_no_tree_are_refused_with_those_that_do() -> None:
-    told = refused(2, 3, TREE)
+    told = refusal(2, 3, TREE)
     for said in (
         *("precision.reduce.order", "3 micro-batches on each of 2 ranks"),
         "Use 1, 3 or 6 ranks for these 6 micro-batches; or set `reduce.when: every` for all",
@@ -163,13 +163,13 @@ def test_numbers_of_ranks_that_make_no_tree_are_refused_with_those_that_do() -> 
         assert said in told
     for ranks in (1, 3, 6):
         plan(ranks, 6 // ranks, TREE)
-    told = refused(3, 2, TREE, stage=3)
+    told = refusal(3, 2, TREE, stage=3)
     assert "Use 1, 2 or 6 ranks" in told and "when: last` for all" in told
     plan(2, 3, TREE, stage=3)
-    assert "power of two" in refused(4, 3, TREE, sharding={"replicate": 2}, stage=3)
+    assert "power of two" in refusal(4, 3, TREE, sharding={"replicate": 2}, stage=3)
     # Two times of reduction, where no dealing serves both.
     rules = {"rules": [{"match": "*norm*", "reduce": {"when": "every"}}], **TREE}
-    assert "two `reduce.when`" in refused(2, 2, rules)
+    assert "two `reduce.when`" in refusal(2, 2, rules)
     plan(2, 1, rules)
     plan(1, 2, rules)
 
@@ -192,7 +192,7 @@ def test_numbers_of_ranks_that_make_no_tree_are_refused_with_those_that_do() -> 
 def test_what_cannot_be_had_with_the_tree_is_refused_by_name(
     precision: dict[str, Any], rest: dict[str, Any], word: str
 ) -> None:
-    told = refused(4, 4, precision, **rest)
+    told = refusal(4, 4, precision, **rest)
     assert word in told and "reduce.order" in told
 
 
@@ -343,5 +343,5 @@ def test_native_is_an_order_that_the_plan_says() -> None:
     assert not made.policy.tree
     decision = next(item for item in made.policy.decisions if item.key == "order of sums")
     assert decision.value == "the carrier's" and "given up" in decision.why
-    told = refused(4, 1, {"reduce": {"order": "native", "wire": "bf16"}})
+    told = refusal(4, 1, {"reduce": {"order": "native", "wire": "bf16"}})
     assert "a carrier adds in the dtype that travels; got native" in told

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from tests.unit.refused import said, write
+from tests.unit.refusals import refusal, write
 from zerodrift.config.loader import load
 from zerodrift.config.parser import MAX_BYTES
 from zerodrift.config.plain_tree import MAX_DEPTH, MAX_VALUES
@@ -77,16 +77,16 @@ def test_any_mapping_will_do_and_is_copied_and_left_as_it_is() -> None:
 def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     write(tmp_path, "ds_config.json", "{}")
     assert load(tmp_path / "ds_config.json") == load(Config())
-    message = said(tmp_path / "ds_confg.json")
+    message = refusal(tmp_path / "ds_confg.json")
     assert "ds_confg.json`: must exist; got no such file" in message
     assert "ds_config.json`?" in message
-    assert "must exist" in said(tmp_path / "nowhere" / "a.json")
+    assert "must exist" in refusal(tmp_path / "nowhere" / "a.json")
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, "a.json", "{}")
     monkeypatch.setattr("builtins.open", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
-    assert "a.json`: must be readable; got Permission denied" in said(path)
+    assert "a.json`: must be readable; got Permission denied" in refusal(path)
 
 
 BLOCK_AT_TOP = "must hold a block of keys at its top"
@@ -161,7 +161,7 @@ NO_FILE_OF_A_CONFIG: list[tuple[str, str | bytes, str, str]] = [
 def test_a_file_that_is_no_config_is_told_with_its_place(
     name: str, text: str | bytes, must: str, place: str, tmp_path: Path
 ) -> None:
-    message = said(write(tmp_path, name, text))
+    message = refusal(write(tmp_path, name, text))
     assert (f"{name}`: {must}" if must else name) in message and place in message
 
 
@@ -173,7 +173,7 @@ def test_a_file_that_is_no_config_is_told_with_its_place(
     ],
 )
 def test_what_is_neither_path_nor_dict(source: Any, expected: str) -> None:
-    assert said(source).startswith("`config`: must be ") and expected in said(source)
+    assert refusal(source).startswith("`config`: must be ") and expected in refusal(source)
 
 
 AS_A_PERSON_EXPECTS = {
@@ -220,7 +220,7 @@ precision:
 def test_a_key_written_twice(tmp_path: Path) -> None:
     twice = '{"bf16": {"enabled": true, "enabled": false}, "fp16": {"enabled": true}, "fp16": {}}'
     for name in ("a.json", "a.yaml"):
-        message = said(write(tmp_path, name, twice))
+        message = refusal(write(tmp_path, name, twice))
         assert "`fp16`: must be written once; got two of them" in message
         assert "`bf16.enabled`: must be written once; got two of them" in message
     assert load(write(tmp_path, "b.json", '{"bf16": {"enabled": true}}')).bf16 is not None
@@ -229,28 +229,30 @@ def test_a_key_written_twice(tmp_path: Path) -> None:
 def test_infinity_silences_the_log_and_nothing_else(tmp_path: Path) -> None:
     assert load({"steps_per_print": float("inf")}).steps_per_print == 0
     assert load(write(tmp_path, "a.json", '{"steps_per_print": Infinity}')).steps_per_print == 0
-    assert "finite" in said({"steps_per_print": float("-inf")})
+    assert "finite" in refusal({"steps_per_print": float("-inf")})
 
 
 def test_a_number_that_no_machine_word_holds(tmp_path: Path) -> None:
-    assert "`train_batch_size`: must fit in 64 bits; got a number of 1329 bits" in said(
+    assert "`train_batch_size`: must fit in 64 bits; got a number of 1329 bits" in refusal(
         {"train_batch_size": 10**400}
     )
     for name in ("a.json", "a.yaml"):
-        assert "must fit in 64 bits" in said(write(tmp_path, name, f'{{"train_batch_size": {"9" * 5000}}}'))
+        assert "must fit in 64 bits" in refusal(
+            write(tmp_path, name, f'{{"train_batch_size": {"9" * 5000}}}')
+        )
     assert load({"train_batch_size": 2**62}).train_batch_size == 2**62
 
 
 def test_trees_without_end_or_measure(tmp_path: Path) -> None:
     itself: dict[str, Any] = {}
     itself["zero_optimization"] = itself
-    assert f"must be at most {MAX_DEPTH} levels deep" in said(itself)
+    assert f"must be at most {MAX_DEPTH} levels deep" in refusal(itself)
     long = {"optimizer": {"type": "x", "params": {"a": [1] * 20_000}}}
-    assert f"must be at most {MAX_VALUES:,} values" in said(long)
+    assert f"must be at most {MAX_VALUES:,} values" in refusal(long)
     for name, text in (("a.json", "[" * 100_000), ("a.yaml", "[" * 5000), ("b.json", '{"a":' * 50_000)):
-        assert "nested" in said(write(tmp_path, name, text)) or "valid" in said(tmp_path / name)
+        assert "nested" in refusal(write(tmp_path, name, text)) or "valid" in refusal(tmp_path / name)
     laughs = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 20))
-    assert "must be at most" in said(write(tmp_path, "laughs.yaml", laughs))
+    assert "must be at most" in refusal(write(tmp_path, "laughs.yaml", laughs))
 
 
 @pytest.mark.parametrize(
@@ -267,6 +269,6 @@ def test_trees_without_end_or_measure(tmp_path: Path) -> None:
     ],
 )
 def test_what_no_file_could_hold(source: Any, where: str) -> None:
-    message = said(source)
+    message = refusal(source)
     assert where in message
     message.encode()

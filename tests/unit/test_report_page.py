@@ -59,11 +59,11 @@ def read(text: str) -> Reader:
 
 PLANS = {
     "mixture of experts": handmade.moe(layers=4),
-    "one parameter": handmade.plan([handmade.given("weight", (3, 4), handmade.columns())], MeshShape()),
-    "frozen": handmade.plan([handmade.given("weight", (3, 4), handmade.frozen())]),
+    "one parameter": handmade.plan([handmade.param("weight", (3, 4), handmade.columns())], MeshShape()),
+    "frozen": handmade.plan([handmade.param("weight", (3, 4), handmade.frozen())]),
     "hostile names": replace(
         handmade.plan(
-            [handmade.given(f"layers.{EVIL}.weight", (3, 4), handmade.columns(why=EVIL), EVIL)],
+            [handmade.param(f"layers.{EVIL}.weight", (3, 4), handmade.columns(why=EVIL), EVIL)],
             notes=[EVIL],
             ignored=((EVIL, EVIL),),
         ),

@@ -74,7 +74,7 @@ kinds = st.tuples(st.sampled_from([(4,), (2, 3)]), st.sampled_from([BF16, FP32])
 @settings(deadline=None)
 @given(st.dictionaries(names, kinds, min_size=1, max_size=40))
 def test_patterns_expand_to_every_row_once(model: dict[str, tuple[tuple[int, ...], Columns]]) -> None:
-    plan = handmade.plan([handmade.given(name, shape, of) for name, (shape, of) in model.items()])
+    plan = handmade.plan([handmade.param(name, shape, of) for name, (shape, of) in model.items()])
     table = group_rows(plan)
     for line in table.lines:
         assert sorted(expanded(plan, line)) == sorted(plan.rows[index].name for index in line.rows)
@@ -140,14 +140,14 @@ def test_a_mixture_of_experts_is_a_dozen_lines() -> None:
     ],
 )
 def test_names_become_patterns(bf16: list[str], fp32: list[str], shown: list[str]) -> None:
-    rows = [handmade.given(name, (4, 4), of) for names, of in ((bf16, BF16), (fp32, FP32)) for name in names]
+    rows = [handmade.param(name, (4, 4), of) for names, of in ((bf16, BF16), (fp32, FP32)) for name in names]
     assert sorted(patterns(handmade.plan(rows))) == sorted(shown)
 
 
 def test_names_shared_by_all_layers_are_one_pattern() -> None:
     """ALBERT has one parameter with a name per layer."""
     also = [f"layers.{n}.up.weight" for n in range(1, 12)]
-    (line,) = group_rows(handmade.plan([handmade.given("layers.0.up.weight", (4, 4), BF16, *also)])).lines
+    (line,) = group_rows(handmade.plan([handmade.param("layers.0.up.weight", (4, 4), BF16, *also)])).lines
     assert (line.pattern, line.also) == ("layers.0.up.weight", ("layers.1-11.up.weight",))
 
 
@@ -170,7 +170,7 @@ def test_letters(number: int, text: str) -> None:
 @pytest.mark.long
 def test_tens_of_thousands_of_rows_are_grouped_at_once() -> None:
     names = (f"layers.{n}.experts.{e}.{w}.weight" for n in range(61) for e in range(256) for w in "abc")
-    plan = handmade.plan([handmade.given(name, (8, 8), BF16) for name in names], MeshShape())
+    plan = handmade.plan([handmade.param(name, (8, 8), BF16) for name in names], MeshShape())
     assert len(plan.rows) > 46_000
     took = []
     for _ in range(2):

@@ -58,26 +58,26 @@ def check(text: str) -> None:
 
 PLANS = {
     "mixture of experts": handmade.moe(),
-    "one parameter": handmade.plan([handmade.given("weight", (3, 4), BF16)], MeshShape()),
-    "a scalar": handmade.plan([handmade.given("scale", (), BF16)], MeshShape()),
-    "an empty parameter": handmade.plan([handmade.given("nothing", (0, 4), BF16)], MeshShape()),
-    "long name": handmade.plan([handmade.given(LONG, (4, 4), BF16), handmade.given("b", (4,), BF16)]),
-    "long component": handmade.plan([handmade.given("x" * 300, (4, 4), BF16)]),
-    "wide shape": handmade.plan([handmade.given("conv.weight", (123456,) * 9, BF16)]),
-    "long tied names": handmade.plan([handmade.given(LONG, (4, 4), BF16, "b" + LONG, "c" + LONG)]),
-    "fp16, wire and sum differ": handmade.plan([handmade.given("weight", (4, 4), NARROW)]),
+    "one parameter": handmade.plan([handmade.param("weight", (3, 4), BF16)], MeshShape()),
+    "a scalar": handmade.plan([handmade.param("scale", (), BF16)], MeshShape()),
+    "an empty parameter": handmade.plan([handmade.param("nothing", (0, 4), BF16)], MeshShape()),
+    "long name": handmade.plan([handmade.param(LONG, (4, 4), BF16), handmade.param("b", (4,), BF16)]),
+    "long component": handmade.plan([handmade.param("x" * 300, (4, 4), BF16)]),
+    "wide shape": handmade.plan([handmade.param("conv.weight", (123456,) * 9, BF16)]),
+    "long tied names": handmade.plan([handmade.param(LONG, (4, 4), BF16, "b" + LONG, "c" + LONG)]),
+    "fp16, wire and sum differ": handmade.plan([handmade.param("weight", (4, 4), NARROW)]),
     "widest of everything": handmade.plan(
-        [handmade.given("a", (4, 4), NARROW), handmade.given("b", (4,), ODD)]
+        [handmade.param("a", (4, 4), NARROW), handmade.param("b", (4,), ODD)]
     ),
     "frozen": handmade.plan(
-        [handmade.given("a", (4, 4), handmade.frozen()), handmade.given("b", (4, 4), BF16)]
+        [handmade.param("a", (4, 4), handmade.frozen()), handmade.param("b", (4, 4), BF16)]
     ),
     "long source": replace(handmade.moe(layers=1), source="/a/path/" + "x" * 200),
     "many sets": handmade.plan(
-        [handmade.given(f"layer_{n}.weight", (4, 4), handmade.columns(why=f"rule {n}")) for n in range(60)]
+        [handmade.param(f"layer_{n}.weight", (4, 4), handmade.columns(why=f"rule {n}")) for n in range(60)]
     ),
     "long decisions": handmade.plan(
-        [handmade.given("a", (4,), BF16)],
+        [handmade.param("a", (4,), BF16)],
         decisions=(Decision("k" * 60, "v" * 90, "w" * 200), Decision("key", "value " * 30, "why " * 60)),
         ignored=(("deep.key." * 12, "because " * 40),),
         optimizer=ComponentSpec(
@@ -85,7 +85,7 @@ PLANS = {
         ),
     ),
     "buffers and notes": handmade.plan(
-        [handmade.given("a", (4,), BF16)],
+        [handmade.param("a", (4,), BF16)],
         buffers=[BufferRow(f"b{n}", (4,), DType.FP32, DType.BF16, "precision.buffers") for n in range(3)],
         notes=["note " * 50, "x" * 150],
     ),
@@ -235,7 +235,7 @@ def test_slices_cover_the_parameter_once() -> None:
 
 
 def test_a_long_list_of_slices_is_shortened_in_the_middle() -> None:
-    plan = handmade.plan([handmade.given("weight", (4096, 4096), BF16)], MeshShape(shard=64))
+    plan = handmade.plan([handmade.param("weight", (4096, 4096), BF16)], MeshShape(shard=64))
     text = terminal.explanation_text(explain(plan, "weight"), plan.digest, color=False)
     assert "rank 0 of 64" in text and "rank 63 of 64" in text and "... 59 more ranks ..." in text
 

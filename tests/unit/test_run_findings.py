@@ -26,7 +26,7 @@ def process(rank: int, *models: ModelRecord, micro_batches: int = 1) -> ProcessR
     return ProcessRecord(rank, 2, 2, list(models), micro_batches)
 
 
-def given(used: list[list[float | None]], wrapper: str = "", micro_batches: int = 1) -> list[ProcessRecord]:
+def records(used: list[list[float | None]], wrapper: str = "", micro_batches: int = 1) -> list[ProcessRecord]:
     """Return the records of two ranks whose optimizer had these gradients."""
     models = [
         ModelRecord("M", [parameter(own=own, used=held)], wrappers=(wrapper,))
@@ -42,7 +42,7 @@ def columns(storage: str, compute: str, master: str) -> list[ProcessRecord]:
     return [process(0, ModelRecord("M", [one]))]
 
 
-def of_one_name() -> list[ProcessRecord]:
+def models_of_one_name() -> list[ProcessRecord]:
     """Return the records of two ranks with two models of one name each."""
     kinds = [[ModelRecord("Sequential", [parameter(digest=digest)]) for digest in (1, 2)] for _ in range(2)]
     return [process(rank, *models) for rank, models in enumerate(kinds)]
@@ -53,15 +53,15 @@ LAST = [[0.3, 5.0, -0.1, -1.0]] * 2
 LEFT_OUT = ModelRecord("M", [parameter(optimized=False)], trained=False)
 
 CASES: dict[str, tuple[list[ProcessRecord], list[str]]] = {
-    "the mean": (given([MEAN] * 2), []),
-    "a part of the mean": (given([[value / 65536 for value in MEAN]] * 2), []),
-    "the sum": (given([[2 * value for value in MEAN]] * 2), ["not-averaged"]),
-    "the own gradient": (given([*OWNS]), ["not-averaged"]),
-    "the own one, and nothing on the other rank": (given([OWNS[0], NOTHING]), ["not-averaged"]),
-    "the mean, and nothing on the other rank": (given([MEAN, NOTHING]), []),
-    "the last of four": (given(LAST, "DeepSpeedEngine", micro_batches=4), ["not-accumulated"]),
-    "neither, of one": (given(LAST, "DeepSpeedEngine"), []),
-    "models of one name": (of_one_name(), []),
+    "the mean": (records([MEAN] * 2), []),
+    "a part of the mean": (records([[value / 65536 for value in MEAN]] * 2), []),
+    "the sum": (records([[2 * value for value in MEAN]] * 2), ["not-averaged"]),
+    "the own gradient": (records([*OWNS]), ["not-averaged"]),
+    "the own one, and nothing on the other rank": (records([OWNS[0], NOTHING]), ["not-averaged"]),
+    "the mean, and nothing on the other rank": (records([MEAN, NOTHING]), []),
+    "the last of four": (records(LAST, "DeepSpeedEngine", micro_batches=4), ["not-accumulated"]),
+    "neither, of one": (records(LAST, "DeepSpeedEngine"), []),
+    "models of one name": (models_of_one_name(), []),
     "nothing is updated": ([process(0, LEFT_OUT)], ["never-updated"]),
     "another is updated": ([process(0, LEFT_OUT, ModelRecord("N", [parameter()]))], []),
     "a cast of what updates round": (columns("bfloat16", "float32", "same"),
@@ -92,7 +92,7 @@ def test_an_embedding_and_its_like_are_a_fault_where_a_config_ties_them(ties: bo
 
 
 def test_models_of_one_name_are_completed_apart() -> None:
-    first, second = of_one_name()
+    first, second = models_of_one_name()
     second.models[1].parameters[0].cells["gather"] = [Sighting("float32", "all_gather")]
     completed([first, second])
     assert [model.parameters[0].dtypes("gather") for model in first.models] == [(), ("float32",)]

@@ -16,7 +16,7 @@ import torch
 
 import zerodrift as zd
 import zerodrift.deepspeed as deepspeed
-from tests.unit.laid_out import lay_out, values
+from tests.unit.deepspeed_layout import lay_out, values
 from zerodrift.api import initialize
 from zerodrift.errors import CheckpointError
 from zerodrift.optim.schedules import SCHEDULES, make_schedule
@@ -215,11 +215,11 @@ class WithState(torch.nn.Sequential):
         self.own = state
 
 
-def spoilt(state: Any, where: tuple[str, ...], what: Any) -> Any:
+def replace_entry(state: Any, where: tuple[str, ...], what: Any) -> Any:
     """Return a saved state with one entry replaced or removed."""
     key, *rest = where
     if rest:
-        return {**state, key: spoilt(state[key], tuple(rest), what)}
+        return {**state, key: replace_entry(state[key], tuple(rest), what)}
     return {k: v for k, v in state.items() if k != key} | ({} if what is None else {key: what})
 
 
@@ -270,7 +270,7 @@ def test_what_is_refused_of_a_checkpoint_leaves_the_run_as_it_was(tmp_path: Path
         shutil.copytree(tmp_path / "run" / "good", tmp_path / "run" / "bad")
         path = tmp_path / "run" / "bad" / name
         state = torch.load(path, weights_only=True)
-        torch.save(spoilt(state, where, what), path)
+        torch.save(replace_entry(state, where, what), path)
         seal(path.parent)
         with pytest.raises(CheckpointError):
             zd.Checkpoints(engine, tmp_path / "run", quiet=True).load("bad")

@@ -486,7 +486,7 @@ def test_those_that_come_along_are_read() -> None:
         assert made.source and path.is_file() and made.network is not None
 
 
-def written(tmp_path: Path, text: str) -> Path:
+def write_file(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     return path
@@ -499,7 +499,7 @@ devices_per_host: 8
 host: {gb_per_s: .nan}
 """
     with pytest.raises(ConfigError) as error:
-        read_cluster(written(tmp_path, text))
+        read_cluster(write_file(tmp_path, text))
     told = str(error.value)
     assert told.count("`host.gb_per_s`") == 1, told
     for part in (

@@ -25,13 +25,13 @@ WIDTH = 16
 aten: Any = torch.ops.aten
 
 
-def planned(model: nn.Module, mode: str = "bf16", **precision: Any) -> Plan:
+def plan_of(model: nn.Module, mode: str = "bf16", **precision: Any) -> Plan:
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
     return make_plan({"precision": {"mode": mode, **precision}, "optimizer": optimizer}, model)
 
 
 def traced(model: nn.Module, mode: str = "bf16", inputs: Inputs | None = None, **precision: Any) -> Trace:
-    return trace(planned(model, mode, **precision), model, inputs or inputs_for(model))
+    return trace(plan_of(model, mode, **precision), model, inputs or inputs_for(model))
 
 
 # --- what torch refuses -------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def rotates() -> Tokens:
     return Tokens(lambda model, x: model.second(model.first(x) * torch.ones(WIDTH)))
 
 
-def known() -> Tokens:
+def known_numbers() -> Tokens:
     """Read numbers that do not depend on weights."""
     order = torch.arange(4)
 
@@ -212,7 +212,7 @@ def looks(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.first(x) if x.mean() > 0 else x
 
 
-def unlike(model: Any, x: torch.Tensor) -> torch.Tensor:
+def unknown_mask(model: Any, x: torch.Tensor) -> torch.Tensor:
     """Read by a mask that depends on weights, whose backward has an unknown shape."""
     return plain(model, x).index_put((x > 0,), model.first.bias[:1] * 2)
 
@@ -243,7 +243,7 @@ SHAPES: dict[str, Callable[[], Tokens]] = {
 }
 
 
-class Does(nn.Module):
+class Untraceable(nn.Module):
     """A module with one part that cannot be traced."""
 
     def __init__(self, what: Callable[[torch.Tensor], Any]) -> None:
@@ -267,7 +267,7 @@ PIN = [{"match": "router.weight", "pin": "fp32"}]
 
 
 def kinds(model: nn.Module, mode: str = "bf16", **precision: Any) -> list[tuple[str, str]]:
-    plan = planned(model, mode, **precision)
+    plan = plan_of(model, mode, **precision)
     return [(each.kind, each.name) for each in hidden(plan, trace(plan, model, inputs_for(model)))]
 
 
@@ -304,14 +304,14 @@ def test_a_pin_that_the_model_casts_is_found() -> None:
 
 
 def test_numbers_and_masks_that_do_not_depend_on_weights_may_be_looked_at() -> None:
-    shown = traced(known())
+    shown = traced(known_numbers())
     assert [each.call for each in shown.operations if each.module == "first" and not each.backward] == [0, 1]
     assert any(each.module == "second" for each in shown.operations)
     shown = traced(Tokens(known_mask))
     assert shown.refused is None and "first.weight" in computes(shown)
 
 
-@pytest.mark.parametrize(("middle", "at"), [(looks, ""), (unlike, " in its backward")])
+@pytest.mark.parametrize(("middle", "at"), [(looks, ""), (unknown_mask, " in its backward")])
 def test_control_flow_of_the_model_itself_names_the_model_and_the_line(middle: Middle, at: str) -> None:
     told = rf"`model \(Tokens\)`: must not let values decide .*{at} at test_trace\.py:\d+\. Write"
     with pytest.raises(ModelError, match=told):
@@ -329,8 +329,8 @@ def test_control_flow_of_the_model_itself_names_the_model_and_the_line(middle: M
 )
 def test_what_cannot_be_followed_is_one_error_with_module_and_line(does: Any, what: str) -> None:
     with pytest.raises(ModelError) as raised:
-        traced(Tokens(lambda model, x: model.part(x), part=Does(does)))
-    assert raised.value.where == "part (Does)"
+        traced(Tokens(lambda model, x: model.part(x), part=Untraceable(does)))
+    assert raised.value.where == "part (Untraceable)"
     assert what in raised.value.got and " at test_trace.py:" in raised.value.got
     assert raised.value.do
 

@@ -55,7 +55,7 @@ def used() -> list[TracedOperation]:
     return [op("mm", "210 fp32, 0 fp32", "211 fp32", "router"), *layers]
 
 
-def found(
+def hidden_in(
     operations: Iterable[TracedOperation], mode: str = "bf16", **rest: Any
 ) -> list[tuple[str, str, str]]:
     told = hidden(plan(mode), traced([*used(), *operations], **rest))
@@ -63,7 +63,7 @@ def found(
 
 
 def test_a_step_as_planned_has_no_findings() -> None:
-    assert found([]) == []
+    assert hidden_in([]) == []
 
 
 # --- not deterministic on CUDA ---------------------------------------------------------------------------
@@ -150,7 +150,7 @@ PROMOTIONS: dict[str, tuple[list[TracedOperation], list[tuple[str, str, str]]]] 
 @pytest.mark.parametrize("case", PROMOTIONS)
 def test_a_value_that_is_widened_and_rounded_is_found(case: str) -> None:
     operations, told = PROMOTIONS[case]
-    assert found(operations) == told
+    assert hidden_in(operations) == told
 
 
 # --- pins and columns ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from zerodrift.config.loader import load
 from zerodrift.errors import ConfigError
 
 
-def said(source: Any, *overrides: str) -> str:
+def refusal(source: Any, *overrides: str) -> str:
     """Return the message with which `source` is refused."""
     with pytest.raises(ConfigError) as caught:
         load(source, overrides)
@@ -21,7 +21,7 @@ def said(source: Any, *overrides: str) -> str:
 
 def problems(source: Any, *overrides: str) -> list[str]:
     """Return the single problems of a refusal, without heading and numbers."""
-    lines = said(source, *overrides).splitlines()
+    lines = refusal(source, *overrides).splitlines()
     if len(lines) == 1:
         return [lines[0].removeprefix("config: ")]
     return [re.sub(r"^  \d+\. ", "", line) for line in lines[1:]]

@@ -39,7 +39,7 @@ def batches(step: int) -> list[dict[str, torch.Tensor]]:
     return [{"ids": torch.randint(0, 17, (2, 8), generator=generator)} for _ in range(2)]
 
 
-def trained(looks: bool) -> tuple[Engine, list[PrecisionProbe]]:
+def train_and_probe(looks: bool) -> tuple[Engine, list[PrecisionProbe]]:
     torch.manual_seed(0)
     engine = zerodrift.initialize(Noisy(), config=CONFIG, quiet=True)
     torch.manual_seed(1)
@@ -52,10 +52,10 @@ def trained(looks: bool) -> tuple[Engine, list[PrecisionProbe]]:
 
 
 def test_a_run_that_is_looked_at_keeps_its_bits() -> None:
-    plain, _ = trained(looks=False)
+    plain, _ = train_and_probe(looks=False)
     digest, calls, drawn = str(plain.digest()), float(plain.module.calls), torch.rand(3)
     plain.destroy()
-    looked, seen = trained(looks=True)
+    looked, seen = train_and_probe(looks=True)
     assert (str(looked.digest()), float(looked.module.calls)) == (digest, calls)
     assert torch.equal(torch.rand(3), drawn)
     assert looked.micro_batches == 0

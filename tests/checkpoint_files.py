@@ -89,7 +89,7 @@ def seal(tag: Path) -> None:
     write_manifest(tag, replace(head, files=files, of_ranks=of_ranks))
 
 
-def found_elsewhere(tag: Path) -> list[str]:
+def misplaced_chunks(tag: Path) -> list[str]:
     """Return the chunks that lie with another rank than the plan's."""
     head, document = read_manifest(tag), read_plan(tag)
     assert document is not None
