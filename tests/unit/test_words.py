@@ -1,4 +1,4 @@
-"""Words of the source: names in backticks exist, docstrings read alone, files and classes are nouns."""
+"""Words of all code: names in backticks exist, docstrings read alone, files and classes are nouns."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.unit.sources import PATHS, docstrings, name_of, source, tree
+from tests.unit.sources import PATHS, docstrings, source, tree
 from zerodrift.config.deepspeed import ENTRIES
 
 ROOT = Path(__file__).parents[2]
+ALL = [*PATHS, *sorted(path for name in ("bench", "tools", "tests") for path in (ROOT / name).rglob("*.py"))]
 FIRST = re.compile(r"(Of|In|With|That|Those|Whose|What|Where|As)\b")
 PARTICIPLES = {
     *("absent", "apart", "asked", "attached", "during", "found", "given", "gone", "known", "looked", "made"),
@@ -33,8 +34,8 @@ OF_USERS = {
 
 def test_a_docstring_can_be_read_alone() -> None:
     wrong = [
-        f"{name_of(path)}:{line}: {text.strip().splitlines()[0]}"
-        for path in PATHS
+        f"{path}:{line}: {text.strip().splitlines()[0]}"
+        for path in ALL
         for line, text in docstrings(path)
         if FIRST.match(text.strip())
     ]
@@ -43,12 +44,12 @@ def test_a_docstring_can_be_read_alone() -> None:
 
 def test_files_and_classes_are_nouns() -> None:
     classes = [
-        f"{name_of(path)}: {node.name}"
-        for path in PATHS
+        f"{path}: {node.name}"
+        for path in ALL
         for node in ast.walk(tree(path))
         if isinstance(node, ast.ClassDef) and node.name.lower().lstrip("_") in PARTICIPLES
     ]
-    assert not classes + [name_of(path) for path in PATHS if path.stem in PARTICIPLES]
+    assert not classes + [path for path in ALL if path.stem.removeprefix("test_") in PARTICIPLES]
 
 
 def words_in_code(path: Path) -> Iterator[str]:
@@ -72,10 +73,12 @@ def test_names_in_backticks_exist() -> None:
     }
     code = {word for path in PATHS for word in words_in_code(path)}
     code |= {key.rpartition(".")[2] for key in ENTRIES} | OF_OTHERS
+    wider = code.union(*(words_in_code(path) for path in ALL if path not in PATHS))
     lost = []
-    for path in PATHS:
+    for path in ALL:
         texts = [text for _, text in docstrings(path)]
         for text in texts + re.findall(r"#.*", source(path)):
             lost += [(path, name) for name in FILE.findall(text) if name not in places | OF_USERS]
-            lost += [(path, name) for name in NAME.findall(text) if name.rpartition(".")[2] not in code]
-    assert not lost, "\n".join(f"{name_of(path)}: `{name}`" for path, name in lost)
+            names = code if path in PATHS else wider
+            lost += [(path, name) for name in NAME.findall(text) if name.rpartition(".")[2] not in names]
+    assert not lost, "\n".join(f"{path}: `{name}`" for path, name in lost)
