@@ -198,7 +198,7 @@ SURGERY: dict[str, Any] = {
 
 
 def a_model_that_is_moved_to_where_it_is(loop: Loop) -> None:
-    """`model.to(device)` before an evaluation, and its kin."""
+    """Call `model.to(device)` before an evaluation, `cpu()` and the like."""
     net = loop.train(Net())
     for _ in steps_of(loop, net):
         for kind in ("cpu", torch.device("cpu"), torch.zeros(1, dtype=loop.dtype)):
