@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.metadata
 import json
 import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class Benchmark:
     """The name of its result."""
     seconds: float | None
     """Seconds of the last kept run."""
+    packages: tuple[str, ...] = ()
+    """Packages whose versions the last kept run names."""
 
     @property
     def name(self) -> str:
@@ -61,7 +64,7 @@ class Benchmark:
 def benchmarks() -> list[Benchmark]:
     """Return the benchmarks of all kept results, then the scripts without one."""
     kept = [
-        Benchmark(shlex.split(result.command), name, result.seconds)
+        Benchmark(shlex.split(result.command), name, result.seconds, _needed(result.versions))
         for name, result in Results().items()
         if result.command
     ]
@@ -75,7 +78,20 @@ def obstacle(each: Benchmark, has_gpu: bool) -> str:
     """Return what a benchmark needs and this machine or command has not; empty if nothing is missing."""
     if not has_gpu and ("cuda" in each.words or each.words[1].startswith("bench/gpu")):
         return "needs a GPU"
+    if absent := [name for name in each.packages if not _is_installed(name)]:
+        return f"needs {', '.join(absent)}, which its kept figures name"
     return "needs another environment, of which its first lines tell" if PEER in each.words else ""
+
+
+def _needed(versions: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(name for name, number in versions.items() if number != "not installed")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return package == "Python" or bool(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def sources() -> str:
