@@ -467,6 +467,7 @@ def test_a_model_is_saved_whole_in_its_export_dtypes(tmp_path: Path) -> None:
 
 def test_zero_to_fp32_splits_and_indexes(tmp_path: Path) -> None:
     engine, *_ = make({**CONFIG, "bf16": {"enabled": True}})
+    engine.module.register_buffer("frequencies", torch.ones(2), persistent=False)
     step(engine)
     engine.save_checkpoint(tmp_path / "run")
     out = tmp_path / "out"
@@ -474,6 +475,8 @@ def test_zero_to_fp32_splits_and_indexes(tmp_path: Path) -> None:
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert len(set(index["weight_map"].values())) == len(list(out.glob("*.safetensors"))) > 1
+    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run")
+    assert state.keys() == engine.module.state_dict().keys()
     fresh = zero_to_fp32.load_state_dict_from_zero_checkpoint(model(), tmp_path / "run")
     assert same(fresh.state_dict(), masters(engine))
 
