@@ -240,6 +240,12 @@ def test_the_optimizer_is_live() -> None:
     assert engine.get_lr() == [5e-3]
     assert optimizer.cur_scale == optimizer.loss_scale == 1.0 and optimizer.overflow is False
     assert not hasattr(optimizer, "bit16_groups")
+    optimizer.set_lr(0.25)
+    assert engine.get_lr() == [0.25] and optimizer.get_lr() == 0.25
+    # The config's optimizer has the model's parameters, as a caller's has.
+    assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, engine.module.parameters())]
+    with pytest.raises(UnsupportedError, match=r"add_param_group`: must be called before the engine"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     engine.destroy()
     del engine
     gc.collect()
@@ -332,6 +338,7 @@ def test_names_beside_the_methods_that_scripts_read() -> None:
     assert optimizer._global_grad_norm == 0.0
     step(engine)
     assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
+    assert engine.get_global_grad_norm().item() == engine.running.grad_norm
     assert engine.sparse_tensor_module_names == set()
     engine.tput_timer.update_epoch_count()  # as DeepSpeed-Chat does
     assert engine.tput_timer.epoch_count == 1

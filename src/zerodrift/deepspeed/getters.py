@@ -15,6 +15,7 @@ import torch
 
 from zerodrift.deepspeed.config import MANAGED
 from zerodrift.deepspeed.parameters.values import plain_wire
+from zerodrift.engine import Engine
 from zerodrift.policy import Mode
 
 THEIRS = ("adagrad", "adam", "adamw", "lion", "muon")
@@ -78,6 +79,13 @@ def _of_groups(self: Any, key: str) -> list[Any]:
     return [group.get(key, 0.0) for group in groups]
 
 
+def norm_of(engine: Engine) -> torch.Tensor | None:
+    """Return the norm of the last complete step, averaged and unscaled, before clipping. It is a tensor as in
+    DeepSpeed, because scripts call `item`. Shape []."""
+    norm = engine.grad_norm
+    return None if norm is None else torch.tensor(norm, dtype=torch.float64, device=engine.mesh.device)
+
+
 def _policy(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda self: read(self.running.plan.policy)
 
@@ -137,7 +145,7 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = {
     "managed_gradient_accumulation": lambda self: bool(self.config.get(MANAGED, True)),
     "dataloader_drop_last": lambda self: bool(self.config.get("dataloader_drop_last", False)),
     "was_step_applied": lambda self: self._last_step_applied,
-    "get_global_grad_norm": lambda self: self.running.grad_norm,  # averaged and unscaled, before clipping
+    "get_global_grad_norm": lambda self: norm_of(self.running),
     "get_batch_info": lambda self: (
         self.train_batch_size(),
         self.train_micro_batch_size_per_gpu(),

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zerodrift.checkpoint import groups, put_groups, put_scale
+from zerodrift.deepspeed.getters import norm_of
 from zerodrift.deepspeed.modules import absent
 from zerodrift.deepspeed.parameters.values import engine_gone
 from zerodrift.deepspeed.tools.functions import LEAF_MODULE, z3_leaf_parameter
@@ -187,9 +188,19 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return norm is not None and norm - norm != 0.0
 
     @property
-    def _global_grad_norm(self) -> float:
-        """The norm of the last complete step, averaged and unscaled, before clipping. Scripts log it."""
-        return self._running().grad_norm or 0.0
+    def _global_grad_norm(self) -> torch.Tensor | float:
+        """The engine's norm, 0.0 before the first step. Scripts log it."""
+        norm = norm_of(self._running())
+        return 0.0 if norm is None else norm
+
+    def get_lr(self) -> float:
+        """Return the learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of all groups."""
+        for group in self.param_groups:
+            group["lr"] = lr
 
     # --- the engine's methods ---------------------------------------------------------------------------
 
@@ -210,6 +221,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         raise UnsupportedError("optimizer.backward", "must not be called", do="Call `engine.backward(loss)`.")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._running().zero_grad()
