@@ -97,6 +97,18 @@ def a_part_that_is_loaded(run: Run) -> None:
     run.train(engine, 2, first=1)
 
 
+def weights_that_one_rank_loads(run: Run) -> None:
+    """The walk through a model of transformers: rank 0 loads each module inside `GatheredParameters`."""
+    engine, values = run.engine(Net(), optimizer=ADAMW), other_values()
+    run.train(engine, 1)
+    for path, module in engine.module.named_modules():
+        own = list(module.parameters(recurse=False))
+        with run.deepspeed.zero.GatheredParameters(own, modifier_rank=0):
+            if run.is_plain or run.rank == 0:
+                module._load_from_state_dict(values, f"{path}." if path else "", {}, True, [], [], [])
+    run.train(engine, 2, first=1)
+
+
 def a_state_dict_that_does_not_fit(run: Run) -> None:
     """Names that nobody knows, values that are missing, a shape that is another."""
     engine, values = run.engine(Net()), other_values()
@@ -292,6 +304,11 @@ SCRIPTS = (
     Script(a_frozen_part_in_both),
     Script(a_state_dict_that_is_loaded, alike=ZERO, why=REVERTS),
     Script(a_part_that_is_loaded, alike=ZERO, why=REVERTS),
+    Script(
+        weights_that_one_rank_loads,
+        alike=(),
+        why="nothing is sent below stage 3; there masters do not follow",
+    ),
     Script(a_state_dict_that_does_not_fit, alike=ZERO, why=REVERTS),
     Script(an_optimizer_that_goes_back, stages=ZERO),
     Script(what_is_in_client_state, stages=(0, 3)),

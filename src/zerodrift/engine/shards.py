@@ -19,7 +19,7 @@ import torch
 
 from zerodrift.comm import Collectives, Mesh
 from zerodrift.dtypes import BLOCK
-from zerodrift.engine.habits.storage_writes import take_over_writes
+from zerodrift.engine.habits.storage_writes import take_back_memory, take_over_writes
 from zerodrift.engine.place import exchange, share_of
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
@@ -216,6 +216,7 @@ def pieces(segments: Iterable[FlatSegment], updater: Updater | None, mesh: Mesh)
     """Yield one piece per segment."""
     replica, replicas = mesh.rank("replicate"), mesh.size("replicate")
     for segment in segments:
+        take_back_memory(segment)
         sliced = bool(segment.update.axis) if isinstance(segment, TrainedSegment) else segment.sharded
         alike = 1 if sliced else segment.ranks
         # Of the ranks that hold the same piece: which this is, and how many there are.
