@@ -164,8 +164,10 @@ class FlatShard:
 
     @torch.no_grad()
     def set_weights(self, values: torch.Tensor) -> None:
-        if self._updater is None:
-            self.segment.store(values)
+        if self.packed is not None:
+            self.packed.store(values)
+        elif self._updater is None:
+            self._storage.copy_(values)
         else:
             self._updater.set_master(self.segment.number, values)
 
