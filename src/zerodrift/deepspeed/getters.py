@@ -96,18 +96,15 @@ def _stage(least: int) -> Callable[[Any], Any]:
 
 _offload = _policy(lambda policy: policy.sharding.offload)
 
+
+def _of_zero(key: str, default: Any = None) -> Callable[[Any], Any]:
+    return lambda self: _written(self, "zero_optimization", key) or default
+
+
 QUANTIZED = ("zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights")
-
-
-def _is_written(key: str) -> Callable[[Any], bool]:
-    return lambda self: bool(_written(self, "zero_optimization", key))
-
-
 GETTERS: Mapping[str, Callable[[Any], Any]] = {
-    **{key: _is_written(key) for key in QUANTIZED},
-    "zero_hpz_partition_size": lambda self: (
-        _written(self, "zero_optimization", "zero_hpz_partition_size") or 1
-    ),
+    **{key: _of_zero(key, False) for key in QUANTIZED},
+    "zero_hpz_partition_size": _of_zero("zero_hpz_partition_size", 1),
     # precision
     "bfloat16_enabled": _policy(lambda policy: policy.mode is Mode.BF16),
     "fp16_enabled": _policy(lambda policy: policy.mode is Mode.FP16),
@@ -131,8 +128,8 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = {
     "zero_gather_16bit_weights_on_model_save": lambda self: True,  # a saved model is always whole
     "zero_cpu_offload": _offload,
     "zero_use_cpu_optimizer": _offload,
-    "zero_offload_optimizer": lambda self: _written(self, "zero_optimization", "offload_optimizer"),
-    "zero_offload_param": lambda self: _written(self, "zero_optimization", "offload_param"),
+    "zero_offload_optimizer": _of_zero("offload_optimizer"),
+    "zero_offload_param": _of_zero("offload_param"),
     "zero_allow_untested_optimizer": lambda self: True,  # any elementwise optimizer runs on shards
     "mics_shard_size": lambda self: (
         self.running.plan.mesh.shard if self.running.plan.mesh.replicate > 1 else -1

@@ -140,6 +140,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return self.optimizer.defaults
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("cur_scale", "loss_scale", "dynamic_loss_scale"):
+            return getattr(self.loss_scaler, name)
         if not name.startswith("_") and hasattr(self.optimizer, name):
             return getattr(self.optimizer, name)
         do = "Use the engine, or `deepspeed.utils.safe_get_full_optimizer_state`."
@@ -166,17 +168,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return LossScaler(self._running())
 
     loss_scale_config = loss_scaler
-
-    @property
-    def cur_scale(self) -> float:
-        """The multiplier of the loss, 1 without loss scaling."""
-        return self._running().scaler.scale
-
-    loss_scale = cur_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self.loss_scaler.dynamic
 
     def needs_scaler(self) -> bool:
         return self._running().scaler.active
