@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.dropin.gradients import ADAMW
 from tests.dropin.parameters import Net
-from tests.dropin.script import Run, Script, square
+from tests.dropin.script import WIDTH, Run, Script, square
 
 # --- destroy and begin again --------------------------------------------------------------------------------
 
@@ -94,6 +94,42 @@ def a_part_that_is_loaded(run: Run) -> None:
     for path in ("head", "blocks.1"):
         mine = {k.removeprefix(f"{path}."): v for k, v in values.items() if k.startswith(f"{path}.")}
         engine.module.get_submodule(path).load_state_dict(mine)
+    run.train(engine, 2, first=1)
+
+
+def a_head_that_grows_between(run: Run) -> None:
+    """The same parameter with more rows for the next engine, as transformers resizes an embedding."""
+    net = Net()
+    net.head = nn.Linear(WIDTH, WIDTH, bias=False)
+    first = run.engine(net)
+    run.train(first, 2)
+    run.end(first)
+    net.head.weight.data = torch.cat([net.head.weight.data, net.head.weight.data[:2]])
+    run.train(run.engine(net), 2, first=2)
+
+
+def weights_for_an_evaluation(run: Run) -> None:
+    """An engine without an optimizer gets the weights of a run."""
+    engine = run.engine(Net())
+    run.train(engine, 1)
+    engine.save_checkpoint(run.folder)
+    config = {key: value for key, value in run.config().items() if key != "optimizer"}
+    evaluated = run.deepspeed.initialize(model=Net(), config=config)[0]
+    run.engines.append(evaluated)
+    assert evaluated.load_checkpoint(run.folder, load_module_only=True)[0]
+    with torch.no_grad():
+        assert torch.equal(evaluated(run.data(9)), engine(run.data(9)))
+
+
+def weights_that_one_rank_loads(run: Run) -> None:
+    """The walk through a model of transformers: rank 0 loads each module inside `GatheredParameters`."""
+    engine, values = run.engine(Net(), optimizer=ADAMW), other_values()
+    run.train(engine, 1)
+    for path, module in engine.module.named_modules():
+        own = list(module.parameters(recurse=False))
+        with run.deepspeed.zero.GatheredParameters(own, modifier_rank=0):
+            if run.is_plain or run.rank == 0:
+                module._load_from_state_dict(values, f"{path}." if path else "", {}, True, [], [], [])
     run.train(engine, 2, first=1)
 
 
@@ -292,6 +328,13 @@ SCRIPTS = (
     Script(a_frozen_part_in_both),
     Script(a_state_dict_that_is_loaded, alike=ZERO, why=REVERTS),
     Script(a_part_that_is_loaded, alike=ZERO, why=REVERTS),
+    Script(a_head_that_grows_between, stages=BELOW_3),
+    Script(weights_for_an_evaluation, alike=(), why="stages 1-2 ask for an optimizer", own=True),
+    Script(
+        weights_that_one_rank_loads,
+        alike=(),
+        why="nothing is sent below stage 3; there masters do not follow",
+    ),
     Script(a_state_dict_that_does_not_fit, alike=ZERO, why=REVERTS),
     Script(an_optimizer_that_goes_back, stages=ZERO),
     Script(what_is_in_client_state, stages=(0, 3)),

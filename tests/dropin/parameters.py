@@ -1,4 +1,4 @@
-"""Scripts that use parameters outside of their block."""
+"""Scripts that use parameters outside of their block, or give them other memory."""
 
 from __future__ import annotations
 
@@ -125,6 +125,50 @@ def trains(make: Callable[[], nn.Module], name: str) -> Callable[[Run], None]:
     return script
 
 
+# --- other memory for `.data` -------------------------------------------------------------------------------
+
+
+def averages_that_are_evaluated(run: Run) -> None:
+    """An average of the weights takes their place for an evaluation, and the weights are put back."""
+    engine = run.engine(Net())
+    named = dict(engine.module.named_parameters())
+    shadow = {name: p.data.clone() for name, p in named.items()}
+    for step in range(3):
+        run.train(engine, 1, first=step)
+        shadow = {name: (0.1 * p.data + 0.9 * shadow[name]).clone() for name, p in named.items()}
+        held = {name: p.data for name, p in named.items()}
+        for name, p in named.items():
+            p.data = shadow[name]
+        with torch.no_grad():
+            run.tell("average", square(engine(run.data(9))))
+        for name, p in named.items():
+            p.data = held[name]
+
+
+def a_momentum_encoder(run: Run) -> None:
+    """MoCo's: `key.data = key.data * m + query.data * (1 - m)`, of parameters that are not trained."""
+    net = Net()
+    net.blocks[0].requires_grad_(False)
+    engine = run.engine(net)
+    for step in range(3):
+        for key, query in zip(net.blocks[0].parameters(), net.blocks[1].parameters(), strict=True):
+            key.data = key.data * 0.5 + query.data * 0.5
+        run.train(engine, 1, first=step)
+
+
+def an_attack_that_is_undone(run: Run) -> None:
+    """FGM's: weights change for a second loss, and a copy of the old ones is assigned before the step."""
+    engine = run.engine(Net(), gradient_accumulation_steps=2)
+    weight = engine.module.into.weight
+    for step in range(3):
+        run.train(engine, 1, first=step)
+        before = weight.data.clone()
+        weight.data.add_(0.1)
+        engine.backward(square(engine(run.data(step))))
+        weight.data = before
+        engine.step()
+
+
 BELOW_3 = (0, 1, 2)
 FORWARDS = {
     the_weight_of_a_block_behind_it: {},
@@ -139,4 +183,7 @@ SCRIPTS = (
     Script(trains(a_bias_that_is_returned, "a_bias_that_is_returned")),
     Script(a_registered_parameter),
     Script(a_weight_outside_in_evaluation),
+    Script(averages_that_are_evaluated, stages=BELOW_3),
+    Script(a_momentum_encoder, stages=BELOW_3),
+    Script(an_attack_that_is_undone, stages=BELOW_3),
 )

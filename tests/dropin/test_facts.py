@@ -83,6 +83,38 @@ def masters_take_what_is_loaded(stage: int) -> None:
     engine.destroy()
 
 
+def a_load_in_a_context_ends_with_it(stage: int) -> None:
+    """What was loaded inside `GatheredParameters` does not come back with a later load."""
+    engine = make(stage, bf16={"enabled": True})
+    values = {name: torch.randn_like(value) for name, value in Net().state_dict().items()}
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        engine.module.load_state_dict(values)
+    step(engine)
+    kept = deepspeed.utils.safe_get_full_fp32_param(engine.module.into.weight)
+    engine.module.load_state_dict({"head.weight": values["head.weight"]}, strict=False)
+    assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(engine.module.into.weight), kept)
+    assert torch.equal(
+        deepspeed.utils.safe_get_full_fp32_param(engine.module.head.weight), values["head.weight"]
+    )
+    engine.destroy()
+
+
+def memory_that_is_assigned_is_named_where_values_are_saved(stage: int) -> None:
+    """A trained parameter's, whose former memory a script keeps; a frozen one's is taken over."""
+    net = Net()
+    net.blocks[0].requires_grad_(False)
+    engine = make(stage, net)
+    net.blocks[0].scale.data = torch.full((WIDTH,), 0.5)
+    assert torch.equal(engine.module_state_dict()["blocks.0.scale"], torch.full((WIDTH,), 0.5))
+    held = net.head.weight.data
+    net.head.weight.data = torch.zeros_like(held)
+    with pytest.raises(ModelError, match=r"`head.weight`: must have the memory.*Assign the former `.data`"):
+        engine.module_state_dict()
+    net.head.weight.data = held
+    assert torch.equal(engine.module_state_dict()["head.weight"], held)
+    engine.destroy()
+
+
 def a_model_in_slices_says_so(stage: int) -> None:
     """A destroyed engine leaves a model in slices, which can be gathered, changed, and used again."""
     net = Net()
@@ -242,6 +274,8 @@ def gradients_are_there_at_stage_0_and_named_elsewhere(stage: int) -> None:
 FACTS: dict[Callable[..., None], tuple[object, ...]] = {
     autocast_is_off_inside: (0, 3),
     masters_take_what_is_loaded: (0, 2, 3),
+    a_load_in_a_context_ends_with_it: (0, 2, 3),
+    memory_that_is_assigned_is_named_where_values_are_saved: (0, 2),
     a_model_in_slices_says_so: (3,),
     data_in_pieces_is_nobody_elses: (False, True),
     what_is_held_is_read_only: (False, True),

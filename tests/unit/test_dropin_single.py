@@ -240,6 +240,12 @@ def test_the_optimizer_is_live() -> None:
     assert engine.get_lr() == [5e-3]
     assert optimizer.cur_scale == optimizer.loss_scale == 1.0 and optimizer.overflow is False
     assert not hasattr(optimizer, "bit16_groups")
+    optimizer.set_lr(0.25)
+    assert engine.get_lr() == [0.25] and optimizer.get_lr() == 0.25
+    # The config's optimizer has the model's parameters, as a caller's has.
+    assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, engine.module.parameters())]
+    with pytest.raises(UnsupportedError, match=r"add_param_group`: must be called before the engine"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     engine.destroy()
     del engine
     gc.collect()
@@ -332,6 +338,7 @@ def test_names_beside_the_methods_that_scripts_read() -> None:
     assert optimizer._global_grad_norm == 0.0
     step(engine)
     assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
+    assert engine.get_global_grad_norm().item() == engine.running.grad_norm
     assert engine.sparse_tensor_module_names == set()
     engine.tput_timer.update_epoch_count()  # as DeepSpeed-Chat does
     assert engine.tput_timer.epoch_count == 1
@@ -467,6 +474,7 @@ def test_a_model_is_saved_whole_in_its_export_dtypes(tmp_path: Path) -> None:
 
 def test_zero_to_fp32_splits_and_indexes(tmp_path: Path) -> None:
     engine, *_ = make({**CONFIG, "bf16": {"enabled": True}})
+    engine.module.register_buffer("frequencies", torch.ones(2), persistent=False)
     step(engine)
     engine.save_checkpoint(tmp_path / "run")
     out = tmp_path / "out"
@@ -474,6 +482,8 @@ def test_zero_to_fp32_splits_and_indexes(tmp_path: Path) -> None:
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert len(set(index["weight_map"].values())) == len(list(out.glob("*.safetensors"))) > 1
+    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run")
+    assert state.keys() == engine.module.state_dict().keys()
     fresh = zero_to_fp32.load_state_dict_from_zero_checkpoint(model(), tmp_path / "run")
     assert same(fresh.state_dict(), masters(engine))
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         verified,
     )  # fmt: skip
     from zerodrift.checkpoint.save import Head, everywhere, write_head, write_rank_files
-    from zerodrift.checkpoint.state import groups, packed, put_groups, put_scale, read_state
+    from zerodrift.checkpoint.state import (
+        groups, packed, persistent_buffers, put_groups, put_scale, read_state,
+    )  # fmt: skip
     from zerodrift.checkpoint.tensors import (
         CHUNK, CheckpointReader, Destination, Item, moment_key, weight_key,
     )  # fmt: skip

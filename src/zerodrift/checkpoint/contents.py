@@ -30,6 +30,7 @@ from zerodrift.dtypes import DType
 from zerodrift.engine import MOMENTS, Digest, Engine, Shards, Span
 from zerodrift.errors import CheckpointError
 from zerodrift.kernels import PackedRun, narrow
+from zerodrift.model import non_persistent_buffers
 from zerodrift.optim import SCHEDULES, Counters
 from zerodrift.versions import __version__
 
@@ -46,6 +47,8 @@ class StageSummary:
     counters: Counters
     moments: dict[str, tuple[str, ...]]
     buffers: dict[str, torch.Tensor]
+    hidden: frozenset[str] = frozenset()
+    """Buffers that are not in a state dict."""
 
 
 def items(engine: Engine, frozen: bool = True) -> Iterator[Item]:
@@ -85,7 +88,7 @@ def summary(engine: Engine, counters: Counters, known: Collection[str]) -> Stage
     updater, rows = engine.updater, [row for row in engine.part.rows if row.trained]
     moments = {} if updater is None else {row.name: updater.moment_names(row.name, counters) for row in rows}
     buffers = {name: buffer.cpu() for name, buffer in engine.module.named_buffers() if name not in known}
-    return StageSummary(counters, moments, buffers)
+    return StageSummary(counters, moments, buffers, frozenset(non_persistent_buffers(engine.module)))
 
 
 def head(
@@ -130,6 +133,7 @@ def head(
     for stage in stages:
         elsewhere |= stage.moments
         shared["buffers"] = {**stage.buffers, **shared["buffers"]}
+        shared["hidden"] = sorted(stage.hidden.union(shared["hidden"]))
     table = []
     for row in rows:
         dtype, group, moments = row.columns.storage.dtype, -1, elsewhere.get(row.name, ())

@@ -26,6 +26,7 @@ from zerodrift.checkpoint.differences import CheckpointDifference
 from zerodrift.checkpoint.files import open_own
 from zerodrift.engine import Engine
 from zerodrift.errors import CheckpointError, UnsupportedError, said
+from zerodrift.model import non_persistent_buffers
 
 DATA = (
     *(argparse.Namespace, types.SimpleNamespace, frozenset, range, slice),
@@ -94,7 +95,15 @@ def shared(engine: Engine, counters: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedError("schedule", must, got=got, do=do)
     scaler = engine.scaler.state_dict() if engine.scaler.active else None
     buffers = {name: buffer.detach().cpu().clone() for name, buffer in engine.module.named_buffers()}
-    return {**_progress(engine), "scaler": scaler, "counters": dict(counters), "buffers": buffers}
+    hidden = sorted(non_persistent_buffers(engine.module))
+    held = {"scaler": scaler, "counters": dict(counters), "buffers": buffers, "hidden": hidden}
+    return {**_progress(engine), **held}
+
+
+def persistent_buffers(shared: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the buffers that are in a state dict of the model; all of an older checkpoint."""
+    hidden = shared.get("hidden", ())
+    return {name: buffer for name, buffer in shared["buffers"].items() if name not in hidden}
 
 
 def _progress(engine: Engine) -> dict[str, Any]:

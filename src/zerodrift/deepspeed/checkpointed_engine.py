@@ -400,10 +400,12 @@ def attach_loading(engine: Engine) -> None:
     """Make `load_state_dict` of the engine's module and its parts work at every stage.
 
     The parameters of a module are gathered while it loads, and rank 0's values become those of all ranks. A
-    master takes the loaded value itself if that is wider than the compute dtype.
+    master takes the loaded value itself if that is wider than the compute dtype, except inside of
+    `GatheredParameters`, where it takes what the parameter shows.
     """
     reference = weakref.ref(engine)
     exact: dict[str, tuple[Row, torch.Tensor]] = {}
+    loading_now: list[Mapping[str, Row]] = []
 
     @contextlib.contextmanager
     def loading(rows: Mapping[str, Row], state: Mapping[str, Any]) -> Iterator[None]:
@@ -411,17 +413,27 @@ def attach_loading(engine: Engine) -> None:
         if engine is None:
             raise AssertionError("hooks of an engine that is gone")
         engine.require_open()
-        with engine.values.gathered(rows, write=True):
+        guard = native(engine.executor).guard
+        if not loading_now and all(guard.is_writable(row) for row in rows.values()):
+            # Inside of `GatheredParameters`, which sends the values, a script may load on one rank.
             yield
+            return
+        loading_now.append(rows)
+        try:
+            with engine.values.gathered(rows, write=True):
+                yield
+        finally:
+            loading_now.pop()
         exact.update(
             {n: (row, state[n]) for n, row in rows.items() if row.trained and _is_wider(state[n], row)}
         )
-        if not native(engine.executor).guard.opened:  # a module loads before its children
-            for row, value in exact.values():
-                master = value.detach().to(engine.mesh.device, torch.float32, copy=True).contiguous()
-                engine.comm.broadcast(master.view(-1), 0, "data")
-                engine.values.set_master(row, master)
-            exact.clear()
+        if loading_now:  # a module loads before its children
+            return
+        for row, value in () if guard.opened else exact.values():
+            master = value.detach().to(engine.mesh.device, torch.float32, copy=True).contiguous()
+            engine.comm.broadcast(master.view(-1), 0, "data")
+            engine.values.set_master(row, master)
+        exact.clear()
 
     native(engine.executor).guard.loading = loading
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from zerodrift.alias import run_settings
 from zerodrift.deepspeed.checkpointed_engine import CheckpointedEngine, attach_loading
@@ -32,7 +33,7 @@ from zerodrift.deepspeed.tools.collectives import get_world_group, local_rank
 from zerodrift.deepspeed.tools.curves import DeepSpeedMonitorConfig, MonitorMaster
 from zerodrift.deepspeed.tools.functions import DeepSpeedDataLoader, logger, mark_configured_leaves
 from zerodrift.engine import Engine, native
-from zerodrift.errors import PrecisionError, Problem, UnsupportedError
+from zerodrift.errors import ConfigError, PrecisionError, Problem, UnsupportedError
 from zerodrift.inspect.check import compare
 from zerodrift.inspect.trace import EngineRecord, anything_compiled, is_compiled, merged, observe_calls
 
@@ -268,15 +269,16 @@ class DeepSpeedEngine(CheckpointedEngine):
             must = "must be left out: batches are loaded in the process"
             do = "Use a `torch.utils.data.DataLoader` with workers."
             raise UnsupportedError("num_local_io_workers", must, do=do)
-        place = self._engine.mesh.rank("data"), self.dp_world_size, route == "train"
-        return DeepSpeedDataLoader.of_rank(
-            place,
-            dataset,
-            batch_size or self._micro_batch,
-            data_sampler,
-            collate_fn or self.collate_fn,
-            self.dataloader_drop_last(),
-        )
+        size, collate = batch_size or self._micro_batch, collate_fn or self.collate_fn
+        if size < 1:
+            must, got = "must be known to make a loader of `training_data`", "no batch size in the config"
+            do = "Write it, or use a loader of your own."
+            raise ConfigError("train_micro_batch_size_per_gpu", must, got=got, do=do)
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            rank, shuffle = self._engine.mesh.rank("data"), route == "train"
+            data_sampler = DistributedSampler(dataset, self.dp_world_size, rank, shuffle=shuffle)
+        drop_last = self.dataloader_drop_last()
+        return DeepSpeedDataLoader(dataset, size, data_sampler, collate, drop_last, pin_memory=True)
 
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
         """Set a function that is called with every batch of `training_dataloader`."""

@@ -15,6 +15,7 @@ import torch
 
 from zerodrift.deepspeed.config import MANAGED
 from zerodrift.deepspeed.parameters.values import plain_wire
+from zerodrift.engine import Engine
 from zerodrift.policy import Mode
 
 THEIRS = ("adagrad", "adam", "adamw", "lion", "muon")
@@ -78,6 +79,13 @@ def _of_groups(self: Any, key: str) -> list[Any]:
     return [group.get(key, 0.0) for group in groups]
 
 
+def norm_of(engine: Engine) -> torch.Tensor | None:
+    """Return the norm of the last complete step, averaged and unscaled, before clipping. It is a tensor as in
+    DeepSpeed, because scripts call `item`. Shape []."""
+    norm = engine.grad_norm
+    return None if norm is None else torch.tensor(norm, dtype=torch.float64, device=engine.mesh.device)
+
+
 def _policy(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda self: read(self.running.plan.policy)
 
@@ -88,18 +96,15 @@ def _stage(least: int) -> Callable[[Any], Any]:
 
 _offload = _policy(lambda policy: policy.sharding.offload)
 
+
+def _of_zero(key: str, default: Any = None) -> Callable[[Any], Any]:
+    return lambda self: _written(self, "zero_optimization", key) or default
+
+
 QUANTIZED = ("zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights")
-
-
-def _is_written(key: str) -> Callable[[Any], bool]:
-    return lambda self: bool(_written(self, "zero_optimization", key))
-
-
 GETTERS: Mapping[str, Callable[[Any], Any]] = {
-    **{key: _is_written(key) for key in QUANTIZED},
-    "zero_hpz_partition_size": lambda self: (
-        _written(self, "zero_optimization", "zero_hpz_partition_size") or 1
-    ),
+    **{key: _of_zero(key, False) for key in QUANTIZED},
+    "zero_hpz_partition_size": _of_zero("zero_hpz_partition_size", 1),
     # precision
     "bfloat16_enabled": _policy(lambda policy: policy.mode is Mode.BF16),
     "fp16_enabled": _policy(lambda policy: policy.mode is Mode.FP16),
@@ -123,8 +128,8 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = {
     "zero_gather_16bit_weights_on_model_save": lambda self: True,  # a saved model is always whole
     "zero_cpu_offload": _offload,
     "zero_use_cpu_optimizer": _offload,
-    "zero_offload_optimizer": lambda self: _written(self, "zero_optimization", "offload_optimizer"),
-    "zero_offload_param": lambda self: _written(self, "zero_optimization", "offload_param"),
+    "zero_offload_optimizer": _of_zero("offload_optimizer"),
+    "zero_offload_param": _of_zero("offload_param"),
     "zero_allow_untested_optimizer": lambda self: True,  # any elementwise optimizer runs on shards
     "mics_shard_size": lambda self: (
         self.running.plan.mesh.shard if self.running.plan.mesh.replicate > 1 else -1
@@ -137,7 +142,7 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = {
     "managed_gradient_accumulation": lambda self: bool(self.config.get(MANAGED, True)),
     "dataloader_drop_last": lambda self: bool(self.config.get("dataloader_drop_last", False)),
     "was_step_applied": lambda self: self._last_step_applied,
-    "get_global_grad_norm": lambda self: self.running.grad_norm,  # averaged and unscaled, before clipping
+    "get_global_grad_norm": lambda self: norm_of(self.running),
     "get_batch_info": lambda self: (
         self.train_batch_size(),
         self.train_micro_batch_size_per_gpu(),

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zerodrift.checkpoint import groups, put_groups, put_scale
+from zerodrift.deepspeed.getters import norm_of
 from zerodrift.deepspeed.modules import absent
 from zerodrift.deepspeed.parameters.values import engine_gone
 from zerodrift.deepspeed.tools.functions import LEAF_MODULE, z3_leaf_parameter
@@ -139,6 +140,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return self.optimizer.defaults
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("cur_scale", "loss_scale", "dynamic_loss_scale"):
+            return getattr(self.loss_scaler, name)
         if not name.startswith("_") and hasattr(self.optimizer, name):
             return getattr(self.optimizer, name)
         do = "Use the engine, or `deepspeed.utils.safe_get_full_optimizer_state`."
@@ -166,17 +169,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     loss_scale_config = loss_scaler
 
-    @property
-    def cur_scale(self) -> float:
-        """The multiplier of the loss, 1 without loss scaling."""
-        return self._running().scaler.scale
-
-    loss_scale = cur_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self.loss_scaler.dynamic
-
     def needs_scaler(self) -> bool:
         return self._running().scaler.active
 
@@ -187,9 +179,19 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return norm is not None and norm - norm != 0.0
 
     @property
-    def _global_grad_norm(self) -> float:
-        """The norm of the last complete step, averaged and unscaled, before clipping. Scripts log it."""
-        return self._running().grad_norm or 0.0
+    def _global_grad_norm(self) -> torch.Tensor | float:
+        """The engine's norm, 0.0 before the first step. Scripts log it."""
+        norm = norm_of(self._running())
+        return 0.0 if norm is None else norm
+
+    def get_lr(self) -> float:
+        """Return the learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of all groups."""
+        for group in self.param_groups:
+            group["lr"] = lr
 
     # --- the engine's methods ---------------------------------------------------------------------------
 
@@ -210,6 +212,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         raise UnsupportedError("optimizer.backward", "must not be called", do="Call `engine.backward(loss)`.")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._running().zero_grad()

@@ -57,7 +57,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     for entry in read_entries(checkpoint):
         if entry.group >= 0 or not exclude_frozen_parameters:
             state |= dict.fromkeys(entry.names, reader.weight(entry).float())
-    return state | states.read_state(checkpoint, SHARED)["buffers"]
+    return state | states.persistent_buffers(states.read_state(checkpoint, SHARED))
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

@@ -45,7 +45,7 @@ from zerodrift.engine.step.unit import LiveUnit, attach_parts, refuse_wrapper
 from zerodrift.engine.step.update import choose_update_function, collect_statistics, update_segments
 from zerodrift.engine.values import SegmentValues, WholeValues
 from zerodrift.experts import Turns, distribute_experts
-from zerodrift.optim import Updater, make_updater
+from zerodrift.optim import Updater, hold_parameters, make_updater
 from zerodrift.plan import Plan, part, prefetch_budget
 from zerodrift.policy import Mode
 from zerodrift.report import UpdateReport
@@ -107,6 +107,8 @@ class NativeExecutor(Executor):
         if self._trained and (optimizer is not None or policy.optimizer is not None):
             owned = [segment.piece(masters.pop(segment.number)) for segment in self._trained]
             self.updater = make_updater(self.part, owned, optimizer, originals, update_slice=update_slice)
+            if optimizer is None:
+                hold_parameters(self.updater, model)
         for segment in self._trained:
             if segment.shows_narrow_values:
                 shown = masters.get(segment.number)  # there is one without an optimizer only

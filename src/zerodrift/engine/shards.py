@@ -19,7 +19,7 @@ import torch
 
 from zerodrift.comm import Collectives, Mesh
 from zerodrift.dtypes import BLOCK
-from zerodrift.engine.habits.storage_writes import take_over_writes
+from zerodrift.engine.habits.storage_writes import take_back_memory, take_over_writes
 from zerodrift.engine.place import exchange, share_of
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
@@ -164,8 +164,10 @@ class FlatShard:
 
     @torch.no_grad()
     def set_weights(self, values: torch.Tensor) -> None:
-        if self._updater is None:
-            self.segment.store(values)
+        if self.packed is not None:
+            self.packed.store(values)
+        elif self._updater is None:
+            self._storage.copy_(values)
         else:
             self._updater.set_master(self.segment.number, values)
 
@@ -216,6 +218,7 @@ def pieces(segments: Iterable[FlatSegment], updater: Updater | None, mesh: Mesh)
     """Yield one piece per segment."""
     replica, replicas = mesh.rank("replicate"), mesh.size("replicate")
     for segment in segments:
+        take_back_memory(segment)
         sliced = bool(segment.update.axis) if isinstance(segment, TrainedSegment) else segment.sharded
         alike = 1 if sliced else segment.ranks
         # Of the ranks that hold the same piece: which this is, and how many there are.

@@ -27,6 +27,7 @@ from zerodrift.engine.habits.storage_writes import (
     mark_storage_changed,
     refresh_views,
     rows_written_while_held,
+    take_back_memory,
     take_over_writes,
 )
 from zerodrift.engine.progress import TrainingProgress
@@ -147,12 +148,8 @@ class ParameterHandle:
         known = self._values.moment_names(self.row)
         with raise_on_all_ranks(self._comm):
             if key not in known:
-                raise ModelError(
-                    self.name,
-                    f"must have optimizer state {key!r}",
-                    got=", ".join(known) or "none yet",
-                    do="State is there after the first step.",
-                )
+                must, got = f"must have optimizer state {key!r}", ", ".join(known) or "none yet"
+                raise ModelError(self.name, must, got=got, do="State is there after the first step.")
             self._check(f"{self.name}.state[{key!r}]", value)
         self._values.set_moment(self.row, key, value)
 
@@ -286,8 +283,10 @@ class SegmentValues:
         """Write rank 0's rows into master and storage. An element that was not changed keeps every bit; a row
         that was loaded or assigned is taken as it is."""
         whole = self._whole_master(segment)
+        replaced = torch.tensor([int(r.name in self.guard.replaced) for r in rows], device=whole.device)
+        self.comm.broadcast(replaced, 0, "data")
         with torch.no_grad():
-            for row in rows:
+            for row, is_replaced in zip(rows, replaced.tolist(), strict=True):
                 shown = segment.view(segment.full, row).clone()
                 if row.parts == 1:
                     self.comm.broadcast(shown.view(-1), 0, "data")
@@ -295,16 +294,17 @@ class SegmentValues:
                     self.comm.broadcast(shown.view(-1), 0, segment.axis)
                     self.comm.broadcast(shown.view(-1), 0, "replicate")
                 place = segment.view(whole, row)
-                kept = segment.as_shown(place) == shown
-                if row.name in self.guard.replaced:
-                    kept.fill_(False)
+                kept = (segment.as_shown(place) == shown) & (not is_replaced)
                 if not kept.all():
                     place.copy_(torch.where(kept, place, shown.to(place.dtype)))
         self._set_whole_master(segment, whole)
 
     def _take_over_writes(self, segments: Iterable[FlatSegment], *, accept_all: bool = False) -> None:
         """Make writes of user code the masters', or raise; a call of all ranks."""
-        separate = [segment for segment in segments if segment.has_separate_master]
+        separate = []
+        for segment in segments:
+            take_back_memory(segment)
+            separate += [segment] if segment.has_separate_master else []
         if separate:
             with raise_on_all_ranks(self.comm, "data"):
                 for segment in separate:

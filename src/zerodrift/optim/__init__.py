@@ -7,7 +7,7 @@ from zerodrift.faces import face
 if TYPE_CHECKING:
     from zerodrift.optim import flat
     from zerodrift.optim.elementwise import RefuseNewData, declare, require_for_dtensors
-    from zerodrift.optim.offload import make_updater
+    from zerodrift.optim.offload import hold_parameters, make_updater
     from zerodrift.optim.flat import TORCH_DECAY, keys_of_blocks
     from zerodrift.optim.fused import UpdateFunction, update
     from zerodrift.optim.rounding import round_away, split

@@ -247,7 +247,8 @@ class FlatUpdater:
         return self._algorithm.kept(self.groups.param_groups)
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
+def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None, *, grad_scaler: Any = None) -> None:
+    """Raise. A `GradScaler` asks for `grad_scaler`, and reads no gradients before it calls."""
     must = "must not be called: `engine.step()` updates this rank's pieces"
     raise UnsupportedError(f"{type(optimizer).__name__}.step", must, got="a call", do="Call `engine.step()`.")
 
@@ -292,7 +293,8 @@ def _hyper(group: Mapping[str, Any], step: int) -> Hyper:
 
 
 def from_recipe(plan: Plan, owned: Sequence[Owned], update_slice: UpdateFunction = update) -> FlatUpdater:
-    """Return the updater of a config's `optimizer` block. Its groups hold numbers, and no parameters."""
+    """Return the updater of a config's `optimizer` block. Its groups hold numbers; for their parameters see
+    `hold_parameters`."""
     if plan.policy.optimizer is None:
         raise AssertionError("neither an optimizer nor a recipe for one")
     algorithm, defaults = arguments(plan.policy.optimizer)

@@ -20,14 +20,16 @@ its copy has arrived, and nothing is written that a copy still reads.
 
 from __future__ import annotations
 
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from zerodrift.errors import UnsupportedError
 from zerodrift.optim import flat, torch_optimizer
 from zerodrift.optim.elementwise import require_elementwise
 from zerodrift.optim.fused import UpdateFunction, update
@@ -256,6 +258,23 @@ def make_updater(
         return torch_optimizer.TorchOptimizerUpdater(plan, owned, optimizer, group_of)
 
     device = owned[0].storage.device if owned else torch.device("cpu")
+    made: Updater
     if not plan.policy.sharding.offload or (transfers is None and device.type == "cpu"):
-        return make(owned)
-    return OffloadedUpdater(owned, make, transfers or SideStreams(device))
+        made = make(owned)
+    else:
+        made = OffloadedUpdater(owned, make, transfers or SideStreams(device))
+    # A group that came later would never be updated, without a word.
+    made.groups.add_param_group = types.MethodType(_refuse_group, made.groups)  # type: ignore[method-assign]
+    return made
+
+
+def _refuse_group(optimizer: torch.optim.Optimizer, group: Any) -> None:
+    must, do = "must be called before the engine is made", "Give the optimizer all of its groups there."
+    raise UnsupportedError(f"{type(optimizer).__name__}.add_param_group", must, got="a call", do=do)
+
+
+def hold_parameters(updater: Updater, model: nn.Module) -> None:
+    """Put the model's parameters into the groups of a config's optimizer, where scripts look for them."""
+    named = list(model.named_parameters())
+    for number, group in enumerate(updater.groups.param_groups):
+        group["params"] = [parameter for name, parameter in named if updater.group_of.get(name) == number]

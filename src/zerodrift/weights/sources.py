@@ -122,7 +122,7 @@ def open_zerodrift(path: Path) -> ConvertSource:
         f"a zerodrift checkpoint, step {manifest.step}",
         path,
         entries,
-        shared["buffers"],
+        checkpoint.persistent_buffers(shared),
         weight,
         moment,
         TrainingState(optimizer=manifest.optimizer),

@@ -16,9 +16,11 @@ value that was set is the value that is read, and the one that the next update s
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,21 +54,13 @@ GATHER = (
 
 # --- enums of DeepSpeed, with its values ------------------------------------------------------------------
 
-ZeroStageEnum = enum.Enum(
-    "ZeroStageEnum",
-    {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3},
-    type=int,
-    module=__name__,
-)
-OffloadDeviceEnum = enum.Enum(
-    "OffloadDeviceEnum", {"none": "none", "cpu": "cpu", "nvme": "nvme"}, type=str, module=__name__
-)
-OffloadStateTypeEnum = enum.Enum(  # type: ignore[misc]
-    "OffloadStateTypeEnum",
-    {name: name for name in ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")},
-    type=str,
-    module=__name__,
-)
+_ENUM: Any = enum.Enum
+_make = functools.partial(_ENUM, module=__name__)
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights", "max_stage")
+_STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+ZeroStageEnum = _make("ZeroStageEnum", {name: min(n, 3) for n, name in enumerate(_STAGES)}, type=int)
+OffloadDeviceEnum = _make("OffloadDeviceEnum", {name: name for name in ("none", "cpu", "nvme")}, type=str)
+OffloadStateTypeEnum = _make("OffloadStateTypeEnum", {name: name for name in _STATES}, type=str)
 
 
 # --- a parameter's engine ---------------------------------------------------------------------------------
@@ -98,10 +92,7 @@ def engine_parameter(parameter: torch.Tensor) -> EngineParameter | None:
 def require_engine_parameter(parameter: torch.Tensor) -> tuple[Engine, str]:
     owner = engine_parameter(parameter)
     if owner is None:
-        must, got = (
-            "must be one of a model that `initialize` was given",
-            f"another, of shape {list(parameter.shape)}",
-        )
+        must, got = "must be of a model that `initialize` was given", f"one of shape {list(parameter.shape)}"
         raise ModelError("parameter", must, got=got, do="Pass parameters of `engine.module`.")
     return owner.running(), owner.name
 
@@ -272,9 +263,8 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 
 def _is_frozen(param: nn.Parameter) -> bool:
     """Return True for a parameter that was frozen at `initialize`, in an engine that trains others."""
-    engine, name = require_engine_parameter(param)
-    row = engine.plan.row(name)
-    return engine.updater is not None and row is not None and not row.trained
+    engine, _, row = _locate(param)
+    return engine.updater is not None and not row.trained
 
 
 def _locate(param: nn.Parameter) -> tuple[Engine, FlatSegment, Row]:

@@ -66,6 +66,9 @@ class Accelerator:
     def device_name(self, device_index: int | None = None) -> str:
         return self._name if device_index is None or self._is_cpu else f"{self._name}:{device_index}"
 
+    def amp(self) -> Any:
+        return self._module.amp
+
     def device(self, device_index: int | None = None) -> Any:
         return torch.device("cpu") if self._is_cpu else self._module.device(device_index)
 

@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from zerodrift.comm import usable_accelerator
-from zerodrift.errors import ConfigError
 from zerodrift.versions import numbers
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -63,30 +62,28 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 # --- helpers that torch nearly has ------------------------------------------------------------------------
 
 
+def _map_tensors(item: Any, call: Callable[[torch.Tensor], torch.Tensor], make: Any = None) -> Any:
+    """Call a function with the tensors in lists, tuples and mappings, which `make` makes anew."""
+    if isinstance(item, torch.Tensor):
+        return call(item)
+    if isinstance(item, (list, tuple)):
+        return type(item)(_map_tensors(part, call, make) for part in item)
+    if isinstance(item, Mapping):
+        kind: Any = make or type(item)
+        return kind({key: _map_tensors(part, call, make) for key, part in item.items()})
+    return item
+
+
 def move_to_device(
     item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None
 ) -> Any:
-    """Move the tensors in lists, tuples and dicts to a device, or only those that `criterion_func`
-    accepts."""
-    if isinstance(item, torch.Tensor):
-        return item.to(device) if criterion_func is None or criterion_func(item) else item
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(part, device, criterion_func) for part in item)
-    if isinstance(item, dict):
-        return {key: move_to_device(part, device, criterion_func) for key, part in item.items()}
-    return item
+    """Move the tensors in lists, tuples and dicts to a device, or those that `criterion_func` accepts."""
+    stays = (lambda each: False) if criterion_func is None else (lambda each: not criterion_func(each))
+    return _map_tensors(item, lambda each: each if stays(each) else each.to(device), dict)
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:  # noqa: B008
-    if isinstance(item, torch.Tensor):
-        copy = item.detach().clone()
-        return copy if device is None else copy.to(device)
-    if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(part, device) for part in item)
-    if isinstance(item, Mapping):
-        copies = {key: clone_tensors_for_torch_save(part, device) for key, part in item.items()}
-        return type(item)(copies)  # type: ignore[call-arg]
-    return item
+    return _map_tensors(item, lambda each: each.detach().clone().to(device))
 
 
 def required_torch_version(
@@ -160,26 +157,6 @@ class DeepSpeedDataLoader:
             pin_memory=pin_memory and usable_accelerator() is not None,
         )
         self._batches: Iterator[Any] | None = None
-
-    @classmethod
-    def of_rank(
-        cls,
-        place: tuple[int, int, bool],
-        dataset: Any,
-        batch_size: int,
-        sampler: Any,
-        collate_fn: Callable[..., Any] | None,
-        drop_last: bool,
-    ) -> DeepSpeedDataLoader:
-        """Make a loader for `place`: the data-parallel rank, the number of ranks, and whether to shuffle."""
-        if batch_size < 1:
-            must, got = "must be known to make a loader of `training_data`", "no batch size in the config"
-            do = "Write it, or use a loader of your own."
-            raise ConfigError("train_micro_batch_size_per_gpu", must, got=got, do=do)
-        if sampler is None and not isinstance(dataset, IterableDataset):
-            rank, ranks, shuffle = place
-            sampler = DistributedSampler(dataset, num_replicas=ranks, rank=rank, shuffle=shuffle)
-        return cls(dataset, batch_size, sampler, collate_fn, drop_last, pin_memory=True)
 
     def __iter__(self) -> DeepSpeedDataLoader:
         self._batches = iter(self._loader)

@@ -30,6 +30,7 @@ from zerodrift.engine.habits.storage_writes import (
     WRITTEN_ABSENT,
     are_missing,
     hold_full,
+    may_stand_in,
     record_versions,
     rows_with_new_version,
     rows_written_while_absent,
@@ -75,7 +76,7 @@ class ParameterSlot:
         if self.current is not self.parameter:
             must = "must stay the parameter that the engine was given"
             return Problem(self.name, must, got="another one", do=LOAD)
-        if not _is_view(self.parameter, self.home):
+        if not _is_view(self.parameter, self.home) and not may_stand_in(self.segment, self.index):
             return Problem(self.name, "must stay a view of its segment", got="memory of its own", do=LOAD)
         # A trained parameter may be frozen for a while, as one of two adversaries is; it is not updated then.
         thawed = self.parameter.requires_grad and not isinstance(self.segment, TrainedSegment)
@@ -255,6 +256,8 @@ class ParameterGuard:
                 problems.include(problem)
         if not problems and not same:
             self._check_tree(problems)
+        if stepping and not problems and len(good) < len(self._segments):
+            self.take_over_assigned([s.segment for s in self._slots if not _is_view(s.parameter, s.home)])
         absent = not self._asynchronous and any(not are_missing(held).all() for held in self.placeholders)
         for segment in self._segments:
             if segment.gathers and not self.is_open(segment):
@@ -290,6 +293,10 @@ class ParameterGuard:
 
     def is_open(self, segment: FlatSegment) -> bool:
         return segment.number in self.opened
+
+    def is_writable(self, row: Row) -> bool:
+        """Return True inside of a context that takes over what is written to this row."""
+        return row.segment in self.opened and row.name in self.opened[row.segment][1]
 
     def require_closed(self, what: str) -> None:
         if self.opened:

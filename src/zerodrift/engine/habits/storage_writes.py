@@ -1,5 +1,8 @@
 """Notice writes of user code to the values of a segment, and make them the master's or refuse them by name.
 
+Other memory that a script assigns to `.data` of a parameter that rests whole is what the model computes with,
+as in plain torch; the next step copies it into storage.
+
 [Note: writing] Between steps a parameter that rests whole may be written to, through itself (which moves its
 version counter) or through `.data` (which does not). Where storage is the master, the write is the new value.
 Where an optimizer keeps more bits elsewhere, prints of storage show that there was a write: an fp32 master
@@ -52,6 +55,34 @@ def mark_storage_changed(segment: FlatSegment) -> None:
     raise, as in plain torch. Gathers write the same values again, and count for nothing."""
     torch.autograd.graph.increment_version(segment.parameters)
     record_versions(segment)
+
+
+# --- memory that was assigned to `.data` ------------------------------------------------------------------
+
+
+def may_stand_in(segment: FlatSegment, index: int) -> bool:
+    """Return True if a parameter may have memory of its own until the step, which takes it over."""
+    parameter, home = segment.parameters[index], segment.expected_views[index]
+    alike = (parameter.shape, parameter.dtype, parameter.device) == (home.shape, home.dtype, home.device)
+    return alike and not segment.gathers and not segment.holds
+
+
+@torch.no_grad()
+def take_back_memory(segment: FlatSegment) -> None:
+    """Take over what was assigned to `.data` of frozen parameters, before values are read. Raise for trained
+    ones: a script that evaluates averages keeps the former memory, to assign it again."""
+    problems = Problems()
+    for row, parameter, home in zip(segment.rows, segment.parameters, segment.expected_views, strict=True):
+        if segment.gathers or segment.holds or parameter.data_ptr() == home.data_ptr():
+            continue
+        if row.trained:
+            must = "must have the memory that the engine gave it where values are read or saved"
+            do = "Assign the former `.data` again before, or write with `copy_`."
+            problems.add(row.name, must, got="memory that was assigned to `.data`", do=do)
+        else:
+            home.copy_(parameter)
+            parameter.data = home
+    problems.raise_as(ModelError)
 
 
 # --- the full form in a context -------------------------------------------------------------------------

@@ -109,6 +109,10 @@ class TrainedSegment(FlatSegment):
             parameter.grad_dtype = self.update.accumulate.dtype.torch
         self.ends = [torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters]
 
+    def detach(self) -> None:
+        super().detach()
+        self.ends = []  # a node would refuse gradients of a parameter that is resized afterwards
+
     def at_rest(self, values: torch.Tensor) -> torch.Tensor:
         """Round values as the master scheme rounds."""
         return round_away(values) if self.update.master is Master.SPLIT else super().at_rest(values)
