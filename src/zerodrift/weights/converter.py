@@ -42,7 +42,7 @@ from zerodrift.checkpoint import (
     writing,
 )
 from zerodrift.dtypes import DType
-from zerodrift.errors import CheckpointError, Problems, UnsupportedError, ZerodriftError, said
+from zerodrift.errors import CheckpointError, Problems, UnsupportedError, ZerodriftError, nearest_path, said
 from zerodrift.mesh import MeshShape
 from zerodrift.model import non_persistent_buffers, safetensors
 from zerodrift.policy import exported_as
@@ -129,7 +129,7 @@ def open_source(
     kind = kind_at(path)
     if kind == "nothing":
         must, got = "must be there to be converted", "no such file or folder"
-        raise CheckpointError(short(path), must, got=got)
+        raise CheckpointError(short(path), must, got=got, do=nearest_path(path))
     try:
         if kind == "folder" and (path / MANIFEST).is_file():
             return open_zerodrift(path)
