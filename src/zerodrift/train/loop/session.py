@@ -31,7 +31,7 @@ from zerodrift.plan import Plan, rank_micro_batches
 from zerodrift.policy import SPLIT, AutoValues, Policy, mesh_for, need_of, resolve
 from zerodrift.train.data.blocks import Blocks
 from zerodrift.train.data.files import cached_names
-from zerodrift.train.data.prepare import PreparedData, prepare, require_validation
+from zerodrift.train.data.prepare import PreparedData, packing_of, prepare, require_validation
 from zerodrift.train.data.sampling import BatchLayout, Feed, Mixture
 from zerodrift.train.data.tokenizer import Tokenizer, TransformersTokenizer, copy_tokenizer, tokenizer
 from zerodrift.train.job import Job
@@ -350,7 +350,8 @@ def _length_of(job: Job, config: Config, prepared: PreparedData, world: int) -> 
     if steps < 1:
         must = f"must make at least one step of {samples} blocks"
         got = f"{job.run.epochs:g} of {len(prepared.train)} blocks"
-        todo = "Set `run.steps`, lower the batch size, or lower `data.block`."
+        is_cut = all(packing_of(job.data, each.counts.kind) == "stream" for each in prepared.sets)
+        todo = f"Set `run.steps`, {'lower `data.block`, ' if is_cut else ''}or lower the batch size."
         raise ConfigError("run.epochs", must, got=got, do=todo)
     return policy, steps
 
