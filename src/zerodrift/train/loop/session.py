@@ -155,11 +155,11 @@ class Session:
             ]
         elif early:
             lines = [f"nothing to train: {early} after step {step} of {steps} ({where})"]
+        changes = [] if early or step >= steps else [f"  {change}" for change in resumed.changes]
         wanted = self.job.run.resume
         if wanted not in ("auto", "never", LATEST, where.name) and self.is_own(resumed):
             lines += [f"  and not from {wanted}, where it once began: {self.folder.path} is further"]
-        lines += ["changed since it was saved:"] if resumed.changes else []
-        return [*lines, *(f"  {change}" for change in resumed.changes)]
+        return [*lines, *(["changed since it was saved:"] if changes else []), *changes]
 
     @property
     def place(self) -> list[Any]:
@@ -186,9 +186,9 @@ class Session:
             copy_tokenizer(Path(self.tokenizer.name), folder)
         engine.comm.barrier()
 
-    def report(self, lines: RunLines) -> None:
-        """Write the page of the run. Called on one rank."""
-        text = run_page(self.job, self.engine.plan, lines, self.steps)
+    def report(self, lines: RunLines, plan: Plan | None = None) -> None:
+        """Write the page of the run, with the plan of its steps. Called on one rank."""
+        text = run_page(self.job, plan or self.engine.plan, lines, self.steps)
         with new_file(self.folder.report) as page:
             page.write_text(text, encoding="utf-8")
 
@@ -265,8 +265,6 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
         lock = _locked(folder, engine)
         models.prepare(engine.module, [unit.name for unit in engine.plan.units], job.model)
         if engine.mesh.rank() == 0:
-            folder.save_job(job)
-            folder.save_plan(engine.plan)
             display.say(head_text(engine.plan, display, request.whole_plan))
             display.say(data_text(job, prepared, steps, engine.plan, display))
             if engine.mesh.device.type == "cpu" and computed_by(engine.mesh.device)["kernels"] == "plain":

@@ -130,7 +130,7 @@ class Loop:
             resumed = session.resume()
         step = self._done = resumed.step
         if self._leads:
-            self._metrics = Metrics(session.folder, self._run, step)
+            self._metrics = Metrics(session.folder, session.job, step)
             self._tokens = self._metrics.tokens(step, self._feed.seat.samples * self._feed.blocks.length)
             if self._metrics.lost:
                 lost = f"{self._metrics.lost} that cannot be read, which are left out"
@@ -139,8 +139,11 @@ class Loop:
         losses = list(self._engine.comm.broadcast_object(losses, 0))
         self._best = BestEvaluation(self._run.patience, losses)
         has_ended = step >= session.steps or bool(self._best.reason)
+        is_done = has_ended and session.is_own(resumed)
         if self._leads:
-            if not has_ended:
+            if not is_done:
+                session.folder.save_job(session.job)
+                session.folder.save_plan(self._engine.plan)
                 self._write("start", {"step": step, **session.start_line(resumed)})
             texts = session.resume_lines(resumed, self._best.reason)
             wanted = self._run.profile
@@ -156,7 +159,7 @@ class Loop:
             self._stop.doing = STEP
             step = self._train(step)
             self._stop.doing = END
-            self._finish(step, is_saved=has_ended and session.is_own(resumed))
+            self._finish(step, is_done)
         except Exception as error:
             if self._leads:
                 with contextlib.suppress(OSError):  # a disk that is full now was so before
@@ -193,16 +196,17 @@ class Loop:
             self._display.say(f"ended after step {step} of {session.steps}: {self._best.reason}")
         return step
 
-    def _finish(self, step: int, is_saved: bool) -> None:
+    def _finish(self, step: int, is_done: bool) -> None:
+        """End the run. One that was done before keeps its page, unless something of it was missing."""
         session = self._session
         self._write_trace()
         if not self._asked and not self._has_line("evaluation", step):
             self._evaluate(step)
         if not self._asked and not self._has_line("sample", step):
             self._write_samples(step)
-        if not is_saved:
+        if not is_done:
+            self._checkpoint(step)
             with self._display.doing("saving"):
-                session.checkpoint(step)
                 session.checkpoints.wait()
         if self._asked:
             again = "" if self._run.resume == "auto" else " with `--set run.resume=auto`"
@@ -213,7 +217,8 @@ class Loop:
         if self._leads:
             early = self._best.reason if step < session.steps and not self._asked else ""
             self._write("end", {"step": step, "stopped": self._asked, "early": early})
-            session.report(self._lines)
+        if self._metrics is not None and (self._metrics.has_news or not session.folder.report.is_file()):
+            session.report(self._lines, session.folder.load_plan() if is_done else session.engine.plan)
 
     # --- a step -----------------------------------------------------------------------------------------
 
