@@ -123,9 +123,9 @@ class ZerodriftError(Exception):
         )
 
     @classmethod
-    def relayed(cls, text: str) -> Self:
-        """Make an error without parts from the text of another rank or process."""
-        return cls._made(text, ())
+    def relayed(cls, text: str, problems: Iterable[Problem] = ()) -> Self:
+        """Make an error from the text of another rank or process, with its problems if they are known."""
+        return cls._made(text, tuple(problems))
 
     def reworded(self, change: Callable[[str], str]) -> Self:
         """Apply `change` to the advice and to the text of this error."""

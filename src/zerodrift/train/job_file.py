@@ -24,6 +24,8 @@ from zerodrift.train.job import Job, Model
 UNDER_CONFIG = "config."
 FROZEN = "precision.frozen"
 """The key of the config that `model.base` sets."""
+TOTALS = ("total_num_steps", "num_training_steps")
+"""Arguments of schedules that a job fills in where the config has "auto"."""
 
 
 def read_job(
@@ -57,6 +59,17 @@ def read_job(
     _, tree, problems = tree_of({} if given is None else given, "config")
     override(tree, for_config, problems)
     return from_cache(job).model_copy(update={"config": tree}), config
+
+
+def numbers_of(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
+    """Return the values of "auto" keys: the job's, and the number of steps."""
+    return {**dict.fromkeys(totals(config), steps), **job.auto}
+
+
+def totals(config: Config) -> list[str]:
+    """Return the keys of the config that ask for the number of steps."""
+    params = {} if config.scheduler is None else config.scheduler.params
+    return [f"scheduler.params.{name}" for name in TOTALS if params.get(name) == "auto"]
 
 
 def _check_base(model: Model, config: Config, problems: Problems) -> None:

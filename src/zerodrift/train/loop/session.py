@@ -10,7 +10,6 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from zerodrift.train.data.prepare import PreparedData, packing_of, prepare, requ
 from zerodrift.train.data.sampling import BatchLayout, Feed, Mixture
 from zerodrift.train.data.tokenizer import Tokenizer, TransformersTokenizer, copy_tokenizer, tokenizer
 from zerodrift.train.job import Job
-from zerodrift.train.job_file import worded_for_a_job
+from zerodrift.train.job_file import numbers_of, totals, worded_for_a_job
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop import resume
 from zerodrift.train.loop.launcher import LaunchRequest
@@ -49,8 +48,6 @@ from zerodrift.train.tools import adapters
 from zerodrift.weights import export
 
 NO_COMPILER = "! no compiled kernels: updates are several times slower; `zerodrift doctor` says why"
-TOTALS = ("total_num_steps", "num_training_steps")
-"""Arguments of schedules that a job fills in where the config has "auto"."""
 
 
 @dataclass(frozen=True)
@@ -373,17 +370,6 @@ def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: i
     problems.raise_as(ConfigError)
 
 
-def numbers_of(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
-    """Return the values of "auto" keys: the job's, and the number of steps."""
-    return {**dict.fromkeys(_totals(config), steps), **job.auto}
-
-
-def _totals(config: Config) -> list[str]:
-    """Return the keys of the config that ask for the number of steps."""
-    params = {} if config.scheduler is None else config.scheduler.params
-    return [f"scheduler.params.{name}" for name in TOTALS if params.get(name) == "auto"]
-
-
 # --- jobs without a run: no rank is started, no weights are placed ---------------------------------------
 
 
@@ -391,7 +377,7 @@ def _totals(config: Config) -> list[str]:
 def planned_from(job: Job, config: Config, world: int) -> tuple[ModelSpec, AutoValues]:
     """Return a job's model and the values of its "auto" keys on so many ranks."""
     steps = job.run.steps or 1
-    if job.run.steps is None and any(key not in job.auto for key in _totals(config)):
+    if job.run.steps is None and any(key not in job.auto for key in totals(config)):
         letters = tokenizer(job.data.tokenizer, job.model.source)
         cache = RunFolder.of(job).cache(job.data.cache)
         _, steps = _length_of(job, config, prepare(job.data, letters, cache), world)
