@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.jobs import kinds, trained
 from zerodrift.checkpoint.files import Lock
 from zerodrift.errors import CheckpointError
+from zerodrift.policy import ORDER
 from zerodrift.train.loop import training
 from zerodrift.train.loop.step import run_step
 
@@ -134,6 +135,22 @@ def test_each_difference_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixt
     found = [line.split(":")[0].strip() for line in lines if ": was " in line]
     assert "config.zero_optimization.stage" in found and "stage" not in found
     assert len(found) == len(set(found)) and "and not from" not in out
+
+
+def test_another_order_of_sums_is_said_in_a_line_that_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, steps=1)
+    order = {"precision": {"mode": "bf16", "reduce": {"order": "rank"}}}
+    out = told(capsys, tmp_path, steps=2, config=order).split("changed since")[1].split("precision:")[0]
+    words = (
+        "order of sums: was tree over micro-batches, is by rank; losses will differ in their last bits; "
+        "`config.precision.reduce.order: tree` keeps them"
+    )
+    assert words in " ".join(out.split()) and max(map(len, out.splitlines())) <= 100
+    assert [change[1:3] for change in kinds(tmp_path, "start")[-1]["changed"] if change[0] == ORDER] == [
+        ["tree over micro-batches", "by rank"]
+    ]
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:

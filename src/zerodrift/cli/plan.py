@@ -200,9 +200,11 @@ def _job_source(
 
 
 def is_job(source: str) -> bool:
-    """Return True if a file has the blocks of a job."""
+    """Return True if a file has the blocks of a job, or for the folder of a run."""
     from zerodrift.config import tree_of
 
+    if Path(source, "job.json").is_file():
+        return True
     try:
         _, tree, _ = tree_of(source, "job")
     except ConfigError:

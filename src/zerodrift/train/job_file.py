@@ -22,6 +22,8 @@ from zerodrift.train.data.files import from_cache
 from zerodrift.train.job import Job, Model
 
 UNDER_CONFIG = "config."
+JOB_FILE = "job.json"
+"""The job in the folder of a run."""
 FROZEN = "precision.frozen"
 """The key of the config that `model.base` sets."""
 TOTALS = ("total_num_steps", "num_training_steps")
@@ -31,7 +33,12 @@ TOTALS = ("total_num_steps", "num_training_steps")
 def read_job(
     source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> tuple[Job, Config]:
-    heading, tree, problems = tree_of(source, "job")
+    """Read a job from a file, a dict, or the folder of a run, which goes on there."""
+    run = None if isinstance(source, Mapping) else Path(source).expanduser()
+    is_run = run is not None and (run / JOB_FILE).is_file()
+    heading, tree, problems = tree_of(run / JOB_FILE if run is not None and is_run else source, "job")
+    if is_run and isinstance(tree.get("run"), dict):
+        tree["run"]["folder"] = str(run)  # from whatever working folder it is named
     for_config = [text.removeprefix(UNDER_CONFIG) for text in overrides if text.startswith(UNDER_CONFIG)]
     override(tree, [text for text in overrides if not text.startswith(UNDER_CONFIG)], problems)
     given = tree.get("config")

@@ -49,6 +49,11 @@ class PreparedData:
     sets: tuple[DataSource, ...]
     """Training sets, and the validation files if there are any."""
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether all data are conversations."""
+        return all(each.counts.kind == "chat" for each in self.sets)
+
     def lines(self) -> list[tuple[str, str]]:
         if len(self.sets) == 1:
             return [("data", self.sets[0].counts.line())]

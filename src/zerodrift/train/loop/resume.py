@@ -200,8 +200,14 @@ def _plan_changes(loaded: Loaded, keys: Sequence[Change]) -> Iterator[Change]:
         what = difference.what
         if what in _WITHOUT_EFFECT or what in known or (keys and what in _BY_KEYS):
             continue
-        holds = difference.effect or "this run's holds"
+        was, now, holds = difference.saved, difference.now, difference.effect or "this run's holds"
+        if what == ORDER:
+            was, now = was.partition(":")[0], now.partition(":")[0]
+            if was == now:
+                continue
+            keeps = f"; `config.{KEY}: tree` keeps them" if was.startswith("tree") else ""
+            holds = f"losses will differ in their last bits{keeps}"
         if what in ("optimizer block", "scheduler block"):
             holds = "the job's holds"
-        yield Change(what, difference.saved, difference.now, holds)
+        yield Change(what, was, now, holds)
         known.add(what)

@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import math
+import textwrap
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from zerodrift.model import ModelSpec, describe
 from zerodrift.plan import Plan, rank_micro_batches
 from zerodrift.policy import SPLIT, AutoValues, Policy, mesh_for, need_of, resolve
 from zerodrift.train.data.blocks import Blocks
+from zerodrift.train.data.chat_template import prompt_tokens
 from zerodrift.train.data.files import cached_names
 from zerodrift.train.data.prepare import PreparedData, packing_of, prepare, require_validation
 from zerodrift.train.data.sampling import BatchLayout, Feed, Mixture
@@ -47,6 +49,7 @@ from zerodrift.train.report.summary import data_facts, data_text, environment, h
 from zerodrift.train.tools import adapters
 from zerodrift.weights import export
 
+WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 NO_COMPILER = "! no compiled kernels: updates are several times slower; `zerodrift doctor` says why"
 
 
@@ -67,6 +70,8 @@ class Session:
     base: str
     """Digest of the base of adapters; empty without adapters."""
     smoothed: models.SmoothedLoss | None
+    is_chat: bool
+    """Whether all data are conversations."""
     lock: Lock | None
     """Lock of the folder, on rank 0."""
 
@@ -139,7 +144,7 @@ class Session:
             "changed": [astuple(change) for change in resumed.changes],
         }
 
-    def resume_lines(self, resumed: ResumePoint, early: str) -> list[str]:
+    def resume_lines(self, resumed: ResumePoint, early: str, width: int) -> list[str]:
         if resumed.checkpoint is None:
             return []
         step, steps, where = resumed.step, self.steps, resumed.checkpoint
@@ -152,7 +157,9 @@ class Session:
             ]
         elif early:
             lines = [f"nothing to train: {early} after step {step} of {steps} ({where})"]
-        changes = [] if early or step >= steps else [f"  {change}" for change in resumed.changes]
+        changes = []
+        for change in resumed.changes if not early and step < steps else ():
+            changes += textwrap.wrap(f"  {change}", width, subsequent_indent="    ", **WHOLE_WORDS)
         wanted = self.job.run.resume
         if wanted not in ("auto", "never", LATEST, where.name) and self.is_own(resumed):
             lines += [f"  and not from {wanted}, where it once began: {self.folder.path} is further"]
@@ -232,7 +239,7 @@ def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
         must = "must be given, or `train_batch_size`: nothing else decides it here"
         problems.add("config.train_micro_batch_size_per_gpu", must, got="neither")
     problems.raise_as(ConfigError)
-    _require_within_run(job, model, letters, steps)
+    _require_within_run(job, model, letters, steps, prepared.is_chat)
     return Outline(folder, letters, prepared, steps, source, model, smoothed)
 
 
@@ -292,6 +299,7 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
             command=request.command,
             base=base,
             smoothed=made.smoothed,
+            is_chat=prepared.is_chat,
             lock=lock,
         )
     except BaseException:
@@ -351,7 +359,7 @@ def _length_of(job: Job, config: Config, prepared: PreparedData, world: int) -> 
     return policy, steps
 
 
-def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: int) -> None:
+def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: int, is_chat: bool) -> None:
     """Refuse audits and profiles beyond the last step, and prompts that fill the model's positions."""
     problems = Problems()
     if late := [step for step in job.audit.at if step > steps]:
@@ -363,7 +371,7 @@ def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: i
         problems.add("run.profile", must, got=got, do=todo)
     room = models.positions(model)
     for prompt in job.run.samples:
-        count = len(letters.start) + len(letters.encode(prompt))
+        count = len(prompt_tokens(prompt, letters, is_chat)[0])
         if room is not None and count >= room:
             must = f"must leave room in the model's {room:,} positions"
             problems.add("run.samples", must, got=f"{count:,} tokens of {prompt[:40]!r}", do="Shorten it.")

@@ -145,7 +145,7 @@ class Loop:
                 session.folder.save_job(session.job)
                 session.folder.save_plan(self._engine.plan)
                 self._write("start", {"step": step, **session.start_line(resumed)})
-            texts = session.resume_lines(resumed, self._best.reason)
+            texts = session.resume_lines(resumed, self._best.reason, self._display.width)
             wanted = self._run.profile
             is_over = wanted is not None and wanted.last <= step and not session.folder.traces.is_dir()
             if wanted is not None and is_over and not has_ended:
@@ -338,8 +338,9 @@ class Loop:
     def _write_samples(self, step: int) -> None:
         for prompt in self._run.samples:
             with self._display.doing("writing samples"):
-                text = continue_prompt(self._engine, self._session.tokenizer, prompt)
-            self._write("sample", {"step": step, "prompt": prompt, "text": text})
+                text = continue_prompt(self._session, prompt)
+            is_chat = self._session.is_chat
+            self._write("sample", {"step": step, "prompt": prompt, "text": text, "chat": is_chat})
 
     def _evaluate(self, step: int) -> None:
         if self._session.validation is None:

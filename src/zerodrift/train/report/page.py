@@ -246,10 +246,10 @@ def _shown(value: float | None) -> str:
 
 
 def _samples(lines: RunLines) -> PageSection:
-    shown = [
-        Preformatted(str(line.get("text", "")), str(line.get("prompt", "")), f"step {line['step']}")
-        for line in lines.of_kind("sample")[-SHOWN_SAMPLES:]
-    ]
+    shown = []
+    for line in lines.of_kind("sample")[-SHOWN_SAMPLES:]:
+        prompt = f"{line['prompt']}\n" if line.get("chat") else f"{line['prompt']}"
+        shown.append(Preformatted(f"{line['text']}", prompt, f"step {line['step']}"))
     return PageSection("Samples", "samples", [BlockRow(shown, "samples")] if shown else ())
 
 
