@@ -115,7 +115,7 @@ def test_a_block_that_is_too_short_for_answers_is_to_be_raised(tmp_path: Path) -
     counts = made(tmp_path, data(chats, block=48, format="chat")).sets[0].counts
     facts = dict(counts.facts())
     assert facts["too long"].startswith("4 conversations cut") and "left out" not in facts
-    assert facts["look at"].startswith("4 of 4 conversations lose their end: raise `data.block`")
+    assert facts["look at"].startswith("most conversations are cut, 4 of 4: raise `data.block`")
     empty = jsonl(tmp_path / "b.jsonl", [{"messages": TALK[:1]}])
     with pytest.raises(ConfigError, match=r"nothing to learn.*Name more files"):
         made(tmp_path, data(empty))

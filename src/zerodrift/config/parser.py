@@ -92,7 +92,7 @@ def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
         looked = "" if os.path.isabs(os.path.expanduser(name)) else f" (looked for in {os.getcwd()})"
         _refuse(name, "must exist", f"no such file{looked}", nearest_path(name))
     except IsADirectoryError:
-        _refuse(name, "must be a file", "a folder", "Name the config in it.")
+        _refuse(name, "must be a file", "a folder", "Name the file in it.")
     except OSError as error:
         _refuse(name, "must be readable", error.strerror or str(error))
     except ValueError as error:

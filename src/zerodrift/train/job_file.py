@@ -22,8 +22,8 @@ from zerodrift.train.data.files import from_cache
 from zerodrift.train.job import Job, Model
 
 UNDER_CONFIG = "config."
-JOB_FILE = "job.json"
-"""The job in the folder of a run."""
+JOB_FILE, PLAN_FILE = "job.json", "plan.json"
+"""The job and the plan in the folder of a run."""
 FROZEN = "precision.frozen"
 """The key of the config that `model.base` sets."""
 TOTALS = ("total_num_steps", "num_training_steps")
@@ -34,11 +34,10 @@ def read_job(
     source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> tuple[Job, Config]:
     """Read a job from a file, a dict, or the folder of a run, which goes on there."""
-    run = None if isinstance(source, Mapping) else Path(source).expanduser()
-    is_run = run is not None and (run / JOB_FILE).is_file()
-    heading, tree, problems = tree_of(run / JOB_FILE if run is not None and is_run else source, "job")
-    if is_run and isinstance(tree.get("run"), dict):
-        tree["run"]["folder"] = str(run)  # from whatever working folder it is named
+    file = job_of_run(source)
+    heading, tree, problems = tree_of(source if file is None else file, "job")
+    if file is not None and isinstance(run := tree.setdefault("run", {}), dict):
+        run["folder"] = str(file.parent)  # from any working folder
     for_config = [text.removeprefix(UNDER_CONFIG) for text in overrides if text.startswith(UNDER_CONFIG)]
     override(tree, [text for text in overrides if not text.startswith(UNDER_CONFIG)], problems)
     given = tree.get("config")
@@ -66,6 +65,14 @@ def read_job(
     _, tree, problems = tree_of({} if given is None else given, "config")
     override(tree, for_config, problems)
     return from_cache(job).model_copy(update={"config": tree}), config
+
+
+def job_of_run(source: object) -> Path | None:
+    """Return the job in the folder of a run, which has its plan beside it; None for any other source."""
+    if not isinstance(source, (str, os.PathLike)):
+        return None
+    is_run = all(os.path.isfile(os.path.join(source, name)) for name in (JOB_FILE, PLAN_FILE))
+    return Path(source) / JOB_FILE if is_run else None
 
 
 def numbers_of(job: Job, config: Config, steps: int) -> Mapping[str, Any]:

@@ -79,7 +79,7 @@ class DataCounts:
 
     def notes(self) -> list[str]:
         documents = self.train.documents + self.held.documents
-        most = f"{self.cut:,} of {several(documents, self.noun)} lose their end: raise `data.block`"
+        most = f"most {self.noun}s are cut, {self.cut:,} of {documents:,}: raise `data.block`"
         noted = [f"{several(count, self.noun)} {warning}" for warning, count in self.noted.items()]
         return [*([most] if 2 * self.cut > documents else []), *noted]
 

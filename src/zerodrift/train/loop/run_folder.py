@@ -33,7 +33,7 @@ from zerodrift.errors import ConfigError, nearest_path, said
 from zerodrift.model import CONFIG, is_installed, safetensors
 from zerodrift.plan import Plan
 from zerodrift.train.job import Job
-from zerodrift.train.job_file import JOB_FILE, read_back, read_job
+from zerodrift.train.job_file import JOB_FILE, PLAN_FILE, read_back, read_job
 
 JOB, STEP, PLACE, BASE = "job", "step", "data", "base"
 """Keys of the `client` state that checkpoints of a run carry."""
@@ -42,7 +42,7 @@ JOB, STEP, PLACE, BASE = "job", "step", "data", "base"
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.job, self.plan = path / JOB_FILE, path / "plan.json"
+        self.job, self.plan = path / JOB_FILE, path / PLAN_FILE
         self.environment, self.metrics = path / "environment.json", path / "metrics.jsonl"
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
