@@ -192,8 +192,7 @@ class _Maker:
             train, held, counts = held, train, replace(counts, train=counts.held, held=counts.train)
         if not len(train):
             got = "nothing to learn" if counts.left or counts.train.documents else "no documents"
-            longest = f": the longest {counts.noun} has {counts.longest:,} tokens" if counts.longest else ""
-            todo = f"Raise `data.block`{longest}." if counts.cut else "Name more files."
+            todo = "Raise `data.block`." if counts.cut else "Name more files."
             raise _too_little(where, "; ".join((got, *counts.cuts(), *counts.reasons())), todo)
         if share and not len(held):
             # Of very few documents none may have been drawn: then the last blocks are held out.
