@@ -140,20 +140,20 @@ class Loop:
         self._best = BestEvaluation(self._run.patience, losses)
         has_ended = step >= session.steps or bool(self._best.reason)
         is_done = has_ended and session.is_own(resumed)
-        if self._leads:
-            if not is_done:
-                session.folder.save_job(session.job)
-                session.folder.save_plan(self._engine.plan)
-                self._write("start", {"step": step, **session.start_line(resumed)})
-            texts = session.resume_lines(resumed, self._best.reason, self._display.width)
-            wanted = self._run.profile
-            is_over = wanted is not None and wanted.last <= step and not session.folder.traces.is_dir()
-            if wanted is not None and is_over and not has_ended:
-                over = f"steps {wanted.from_} to {wanted.last} are over and are not recorded"
-                texts.append(f"{over} (`run.profile`)")
-            for text in texts:
-                say(legible(text))
         try:
+            if self._leads:
+                if not is_done:
+                    session.folder.save_job(session.job)
+                    session.folder.save_plan(self._engine.plan)
+                    self._write("start", {"step": step, **session.start_line(resumed)})
+                texts = session.resume_lines(resumed, self._best.reason, self._display.width)
+                wanted = self._run.profile
+                is_over = wanted is not None and wanted.last <= step and not session.folder.traces.is_dir()
+                if wanted is not None and is_over and not has_ended:
+                    over = f"steps {wanted.from_} to {wanted.last} are over and are not recorded"
+                    texts.append(f"{over} (`run.profile`)")
+                for text in texts:
+                    say(legible(text))
             engine = self._engine
             self._display.start(step, session.steps, lambda: (engine.micro_batches, engine.accumulation))
             self._stop.doing = STEP
