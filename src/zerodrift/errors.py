@@ -27,6 +27,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -82,6 +83,8 @@ KINDS = (
 
 MOST = 50
 """Most problems in the text of one error."""
+MOST_BESIDE = 10_000
+"""Most names of a folder that are compared with a name that is not there."""
 
 
 class ZerodriftError(Exception):
@@ -120,9 +123,9 @@ class ZerodriftError(Exception):
         )
 
     @classmethod
-    def relayed(cls, text: str) -> Self:
-        """Make an error without parts from the text of another rank or process."""
-        return cls._made(text, ())
+    def relayed(cls, text: str, problems: Iterable[Problem] = ()) -> Self:
+        """Make an error from the text of another rank or process, with its problems if they are known."""
+        return cls._made(text, tuple(problems))
 
     def reworded(self, change: Callable[[str], str]) -> Self:
         """Apply `change` to the advice and to the text of this error."""
@@ -276,6 +279,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if not near:
         return ""
     return "Did you mean " + " or ".join(f"`{name}`" for name in near) + "?"
+
+
+def nearest_path(written: str | os.PathLike[str]) -> str:
+    """Return a sentence that offers the nearest name beside a path that is not there, or `""`."""
+    path = Path(written)
+    try:
+        place = path.expanduser()
+        names = [] if place.exists() else [near.name for near in islice(place.parent.iterdir(), MOST_BESIDE)]
+    except (OSError, RuntimeError, ValueError):  # a name too long, a home that is not there
+        return ""
+    return "".join(f"Did you mean `{path.parent / near}`?" for near in nearest(path.name, names))
 
 
 def several(count: int, word: str, plural: str = "") -> str:

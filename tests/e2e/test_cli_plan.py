@@ -199,6 +199,7 @@ def test_plans_do_not_import_torch(files: Files) -> None:
             ("plan", "CONFIG", "--model", "MODEL", "--set", "zero_optimization.stagee=2"),
             "zero_optimization.stage",
         ),
+        (("plan", "CONFIG", "--model", "MODEL", "--set", "a"), "`--set`: must be `dotted.path=value`"),
         (("plan", "CONFIG", "--model", "MODEL", "--rows", "*.ruoter.*"), "`*.router.*`"),
         (("plan", "CONFIG", "--model", "MODEL", "--html", "missing/plan.html"), "No such file or directory"),
         (("plan", "CONFIG", "--model", "MODEL", "--html", "."), "`--html`"),

@@ -17,7 +17,9 @@ def write_job(folder: Path) -> str:
     return str(job(folder, steps=4, data={"validation": 0.3}, run=run))
 
 
-def test_it_says_what_training_says_on_any_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_training_says_on_any_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_job(tmp_path)
     train(path)
     before = {file: file.read_bytes() for file in (tmp_path / "run").iterdir() if file.is_file()}
@@ -37,6 +39,10 @@ def test_it_says_what_training_says_on_any_ranks(tmp_path: Path, capsys: pytest.
     other.write_text("Quite another text, of which nothing was seen. " * 9)
     assert evaluate(path, [f"data.validation={other}"]) == 0
     assert "data.validation: was 0.3, is" in capsys.readouterr().out
+    with monkeypatch.context() as elsewhere:
+        elsewhere.chdir(tmp_path)
+        assert evaluate("run") == 0, "the folder of a run is its job"
+    assert f"validation loss {found[4]:.6f}" in capsys.readouterr().out
     two = commands.run("evaluate", path, "--nproc", "2")
     assert two.returncode == 0 and f"validation loss {found[4]:.6f}" in two.stdout, two.stdout + two.stderr
     assert before == {file: file.read_bytes() for file in (tmp_path / "run").iterdir() if file.is_file()}
@@ -46,3 +52,16 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ZerodriftError, match=r"`data\.validation`: must say what to evaluate on"):
         evaluate(str(job(tmp_path)))
     assert not (tmp_path / "run").exists()
+
+
+def test_samples_of_conversations_are_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the page and in an evaluation alone."""
+    rows = [{"prompt": f"why {number}?", "completion": "because"} for number in range(20)]
+    data, run = {"format": "chat", "block": 64, "validation": 0.3}, {"samples": ["why?"]}
+    path = str(job(tmp_path, steps=2, rows=rows, data=data, run=run))
+    train(path)
+    (line,) = kinds(tmp_path, "sample")
+    assert line["chat"] and "<b>why?\n</b>" in (tmp_path / "run" / "report.html").read_text()
+    capsys.readouterr()
+    assert evaluate(path) == 0
+    assert "\nuser: why?\nassistant: " in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import pytest
 from tests.e2e.jobs import kinds, trained
 from zerodrift.checkpoint.files import Lock
 from zerodrift.errors import CheckpointError
+from zerodrift.policy import ORDER
+from zerodrift.train.loop import training
+from zerodrift.train.loop.step import run_step
 
 
 def rates(folder: Path) -> dict[int, float]:
@@ -72,6 +76,42 @@ def test_nothing_changed_says_nothing_changed(tmp_path: Path, capsys: pytest.Cap
     assert [line["step"] for line in kinds(tmp_path, "start")] == [0]
 
 
+def test_a_run_that_is_over_keeps_what_it_says_of_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Started again with another job, and then with what its page does not have yet."""
+    trained(tmp_path, steps=2)
+    folder, other = tmp_path / "run", {"config": {"optimizer": adam(3e-3)}}
+    files = [folder / name for name in ("job.json", "plan.json", "environment.json", "report.html")]
+    before, metrics = [file.read_bytes() for file in files], (folder / "metrics.jsonl").read_bytes()
+    out = told(capsys, tmp_path, steps=2, **other)
+    assert "nothing to train" in out and "changed since" not in out
+    assert [file.read_bytes() for file in files] == before
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+    told(capsys, tmp_path, steps=2, run={"samples": ["It is"]}, **other)
+    assert [file.read_bytes() for file in files][:3] == before[:3]
+    page = files[3].read_text()
+    assert "<b>It is</b>" in page and kinds(tmp_path, "sample")
+
+
+def test_every_checkpoint_has_a_line_with_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the way, on a signal, and at the end."""
+
+    def stopped(engine: Any, feed: Any, seed: int, step: int, *rest: Any) -> Any:
+        tried = run_step(engine, feed, seed, step, *rest)
+        return replace(tried, asked=step == 2)
+
+    monkeypatch.setattr(training, "run_step", stopped)
+    every = {"checkpoint_every": 2}
+    assert trained(tmp_path, steps=5, run=every) == 130
+    monkeypatch.undo()
+    assert trained(tmp_path, steps=5, run=every) == 0
+    lines = kinds(tmp_path, "checkpoint")
+    assert [line["step"] for line in lines] == [2, 3, 4, 5]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert all(line["digest"] and line["digest"] in page for line in lines)
+
+
 def test_a_path_is_where_a_run_begins_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint, its folder and its run are all paths to the same checkpoint."""
     trained(tmp_path, steps=2)
@@ -95,6 +135,22 @@ def test_each_difference_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixt
     found = [line.split(":")[0].strip() for line in lines if ": was " in line]
     assert "config.zero_optimization.stage" in found and "stage" not in found
     assert len(found) == len(set(found)) and "and not from" not in out
+
+
+def test_another_order_of_sums_is_said_in_a_line_that_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, steps=1)
+    order = {"precision": {"mode": "bf16", "reduce": {"order": "rank"}}}
+    out = told(capsys, tmp_path, steps=2, config=order).split("changed since")[1].split("precision:")[0]
+    words = (
+        "order of sums: was tree over micro-batches, is by rank; losses will differ in their last bits; "
+        "`config.precision.reduce.order: tree` keeps them"
+    )
+    assert words in " ".join(out.split()) and max(map(len, out.splitlines())) <= 100
+    assert [change[1:3] for change in kinds(tmp_path, "start")[-1]["changed"] if change[0] == ORDER] == [
+        ["tree over micro-batches", "by rank"]
+    ]
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:

@@ -213,6 +213,16 @@ def test_more_processes_than_any_machine_has_are_refused(tmp_path: Path) -> None
         train(str(job(tmp_path)), nproc=10**6)
 
 
+def test_a_config_that_does_not_fit_the_ranks_starts_none(tmp_path: Path) -> None:
+    """It is refused as a dry run refuses it, with its kind."""
+    said = []
+    for run in (train, lambda *given: dry_run(*given, False)):
+        with pytest.raises(ConfigError, match="train_batch_size") as caught:
+            run(str(job(tmp_path)), ("config.train_batch_size=6",), 2)
+        said.append(str(caught.value))
+    assert said[0] == said[1] and not (tmp_path / "run").exists()
+
+
 # --- what goes wrong ------------------------------------------------------------------------------------
 
 

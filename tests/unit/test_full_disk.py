@@ -28,7 +28,7 @@ from zerodrift.checkpoint.folder import CheckpointFolder
 from zerodrift.checkpoint.manifest import verified
 from zerodrift.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.job import Run
+from zerodrift.train.job import Job
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.start import train
 from zerodrift.train.report.metrics import Metrics
@@ -224,7 +224,8 @@ def test_the_metrics_of_a_run(disk: Disk, tmp_path: Path) -> None:
     """A line that did not fit is an error when it is written, and is skipped by readers."""
     from zerodrift.checkpoint.files import full_disk_named
 
-    metrics = Metrics(RunFolder(tmp_path / "run"), Run(folder=str(tmp_path / "run")), 0)
+    job = Job(model={"source": "m"}, data={"train": "text"})
+    metrics = Metrics(RunFolder(tmp_path / "run"), job, 0)
     metrics.write("step", {"step": 1})
     disk.left = 0
     with pytest.raises(ZerodriftError, match="No space left on device"), full_disk_named(tmp_path / "run"):

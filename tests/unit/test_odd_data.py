@@ -100,6 +100,24 @@ def test_a_name_of_no_files_is_refused(name: str, tmp_path: Path) -> None:
         made(tmp_path, data(Path("unused"), train=name))
 
 
+def test_a_block_that_is_too_short_for_answers_is_to_be_raised(tmp_path: Path) -> None:
+    """Where conversations are cut before their answer; and where only their ends are, that is said."""
+    chats = jsonl(tmp_path / "a.jsonl", [{"prompt": "q" * 20, "completion": "answer"}] * 4)
+    with pytest.raises(ConfigError, match=r"Raise `data\.block`\.") as raised:
+        made(tmp_path, data(chats, block=24, format="chat"))
+    longest = len(b"<|user|>\n<|assistant|>\n" + b"q" * 20 + b"answer") + 2
+    lost = 4 * (longest - 24)
+    cut = f"4 conversations cut at the end of a block, by {lost} tokens in all; the longest has {longest}"
+    assert cut in raised.value.got
+    counts = made(tmp_path, data(chats, block=48, format="chat")).sets[0].counts
+    facts = dict(counts.facts())
+    assert facts["too long"].startswith("4 conversations cut") and "left out" not in facts
+    assert facts["look at"].startswith("most conversations are cut, 4 of 4: raise `data.block`")
+    empty = jsonl(tmp_path / "b.jsonl", [{"messages": TALK[:1]}])
+    with pytest.raises(ConfigError, match=r"nothing to learn.*Name more files"):
+        made(tmp_path, data(empty))
+
+
 def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", ROWS)
     reading = made(tmp_path, data(file, pack=False)).sets[0].counts
@@ -108,8 +126,10 @@ def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
     asked = {"prompt": "a question that fills the whole block by itself", "completion": "?"}
     rows = [asked, {"prompt": "q", "completion": "answer"}, {"messages": TALK[:1]}]
     reading = made(tmp_path, data(jsonl(tmp_path / "b.jsonl", rows), block=32, format="chat")).sets[0].counts
+    assert reading.cuts() == [
+        "1 conversation cut at the end of a block, by 41 tokens in all; the longest has 73"
+    ]
     assert reading.reasons() == [
-        "1 conversation cut at the end of a block, by 41 tokens in all",
         "1 conversation without a turn of the assistant to learn",
         "1 block with nothing to learn",
     ]

@@ -121,6 +121,14 @@ def test_blocks_are_made_once_and_again_when_anything_changes(tmp_path: Path) ->
 # --- conversations ------------------------------------------------------------------------------------
 
 
+def test_a_prompt_is_a_question_or_bare_text() -> None:
+    letters = ByteTokenizer()
+    assert rendering.prompt_tokens("Hi", letters, False) == ([*b"Hi"], {letters.end})
+    assert rendering.prompt_tokens("", letters, False) == ([letters.end], {letters.end})
+    given, ends = rendering.prompt_tokens("Hi", letters, True)
+    assert given == [*b"<|user|>\nHi", letters.end, *b"<|assistant|>\n"] and ends == {letters.end}
+
+
 def test_only_what_the_assistant_says_is_learned() -> None:
     talk = chat.Conversation(tuple(TALK), "a talk")
     tokens, learned = rendering.encode_conversation(talk, ByteTokenizer(), learn_all=False)

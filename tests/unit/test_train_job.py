@@ -15,9 +15,13 @@ import torch
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, ZerodriftError
-from zerodrift.train.job import Job, Lora
+from zerodrift.train.data.conversation import read_conversation
+from zerodrift.train.data.files import find
+from zerodrift.train.data.tokenizer import tokenizer
+from zerodrift.train.job import Data, Job, Lora, Model
 from zerodrift.train.job_file import every_path, for_a_job, read_job, worded_for_a_job
-from zerodrift.train.loop.run_folder import RunFolder, require_writable
+from zerodrift.train.loop.model import source_of
+from zerodrift.train.loop.run_folder import RunFolder, model_at, require_writable
 
 
 def least(**more: Any) -> dict[str, Any]:
@@ -228,3 +232,28 @@ def test_advice_names_what_a_job_has(tmp_path: Path) -> None:
     assert caught.value.do == for_a_job(said) and str(caught.value).endswith(for_a_job(said))
     with pytest.raises(ConfigError, match=r"Set `run.device: cpu`."), worded_for_a_job():
         raise ConfigError("run.device", "must be there", do="Set `run.device: cpu`.")
+
+
+def test_a_name_beside_is_offered(tmp_path: Path) -> None:
+    """Of data, a model, a tokenizer, a run, and a role."""
+    (tmp_path / "runs" / "job").mkdir(parents=True)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "chat.jsonl").touch()
+    for call, near in (
+        (lambda: find(str(tmp_path / "chats.jsonl"), Data(train="x"), "data.train"), tmp_path / "chat.jsonl"),
+        (lambda: source_of(Model(source=str(tmp_path / "tinyy"))), tmp_path / "tiny"),
+        (lambda: tokenizer(str(tmp_path / "tinny"), ""), tmp_path / "tiny"),
+        (lambda: model_at(tmp_path / "runs" / "jobb"), tmp_path / "runs" / "job"),
+        (
+            lambda: read_conversation(
+                {"messages": [{"role": "asistant", "content": "Yo"}]}, "messages", "a row"
+            ),
+            "assistant",
+        ),
+    ):
+        with pytest.raises((ConfigError, ModelError)) as raised:
+            call()
+        assert raised.value.do == f"Did you mean `{near}`?"
+    with pytest.raises(ConfigError) as raised:
+        find(str(tmp_path / "tiny"), Data(train="x"), "data.train")
+    assert not raised.value.do, "what is there is not misspelt"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zerodrift.errors import ZerodriftError
+from zerodrift.errors import ConfigError, RankError, ZerodriftError
 from zerodrift.train.loop import launcher as launch
 from zerodrift.train.loop.launcher import IN_ORDER, RankFailedError, exit_code, first_host, listen, slurm
 
@@ -42,8 +42,11 @@ def test_slurm_is_not_joined_where_it_did_not_start_ranks(change: dict[str, str 
     assert slurm(environment) is None
 
 
-def ended(folder: Path, number: int, code: int, failure: tuple[str, bool, float] | None) -> launch._Rank:
-    """Return a rank that has ended with a code, and perhaps (reason, whether it was refused, time)."""
+Failure = tuple[str, ZerodriftError | None, float]
+
+
+def ended(folder: Path, number: int, code: int, failure: Failure | None) -> launch._Rank:
+    """Return a rank that has ended with a code, and perhaps (reason, the error it was refused with, time)."""
     end = f"import os, signal; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
     process = subprocess.Popen([sys.executable, "-c", end])
     process.wait()
@@ -53,27 +56,30 @@ def ended(folder: Path, number: int, code: int, failure: tuple[str, bool, float]
     return launch._Rank(number, process, place, folder / f"{number}.txt")
 
 
-MISSED = (2, ("rank 1 is missing", True, 20.0))
+REFUSAL = ConfigError("data", "must be there")
+MISSED = (2, ("rank 1 is missing", RankError.relayed("rank 1 is missing"), 20.0))
 
 
 @pytest.mark.parametrize(
     ("ends", "kind", "words"),
     [
         (
-            [MISSED, (2, ("`data`: must be there", True, 10.0))],
-            *(ZerodriftError, ["rank 1: `data`: must be there"]),
+            [MISSED, (2, (str(REFUSAL), REFUSAL, 10.0))],
+            *(ConfigError, ["rank 1: `data`: must be there"]),
         ),
         ([MISSED, (-signal.SIGKILL, None)], ZerodriftError, ["`rank 1`", "SIGKILL", "last checkpoint"]),
-        ([(1, ("Traceback ...\nKeyError: 3", False, 1.0))], RankFailedError, ["KeyError: 3"]),
+        ([(1, ("Traceback ...\nKeyError: 3", None, 1.0))], RankFailedError, ["KeyError: 3"]),
     ],
     ids=["the first of them", "a killed one before those that missed it", "a defect with its traceback"],
 )
 def test_the_rank_that_failed_first_is_told(
-    tmp_path: Path, ends: list[tuple[int, tuple[str, bool, float] | None]], kind: type, words: list[str]
+    tmp_path: Path, ends: list[tuple[int, Failure | None]], kind: type, words: list[str]
 ) -> None:
     ranks = [ended(tmp_path, number, *end) for number, end in enumerate(ends)]
     told = launch._first_failure(ranks, len(ranks))
-    assert isinstance(told, kind) and all(word in str(told) for word in words)
+    assert type(told) is kind and all(word in str(told) for word in words)
+    if isinstance(told, ConfigError):
+        assert told.problems == REFUSAL.problems and told.see() == REFUSAL.see()
 
 
 def test_the_first_signal_asks_and_handlers_come_back(capfd: pytest.CaptureFixture[str]) -> None:

@@ -32,11 +32,13 @@ from zerodrift.report.charts import (
     smooth_values,
     stretches,
 )
-from zerodrift.train.job import Job, Run
+from zerodrift.train.job import Job
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.report.display import Display, clock
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, read
 from zerodrift.train.report.page import peak, readable, run_page
+
+JOB = Job(model={"source": "m"}, data={"train": "text"})
 
 
 def step(number: int, loss: float = 2.0, skipped: bool = False) -> StepMetrics:
@@ -150,10 +152,20 @@ def test_resumes_and_skips_are_marked_and_told() -> None:
     text = page(lines)
     charts = text.count('class="curve"')
     assert text.count('class="mark resume"') == charts == text.count('class="mark skip"') > 4
-    assert "gone on with after step 2; changed: config.optimizer.params.lr" in text
+    assert "resumed after step 2; changed: config.optimizer.params.lr" in text
     plain = html.unescape(text).replace("<wbr>", "")
     assert all(f"<td>{cell}</td>" in plain for cell in change)
     assert 'class="mark ' not in page(LINES)
+
+
+def test_what_was_observed_before_a_resume_on_other_ranks_stays() -> None:
+    """One table for each that differs, with the steps that it is of."""
+    alone = [["reduce", "float32", "-", 3, 100, "not seen"]]
+    text = page([*LINES, {**LINES[1], "step": 3}])
+    assert text.count("Seen in step") == 1 and "Steps 1 to" not in text
+    text = page([*LINES, {**LINES[1], "step": 3, "cells": alone}])
+    assert text.index("Steps 3 to the end. Seen in step 3") < text.index("Steps 1 to 2. Seen in step 1")
+    assert "DIFFERENT" in text and "not seen" in text
 
 
 def test_what_it_was_made_with_is_on_the_page() -> None:
@@ -234,20 +246,27 @@ def test_a_run_without_a_step_has_a_page() -> None:
 
 def test_going_on_takes_out_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    first = Metrics(folder, Run(), after=0)
+    first = Metrics(folder, JOB, after=0)
     for number in range(1, 6):
         first.step(step(number, loss=math.nan if number == 2 else 1.0))
     first.write("end", {"step": 5})
     first.close()
     with folder.metrics.open("a") as file:
         file.write('{"kind": "step", "ste')
-    again = Metrics(folder, Run(), after=3)
+    again = Metrics(folder, JOB, after=3)
     assert again.seconds == 1.5
     again.step(step(4))
     again.close()
     found = read(folder.metrics)
     assert [line["step"] for line in found] == [1, 2, 3, 4]
     assert found[1]["loss"] is None
+    ended = Metrics(folder, JOB, after=4)
+    ended.write("end", {"step": 4})
+    again = Metrics(folder, JOB, after=4)
+    again.write("end", {"step": 4})
+    assert ended.has_news and not again.has_news, "the same end says nothing new"
+    again.write("sample", {"step": 4, "prompt": "a", "text": "b"})
+    assert again.has_news
 
 
 @pytest.mark.parametrize(
@@ -260,13 +279,13 @@ def test_going_on_takes_out_what_came_after_the_checkpoint(tmp_path: Path) -> No
 )
 def test_a_damaged_line_is_left_out_and_counted(damage: bytes, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    first = Metrics(folder, Run(), after=0)
+    first = Metrics(folder, JOB, after=0)
     for number in (1, 2):
         first.step(step(number))
     first.close()
     whole = folder.metrics.read_bytes().split(b"\n")
     folder.metrics.write_bytes(b"\n".join([whole[0], damage, *whole[1:]]))
-    again = Metrics(folder, Run(), after=2)
+    again = Metrics(folder, JOB, after=2)
     again.close()
     assert again.lost == 1 and again.seconds == 1.0
     assert [line["step"] for line in read(folder.metrics)] == [1, 2]
@@ -278,7 +297,7 @@ def test_a_damaged_line_is_left_out_and_counted(damage: bytes, tmp_path: Path) -
 def test_metrics_that_are_no_file_are_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(RunFolder(tmp_path).metrics)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl.*must be a file"):
-        Metrics(RunFolder(tmp_path), Run(), after=0)
+        Metrics(RunFolder(tmp_path), JOB, after=0)
 
 
 # --- lines --------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from zerodrift.checkpoint.files import (
     sync_folder,
 )
 from zerodrift.checkpoint.manifest import MANIFEST, PARAMETERS, SHARED, Manifest, read_manifest, write_whole
-from zerodrift.errors import CheckpointError, did_you_mean
+from zerodrift.errors import CheckpointError, did_you_mean, nearest_path
 
 LATEST = "latest"
 LONGEST = 200
@@ -166,7 +166,8 @@ class CheckpointFolder:
             return checkpoint
         where = short(self.path)
         if not self._is_there():
-            raise CheckpointError(where, "must be a folder of checkpoints", got="no such folder")
+            near = nearest_path(self.path)
+            raise CheckpointError(where, "must be a folder of checkpoints", got="no such folder", do=near)
         cut = len(self.unfinished())
         also = f" but {cut} that {'was' if cut == 1 else 'were'} cut short" if cut else ""
         raise CheckpointError(where, "must hold a checkpoint", got=f"none{also}")

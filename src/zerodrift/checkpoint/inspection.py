@@ -26,7 +26,7 @@ from zerodrift.checkpoint.manifest import (
     read_manifest,
 )
 from zerodrift.dtypes import DType
-from zerodrift.errors import CheckpointError, Problem, several
+from zerodrift.errors import CheckpointError, Problem, nearest_path, several
 from zerodrift.model import safetensors
 from zerodrift.record import encode
 from zerodrift.report import WIDTH, figures, grid, pairs, render, section, title
@@ -101,7 +101,9 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspected:
     if not tags and not unfinished and not halves:
         must = "must be a checkpoint or a folder of checkpoints"
         got = "a folder without any" if place.is_dir() else "no such folder"
-        raise CheckpointError(place, must, got=got, do=f"A checkpoint holds a `{MANIFEST}`.")
+        raise CheckpointError(
+            place, must, got=got, do=nearest_path(place) or f"A checkpoint holds a `{MANIFEST}`."
+        )
     for tag in tags:
         try:
             inspections.append(_inspect_one(place / tag, verify))

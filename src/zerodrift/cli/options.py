@@ -144,7 +144,7 @@ Trust = Annotated[bool, _option("--trust", "Unpickle DeepSpeed files, which may 
 Merge = Annotated[bool, _option("--merge", "Merge adapters into their base, or the one at --model.")]
 
 # --- train and sample ---------------------------------------------------------------------------------
-Job = Annotated[str, _argument("JOB", "Job file in YAML or JSON; docs/job.md lists its keys.")]
+Job = Annotated[str, _argument("JOB", "Job file (docs/job.md lists its keys), or the folder of a run.")]
 SetInJob = Annotated[Texts, _option("--set KEY=VALUE", "Override a job's key: run.steps=100. Repeatable.")]
 Nproc = Annotated[
     Count, _option("--nproc N", "Processes to start on this machine. Default: one per GPU, or one.", min=1)

@@ -211,9 +211,12 @@ def _job_source(
 
 
 def is_job(source: str) -> bool:
-    """Return True if a file has the blocks of a job."""
+    """Return True if a file has the blocks of a job, or for the folder of a run."""
     from zerodrift.config import tree_of
+    from zerodrift.train import job_of_run
 
+    if job_of_run(source) is not None:
+        return True
     try:
         _, tree, _ = tree_of(source, "job")
     except ConfigError:

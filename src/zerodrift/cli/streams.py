@@ -47,7 +47,9 @@ def errors(debug: bool) -> Iterator[None]:
 
 
 def _print_refusal(error: ZerodriftError) -> None:
-    print(f"zerodrift: error: {error}\n{error.see()}", file=sys.stderr)
+    # An argument of Python is a flag here.
+    text = str(error).replace("`overrides`: ", "`--set`: ")
+    print(f"zerodrift: error: {text}\n{error.see()}", file=sys.stderr)
 
 
 def color() -> bool:

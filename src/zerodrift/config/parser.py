@@ -14,12 +14,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from zerodrift.errors import ConfigError, nearest
+from zerodrift.errors import ConfigError, nearest_path
 from zerodrift.files import opened
 
 MAX_BYTES = 1_000_000
@@ -91,9 +90,9 @@ def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         looked = "" if os.path.isabs(os.path.expanduser(name)) else f" (looked for in {os.getcwd()})"
-        _refuse(name, "must exist", f"no such file{looked}", _neighbour(name))
+        _refuse(name, "must exist", f"no such file{looked}", nearest_path(name))
     except IsADirectoryError:
-        _refuse(name, "must be a file", "a folder", "Name the config in it.")
+        _refuse(name, "must be a file", "a folder", "Name the file in it.")
     except OSError as error:
         _refuse(name, "must be readable", error.strerror or str(error))
     except ValueError as error:
@@ -105,15 +104,6 @@ def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
     except UnicodeDecodeError as error:
         what = f"byte 0x{data[error.start]:02x} at offset {error.start}"
         _refuse(name, "must be UTF-8 text", what, "Save it as UTF-8.")
-
-
-def _neighbour(name: str) -> str:
-    folder = Path(name).parent
-    try:
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    except OSError:
-        names = []
-    return "".join(f"Did you mean `{folder / near}`?" for near in nearest(Path(name).name, names))
 
 
 def _json(text: str, name: str) -> Any:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerodrift import files
-from zerodrift.errors import ModelError, did_you_mean, first_line
+from zerodrift.errors import ModelError, did_you_mean, first_line, nearest_path
 from zerodrift.model import huggingface, safetensors
 from zerodrift.model.huggingface import from_hf
 from zerodrift.model.module import attempt, from_module, on_meta
@@ -84,7 +84,7 @@ def _from_text(text: str | os.PathLike[str]) -> ModelSpec:
         raise _refused(str(text), f"a file that ends in {path.suffix!r}")
     if isinstance(text, str) and is_factory(text):
         return from_factory(text)
-    todo = ""
+    todo = nearest_path(text)
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(text)) and not path.parent.exists():
         command = f"hf download {text} --local-dir {path.name}"
         todo = f"zerodrift downloads nothing: run `{command}` and give that folder."

@@ -170,7 +170,7 @@ class Run(Block):
     """The most blocks of an evaluation, the first of those that are held out. Default all of them."""
     samples: tuple[str, ...] = ()
     """Prompts that the model continues at every evaluation and at the end, by its likeliest tokens, for the
-    page of the run."""
+    page of the run. Where all data are conversations, each is a question in the chat template."""
     checkpoint_every: Natural = 0
     """Steps between checkpoints; 0 saves only at the end or when the run is stopped."""
     asynchronous_checkpoints: Flag = False

@@ -22,14 +22,22 @@ from zerodrift.train.data.files import from_cache
 from zerodrift.train.job import Job, Model
 
 UNDER_CONFIG = "config."
+JOB_FILE, PLAN_FILE = "job.json", "plan.json"
+"""The job and the plan in the folder of a run."""
 FROZEN = "precision.frozen"
 """The key of the config that `model.base` sets."""
+TOTALS = ("total_num_steps", "num_training_steps")
+"""Arguments of schedules that a job fills in where the config has "auto"."""
 
 
 def read_job(
     source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> tuple[Job, Config]:
-    heading, tree, problems = tree_of(source, "job")
+    """Read a job from a file, a dict, or the folder of a run, which goes on there."""
+    file = job_of_run(source)
+    heading, tree, problems = tree_of(source if file is None else file, "job")
+    if file is not None and isinstance(run := tree.setdefault("run", {}), dict):
+        run["folder"] = str(file.parent)  # from any working folder
     for_config = [text.removeprefix(UNDER_CONFIG) for text in overrides if text.startswith(UNDER_CONFIG)]
     override(tree, [text for text in overrides if not text.startswith(UNDER_CONFIG)], problems)
     given = tree.get("config")
@@ -56,6 +64,25 @@ def read_job(
     _, tree, problems = tree_of({} if given is None else given, "config")
     override(tree, for_config, problems)
     return from_cache(job).model_copy(update={"config": tree}), config
+
+
+def job_of_run(source: object) -> Path | None:
+    """Return the job in the folder of a run, which has its plan beside it; None for any other source."""
+    if not isinstance(source, (str, os.PathLike)):
+        return None
+    is_run = all(os.path.isfile(os.path.join(source, name)) for name in (JOB_FILE, PLAN_FILE))
+    return Path(source) / JOB_FILE if is_run else None
+
+
+def numbers_of(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
+    """Return the values of "auto" keys: the job's, and the number of steps."""
+    return {**dict.fromkeys(totals(config), steps), **job.auto}
+
+
+def totals(config: Config) -> list[str]:
+    """Return the keys of the config that ask for the number of steps."""
+    params = {} if config.scheduler is None else config.scheduler.params
+    return [f"scheduler.params.{name}" for name in TOTALS if params.get(name) == "auto"]
 
 
 def _check_base(model: Model, config: Config, problems: Problems) -> None:

@@ -23,7 +23,15 @@ from torch import nn
 from zerodrift import checkpoint
 from zerodrift.checkpoint import Manifest, SavedParameter
 from zerodrift.dtypes import DType
-from zerodrift.errors import CheckpointError, Problems, UnsupportedError, ZerodriftError, first_of, said
+from zerodrift.errors import (
+    CheckpointError,
+    Problems,
+    UnsupportedError,
+    ZerodriftError,
+    first_of,
+    nearest_path,
+    said,
+)
 from zerodrift.mesh import MeshShape
 from zerodrift.model import non_persistent_buffers, safetensors
 from zerodrift.policy import exported_as
@@ -110,7 +118,7 @@ def open_source(
     kind = checkpoint.kind_at(path)
     if kind == "nothing":
         must, got = "must be there to be converted", "no such file or folder"
-        raise CheckpointError(checkpoint.short(path), must, got=got)
+        raise CheckpointError(checkpoint.short(path), must, got=got, do=nearest_path(path))
     try:
         if kind == "folder" and (path / checkpoint.MANIFEST).is_file():
             return open_zerodrift(path)

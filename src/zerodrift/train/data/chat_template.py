@@ -50,6 +50,18 @@ def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> Tokens:
     return np.concatenate([_without_template(talk, tokenizer)[0], tokenizer.encode(_head(ASSISTANT))])
 
 
+def prompt_tokens(prompt: str, tokenizer: Tokenizer, as_chat: bool) -> tuple[list[int], set[int]]:
+    """Return the tokens of a prompt to continue, and those that end what follows.
+
+    `as_chat` makes it a question in the chat template; else it is bare text.
+    """
+    if as_chat:
+        given = encode_prompt([{"role": USER, "content": prompt}], tokenizer)
+        return [*map(int, given)], end_tokens(tokenizer)
+    given = tokenizer.encode(prompt)
+    return [*tokenizer.start, *map(int, given)] or [tokenizer.end], {tokenizer.end}
+
+
 def end_tokens(tokenizer: Tokenizer) -> set[int]:
     """Return the tokens that end an answer: the end of a text, and the mark that a template writes behind
     it."""

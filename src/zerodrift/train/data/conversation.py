@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerodrift.errors import ConfigError
+from zerodrift.errors import ConfigError, did_you_mean
 from zerodrift.train.data.formats import type_name
 
 Message = Mapping[str, Any]
@@ -211,7 +211,8 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
         return {"role": ASSISTANT, "content": "", "tool_calls": calls}
     if not isinstance(role, str) or role not in roles:
         got = repr(role) if isinstance(role, str) else type_name(role)
-        raise ConfigError(f"{where}: {speaker}", f"must be one of {', '.join(roles)}", got=got)
+        near = did_you_mean(str(role), roles)
+        raise ConfigError(f"{where}: {speaker}", f"must be one of {', '.join(roles)}", got=got, do=near)
     read: dict[str, Any] = {"role": roles[role], "content": None}
     others = {key: turn[key] for key in turn if key not in (speaker, content) and has_content(turn[key])}
     if turn.get(content) is not None or "tool_calls" not in others:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import yaml
 
-from zerodrift.errors import ConfigError, Problems, first_line, several
+from zerodrift.errors import ConfigError, Problems, first_line, nearest_path, several
 from zerodrift.files import kind, opened
 from zerodrift.train.data.formats import OF_ROWS, readable, suffix_of
 from zerodrift.train.job import Data, DataSet, Job
@@ -335,7 +335,9 @@ def name_in_cache(path: str | Path) -> tuple[Kind, str] | None:
 
 
 def advice(name: str, kind: Kind) -> str:
-    """Return the advice to download a missing path; empty if it cannot be a hub name."""
+    """Return the advice for a missing path: a name beside it, or to download it if it can be a hub name."""
+    if near := nearest_path(name):
+        return near
     if "/" not in name or not is_name(name) or Path(name.partition("/")[0]).is_dir():
         return ""
     what = "--repo-type dataset " if kind == "dataset" else ""

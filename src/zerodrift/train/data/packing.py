@@ -46,6 +46,8 @@ class DataCounts:
     cut: int = 0
     """Documents longer than a block."""
     cut_tokens: int = 0
+    longest: int = 0
+    """Tokens of the longest document. 0 where documents are cut out of one stream, or if it is not known."""
     noted: dict[str, int] = field(default_factory=Counter)
     """Warning -> how many documents."""
     empty_blocks: int = 0
@@ -63,14 +65,22 @@ class DataCounts:
         return DataCounts(**{**values, **{name: PartCounts(**values[name]) for name in ("train", "held")}})
 
     def reasons(self) -> list[str]:
-        """Say what was cut and left out of the files that were read."""
-        cut = f"{several(self.cut, self.noun)} cut at the end of a block, by {self.cut_tokens:,} tokens"
+        """Say what was left out of the files that were read."""
         empty = f"{several(self.empty_blocks, 'block')} with nothing to learn"
         left = [f"{several(count, self.noun)} {why}" for why, count in self.left.items()]
-        return [*([f"{cut} in all"] if self.cut else []), *left, *([empty] if self.empty_blocks else [])]
+        return [*left, *([empty] if self.empty_blocks else [])]
+
+    def cuts(self) -> list[str]:
+        """Say how many documents were cut; nothing if none was."""
+        longest = f"; the longest has {self.longest:,}" if self.longest else ""
+        cut = f"{several(self.cut, self.noun)} cut at the end of a block, by {self.cut_tokens:,} tokens"
+        return [f"{cut} in all{longest}"] if self.cut else []
 
     def notes(self) -> list[str]:
-        return [f"{several(count, self.noun)} {warning}" for warning, count in self.noted.items()]
+        documents = self.train.documents + self.held.documents
+        most = f"most {self.noun}s are cut, {self.cut:,} of {documents:,}: raise `data.block`"
+        noted = [f"{several(count, self.noun)} {warning}" for warning, count in self.noted.items()]
+        return [*([most] if 2 * self.cut > documents else []), *noted]
 
     def facts(self) -> list[tuple[str, str]]:
         """Return labelled facts; the first is a summary of all."""
@@ -94,6 +104,7 @@ class DataCounts:
             of_all = f" ({held.tokens / tokens:.1%})" if tokens else ""
             in_blocks = f"{held.tokens:,} tokens{of_all} in {several(held.blocks, 'block')}"
             facts.append(("held out", f"{documents_held}, {in_blocks}"))
+        facts += [("too long", cut) for cut in self.cuts()]
         if reasons := [*self.reasons(), *self.beside]:
             facts.append(("left out", "; ".join(reasons)))
         if notes := self.notes():
@@ -209,6 +220,7 @@ class PartWriter:
                 kept.append(piece)
             count += len(piece)
         self._counts.cut += count > length
+        self._counts.longest = max(self._counts.longest, count)
         self._counts.cut_tokens += max(0, count - length)
         return np.concatenate(kept)[:length]
 

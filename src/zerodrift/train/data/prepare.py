@@ -34,6 +34,8 @@ from zerodrift.train.job import Data, Job
 
 VERSION = 4
 """Version of the folders of blocks. Another number finds none of this one's."""
+SHORTER = "Name more files, or lower `data.block`."
+"""Advice where blocks are cut out of one stream of tokens."""
 SAMPLES, SAMPLE = 1024, 4096
 """Places of a token map that its digest covers, and bytes of each: a map may have terabytes."""
 
@@ -46,6 +48,11 @@ class PreparedData:
     """Digest of all that the blocks depend on."""
     sets: tuple[DataSource, ...]
     """Training sets, and the validation files if there are any."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether all data are conversations."""
+        return all(each.counts.kind == "chat" for each in self.sets)
 
     def lines(self) -> list[tuple[str, str]]:
         if len(self.sets) == 1:
@@ -185,11 +192,13 @@ class _Maker:
             train, held, counts = held, train, replace(counts, train=counts.held, held=counts.train)
         if not len(train):
             got = "nothing to learn" if counts.left or counts.train.documents else "no documents"
-            raise _too_little(where, "; ".join((got, *counts.reasons())))
+            todo = "Raise `data.block`." if counts.cut else "Name more files."
+            raise _too_little(where, "; ".join((got, *counts.cuts(), *counts.reasons())), todo)
         if share and not len(held):
             # Of very few documents none may have been drawn: then the last blocks are held out.
             if len(train) == 1:
-                raise _too_little("data.validation", "one block in all, which is trained on")
+                todo = SHORTER if packing_of(data, kind) == "stream" else "Name more files."
+                raise _too_little("data.validation", "one block in all, which is trained on", todo)
             train, held = train.split(share)
             labels, count = int(held.labels(np.arange(len(held))).sum()), len(held)
             tokens = min(count * data.block, labels + count)
@@ -238,9 +247,8 @@ class _Maker:
         return _digest(made_of)
 
 
-def _too_little(where: str, got: str) -> ConfigError:
-    must, todo = "must fill at least one block", "Name more files, or lower `data.block`."
-    return ConfigError(where, must, got=got, do=todo)
+def _too_little(where: str, got: str, todo: str = SHORTER) -> ConfigError:
+    return ConfigError(where, "must fill at least one block", got=got, do=todo)
 
 
 def _stamps(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:

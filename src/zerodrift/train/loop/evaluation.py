@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from zerodrift.engine import Engine
 from zerodrift.errors import ConfigError, several
 from zerodrift.legible import legible
+from zerodrift.train.data.chat_template import prompt_tokens
 from zerodrift.train.data.sampling import validation_batches
-from zerodrift.train.data.tokenizer import Tokenizer
 from zerodrift.train.job import Job
 from zerodrift.train.loop.model import positions
 from zerodrift.train.loop.resume import checkpoint_to_resume
@@ -73,14 +72,15 @@ class BestEvaluation:
         return f"{times} without a better loss than {self._loss:.4f} (`run.patience`)"
 
 
-def continue_prompt(engine: Engine, letters: Tokenizer, prompt: str) -> str:
+def continue_prompt(session: Session, prompt: str) -> str:
     """Continue a prompt greedily with the engine's own forward, for the page of the run.
 
-    Collective. All ranks run each forward, so a model that fits no single rank writes too. It has no cache,
-    and suits a few dozen tokens. It ends at the end token, at the model's positions, or after `LONGEST`
-    tokens.
+    A job that trains on conversations answers it, in the chat template. Collective. All ranks run each
+    forward, so a model that fits no single rank writes too. It has no cache, and suits a few dozen tokens. It
+    ends at an end token, at the model's positions, or after `LONGEST` tokens.
     """
-    given = [*letters.start, *map(int, letters.encode(prompt))] or [letters.end]
+    engine, letters = session.engine, session.tokenizer
+    given, ends = prompt_tokens(prompt, letters, session.is_chat)
     room = positions(engine.module)
     written: list[int] = []
     engine.eval()
@@ -91,7 +91,7 @@ def continue_prompt(engine: Engine, letters: Tokenizer, prompt: str) -> str:
                 out = engine(input_ids=ahead)
             likeliest = int(getattr(out, "logits", out)[0, -1].argmax())
             token = engine.comm.broadcast_object(likeliest, 0)
-            if token == letters.end:
+            if token in ends:
                 break
             written.append(token)
     finally:
@@ -128,5 +128,6 @@ def evaluate_here(job: Job, session: Session, show: Display) -> None:
     show.say(f"validation loss {loss:.6f}  perplexity {math.exp(min(loss, 700.0)):.4g}  {labels:,} labels")
     for prompt in job.run.samples:
         with show.doing("writing samples"):
-            text = continue_prompt(session.engine, session.tokenizer, prompt)
-        show.say(legible(f"{prompt}{text}"))
+            text = continue_prompt(session, prompt)
+        for line in (f"user: {prompt}", f"assistant: {text}") if session.is_chat else (f"{prompt}{text}",):
+            show.say(legible(line))

@@ -21,13 +21,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from zerodrift import errors
 from zerodrift.checkpoint import free
-from zerodrift.errors import ZerodriftError
+from zerodrift.errors import Problem, ZerodriftError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -153,14 +154,17 @@ class LaunchRequest:
     """Evaluate a checkpoint, and train nothing."""
 
 
-def write_failure(path: str, message: str, refused: bool, when: float) -> None:
+def write_failure(path: str, message: str, refusal: ZerodriftError | None, when: float) -> None:
     """Write the error of a rank.
 
-    By `when`, on one clock for all ranks, the first causes the others. `refused` is whether zerodrift refused
-    something; False for a defect of the program.
+    By `when`, on one clock for all ranks, the first causes the others. `refusal` is what zerodrift refused;
+    None for a defect of the program.
     """
+    failure: dict[str, Any] = {"when": when, "message": message, "refused": refusal is not None}
+    if refusal is not None:
+        failure |= {"kind": type(refusal).__name__, "problems": [astuple(each) for each in refusal.problems]}
     beside = Path(path).with_suffix(".writing")
-    beside.write_text(json.dumps({"when": when, "message": message, "refused": refused}))
+    beside.write_text(json.dumps(failure))
     beside.replace(path)
 
 
@@ -304,7 +308,11 @@ def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
         failure, rank = failures[0]
         if failure["refused"]:
             prefix = f"rank {rank.number}: " if count > 1 else ""
-            return ZerodriftError.relayed(f"{prefix}{failure['message']}")
+            kind = getattr(errors, failure["kind"], ZerodriftError)
+            parts = failure["problems"]
+            problems = [Problem(where, must, got=got, do=todo) for where, must, got, todo in parts]
+            relayed: ZerodriftError = kind.relayed(f"{prefix}{failure['message']}", problems)
+            return relayed
         return RankFailedError(f"rank {rank.number} of {count}:\n{failure['message']}")
     # Ranks that were ended because of another one have no error of their own.
     rank = next((each for each in failed if each.process.returncode != -signal.SIGTERM), failed[0])

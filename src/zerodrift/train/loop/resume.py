@@ -19,7 +19,7 @@ from zerodrift.checkpoint import MANIFEST, Allowed, CheckpointFolder, Checkpoint
 from zerodrift.checkpoint import state as states
 from zerodrift.config import Config, Reduce
 from zerodrift.engine import Engine
-from zerodrift.errors import CheckpointError
+from zerodrift.errors import CheckpointError, nearest_path
 from zerodrift.plan import Plan
 from zerodrift.policy import KEY, ORDER, Order
 from zerodrift.train.job import Job
@@ -78,7 +78,7 @@ def checkpoint_to_resume(wanted: str, folder: RunFolder) -> Path | None:
         return own.find(wanted)
     if not path.exists():
         got = f"{wanted!r}, which is not there (looked for in {Path.cwd()})"
-        raise CheckpointError("run.resume", must, got=got)
+        raise CheckpointError("run.resume", must, got=got, do=nearest_path(wanted))
     if (path / MANIFEST).is_file():
         there = path
     else:
@@ -138,7 +138,7 @@ def load(checkpoints: Checkpoints, path: Path, job: Job, engine: Engine) -> tupl
             else problem
             for problem in error.problems
         ]
-        raise CheckpointError.of(problems, f"{path} cannot be gone on from") from error
+        raise CheckpointError.of(problems, f"{path} cannot be resumed from") from error
     _restore_numbers(engine, own, any(difference.what == "schedule" for difference in loaded.differences))
     engine.seed = job.run.seed
     client = loaded.client if isinstance(loaded.client, dict) else {}
@@ -200,8 +200,14 @@ def _plan_changes(loaded: Loaded, keys: Sequence[Change]) -> Iterator[Change]:
         what = difference.what
         if what in _WITHOUT_EFFECT or what in known or (keys and what in _BY_KEYS):
             continue
-        holds = difference.effect or "this run's holds"
+        was, now, holds = difference.saved, difference.now, difference.effect or "this run's holds"
+        if what == ORDER:
+            was, now = was.partition(":")[0], now.partition(":")[0]
+            if was == now:
+                continue
+            keeps = f"; `config.{KEY}: tree` keeps them" if was.startswith("tree") else ""
+            holds = f"losses will differ in their last bits{keeps}"
         if what in ("optimizer block", "scheduler block"):
             holds = "the job's holds"
-        yield Change(what, difference.saved, difference.now, holds)
+        yield Change(what, was, now, holds)
         known.add(what)

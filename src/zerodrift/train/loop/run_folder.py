@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerodrift.checkpoint import FULL, LATEST, MANIFEST, CheckpointFolder, state_file, unwritable
-from zerodrift.errors import ConfigError, said
+from zerodrift.errors import ConfigError, nearest_path, said
 from zerodrift.model import CONFIG, is_installed, safetensors
 from zerodrift.plan import Plan
 from zerodrift.train.job import Job
-from zerodrift.train.job_file import read_back, read_job
+from zerodrift.train.job_file import JOB_FILE, PLAN_FILE, read_back, read_job
 
 JOB, STEP, PLACE, BASE = "job", "step", "data", "base"
 """Keys of the `client` state that checkpoints of a run carry."""
@@ -42,7 +42,7 @@ JOB, STEP, PLACE, BASE = "job", "step", "data", "base"
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.job, self.plan = path / "job.json", path / "plan.json"
+        self.job, self.plan = path / JOB_FILE, path / PLAN_FILE
         self.environment, self.metrics = path / "environment.json", path / "metrics.jsonl"
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
@@ -100,7 +100,7 @@ class RunFolder:
         """Return the job of the run, with model and tokenizer as they are found from any working folder."""
         if not self.job.is_file():
             must = "must be the folder of a run, with a `job.json`"
-            raise ConfigError(str(self.path), must, got="none there")
+            raise ConfigError(str(self.path), must, got="none there", do=nearest_path(self.path))
         return with_found_paths(read_back(self.job), self.started_in())
 
 
@@ -178,7 +178,7 @@ def model_at(path: Path) -> TrainedModel:
         return TrainedModel(None, place, job, folder)
     must = "must be the folder of a run, its `export`, its `checkpoints`, or one of these"
     got = "no such folder" if not path.exists() else "a folder with none of them, without a `job.json`"
-    raise ConfigError(str(path), must, got=f"{got} (looked for in {Path.cwd()})")
+    raise ConfigError(str(path), must, got=f"{got} (looked for in {Path.cwd()})", do=nearest_path(path))
 
 
 def config_of(path: Path) -> str | None:

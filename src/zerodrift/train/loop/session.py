@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Mapping
+import textwrap
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,13 @@ from zerodrift.model import ModelSpec, describe
 from zerodrift.plan import Plan, rank_micro_batches
 from zerodrift.policy import SPLIT, AutoValues, Policy, mesh_for, need_of, resolve
 from zerodrift.train.data.blocks import Blocks
+from zerodrift.train.data.chat_template import prompt_tokens
 from zerodrift.train.data.files import cached_names
-from zerodrift.train.data.prepare import PreparedData, prepare, require_validation
+from zerodrift.train.data.prepare import PreparedData, packing_of, prepare, require_validation
 from zerodrift.train.data.sampling import BatchLayout, Feed, Mixture
 from zerodrift.train.data.tokenizer import Tokenizer, TransformersTokenizer, copy_tokenizer, tokenizer
 from zerodrift.train.job import Job
-from zerodrift.train.job_file import worded_for_a_job
+from zerodrift.train.job_file import numbers_of, totals, worded_for_a_job
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop import resume
 from zerodrift.train.loop.launcher import LaunchRequest
@@ -48,9 +49,8 @@ from zerodrift.train.report.summary import data_facts, data_text, environment, h
 from zerodrift.train.tools import adapters
 from zerodrift.weights import export
 
+WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 NO_COMPILER = "! no compiled kernels: updates are several times slower; `zerodrift doctor` says why"
-TOTALS = ("total_num_steps", "num_training_steps")
-"""Arguments of schedules that a job fills in where the config has "auto"."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class Session:
     base: str
     """Digest of the base of adapters; empty without adapters."""
     smoothed: models.SmoothedLoss | None
+    is_chat: bool
+    """Whether all data are conversations."""
     lock: Lock | None
     """Lock of the folder, on rank 0."""
 
@@ -142,7 +144,7 @@ class Session:
             "changed": [astuple(change) for change in resumed.changes],
         }
 
-    def resume_lines(self, resumed: ResumePoint, early: str) -> list[str]:
+    def resume_lines(self, resumed: ResumePoint, early: str, width: int) -> list[str]:
         if resumed.checkpoint is None:
             return []
         step, steps, where = resumed.step, self.steps, resumed.checkpoint
@@ -155,11 +157,13 @@ class Session:
             ]
         elif early:
             lines = [f"nothing to train: {early} after step {step} of {steps} ({where})"]
+        changes = []
+        for change in resumed.changes if not early and step < steps else ():
+            changes += textwrap.wrap(f"  {change}", width, subsequent_indent="    ", **WHOLE_WORDS)
         wanted = self.job.run.resume
         if wanted not in ("auto", "never", LATEST, where.name) and self.is_own(resumed):
             lines += [f"  and not from {wanted}, where it once began: {self.folder.path} is further"]
-        lines += ["changed since it was saved:"] if resumed.changes else []
-        return [*lines, *(f"  {change}" for change in resumed.changes)]
+        return [*lines, *(["changed since it was saved:"] if changes else []), *changes]
 
     @property
     def place(self) -> list[Any]:
@@ -186,9 +190,9 @@ class Session:
             copy_tokenizer(Path(self.tokenizer.name), folder)
         engine.comm.barrier()
 
-    def report(self, lines: RunLines) -> None:
-        """Write the page of the run. Called on one rank."""
-        text = run_page(self.job, self.engine.plan, lines, self.steps)
+    def report(self, lines: RunLines, plan: Plan | None = None) -> None:
+        """Write the page of the run, with the plan of its steps. Called on one rank."""
+        text = run_page(self.job, plan or self.engine.plan, lines, self.steps)
         with new_file(self.folder.report) as page:
             page.write_text(text, encoding="utf-8")
 
@@ -235,7 +239,7 @@ def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
         must = "must be given, or `train_batch_size`: nothing else decides it here"
         problems.add("config.train_micro_batch_size_per_gpu", must, got="neither")
     problems.raise_as(ConfigError)
-    _require_within_run(job, model, letters, steps)
+    _require_within_run(job, model, letters, steps, prepared.is_chat)
     return Outline(folder, letters, prepared, steps, source, model, smoothed)
 
 
@@ -265,8 +269,6 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
         lock = _locked(folder, engine)
         models.prepare(engine.module, [unit.name for unit in engine.plan.units], job.model)
         if engine.mesh.rank() == 0:
-            folder.save_job(job)
-            folder.save_plan(engine.plan)
             display.say(head_text(engine.plan, display, request.whole_plan))
             display.say(data_text(job, prepared, steps, engine.plan, display))
             if engine.mesh.device.type == "cpu" and computed_by(engine.mesh.device)["kernels"] == "plain":
@@ -297,6 +299,7 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
             command=request.command,
             base=base,
             smoothed=made.smoothed,
+            is_chat=prepared.is_chat,
             lock=lock,
         )
     except BaseException:
@@ -350,12 +353,13 @@ def _length_of(job: Job, config: Config, prepared: PreparedData, world: int) -> 
     if steps < 1:
         must = f"must make at least one step of {samples} blocks"
         got = f"{job.run.epochs:g} of {len(prepared.train)} blocks"
-        todo = "Set `run.steps`, lower the batch size, or lower `data.block`."
+        is_cut = all(packing_of(job.data, each.counts.kind) == "stream" for each in prepared.sets)
+        todo = f"Set `run.steps`, {'lower `data.block`, ' if is_cut else ''}or lower the batch size."
         raise ConfigError("run.epochs", must, got=got, do=todo)
     return policy, steps
 
 
-def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: int) -> None:
+def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: int, is_chat: bool) -> None:
     """Refuse audits and profiles beyond the last step, and prompts that fill the model's positions."""
     problems = Problems()
     if late := [step for step in job.audit.at if step > steps]:
@@ -367,22 +371,11 @@ def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: i
         problems.add("run.profile", must, got=got, do=todo)
     room = models.positions(model)
     for prompt in job.run.samples:
-        count = len(letters.start) + len(letters.encode(prompt))
+        count = len(prompt_tokens(prompt, letters, is_chat)[0])
         if room is not None and count >= room:
             must = f"must leave room in the model's {room:,} positions"
             problems.add("run.samples", must, got=f"{count:,} tokens of {prompt[:40]!r}", do="Shorten it.")
     problems.raise_as(ConfigError)
-
-
-def numbers_of(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
-    """Return the values of "auto" keys: the job's, and the number of steps."""
-    return {**dict.fromkeys(_totals(config), steps), **job.auto}
-
-
-def _totals(config: Config) -> list[str]:
-    """Return the keys of the config that ask for the number of steps."""
-    params = {} if config.scheduler is None else config.scheduler.params
-    return [f"scheduler.params.{name}" for name in TOTALS if params.get(name) == "auto"]
 
 
 # --- jobs without a run: no rank is started, no weights are placed ---------------------------------------
@@ -392,7 +385,7 @@ def _totals(config: Config) -> list[str]:
 def planned_from(job: Job, config: Config, world: int) -> tuple[ModelSpec, AutoValues]:
     """Return a job's model and the values of its "auto" keys on so many ranks."""
     steps = job.run.steps or 1
-    if job.run.steps is None and any(key not in job.auto for key in _totals(config)):
+    if job.run.steps is None and any(key not in job.auto for key in totals(config)):
         letters = tokenizer(job.data.tokenizer, job.model.source)
         cache = RunFolder.of(job).cache(job.data.cache)
         _, steps = _length_of(job, config, prepare(job.data, letters, cache), world)

@@ -19,10 +19,11 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 from zerodrift.checkpoint import full_disk_named
+from zerodrift.config import Config
 from zerodrift.errors import ConfigError, ZerodriftError, refused_by_system
 from zerodrift.legible import legible
 from zerodrift.train.job import Job
-from zerodrift.train.job_file import read_job, worded_for_a_job
+from zerodrift.train.job_file import numbers_of, read_job, worded_for_a_job
 from zerodrift.train.loop.launcher import (
     IN_ORDER,
     Launcher,
@@ -49,12 +50,12 @@ def train(
     whole_plan: bool = False,
 ) -> int:
     """Run a job here, as a joined rank, or in processes of our own; return the exit code."""
-    job, _ = read_job(source, overrides)
+    job, config = read_job(source, overrides)
     request = LaunchRequest(_command(source, overrides, nproc), whole_plan)
     is_joined = join()
     if is_joined and (nproc is not None or job.run.nproc is not None):
         print("zerodrift: `nproc` is not used: a launcher has started the ranks", file=sys.stderr)
-    count = 1 if is_joined else processes(job, nproc)
+    count = 1 if is_joined else processes(job, config, nproc)
     return _run(source, overrides, count, RunFolder.of(job), debug, request)
 
 
@@ -67,12 +68,12 @@ def evaluate(
     """
     from zerodrift.train.loop.evaluation import overrides_to_evaluate
 
-    job, _ = read_job(source, overrides)
+    job, config = read_job(source, overrides)
     request = LaunchRequest(_command(source, overrides, nproc, "evaluate"), evaluation=True)
     is_joined = join()
     with refused_files(), worded_for_a_job():
         overrides = overrides_to_evaluate(job, overrides)
-    count = 1 if is_joined else processes(job, nproc)
+    count = 1 if is_joined else processes(job, config, nproc)
     return _run(source, overrides, count, RunFolder(RunFolder.of(job).evaluation), debug, request)
 
 
@@ -80,11 +81,11 @@ def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan
     """Print what `train` would print before its first step. It writes only blocks of data, into the cache."""
     from zerodrift.api import make_plan
     from zerodrift.train.loop.resume import checkpoint_to_resume
-    from zerodrift.train.loop.session import numbers_of, outline
+    from zerodrift.train.loop.session import outline
     from zerodrift.train.report.summary import data_text, head_text
 
     job, config = read_job(source, overrides)
-    ranks = joined_ranks() if join() else processes(job, nproc)
+    ranks = joined_ranks() if join() else processes(job, config, nproc)
     show = display(0, job.run.log_every)
     folder = RunFolder.of(job).path
     new = [place for place in (folder, *folder.parents) if not place.exists()]
@@ -119,7 +120,10 @@ def _run(
         return 1
 
 
-def processes(job: Job, nproc: int | None) -> int:
+def processes(job: Job, config: Config, nproc: int | None) -> int:
+    """Return how many processes to start. A config that does not fit as many ranks is refused."""
+    from zerodrift.policy import mesh_for, resolve
+
     count = nproc or job.run.nproc
     if count is None and job.run.device != "cpu":
         import torch
@@ -129,6 +133,8 @@ def processes(job: Job, nproc: int | None) -> int:
     if count > MOST:
         must = f"must be at most {MOST:,} processes of one machine"
         raise ConfigError("--nproc" if nproc else "run.nproc", must, got=f"{count:,}")
+    with worded_for_a_job():
+        resolve(config, mesh_for(config, count), numbers_of(job, config, job.run.steps or 1))
     return count
 
 
@@ -211,14 +217,14 @@ def main(text: str) -> int:
     except KeyboardInterrupt:  # in a replay, which has nothing to finish
         os._exit(128 + signal.SIGINT)
     except BaseException as error:
-        is_refused = isinstance(error, ZerodriftError)
-        message = str(error) if is_refused and not work["debug"] else traceback.format_exc()
+        refusal = error if isinstance(error, ZerodriftError) else None
+        message = traceback.format_exc() if refusal is None or work["debug"] else str(refusal)
         with contextlib.suppress(OSError):  # the disk may be full, which the launcher reports
-            write_failure(work["failure"], message, is_refused, time.monotonic())
+            write_failure(work["failure"], message, refusal, time.monotonic())
             print(message, file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Threads of a broken process group may never come back.
-        os._exit(2 if is_refused else 1)
+        os._exit(1 if refusal is None else 2)
 
 
 def _end_with_launcher(pipe: int) -> None:

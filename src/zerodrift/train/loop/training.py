@@ -130,7 +130,7 @@ class Loop:
             resumed = session.resume()
         step = self._done = resumed.step
         if self._leads:
-            self._metrics = Metrics(session.folder, self._run, step)
+            self._metrics = Metrics(session.folder, session.job, step)
             self._tokens = self._metrics.tokens(step, self._feed.seat.samples * self._feed.blocks.length)
             if self._metrics.lost:
                 lost = f"{self._metrics.lost} that cannot be read, which are left out"
@@ -139,24 +139,27 @@ class Loop:
         losses = list(self._engine.comm.broadcast_object(losses, 0))
         self._best = BestEvaluation(self._run.patience, losses)
         has_ended = step >= session.steps or bool(self._best.reason)
-        if self._leads:
-            if not has_ended:
-                self._write("start", {"step": step, **session.start_line(resumed)})
-            texts = session.resume_lines(resumed, self._best.reason)
-            wanted = self._run.profile
-            is_over = wanted is not None and wanted.last <= step and not session.folder.traces.is_dir()
-            if wanted is not None and is_over and not has_ended:
-                over = f"steps {wanted.from_} to {wanted.last} are over and are not recorded"
-                texts.append(f"{over} (`run.profile`)")
-            for text in texts:
-                say(legible(text))
+        is_done = has_ended and session.is_own(resumed)
         try:
+            if self._leads:
+                if not is_done:
+                    session.folder.save_job(session.job)
+                    session.folder.save_plan(self._engine.plan)
+                    self._write("start", {"step": step, **session.start_line(resumed)})
+                texts = session.resume_lines(resumed, self._best.reason, self._display.width)
+                wanted = self._run.profile
+                is_over = wanted is not None and wanted.last <= step and not session.folder.traces.is_dir()
+                if wanted is not None and is_over and not has_ended:
+                    over = f"steps {wanted.from_} to {wanted.last} are over and are not recorded"
+                    texts.append(f"{over} (`run.profile`)")
+                for text in texts:
+                    say(legible(text))
             engine = self._engine
             self._display.start(step, session.steps, lambda: (engine.micro_batches, engine.accumulation))
             self._stop.doing = STEP
             step = self._train(step)
             self._stop.doing = END
-            self._finish(step, is_saved=has_ended and session.is_own(resumed))
+            self._finish(step, is_done)
         except Exception as error:
             if self._leads:
                 with contextlib.suppress(OSError):  # a disk that is full now was so before
@@ -193,16 +196,17 @@ class Loop:
             self._display.say(f"ended after step {step} of {session.steps}: {self._best.reason}")
         return step
 
-    def _finish(self, step: int, is_saved: bool) -> None:
+    def _finish(self, step: int, is_done: bool) -> None:
+        """End the run. One that was done before keeps its page, unless something of it was missing."""
         session = self._session
         self._write_trace()
         if not self._asked and not self._has_line("evaluation", step):
             self._evaluate(step)
         if not self._asked and not self._has_line("sample", step):
             self._write_samples(step)
-        if not is_saved:
+        if not is_done:
+            self._checkpoint(step)
             with self._display.doing("saving"):
-                session.checkpoint(step)
                 session.checkpoints.wait()
         if self._asked:
             again = "" if self._run.resume == "auto" else " with `--set run.resume=auto`"
@@ -213,7 +217,8 @@ class Loop:
         if self._leads:
             early = self._best.reason if step < session.steps and not self._asked else ""
             self._write("end", {"step": step, "stopped": self._asked, "early": early})
-            session.report(self._lines)
+        if self._metrics is not None and (self._metrics.has_news or not session.folder.report.is_file()):
+            session.report(self._lines, session.folder.load_plan() if is_done else session.engine.plan)
 
     # --- a step -----------------------------------------------------------------------------------------
 
@@ -333,8 +338,9 @@ class Loop:
     def _write_samples(self, step: int) -> None:
         for prompt in self._run.samples:
             with self._display.doing("writing samples"):
-                text = continue_prompt(self._engine, self._session.tokenizer, prompt)
-            self._write("sample", {"step": step, "prompt": prompt, "text": text})
+                text = continue_prompt(self._session, prompt)
+            is_chat = self._session.is_chat
+            self._write("sample", {"step": step, "prompt": prompt, "text": text, "chat": is_chat})
 
     def _evaluate(self, step: int) -> None:
         if self._session.validation is None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from zerodrift.checkpoint import new_file
 from zerodrift.errors import ConfigError, Problems, said
 from zerodrift.files import opened
-from zerodrift.train.job import Run
+from zerodrift.train.job import Job, Run
 from zerodrift.train.loop.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class RunLines:
 
 
 class Metrics:
-    def __init__(self, folder: RunFolder, run: Run, after: int) -> None:
+    def __init__(self, folder: RunFolder, job: Job, after: int) -> None:
         """`after` is the step that the run resumes from."""
         lines = _read(folder.metrics)
         self.lost = lines.count(None)
@@ -109,11 +109,14 @@ class Metrics:
             if line is not None and int(line.get("step", 0)) <= after and line.get("kind") != "end"
         ]
         self.lines = RunLines(kept)
+        self.has_news = False
+        """Whether a line was written that the run did not have."""
+        self._end = next((line for line in reversed(lines) if line and line["kind"] == "end"), None)
         folder.metrics.parent.mkdir(parents=True, exist_ok=True)
         with new_file(folder.metrics) as file:
             file.write_text("".join(_text(line) for line in kept), encoding="utf-8")
         self._file = folder.metrics.open("a", encoding="utf-8")
-        self._boards = _boards(folder, run, after)
+        self._boards = _boards(folder, job, after)
 
     @property
     def seconds(self) -> float:
@@ -132,6 +135,7 @@ class Metrics:
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         line = {"kind": kind, **values}
+        self.has_news |= line != self._end
         self.lines.add(line)
         self._file.write(_text(line))
         self._file.flush()
@@ -226,12 +230,13 @@ def check_boards(run: Run) -> None:
     problems.raise_as(ConfigError)
 
 
-def _boards(folder: RunFolder, run: Run, after: int) -> list[tuple[Write, Callable[[], None]]]:
+def _boards(folder: RunFolder, job: Job, after: int) -> list[tuple[Write, Callable[[], None]]]:
     """Open the boards of a run: how each writes the numbers of a step, and how it is closed.
 
     A resumed run goes on in the same curves.
     """
     boards: list[tuple[Write, Callable[[], None]]] = []
+    run = job.run
     if run.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -253,7 +258,7 @@ def _boards(folder: RunFolder, run: Run, after: int) -> list[tuple[Write, Callab
             id=folder.wandb.read_text(),
             name=folder.path.name,
             dir=str(folder.path),
-            config=json.loads(folder.job.read_text()),
+            config=job.model_dump(mode="json", by_alias=True),
             resume="allow",
         )
         boards.append((lambda step, numbers: logged.log(dict(numbers), step=step), logged.finish))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -194,20 +195,30 @@ def _skips(lines: RunLines) -> PageSection:
 
 
 def _precision(lines: RunLines) -> list[Paragraph | PageTable]:
-    last = lines.last_of_kind("precision")
-    if not last:
+    every = lines.of_kind("precision")
+    if not every:
         return [Paragraph("Not compared: no step was taken, or `run.check_precision` is false.")]
+    # A run that was resumed on other ranks, or by another plan, has a table for each, the last one first.
+    shown = [line for at, line in enumerate(every) if not at or line["cells"] != every[at - 1]["cells"]]
+    ends = [f"{line['step'] - 1}" for line in shown[1:]]
+    steps = [f"Steps {line['step']} to {end}. " for line, end in zip(shown, [*ends, "the end"], strict=True)]
+    blocks = [_observed(line, words if ends else "") for line, words in zip(shown, steps, strict=True)]
+    return [block for pair in reversed(blocks) for block in pair]
+
+
+def _observed(line: Mapping[str, Any], steps: str) -> list[Paragraph | PageTable]:
+    """Return what was observed in a step. `steps` says which steps it stands for."""
     rows, before = [], ""
-    for column, declared, seen, parameters, numel, verdict in last["cells"]:
+    for column, declared, seen, parameters, numel, verdict in line["cells"]:
         mark = {"not seen": "quiet", "DIFFERENT": "wrong"}.get(verdict, "ok")
         amount = PageCell(f"{parameters:,} tensors, {elements(numel)}", "quiet")
         name = PageCell(column if column != before else "", is_head=True)
         rows.append((name, dtype_cell(declared), dtype_cell(seen), PageCell(verdict, mark), amount))
         before = column
-    logits = ", ".join(last.get("logits", ())) or "not seen"
+    logits = ", ".join(line.get("logits", ())) or "not seen"
     note = (
-        f"Seen in step {last['step']} on every rank, in tensors and collectives, not in a config. Outputs of "
-        f"the model: {logits}. What is not sent, or not cut, has nothing to see."
+        f"{steps}Seen in step {line['step']} on every rank, in tensors and collectives, not in a config. "
+        f"Outputs of the model: {logits}. What is not sent, or not cut, has nothing to see."
     )
     heads = ("column", "declared", "observed", "", "parameters")
     return [Paragraph(note), PageTable(heads, rows, "precision")]
@@ -235,10 +246,10 @@ def _shown(value: float | None) -> str:
 
 
 def _samples(lines: RunLines) -> PageSection:
-    shown = [
-        Preformatted(str(line.get("text", "")), str(line.get("prompt", "")), f"step {line['step']}")
-        for line in lines.of_kind("sample")[-SHOWN_SAMPLES:]
-    ]
+    shown = []
+    for line in lines.of_kind("sample")[-SHOWN_SAMPLES:]:
+        prompt = f"{line['prompt']}\n" if line.get("chat") else f"{line['prompt']}"
+        shown.append(Preformatted(f"{line['text']}", prompt, f"step {line['step']}"))
     return PageSection("Samples", "samples", [BlockRow(shown, "samples")] if shown else ())
 
 
@@ -291,7 +302,7 @@ def charts(lines: RunLines) -> list[BlockRow | ChartLegend]:
     drawn = BlockRow([chart(spec, marks, tokens_of_a_step) for spec in _specs(lines)], "charts")
     steps = len(lines.steps("loss"))
     words = f"Losses are smoothed over {smoothing_steps(steps)} steps; behind are all of them."
-    meanings = (("resume", "gone on with from a checkpoint"), ("skip", "a skipped step"))
+    meanings = (("resume", "resumed from a checkpoint"), ("skip", "a skipped step"))
     kinds = [pair for pair in meanings if pair[0] in {mark.kind for mark in marks}]
     legend = [ChartLegend(words if steps > 1 else "", kinds)] if steps > 1 or kinds else []
     return [drawn, *legend]
@@ -343,6 +354,6 @@ def _marks(lines: RunLines) -> list[Mark]:
     marks = [Mark(step, "skip", f"step {step:.0f} was skipped") for step in steps]
     for line in (line for line in lines.of_kind("start") if line["step"] > 0):
         changed = ", ".join(change[0] for change in line.get("changed", ()))
-        text = f"gone on with after step {line['step']}" + (f"; changed: {changed}" if changed else "")
+        text = f"resumed after step {line['step']}" + (f"; changed: {changed}" if changed else "")
         marks.append(Mark(line["step"] + 0.5, "resume", text))
     return marks

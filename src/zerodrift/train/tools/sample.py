@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -60,13 +59,7 @@ class TextGenerator:
 
     def continue_prompt(self, prompt: str, options: SamplingOptions, as_chat: bool = False) -> Iterator[str]:
         """Continue a prompt piece by piece; a wrong prompt is refused at once."""
-        ends = {self._letters.end}
-        if as_chat:
-            ends = chat_template.end_tokens(self._letters)
-            given = chat_template.encode_prompt([{"role": "user", "content": prompt}], self._letters)
-        else:
-            given = np.append(self._letters.start, self._letters.encode(prompt)).astype(np.int64)
-        tokens = [int(token) for token in given] or [self._letters.end]
+        tokens, ends = chat_template.prompt_tokens(prompt, self._letters, as_chat)
         room = positions(self._model)
         if room is not None:
             if len(tokens) >= room:
