@@ -84,7 +84,7 @@ def masters_take_what_is_loaded(stage: int) -> None:
 
 
 def a_load_in_a_context_ends_with_it(stage: int) -> None:
-    """What was loaded inside `GatheredParameters` does not come back with a later load."""
+    """Weights that were loaded inside `GatheredParameters` do not come back with a later load."""
     engine = make(stage, bf16={"enabled": True})
     values = {name: torch.randn_like(value) for name, value in Net().state_dict().items()}
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):

@@ -235,7 +235,7 @@ def test_advice_names_what_a_job_has(tmp_path: Path) -> None:
 
 
 def test_a_name_beside_is_offered(tmp_path: Path) -> None:
-    """Of data, a model, a tokenizer, a run, and a role."""
+    """Data, a model, a tokenizer, a run and a role."""
     (tmp_path / "runs" / "job").mkdir(parents=True)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "chat.jsonl").touch()
