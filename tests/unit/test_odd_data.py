@@ -101,7 +101,7 @@ def test_a_name_of_no_files_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_a_block_that_is_too_short_for_answers_is_to_be_raised(tmp_path: Path) -> None:
-    """Conversations that are cut before their answer are refused; if only their ends are cut, a line says so."""
+    """Conversations cut before their answer are refused; where only their ends are cut, a line says so."""
     chats = jsonl(tmp_path / "a.jsonl", [{"prompt": "q" * 20, "completion": "answer"}] * 4)
     with pytest.raises(ConfigError, match=r"Raise `data\.block`\.") as raised:
         made(tmp_path, data(chats, block=24, format="chat"))
