@@ -531,6 +531,217 @@ def narrowed() -> zerodrift.Observation:
     return observed(model, optimizer, loss=lambda x, t: loss_of(x.to(BF16), t))
 
 
+def rollout(dtype: torch.dtype, inside: bool = False) -> zerodrift.Observation:
+    """Take log-probabilities before the first step, outside of the model or in its forward."""
+    model, tokens, targets = dense(), *batch(0, 0)
+
+    class Policy(nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            logits = copy.deepcopy(model)(tokens).to(dtype)
+            return picked(logits.log_softmax(-1), targets).float() if inside else logits
+
+    def clipped(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return -(picked(logits.log_softmax(-1), targets) - old).exp().clamp(0.8, 1.2).mean()
+
+    with zerodrift.observe() as seen:
+        with torch.no_grad():
+            old = Policy()(tokens)
+        old = old if inside else picked(old.log_softmax(-1), targets).float()
+        train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), clipped)
+    return seen
+
+
+def cast_loss(dtype: torch.dtype) -> zerodrift.Observation:
+    model = dense()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return observed(model, optimizer, loss=lambda x, t: loss_of(x, t).to(dtype) / 4)
+
+
+# --- whole numbers and statistics -----------------------------------------------------------------------
+
+In = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+SINES = torch.ones(16).div(64)
+
+POSITIONS: dict[str, In] = {
+    "arange": lambda x, dtype: torch.arange(500, dtype=dtype)[-8:, None] * SINES.to(dtype),
+    "cast": lambda x, dtype: torch.arange(500)[-8:, None].to(dtype) * SINES,
+    "met": lambda x, dtype: torch.arange(500)[-8:, None] * SINES.to(dtype),
+    "by way of fp32": lambda x, dtype: torch.arange(500)[-8:, None].float().to(dtype) * SINES,
+}
+"""Angles of positions that are whole numbers up to 499."""
+
+PARTS: dict[str, In] = {
+    "parts": lambda x, dtype: torch.arange(0, 1, 0.01, dtype=dtype)[-8:, None] * SINES.to(dtype),
+    "small": lambda x, dtype: torch.arange(200)[-8:, None].to(dtype) * SINES,
+    "masks": lambda x, dtype: (torch.arange(500) > 400)[-8:, None].to(dtype) * SINES,
+}
+"""The same of numbers that are not whole, or that 16 bits hold."""
+
+STATISTICS: dict[str, In] = {
+    "root mean square": lambda x, dtype: x * x.to(dtype).square().mean(-1, keepdim=True).rsqrt(),
+    "deviation": lambda x, dtype: x / (x.to(dtype) - 1).pow(2).mean(-1, keepdim=True).add(1e-6).sqrt(),
+    "running sum": lambda x, dtype: x + x.to(dtype).repeat(1, 9, 1).cumsum(1)[:, :8] / 64,
+}
+"""What a model computes of activations or of their positions, in a dtype."""
+
+
+class Counting(Dense):
+    """Computes something by hand in front of the norm."""
+
+    def __init__(self, made: In, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.made, self.dtype = made, dtype
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x + self.made(x, self.dtype).float()
+        return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
+
+
+def counting(made: In, dtype: torch.dtype) -> zerodrift.Observation:
+    torch.manual_seed(0)
+    model = Counting(made, dtype)
+    return observed(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+# --- loss scales ----------------------------------------------------------------------------------------
+
+
+def scaled(
+    scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
+    before: Callable[[Any, torch.optim.Optimizer, nn.Module], Any] = nothing,
+    steps: bool = True,
+) -> zerodrift.Observation:
+    """Train under autocast to fp16; `before` is called before the step, which a `GradScaler` takes."""
+    model, scaler = dense(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with zerodrift.observe() as seen:
+        for step in range(4):
+            tokens, targets = batch(rank(), step)
+            with torch.autocast("cpu", FP16):
+                logits = model(tokens)
+            loss = scale(loss_of(logits, targets))
+            (scaler.scale(loss) if steps else loss).backward()
+            before(scaler, optimizer, model)
+            scaler.step(optimizer) if steps else optimizer.step()
+            scaler.update() if steps else None
+            optimizer.zero_grad()
+    return seen
+
+
+def clip(model: nn.Module) -> None:
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+
+
+def unscaled(scaler: Any, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    scaler.unscale_(optimizer)
+    clip(model)
+
+
+# --- optimizers ------------------------------------------------------------------------------------------
+
+
+def numbers(key: str, dtype: torch.dtype) -> zerodrift.Observation:
+    """Keep the rate of a group, or a counter of its state, in a tensor of this dtype."""
+    model = dense()
+    rate = torch.tensor(1e-3, dtype=dtype) if key == "lr" else 1e-3
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate, foreach=False)
+
+    def after() -> None:
+        for state in optimizer.state.values() if key == "step" else ():
+            state["step"] = state["step"].to(dtype)
+
+    return observed(model, optimizer, after=after)
+
+
+class Around(torch.optim.Optimizer):
+    """Has an optimizer of the same parameters, whose step its own takes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 1e-3})
+        self.inner = torch.optim.AdamW(list(model.parameters())[2:], lr=1e-3)
+        self.rest = torch.optim.SGD(list(model.parameters())[:2], lr=1e-3)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.rest.step()
+
+
+def nested() -> zerodrift.Observation:
+    model = dense()
+    return observed(model, Around(model))
+
+
+def closures() -> zerodrift.Observation:
+    """The first forward runs in the first step."""
+    model = dense()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-2, max_iter=2)
+    with zerodrift.observe() as seen:
+        for step in range(4):
+
+            def closure(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                tokens, targets = batch(rank(), step)
+                value = loss_of(model(tokens), targets)
+                value.backward()
+                return value
+
+            optimizer.step(closure)
+    return seen
+
+
+def cast_between() -> zerodrift.Observation:
+    """Weights that are cast after a first step in fp32."""
+    model = dense()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    return observed(model, optimizer, after=lambda: model.to(BF16) and None)
+
+
+class Spectral(Dense):
+    """Has a parameter of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(5, 16, dtype=torch.complex64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=8, dim=1)
+        return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
+
+
+def spectral() -> zerodrift.Observation:
+    torch.manual_seed(0)
+    model = Spectral()
+    return observed(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def adapted() -> zerodrift.Observation:
+    """Train what a step by hand comes from, with results in the parameters' places."""
+    model = dense()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with zerodrift.observe() as seen:
+        for step in range(4):
+            tokens, targets = batch(rank(), step)
+            fast = dict(model.named_parameters())
+            value = loss_of(torch.func.functional_call(model, fast, (tokens,)), targets)
+            gradients = torch.autograd.grad(value, list(fast.values()), create_graph=True)
+            fast = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), gradients, strict=True)}
+            loss_of(torch.func.functional_call(model, fast, (tokens,)), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+def lookup_and_head() -> zerodrift.Observation:
+    """A head under autocast that is the only product of its model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 16))
+    model.add_module("head", nn.Linear(16, 64))
+    return head(model, autocast=True)
+
+
 # --- values that rest --------------------------------------------------------------------------------
 
 

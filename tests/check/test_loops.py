@@ -12,7 +12,8 @@ import torch
 import zerodrift
 from tests.check import loops
 from tests.check.loops import BF16, FP16, FP32
-from zerodrift.inspect.check.script_findings import narrowest
+from zerodrift.inspect.check.table import BITS
+from zerodrift.inspect.trace import narrowest
 
 Run = Callable[[], zerodrift.Observation]
 BOTH = ("exp_avg", "exp_avg_sq")
@@ -54,6 +55,21 @@ BUGS: dict[str, tuple[Run, str, str]] = {
     "logits cast down": (loops.narrowed, "logits-rounded", ""),
     "head in bf16": (lambda: loops.head(loops.NarrowHead()), "logits-rounded", "head.weight"),
     "head of large logits": (_(loops.head, scale=200.0, autocast=True), "logits-rounded", "head.weight"),
+    "a rollout": (_(loops.rollout, BF16), "loss-in-16-bits", ""),
+    "a rollout's own logarithms": (_(loops.rollout, BF16, inside=True), "loss-in-16-bits", ""),
+    "a loss that is cast": (_(loops.cast_loss, BF16), "loss-in-16-bits", ""),
+    **{f"positions, {kind}": (_(loops.counting, made, BF16), "whole-numbers-rounded", "")
+        for kind, made in loops.POSITIONS.items()},
+    **{f"statistic, {kind}": (_(loops.counting, made, BF16), "statistic-in-16-bits", "")
+        for kind, made in loops.STATISTICS.items()},
+    "a loss without a scale": (_(loops.scaled, steps=False), "loss-not-scaled", "up.weight"),
+    "clipped scaled": (
+        _(loops.scaled, before=lambda _, __, model: loops.clip(model)), "norm-of-scaled-gradients", ""),
+    "stepped scaled": (
+        _(loops.scaled, before=lambda _, optimizer, __: optimizer.step()), "norm-of-scaled-gradients", ""),
+    "a rate in bf16": (_(loops.numbers, "lr", BF16), "state-too-narrow", ""),
+    "a counter in bf16": (_(loops.numbers, "step", BF16), "state-too-narrow", ""),
+    "cast between steps": (loops.cast_between, "no-master", "up.weight"),
     "states in bf16": (_(loops.rest, BOTH, through(BF16)), "states-rounded", "up.weight"),
     "a state in fp16": (_(loops.rest, BOTH[:1], through(FP16)), "states-rounded", "up.weight"),
     "a state in fp8": (_(loops.rest, BOTH[:1], through(torch.float8_e5m2)), "states-rounded", "up.weight"),
@@ -91,6 +107,21 @@ HEALTHY: dict[str, Run] = {
     "loss inside": _(loops.inside, FP32),
     "head": loops.head,
     "head under autocast": _(loops.head, autocast=True),
+    "a rollout": _(loops.rollout, FP32),
+    "a rollout's own logarithms": _(loops.rollout, FP32, inside=True),
+    "a loss that is cast": _(loops.cast_loss, FP32),
+    **{f"positions, {kind}": _(loops.counting, made, FP32) for kind, made in loops.POSITIONS.items()},
+    **{f"positions, {kind}": _(loops.counting, made, BF16) for kind, made in loops.PARTS.items()},
+    **{f"statistic, {kind}": _(loops.counting, made, FP32) for kind, made in loops.STATISTICS.items()},
+    "scaled": _(loops.scaled, before=loops.unscaled),
+    "scaled by hand": _(loops.scaled, lambda loss: loss * 1024.0, steps=False),
+    "a rate in fp32": _(loops.numbers, "lr", FP32),
+    "a counter in fp32": _(loops.numbers, "step", FP32),
+    "an optimizer in another": loops.nested,
+    "an optimizer of closures": loops.closures,
+    "complex numbers": loops.spectral,
+    "results in the parameters' places": loops.adapted,
+    "a lookup and a head": loops.lookup_and_head,
     "states that rest": _(loops.rest, BOTH, torch.clone),
     "weights that are written": _(loops.rounded_weights, lambda parameter: parameter.copy_(parameter + 0)),
 }
@@ -116,14 +147,32 @@ def test_a_bug_is_named(case: str) -> None:
 
 
 def test_a_sum_beyond_fp32_is_of_no_narrow_dtype() -> None:
-    assert narrowest([1e39, 1.0]) == "" and narrowest([1.5, 1e38]) == ""
-    assert narrowest([1.5, 2.0**100]) == "bfloat16" and narrowest([1.5, 1 + 2**-10]) == "float16"
+    assert narrowest([1e39, 1.0]) == narrowest([1.5, 1e38]) == narrowest([float("nan")]) == ""
+    assert narrowest([1.5, 2.0**100], BITS) == "bfloat16" and narrowest([1 + 2**-10]) == "float16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, BF16, FP16])
+def test_what_a_narrow_dtype_holds_is_what_torch_says(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    values = torch.cat([torch.randn(99) * 2.0**e for e in (-30, -14, -6, 0, 7, 15)]).double()
+    name = str(dtype).removeprefix("torch.")
+    rounded = values.to(dtype).double()
+    for value in (*values.tolist(), *rounded[rounded.isfinite()].tolist()):
+        held = torch.tensor(value, dtype=torch.float64).to(dtype).double().item() == value
+        assert (narrowest([value], (name,)) == name) == held, value
+
+
+@pytest.mark.parametrize("case", ["masters, copy_", "an optimizer in another", "an optimizer of closures"])
+def test_watching_ends_after_its_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zerodrift.inspect.check.launch._FOREVER", 3)
+    assert HEALTHY[case]().process.steps == 3
 
 
 @pytest.mark.parametrize("case", HEALTHY)
 def test_a_healthy_loop_has_no_finding(case: str) -> None:
     seen = HEALTHY[case]()
     assert not seen.findings() and not seen.process.notes
+    assert seen.process.steps == (3 if case == "masters in a model" else 4)  # its first is of another model
     if case.startswith(("masters", "what rounding lost")):
         (up,) = (p for p in seen.models[0].parameters if p.name == "up.weight")
         assert up.dtypes("master") == (("float32",) if "masters" in case else ("split",))

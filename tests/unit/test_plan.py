@@ -371,6 +371,13 @@ def test_json_round_trip_and_digest(stage: int) -> None:
     assert made.row("nothing") is None
 
 
+def test_json_says_which_key_asked_for_a_cell() -> None:
+    made = plan({**at(1), "data_types": {"grad_accum_dtype": "fp32"}}, moe())
+    back = Plan.from_json(json.loads(json.dumps(made.to_json())))
+    asked = [dict(row.columns.asked) for row in back.rows]
+    assert asked == [dict(row.columns.asked) for row in made.rows] and "accumulate" in asked[0]
+
+
 def test_every_decision_changes_the_digest() -> None:
     units = {"units": ["model.layers"]}
     variants = [at(3), at(2), at(3, "fp32"), at(3, gradient_clipping=0.5), at(3, sharding=units)]

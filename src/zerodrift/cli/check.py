@@ -89,7 +89,8 @@ def _require_record(seen: RunRecord, command: list[str], steps: int, timeout: fl
         return
     if seen.processes:
         got = "optimizer steps, and no forward with gradients on"
-        do = "What updates parameters without a backward has no gradients to see."
+        notes = [note for process in seen.processes for note in process.notes]
+        do = notes[0] if notes else "What updates parameters without a backward has no gradients to see."
         raise ZerodriftError(" ".join(command), "must be a command that trains", got=got, do=do)
     if seen.late:
         must = f"must take {steps} optimizer steps in the time that it is given"

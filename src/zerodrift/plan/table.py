@@ -171,8 +171,9 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest over every decision but the source and the notes; ranks start only if it is equal."""
-        decided = {key: value for key, value in self.to_json().items() if key not in ("source", "notes")}
+        """Hex digest over every decision, not over who asked for it; ranks start only if it is equal."""
+        beside = ("source", "asked", "notes")
+        decided = {key: value for key, value in self.to_json().items() if key not in beside}
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -226,6 +227,7 @@ class Plan:
             "policy": encode(self.policy),
             "mesh": encode(self.mesh),
             "columns": [encode(columns) for columns in shared],
+            "asked": [encode(columns.asked) for columns in shared],
             "row_fields": [*ROW_FIELDS, *(["parts"] if divided else [])],
             "rows": rows,
             "buffers": encode(self.buffers),
@@ -242,7 +244,11 @@ class Plan:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
         """Read a plan that `to_json` wrote."""
-        columns = [decode(Columns, item) for item in data["columns"]]
+        asked = data.get("asked") or [()] * len(data["columns"])
+        columns = [
+            replace(decode(Columns, item), asked=tuple((column, key) for column, key in keys))
+            for item, keys in zip(data["columns"], asked, strict=True)
+        ]
         return Plan(
             source=data["source"],
             policy=decode(Policy, data["policy"]),

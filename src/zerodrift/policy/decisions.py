@@ -184,7 +184,7 @@ class Columns:
     """The products of a linear layer's weight; None where all operands are in the compute dtype."""
     asked: tuple[tuple[str, str], ...] = field(default=(), compare=False, metadata={"omitted": "always"})
     """(column, or `reduce.wire`; key or rule) of what the config asks for: the rest is the mode's, or a
-    default. Empty in a plan that was read from JSON."""
+    default. `Plan.to_json` writes it beside the columns, so that digests are without it."""
 
     @property
     def trained(self) -> bool:

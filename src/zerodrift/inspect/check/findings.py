@@ -15,12 +15,11 @@ from statistics import median
 from zerodrift.inspect.check.script_findings import (
     kept_findings,
     loss_findings,
-    narrowest,
     wire_error,
     wire_findings,
 )
 from zerodrift.inspect.check.table import BITS, RunFinding, advice, finding, library, same_model
-from zerodrift.inspect.trace import COLUMNS, Column, ModelRecord, ParameterRecord, ProcessRecord
+from zerodrift.inspect.trace import COLUMNS, Column, ModelRecord, ParameterRecord, ProcessRecord, narrowest
 
 
 def run_findings(processes: Sequence[ProcessRecord]) -> list[RunFinding]:
@@ -32,11 +31,13 @@ def run_findings(processes: Sequence[ProcessRecord]) -> list[RunFinding]:
                 found += rule(processes, model)
         elif not any(other.trained for other in first.models):
             found += _never_updated(processes, model)
-    what = "Gradients are clipped while the loss scale is in them: their norm is thousands of times too "
-    what += "large, so every step is clipped to the bone."
-    lines = [event["line"] for event in first.events if event["kind"] == "clipped_scaled"]
-    do = _CLIPS["deepspeed" if any(library(model) == "deepspeed" for model in first.models) else ""]
-    found += [RunFinding("norm-of-scaled-gradients", "grad", (), what, do, line) for line in lines]
+    is_deepspeed = any(library(model) == "deepspeed" for model in first.models)
+    of_clips = "Gradients are clipped", _CLIPS["deepspeed" if is_deepspeed else ""]
+    scaled = {"clipped_scaled": of_clips, "stepped_scaled": ("The optimizer is given gradients", _STEPS)}
+    for event in (event for event in first.events if event["kind"] in scaled):
+        does, do = scaled[event["kind"]]
+        what = f"{does} while the loss scale is in them, which makes them thousands of times too large."
+        found.append(RunFinding("norm-of-scaled-gradients", "grad", (), what, do, event["line"]))
     worst: dict[str, float] = {}
     for one in found:
         worst[one.do] = max(worst.get(one.do, 0.0), one.cost)
@@ -75,6 +76,8 @@ _CLIPS = {
     "deepspeed": "Use bfloat16 in `torch_autocast`, which needs no loss scale, or `fp16` in its place.",
 }
 
+_STEPS = "Take the step by `scaler.step(optimizer)`, which takes the loss scale out."
+
 _AVERAGES = {
     "": "Average the gradients of all ranks before the optimizer's step.",
     "deepspeed": "Remove `data_types.grad_accum_dtype`, or use ZeRO stage 3: before DeepSpeed 0.19.8, "
@@ -94,7 +97,7 @@ def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
     parameters, micro_batches, steps = model.parameters, processes[0].micro_batches, processes[0].steps
     masters = advice(_MASTERS, model)
     for dtype, bits in BITS.items():
-        resting = [p for p in parameters if p.dtypes("storage") == (dtype,)]
+        resting = [p for p in parameters if p.dtypes("storage")[-1:] == (dtype,)]
         bare = [p for p in resting if p.dtypes("master") in (("same",), (dtype,))]
         bare = [parameter for parameter in bare if not parameter.facts.get("drawn")]
         norms = [parameter for parameter in bare if _is_norm(parameter)]
@@ -257,10 +260,10 @@ def _rounded_gradients(processes: Sequence[ProcessRecord], model: ModelRecord) -
         sums = [sum(each) for each in zip(*(p.facts["own"] for p in alike), strict=True)]
         for used in (p.facts["used"] for p in alike):
             pairs = [(value, own) for value, own in zip(used, sums, strict=True) if value and own]
-            dtype = narrowest([value for value, _ in pairs])
+            dtype = narrowest([value for value, _ in pairs], BITS)
             # A sign, or a bound that a gradient is clipped to, is no rounding of it.
             is_rounding = len(pairs) >= _LEAST and _spread([v / own for v, own in pairs], median) < _ALIKE
-            if dtype and is_rounding and narrowest([own for _, own in pairs]) != dtype:
+            if dtype and is_rounding and narrowest([own for _, own in pairs], BITS) != dtype:
                 found.setdefault(dtype, []).append(parameter.name)
     for dtype, names in found.items():
         what = f"Gradients arrive in fp32, and what the optimizer is given has the {BITS[dtype]} bits of "
@@ -268,6 +271,23 @@ def _rounded_gradients(processes: Sequence[ProcessRecord], model: ModelRecord) -
         do = "Keep gradients, and what micro-batches are added in, in fp32 until the optimizer's step."
         cost = wire_error(dtype, processes[0].micro_batches)
         yield from finding("gradients-rounded", "accumulate", dict.fromkeys(names), what, do, "", cost)
+
+
+_SMALLEST = 2.0**-14  # the smallest normal number of fp16
+
+
+def _not_scaled(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
+    """Find backwards in fp16 at losses that were followed, and that nothing scales."""
+    seen = {event["kind"] for event in processes[0].events}
+    if "loss-product" not in seen or "loss-scaled" in seen or library(model) == "deepspeed":
+        return
+    half = [p for p in model.parameters if p.has("compute", "float16")]
+    sampled = [abs(value) for p in half for value in p.facts.get("own", ()) if value]
+    share = sum(value < _SMALLEST for value in sampled) / max(len(sampled), 1)
+    what = "The model computes in float16, and the loss is not scaled: what is smaller than 6e-5 in the "
+    what += f"backward loses bits or becomes zero; {share:.0%} of the sampled gradients are."
+    do = "Scale the loss with `torch.amp.GradScaler`, or compute in bfloat16."
+    yield from finding("loss-not-scaled", "grad", _names(half), what, do, "", max(share, 2.0**-11))
 
 
 def _with_gradients(
@@ -346,6 +366,6 @@ def _ranks_differ(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
 
 
 _RULES = (
-    _never_updated, _narrow, _rounded_gradients, wire_findings, _untied, _narrow_export, _not_averaged,
-    _ranks_differ,
+    _never_updated, _narrow, _rounded_gradients, _not_scaled, wire_findings, _untied, _narrow_export,
+    _not_averaged, _ranks_differ,
 )  # fmt: skip

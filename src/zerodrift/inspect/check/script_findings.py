@@ -7,9 +7,7 @@ Invariant: pure. An estimate says that it is one; any other figure was measured 
 
 from __future__ import annotations
 
-import contextlib
 import math
-import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,6 +35,21 @@ def loss_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:
         yield RunFinding("loss-in-16-bits", "compute", (), f"{what}.", do, worst["line"], error)
     if not narrow:
         yield from _rounded_logits(processes, events)
+    for event in events:
+        dtype, line = event.get("dtype", ""), event["line"]
+        most = 2 ** BITS.get(dtype, 4)
+        if event["kind"] == "whole-numbers":
+            what = (
+                f"Whole numbers up to {event['greatest']:.0f} are cast to {dtype}, which holds those up to "
+            )
+            what += f"{most}: {event['share']:.0%} of the sampled ones change."
+            do = "Keep positions, timesteps and counts whole or in fp32, and cast what is computed from them."
+            yield RunFinding("whole-numbers-rounded", "compute", (), what, do, line, 1 / most)
+        if event["kind"] == "loss-statistic":
+            what = f"A statistic is computed in {dtype}, by `{event['operation']}`: all that it scales or "
+            what += f"shifts is up to 1/{most} off."
+            do = "Compute norms, variances and running sums in fp32, and cast their result: `x.float()`."
+            yield RunFinding("statistic-in-16-bits", "compute", (), what, do, line, 1 / most)
 
 
 def _rounded_logits(processes: Sequence[ProcessRecord], events: Sequence[Any]) -> Iterator[RunFinding]:
@@ -73,9 +86,10 @@ def _head(models: Sequence[ModelRecord], event: dict[str, Any]) -> tuple[str, ..
 
 
 def _is_narrower(models: Sequence[ModelRecord], names: Sequence[str], dtype: str) -> bool:
-    """Return True if no other parameter of the head's model computes in its dtype."""
+    """Return True if no other matrix of the head's model computes in its dtype; a lookup computes nothing."""
     for model in models:
-        others = [p for p in model.parameters if p.name not in names and p.dtypes("compute")]
+        matrices = [p for p in model.parameters if len(p.shape) > 1 and not p.kind.endswith("Embedding")]
+        others = [p for p in matrices if p.name not in names and p.dtypes("compute")]
         if model.parameter(names[0]) is not None and others:
             return all(not p.has("compute", dtype) for p in others)
     return False
@@ -89,6 +103,12 @@ def kept_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:
             averages.setdefault((event["dtype"], event["line"]), []).append(event)
         if event["kind"] == "rounded-between-steps":
             yield _rounded(event)
+        if event["kind"] == "number-in-16-bits":
+            key, dtype, most = event["key"], event["dtype"], 2 ** BITS[event["dtype"]]
+            what = f"The optimizer keeps the number `{key}` in {dtype}: a counter ends at {most}, and a rate "
+            what += "that changes by less than its last bit stays."
+            do = f"Keep `{key}` in fp32, or as a number of Python's."
+            yield RunFinding("state-too-narrow", "state", (), what, do, "", 1 / most)
     for (dtype, line), alike in averages.items():
         names = tuple(dict.fromkeys(name for event in alike for name in event["names"]))
         moves, still = (sum(event[key] for event in alike) for key in ("moves", "still"))
@@ -137,16 +157,6 @@ def wire_error(dtype: str, gradients: int) -> float:
     """
     once = 0.2 * 2.0 ** (1 - BITS.get(dtype, 4))
     return once * math.sqrt((gradients + 1) / 2 + 1 - 1 / gradients)
-
-
-def narrowest(values: Sequence[float]) -> str:
-    """Return the dtype of 16 bits that holds all of these values, or ""."""
-    with contextlib.suppress(OverflowError):  # by a value that is too large for what it is packed in
-        if all(struct.pack("<f", value)[:2] == b"\0\0" for value in values):
-            return "bfloat16"
-        if all(value == struct.unpack("e", struct.pack("e", value))[0] for value in values):
-            return "float16"
-    return ""
 
 
 def wire_findings(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:

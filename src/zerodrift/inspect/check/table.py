@@ -188,6 +188,7 @@ Kind = Literal[
     "not-accumulated", "norm-of-scaled-gradients", "untied", "ranks-differ", "narrow-export",
     "loss-in-16-bits", "logits-rounded", "average-in-16-bits", "states-rounded", "weights-rounded",
     "gradients-rounded", "wire-in-16-bits", "wire-compressed", "key-without-effect", "not-as-expected",
+    "loss-not-scaled", "whole-numbers-rounded", "statistic-in-16-bits",
 ]  # fmt: skip
 
 BITS = {"bfloat16": 8, "float16": 11}  # dtypes of 16 bits, and the bits of their significand

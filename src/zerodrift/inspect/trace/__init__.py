@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from zerodrift.inspect.trace.records import (
         COLUMNS, Column, EngineRecord, ModelRecord, ParameterRecord, ProcessRecord, Sighting, VERSION,
-        column_word, dtype_name, merged,
+        column_word, dtype_name, merged, narrowest,
     )  # fmt: skip
     from zerodrift.inspect.trace.watch import Watcher
 

@@ -211,7 +211,8 @@ class Fsdp1(Adapter):
             self._sums[id(flat)] = total.clone()
         gradient = total if before is None else total - before
         for parameter, _, begin in self._members(flat):
-            parameter.arrives(gradient[begin : begin + parameter.record.numel], sample=True)
+            own = gradient[begin : begin + parameter.record.numel]
+            self._state.arrives(parameter, own, sample=True)
         if before is not None or not reduces:
             _see_sum(total, "FSDP's whole gradient", self._parameters(flat))
 

@@ -1,7 +1,8 @@
 """Follow values of forwards and of a script's own code to the losses that backwards begin at.
 
 A result carries the operations that rounded it, and every product, norm and lookup begins anew: so what a
-loss carries happened in the head, on the logits, or in the loss itself.
+loss carries happened in the head, on the logits, or in the loss itself. Whole numbers that 16 bits do not
+hold, and statistics over many elements, are seen on the way, wherever they lead.
 
 Invariant: no operation of a loss is recorded before a backward begins at it.
 """
@@ -32,8 +33,21 @@ _LOSSES = frozenset((
 ))  # fmt: skip
 """Operations of losses: what they return in 16 bits is a rounded loss."""
 
-_SUMS = frozenset(("sum", "mean", "linalg_vector_norm"))
+_SUMS = frozenset(("sum", "mean", "std", "var", "linalg_vector_norm"))
 """Reductions, which are a loss's if they are outside of modules or leave one number."""
+
+_ROOTS = frozenset(("sqrt", "rsqrt"))
+"""Operations that make a statistic of a reduction: a norm, or a deviation."""
+
+_RUNNING = frozenset(("cumsum", "cumprod", "logcumsumexp"))
+"""Sums of which each element is a result."""
+
+_LONG = 64  # elements of a running sum from which its rounding is a finding
+
+_POINTWISE = frozenset(("add", "sub", "mul", "div"))
+"""Operations that cast whole numbers to the dtype of what they meet."""
+
+_OF_WHOLE = frozenset((*CASTS, *_POINTWISE, "copy", "arange"))
 
 _LOGARITHMS = frozenset(("log", "log1p", "log2", "xlogy", "nll_loss_forward"))
 """Operations that make a softmax of a module, which may be a router's, a part of a loss."""
@@ -45,9 +59,9 @@ _LOGITS = 4096  # elements of logits or log-probabilities, whose greatest is mea
 class LossOperation:
     """One operation on the way to a loss."""
 
-    kind: Literal["product", "widened", "rounded", "softmax", "loss"]
+    kind: Literal["product", "widened", "rounded", "softmax", "loss", "wide", "sum", "statistic", "scaled"]
     """A product; the cast up of 16-bit logits; a cast of wide ones to 16 bits; a softmax or another operation
-    of a loss in 16 bits."""
+    of a loss in 16 bits; one of a loss in more; a sum and a statistic in 16 bits; a scale of the loss."""
     operation: str
     dtype: str
     module: str
@@ -64,6 +78,13 @@ def is_product(name: str) -> bool:
 
 
 _NOTHING: Carried = frozenset()
+_WIDE = LossOperation("wide", "", "", "", "")
+_SCALED = LossOperation("scaled", "", "", "", "")
+
+
+def _is_whole(value: Any) -> bool:
+    is_tensor = isinstance(value, torch.Tensor) and value.numel() > 1
+    return is_tensor and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
 
 
 class LossWatch:
@@ -73,6 +94,9 @@ class LossWatch:
         self._carried: Owners[Carried] = Owners()
         self._greatest: dict[LossOperation, torch.Tensor] = {}
         self._reached: dict[LossOperation, None] = {}
+        self._whole: Owners[bool] = Owners()  # memory of whole numbers in more than 16 bits
+        self._rounded: dict[tuple[str, str, str], list[torch.Tensor]] = {}
+        """Line, operation and dtype -> whole numbers that were cast to 16 bits, and the results."""
 
     def computed(self, name: str, args: Any, kwargs: Any, out: Any, module: str | None) -> None:
         """Follow an operation; `module` is the path of the module that runs it, None outside of modules.
@@ -82,6 +106,7 @@ class LossWatch:
         results = list(floating((out,), None))
         if not results or name in VIEWS:
             return
+        self._follow_whole(name, args, results[0])
         if is_product(name):
             made = LossOperation("product", name, dtype_name(results[0].dtype), module or "", "")
             self._put(results, frozenset((made,)))
@@ -92,13 +117,20 @@ class LossWatch:
         is_narrow = result.dtype in NARROW
         if first is not None and (name in CASTS or name == "copy_"):
             if carried and is_narrow and first.dtype not in NARROW:
-                carried |= self._rounds("rounded", name, result, module)
+                is_loss = any(each.kind == "wide" for each in carried)
+                carried |= self._rounds("loss" if is_loss else "rounded", name, result, module)
             elif carried and first.dtype in NARROW and not is_narrow:
                 carried |= self._rounds("widened", name, first, module)
         elif is_narrow and name == "_softmax":
             carried |= self._rounds("softmax" if module is not None else "loss", name, result, module)
         elif is_narrow and (name in _LOSSES or self._is_sum_of_loss(name, result, module)):
             carried |= self._rounds("loss", name, result, module)
+        elif name in _LOSSES and carried:
+            carried |= {_WIDE}
+        if is_narrow:
+            carried |= self._statistic(name, inputs, result, {e for e in carried if e.kind == "sum"})
+        if name in ("mul", "mul_") and not result.dim() and carried:
+            carried |= {_SCALED} if any(map(self._is_scale, args[:2])) else _NOTHING
         if name in _LOGARITHMS:
             narrow = (each for each in carried if each.kind == "softmax")
             carried |= {LossOperation("loss", s.operation, s.dtype, s.module, s.line) for s in narrow}
@@ -109,8 +141,10 @@ class LossWatch:
         for tensor in floating((losses,), None):
             order = {each: place for place, each in enumerate(self._greatest)}
             for each in sorted(self._carried.of(tensor) or (), key=lambda each: order.get(each, -1)):
-                self._reached.setdefault(each)
+                if each.kind not in ("wide", "sum"):
+                    self._reached.setdefault(each)
         self._carried.forget_freed()
+        self._whole.forget_freed()
 
     def events(self) -> Iterable[dict[str, Any]]:
         """Yield everything that reached a loss, with the greatest sampled magnitude."""
@@ -118,6 +152,55 @@ class LossWatch:
             event = {"kind": f"loss-{each.kind}", "line": each.line, "operation": each.operation.strip("_")}
             greatest = float(self._greatest[each]) if each in self._greatest else None
             yield {**event, "dtype": each.dtype, "module": each.module, "greatest": greatest}
+        for (line, name, dtype), (numbers, rounded) in self._rounded.items():
+            if not torch.equal(numbers, rounded):
+                share, greatest = float((numbers != rounded).double().mean()), float(numbers.abs().max())
+                event = {"kind": "whole-numbers", "line": line, "operation": name, "dtype": dtype}
+                yield {**event, "share": share, "greatest": greatest}
+
+    def scales(self) -> None:
+        """Note that a `GradScaler` scales the loss."""
+        self._reached.setdefault(_SCALED)
+
+    def _follow_whole(self, name: str, args: Any, result: torch.Tensor) -> None:
+        """Follow whole numbers, as positions are, into more bits, and keep some that are cast to 16."""
+        name, given = name.removesuffix("_"), args[1:] if name == "copy_" else args
+        if name not in _OF_WHOLE:
+            return
+        source: Any = next((arg for arg in given if _is_whole(arg)), None)
+        if name == "arange" and all(float(arg).is_integer() for arg in args):
+            source = torch.arange(*args, dtype=torch.float64, device=result.device)
+        elif source is None and name not in (*_POINTWISE, "arange") and self._whole.of(given[0]):
+            source = given[0]
+        if source is None or source.numel() < 2:
+            return
+        key = line_of_script(), name, dtype_name(result.dtype)
+        if result.dtype in NARROW and key not in self._rounded:
+            numbers = sample(source, _LOGITS).double()
+            self._rounded[key] = [numbers, numbers.to(result.dtype).double()]
+        elif result.dtype not in NARROW and name not in _POINTWISE:
+            self._whole.put(result, True)
+
+    def _statistic(
+        self, name: str, inputs: list[torch.Tensor], result: torch.Tensor, sums: set[LossOperation]
+    ) -> Carried:
+        """Note a statistic in 16 bits: the root of a sum, or a running sum. Return what a sum carries."""
+        dtype, is_long = dtype_name(result.dtype), max(result.shape, default=0) >= _LONG
+        if (name in _ROOTS and sums) or (name in _RUNNING and is_long):
+            made = "` and `".join([*sorted(each.operation for each in sums), name])
+            self._reached.setdefault(LossOperation("statistic", made, dtype, "", line_of_script()))
+        is_sum = name in _SUMS and inputs and result.numel() < inputs[0].numel()
+        return frozenset((LossOperation("sum", name, dtype, "", ""),)) if is_sum else _NOTHING
+
+    def _is_scale(self, factor: Any) -> bool:
+        """Return True for a number that a loss may be scaled by: one of 8 at least, or on a device."""
+        if isinstance(factor, torch.Tensor):
+            if factor.dim() or self._carried.of(factor):
+                return False
+            if factor.device.type != "cpu":
+                return True
+            factor = factor.item()
+        return abs(factor) >= 8
 
     def _is_sum_of_loss(self, name: str, result: torch.Tensor, module: str | None) -> bool:
         is_autocast = torch.is_autocast_enabled(result.device.type)  # which leaves means in 16 bits

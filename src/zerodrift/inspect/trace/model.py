@@ -218,9 +218,11 @@ class LiveModel:
                 parameter.record.name = name
                 parameter.record.trained |= tensor.requires_grad
                 parameter.is_sliced = is_sliced
-                parameter.rests_in(tensor)
+                held = parameter.tensor()
+                if tensor.is_leaf or held is None:  # else a result was put in its place for a call
+                    parameter.rests_in(held := tensor)
                 if not is_packed:  # else the tensor has other parameters too
-                    self._by_tensor[id(tensor)] = parameter
+                    self._by_tensor[id(held)] = parameter
                 self.parameters.append(parameter)
             self._leaves.setdefault(id(module), []).append((leaf, parameter))
         self._scanned = _identities(self.root)

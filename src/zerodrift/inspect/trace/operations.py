@@ -53,6 +53,12 @@ def every_operation(
     return kind(called, run)
 
 
+COMPILED = (
+    "Code is compiled by torch.compile, which goes other ways where operations are watched: "
+    "compute is not seen. Run it with TORCH_COMPILE_DISABLE=1 to see it."
+)
+
+
 def anything_compiled() -> bool:
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"].get("ok"))

@@ -51,6 +51,9 @@ class Owners(Generic[Owner]):
         self._held: dict[int, tuple[StorageWeakRef, list[tuple[int, int, Owner]]]] = {}
         """A storage, and the begin, end and owner of ranges of its elements, in the order of their begins."""
 
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
     def put(self, tensor: torch.Tensor, owner: Owner) -> bool:
         """Give a tensor's memory to an owner until it is freed; return True if the owner is new."""
         tensor = local(tensor)
@@ -122,7 +125,7 @@ class Samples:
 
     def given(self, gradient: torch.Tensor, begin: int, at: int, length: int) -> None:
         """Sample an optimizer's gradient: elements from `begin`, which is at `at` in its flat form."""
-        if gradient.is_sparse or begin < 0:
+        if gradient.is_sparse or begin < 0 or not gradient.is_floating_point():
             return
         step, length = self.places.step, gradient.numel() - at if length < 0 else length
         numbers = range(len(self.places))[-(-begin // step) : -(-(begin + length) // step)]
@@ -197,6 +200,12 @@ class LiveParameter:
         return True
 
     @property
+    def gradient(self) -> torch.Tensor | None:
+        """The `.grad` of the tensor that rests; None for a result, which has none."""
+        tensor = self.tensor()
+        return tensor.grad if tensor is not None and tensor.is_leaf else None
+
+    @property
     def is_used_unseen(self) -> bool:
         """Whether it has a gradient, and no operation was seen to use it."""
         return self.arrived > 0 and not self.computed_in
@@ -215,7 +224,7 @@ class LiveParameter:
         if self._first_digest is None and record.trained:
             values = local(rests).detach()
             self._first_digest, self._looked_at = _digest(values), self.tensor
-            if not self.is_sliced and values.dim() > 1 and values.numel() and not values.is_meta:
+            if not self.is_sliced and values.dim() > 1 and values.numel() and self._first_digest is not None:
                 least, greatest = values.aminmax()
                 if least < greatest:  # a constant identifies no tensor
                     record.facts["began"] = self._first_digest
@@ -228,10 +237,10 @@ class LiveParameter:
             self._arrived_in.add(gradient.dtype)
             path, dtype = self.record.name.rpartition(".")[0], dtype_name(gradient.dtype)
             self.record.add("grad", dtype, "the gradient at the leaf", path, line_of_script)
-        if not sample:
-            self.samples.missed = True
-        elif gradient.numel() == self._numel > 0 and not gradient.is_sparse:
+        if sample and _is_whole(gradient, self._numel):
             self.samples.arrives(gradient)
+        else:
+            self.samples.missed = True
 
     def arrived_since_step(self) -> int:
         since, self._arrived_before = self.arrived - self._arrived_before, self.arrived
@@ -265,6 +274,11 @@ class LiveParameter:
             record.unseen.setdefault(column, reason)
         record.unseen = {column: why for column, why in record.unseen.items() if not record.cells.get(column)}
         return record
+
+
+def _is_whole(gradient: torch.Tensor, numel: int) -> bool:
+    """Return True for a gradient of so many real elements, all of which this rank has."""
+    return not gradient.is_sparse and gradient.is_floating_point() and local(gradient).numel() == numel
 
 
 def _layout(tensor: torch.Tensor) -> str:

@@ -79,13 +79,14 @@ class ForwardWatch:
             if trains and state.only is not None and not self._is_part(module):
                 return
             self._script.leave()
+            self._compiles |= operations.anything_compiled() or any(map(is_compiled, module.modules()))
             if trains:
                 self._root_begins(module)
         kind: CallKind = ()
-        if self._is_training and not self._compiles:
+        if (self._is_training or not torch.is_grad_enabled()) and not self._compiles:
             casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in self._devices]
             dtypes = [arg.dtype if isinstance(arg, torch.Tensor) else None for arg in args]
-            kind = (id(module), module.training, *casts, *dtypes)
+            kind = (id(module), module.training, self._is_training, *casts, *dtypes)
             if self._entered < 0 and kind not in self._known:
                 state.remember()
                 self._mode.__enter__()
@@ -111,7 +112,7 @@ class ForwardWatch:
             state.safely(lambda: self._look(module, is_watched=False), None)
         if not calls:
             self._is_training = False
-            if state.models and not self._compiles:
+            if not self._compiles:
                 state.safely(self._script.enter, None)
 
     def _is_part(self, module: torch.nn.Module) -> bool:
@@ -128,20 +129,17 @@ class ForwardWatch:
             state.optimized.clear()
         if changed or any(parameter.is_used_unseen for parameter in model.parameters):
             self._known.clear()
-        if any(map(is_compiled, model.root.modules())) or operations.anything_compiled() or self._compiles:
-            self._compiles = True
-            state.note(
-                "Code is compiled by torch.compile, which goes other ways where operations are watched: "
-                "compute is not seen. Run it with TORCH_COMPILE_DISABLE=1 to see it."
-            )
+        if self._compiles:
+            state.note(operations.COMPILED)
         self._is_training = state.rested = True
 
     def _is_first_thread(self) -> bool:
-        """Return True if no other thread has run a forward."""
-        if not torch.is_grad_enabled():
+        """Return True if no other thread has trained, nor run a forward before on the main thread."""
+        state, is_main = self.state, threading.current_thread() is threading.main_thread()
+        if not torch.is_grad_enabled() and not (is_main and state.thread is None):
             return False
-        if self.state.thread is None:
-            self.state.thread = threading.get_ident()
+        if not state.models:
+            state.thread = threading.get_ident()
             return True
         self.state.note("Modules run on several threads: those of the first are seen.")
         return False
@@ -152,17 +150,18 @@ class ForwardWatch:
         return original(*args, **kwargs)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
-        if not self._is_training or self.state.packed:  # else a library packs and unpacks
+        if self.state.packed:  # a library packs and unpacks
             return
         if name := operations.computing(func):
             self._computed(name, args, kwargs, out)
-        if not torch.is_grad_enabled() and func.namespace == "aten":  # as where an average is updated
+        is_inside = self._is_training and not torch.is_grad_enabled()  # as where an average is updated
+        if is_inside and func.namespace == "aten":
             self._script.copies.computed(operations.name_of(func), args, kwargs, out, False)
 
     @guarded
     def _computed(self, operation: str, args: Any, kwargs: Any, out: Any) -> None:
         state = self.state
-        if not state.looked:
+        if self._is_training and not state.looked:
             state.looked = True
             self._look(self._calls[-1][0], is_watched=True)
         module, tensors = self._calls[-1][0], list(operations.floating(args, kwargs))
@@ -171,7 +170,7 @@ class ForwardWatch:
         weight = next((owner.record.name for owner in owners if owner is not None), None)
         home = path if weight is None else weight.rpartition(".")[0]
         self._script.losses.computed(operation, args, kwargs, out, home)
-        for tensor in tensors:
+        for tensor in tensors if self._is_training else ():  # of a reference, the values alone are followed
             parameter = state.memory.of(tensor)
             if parameter is None:
                 continue
@@ -207,23 +206,29 @@ class GradientWatch:
         replace = self.state.patches.replace
         for name in ("backward", "grad"):
             replace(torch.autograd, name, self._backward)
-        is_scaled, state = False, self.state
+        state = self.state
 
         def clips(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if state.active and is_scaled and threading.get_ident() == state.thread:
+            if state.active and state.scaled and threading.get_ident() == state.thread:
                 state.event("clipped_scaled", line_of_script())
             return original(*args, **kwargs)
 
         def scales(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal is_scaled
-            is_scaled = original.__name__ == "scale" and bool(scaler.is_enabled())
+            if scaler.is_enabled():
+                self._script.losses.scales()
+                state.is_scaled = True  # until the next backward has ended
             return original(scaler, *args, **kwargs)
 
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
+        def unscales(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            state.scaled.clear()
+            return original(*args, **kwargs)
+
+        for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
                 replace(module, name, clips)
-        for name in ("scale", "unscale_", "update"):
-            replace(torch.amp.GradScaler, name, scales)
+        replace(torch.amp.GradScaler, "scale", scales)
+        for name in ("unscale_", "update"):
+            replace(torch.amp.GradScaler, name, unscales)
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
             replace(torch.nn.parallel.DistributedDataParallel, name, self._registers_hook)
 
@@ -247,6 +252,7 @@ class GradientWatch:
             return original(*args, **kwargs)
         finally:
             state.in_backward -= 1
+            state.is_scaled &= state.in_backward > 0
             if was_on:
                 state.safely(self._script.enter, None)
 
@@ -290,7 +296,7 @@ class GradientWatch:
 
     @guarded
     def _arrives(self, parameter: LiveParameter, gradient: torch.Tensor, leaf: torch.Tensor | None) -> None:
-        parameter.arrives(gradient, self.state.several or not parameter.has_gradient)
+        self.state.arrives(parameter, gradient, self.state.several or not parameter.has_gradient)
         held, record = None if leaf is None else leaf.grad, parameter.record
         if held is None or record.has("accumulate", dtype_name(held.dtype)):
             return

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
@@ -34,6 +34,25 @@ def dtype_name(dtype: Any) -> str:
 def column_word(dtype: DType) -> str:
     """Return the word of a dtype in a record: `bfloat16`, or a narrow format, of which bytes are seen."""
     return dtype.value if dtype.format is not None else dtype_name(dtype.torch)
+
+
+_HELD = {
+    "float8_e4m3fn": (4, -9, 448.0),
+    "float8_e5m2": (3, -16, 57344.0),
+    "bfloat16": (8, -133, 255 * 2.0**120),
+    "float16": (11, -24, 65504.0),
+}
+"""Narrow dtype -> bits of its significand, exponent of its least number, its greatest number."""
+
+
+def narrowest(values: Sequence[float], among: Iterable[str] = _HELD) -> str:
+    """Return the first of some narrow dtypes that holds all values, or ""."""
+    for dtype in among:
+        bits, least, greatest = _HELD[dtype]
+        units = (2.0 ** max(math.frexp(value)[1] - bits, least) for value in values)
+        if all(abs(v) <= greatest and (v / unit).is_integer() for v, unit in zip(values, units, strict=True)):
+            return dtype
+    return ""
 
 
 class Sighting(NamedTuple):

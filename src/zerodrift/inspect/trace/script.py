@@ -120,8 +120,7 @@ class UpdateWatch:
             what = (dtype_name(copied.dtype), "what the script copies")
         self._by_hand[parameter] = (*what, line_of_script())
         self._written[parameter] = None
-        gradient = getattr(parameter.tensor(), "grad", None)
-        if gradient is not None:
+        if (gradient := parameter.gradient) is not None:
             parameter.record.add("accumulate", dtype_name(gradient.dtype), ".grad")
 
     def residue(self, parameter: LiveParameter, states: dict[Any, Any]) -> str:
@@ -281,7 +280,8 @@ class CopyWatch:
 
     def rests(self) -> None:
         """Look at memory that was given to parameters, and at averages that are still there."""
-        for parameter in (parameter for model in self.state.models for parameter in model.parameters):
+        models = self.state.models if self._sources else ()
+        for parameter in (parameter for model in models for parameter in model.parameters):
             tensor = parameter.tensor()
             if tensor is not None and not parameter.optimized and local(tensor).numel():
                 for source in self._sources.all_of(tensor):
@@ -305,7 +305,7 @@ class CopyWatch:
         storage = local(tensor).untyped_storage()._cdata
         for model in self.state.models:
             for parameter in model.parameters:
-                gradient = getattr(parameter.tensor(), "grad", None)
+                gradient = parameter.gradient
                 if gradient is not None and local(gradient).untyped_storage()._cdata == storage:
                     return False
         return True

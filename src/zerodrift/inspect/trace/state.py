@@ -118,6 +118,8 @@ class WatchState:
         self.passes = 0
         self.counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """Steps of an engine or of the first parameter that they updated: a run may make a new optimizer."""
+        self.is_scaled = False  # whether a `GradScaler` scaled the loss of the backward under way
+        self.scaled: set[LiveParameter] = set()  # parameters whose gradients have a loss scale in them
         self.optimized: dict[int, Any] = {}
         """The parts of each tensor that an optimizer updates, by the tensor's id."""
         self._settled = 0  # steps that there had been when a backward last began
@@ -205,6 +207,12 @@ class WatchState:
         event = {"kind": kind, "line": line, **rest}
         if event not in self.process.events:
             self.process.events.append(event)
+
+    def arrives(self, parameter: LiveParameter, gradient: torch.Tensor, sample: bool) -> None:
+        """Hand a gradient to its parameter, and note whether a loss scale is in it."""
+        parameter.arrives(gradient, sample)
+        if self.is_scaled:
+            self.scaled.add(parameter)
 
     def settle(self) -> None:
         since, self._settled = self.process.steps > self._settled, self.process.steps

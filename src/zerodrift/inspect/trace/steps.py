@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from zerodrift.inspect.trace.losses import NARROW
 from zerodrift.inspect.trace.model import LiveModel
 from zerodrift.inspect.trace.operations import line_of_script
 from zerodrift.inspect.trace.parameter import LiveParameter, local, sample
-from zerodrift.inspect.trace.records import dtype_name
+from zerodrift.inspect.trace.records import dtype_name, narrowest
 from zerodrift.inspect.trace.script import ScriptWatch
 from zerodrift.inspect.trace.state import OptimizedPart, Patches, WatchState, guarded
 from zerodrift.startup import when_imported
@@ -45,9 +46,9 @@ class StepWatch:
     def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
         self._script, self._rounding = script, RoundingWatch()
-        self._first_hook: Any = None  # hook on the optimizer under way, before those of the script
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._under_way: tuple[Any, list[tuple[torch.Tensor, _OptimizedTensor]]] = (None, [])
+        self._under_way: list[tuple[Any, Any]] = []
+        """Optimizers, each in the step of the one before, and the hook on it before those of the script."""
         self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """The backward passes that there had been at an optimizer's last step."""
 
@@ -74,27 +75,31 @@ class StepWatch:
 
     @guarded
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._under_way = optimizer, self._updated(optimizer)
-        self._script.in_step = True
+        self._script.in_step, first_hook = True, None
         if type(optimizer).__module__.startswith("torch.optim"):
             self._script.leave()
         own = getattr(optimizer, "_optimizer_step_post_hooks", None)
         if own:  # a hook of the script's may copy weights
-            self._first_hook = optimizer.register_step_post_hook(self._has_updated)
-            own.move_to_end(self._first_hook.id, last=False)
-        for tensor, updated in self._under_way[1]:
+            first_hook = optimizer.register_step_post_hook(self._has_updated)
+            own.move_to_end(first_hook.id, last=False)
+        outer = itertools.takewhile(lambda each: each[0] is not optimizer, self._under_way)
+        self._under_way = [*outer, (optimizer, first_hook)]
+        for key, value in ((key, value) for group in optimizer.param_groups for key, value in group.items()):
+            if key != "params":
+                self._see_number(key, value)
+        for tensor, updated in self._updated(optimizer):
             self._rounding.begins(updated, tensor, _states(optimizer, tensor))
             gradient = tensor.grad
             dtype = None if gradient is None else gradient.dtype
             if dtype not in updated.given:
                 updated.given.add(dtype)
                 for part in updated.parts:
-                    if not part.parameter.optimized:
-                        part.parameter.optimized = True
-                        self.state.counts.pop(part.parameter, None)  # steps by hand were none
                     if part.sums and dtype is not None:
                         name = dtype_name(dtype)
                         part.parameter.record.add("accumulate", name, ".grad", "", line_of_script)
+            is_scaled = any(part.parameter in self.state.scaled for part in updated.parts)
+            if is_scaled and getattr(optimizer, "grad_scale", None) is None:  # else it divides by the scale
+                self.state.event("stepped_scaled", line_of_script())
             for part in updated.parts:
                 if gradient is not None and (self.state.several or not part.parameter.has_gradient):
                     part.parameter.samples.given(local(gradient), part.begin, part.at, part.length)
@@ -105,17 +110,20 @@ class StepWatch:
 
     @guarded
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        state, (begun, pairs) = self.state, self._under_way
-        self._under_way = None, []
-        if begun is not optimizer:
-            pairs = self._updated(optimizer)
-        self._script.in_step = False
-        if self._first_hook is not None:
-            self._first_hook.remove()
-            self._first_hook = None
+        state, pairs = self.state, self._updated(optimizer)  # its closure may have run the first forward
+        while self._under_way:
+            ended, first_hook = self._under_way.pop()
+            if first_hook is not None:
+                first_hook.remove()
+            if ended is optimizer:
+                break
+        self._script.in_step = is_inside = bool(self._under_way)
         for tensor, updated in pairs:
             held = _states(optimizer, tensor)
             for part in updated.parts:
+                if not part.parameter.optimized:
+                    part.parameter.optimized = True
+                    state.counts.pop(part.parameter, None)  # steps by hand were none
                 self._see_master(part.parameter, tensor, held)
             self._rounding.ends(updated, tensor, held)
             updates = (part.parameter for part in updated.parts if part.parameter.tensor() is tensor)
@@ -124,14 +132,25 @@ class StepWatch:
             kept = [value.dtype if isinstance(value, torch.Tensor) else None for value in held.values()]
             if kept != updated.kept or not kept:
                 updated.kept = kept
+                for key, value in held.items():
+                    self._see_number(key, value)
                 _see_kept(type(optimizer).__name__, updated.parts, tensor, held)
         parameters = [part.parameter for _, updated in pairs for part in updated.parts]
         arrived = max((parameter.arrived_since_step() for parameter in parameters), default=0)
         since = state.passes - self._stepped.get(optimizer, 0)
-        if since or not state.passes:  # none for a group of a step that was counted
+        is_step = since or not state.passes  # else it is one group of a step that was counted
+        if is_step:
             self._stepped[optimizer] = state.passes
-            state.has_stepped(parameters[0] if parameters else optimizer, min(since, arrived or since))
+        if is_step and not is_inside:
+            what = parameters[0] if parameters else optimizer
+            if parameters and optimizer in state.counts:  # steps before its masters were copied
+                state.counts[what] = state.counts.get(what, 0) + state.counts.pop(optimizer)
+            state.has_stepped(what, min(since, arrived or since))
         self._script.enter()
+
+    def _see_number(self, key: Any, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.dtype in NARROW and value.numel() == 1:
+            self.state.event("number-in-16-bits", "", key=str(key), dtype=dtype_name(value.dtype))
 
     def _see_master(self, parameter: LiveParameter, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
         """Record what is updated: the parameter, a tensor in its place, or a state that is its master."""
@@ -278,8 +297,6 @@ def _named(value: Any, depth: int = 4) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 _WIDE = frozenset((torch.float32, torch.float64))
-_NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16)
-_NAMES = [dtype_name(dtype) for dtype in _NARROW]
 _SAMPLED = 64  # elements of a tensor
 _LEAST = 4  # elements other than zero that it takes to tell
 _STEPS = 2  # pairs of steps that are compared
@@ -334,9 +351,9 @@ class RoundingWatch:
         """
         found: dict[str, dict[str, list[Any]]] = {}
         for (_, key), (owner, pairs) in self._pairs.items():
-            dtypes = {_rounded_to(*pair) for pair in pairs}
+            dtypes = [_rounded_to(ended.tolist(), begun.tolist()) for ended, begun in pairs]
             if dtypes and "" not in dtypes:
-                found.setdefault(key, {}).setdefault(max(dtypes, key=_NAMES.index), []).append(owner)
+                found.setdefault(key, {}).setdefault(dtypes[0], []).append(owner)
         for key, by_dtype in found.items():
             owners = [owner for alike in by_dtype.values() for owner in alike]
             yield key, max(by_dtype, key=lambda dtype: len(by_dtype[dtype])), owners
@@ -350,13 +367,8 @@ def _wide(tensor: torch.Tensor, states: dict[Any, Any]) -> Iterable[tuple[str, t
             yield str(key), value
 
 
-def _rounded_to(ended: torch.Tensor, begun: torch.Tensor) -> str:
+def _rounded_to(ended: list[float], begun: list[float]) -> str:
     """Return the narrowest dtype that holds all of `begun`, if `ended` was not of it; empty for none."""
-    ended, begun = ended.cpu(), begun.cpu()
-    if int((begun != 0).sum()) < _LEAST:
-        return ""
-    for dtype in _NARROW:
-        if torch.equal(begun.to(dtype).to(begun.dtype), begun):
-            wider = ended.to(dtype).to(ended.dtype) != ended
-            return dtype_name(dtype) if 4 * int(wider.sum()) >= ended.numel() else ""
-    return ""
+    dtype = narrowest(begun) if sum(value != 0 for value in begun) >= _LEAST else ""
+    wider = sum(not narrowest([value], (dtype,)) for value in ended) if dtype else 0
+    return dtype if 4 * wider >= len(ended) else ""

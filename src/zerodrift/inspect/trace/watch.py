@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from zerodrift.inspect.trace.libraries import DeepSpeed, Fsdp1, Fsdp2, Own
+from zerodrift.inspect.trace.operations import COMPILED, anything_compiled
 from zerodrift.inspect.trace.passes import CollectiveWatch, ForwardWatch, GradientWatch
 from zerodrift.inspect.trace.records import ProcessRecord
 from zerodrift.inspect.trace.script import ScriptWatch
@@ -111,6 +112,8 @@ class Watcher:
         if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
             untried = f"torch {torch.__version__} is not among those that were tried ({', '.join(TRIED)})"
             process.notes.append(f"{untried}: what it does elsewhere than they do may be missing.")
+        if anything_compiled():
+            state.note(COMPILED)
         for name, times in sorted(self._collectives.unknown.items()):
             carried = "carried what no adapter could tell the parameters of"
             process.notes.append(f"{times} {name} in the observed steps {carried}.")
