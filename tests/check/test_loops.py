@@ -168,6 +168,18 @@ def test_watching_ends_after_its_steps(case: str, monkeypatch: pytest.MonkeyPatc
     assert HEALTHY[case]().process.steps == 3
 
 
+def test_moments_of_one_element_are_no_counters() -> None:
+    model = torch.nn.Linear(4, 1, dtype=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with zerodrift.observe() as seen:
+        for _ in range(4):
+            model(torch.ones(2, 4, dtype=BF16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (states,) = (finding for finding in seen.findings() if finding.kind == "state-too-narrow")
+    assert states.names == ("weight", "bias")
+
+
 @pytest.mark.parametrize("case", HEALTHY)
 def test_a_healthy_loop_has_no_finding(case: str) -> None:
     seen = HEALTHY[case]()

@@ -97,6 +97,31 @@ def test_a_script_trains_with_the_pins_and_keys_of_the_command_line(folder: Path
     assert "no process" not in done.stderr
 
 
+def test_a_run_on_the_drop_in_is_checked_as_one_model_and_as_its_config(folder: Path) -> None:
+    steps = TRAIN.replace("loss = engine(", "for _ in range(3):\n    loss = engine(")
+    steps = steps.replace("\nengine.backward", "\n    engine.backward").replace(
+        "\nengine.step", "\n    engine.step"
+    )
+    (folder / "train.py").write_text(steps)
+    command = [
+        PYTHON,
+        "-m",
+        "zerodrift",
+        "run",
+        "--",
+        PYTHON,
+        "train.py",
+        "--deepspeed",
+        "--deepspeed_config",
+        "ds.json",
+    ]
+    done = zerodrift("check", "--json", "--expect", "ds.json", "--", *command, folder=folder, LOCAL_RANK="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (seen,) = json.loads(done.stdout)["ranks"]
+    assert [model["wrappers"] for model in seen["models"]] == [["zerodrift.Engine"]]
+    assert "deepspeed" not in seen["libraries"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -63,6 +63,7 @@ def test_a_cell_that_is_not_as_a_config_says_is_named(
 
 def test_what_no_key_decides_is_the_librarys_own_and_wider_is_no_difference(tmp_path: Path) -> None:
     assert unexpected(write_expected(tmp_path, json.dumps(CONFIG)), records(compute="float32")) == []
+    assert unexpected(write_expected(tmp_path, json.dumps(CONFIG)), records(master="split")) == []
     config = {key: value for key, value in CONFIG.items() if key != "data_types"}
     assert unexpected(write_expected(tmp_path, json.dumps(config)), records(accumulate="bfloat16")) == []
 

@@ -240,6 +240,8 @@ def _differing(
             if not _holds(plan, row, column, dtype, parameter):
                 kind: Kind = "not-as-expected" if key is None else "key-without-effect"
                 reason = key if column == "reduce" and key is not None else why.get(column, "")
+                if column == "master" and cells[column] == "split":
+                    reason = f"mode {plan.policy.mode} updates an exact fp32 value"
                 found = tables.cell(parameter, column)
                 yield row.name, kind, column, tables.SHORT.get(dtype, dtype), reason, found
 
@@ -253,7 +255,8 @@ def _holds(plan: Plan, row: Row, column: Column, said: str, parameter: Parameter
     seen = parameter.dtypes(column)
     if column in ("master", "state"):
         in_storage = column == "master" and seen == ("same",) and parameter.dtypes("storage") == ("float32",)
-        return said != "float32" or set(seen) <= {"float32"} or in_storage
+        exact = {"float32", "split"} if column == "master" else {"float32"}
+        return said != "float32" or set(seen) <= exact or in_storage
     if column == "compute" and plan.policy.mode.autocast and not row.columns.pinned:
         return _autocast_chose(plan, row.columns, seen)
     return _hold(seen, said)

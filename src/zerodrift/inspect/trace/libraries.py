@@ -77,7 +77,7 @@ class Own(Adapter):
         return original(engine, *args, **kwargs)
 
     def claims(self, module: torch.nn.Module) -> bool:
-        return id(module) in self._modules
+        return id(module) in self._modules or type(module).__module__.startswith("zerodrift.")
 
     def parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart] | None:
         return () if any(optimizer is engine.optimizer for engine in self._seen) else None

@@ -132,7 +132,7 @@ class StepWatch:
             kept = [value.dtype if isinstance(value, torch.Tensor) else None for value in held.values()]
             if kept != updated.kept or not kept:
                 updated.kept = kept
-                for key, value in held.items():
+                for key, value in held.items() if tensor.dim() else ():  # else each state is as small
                     self._see_number(key, value)
                 _see_kept(type(optimizer).__name__, updated.parts, tensor, held)
         parameters = [part.parameter for _, updated in pairs for part in updated.parts]
@@ -149,7 +149,7 @@ class StepWatch:
         self._script.enter()
 
     def _see_number(self, key: Any, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.dtype in NARROW and value.numel() == 1:
+        if isinstance(value, torch.Tensor) and value.dtype in NARROW and not value.dim():
             self.state.event("number-in-16-bits", "", key=str(key), dtype=dtype_name(value.dtype))
 
     def _see_master(self, parameter: LiveParameter, tensor: torch.Tensor, states: dict[Any, Any]) -> None:

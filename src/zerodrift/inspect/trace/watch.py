@@ -108,7 +108,8 @@ class Watcher:
         for name in _LIBRARIES:
             if sys.modules.get(name) is not None and (name != "accelerate" or _accelerate_runs()):
                 whole = sys.modules[name.partition(".")[0]]
-                process.libraries[name] = str(getattr(whole, "__version__", "unknown"))
+                if not whole.__name__.startswith("zerodrift."):  # the drop-in stands for DeepSpeed
+                    process.libraries[name] = str(getattr(whole, "__version__", "unknown"))
         if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
             untried = f"torch {torch.__version__} is not among those that were tried ({', '.join(TRIED)})"
             process.notes.append(f"{untried}: what it does elsewhere than they do may be missing.")
