@@ -155,6 +155,24 @@ def test_buffers() -> None:
     assert kinds(told(plan(model=held), model=held)) == [("narrow buffer", "table")]
 
 
+@pytest.mark.parametrize(
+    ("cell", "seen", "kind"),
+    [
+        ({"reduce": "bf16"}, {"gradients": [line(reduce=1e-5)]}, "reduce"),
+        ({"accumulate": "bf16", "reduce": "bf16"}, {"gradients": [line(accumulate=1e-5)]}, "accumulate"),
+        ({"state": "8bit"}, {"updates": cost(underflow=1e-5)}, "stuck state"),
+        ({"state": "8bit"}, {}, "stuck state"),
+    ],
+)
+def test_a_column_of_the_update_that_a_rule_narrows_is_listed(
+    cell: dict[str, str], seen: dict[str, Any], kind: str
+) -> None:
+    found = {each.kind: each for each in told(plan(rules=[{"match": "head.weight", **cell}]), **seen)}
+    assert found[kind].where == "head.weight" and "precision.rules[0]" in found[kind].what  # type: ignore[index]
+    assert "0.00100%" in found[kind].what or not seen  # type: ignore[index]
+    assert not told(plan(**cell), **seen)
+
+
 def test_one_finding_has_all_parameters_of_its_kind() -> None:
     found = told(plan(), gradients=[line(accumulate=2e-3), line(name="norm.weight", accumulate=5e-3)])
     assert kinds(found) == [("accumulate", "norm.weight")]

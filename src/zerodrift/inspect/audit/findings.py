@@ -55,6 +55,7 @@ def find_defects(
         *_rounded(plan, results, replayed),
         *_routing(plan, results, replayed),
         *_columns(plan, gradients, updates),
+        *_narrowed_by_rules(plan, gradients, updates),
         *_scaled(plan, subject, gradients),
         *_no_gradient(gradients, results),
         *_untied(plan, subject),
@@ -224,6 +225,37 @@ def _columns(plan: Plan, gradients: Sequence[GradientLine], updates: Sequence[Up
     what += "bf16"
     do = "Set `precision.state: fp32`, or `bf16-stochastic`."
     yield from _together("stuck state", stuck, what, do, 60.0)
+
+
+def _narrowed_by_rules(
+    plan: Plan, gradients: Sequence[GradientLine], updates: Sequence[UpdateCost]
+) -> Findings:
+    """Find columns of the update that a rule has made narrower than fp32, however little that costs."""
+    costs: dict[FindingKind, dict[str, float]] = {
+        "accumulate": {line.name: line.accumulate for line in gradients},
+        "reduce": {line.name: line.reduce for line in gradients},
+        "stuck state": {cost.name: cost.underflow for cost in updates},
+    }
+    groups: dict[tuple[FindingKind, str, str, str], list[str]] = {}
+    for row in plan.rows:
+        update, asked = row.columns.update, dict(row.columns.asked)
+        if update is None:
+            continue
+        cells: tuple[tuple[FindingKind, str, str, object], ...] = (
+            ("accumulate", "accumulate", "accumulate", update.accumulate.dtype),
+            ("reduce", "reduce.wire", "reduce", update.reduce.wire),
+            ("stuck state", "state", "state", update.state),
+        )
+        for kind, key, column, value in cells:
+            if str(value) != "fp32" and is_by_rule(asked.get(key, "")):
+                groups.setdefault((kind, column, str(value), asked[key]), []).append(row.name)
+    for (kind, column, value, rule), names in groups.items():
+        worth = {name: costs[kind][name] for name in names if name in costs[kind]}
+        of = "elements have a moment that is stored as zero" if column == "state" else "the gradient's norm"
+        what = f"`{column}` {value} by `{rule}`: "
+        what += f"{{}} of {of}" if worth else "what it costs was not measured"
+        do = "Leave the column out of the rule, unless that is meant."
+        yield from _together(kind, worth or dict.fromkeys(names, 0.0), what, do, 100.0)
 
 
 def _rounding_once(reduce: Reduction) -> float:
