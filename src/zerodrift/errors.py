@@ -262,7 +262,19 @@ def refused_by_system(error: OSError) -> ZerodriftError | None:
         return None
     place = error.filename if error.filename2 is None else error.filename2  # the target of a rename
     where = os.fsdecode(place) if isinstance(place, (str, bytes)) else str(place)
+    if isinstance(error, FileNotFoundError):
+        return ZerodriftError(where, "must exist", got="no such file or folder", do=neighbour(where))
     return ZerodriftError(where, "must be usable", got=error.strerror)
+
+
+def neighbour(path: str) -> str:
+    """Return a sentence that offers the path of like name in the folder of a missing one, or `""`."""
+    folder = Path(path).parent
+    try:
+        names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+    except OSError:
+        names = []
+    return "".join(f"Did you mean `{folder / near}`?" for near in nearest(Path(path).name, names))
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:

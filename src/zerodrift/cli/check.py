@@ -57,8 +57,11 @@ def check(
     From Python, and in notebooks: `with zerodrift.observe(model, optimizer) as seen: ...`, `seen.table()`.
     """
     with streams.errors(debug):
-        from zerodrift.inspect.check import completed, encoded, run, run_findings, run_text, unexpected
+        from zerodrift.config import load
+        from zerodrift.inspect.check import completed, encoded, run, run_findings, run_text, table, unexpected
 
+        if expect is not None and table.read_declaration(expect) is None:
+            load(expect)  # its mistakes come before the command is run
         seen = run(command, steps, keep_going, sys.stderr.fileno() if json else None, timeout)
         _require_record(seen, command, steps, timeout)
         processes = completed(seen.processes) if seen.processes[0].world > 1 else seen.processes[:1]

@@ -165,14 +165,14 @@ def _plan_source(
     if is_job(source):
         return _job_source(source, model, world_size, overrides, auto)
     from zerodrift.api import make_plan
-    from zerodrift.config import load
+    from zerodrift.config import load, without_torch_classes
     from zerodrift.model import describe
 
     name, given, spec = require_model(model), numbers(auto), functools.cache(describe)
 
     def of_config(more: Sequence[str]) -> Plan:
-        load(source, keys := (*overrides, *more))  # a mistake in it is told before a model is read
-        return make_plan(source, spec(name), world_size or 1, auto=given, overrides=keys)
+        config = without_torch_classes(load(source, (*overrides, *more)))  # its mistakes come first
+        return make_plan(config, spec(name), world_size or 1, auto=given)
 
     return PlanSource(of_config, name)
 

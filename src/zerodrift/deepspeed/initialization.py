@@ -8,6 +8,7 @@ Invariant: all ranks refuse the same arguments, before anything is allocated.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -147,10 +148,13 @@ def _torch_class(written: Mapping[str, Any], key: str) -> Callable[[Any], Any] |
     return make
 
 
-def _without_drop_in_keys(written: Mapping[str, Any]) -> dict[str, Any]:
+def _without_drop_in_keys(written: dict[str, Any]) -> dict[str, Any]:
     """Return the config for the engine below, which gets torch's classes as objects and writes no curves."""
     dropped = {MANAGED, *MONITORS, *(key for key in TORCH_CLASSES if _torch_class(written, key) is not None)}
-    return {key: value for key, value in written.items() if key not in dropped}
+    kept = copy.copy(written)  # keeps the record of keys that were written twice
+    for key in dropped & written.keys():
+        del kept[key]
+    return kept
 
 
 def _listed(given: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from zerodrift.config import load
+from zerodrift.config import load, without_torch_classes
 from zerodrift.dtypes import DType, from_torch, lost
 from zerodrift.errors import ConfigError, PrecisionError, Problem
 from zerodrift.inspect.check import table as tables
@@ -207,7 +207,7 @@ def _planned(path: Path, model: ModelRecord, world: int) -> Plan:
         storage = from_torch(getattr(torch, word, torch.bfloat16))  # a library's narrow weights decode to it
         owners = tuple(OwningModule(name.rpartition(".")[0], seen.kind) for name in names)
         specs.append(ParameterSpec(names, seen.shape, storage or DType.FP32, owners, seen.trained))
-    config = load(path)
+    config = without_torch_classes(load(path))
     mesh = mesh_for(config, world)
     return build(resolve(config, mesh), ModelSpec(model.name, tuple(specs)), mesh)
 
