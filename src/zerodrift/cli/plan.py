@@ -51,8 +51,9 @@ def plan(
     \b
     Examples:
       zerodrift plan examples/jobs/lab.yaml --world-size 8
-      zerodrift plan config.yaml --model path/to/model --html plan.html
-      zerodrift plan config.yaml --model X --simulate h100 --tokens 4096
+      zerodrift plan config.yaml --model X --html plan.html
+      zerodrift plan config.yaml --model X --simulate h100 \\
+        --tokens 4096
 
     In place of the plan --trace prints the dtypes of every operation of a step, and --simulate the time
     that a step would take. Pages: docs/plan.md, docs/simulate.md.
@@ -103,7 +104,8 @@ def explain(
 
     \b
     Examples:
-      zerodrift explain examples/jobs/lab.yaml model.layers.0.mlp.gate.weight
+      zerodrift explain examples/jobs/lab.yaml \\
+        model.layers.0.mlp.gate.weight
       zerodrift explain config.yaml --model path/to/model \\
         model.layers.3.mlp.router.weight
     """
@@ -227,7 +229,7 @@ def _plan_text(
     if html is not None:
         from zerodrift.report import plan_page
 
-        write_page(html, plan_page(planned, bill, group_rows(planned), timeline))
+        write_file(html, plan_page(planned, bill, group_rows(planned), timeline))
     if rows is None:
         if json:
             return as_json.plan_json(planned, bill, timeline)
@@ -254,7 +256,7 @@ def _trace_text(planned: Plan, source: PlanSource, inputs: str | None, device: s
     found = [*nondeterministic(planned, seen, device, source.digest_every), *found]
     if json:
         return as_json.trace_json(planned, seen, found)
-    return trace_text(planned, seen, found, **streams.layout(80))
+    return trace_text(planned, seen, found, **streams.layout())
 
 
 def _timeline(planned: Plan) -> Timeline | None:
@@ -284,8 +286,8 @@ def numbers(texts: Sequence[str]) -> dict[str, float | list[float]]:
     return values
 
 
-def write_page(path: Path, text: str) -> None:
-    """Write an HTML page and name its path on stderr."""
+def write_file(path: Path, text: str, option: str = "--html") -> None:
+    """Write the file of an option and name its path on stderr."""
     try:
         if other := kind(path):
             raise OSError(errno.EINVAL, other)
@@ -293,7 +295,7 @@ def write_page(path: Path, text: str) -> None:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         must, got = "must be a file that can be written", f"{str(path)!r}: {reason}"
-        raise ZerodriftError("--html", must, got=got) from None
+        raise ZerodriftError(option, must, got=got) from None
     print(f"zerodrift: wrote {legible(str(path))}", file=sys.stderr)
 
 
@@ -332,9 +334,9 @@ def _simulation_text(
         fit, others = simulate.sweep(planned, step.plans, _timeline, work, cluster)
         if json:
             return simulate.sweep_json(cluster_name, fit, others)
-        return simulate.sweep_text(planned, work, cluster_name, fit, others, **streams.narrow_layout())
+        return simulate.sweep_text(planned, work, cluster_name, fit, others, **streams.layout())
     again = recompute if step.recompute is None else step.recompute
     found = simulate.simulate(planned, work, cluster, recompute=again, timeline=order)
     if json:
         return simulate.simulation_json(planned, work, cluster_name, found)
-    return simulate.simulation_text(planned, work, cluster_name, found, **streams.narrow_layout())
+    return simulate.simulation_text(planned, work, cluster_name, found, **streams.layout())
