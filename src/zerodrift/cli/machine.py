@@ -6,7 +6,6 @@ Invariant: no existing file is changed.
 from __future__ import annotations
 
 import json as json_module
-import os
 import re
 import shutil
 import textwrap
@@ -57,7 +56,7 @@ def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
         from zerodrift.train import doctor_text, examine
 
         with streams.progress("looking"):
-            findings = examine(os.environ)
+            findings = examine(streams.environment())
         if json:
             streams.emit(json_module.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
         else:
