@@ -206,6 +206,7 @@ def _engine(
 
 def print_plan(plan: Plan, briefly_for: str = "") -> None:
     """Print a plan, or the few lines of it that are of use to the run of a verb."""
+    from zerodrift.pipeline import timeline
     from zerodrift.plan import cost
     from zerodrift.report import brief_text, group_rows, plan_text, report_width
 
@@ -213,10 +214,5 @@ def print_plan(plan: Plan, briefly_for: str = "") -> None:
     look: Any = {"color": sys.stdout.isatty(), "width": report_width()}
     if briefly_for:
         print(brief_text(plan, bill, rows, briefly_for, **look))
-        return
-    order = None
-    if plan.policy.pipeline is not None:
-        from zerodrift.pipeline import timeline
-
-        order = timeline(plan)
-    print(plan_text(plan, bill, rows, order, **look))
+    else:
+        print(plan_text(plan, bill, rows, timeline(plan), **look))

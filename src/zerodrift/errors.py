@@ -27,6 +27,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -82,6 +83,8 @@ KINDS = (
 
 MOST = 50
 """Most problems in the text of one error."""
+MOST_BESIDE = 10_000
+"""Most names of a folder that are compared with a name that is not there."""
 
 
 class ZerodriftError(Exception):
@@ -263,18 +266,8 @@ def refused_by_system(error: OSError) -> ZerodriftError | None:
     place = error.filename if error.filename2 is None else error.filename2  # the target of a rename
     where = os.fsdecode(place) if isinstance(place, (str, bytes)) else str(place)
     if isinstance(error, FileNotFoundError):
-        return ZerodriftError(where, "must exist", got="no such file or folder", do=neighbour(where))
+        return ZerodriftError(where, "must exist", got="no such file or folder", do=nearest_path(where))
     return ZerodriftError(where, "must be usable", got=error.strerror)
-
-
-def neighbour(path: str) -> str:
-    """Return a sentence that offers the path of like name in the folder of a missing one, or `""`."""
-    folder = Path(path).parent
-    try:
-        names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
-    except OSError:
-        names = []
-    return "".join(f"Did you mean `{folder / near}`?" for near in nearest(Path(path).name, names))
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
@@ -288,6 +281,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if not near:
         return ""
     return "Did you mean " + " or ".join(f"`{name}`" for name in near) + "?"
+
+
+def nearest_path(written: str | os.PathLike[str]) -> str:
+    """Return a sentence that offers the nearest name beside a path that is not there, or `""`."""
+    path = Path(written)
+    try:
+        place = path.expanduser()
+        names = [] if place.exists() else [near.name for near in islice(place.parent.iterdir(), MOST_BESIDE)]
+    except (OSError, RuntimeError, ValueError):  # a name too long, a home that is not there
+        return ""
+    return "".join(f"Did you mean `{path.parent / near}`?" for near in nearest(path.name, names))
 
 
 def several(count: int, word: str, plural: str = "") -> str:

@@ -51,8 +51,8 @@ def run(
         --config_file zero3.yaml train.py
       zerodrift run -- deepspeed --num_gpus 8 train.py
       zerodrift run --pin '*.router.*' -- trl sft
-      zerodrift run --set precision.reduce=fp32 -- \\
-        llamafactory-cli train sft.yaml
+      zerodrift run --set precision.reduce=fp32 \\
+        -- llamafactory-cli train sft.yaml
     """
     with streams.errors(debug):
         if as_ != alias.NAME:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from zerodrift.errors import ConfigError, neighbour
+from zerodrift.errors import ConfigError, nearest_path
 from zerodrift.files import opened
 
 MAX_BYTES = 1_000_000
@@ -91,7 +91,7 @@ def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         looked = "" if os.path.isabs(os.path.expanduser(name)) else f" (looked for in {os.getcwd()})"
-        _refuse(name, "must exist", f"no such file{looked}", neighbour(name))
+        _refuse(name, "must exist", f"no such file{looked}", nearest_path(name))
     except IsADirectoryError:
         _refuse(name, "must be a file", "a folder", "Name the config in it.")
     except OSError as error:
