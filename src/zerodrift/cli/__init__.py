@@ -10,8 +10,6 @@ Invariant: a refusal ends as one message and exit code 2, never as a traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -26,8 +24,7 @@ OTHER_NAMES = {
     "report": "`zerodrift train` writes `report.html` in a run's folder; `inspect` shows checkpoints.",
     "resume": "`zerodrift train JOB` goes on where a run was stopped.",
     "compare": "`zerodrift diff` compares two tables, and `zerodrift drift` a trainer with a sampler.",
-    "simulate": "Did you mean `plan --simulate`?",
-    "trace": "Did you mean `plan --trace`?",
+    **{word: f"Did you mean `plan --{word}`?" for word in ("simulate", "trace")},
     "merge": "Did you mean `convert --merge`?",
     **dict.fromkeys(("eval", "validate", "test"), "Did you mean `evaluate`?"),
     **dict.fromkeys(("generate", "chat", "infer"), "Did you mean `sample`?"),
@@ -38,26 +35,23 @@ OTHER_NAMES = {
 """Word that other tools have for a command -> what does it here."""
 
 
-@contextmanager
-def _advise(context: Any) -> Iterator[None]:
-    """Name the option that was probably meant by an unknown one."""
-    try:
-        yield
-    except Exception as error:
-        if not hasattr(error, "possibilities"):  # typer's and click's unknown option
-            raise
-        wrong = error.option_name  # type: ignore[attr-defined]
-        known = [name for each in context.command.get_params(context) for name in each.opts]
-        near = "".join(f" Did you mean `{name}`?" for name in nearest(wrong, known))
-        context.fail(f"No such option: {wrong}.{near}")
-
-
-class Verb(TyperCommand):
-    """One command: its help without the types of arguments, and advice about unknown options."""
+class _Advised:
+    """A command or group that names the option that was probably meant by an unknown one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _advise(ctx):
-            return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc]
+        except Exception as error:
+            if not hasattr(error, "possibilities"):  # typer's and click's unknown option
+                raise
+            wrong = error.option_name  # type: ignore[attr-defined]
+        known = [name for each in ctx.command.get_params(ctx) for name in each.opts]
+        near = "".join(f" Did you mean `{name}`?" for name in nearest(wrong, known))
+        return ctx.fail(f"No such option: {wrong}.{near}")
+
+
+class Verb(_Advised, TyperCommand):
+    """One command, whose help has no types of arguments."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [self.options_metavar or "", *(name for name, _ in self._records(ctx, "argument"))]
@@ -76,12 +70,8 @@ class Verb(TyperCommand):
         ]
 
 
-class Verbs(TyperGroup):
+class Verbs(_Advised, TyperGroup):
     """All commands. An unknown one is answered by what it is called here."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _advise(ctx):
-            return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         word = args[0]
