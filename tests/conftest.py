@@ -21,6 +21,7 @@ gc.disable()
 
 # Before torch is imported, here and in what tests start: threads of tests beside each other wait by spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("COLUMNS", None)  # else the width of every report
 
 # gloo's threads spin while the thread that holds their connection does not run. One that is woken pushes it
 # aside, and then waits for it in vain: not among processes of this policy, which all that tests start have.

@@ -117,9 +117,11 @@ def _fresh_block(found: re.Match[str]) -> str:
 def output(command: str) -> str:
     """Return the output of a command, run in this process because importing transformers takes long."""
     printed = io.StringIO()
+    words = shlex.split(command, comments=True)[1:]
+    os.environ["COLUMNS"] = "80" if {"--trace", "--simulate"} & {*words} else "100"
     # Paths in commands are those of a person at the root of the repository.
     with _at_root(), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        app(shlex.split(command, comments=True)[1:], standalone_mode=False)
+        app(words, standalone_mode=False)
     return printed.getvalue()
 
 

@@ -42,6 +42,8 @@ class RunSettings:
     """Keys to add to every config."""
     flags: Mapping[str, str]
     """Path of a key -> the flag that set it."""
+    shown: str = "brief"
+    """Lines of a plan that are printed: `brief`, `plan` for all, or `none`."""
 
     def mark_reached(self, milestone: Milestone) -> None:
         with contextlib.suppress(OSError):  # this process has outlived the command
@@ -55,9 +57,9 @@ def activate() -> None:
         _install_finder("activate", "Call it at the top of the script.", None)
 
 
-def begin(folder: str, config: Mapping[str, Any], flags: Mapping[str, str]) -> None:
+def begin(folder: str, config: Mapping[str, Any], flags: Mapping[str, str], shown: str) -> None:
     """Make `import deepspeed` import zerodrift in a process of `zerodrift run`."""
-    settings = RunSettings(Path(folder), config, flags)
+    settings = RunSettings(Path(folder), config, flags, shown)
     _install_finder("zerodrift run", "A .pth file of that Python does it: move or remove that.", settings)
     settings.mark_reached("started")
 

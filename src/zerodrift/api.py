@@ -147,7 +147,7 @@ def initialize(
         plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
         shown = mesh.rank() == 0 and not quiet
         if shown:
-            _print_plan(plan)
+            print_plan(plan)
         first.show(shown)
         engine = _engine(plan, model, mesh, optimizer, schedule, first.sources(plan), parts)
         done = first.finish()
@@ -204,13 +204,15 @@ def _engine(
     return Engine(plan, mesh, lambda comm: execute(plan, model, comm, optimizer, sources), schedule, loss_of)
 
 
-def _print_plan(plan: Plan) -> None:
+def print_plan(plan: Plan, briefly_for: str = "") -> None:
+    """Print a plan, or the few lines of it that are of use to the run of a verb."""
+    from zerodrift.pipeline import timeline
     from zerodrift.plan import cost
-    from zerodrift.report import group_rows, plan_text
+    from zerodrift.report import brief_text, group_rows, plan_text, report_width
 
-    order = None
-    if plan.policy.pipeline is not None:
-        from zerodrift.pipeline import timeline
-
-        order = timeline(plan)
-    print(plan_text(plan, cost(plan), group_rows(plan), order, color=sys.stdout.isatty()))
+    bill, rows = cost(plan), group_rows(plan)
+    look: Any = {"color": sys.stdout.isatty(), "width": report_width()}
+    if briefly_for:
+        print(brief_text(plan, bill, rows, briefly_for, **look))
+    else:
+        print(plan_text(plan, bill, rows, timeline(plan), **look))

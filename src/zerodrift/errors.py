@@ -265,6 +265,8 @@ def refused_by_system(error: OSError) -> ZerodriftError | None:
         return None
     place = error.filename if error.filename2 is None else error.filename2  # the target of a rename
     where = os.fsdecode(place) if isinstance(place, (str, bytes)) else str(place)
+    if isinstance(error, FileNotFoundError):
+        return ZerodriftError(where, "must exist", got="no such file or folder", do=nearest_path(where))
     return ZerodriftError(where, "must be usable", got=error.strerror)
 
 

@@ -124,6 +124,16 @@ TYPES: Mapping[str, str] = {
 }
 """Accepted `optimizer.type` in lower case -> its spelling in plans."""
 
+TORCH_OPTIMIZERS = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SparseAdam",
+)  # fmt: skip
+TORCH_SCHEDULES = (
+    "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LinearLR",
+    "MultiStepLR", "OneCycleLR", "PolynomialLR", "ReduceLROnPlateau", "StepLR",
+)  # fmt: skip
+"""Classes that only torch has, and that a config of a DeepSpeed script may name."""
+
 _OF_TYPE = {name: algorithm for algorithm in ALGORITHMS for name in algorithm.types}
 
 

@@ -582,7 +582,7 @@ STATISTICS: dict[str, In] = {
     "deviation": lambda x, dtype: x / (x.to(dtype) - 1).pow(2).mean(-1, keepdim=True).add(1e-6).sqrt(),
     "running sum": lambda x, dtype: x + x.to(dtype).repeat(1, 9, 1).cumsum(1)[:, :8] / 64,
 }
-"""What a model computes of activations or of their positions, in a dtype."""
+"""Function of activations or of their positions that a model computes in a dtype."""
 
 
 class Counting(Dense):

@@ -21,7 +21,9 @@ from tests.dropin.script import WIDTH, square
 from tests.ranks.harness import run_ranks
 from zerodrift.deepspeed.config import written_config
 from zerodrift.deepspeed.engine import OWN
+from zerodrift.deepspeed.initialization import TORCH_CLASSES, _without_drop_in_keys
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError
+from zerodrift.optimizers import TORCH_OPTIMIZERS, TORCH_SCHEDULES
 
 
 def config(stage: int, **rest: Any) -> dict[str, Any]:
@@ -350,13 +352,14 @@ def test_hjson(text: str, value: Any, tmp_path: Path) -> None:
     for way in (coded, str(tmp_path / "config.json")):
         if value is None:
             with pytest.raises(ConfigError):
-                written_config(None, way, None)
+                zerodrift.load(written_config(None, way, None))
         else:
             assert written_config(None, way, None) == value
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{a: 1 // one\n}", "pip install hjson"), ('{"train_batch_size": 4, ]', "line 1")]
+    ("text", "said"),
+    [("{a: 1 // one\n}", r"pip install 'zerodrift\[hjson\]'"), ('{"train_batch_size": 4, ]', "line 1")],
 )
 def test_a_file_that_is_no_json_is_told_by_the_first_reader(
     text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -366,6 +369,24 @@ def test_a_file_that_is_no_json_is_told_by_the_first_reader(
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=f"must be valid JSON.*{said}"):
         written_config(None, str(tmp_path / "config.json"), None)
+
+
+def test_a_plan_knows_the_classes_that_only_torch_has() -> None:
+    """The command `plan` imports no torch, so it has their names; those that need a function are left out."""
+    needs_function = {"LambdaLR", "MultiplicativeLR", "ChainedScheduler", "SequentialLR", "_LRScheduler"}
+    for block, known in (("optimizer", TORCH_OPTIMIZERS), ("scheduler", TORCH_SCHEDULES)):
+        module, base, own = TORCH_CLASSES[block]
+        kinds = {name: kind for name, kind in vars(module).items() if isinstance(kind, type)}
+        names = {name for name, kind in kinds.items() if issubclass(kind, base) and kind is not base}
+        ours = {name for name in names if {name, name.lower()} & own.keys()}
+        assert names - ours - needs_function == set(known)
+
+
+def test_a_key_that_a_file_has_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"bf16": {"enabled": true}, "fp16": {}, "bf16": {}}')
+    with pytest.raises(ConfigError, match="`bf16`: must be written once"):
+        zerodrift.load(_without_drop_in_keys(written_config(None, str(path), None)))
 
 
 # --- what messages advise -----------------------------------------------------------------------------------

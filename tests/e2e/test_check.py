@@ -28,7 +28,7 @@ def checked(folder: Path, text: str, options: Words = (), ranks: int = 1, python
     (folder / "train.py").write_text(text)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *python, *(launcher if ranks > 1 else ()), "train.py"]
-    return run("check", *options, "--", *command, folder=folder, timeout=250)
+    return run("check", *options, "--", *command, folder=folder, timeout=250, COLUMNS="80")
 
 
 def plain(text: str) -> str:
@@ -39,8 +39,11 @@ def plain(text: str) -> str:
 def test_the_page_shows_what_is_printed_saved_expected_and_compared(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("bf16.json", "fp32.json", "bf16.html")]
     done = run(
-        *("check", "--save", files[0], "--html", files[2], "--", sys.executable, EXAMPLE), folder=tmp_path
+        *("check", "--save", files[0], "--html", files[2], "--", sys.executable, EXAMPLE),
+        folder=tmp_path,
+        COLUMNS="80",
     )
+    assert [done.stderr.count(f"wrote {file}\n") for file in files] == [1, 0, 1]
     assert done.returncode == 0, done.stderr
     (shown,) = re.findall(r"bf16\.py\n(zerodrift check\n.*?)```", PAGE, re.DOTALL)
     assert plain(done.stdout) == "\n" + plain(shown)

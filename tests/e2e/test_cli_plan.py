@@ -224,6 +224,31 @@ def test_an_interrupt_exits_130_and_says_nothing(files: Files, tmp_path: Path) -
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+def test_a_config_that_run_takes_is_planned(files: Files, tmp_path: Path) -> None:
+    """Hjson, and classes of torch that only the drop-in makes: their keys are listed with that reason."""
+    pytest.importorskip("hjson")
+    config = tmp_path / "ds.json"
+    text = """{
+      // the optimizer is torch's
+      "optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}
+      "scheduler": {"type": "StepLR", "params": {"step_size": 2}},
+    }"""
+    config.write_text(text)
+    shown = ok("plan", str(config), "--model", str(files.model))
+    told = " ".join(shown.split())
+    assert all(
+        f"`{kind}` is torch's: `zerodrift run` makes and steps it" in told for kind in ("Adagrad", "StepLR")
+    )
+    assert "planned for one with two moments (AdamW)" in shown
+    config.write_text(text.replace("Adagrad", "Adagard").replace("StepLR", "StpLR"))
+    message = refusal("plan", str(config), "--model", str(files.model))
+    assert "or a class of torch.optim; got 'Adagard'. Did you mean `Adagrad`" in message
+    assert "or a class of torch.optim.lr_scheduler; got 'StpLR'. Did you mean `StepLR`" in message
+    done = run("check", "--expect", "nope.json", "--", "no-such-program")
+    assert done.returncode == 2 and "`nope.json`: must exist" in done.stderr, "before the command is run"
+    assert "`nope.json`: must exist" in refusal("diff", "nope.json", str(config))
+
+
 # --- explain ----------------------------------------------------------------------------------------
 
 
@@ -294,7 +319,9 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
 
 
 def test_a_trace_is_a_page_of_80_columns(code: tuple[str, ...]) -> None:
-    text = ok("plan", *code, "nets_to_trace:net", "--inputs", "nets_to_trace:inputs", FORCE_COLOR="1")
+    text = ok(
+        "plan", *code, "nets_to_trace:net", "--inputs", "nets_to_trace:inputs", FORCE_COLOR="1", COLUMNS="80"
+    )
     assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
     assert "layers.* x3         bf16          addmm, < mm, sum" in text
     assert "bf16 -> fp32  cast by a boundary" in text
@@ -350,7 +377,7 @@ def simulated(code: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def test_a_simulation_is_a_page_of_80_columns(simulated: tuple[str, ...]) -> None:
-    done = run("plan", *simulated, "--simulate", "h100", FORCE_COLOR="1")
+    done = run("plan", *simulated, "--simulate", "h100", FORCE_COLOR="1", COLUMNS="80")
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout and max(map(len, done.stdout.splitlines())) <= 80
     assert "step   simulated, not measured" in done.stdout and "it fits" in done.stdout
@@ -364,7 +391,7 @@ def test_a_simulation_as_json_adds_up(simulated: tuple[str, ...]) -> None:
 
 
 def test_a_sweep_ranks_ways_and_tells_what_is_refused(simulated: tuple[str, ...]) -> None:
-    text = ok("plan", *simulated, "--simulate", "mine.yaml", "--sweep")
+    text = ok("plan", *simulated, "--simulate", "mine.yaml", "--sweep", COLUMNS="80")
     assert max(map(len, text.splitlines())) <= 80
     assert text.index("fits   simulated") < text.index("stage") < text.index("refused")
     data = json.loads(ok("plan", *simulated, "--simulate", "mine.yaml", "--sweep", "--json"))

@@ -37,7 +37,8 @@ def audited(folder: Path, *more: str, model: str = "small") -> Result:
     ids = torch.randint(0, 31, (8, 12), generator=torch.Generator().manual_seed(0)).tolist()
     (folder / "ids.json").write_text(json.dumps(ids))
     words = ["audit", str(folder / "config.yaml"), "--model", f"{HERE}:{model}", "--batches", "2"]
-    return CliRunner().invoke(app, [*words, "--confirm", "2", "--data", str(folder / "ids.json"), *more])
+    words += ["--confirm", "2", "--data", str(folder / "ids.json"), *more]
+    return CliRunner().invoke(app, words, env={"COLUMNS": "80"})
 
 
 @pytest.mark.second

@@ -52,7 +52,7 @@ SURFACE_TEXT = {
     "help": "--debug, --help, [NAME]",
     "inspect": "--debug, --help, --json, --verify, CHECKPOINT",
     "replay": "--debug, --from, --help, --nproc, --to, RUN",
-    "run": "-- COMMAND..., --as, --config, --debug, --help, --pin, --set",
+    "run": "-- COMMAND..., --as, --config, --debug, --help, --pin, --plan, --quiet, --set",
     "sample": "--chat, --debug, --help, --prompt, --seed, --temperature, --tokens, --top, RUN",
     "support": "--debug, --help, --json, --markdown",
     "evaluate": "--debug, --help, --nproc, --set, JOB",
@@ -121,17 +121,20 @@ for verb in sys.argv[1:]:
 """
 
 
-def test_help_fits_a_screen_of_eighty_columns_and_imports_nothing_heavy() -> None:
+@pytest.mark.parametrize("width", [60, 80])
+def test_help_fits_the_screen_and_imports_nothing_heavy(width: int) -> None:
     """All verbs run in one process; the group itself, which imports less, runs first."""
     command = [sys.executable, "-c", EACH_HELP.format(heavy=HEAVY), *SURFACE]
-    environment = {**os.environ, "COLUMNS": "80"}
+    environment = {**os.environ, "COLUMNS": str(width)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     before, *texts = done.stdout.split("\f")
     assert before == "" and len(texts) == len(SURFACE) and all("Usage: zerodrift" in text for text in texts)
     lines = {verb: text.splitlines() for verb, text in zip(SURFACE, texts, strict=True)}
-    assert [line for each in lines.values() for line in each if len(line) > 80] == []
-    assert {verb: len(each) for verb, each in lines.items() if len(each) > 40} == {}
+    assert [line for each in lines.values() for line in each if len(line) > width] == []
+    if width == 80:
+        assert {verb: len(each) for verb, each in lines.items() if len(each) > 40} == {}
+    assert re.findall(r"<(?:str|path|list)|\[\[|\}\.\.\.", done.stdout) == []
 
 
 @pytest.mark.parametrize("verb", sorted(SURFACE.keys() - {""}))
@@ -186,6 +189,59 @@ def test_wrong_usage_exits_2_without_a_traceback(
     assert caught.value.code == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err and "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["paln"], "No such command: 'paln'. Did you mean `plan`?"),
+        (["export"], "`zerodrift convert` writes the weights"),
+        (["eval"], "Did you mean `evaluate`?"),
+        (["frobnicate"], "`zerodrift --help` lists all."),
+        (["check", "--step", "3"], "No such option: --step. Did you mean `--steps`?"),
+        (["train", "--nprocs", "2"], "No such option: --nprocs. Did you mean `--nproc`?"),
+        (["check", "--quick", "x"], "No such option: --quick.\n"),
+        (["--verion"], "No such option: --verion. Did you mean `--version`?"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_the_nearest_command_or_option_is_suggested(
+    arguments: Sequence[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["zerodrift", *arguments])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert said in capsys.readouterr().err
+
+
+def test_what_other_tools_call_a_command_names_none_of_ours() -> None:
+    group = get_command(cli.app)
+    assert not cli.OTHER_NAMES.keys() & group.commands.keys()  # type: ignore[attr-defined]
+    for text in cli.OTHER_NAMES.values():
+        for name in re.findall(r"`(?:zerodrift )?([a-z]+)[ `]", text):
+            assert name in group.commands, text  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("verb", ["check", "run"])
+def test_a_command_may_stand_without_dashes_before_it(verb: str) -> None:
+    command = get_command(cli.app).commands[verb]  # type: ignore[attr-defined]
+    words = ["torchrun", "--nproc-per-node", "2", "train.py", "--debug"]
+    for before in ([], ["--"]):
+        context = command.make_context(verb, ["--debug", *before, *words])
+        assert context.params["command"] == words and context.params["debug"]
+
+
+def test_help_lists_commands_and_prints_their_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for arguments in (["help", "plan"], ["plan", "-h"], ["help"]):
+        monkeypatch.setattr(sys, "argv", ["zerodrift", *arguments])
+        with pytest.raises(SystemExit):
+            cli.main()
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert re.search(r"^plan +Show every dtype", texts[2], re.MULTILINE)
 
 
 def test_a_refusal_is_a_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,10 +305,22 @@ def test_colour_is_for_terminals(
 
 
 def test_piped_output_is_100_columns_without_colour_in_the_characters_of_its_stream() -> None:
-    done = run("support", FORCE_COLOR="1", COLUMNS="40", PYTHONIOENCODING="ascii")
+    done = run("support", FORCE_COLOR="1", COLUMNS="", PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and "\x1b" not in done.stdout
     lines = done.stdout.splitlines()
     assert done.stdout.isascii() and 90 < max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_columns_of_the_environment_are_the_width_of_piped_output(width: int) -> None:
+    for arguments in ([], ["examples"], ["help"], ["help", "command"]):
+        lines = run(*arguments, COLUMNS=str(width)).stdout.splitlines()
+        assert lines and max(map(len, lines)) <= width, arguments
+    command = [sys.executable, "-c", "from zerodrift.report import report_width as w; print(w())"]
+    for columns, found in ((str(width), width), ("9", 50), ("900", 120), ("x", 100)):
+        environment = {**os.environ, "COLUMNS": columns}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        assert int(done.stdout) == found
 
 
 def test_auto_is_a_number_per_key() -> None:

@@ -147,7 +147,7 @@ def test_a_name_is_elided_to_cells(width: int) -> None:
 def test_what_the_command_line_says_beside_the_product(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from zerodrift.cli.plan import write_page
+    from zerodrift.cli.plan import write_file
 
     for number, text in enumerate(ODD):
         with pytest.raises(BaseException, match="2"), streams.errors(False):
@@ -155,7 +155,7 @@ def test_what_the_command_line_says_beside_the_product(
         is_legible(capsys.readouterr().err)
         if "\ud800" in text or "/" in text or "\x00" in text or len(text.encode()) > 200:
             continue
-        write_page(tmp_path / f"{number}{text}", "page")
+        write_file(tmp_path / f"{number}{text}", "page")
         is_legible(capsys.readouterr().err)
     out = io.StringIO()
     monkeypatch.setattr(sys, "stderr", out)

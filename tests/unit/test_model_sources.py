@@ -101,6 +101,15 @@ def test_a_factory_that_fails_says_why_in_a_line(factory: str, call: str, said: 
 
 def test_a_factory_that_cannot_be_imported_or_says_too_much(factory: str) -> None:
     assert "must be importable; got ModuleNotFoundError" in refusal("no_such_room.at_all:build")
+
+
+def test_a_file_that_trains_when_it_is_imported_is_told_what_to_do(factory: str, tmp_path: Path) -> None:
+    assert describe(f"{factory}.py:build").numel == 7 * 2**40
+    made = "import torch\nmodel = torch.nn.Linear(1, 1)"
+    for number, (text, said) in enumerate((("1 / 0", "got ZeroDivisionError"), (made, "got Linear"))):
+        (tmp_path / f"{factory}_{number}.py").write_text(text)
+        told = refusal(f"{factory}_{number}.py:model")
+        assert said in told and "put the model into a function, as in `train.py:make_model`" in told
     Path("factory_with_a_hole.py").write_text("import no_such_room\n")
     assert "No module named 'no_such_room'" in refusal("factory_with_a_hole:build")
     Path("factory_with_a_slip.py").write_text("def f(:\n")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.unit.refusals import write
 from zerodrift import ConfigError, ModelError, ZerodriftError, describe, load
-from zerodrift.cli.plan import write_page
+from zerodrift.cli.plan import write_file
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.schema import Config
 from zerodrift.train.job_file import read_job
@@ -96,7 +96,7 @@ def test_a_part_of_a_model_that_is_a_pipe(part: str, tmp_path: Path) -> None:
 def test_a_page_is_not_written_into_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "page.html")
     with pytest.raises(ZerodriftError, match=r"`--html`: must be a file that can be written.*a pipe"):
-        write_page(tmp_path / "page.html", "text")
+        write_file(tmp_path / "page.html", "text")
 
 
 LAUGHS = "a: &a [1, 2, 3]\n" + "".join(

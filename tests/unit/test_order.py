@@ -286,7 +286,7 @@ def test_the_plan_says_who_takes_what() -> None:
     def told(ranks: int, **rest: Any) -> str:
         return dict(facts(plan(ranks, 4, TREE, **rest)))["order"]
 
-    ranks = "rank 0 takes 0 to 3, rank 1 takes 4 to 7, rank 3 takes 12 to 15"
+    ranks = "rank 0 takes 0 to 3, rank 1 takes 4 to 7, ..., rank 3 takes 12 to 15"
     same = "the same bits on any number of ranks"
     assert told(4) == f"one tree over 16 micro-batches, {same}: {ranks}; 2 accumulators"
     assert "rank 1 takes 1, 3, ..., 7;" in told(2, stage=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from types import MappingProxyType
@@ -159,8 +160,9 @@ NO_FILE_OF_A_CONFIG: list[tuple[str, str | bytes, str, str]] = [
 
 @pytest.mark.parametrize(("name", "text", "must", "place"), NO_FILE_OF_A_CONFIG)
 def test_a_file_that_is_no_config_is_told_with_its_place(
-    name: str, text: str | bytes, must: str, place: str, tmp_path: Path
+    name: str, text: str | bytes, must: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "hjson", None)
     message = refusal(write(tmp_path, name, text))
     assert (f"{name}`: {must}" if must else name) in message and place in message
 
@@ -215,6 +217,30 @@ precision:
     assert [rule.match for rule in rules] == ["*.router.*", "*.norm.*", "*.head.*"]
     assert [rule.pin for rule in rules] == [DType.FP32] * 3
     assert [rule.output for rule in rules] == [None, None, "input"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", '{\n  // two\n  "steps_per_print": 2, /* so */\n}'),
+        ("a.json", '{\n  "steps_per_print": 2\n  "bf16": {}\n}'),
+        ("a", "{steps_per_print: 2 // two\n bf16: {}\n}"),
+        ("a.hjson", "// no braces\nsteps_per_print: 2"),
+    ],
+)
+def test_hjson_is_read_wherever_its_package_is(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON with comments and missing or trailing commas too, as DeepSpeed reads them."""
+    pytest.importorskip("hjson")
+    path = write(tmp_path, name, text)
+    assert load(path).steps_per_print == 2
+    twice = refusal(write(tmp_path, "b.json", '{"bf16": {} // so\n "bf16": {}}'))
+    assert "`bf16`: must be written once" in twice
+    assert "JSON spells these true" in refusal(write(tmp_path, "c.json", '{"bf16": {\n"enabled": True}}'))
+    assert "must be valid JSON" in refusal(write(tmp_path, "d.json", '{"a": 1, /* so'))
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    assert "must be valid JSON" in refusal(path) and "pip install 'zerodrift[hjson]'" in refusal(path)
 
 
 def test_a_key_written_twice(tmp_path: Path) -> None:

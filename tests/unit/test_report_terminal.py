@@ -27,6 +27,7 @@ from zerodrift.policy.decisions import (
 )
 from zerodrift.report import summary, terminal
 from zerodrift.report.explanation import explain, matching
+from zerodrift.report.frame import elide_distinct
 from zerodrift.report.rows import group_rows, list_rows
 from zerodrift.report.terminal import brief_text
 
@@ -198,6 +199,15 @@ def test_elided_text_fits_and_short_text_is_kept(text: str, width: int) -> None:
     short = terminal.elide(text, width)
     assert len(short) <= width
     assert (short == text) == (len(text) <= width)
+
+
+def test_elided_names_stay_different() -> None:
+    names = [f"model.layers.*.{name}layernorm.weight" for name in ("input_", "post_attention_")]
+    names += [f"model.layers.*.{part}.experts.*.up_proj.weight" for part in ("mlp", "shared_mlp")]
+    for width in (40, 36, 34):
+        short = elide_distinct(names, [width] * 4)
+        assert len({*short}) == 4 and max(map(len, short)) <= width
+        assert all("layernorm" in name for name in short[:2])
 
 
 def test_elided_names_keep_both_ends() -> None:

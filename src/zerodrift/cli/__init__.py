@@ -9,15 +9,82 @@ Invariant: a refusal ends as one message and exit code 2, never as a traceback.
 
 from __future__ import annotations
 
-from typing import Annotated
+import difflib
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from zerodrift.cli import check, machine, plan, run, streams, train
+from zerodrift.errors import nearest
 from zerodrift.versions import __version__
+
+OTHER_NAMES = {
+    "export": "`zerodrift convert` writes the weights of a run; `train` exports them at its end.",
+    "report": "`zerodrift train` writes `report.html` in a run's folder; `inspect` shows checkpoints.",
+    "resume": "`zerodrift train JOB` goes on where a run was stopped.",
+    "compare": "`zerodrift diff` compares two tables, and `zerodrift drift` a trainer with a sampler.",
+    **{word: f"Did you mean `plan --{word}`?" for word in ("simulate", "trace")},
+    "merge": "Did you mean `convert --merge`?",
+    **dict.fromkeys(("eval", "validate", "test"), "Did you mean `evaluate`?"),
+    **dict.fromkeys(("generate", "chat", "infer"), "Did you mean `sample`?"),
+    **dict.fromkeys(("launch", "exec"), "Did you mean `run`?"),
+    **dict.fromkeys(("init", "new"), "Did you mean `examples --copy`?"),
+    **dict.fromkeys(("version", "info", "env"), "Did you mean `--version` or `doctor`?"),
+}
+"""Word that other tools have for a command -> what does it here."""
+
+
+class _Advised:
+    """A command or group that names the option that was probably meant by an unknown one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc]
+        except Exception as error:
+            if not hasattr(error, "possibilities"):  # typer's and click's unknown option
+                raise
+            wrong = error.option_name  # type: ignore[attr-defined]
+        known = [name for each in ctx.command.get_params(ctx) for name in each.opts]
+        near = "".join(f" Did you mean `{name}`?" for name in nearest(wrong, known))
+        return ctx.fail(f"No such option: {wrong}.{near}")
+
+
+class Verb(_Advised, TyperCommand):
+    """One command, whose help has no types of arguments."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [self.options_metavar or "", *(name for name, _ in self._records(ctx, "argument"))]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        for title, kind in (("Arguments", "argument"), ("Options", "option")):
+            if rows := self._records(ctx, kind):
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+    def _records(self, ctx: Any, kind: str) -> list[tuple[str, str]]:
+        return [
+            (each.metavar or "" if kind == "argument" else record[0], record[1])
+            for each in self.get_params(ctx)
+            if each.param_type_name == kind and (record := each.get_help_record(ctx))
+        ]
+
+
+class Verbs(_Advised, TyperGroup):
+    """All commands. An unknown one is answered by what it is called here."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        word = args[0]
+        if not ctx.resilient_parsing and self.get_command(ctx, word) is None and not word.startswith("-"):
+            near = difflib.get_close_matches(word, self.commands, n=1, cutoff=0.7)
+            hint = OTHER_NAMES.get(word) or "".join(f"Did you mean `{name}`?" for name in near)
+            ctx.fail(f"No such command: {word!r}. {hint or '`zerodrift --help` lists all.'}")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="zerodrift",
+    cls=Verbs,
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -66,7 +133,7 @@ def _root(
     """
     if context.invoked_subcommand is None:
         with streams.errors(debug=False):
-            is_narrow = streams.columns(80) < 80
+            is_narrow = streams.layout()["width"] < 80
             lines = [
                 f"  {question}\n      {command}" if is_narrow else f"  {question:35} {command}"
                 for question, command in QUESTIONS
@@ -93,5 +160,7 @@ for verb, line in (
     (machine.examples, "List the examples, or copy them."),
     (machine.doctor, "Show what this machine has, what is slow on it, and why."),
 ):
-    app.command(short_help=line)(verb)
-app.command("help", short_help="Explain an error or a finding by its name.")(machine.explain_name)
+    settings = {"allow_interspersed_args": verb not in (check.check, run.run)}  # their command has options
+    app.command(cls=Verb, short_help=line, context_settings=settings)(verb)
+line = "Explain an error, a finding or a command by its name."
+app.command("help", cls=Verb, short_help=line)(machine.explain_name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from zerodrift.cli import options, streams
-from zerodrift.cli.plan import is_job, numbers, require_model, write_page
+from zerodrift.cli.plan import is_job, numbers, require_model, write_file
 from zerodrift.errors import ConfigError, ZerodriftError
 
 if TYPE_CHECKING:
@@ -50,30 +50,33 @@ def check(
     Examples:
       zerodrift check -- python examples/check/bf16.py
       zerodrift check -- torchrun --nproc-per-node 2 train.py
-      zerodrift check --expect ds.json -- deepspeed train.py --deepspeed ds.json
-      zerodrift check --save precision.json -- accelerate launch train.py
-      zerodrift check --expect precision.json -- accelerate launch train.py
+      zerodrift check --expect ds.json -- deepspeed train.py
+      zerodrift check --save a.json -- torchrun train.py
+      zerodrift check --expect a.json -- torchrun train.py
 
     From Python, and in notebooks: `with zerodrift.observe(model, optimizer) as seen: ...`, `seen.table()`.
     """
     with streams.errors(debug):
-        from zerodrift.inspect.check import completed, encoded, run, run_findings, run_text, unexpected
+        from zerodrift.config import load
+        from zerodrift.inspect.check import completed, encoded, run, run_findings, run_text, table, unexpected
 
+        if expect is not None and table.read_declaration(expect) is None:
+            load(expect)  # its mistakes come before the command is run
         seen = run(command, steps, keep_going, sys.stderr.fileno() if json else None, timeout)
         _require_record(seen, command, steps, timeout)
         processes = completed(seen.processes) if seen.processes[0].world > 1 else seen.processes[:1]
         others = [] if expect is None else unexpected(expect, processes)
         findings = [*others, *run_findings(processes)]
         if save is not None:
-            save.write_text(encoded(processes, findings))
+            write_file(save, encoded(processes, findings), "--save")
         if html is not None:
             from zerodrift.inspect.check import run_page
 
-            write_page(html, run_page(processes, findings, _notes(seen, steps), shlex.join(command)))
+            write_file(html, run_page(processes, findings, _notes(seen, steps), shlex.join(command)))
         if json:
             streams.emit(encoded(processes, findings))
         else:  # the last line of the command may have no end
-            streams.emit("\n" + run_text(processes, findings, _notes(seen, steps), **streams.narrow_layout()))
+            streams.emit("\n" + run_text(processes, findings, _notes(seen, steps), **streams.layout()))
     if any(process.ended in ("crash", "broken") for process in seen.processes) or _ended_early(seen, steps):
         raise typer.Exit(streams.USAGE)
     if others:
@@ -215,7 +218,7 @@ def drift(
                 ("other side", ", ".join(there)),
                 ("tokens", f"{count:,} in {len(sequences):,} sequences, {tokens}"),
             ]
-            streams.emit(comparison_text(found, facts, **streams.narrow_layout()))
+            streams.emit(comparison_text(found, facts, **streams.layout()))
     if not found.within:
         raise typer.Exit(NOT_AS_EXPECTED)
 
@@ -244,9 +247,10 @@ def audit(
     \b
     Examples:
       zerodrift audit examples/jobs/lab.yaml
-      zerodrift audit config.yaml --model path/to/model --data ids.npy \\
-        --html audit.html
-      zerodrift audit config.yaml --model package.module:function \\
+      zerodrift audit config.yaml --model path/to/model \\
+        --data ids.npy --html audit.html
+      zerodrift audit config.yaml \\
+        --model package.module:function \\
         --budget 0.5% --of wire --narrow bytes
     """
     with streams.errors(debug):
@@ -269,11 +273,11 @@ def audit(
         if html is not None:
             from zerodrift.inspect.audit import audit_page
 
-            write_page(html, audit_page(found))
+            write_file(html, audit_page(found))
         if json:
             streams.emit(json_module.dumps(found.to_json(), indent=2) + "\n")
         else:
-            streams.emit(found.text(**streams.layout(80)))
+            streams.emit(found.text(**streams.layout()))
 
 
 def _parse_share(text: str) -> float:

@@ -74,18 +74,20 @@ def explain_name(context: typer.Context, name: options.HelpTopic = "", debug: op
     """
     with streams.errors(debug):
         topics, wanted = _topics(), name.strip("`").replace(" ", "-")
-        command = _command(context, wanted)
-        if command is not None:
-            streams.emit(command)
+        commands: Mapping[str, Any] = context.parent.command.commands  # type: ignore[union-attr]
+        named = {each: command.short_help for each, command in commands.items()} | topics
+        if wanted in commands:
+            made = commands[wanted].make_context(wanted, [], parent=context.parent, resilient_parsing=True)
+            streams.emit(f"{made.get_help()}\n")
         elif not wanted:
             end = ["", "`zerodrift help NAME` explains one of them.", ""]
-            streams.emit("\n".join([*_listing(topics, streams.layout()["width"]), *end]))
+            streams.emit("\n".join([*_listing(named, streams.layout()["width"]), *end]))
         elif wanted in topics:
             from zerodrift.report import markdown_text
 
             streams.emit(markdown_text(f"## {wanted}\n{topics[wanted]}", **streams.layout()))
         else:
-            todo = did_you_mean(wanted, topics) or "`zerodrift help` lists all names."
+            todo = did_you_mean(wanted, named) or "`zerodrift help` lists all names."
             must = "must match an error, a finding or a command"
             raise ZerodriftError("NAME", must, got=repr(name), do=todo)
 
@@ -103,16 +105,6 @@ def _topics() -> dict[str, str]:
     parts = re.split(r"^### (.+)\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     names, texts = parts[::2], (re.split(r"^## ", text, flags=re.MULTILINE)[0] for text in parts[1::2])
     return {name.strip("`"): text.strip() + "\n" for name, text in zip(names, texts, strict=True)}
-
-
-def _command(context: typer.Context, name: str) -> str | None:
-    """Return the help of a command, or None if there is none of that name."""
-    above: Any = context.parent
-    command = above.command.get_command(above, name)
-    if command is None:
-        return None
-    made = command.make_context(f"zerodrift {name}", [], resilient_parsing=True)
-    return f"{command.get_help(made)}\n"
 
 
 def _listing(topics: Mapping[str, str], width: int) -> list[str]:

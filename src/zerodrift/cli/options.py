@@ -75,6 +75,7 @@ PinnedPatterns = Annotated[
 AddedKeys = Annotated[
     Texts, _option("--set KEY=VALUE", "Add a key to every config, as in precision.reduce=fp32. Repeatable.")
 ]
+Quiet = Annotated[bool, _option("--quiet", "Print no plan.")]
 AddedFile = Annotated[File, _option("--config FILE", "Add the keys of a file to every config.")]
 Timeout = Annotated[float | None, _option("--timeout SECONDS", "A time limit. Default: none.", min=0)]
 TableA = Annotated[Path, _argument("A", "A table that `check --save` wrote.")]
@@ -86,7 +87,7 @@ ModelOfConfig = Annotated[
     Text, _option("--model X", "With a config: a transformers folder or config, or package.module:function.")
 ]
 WeightsOfModel = Annotated[
-    File, _option("--weights PATH", "Safetensors of the model. Default: those in --model's folder.")
+    File, _option("--weights PATH", "Safetensors. Default: those in --model's folder.")
 ]
 TokensOfAudit = Annotated[
     File,

@@ -51,8 +51,9 @@ def plan(
     \b
     Examples:
       zerodrift plan examples/jobs/lab.yaml --world-size 8
-      zerodrift plan config.yaml --model path/to/model --html plan.html
-      zerodrift plan config.yaml --model X --simulate h100 --tokens 4096
+      zerodrift plan config.yaml --model X --html plan.html
+      zerodrift plan config.yaml --model X --simulate h100 \\
+        --tokens 4096
 
     In place of the plan --trace prints the dtypes of every operation of a step, and --simulate the time
     that a step would take. Pages: docs/plan.md, docs/simulate.md.
@@ -103,7 +104,8 @@ def explain(
 
     \b
     Examples:
-      zerodrift explain examples/jobs/lab.yaml model.layers.0.mlp.gate.weight
+      zerodrift explain examples/jobs/lab.yaml \\
+        model.layers.0.mlp.gate.weight
       zerodrift explain config.yaml --model path/to/model \\
         model.layers.3.mlp.router.weight
     """
@@ -167,19 +169,16 @@ def _plan_source(
     if is_job(source):
         return _job_source(source, model, world_size, overrides, auto)
     from zerodrift.api import make_plan
-    from zerodrift.config import load
+    from zerodrift.config import load, without_torch_classes
     from zerodrift.model import describe
 
     name, given, spec = require_model(model), numbers(auto), functools.cache(describe)
 
-    def of_config(more: Sequence[str]) -> Plan:
-        load(source, keys := (*overrides, *more))  # a mistake in it is told before a model is read
-        return make_plan(source, spec(name), world_size or 1, auto=given, overrides=keys)
+    def of_config(ranks: int, more: Sequence[str] = ()) -> Plan:
+        config = without_torch_classes(load(source, (*overrides, *more)))  # its mistakes come first
+        return make_plan(config, spec(name), ranks, auto=given)
 
-    def on_ranks(ranks: int) -> Plan:
-        return make_plan(source, spec(name), ranks, auto=given, overrides=tuple(overrides))
-
-    return PlanSource(of_config, on_ranks, name)
+    return PlanSource(functools.partial(of_config, world_size or 1), of_config, name)
 
 
 def _job_source(
@@ -194,20 +193,17 @@ def _job_source(
         raise ConfigError("--model and --auto", must, got="a job file", do=do)
     job, config = read_job(source, overrides)
     ranks = world_size or job.run.nproc or 1
-    built, values = planned_from(job, config, ranks)
+    built_on = functools.cache(functools.partial(planned_from, job, config))
+    built_on(ranks)  # its errors are worded for a job already
 
     @worded_for_a_job()
-    def of_job(more: Sequence[str]) -> Plan:
+    def of_job(ranks: int, more: Sequence[str] = ()) -> Plan:
+        built, values = built_on(ranks)
         return make_plan(config, built, ranks, auto=values, overrides=tuple(more))
 
-    @worded_for_a_job()
-    def on_ranks(ranks: int) -> Plan:
-        return make_plan(config, built, ranks, auto=planned_from(job, config, ranks)[1])
-
-    of, run, block = job.model, job.run, job.data.block
-    return PlanSource(
-        of_job, on_ranks, of.source, block, of.activation_checkpointing, run.device, run.digest_every
-    )
+    of, run = job.model, job.run
+    keys = of.source, job.data.block, of.activation_checkpointing, run.device, run.digest_every
+    return PlanSource(functools.partial(of_job, ranks), of_job, *keys)
 
 
 def is_job(source: str) -> bool:
@@ -241,7 +237,7 @@ def _plan_text(
     if html is not None:
         from zerodrift.report import plan_page
 
-        write_page(html, plan_page(planned, bill, group_rows(planned), timeline))
+        write_file(html, plan_page(planned, bill, group_rows(planned), timeline))
     if rows is None:
         if json:
             return as_json.plan_json(planned, bill, timeline)
@@ -268,7 +264,7 @@ def _trace_text(planned: Plan, source: PlanSource, inputs: str | None, device: s
     found = [*nondeterministic(planned, seen, device, source.digest_every), *found]
     if json:
         return as_json.trace_json(planned, seen, found)
-    return trace_text(planned, seen, found, **streams.layout(80))
+    return trace_text(planned, seen, found, **streams.layout())
 
 
 def _timeline(planned: Plan) -> Timeline | None:
@@ -298,8 +294,8 @@ def numbers(texts: Sequence[str]) -> dict[str, float | list[float]]:
     return values
 
 
-def write_page(path: Path, text: str) -> None:
-    """Write an HTML page and name its path on stderr."""
+def write_file(path: Path, text: str, option: str = "--html") -> None:
+    """Write the file of an option and name its path on stderr."""
     try:
         if other := kind(path):
             raise OSError(errno.EINVAL, other)
@@ -307,7 +303,7 @@ def write_page(path: Path, text: str) -> None:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         must, got = "must be a file that can be written", f"{str(path)!r}: {reason}"
-        raise ZerodriftError("--html", must, got=got) from None
+        raise ZerodriftError(option, must, got=got) from None
     print(f"zerodrift: wrote {legible(str(path))}", file=sys.stderr)
 
 
@@ -348,7 +344,7 @@ def _simulation_text(
         if json:
             return simulate.sweep_json(cluster_name, fit, others)
         own = simulate.own_choice(planned, again)
-        return simulate.sweep_text(planned, work, cluster_name, fit, others, own, **streams.narrow_layout())
+        return simulate.sweep_text(planned, work, cluster_name, fit, others, own, **streams.layout())
     found = simulate.simulate(planned, work, cluster, recompute=again, timeline=order)
     plan_on, world = functools.cache(step.plan_on), planned.mesh.world
     fewest = {
@@ -357,4 +353,4 @@ def _simulation_text(
     }
     if json:
         return simulate.simulation_json(planned, work, cluster_name, found, fewest)
-    return simulate.simulation_text(planned, work, cluster_name, found, fewest, **streams.narrow_layout())
+    return simulate.simulation_text(planned, work, cluster_name, found, fewest, **streams.layout())

@@ -34,26 +34,33 @@ def run(
     pin: options.PinnedPatterns = None,
     set_: options.AddedKeys = None,
     config: options.AddedFile = None,
+    plan: options.WholePlan = False,
+    quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
     """Run a command in which `import deepspeed` is zerodrift, in each of its Python processes.
 
     Nothing of the command is changed, and DeepSpeed need not be installed. Keys that are added must not
-    contradict the config that the command passes. The plan is printed as ever. Exit code: the command's; 2
-    where its Python processes could not be reached.
+    contradict the config that the command passes. Rank 0 prints the plan in a few lines. Exit code: the
+    command's; 2 where its Python processes could not be reached.
 
     \b
     Examples:
       zerodrift run -- torchrun --nproc-per-node 8 train.py
-      zerodrift run -- accelerate launch --config_file zero3.yaml train.py
-      zerodrift run -- deepspeed --num_gpus 8 train.py --deepspeed ds.json
-      zerodrift run --pin '*.router.*' -- trl sft --config sft.yaml
-      zerodrift run --set precision.reduce=fp32 -- llamafactory-cli train sft.yaml
+      zerodrift run -- accelerate launch \\
+        --config_file zero3.yaml train.py
+      zerodrift run -- deepspeed --num_gpus 8 train.py
+      zerodrift run --pin '*.router.*' -- trl sft
+      zerodrift run --set precision.reduce=fp32 \\
+        -- llamafactory-cli train sft.yaml
     """
     with streams.errors(debug):
         if as_ != alias.NAME:
             raise ZerodriftError("--as", f"must be {alias.NAME}", got=repr(as_))
         _require_reachable(command)
+        if plan and quiet:
+            raise typer.BadParameter("give --plan or --quiet, not both")
+        shown = "plan" if plan else "none" if quiet else "brief"
         added: dict[str, object] = {}
         flags: dict[str, str] = {}  # key -> the flag that set it
         if config is not None or set_ or pin:
@@ -61,7 +68,7 @@ def run(
 
             additions = Additions.from_flags(config, set_ or [], pin or [])
             added, flags = additions.config, dict(additions.flags)
-        raise typer.Exit(_run(command, added, flags))
+        raise typer.Exit(_run(command, added, flags, shown))
 
 
 def _require_reachable(command: list[str]) -> None:
@@ -74,8 +81,8 @@ def _require_reachable(command: list[str]) -> None:
         raise ZerodriftError("zerodrift run", must, got=got, do="Leave one of the two out.")
 
 
-def _run(command: list[str], added: dict[str, object], flags: dict[str, str]) -> int:
-    hook = startup.StartupHook("zerodrift.alias", "begin", (added, flags), guarded=(alias.NAME,))
+def _run(command: list[str], added: dict[str, object], flags: dict[str, str], shown: str) -> int:
+    hook = startup.StartupHook("zerodrift.alias", "begin", (added, flags, shown), guarded=(alias.NAME,))
     with startup.startup_folder(hook, "zerodrift-run-") as folder:
         launcher = folder / "bin" / "deepspeed"  # for machines without DeepSpeed
         launcher.parent.mkdir()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -62,26 +61,11 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
-def columns(elsewhere: int) -> int:
-    """Return the columns of a report: those of a terminal, at most WIDEST, or `elsewhere` without one."""
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    found = shutil.get_terminal_size((elsewhere, 24)).columns if is_terminal else elsewhere
-    return max(NARROWEST, min(found, WIDEST))
+def layout() -> dict[str, Any]:
+    """Return colour and width of a report."""
+    from zerodrift.report import report_width
 
-
-def layout(elsewhere: int | None = None) -> dict[str, Any]:
-    """Return colour and width of a report. Without a terminal it has `elsewhere` columns, or else WIDTH."""
-    from zerodrift.report import WIDTH
-
-    return {"color": color(), "width": columns(elsewhere or WIDTH)}
-
-
-def narrow_layout() -> dict[str, Any]:
-    """Return colour and width of a report that is 80 columns wide, or as wide as a narrower terminal."""
-    return {**layout(), "width": min(80, layout()["width"])}
-
-
-NARROWEST, WIDEST = 50, 120  # limits of the width of a report on a terminal
+    return {"color": color(), "width": report_width()}
 
 
 def progress(text: str) -> AbstractContextManager[object]:

@@ -7,7 +7,6 @@ Invariant: the exit code is that of the trainer, and a checkpoint that is read o
 from __future__ import annotations
 
 import math
-import shutil
 from typing import Any, cast
 
 import typer
@@ -60,8 +59,10 @@ def evaluate(
     \b
     Examples:
       zerodrift evaluate examples/jobs/lab.yaml
-      zerodrift evaluate job.yaml --set run.resume=step-00000200
-      zerodrift evaluate job.yaml --set data.validation=path/to/other/text
+      zerodrift evaluate job.yaml \\
+        --set run.resume=step-00000200
+      zerodrift evaluate job.yaml \\
+        --set data.validation=path/to/other/text
     """
     with streams.errors(debug):
         from zerodrift.train import evaluate as run
@@ -78,14 +79,15 @@ def data(job: options.Job, set_: options.SetInJob = None, debug: options.Debug =
     \b
     Examples:
       zerodrift data examples/jobs/lab.yaml
-      zerodrift data job.yaml --set data.train=chats.jsonl --set data.block=1024
+      zerodrift data job.yaml --set data.train=chats.jsonl \\
+        --set data.block=1024
     """
     with streams.errors(debug):
         from zerodrift.train import preview, read_job
 
         with streams.progress(f"reading the data of {job}"):
             read, _ = read_job(job, tuple(set_ or ()))
-            text = preview(read, color=streams.color(), width=shutil.get_terminal_size().columns)
+            text = preview(read, **streams.layout())
         streams.emit(text)
 
 
@@ -131,7 +133,8 @@ def sample(
     \b
     Examples:
       zerodrift sample runs/lab --prompt 'model:'
-      zerodrift sample runs/chat --chat --prompt 'Who are you?' --temperature 0
+      zerodrift sample runs/chat --chat --temperature 0 \\
+        --prompt 'Who are you?'
     """
     with streams.errors(debug):
         from zerodrift.train import SamplingOptions, TextGenerator
@@ -160,7 +163,8 @@ def inspect(
     \b
     Examples:
       zerodrift inspect runs/lab
-      zerodrift inspect runs/lab/checkpoints/step-00000020 --verify
+      zerodrift inspect runs/lab/checkpoints/step-00000020 \\
+        --verify
       zerodrift inspect runs/lab/export
     """
     with streams.errors(debug):
@@ -200,10 +204,12 @@ def convert(
 
     \b
     Examples:
-      zerodrift convert runs/lab exported --model examples/qwen3-moe-tiny
-      zerodrift convert runs/a merged --merge         # a run with model.lora
-      zerodrift convert ds_run converted              # to continue training
-      zerodrift convert ds_run exported --to safetensors --model path/to/model
+      zerodrift convert runs/lab exported \\
+        --model examples/qwen3-moe-tiny
+      zerodrift convert runs/a merged --merge  # model.lora
+      zerodrift convert ds_run converted  # to train on
+      zerodrift convert ds_run exported --to safetensors \\
+        --model path/to/model
       zerodrift convert path/to/model start --to checkpoint
     """
     with streams.errors(debug):

@@ -24,9 +24,10 @@ from pydantic import BaseModel
 
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.plain_tree import Tree, collect_written, join, override, shown
-from zerodrift.config.schema import RULES, Config, check_rule
+from zerodrift.config.schema import RULES, Config, KeyUse, check_rule
 from zerodrift.config.tree import Keys, TreeReader, tree_of
 from zerodrift.errors import ConfigError, Problems, ZerodriftError, nearest
+from zerodrift.optimizers import TORCH_OPTIMIZERS, TORCH_SCHEDULES
 
 _REMEDIES = {
     "zero_optimization": 'Write `{"stage": 1}` for true, `{"stage": 0}` for false.',
@@ -117,6 +118,21 @@ def load(source: ConfigSource | None, overrides: Sequence[str] = ()) -> Config:
     problems.raise_as(ConfigError, heading)
     assert config is not None, "a config that is not valid has a problem"
     return config.with_keys(walk.uses)
+
+
+def without_torch_classes(config: Config) -> Config:
+    """Return a config as `zerodrift run` plans it: without the blocks whose classes torch makes."""
+    for name, only_torch in (("optimizer", TORCH_OPTIMIZERS), ("scheduler", TORCH_SCHEDULES)):
+        block = getattr(config, name)
+        if block is None or block.type not in only_torch:
+            continue
+        because = (
+            f"`{block.type}` is torch's: `zerodrift run` makes and steps it, and the plan does not know it"
+        )
+        uses = [use for use in config.keys if not use.path.startswith(f"{name}.")]
+        uses.append(KeyUse(name, block.type, "ignored", because))
+        config = config.model_copy(update={name: None}).with_keys(uses)
+    return config
 
 
 # --- keys that a command line adds to the configs of a script -----------------------------------------------

@@ -1,4 +1,4 @@
-"""Parse a config file into plain values: JSON strictly, YAML by its 1.2 core schema.
+"""Parse a config file into plain values: JSON, Hjson by its package, YAML by its 1.2 core schema.
 
 PyYAML follows YAML 1.1, where `1e-5` is a string, `on` is true, `010` is 8 and `1:30` is 90. Only PyYAML's
 parser is used, and scalars get the types of the YAML 1.2 core schema, as users expect.
@@ -9,6 +9,7 @@ strings, numbers, booleans and None, and a dict remembers its repeated keys.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -40,13 +41,13 @@ class SourceBlock(dict[Any, Any]):
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """Read a file: `.json` as JSON, `.yaml` and `.yml` as YAML, any other by its first character."""
+    """Read a file: `.json`, `.hjson`, `.yaml` and `.yml` by its ending, any other by its first character."""
     name, text = _text(path)
     suffix = os.path.splitext(name)[1].lower()
     if not text.strip():
         _refuse(name, "must hold a config", "an empty file")
-    if suffix == ".json" or (suffix not in (".yaml", ".yml") and text.lstrip().startswith("{")):
-        return _json(text, name)
+    if suffix in (".json", ".hjson") or (suffix not in (".yaml", ".yml") and text.lstrip().startswith("{")):
+        return parse_json(text, name)
     return parse_yaml(text, name)
 
 
@@ -106,19 +107,37 @@ def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
         _refuse(name, "must be UTF-8 text", what, "Save it as UTF-8.")
 
 
-def _json(text: str, name: str) -> Any:
-    def block(pairs: list[tuple[str, Any]]) -> SourceBlock:
-        made = SourceBlock(pairs)
-        made.repeated = tuple(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        return made
-
+def parse_json(text: str, name: str) -> Any:
+    """Parse a JSON text, or else Hjson, as DeepSpeed does; messages call the text `name`."""
     try:
-        return json.loads(text, object_pairs_hook=block, parse_int=lambda digits: int(digits[:MAX_DIGITS]))
+        return json.loads(text, object_pairs_hook=_block, parse_int=_short_integer)
     except json.JSONDecodeError as error:
         what = f"{error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}"
-        _refuse(name, "must be valid JSON", what, _json_hint(text[: error.pos], text[error.pos :]))
+        do = _json_hint(text[: error.pos], text[error.pos :])
     except RecursionError:
         _refuse(name, "must not be nested so deeply", "hundreds of levels")
+    try:
+        if do != _AS_PYTHON:  # a word such as `True` is a string in Hjson
+            hjson = importlib.import_module("hjson")
+            return hjson.loads(text, object_pairs_hook=_block, parse_int=_short_integer)
+    except ModuleNotFoundError:
+        do = f"{do} Or run `pip install 'zerodrift[hjson]'`, if it is Hjson or JSON with comments.".strip()
+    except (ValueError, IndexError, OverflowError, RecursionError):
+        pass  # neither of the two: the message is that of JSON
+    _refuse(name, "must be valid JSON", what, do)
+
+
+def _block(pairs: list[tuple[str, Any]]) -> SourceBlock:
+    made = SourceBlock(pairs)
+    made.repeated = tuple(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+    return made
+
+
+def _short_integer(digits: str) -> int:
+    return int(digits[:MAX_DIGITS])
+
+
+_AS_PYTHON = "JSON spells these true, false and null."
 
 
 def _json_hint(before: str, rest: str) -> str:
@@ -129,7 +148,7 @@ def _json_hint(before: str, rest: str) -> str:
         return "JSON has no comma before a closing bracket: remove it."
     if rest.startswith("'"):
         return "JSON strings take double quotes."
-    return "JSON spells these true, false and null." if re.match(r"(True|False|None)\b", rest) else ""
+    return _AS_PYTHON if re.match(r"(True|False|None)\b", rest) else ""
 
 
 class _Core(yaml.SafeLoader):

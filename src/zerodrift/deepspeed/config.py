@@ -13,15 +13,12 @@ import base64
 import contextlib
 import copy
 import enum
-import importlib
-import json
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from zerodrift.alias import run_settings
-from zerodrift.config import Additions, Config, is_path, plain, read, shown
+from zerodrift.config import Additions, Config, is_path, parse_json, plain, read, shown
 from zerodrift.deepspeed.tools.functions import logger
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.optim import VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type
@@ -66,48 +63,19 @@ def _as_dict(value: Any) -> dict[str, Any]:
         raise ConfigError("config", must, got=type(value).__name__)
     parsed = _decode(value) if isinstance(value, str) and not os.path.exists(value) else None
     if parsed is None:
-        parsed = _read_file(value)
+        parsed = read(value)
     if not isinstance(parsed, dict):
         raise ConfigError(os.fspath(value), "must hold a block of keys at its top")
     return parsed
 
 
-def _read_file(path: str | os.PathLike[str]) -> Any:
-    try:
-        return read(path)
-    except ConfigError as error:
-        try:
-            return _parse_hjson(Path(path).read_text(encoding="utf-8"))
-        except ModuleNotFoundError:
-            do = "Or run `pip install hjson`, if it is Hjson or JSON with comments."
-            raise error.reworded(lambda text: f"{text} {do}".strip()) from None
-        except (OSError, ValueError):
-            raise error from None
-
-
 def _decode(text: str) -> dict[str, Any] | None:
-    """Decode base64 of JSON, as launchers pass it. Return None for anything else."""
+    """Decode base64 of JSON or Hjson, as launchers pass it. Return None for anything else."""
     try:
-        decoded = base64.urlsafe_b64decode(text).decode("utf-8")
-        try:
-            config = json.loads(decoded, object_pairs_hook=_unique)
-        except json.JSONDecodeError:
-            config = _parse_hjson(decoded)
-    except (ModuleNotFoundError, ValueError):
+        config = parse_json(base64.urlsafe_b64decode(text).decode("utf-8"), "config")
+    except (ConfigError, ValueError):
         return None
     return config if isinstance(config, dict) else None
-
-
-def _parse_hjson(text: str) -> Any:
-    """Parse Hjson, by the package that DeepSpeed requires. Raise ModuleNotFoundError without it."""
-    return importlib.import_module("hjson").loads(text, object_pairs_hook=_unique)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    block = dict(pairs)
-    if len(block) < len(pairs):
-        raise ValueError("a key is there twice")
-    return block
 
 
 # --- spellings --------------------------------------------------------------------------------------------

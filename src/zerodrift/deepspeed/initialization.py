@@ -8,6 +8,7 @@ Invariant: all ranks refuse the same arguments, before anything is allocated.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 
 from zerodrift.alias import run_settings
 from zerodrift.api import initialize as make_engine
+from zerodrift.api import print_plan
 from zerodrift.comm import raise_on_all_ranks
 from zerodrift.config import Config, load
 from zerodrift.deepspeed.checkpointed_engine import tag_validation
@@ -75,15 +77,17 @@ def initialize(  # DeepSpeed's thirteen parameters
             curves = get_monitor_config(written)
             has_optimizer = built is not None or loaded.optimizer is not None
             schedule = schedule if has_optimizer else None
-            quiet = run_settings() is None
             end_engines_of(model)
-            engine = make_engine(model, built, loaded, schedule=schedule, quiet=quiet)
+            engine = make_engine(model, built, loaded, schedule=schedule, quiet=True)
             try:
                 updates = (row.columns.update for row in engine.plan.rows)
                 require_states(built, [update.state.dtype for update in updates if update is not None])
             except UnsupportedError:
                 end_engine(engine)
                 raise
+        run = run_settings()
+        if run is not None and run.shown != "none" and engine.mesh.rank() == 0:
+            print_plan(engine.plan, "run" if run.shown == "brief" else "")
         with raise_on_all_ranks(engine.comm):
             monitor = MonitorMaster(curves)
     except ConfigError as error:
@@ -147,10 +151,13 @@ def _torch_class(written: Mapping[str, Any], key: str) -> Callable[[Any], Any] |
     return make
 
 
-def _without_drop_in_keys(written: Mapping[str, Any]) -> dict[str, Any]:
+def _without_drop_in_keys(written: dict[str, Any]) -> dict[str, Any]:
     """Return the config for the engine below, which gets torch's classes as objects and writes no curves."""
     dropped = {MANAGED, *MONITORS, *(key for key in TORCH_CLASSES if _torch_class(written, key) is not None)}
-    return {key: value for key, value in written.items() if key not in dropped}
+    kept = copy.copy(written)  # keeps the record of keys that were written twice
+    for key in dropped & written.keys():
+        del kept[key]
+    return kept
 
 
 def _listed(given: Any) -> list[Any]:

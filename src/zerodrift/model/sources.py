@@ -24,7 +24,7 @@ from zerodrift import files
 from zerodrift.errors import ModelError, did_you_mean, first_line, nearest_path
 from zerodrift.model import huggingface, safetensors
 from zerodrift.model.huggingface import from_hf
-from zerodrift.model.module import attempt, from_module, on_meta
+from zerodrift.model.module import attempt, cause, from_module, on_meta
 from zerodrift.model.safetensors import from_safetensors
 from zerodrift.model.spec import ModelSpec
 
@@ -154,19 +154,32 @@ def call(text: str, what: str, run: Callable[..., Any] = attempt) -> Any:
 
 def _find(text: str) -> Callable[[], Any]:
     module_name, _, path = text.partition(":")
-    todo = "A name is looked up in the working folder and among installed packages."
+    if os.path.isfile(module_name):
+        module_name = module_name.removesuffix(".py")
     importlib.invalidate_caches()
-    target: Any = attempt(
-        lambda: importlib.import_module(module_name), text, f"`{module_name}` must be importable", todo
-    )
+    try:
+        target: Any = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        todo = "A name is looked up in the working folder and among installed packages."
+        todo = todo if isinstance(error, ImportError) else _EXECUTED
+        raise ModelError(text, f"`{module_name}` must be importable", got=cause(error), do=todo) from error
     for name in path.split("."):
         if not hasattr(target, name):
             do = did_you_mean(name, dir(target))
             raise ModelError(text, f"`{module_name}` must have `{path}`", got="none", do=do)
         target = getattr(target, name)
+    kind = type(target).__qualname__
+    if hasattr(target, "named_parameters") and not isinstance(target, type):
+        raise ModelError(text, f"`{path}` must be a function that returns a model", got=kind, do=_EXECUTED)
     if not callable(target):
-        raise ModelError(text, f"`{path}` must be callable", got=type(target).__qualname__)
+        raise ModelError(text, f"`{path}` must be callable", got=kind)
     return target
+
+
+_EXECUTED = (
+    "A file is executed when it is imported: put the model into a function, as in `train.py:make_model`, "
+    'and what trains under `if __name__ == "__main__":`.'
+)
 
 
 @contextmanager

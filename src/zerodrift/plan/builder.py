@@ -231,7 +231,7 @@ def _notes(
             f"({first.accumulate.dtype} -> {first.reduce.wire}) and summed in {first.reduce.sum}"
         )
     if policy.optimizer is None and trained:
-        yield "the config names no optimizer: state is planned for one with two moments (AdamW)"
+        yield "the plan knows no optimizer: state is planned for one with two moments (AdamW)"
     if policy.safe and not model.has_classes:
         yield (
             "this source has no module classes, so no parameter counts as a safe module of autocast: plan "

@@ -13,14 +13,14 @@ depends on the written flags only, never on a device, a backend or a model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Literal
 
 from zerodrift.config import Config, TorchAutocast, shown
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems, did_you_mean
 from zerodrift.mesh import MeshShape
-from zerodrift.optimizers import TYPES, of_type
+from zerodrift.optimizers import TORCH_OPTIMIZERS, TORCH_SCHEDULES, TYPES, of_type
 from zerodrift.policy.arguments import ALIASES, SCHEDULES, AutoNumbers
 from zerodrift.policy.backends import Backend
 from zerodrift.policy.decisions import (
@@ -156,10 +156,8 @@ def decide_optimizer(
     decisions = []
     kind = None if block is None else TYPES.get(block.type.lower())
     if block is not None and kind is None:
-        must = f"must be one of {', '.join(dict.fromkeys(TYPES.values()))}"
         other = "Any other elementwise optimizer: build it and pass it to `initialize`."
-        do = did_you_mean(block.type, TYPES.values()) or other
-        problems.add("optimizer.type", must, got=shown(block.type), do=do)
+        _refuse_type("optimizer", block.type, TYPES.values(), TORCH_OPTIMIZERS, other, problems)
     elif block is not None and kind is not None:
         spec = ComponentSpec(kind, numbers.params("optimizer.params", kind, block.params))
         rest = of_type(kind).rest
@@ -169,6 +167,19 @@ def decide_optimizer(
     if config.precision.statistics:
         decisions.append(Decision("statistics", "of every update", "`precision.statistics`"))
     return spec, tuple(decisions)
+
+
+def _refuse_type(
+    block: str, kind: str, own: Iterable[str], only_torch: Collection[str], other: str, problems: Problems
+) -> None:
+    """Refuse the type of a block. The drop-in builds classes that only torch has by itself."""
+    must = f"must be one of {', '.join(dict.fromkeys(own))}"
+    if kind in only_torch:
+        do = "Build it and pass it to `initialize`; for a DeepSpeed script `zerodrift run` builds it."
+    else:
+        must += f", or a class of torch.optim{'.lr_scheduler' if block == 'scheduler' else ''}"
+        do = did_you_mean(kind, (*own, *only_torch)) or other
+    problems.add(f"{block}.type", must, got=shown(kind), do=do)
 
 
 FINAL_RATES = {
@@ -186,8 +197,8 @@ def decide_schedule(
         return None
     kind = ALIASES.get(config.scheduler.type, config.scheduler.type)
     if kind not in SCHEDULES:
-        do = did_you_mean(kind, SCHEDULES) or "Any torch scheduler: build it and pass it to `initialize`."
-        problems.add("scheduler.type", f"must be one of {', '.join(SCHEDULES)}", got=shown(kind), do=do)
+        other = "Any torch scheduler: build it and pass it to `initialize`."
+        _refuse_type("scheduler", kind, SCHEDULES, TORCH_SCHEDULES, other, problems)
         return None
     params = numbers.params("scheduler.params", kind, config.scheduler.params)
     own = None if optimizer is None else json.loads(optimizer.params).get("lr")

@@ -196,7 +196,7 @@ ORDER = "order of sums"
 BY_RANK = "by rank: other bits on another number of ranks"
 SAME_BITS = {
     True: "the same bits on any number of ranks",
-    False: "the same bits on any number of ranks that adds by it",
+    False: "the same bits on every number of ranks that uses this order",
 }
 """Promise of the tree, by whether the config asks for it."""
 _IN_WORDS: dict[Order, str] = {"rank": BY_RANK, "native": "the carrier's"}

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from rich.cells import cell_len, set_cell_size
@@ -22,11 +24,17 @@ from zerodrift.legible import legible
 from zerodrift.report.blocks import FactList, PageCell, PageSection, PageTable, Paragraph, Preformatted
 
 WIDTH = 100  # columns of a text report outside a terminal
+NARROWEST, WIDEST = 50, 120  # limits of its columns elsewhere
 
 _LEAST = 8  # columns below which a grid column is not narrowed
 
 DIGEST_SHOWN = 12
 """Hex digits of a digest in a title. JSON and the foot of a page have all of them."""
+
+
+def report_width() -> int:
+    """Return the columns of a text report: COLUMNS if it is set, those of the terminal, or else WIDTH."""
+    return max(NARROWEST, min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDEST))
 
 
 def title(verb: str, digest: str = "", width: int | None = None) -> RenderableType:
@@ -113,12 +121,28 @@ def elide(text: str, width: int) -> str:
             tail, middle = longer_tail, middle[:-1]
         else:
             break
+    if tail == parts[-1] and len(parts) > 2 and width > _LEAST:  # it alone names nothing
+        return _without_beginning(text, width)
     short = f"{head}...{tail}"
     if cell_len(short) <= width:
         return short
     keep = max(width - 3, 2)
     first = _clip(text, keep // 2)
     return first + "..." + _clip(text[::-1], keep - keep // 2)[::-1] if width > 5 else _clip(text, width)
+
+
+def elide_distinct(texts: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """Return legible names of which no two become alike: those that would lose their beginning instead."""
+    short = [elide(text, width) for text, width in zip(texts, widths, strict=True)]
+    count, whole = Counter(short), map(legible, texts)
+    return [
+        _without_beginning(text, width) if count[name] > 1 else name
+        for name, text, width in zip(short, whole, widths, strict=True)
+    ]
+
+
+def _without_beginning(text: str, width: int) -> str:
+    return text if cell_len(text) <= width else "..." + _clip(text[::-1], max(width - 3, 0))[::-1]
 
 
 def _clip(text: str, width: int) -> str:

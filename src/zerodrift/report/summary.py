@@ -90,6 +90,7 @@ def _order(plan: Plan) -> str:
     kind = "data rank" if plan.mesh.pipeline > 1 else "rank"
     taken = {rank: _few(rank_micro_batches(plan, rank)) for rank in sorted({0, 1 % ranks, ranks - 1})}
     shown = [f"{kind} {rank} takes {numbers}" for rank, numbers in taken.items()]
+    shown[2:2] = ["..."] * (ranks > 3)
     total = several(count * ranks, "micro-batch", "micro-batches")
     sums = max((accumulators_of(plan, segment, count) for segment in plan.segments), default=1)
     dealt = f"{', '.join(shown)}; {several(sums, 'accumulator')}"

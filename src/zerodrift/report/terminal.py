@@ -22,7 +22,7 @@ from zerodrift.plan import Boundary, Cost, Plan, Timeline
 from zerodrift.policy import COLUMNS, Columns
 from zerodrift.report import figures, summary
 from zerodrift.report.explanation import Explanation
-from zerodrift.report.frame import WIDTH, columns, elide, grid, pairs, render, section, title
+from zerodrift.report.frame import WIDTH, columns, elide, elide_distinct, grid, pairs, render, section, title
 from zerodrift.report.rows import Line, Table
 
 _INDENT = 3
@@ -30,6 +30,7 @@ _BILL = 47
 """Width of a cost table. Two stand side by side if they fit."""
 _MOST_SLICES = 6
 _MOST_SETS = 5  # column sets in `brief_text`, which counts the others in one line
+_MOST_IGNORED = 3  # ignored keys in `brief_text` that have their reasons there
 
 _STYLES = (("fp32", "green"), ("split", "green"), ("bf16", "cyan"), ("fp16", "magenta"), ("fp8", "red"))
 """Colours of dtypes."""
@@ -175,14 +176,15 @@ def _lines(lines: Sequence[Line], pinned: bool, total: int) -> Iterable[Text]:
     """Render the parameters of a column set: pattern and count, shape, elements."""
     shapes = [figures.shape(line.shape) for line in lines]
     width = min(max(map(len, shapes)), 36, total * 36 // WIDTH)
-    for line, shape in zip(lines, shapes, strict=True):
-        yield from _set_line(line, elide(shape, width).rjust(width), total, "* " if pinned else "")
+    room = total - _INDENT - width - 10
+    counts = [f" x{line.count}" if line.count > 1 else "" for line in lines]
+    names = elide_distinct([line.pattern for line in lines], [room - len(count) for count in counts])
+    mark = "* " if pinned else ""
+    for line, shape, name, count in zip(lines, shapes, names, counts, strict=True):
+        yield from _set_line(line, elide(shape, width).rjust(width), name, count, room, mark)
 
 
-def _set_line(line: Line, shape: str, total: int, mark: str) -> Iterable[Text]:
-    count = f" x{line.count}" if line.count > 1 else ""
-    room = total - _INDENT - len(shape) - 10
-    name = elide(line.pattern, room - len(count))
+def _set_line(line: Line, shape: str, name: str, count: str, room: int, mark: str) -> Iterable[Text]:
     text = Text().append(mark.rjust(_INDENT), style="bold yellow")
     text.append(name).append(count, style="bold")
     also = [f" = {legible(other)}" for other in line.also]
@@ -261,7 +263,9 @@ def _slices(explanation: Explanation) -> list[tuple[str, str]]:
     return [("slices" if number == 0 else "", line) for number, line in enumerate(lines)]
 
 
-def brief_text(plan: Plan, cost: Cost, table: Table, *, color: bool, width: int = WIDTH) -> str:
+def brief_text(
+    plan: Plan, cost: Cost, table: Table, verb: str = "train", *, color: bool, width: int = WIDTH
+) -> str:
     """Return the lines about a plan that a run prints before its first step."""
     facts = dict(summary.facts(plan))
     memory = (
@@ -275,9 +279,17 @@ def brief_text(plan: Plan, cost: Cost, table: Table, *, color: bool, width: int 
         *_set_lines(table),
         ("cost", memory),
         *(("!", note) for note in plan.notes),
-        *(("!", f"`{key}` is ignored: {why}") for key, why in plan.policy.ignored),
+        *(("!", text) for text in _ignored(plan)),
     ]
-    return render([title("train", plan.digest, width), grid(rows, (10,), ("bold",), width)], color, width)
+    return render([title(verb, plan.digest, width), grid(rows, (10,), ("bold",), width)], color, width)
+
+
+def _ignored(plan: Plan) -> Iterable[str]:
+    """Describe the ignored keys: a few with their reasons, many by name."""
+    ignored = plan.policy.ignored
+    if len(ignored) <= _MOST_IGNORED:
+        return (f"`{key}` is ignored: {why}" for key, why in ignored)
+    return (f"{len(ignored)} keys are ignored, with --plan for reasons: {listed(key for key, _ in ignored)}",)
 
 
 def _set_lines(table: Table) -> Iterable[tuple[str, str]]:

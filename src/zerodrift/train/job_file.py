@@ -51,8 +51,8 @@ def read_job(
                 _check_base(job.model, config, problems)
                 config = load({} if given is None else given, for_config)
         except ConfigError as error:
-            is_file = isinstance(given, str)
-            wrong = error if is_file else ConfigError.of(error.problems, "`config` of the job")
+            is_file, named = isinstance(given, str), "the job" if heading == "job" else heading
+            wrong = error if is_file else ConfigError.of(error.problems, f"`config` of {named}")
             joined = [ConfigError.of(problems, heading), wrong] if problems else [wrong]
             raise ConfigError.joined(joined) from None
     problems.raise_as(ConfigError, heading)
@@ -135,6 +135,7 @@ KEYS = Keys("job", Job, "a job", _suggestion, free="a block of keys")
 # --- advice of the library, in the words of a job -------------------------------------------------------
 
 _IN_A_JOB = (
+    (r", or a class of torch\.optim(\.lr_scheduler)?", ""),
     (
         r"Pass --auto (\S+?)=\.\.\. on the command line, or auto=\{.*?\} in Python\.",
         r"Set it in the job's `auto`: `--set 'auto={\1: NUMBER}'`.",
@@ -144,7 +145,7 @@ _IN_A_JOB = (
         r"A job takes these alone; any \1 goes to `zerodrift.initialize`, in Python.",
     ),
     (
-        r"Build the optimizer yourself and pass it to `initialize`\.",
+        r"Build (?:the optimizer yourself|it) and pass it to `initialize`(?:; for a DeepSpeed [^.]*)?\.",
         r"One that is built by hand goes to `zerodrift.initialize`, in Python.",
     ),
     (

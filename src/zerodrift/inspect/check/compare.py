@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from zerodrift.config import load
+from zerodrift.config import load, without_torch_classes
 from zerodrift.dtypes import DType, from_torch, lost
 from zerodrift.errors import ConfigError, PrecisionError, Problem
 from zerodrift.inspect.check import table as tables
@@ -207,7 +207,7 @@ def _planned(path: Path, model: ModelRecord, world: int) -> Plan:
         storage = from_torch(getattr(torch, word, torch.bfloat16))  # a library's narrow weights decode to it
         owners = tuple(OwningModule(name.rpartition(".")[0], seen.kind) for name in names)
         specs.append(ParameterSpec(names, seen.shape, storage or DType.FP32, owners, seen.trained))
-    config = load(path)
+    config = without_torch_classes(load(path))
     mesh = mesh_for(config, world)
     return build(resolve(config, mesh), ModelSpec(model.name, tuple(specs)), mesh)
 
@@ -235,9 +235,7 @@ def _differing(
         for column, dtype in said.items():
             key = asked.get("reduce.wire" if column == "reduce" else column)
             is_bound = binds_all or key is not None or column in _BY_MODE
-            if not parameter.dtypes(column) or not is_bound:
-                continue
-            if not _holds(plan, row, column, dtype, parameter):
+            if parameter.dtypes(column) and is_bound and not _holds(plan, row, column, dtype, parameter):
                 kind: Kind = "not-as-expected" if key is None else "key-without-effect"
                 reason = key if column == "reduce" and key is not None else why.get(column, "")
                 if column == "master" and cells[column] == "split":

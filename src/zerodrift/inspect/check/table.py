@@ -111,7 +111,7 @@ def read(path: Path) -> list[ProcessRecord]:
     must = "must be a table that `check --save` wrote"
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(path.name, must, got=error) from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ConfigError(path.name, must, got="JSON of something else")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerodrift.config import load
+from zerodrift.config import load, without_torch_classes
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError, listed
 from zerodrift.inspect.audit import literal_glob, without_update
@@ -148,7 +148,7 @@ def _load_policy(
                 names = listed(model.name for model in models) or "none"
                 raise ConfigError(str(config), "must be a table of a run that trains one model", got=names)
             source = config_from_table(models[0])
-    loaded = load(source, overrides)
+    loaded = without_torch_classes(load(source, overrides))
     return resolve(loaded, mesh_for(loaded, 1), auto)
 
 

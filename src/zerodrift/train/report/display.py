@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from zerodrift.legible import encodable, legible
-from zerodrift.report import WIDTH, elements, significant, size
+from zerodrift.report import elements, report_width, significant, size
 from zerodrift.train.report.metrics import StepMetrics
 
 DROPPED = ("memory", "norm", "micro-batch", "scale", "lr", "speed", "val", "doing")
@@ -61,7 +61,7 @@ class Display:
 
     @property
     def width(self) -> int:
-        return WIDTH
+        return report_width()
 
     def start(self, step: int, steps: int, micro_batches: Callable[[], tuple[int, int]]) -> None:
         """`micro_batches` returns the finished micro-batches of the step, and all of them."""

@@ -39,7 +39,6 @@ from zerodrift.versions import TESTED, __version__
 SAMPLES = 3
 HEAD, TAIL = 300, 200
 """Characters shown of the start and the end of a long text."""
-NARROWEST, WIDEST = 40, 120
 _MARKS = "[[learned]] not learned. The order is that of training."
 
 
@@ -109,7 +108,6 @@ def preview(job: Job, *, color: bool, width: int) -> str:
     if source.config is not None and job.model.lora is None:  # the model of a function is not built for this
         check_model(models.build(job.model, source), job, letters)
     prepared = prepare(job.data, letters, RunFolder.of(job).cache(job.data.cache))
-    width = max(NARROWEST, min(width, WIDEST))
     facts = [*prepared.facts(), ("tokenizer", f"{letters.name}, {letters.vocabulary:,} tokens")]
     parts: list[RenderableType] = [grid(facts, (24,), ("bold",), width)]
     count = len(prepared.train)

@@ -90,7 +90,8 @@ def _cpu(environment: Mapping[str, str]) -> Iterator[MachineFact]:
     yield MachineFact("CPU", "threads", threads, f"OMP_NUM_THREADS={asked}" if asked else "")
     ratio = _seconds(torch.bfloat16) / _seconds(torch.float32)
     todo = "use config.precision.mode: fp32 where a model is trained on this CPU" if ratio > SLOW else ""
-    yield MachineFact("CPU", "bf16 products", f"{ratio:.2g} times the time of fp32", todo, bad=ratio > SLOW)
+    speed = f"{ratio:.2g} times as slow as fp32" if ratio > 1 else f"{1 / ratio:.2g} times as fast as fp32"
+    yield MachineFact("CPU", "bf16 products", speed, todo, bad=ratio > SLOW)
 
 
 def _seconds(dtype: torch.dtype) -> float:
