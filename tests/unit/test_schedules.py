@@ -122,7 +122,7 @@ def test_every_step_is_that_of_transformers_to_the_bit(kind: str, params: dict[s
         ("WarmupLR", {"total_num_steps": 3}, "`scheduler.params.total_num_steps`: must be an argument"),
         ("WarmupLR", {"warmup_num_step": 3}, "Did you mean `warmup_num_steps`"),
         ("WarmupLr", {}, "Did you mean `WarmupLR`"),
-        ("StepLR", {"step_size": 2}, "build it and pass it to `initialize`"),
+        ("StepLR", {"step_size": 2}, "Build it and pass it to `initialize`; for a DeepSpeed script"),
     ],
 )
 def test_what_no_block_means_is_refused_with_the_config(kind: str, params: dict[str, Any], told: str) -> None:
