@@ -223,6 +223,18 @@ def test_a_config_that_does_not_fit_the_ranks_starts_none(tmp_path: Path) -> Non
     assert said[0] == said[1] and not (tmp_path / "run").exists()
 
 
+def test_a_schedule_of_a_job_by_epochs_has_room_before_its_steps_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the counted steps are too few."""
+    path = str(job(tmp_path, run={"steps": None, "epochs": 1.0}))
+    kind = "config.scheduler={type: wsd, params: {num_training_steps: auto, num_decay_steps: %s}}"
+    dry_run(path, (kind % 2,), 1, False)
+    assert "num_decay_steps 2" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"must have room .* got 28, where"):
+        dry_run(path, (kind % 1000,), 1, False)
+
+
 # --- what goes wrong ------------------------------------------------------------------------------------
 
 

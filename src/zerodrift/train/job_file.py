@@ -29,6 +29,9 @@ FROZEN = "precision.frozen"
 TOTALS = ("total_num_steps", "num_training_steps")
 """Arguments of schedules that a job fills in where the config has "auto"."""
 
+UNCOUNTED = 1 << 30
+"""Steps of a job while its data are not counted: room for every schedule."""
+
 
 def read_job(
     source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
@@ -74,9 +77,9 @@ def job_of_run(source: object) -> Path | None:
     return Path(source) / JOB_FILE if is_run else None
 
 
-def numbers_of(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
-    """Return the values of "auto" keys: the job's, and the number of steps."""
-    return {**dict.fromkeys(totals(config), steps), **job.auto}
+def numbers_of(job: Job, config: Config, steps: int | None) -> Mapping[str, Any]:
+    """Return the values of "auto" keys: the job's, and the number of steps, or `UNCOUNTED` for None."""
+    return {**dict.fromkeys(totals(config), steps or UNCOUNTED), **job.auto}
 
 
 def totals(config: Config) -> list[str]:

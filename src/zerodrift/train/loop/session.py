@@ -345,7 +345,7 @@ def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
 
 def _length_of(job: Job, config: Config, prepared: PreparedData, world: int) -> tuple[Policy, int]:
     mesh = mesh_for(config, world)
-    policy = resolve(config, mesh, numbers_of(job, config, job.run.steps or 1))
+    policy = resolve(config, mesh, numbers_of(job, config, job.run.steps))
     if job.run.steps is not None:
         return policy, job.run.steps
     samples = max(1, policy.batch.micro) * policy.batch.accumulation * mesh.data
@@ -384,7 +384,7 @@ def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: i
 @worded_for_a_job()
 def planned_from(job: Job, config: Config, world: int) -> tuple[ModelSpec, AutoValues]:
     """Return a job's model and the values of its "auto" keys on so many ranks."""
-    steps = job.run.steps or 1
+    steps = job.run.steps
     if job.run.steps is None and any(key not in job.auto for key in totals(config)):
         letters = tokenizer(job.data.tokenizer, job.model.source)
         cache = RunFolder.of(job).cache(job.data.cache)

@@ -134,7 +134,7 @@ def processes(job: Job, config: Config, nproc: int | None) -> int:
         must = f"must be at most {MOST:,} processes of one machine"
         raise ConfigError("--nproc" if nproc else "run.nproc", must, got=f"{count:,}")
     with worded_for_a_job():
-        resolve(config, mesh_for(config, count), numbers_of(job, config, job.run.steps or 1))
+        resolve(config, mesh_for(config, count), numbers_of(job, config, job.run.steps))
     return count
 
 
