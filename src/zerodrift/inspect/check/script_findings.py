@@ -112,13 +112,13 @@ def kept_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:
     for (dtype, line), alike in averages.items():
         names = tuple(dict.fromkeys(name for event in alike for name in event["names"]))
         moves, still = (sum(event[key] for event in alike) for key in ("moves", "still"))
-        whose = "these weights" if any("." in name or name for name in names) else "values"
-        what = f"An average of {whose} is kept in {dtype}, which rounds each update: one that is smaller "
-        what += f"than 1/{2 ** BITS[dtype]} of the average is lost"
+        kept = "An average of these weights" if any(names) else "A running average or sum"
+        what = f"{kept} is kept in {dtype}, which rounds each update: one that is smaller than "
+        what += f"1/{2 ** BITS[dtype]} of it is lost"
         if moves:
             what += f"; {still / moves:.0%} of the sampled elements that had to move did not"
-        do = "Keep the average in fp32 (`.float()` of a copy), and cast it where it is used."
-        cost = still / moves if moves else 0.5
+        do = "Keep it in fp32 (`.float()` of a copy), and cast it where it is used."
+        cost = 2.0 ** -BITS[dtype] if not any(names) else still / moves if moves else 0.5
         yield RunFinding("average-in-16-bits", "storage", names, f"{what}.", do, line, cost)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from zerodrift.inspect.trace.parameter import LiveParameter, Owners, local, unwrapped
 from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord, dtype_name
@@ -35,8 +36,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def _identities(root: torch.nn.Module) -> list[int]:
-    """Return the ids of modules and parameters, which change if a name may be another tensor's."""
-    return [id(one) for module in root.modules() for one in (module, *module._parameters.values())]
+    """Return the ids of modules and parameters, which change if a name may be another tensor's.
+
+    A lazy parameter stays the same object when it gets its shape.
+    """
+    modules = list(root.modules())
+    held = (parameter for module in modules for parameter in module._parameters.values())
+    return [*map(id, modules), *(0 if p is not None and is_lazy(p) else id(p) for p in held)]
 
 
 def _class_of(module: torch.nn.Module) -> type:
@@ -87,7 +93,7 @@ def _leaves_of(modules: list[tuple[str, torch.nn.Module]]) -> Iterator[_Leaf]:
             shapes |= {id(tensor): tuple(shape) for tensor, shape in pairs}
     for path, module in modules:
         for name, held in module._parameters.items():
-            if held is None:
+            if held is None or is_lazy(held):
                 continue
             pack: Any = (tensor := unwrapped(held))
             if hasattr(pack, "_param_infos"):

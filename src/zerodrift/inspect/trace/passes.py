@@ -290,7 +290,9 @@ class GradientWatch:
             if tensor is not None:
                 del tensor._zerodrift_watched
 
-        state.patches.undo(leaf.register_hook(lambda g: self._arrives(parameter, g, holder())).remove)
+        handle = leaf.register_hook(lambda gradient: self._arrives(parameter, gradient, holder()))
+        _put_first(leaf, handle.id)  # before hooks of the script's, which may round what arrives
+        state.patches.undo(handle.remove)
         state.patches.undo(leaf.register_post_accumulate_grad_hook(accumulated).remove)
         state.patches.undo(forget)
 
@@ -302,6 +304,15 @@ class GradientWatch:
             return
         if local(held).any():  # zeros are no sum: DeepSpeed's BF16_Optimizer leaves them
             record.add("accumulate", dtype_name(held.dtype), ".grad", "", line_of_script)
+
+
+def _put_first(leaf: torch.Tensor, number: int) -> None:
+    """Make a hook on a tensor the first to be called: torch calls them in the order of insertion."""
+    hooks: Any = leaf._backward_hooks
+    others = [(key, hook) for key, hook in hooks.items() if key != number]
+    for key, hook in others:
+        del hooks[key]
+        hooks[key] = hook
 
 
 _KEY = "ADInplaceOrView"  # of the dispatcher, between autograd and the backends

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from zerodrift.inspect.trace.losses import NARROW, LossWatch
@@ -30,6 +29,7 @@ from zerodrift.inspect.trace.operations import (
 )
 from zerodrift.inspect.trace.parameter import LiveParameter, Owners, local, sample
 from zerodrift.inspect.trace.records import dtype_name
+from zerodrift.inspect.trace.running import MadeTensor, RunningWatch
 from zerodrift.inspect.trace.state import OptimizedPart, WatchState, guarded
 
 _MOVES = frozenset(("add", "add_", "addcdiv_", "addcmul_", "lerp", "lerp_", "sub_"))
@@ -59,23 +59,6 @@ class _Average:
     names: tuple[str, ...]
     samples: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
     """Elements after an update, and those of the weight that it follows."""
-
-
-class _MadeTensor:
-    """A result that may be kept by a tensor of another object, which `.data` was set of."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        tensor = local(tensor)
-        self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._view = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
-
-    def tensor(self) -> torch.Tensor | None:
-        """Return the tensor, if its memory was not freed."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None:
-            return None
-        dtype, offset, shape, stride = self._view
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
 class UpdateWatch:
@@ -164,10 +147,10 @@ class CopyWatch:
 
     def __init__(self, state: WatchState) -> None:
         self.state = state
-        self.updates = UpdateWatch(state)
+        self.updates, self.running = UpdateWatch(state), RunningWatch()
         self._sources: Owners[Source] = Owners()
         self._scaled: Owners[bool] = Owners()  # memory of 16 bits that was multiplied by a number below one
-        self._made: list[tuple[_MadeTensor, str, str, Source]] = []
+        self._made: list[tuple[MadeTensor, str, str, Source]] = []
         self._averages: dict[Any, _Average] = {}
 
     def stepped(self, tensor: torch.Tensor, master: Any) -> None:
@@ -212,12 +195,14 @@ class CopyWatch:
                 is_copy = name == "copy_" and parameter not in source.parameters
                 is_wider = is_copy and result.dtype in NARROW and reads[0].dtype not in NARROW
                 self.updates.by_hand(parameter, reads[0] if is_wider else None)
-        if result.dtype in NARROW and not in_step and result.numel() > 1:
-            self._find_average(name, inputs, result, source)
+        is_average = result.dtype in NARROW and not in_step and result.numel() > 1
+        is_average = is_average and self._find_average(name, inputs, result, source)
+        self.running.computed(name, reads, result, source, is_average)
         if source.parameters or source.masters or self._sources.of(result):
             self._sources.put(result, Source(masters=source.masters) if is_in_place else source)
 
-    def _find_average(self, name: str, inputs: list[Any], result: torch.Tensor, source: Source) -> None:
+    def _find_average(self, name: str, inputs: list[Any], result: torch.Tensor, source: Source) -> bool:
+        """Return True if a result is an average, or may turn out to be one between steps."""
         is_in_place = name.endswith("_")
         moved = source.is_mixed if name == "copy_" else is_in_place and name in _MOVES
         moved = moved and any(t.numel() >= result.numel() for t in inputs[1:] if isinstance(t, torch.Tensor))
@@ -225,10 +210,13 @@ class CopyWatch:
         if (moved and source.parameters) or (is_in_place and (scaled or name == "lerp_")):
             if self._may_average(result):
                 self._averages_in(result, name, source)
-        elif source.is_mixed and source.parameters and name in _MOVES:
-            self._made.append((_MadeTensor(result), name, line_of_script(), source))
-        elif name == "mul_" and any(isinstance(n, float) and 0.5 <= n < 1 for n in inputs[1:]):
+            return True
+        if source.is_mixed and source.parameters and name in _MOVES:
+            self._made.append((MadeTensor(result), name, line_of_script(), source))
+            return True
+        if name == "mul_" and any(isinstance(n, float) and 0.5 <= n < 1 for n in inputs[1:]):
             self._scaled.put(result, True)
+        return False
 
     def _joined(self, reads: Sequence[torch.Tensor], result: torch.Tensor) -> Source:
         """Return what a result comes from; parameters and masters are found by memory."""
@@ -295,6 +283,9 @@ class CopyWatch:
             if average is not None and self._may_average(average):
                 self._averages_in(average, name, source, line)
         self._made.clear()
+        running = self.running.rests(self.state.process.steps, self._may_average)
+        for number, (value, result) in enumerate(running):
+            self._averages_in(value, result.operation, result.source, result.line, number)
         self._sources.forget_freed()
         self._scaled.forget_freed()
 
@@ -305,16 +296,20 @@ class CopyWatch:
         storage = local(tensor).untyped_storage()._cdata
         for model in self.state.models:
             for parameter in model.parameters:
-                gradient = parameter.gradient
-                if gradient is not None and local(gradient).untyped_storage()._cdata == storage:
-                    return False
+                for held in (parameter.gradient, parameter.tensor() if parameter.arrived else None):
+                    if held is not None and local(held).untyped_storage()._cdata == storage:
+                        return False
         return True
 
-    def _averages_in(self, tensor: torch.Tensor, name: str, source: Source, line: str | None = None) -> None:
+    def _averages_in(
+        self, tensor: torch.Tensor, name: str, source: Source, line: str | None = None, number: int = -1
+    ) -> None:
+        """Sample an average; the `number` of a running value stands for a place that changes."""
         names = tuple(sorted(parameter.record.name for parameter in source.parameters))
         key: Any = names
         if not names:
             key = local(tensor).untyped_storage()._cdata, tensor.storage_offset()
+            key = key if number < 0 else (line, number)
             names = tuple(name for model in self.state.models for name in model.buffers_in(tensor))
         known = self._averages.get(key)
         if known is None:

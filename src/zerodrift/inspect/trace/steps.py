@@ -47,8 +47,8 @@ class StepWatch:
         self.state = state
         self._script, self._rounding = script, RoundingWatch()
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._under_way: list[tuple[Any, Any]] = []
-        """Optimizers, each in the step of the one before, and the hook on it before those of the script."""
+        self._under_way: list[tuple[Any, list[Any]]] = []
+        """Optimizers, each in the step of the one before, and our hooks on it around those of the script."""
         self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """The backward passes that there had been at an optimizer's last step."""
 
@@ -75,15 +75,23 @@ class StepWatch:
 
     @guarded
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._script.in_step, first_hook = True, None
+        hooks = []
+        if getattr(optimizer, "_optimizer_step_post_hooks", None):  # one of the script's may copy weights
+            hooks.append(optimizer.register_step_post_hook(self._has_updated))
+            optimizer._optimizer_step_post_hooks.move_to_end(hooks[0].id, last=False)
+        outer = itertools.takewhile(lambda each: each[0] is not optimizer, self._under_way)
+        self._under_way = [*outer, (optimizer, hooks)]
+        if getattr(optimizer, "_optimizer_step_pre_hooks", None):  # one of the script's may round gradients
+            hooks.append(optimizer.register_step_pre_hook(self._is_given))
+        else:
+            self._is_given(optimizer, args, kwargs)
+
+    @guarded
+    def _is_given(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Look at what an optimizer is given, once every hook of the script's has run."""
+        self._script.in_step = True
         if type(optimizer).__module__.startswith("torch.optim"):
             self._script.leave()
-        own = getattr(optimizer, "_optimizer_step_post_hooks", None)
-        if own:  # a hook of the script's may copy weights
-            first_hook = optimizer.register_step_post_hook(self._has_updated)
-            own.move_to_end(first_hook.id, last=False)
-        outer = itertools.takewhile(lambda each: each[0] is not optimizer, self._under_way)
-        self._under_way = [*outer, (optimizer, first_hook)]
         for key, value in ((key, value) for group in optimizer.param_groups for key, value in group.items()):
             if key != "params":
                 self._see_number(key, value)
@@ -104,17 +112,21 @@ class StepWatch:
                 if gradient is not None and (self.state.several or not part.parameter.has_gradient):
                     part.parameter.samples.given(local(gradient), part.begin, part.at, part.length)
 
+    @guarded
     def _has_updated(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Look at what an optimizer has updated, before any hook of the script's runs."""
+        for tensor, updated in self._updated(optimizer):
+            self._rounding.ends(updated, tensor, _states(optimizer, tensor))
         self._script.in_step = False
-        self.state.safely(self._script.enter, None)
+        self._script.enter()
 
     @guarded
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         state, pairs = self.state, self._updated(optimizer)  # its closure may have run the first forward
         while self._under_way:
-            ended, first_hook = self._under_way.pop()
-            if first_hook is not None:
-                first_hook.remove()
+            ended, hooks = self._under_way.pop()
+            for hook in hooks:
+                hook.remove()
             if ended is optimizer:
                 break
         self._script.in_step = is_inside = bool(self._under_way)
@@ -126,6 +138,7 @@ class StepWatch:
                     state.counts.pop(part.parameter, None)  # steps by hand were none
                 self._see_master(part.parameter, tensor, held)
             self._rounding.ends(updated, tensor, held)
+            self._script.copies.running.forget(held.values())
             updates = (part.parameter for part in updated.parts if part.parameter.tensor() is tensor)
             if not any(parameter.arrived for parameter in updates):
                 self._script.copies.stepped(tensor, updated)
@@ -315,14 +328,14 @@ class RoundingWatch:
         self._pairs: dict[Key, tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
     def ends(self, owner: Any, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
-        """Sample at the end of a step; `owner` is returned by `rounded` and `lost`."""
+        """Sample at the first end of a step; `owner` is returned by `rounded` and `lost`."""
         before = self._narrow.pop(id(tensor), None)
         if before is not None:
             pair = owner, before, sample(tensor, _SAMPLED).clone()
             self._updates.setdefault(id(tensor), []).append(pair)
         for key, value in _wide(tensor, states):
             pairs = self._pairs.get((id(tensor), key))
-            if pairs is None or len(pairs[1]) < _STEPS:
+            if (id(tensor), key) not in self._ended and (pairs is None or len(pairs[1]) < _STEPS):
                 self._ended[id(tensor), key] = owner, sample(value, _SAMPLED).clone()
 
     def begins(self, owner: Any, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
