@@ -234,6 +234,8 @@ def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
     given: dict[str, list[str]] = {}
     for parameter in model.parameters if len(processes) > 1 else ():
         given.setdefault(_kind_of_gradient(parameter.name, model, processes), []).append(parameter.name)
+    kept = _own_of_ranks(processes, model)
+    given["own"] = [name for name in given.get("own", ()) if name not in kept]
     ranks, micro_batches = len(processes), processes[0].micro_batches
     what = "What the optimizer was given is the gradient of its own rank, not the average: each rank trains "
     what += "on its part of the batch."
@@ -248,6 +250,26 @@ def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
         do = "Set `gradient_accumulation_steps` to the micro-batches of a step and call `engine.step()` "
         do += "after each, or mark the last with `engine.set_gradient_accumulation_boundary`."
         yield from finding("not-accumulated", "accumulate", lost, what + "some were dropped.", do)
+
+
+def _own_of_ranks(processes: Sequence[ProcessRecord], model: ModelRecord) -> set[str]:
+    """Return the parameters that ranks need not agree in.
+
+    The script averages their values over ranks, or they belong to a module that began with other values on
+    each rank, as an expert of a rank's own does, beside others whose gradients are averaged.
+    """
+    kept, apart = set[str](), set[str]()
+    for parameter in model.parameters:
+        alike = _on_ranks(parameter.name, model, processes)
+        if any(each.facts.get("averaged") for each in alike):
+            kept.add(parameter.name)
+        if len({each.facts.get("began") for each in alike}) > 1:
+            apart.add(parameter.name.rpartition(".")[0])
+    names = [p.name for p in model.parameters if p.name.rpartition(".")[0] in apart]
+    others = (p.name for p in model.parameters if p.name not in names)
+    is_averaged = any(_kind_of_gradient(name, model, processes) in ("mean", "sum") for name in others)
+    own = [name for name in names if _kind_of_gradient(name, model, processes) in ("own", "")]
+    return kept.union(own if is_averaged else ())
 
 
 def _rounded_gradients(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
@@ -294,10 +316,13 @@ def _with_gradients(
     name: str, model: ModelRecord, processes: Sequence[ProcessRecord]
 ) -> list[ParameterRecord]:
     """Return a parameter on every rank, if each has sampled its gradients; else nothing."""
-    alike = [same_model(process, model, processes[0]) for process in processes]
-    parameters = [p for one in alike if one is not None and (p := one.parameter(name)) is not None]
-    known = [parameter for parameter in parameters if parameter.facts.get("own")]
+    known = [each for each in _on_ranks(name, model, processes) if each.facts.get("own")]
     return known if len(known) == len(processes) else []
+
+
+def _on_ranks(name: str, model: ModelRecord, processes: Sequence[ProcessRecord]) -> list[ParameterRecord]:
+    alike = [same_model(process, model, processes[0]) for process in processes]
+    return [p for one in alike if one is not None and (p := one.parameter(name)) is not None]
 
 
 def _kind_of_gradient(name: str, model: ModelRecord, processes: Sequence[ProcessRecord]) -> str:
@@ -337,7 +362,7 @@ def _spread(ratios: Sequence[float], of: Callable[[Iterable[float]], float]) -> 
 
 
 def _ranks_differ(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
-    rank = processes[0].rank
+    rank, kept = processes[0].rank, _own_of_ranks(processes, model)
     for other in processes[1:]:
         same = same_model(other, model, processes[0])
         if same is None:
@@ -356,7 +381,7 @@ def _ranks_differ(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
         for p, q in pairs:
             digests = p.facts.get("digest"), q.facts.get("digest")
             if p.facts.get("optimized") and None not in digests and digests[0] != digests[1]:
-                apart.append(p.name)
+                apart += [p.name] if p.name not in kept else []
         if apart:
             what = f"Values on rank {rank} and rank {other.rank} differ, and each has all of it: they train "
             do = "Begin with the same values on every rank (a seed before the model is built, or a "

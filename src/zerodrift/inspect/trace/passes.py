@@ -329,8 +329,9 @@ _LEAST_PACKED = 64  # elements that may be of parameters; norms, losses and flag
 class CollectiveWatch:
     """Attributes a collective by the memory of its tensor, by DDP's buckets, or by a library's adapter."""
 
-    def __init__(self, state: WatchState) -> None:
+    def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
+        self._script = script
         self.unknown: dict[str, int] = {}  # counts of reductions and gathers whose parameters nobody knows
 
     def begin(self) -> None:
@@ -384,6 +385,14 @@ class CollectiveWatch:
         own = (state.gradient_memory if column == "reduce" else state.memory).all_of(tensor)
         if own:
             return own
+        if (
+            column == "reduce"
+            and not state.in_backward
+            and (weights := self._script.copies.weights_of(tensor))
+        ):
+            for parameter in weights:
+                parameter.record.facts["averaged"] = True
+            return ()
         if tensor.numel() < 2 or not state.models:
             return ()
         if column == "reduce" and state.in_backward:

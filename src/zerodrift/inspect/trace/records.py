@@ -72,6 +72,7 @@ class Facts(TypedDict, total=False):
     changed: bool
     optimized: bool  # whether an optimizer that stepped holds it
     gradients: int
+    averaged: bool  # whether the script reduces its values, or what it computes from them, over ranks
     began: int | None  # digest of its first values, where they identify the tensor
     digest: int | None  # digest of its last values, where this rank holds all of them
     own: list[float]

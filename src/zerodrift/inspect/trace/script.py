@@ -157,6 +157,12 @@ class CopyWatch:
         """Follow a tensor that an optimizer has updated, and that no gradients arrive at by a backward."""
         self._sources.put(tensor, Source(masters=frozenset((master,))))
 
+    def weights_of(self, tensor: torch.Tensor) -> set[LiveParameter]:
+        """Return the weights whose memory this is, or that it was computed from."""
+        self.state.remember()
+        weights = {each for each in self.state.memory.all_of(tensor) if each.record.trained}
+        return weights.union(*(source.parameters for source in self._sources.all_of(tensor)))
+
     @guarded
     def computed(self, name: str, args: Any, kwargs: Any, out: Any, in_step: bool) -> None:
         """Follow an operation outside of forwards, element by element for those on lists of tensors."""

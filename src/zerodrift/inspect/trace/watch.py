@@ -55,7 +55,7 @@ class Watcher:
         self._script = ScriptWatch(self.state)
         self._steps = StepWatch(self.state, self._script)
         self._gradients = GradientWatch(self.state, self._script)
-        self._collectives = CollectiveWatch(self.state)
+        self._collectives = CollectiveWatch(self.state, self._script)
         self.forwards = ForwardWatch(self.state, self._gradients, self._script)
         self._exports = ExportWatch()
 
