@@ -32,7 +32,7 @@ def run_findings(processes: Sequence[ProcessRecord]) -> list[RunFinding]:
         elif not any(other.trained for other in first.models):
             found += _never_updated(processes, model)
     is_deepspeed = any(library(model) == "deepspeed" for model in first.models)
-    of_clips = "Gradients are clipped", _CLIPS["deepspeed" if is_deepspeed else ""]
+    of_clips = "Gradients are clipped, or their norm is taken,", _CLIPS["deepspeed" if is_deepspeed else ""]
     scaled = {"clipped_scaled": of_clips, "stepped_scaled": ("The optimizer is given gradients", _STEPS)}
     for event in (event for event in first.events if event["kind"] in scaled):
         does, do = scaled[event["kind"]]

@@ -11,6 +11,7 @@ stack of modes only, and left only from the top.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -299,11 +300,11 @@ class CopyWatch:
         """Return False for weights that train, and for their gradients."""
         if any(parameter.arrived for parameter in self.state.memory.all_of(tensor)):
             return False
-        storage = local(tensor).untyped_storage()._cdata
+        storage = _storage(tensor)
         for model in self.state.models:
             for parameter in model.parameters:
                 for held in (parameter.gradient, parameter.tensor() if parameter.arrived else None):
-                    if held is not None and local(held).untyped_storage()._cdata == storage:
+                    if held is not None and _storage(held) == storage:
                         return False
         return True
 
@@ -314,7 +315,7 @@ class CopyWatch:
         names = tuple(sorted(parameter.record.name for parameter in source.parameters))
         key: Any = names
         if not names:
-            key = local(tensor).untyped_storage()._cdata, tensor.storage_offset()
+            key = _storage(tensor), tensor.storage_offset()
             key = key if number < 0 else (line, number)
             names = tuple(name for model in self.state.models for name in model.buffers_in(tensor))
         known = self._averages.get(key)
@@ -345,6 +346,10 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return sample(tensor, _ELEMENTS).to(torch.float32, copy=True)
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    return local(tensor).untyped_storage()._cdata
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
 
@@ -358,6 +363,9 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
 
 
 _STEPS = 3  # steps after which it is not watched again
+
+_CLIPS = re.compile(r"(_foreach_)?(clamp|norm|linalg_vector_norm|pow|square)(_max|_maximum|_min|_minimum)?_?")
+"""Operations that read a gradient to clip it."""
 
 
 class ScriptWatch:
@@ -399,7 +407,22 @@ class ScriptWatch:
     def _computed(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         if not self.in_step:
             self.losses.computed(name, args, kwargs, out, None)
+            if self.state.scaled:
+                self._scaled_computed(name, args)
         self.copies.computed(name, args, kwargs, out, self.in_step)
+
+    def _scaled_computed(self, name: str, args: Any) -> None:
+        """Note that gradients with a loss scale in them are clipped, and those that the script unscales."""
+        clips, times = _CLIPS.fullmatch(name), name.removeprefix("_foreach_") in ("mul_", "div_")
+        if not clips and not times:
+            return
+        read = {_storage(each) for each in _flat(args) if isinstance(each, torch.Tensor)}
+        gradients = [(each, each.gradient) for each in self.state.scaled]
+        held = {each for each, gradient in gradients if gradient is not None and _storage(gradient) in read}
+        if clips and held:
+            self.state.event("clipped_scaled", line_of_script())
+        elif not (isinstance(args[1], (int, float)) and 1 / 8 < abs(args[1]) < 8):
+            self.state.scaled -= held
 
     def record(self) -> None:
         """Hand over what was seen, once the run is over."""
