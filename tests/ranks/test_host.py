@@ -150,7 +150,8 @@ def test_the_host_makes_as_many_calls_on_1024_ranks_as_on_8() -> None:
         # torch looks at each rank of a new group, three times.
         assert many[0] <= few[0] + 4 * 1024, (case, few, many)
         swaps = (BLOCKS + 1) * 10 if case[1] == "tree" else 0  # where 8 ranks make one call
-        assert few[1] - 10 <= many[1] <= few[1] + 10 + 40 * swaps, (case, few, many)
+        mapped = 40  # slices of 256 elements on 1024 ranks are buffers outside of the heap
+        assert few[1] - 10 <= many[1] <= few[1] + mapped + 40 * swaps, (case, few, many)
 
 
 @on_ranks(1)

@@ -40,6 +40,7 @@ from zerodrift.comm.fold import HalvingExchange, Sum, fold, halving_exchanges
 from zerodrift.comm.mesh import Axis
 from zerodrift.comm.shared import SharedMemory
 from zerodrift.comm.watch import StartedCollective
+from zerodrift.kernels import HostBuffers
 
 CHUNK = 2 << 20
 """Bytes of one message of a reduction. Smaller messages cost more than they save."""
@@ -62,7 +63,7 @@ class Pairs:
     """Carries collectives. Calls return a function that waits for the other ranks, to be called once."""
 
     def __init__(self, shared: SharedMemory | None) -> None:
-        self._scratch = Scratch()
+        self._scratch = HostBuffers()
         self._shared = shared
 
     def _post(self, turn: StartedCollective, line: Axis, message: int, total: int) -> Post:
@@ -120,7 +121,7 @@ class Pairs:
         far_from = [source for _, source in post.turns if source not in near]
         count = -(-own.numel() // chunk)
         depth = count if ahead else min(DEPTH, count)
-        arrivals, held = self._scratch.take(depth * len(far_from) * chunk, own.dtype)
+        arrivals = self._scratch.take(depth * len(far_from) * chunk, own.dtype)
         rooms = arrivals.view(depth, len(far_from), chunk)
 
         def bounds(number: int) -> slice:
@@ -132,7 +133,7 @@ class Pairs:
                 post.receive(room[: span.stop - span.start], source, number)
 
         def finish() -> None:
-            spare, held_spare = self._scratch.take(chunk, how.dtype)
+            spare = self._scratch.take(chunk, how.dtype)
             read = dict(post.collect(IN_PLACE))
             for number in range(count):
                 # Our own chunk has left too, before its sum may overwrite it.
@@ -144,7 +145,8 @@ class Pairs:
                     receive(number + depth)
             post.give_back()
             # Not reached if a rank is missing: late messages may still be written to these buffers.
-            self._scratch.give(held, held_spare)
+            self._scratch.give(arrivals)
+            self._scratch.give(spare)
 
         for source in near:
             post.borrow(own, source)
@@ -166,7 +168,7 @@ class Pairs:
     ) -> Callable[[], None]:
         """Sum by recursive halving. See [Note: by halves]."""
         post = self._post(turn, line, full.nbytes // 2, full.nbytes)
-        room, held = self._scratch.take(full.numel(), full.dtype)
+        room = self._scratch.take(full.numel(), full.dtype)
 
         def begin(exchange: HalvingExchange) -> HalvingExchange:
             post.receive(exchange.incoming, exchange.partner)
@@ -184,7 +186,7 @@ class Pairs:
                 last = begin(exchange)
                 post.finish()
             fold(out, (last.incoming, last.kept), how, spare=last.incoming)
-            self._scratch.give(held)
+            self._scratch.give(room)
 
         return finish
 
@@ -194,8 +196,8 @@ class Pairs:
         self._scratch.make_room(size * (line.size - 1 - near))
 
     def release(self) -> None:
-        """Free the memory that is kept between reductions."""
-        self._scratch.drop()
+        """Let the system have the memory that is kept between reductions."""
+        self._scratch.rest()
         if self._shared is not None:
             self._shared.own.release()
 
@@ -318,33 +320,3 @@ class Post:
 
 def _shares(shared: SharedMemory | None, line: Axis, rank: int, size: int) -> bool:
     return size >= LEAST and shared is not None and line.ranks[rank] in shared.peers
-
-
-class Scratch:
-    """Host memory that is kept between reductions."""
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-
-    def take(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a flat tensor of this many elements, and the buffer to give back."""
-        size = numel * dtype.itemsize
-        fits = [number for number, buffer in enumerate(self._free) if buffer.numel() >= size]
-        if fits:
-            held = self._free.pop(min(fits, key=lambda number: self._free[number].numel()))
-        else:
-            # Drop one that is too small, so that there are never more than were in use at once.
-            del self._free[:1]
-            held = torch.empty(size, dtype=torch.uint8)
-        return held[:size].view(dtype), held
-
-    def give(self, *held: torch.Tensor) -> None:
-        self._free.extend(held)
-
-    def make_room(self, size: int) -> None:
-        """Free all buffers if none of them has `size` bytes."""
-        if all(buffer.numel() < size for buffer in self._free):
-            self._free.clear()
-
-    def drop(self) -> None:
-        self._free.clear()

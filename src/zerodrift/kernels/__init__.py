@@ -11,6 +11,6 @@ if TYPE_CHECKING:
     from zerodrift.kernels.native import contraction, exact_sqrt, vector_root
     from zerodrift.kernels.random_bits import block_keys, mix_bits, parameter_key, random_words, step_key
     from zerodrift.kernels.squares import reference_square_sums
-    from zerodrift.kernels.storage import PackedRun, resting_zeros
+    from zerodrift.kernels.storage import HostBuffers, PackedRun, resting_zeros
 
 __getattr__, __dir__, __all__ = face(__name__)

@@ -331,8 +331,12 @@ extern "C" void zerodrift_digits(int64_t count, const double* sums, int64_t* out
 extern "C" void zerodrift_prints(int64_t blocks, const uint32_t* words, uint64_t* out, int32_t threads) {
   const int count = workers(blocks * BLOCK, threads);
   (void)count;
+  const int64_t whole = blocks - blocks % PRINT_AT_ONCE;
 #pragma omp parallel for schedule(static) num_threads(count) if (count > 1)
-  for (int64_t block = 0; block < blocks; ++block) out[block] = print_of(words + block * PRINT_WORDS, block);
+  for (int64_t block = 0; block < whole; block += PRINT_AT_ONCE)
+    print_blocks<PRINT_AT_ONCE>(words + block * PRINT_WORDS, block, out + block);
+  for (int64_t block = whole; block < blocks; ++block)
+    print_blocks<1>(words + block * PRINT_WORDS, block, out + block);
 }
 
 // The first block may begin in the middle, at place `first`.

@@ -1,8 +1,12 @@
-"""Memory of what rests between steps: zeros outside of the heap, and packed runs of a flat narrow format.
+"""Memory outside of the heap: for what rests between steps, for the large buffers of a step, and for packed
+runs of a flat narrow format.
 
 `malloc` would mix resting tensors with the buffers of a step in one heap. The gaps that one step leaves are
 then too small for the buffers of the next, and the heap grows. A separate mapping leaves no gaps, and returns
 to the system with its tensor.
+
+A page that the system hands out anew costs more than the copy that fills it. So buffers of a step keep theirs
+from one step to the next, and between steps the system may take them back when it runs short.
 
 `narrow.py` has the layout of a packed run and its numbers. A record is one block as it is saved: its codes,
 then its scale. So the records of a parameter are the same bytes whatever runs its blocks are in.
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -36,8 +41,57 @@ def resting_zeros(size: int | Sequence[int], dtype: torch.dtype, device: torch.d
     count = shape.numel()
     if device.type != "cpu" or count * dtype.itemsize < LEAST or sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype, device=device)
-    mapped = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(mapped, dtype=dtype).view(shape)
+    return torch.frombuffer(_map(count * dtype.itemsize), dtype=dtype).view(shape)
+
+
+def _map(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class HostBuffers:
+    """Host memory that the buffers of a step take turns in.
+
+    It holds mappings and no tensors, and forgets those whose tensors are dropped instead of given back.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+        self._lent: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+        """Mappings by address, each kept by its tensor."""
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor with anything in it."""
+        size = numel * dtype.itemsize
+        if size < LEAST or sys.platform != "linux":
+            return torch.empty(numel, dtype=dtype)
+        fits = [mapped for mapped in self._free if len(mapped) >= size]
+        if fits:
+            mapped = min(fits, key=len)
+            self._free.remove(mapped)
+        else:
+            del self._free[:1]  # so that there are never more than were in use at once
+            mapped = _map(size)
+        flat = torch.frombuffer(mapped, dtype=dtype, count=numel)
+        self._lent[flat.data_ptr()] = mapped
+        return flat
+
+    def give(self, flat: Tensor) -> None:
+        mapped = self._lent.pop(flat.data_ptr(), None)
+        if mapped is not None:
+            self._free.append(mapped)
+
+    def make_room(self, size: int) -> None:
+        """Drop what is free if none of it has `size` bytes."""
+        if all(len(mapped) < size for mapped in self._free):
+            self._free.clear()
+
+    def rest(self) -> None:
+        """Let the system take the pages of what is free, if it needs them before the next step."""
+        try:
+            for mapped in self._free:
+                mapped.madvise(mmap.MADV_FREE)
+        except (AttributeError, OSError):  # a system without it
+            self._free.clear()
 
 
 class PackedRun:

@@ -13,21 +13,24 @@ import torch
 
 from zerodrift.comm import carries, leftovers
 from zerodrift.dtypes import BLOCK
+from zerodrift.kernels import HostBuffers
 from zerodrift.plan import Row
 
 
 class BufferPool:
-    """Flat buffers that segments of one size take turns in. Fresh memory costs a page fault per 4 KiB: as
-    much as what is then done with it."""
+    """Flat buffers that segments take turns in."""
 
     def __init__(self, *, one_size: bool) -> None:
-        """Free buffers go as soon as another size is asked for if `one_size`: for buffers that are full for a
-        moment only, of which there would be one for every size there is."""
+        """On a device, free buffers go as soon as another size is asked for if `one_size`: for buffers that
+        are full for a moment only, of which there would be one for every size there is."""
         self._one_size = one_size
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._on_host = HostBuffers()
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a buffer with anything in it."""
+        if device.type == "cpu":
+            return self._on_host.take(numel, dtype)
         free = self._free.get((numel, dtype))
         if free:
             return free.pop()
@@ -36,10 +39,15 @@ class BufferPool:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, flat: torch.Tensor) -> None:
-        self._free.setdefault((flat.numel(), flat.dtype), []).append(flat)
+        if flat.is_cpu:
+            self._on_host.give(flat)
+        else:
+            self._free.setdefault((flat.numel(), flat.dtype), []).append(flat)
 
-    def clear(self) -> None:
+    def rest(self) -> None:
+        """Free what no segment has; on a CPU, only if the system runs short of memory."""
         self._free.clear()
+        self._on_host.rest()
 
 
 class GradientBuffers:
@@ -52,9 +60,9 @@ class GradientBuffers:
 
     def end_step(self) -> None:
         """Free spare memory, and the accumulators' too unless the plan keeps it."""
-        self.spare.clear()
+        self.spare.rest()
         if not self._keep:
-            self.sums.clear()
+            self.sums.rest()
 
 
 class LandingLayout:
