@@ -16,7 +16,7 @@ from zerodrift.train.data.sampling import WINDOW, BlockSampler, Feed, GroupedSam
 from zerodrift.train.loop.start import train
 
 
-@pytest.mark.parametrize(("count", "samples"), [(1000, 4), (1003, 7), (97, 8), (5, 8), (64, 64), (9000, 3)])
+@pytest.mark.parametrize(("count", "samples"), [(1003, 7), (97, 8), (5, 8), (64, 64)])
 def test_an_epoch_has_every_block_once(count: int, samples: int) -> None:
     order = BlockSampler(count, 3)
     lengths = np.random.default_rng(0).integers(2, 65, count)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.jobs import kinds, trained
 from zerodrift.checkpoint.files import Lock
-from zerodrift.errors import CheckpointError
+from zerodrift.errors import CheckpointError, ZerodriftError
 from zerodrift.policy import ORDER
 from zerodrift.train.loop import training
 from zerodrift.train.loop.step import run_step
@@ -117,8 +117,9 @@ def test_a_path_is_where_a_run_begins_once(tmp_path: Path, capsys: pytest.Captur
     assert "going on after step 3 of 4, from " in out and "and not from" in out
     tag = {"resume": "step-00000002"}
     assert trained(tmp_path, steps=3, run=tag) == 0
-    with pytest.raises(CheckpointError, match="must hold a checkpoint with the tag 'step-2'"):
-        trained(tmp_path, steps=3, run={"resume": "step-2"})
+    for wanted in ("step-2", str(tmp_path / "none" / "step-2")):
+        with pytest.raises(ZerodriftError, match="step-2"):
+            trained(tmp_path, steps=3, run={"resume": wanted})
 
 
 def test_each_difference_is_told_once_in_a_line_that_fits(
