@@ -21,12 +21,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT
 STEPS = 10
 
 
-@pytest.fixture(scope="module")
-def on_one(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Return the losses of two ranks on one host."""
-    return on_two_ranks(tmp_path_factory.mktemp("one"), STEPS)
-
-
 def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
     said = []
     try:
@@ -39,14 +33,6 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
     return said
 
 
-def test_two_hosts_are_as_one(tmp_path: Path, on_one: dict[int, float]) -> None:
-    file = job(tmp_path, "slow", STEPS)
-    with two_hosts() as (one, other):
-        said = finish([host.start(one, file, changes=QUICKLY[1:]) for host in (one, other)])
-    assert losses(tmp_path) == on_one
-    assert f"step {STEPS}/{STEPS}" in said[0] and "step " not in said[1], "one rank of all speaks"
-
-
 def test_the_example_trains_on_two_hosts(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
     changes = [*SMALL, f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
@@ -54,11 +40,12 @@ def test_the_example_trains_on_two_hosts(tmp_path: Path) -> None:
         file = Path("examples/jobs/two-hosts.yaml")
         said = finish([host.start(one, file, "--max-restarts=3", changes=changes) for host in (one, other)])
     assert "ranks      replicate 2 (2 ranks)" in said[0], "a copy on each"
+    assert "step 2/2" in said[0] and "step " not in said[1], "one rank of all speaks"
     assert list(losses(tmp_path)) == [1, 2]
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
-def test_a_host_that_loses_its_rank_comes_back(tmp_path: Path, on_one: dict[int, float]) -> None:
+def test_a_host_that_loses_its_rank_comes_back_and_two_are_as_one(tmp_path: Path) -> None:
     file = job(tmp_path, "slow", STEPS, run={"checkpoint_every": 2})
     with two_hosts() as (one, other):
         processes = [host.start(one, file, "--max-restarts=2", changes=QUICKLY[1:]) for host in (one, other)]
@@ -67,4 +54,4 @@ def test_a_host_that_loses_its_rank_comes_back(tmp_path: Path, on_one: dict[int,
         os.kill(victim, signal.SIGKILL)
         said = finish(processes)
     assert "going on after step" in said[0] + said[1]
-    assert losses(tmp_path) == on_one
+    assert losses(tmp_path) == on_two_ranks(tmp_path / "one", STEPS)
