@@ -18,7 +18,6 @@ from zerodrift.engine.step import compute
 from zerodrift.errors import ModelError
 from zerodrift.plan.table import Boundary
 
-MODES = ("bf16", "fp16", "autocast-bf16")
 PATTERNS: dict[str, list[str]] = {
     "routers": ["*router*", "*.gate.*"],
     "norms": ["*norm*"],
@@ -30,11 +29,11 @@ PATTERNS: dict[str, list[str]] = {
 }
 
 
-def pins(module: nn.Module, patterns: list[str], **told: Any) -> dict[str, Any]:
+def pins(module: nn.Module, patterns: list[str]) -> dict[str, Any]:
     """Return rules for the patterns that match a parameter."""
     names = [name for name, _ in module.named_parameters()]
     used = [p for p in patterns if any(fnmatchcase(name, p) for name in names)]
-    return {"rules": [{"match": pattern, "pin": "fp32", **told} for pattern in used]}
+    return {"rules": [{"match": pattern, "pin": "fp32"} for pattern in used]}
 
 
 def hooked(module: nn.Module) -> set[str]:

@@ -84,7 +84,7 @@ def errors(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 FEW: list[tuple[str, str | None]] = [("1f1b", None), ("zbv", "queue"), ("zbv", "autograd")]
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast-bf16"])
+@pytest.mark.parametrize("mode", ["bf16", "autocast-bf16"])
 @on_ranks(2)
 def test_what_goes_from_piece_to_piece_is_what_the_plan_says(mode: str) -> None:
     engine = engine_of("llama", mode, "zbv")
@@ -298,21 +298,21 @@ def dropping(kind: str) -> nn.Module:
 
 
 def by_the_tree(kinds: Iterable[str], stages: int) -> list[tuple[Any, ...]]:
-    """Return losses and digests of three steps of each type, with or without a pipeline."""
+    """Return losses and digests of two steps of each type, with or without a pipeline."""
     found = []
     for kind in kinds:
         torch.manual_seed(3)
         written = config(1, "bf16", COUNT, precision={"reduce": {"order": "tree"}})
         engine = pipeline(written, "interleaved", None, dropping(kind), None, stages=stages)
-        losses = [engine.train_batch(micro_batches(0)).losses for _ in range(3)]
+        losses = [engine.train_batch(micro_batches(0)).losses for _ in range(2)]
         found.append((kind, losses, str(engine.digest())))
     return found
 
 
 @pytest.mark.long
 def test_by_the_tree_dropout_is_that_of_the_whole_model() -> None:
-    """gpt2 and phi also drop behind their embeddings, in a forward of every piece."""
-    kinds = [kind for kind in ("gpt2", "phi", "llama") if is_cut(kind)]
+    """gpt2 also drops behind its embeddings, in a forward of every piece."""
+    kinds = [kind for kind in ("gpt2", "llama") if is_cut(kind)]
     (expected,) = run_ranks(by_the_tree, 1, kinds, 1, timeout=120)
-    assert all(len(set(losses)) == 3 for _, losses, _ in expected), "each step draws others"
+    assert all(len(set(losses)) == 2 for _, losses, _ in expected), "each step draws others"
     assert run_ranks(by_the_tree, 2, kinds, 2, timeout=120) == [expected] * 2
