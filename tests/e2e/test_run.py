@@ -83,44 +83,20 @@ def test_every_python_below_finds_it_and_its_version(folder: Path) -> None:
     assert "no process imported `deepspeed`" in done.stderr
 
 
-def test_a_script_trains_with_the_pins_and_keys_of_the_command_line(folder: Path) -> None:
-    (folder / "more.yaml").write_text("gradient_clipping: 0.5\n")
-    added = ["--pin", "1.*", "--set", "precision.reduce=fp32", "--config", "more.yaml"]
-    command = [PYTHON, "train.py", "--deepspeed", "--deepspeed_config", "ds.json"]
-    done = zerodrift("run", *added, "--", *command, folder=folder, LOCAL_RANK="0")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "trained on zerodrift.deepspeed.engine True" in done.stdout
-    assert "--pin 1.*" in done.stderr and "--set precision.reduce=fp32" in done.stderr
-    assert re.search(r"^zerodrift run +digest", done.stdout) and re.search(r"dtypes \w +pinned", done.stdout)
-    assert "keys are ignored" not in done.stdout and len(done.stdout.splitlines()) < 16, done.stdout
-    lines = [line for line in done.stdout.splitlines() if line.startswith("precision: backend=native")]
-    assert len(lines) == 1 and " storage=bfloat16,float32 " in lines[0], "what the first step did"
-    assert " compute=bfloat16,float32 " in lines[0] and " grad=bfloat16,float32 " in lines[0]
-    assert "no process" not in done.stderr
-
-
-def test_a_quiet_run_is_checked_as_one_model_and_as_its_config(folder: Path) -> None:
+def test_a_run_is_checked_as_one_model_and_as_its_config(folder: Path) -> None:
+    """Its plan is printed in a few lines."""
     step = "loss = engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()\n"
     again = "for _ in range(2):\n    engine.backward(engine(torch.ones(2, 4)).mean())\n    engine.step()\n"
     (folder / "train.py").write_text(TRAIN.replace(step, again + step))
-    run = [
-        PYTHON,
-        "-m",
-        "zerodrift",
-        "run",
-        "--quiet",
-        "--",
-        PYTHON,
-        "train.py",
-        "--deepspeed_config",
-        "ds.json",
-    ]
+    run = [PYTHON, "-m", "zerodrift", "run", "--", PYTHON, "train.py", "--deepspeed_config", "ds.json"]
     done = zerodrift("check", "--json", "--expect", "ds.json", "--", *run, folder=folder, LOCAL_RANK="0")
     assert done.returncode == 0, done.stdout + done.stderr
     (seen,) = json.loads(done.stdout)["ranks"]
     assert [model["wrappers"] for model in seen["models"]] == [["zerodrift.Engine"]]
     assert "deepspeed" not in seen["libraries"]
-    assert "trained on" in done.stderr and "digest" not in done.stderr, "no plan"
+    plan = done.stderr.partition("precision: backend=native")[0].partition("zerodrift run   ")[2]
+    assert "digest" in plan and "dtypes" in plan and len(plan.splitlines()) < 16, done.stderr
+    assert "keys are ignored" not in plan and "trained on" in done.stderr and "no process" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -148,23 +124,28 @@ def test_what_cannot_be_added_is_said_before_anything_starts(
 
 
 def test_what_does_not_fit_the_commands_config_is_told_by_its_flag(folder: Path) -> None:
+    """A quiet run prints nothing of a config that fits."""
     script = """
 import deepspeed, torch
-for config in ("ds.json", {"train_micro_batch_size_per_gpu": 2}):
+routed = torch.nn.Sequential()
+routed.add_module("router", torch.nn.Linear(4, 4))
+micro = {"train_micro_batch_size_per_gpu": 2}
+for config, model in (("ds.json", routed), (micro, torch.nn.Linear(4, 4)), (micro, routed)):
     try:
-        deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config)
+        deepspeed.initialize(model=model, config=config)
     except ValueError as error:
         print(error)
 """
     (folder / "train.py").write_text(script)
-    flags = ["--set", "zero_optimization.stage=3", "--pin", "*.router.*"]
-    done = zerodrift("run", *flags, "--", PYTHON, "train.py", folder=folder)
+    flags = ["--quiet", "--set", "zero_optimization.stage=3", "--pin", "*router.*"]
+    done = zerodrift("run", *flags, "--", PYTHON, "train.py", folder=folder, LOCAL_RANK="0")
+    assert done.returncode == 0, done.stderr
     contradicted, unmatched = done.stdout.splitlines()
     assert contradicted.startswith(
         "`--set zero_optimization.stage=3`: must not contradict the config that the command passes; got "
         "`zero_optimization.stage: 2` there"
     )
-    assert unmatched.startswith("`--pin *.router.*`: must match")
+    assert unmatched.startswith("`--pin *router.*`: must match")
 
 
 def test_a_program_beside_python_that_is_not_on_the_path_is_named(
@@ -218,17 +199,24 @@ def test_a_signal_is_the_commands(folder: Path) -> None:
 
 
 def test_the_command_deepspeed_is_there_where_deepspeed_is_not(folder: Path) -> None:
-    """The config is Hjson, and names a class of torch that only the drop-in makes."""
+    """Train with pins and keys of the command line, by a config that is Hjson and names a class of torch."""
     pytest.importorskip("hjson")
     text = json.dumps(CONFIG).replace("AdamW", "Adagrad").replace("{", "{ // so\n", 1)
     (folder / "ds.json").write_text(text)
+    (folder / "more.yaml").write_text("gradient_clipping: 0.5\n")
+    added = ["--plan", "--pin", "1.*", "--set", "precision.reduce=fp32", "--config", "more.yaml"]
     command = "deepspeed --num_gpus 2 --master_port 29713 train.py --deepspeed --deepspeed_config ds.json"
-    done = zerodrift("run", "--plan", "--", *command.split(), folder=folder, PATH="/usr/bin:/bin")
+    done = zerodrift("run", *added, "--", *command.split(), folder=folder, PATH="/usr/bin:/bin")
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):  # both may write into one line
         assert f"rank {rank} of 2 at {rank} {rank}" in done.stdout
-    plan, found, _ = done.stdout.partition("precision: backend")
+    assert "trained on zerodrift.deepspeed.engine True" in done.stdout, "what is pinned"
+    assert "--pin 1.*" in done.stderr and "--set precision.reduce=fp32" in done.stderr
+    plan, found, done_by_step = done.stdout.partition("precision: backend=native")
     assert found and 40 <= len(plan.splitlines()) < 200, done.stdout
+    line = done_by_step.splitlines()[0]
+    for column in ("storage", "compute", "grad"):
+        assert f" {column}=bfloat16,float32 " in line, "what the first step did"
 
 
 @pytest.mark.parametrize(
