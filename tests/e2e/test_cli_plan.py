@@ -14,6 +14,7 @@ import pytest
 import zerodrift
 from tests.commands import run
 from tests.unit.test_report_page import read as read_page
+from zerodrift.mesh import MeshShape
 from zerodrift.plan.table import Plan
 from zerodrift.policy.decisions import COLUMNS
 
@@ -142,6 +143,24 @@ def test_rows_shows_only_what_matches_one_by_one(files: Files) -> None:
     assert "up_proj" not in text and f"shown  {LAYERS} of " in text
     data = json.loads(ok("plan", *files, "--rows", "*.router.*", "--json"))
     assert [item["names"] for item in data["parameters"]] == [[name] for name in routers]
+
+
+def test_deepseek_v3_is_planned_for_2048_ranks(tmp_path: Path) -> None:
+    """The limits of `bench/plan_scale.py` are on the time of this."""
+    pytest.importorskip("transformers")
+    pinned = {"mode": "bf16", "rules": [{"match": "*.mlp.gate.weight", "pin": "fp32"}]}
+    published = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    config = {"precision": pinned, "zero_optimization": {"stage": 3}}
+    plan = zerodrift.make_plan(config, str(tmp_path), world_size=2048)
+    assert plan.mesh == MeshShape(shard=2048)
+    # transformers merges the experts of a layer and keeps the correction bias as a buffer.
+    assert len(plan.rows) == 909 and sum(row.columns.pinned for row in plan.rows) == 58
+    parameters = sum(segment.numel for segment in plan.segments)
+    assert parameters == 671_026_404_352
+    padded = sum(segment.padded for segment in plan.segments)
+    assert parameters <= padded < parameters * 1.001
+    assert zerodrift.cost(plan).rest.total < 12.1 * parameters / 2048, "as little as one of 2,048 has to hold"
 
 
 # --- refusals ---------------------------------------------------------------------------------------

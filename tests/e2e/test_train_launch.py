@@ -13,6 +13,7 @@ import pytest
 
 from tests.commands import Command
 from tests.e2e.jobs import QUICKLY, ROOT, job, losses, on_a_rank, start
+from tests.e2e.launching import torchrun
 from tests.ranks.harness import run_ranks
 from zerodrift.train.loop.launcher import signal_name
 
@@ -166,3 +167,26 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+LEAVING = """
+import torch
+import torch.distributed as dist
+
+from zerodrift.comm.mesh import start
+from zerodrift.mesh import MeshShape
+
+mesh = start(lambda world: MeshShape(shard=world), device="cpu")
+share, whole = torch.ones(2000), torch.empty(4000)
+for _ in range(50):
+    dist.all_gather_into_tensor(whole, share, group=mesh.group("shard"), async_op=True).wait()
+"""
+"""A script that ends after a collective without `destroy_process_group`."""
+
+
+@pytest.mark.slow
+def test_a_script_that_stops_nothing_ends_well(tmp_path: Path) -> None:
+    """Each start may fail by itself: one in five aborted. Slow because it starts twelve times."""
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    for _ in range(12):
+        torchrun(tmp_path / "leaving.py", [], tmp_path)
