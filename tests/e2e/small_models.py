@@ -115,6 +115,8 @@ bad_gradient = functools.partial(Bigram, fault=infinite_slope)
 hungry = functools.partial(Bigram, fault=without_memory)
 broken = functools.partial(Bigram, fault=break_on_rank_1)
 slow = functools.partial(Bigram, dropout=0.1, fault=wait)
+not_slow = functools.partial(Bigram, dropout=0.1)
+"""The same as `slow` without its waits."""
 dropping = functools.partial(Bigram, dropout=0.2)
 deep = functools.partial(Bigram, layers=4)
 """Deep enough for four pipeline stages."""

@@ -65,7 +65,7 @@ def finished(process: Process) -> tuple[int, str, str]:
 
 def on_two_ranks(folder: Path, steps: int) -> dict[int, float]:
     """Return the losses of an undisturbed run."""
-    run_ranks(on_a_rank, 2, str(job(folder, "slow", steps)), QUICKLY[1:])
+    run_ranks(on_a_rank, 2, str(job(folder, "not_slow", steps)), QUICKLY[1:])
     found = losses(folder)
     assert list(found) == list(range(1, steps + 1))
     return found
