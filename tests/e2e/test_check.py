@@ -40,11 +40,8 @@ def plain(text: str) -> str:
 
 def test_the_page_shows_what_is_printed_saved_expected_and_compared(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("bf16.json", "fp32.json", "bf16.html")]
-    done = run(
-        *("check", "--save", files[0], "--html", files[2], "--", sys.executable, EXAMPLE),
-        folder=tmp_path,
-        COLUMNS="80",
-    )
+    command = ("check", "--save", files[0], "--html", files[2], "--", sys.executable, EXAMPLE)
+    done = run(*command, folder=tmp_path, COLUMNS="80")
     assert [done.stderr.count(f"wrote {file}\n") for file in files] == [1, 0, 1]
     assert done.returncode == 0, done.stderr
     (shown,) = re.findall(r"bf16\.py\n(zerodrift check\n.*?)```", PAGE, re.DOTALL)

@@ -25,50 +25,46 @@ def test_a_sampler_that_casts_is_found() -> None:
         require_same(sent, digests_of(weights.items()))
 
 
+MODEL: dict[str, Any] = {
+    "enable_activation_offload": False,
+    "use_fused_kernels": False,
+    "tiled_mlp": {},
+    "lora": {},
+    "lora_rank": 0,
+    "lora_adapter_path": None,
+    "model_type": "language_model",
+}
+"""Keys of verl's config of a model that are obeyed."""
+
+
 def test_what_it_cannot_do_is_said_at_once() -> None:
-    from verl.workers.config import EngineConfig
+    """For each block of verl's config; what verl's defaults say is taken."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import EngineConfig, FSDPOptimizerConfig, MtpConfig, OptimizerConfig
 
     from zerodrift.errors import ConfigError
     from zerodrift.verl import ZeroDriftEngineConfig, require_supported
 
-    assert issubclass(ZeroDriftEngineConfig, EngineConfig)
+    def model(**changes: Any) -> SimpleNamespace:
+        return SimpleNamespace(**{**MODEL, "mtp": MtpConfig(), **changes})
+
+    engine = ZeroDriftEngineConfig()
+    assert isinstance(engine, EngineConfig)
+    require_supported(engine, model(), FSDPOptimizerConfig(), CheckpointConfig())
+    asked = {"use_fused_kernels": True, "tiled_mlp": {"enabled": True}, "lora": {"rank": 8, "merge": True}}
+    checkpoint = CheckpointConfig(save_contents=["weights"], load_contents=["extra"], async_save=True)
     config = ZeroDriftEngineConfig(param_offload=True, ulysses_sequence_parallel_size=2, dtype="int8")
     with pytest.raises(ConfigError) as raised:
         require_supported(config)
-    for name in ("engine.param_offload", "engine.ulysses_sequence_parallel_size", "engine.dtype"):
-        assert name in str(raised.value)
-
-
-def test_what_the_other_blocks_ask_for_is_refused_too() -> None:
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPOptimizerConfig, MtpConfig, OptimizerConfig
-
-    from zerodrift.errors import ConfigError
-    from zerodrift.verl import ZeroDriftEngineConfig, require_supported
-
-    plain: dict[str, Any] = {
-        "enable_activation_offload": False,
-        "use_fused_kernels": False,
-        "tiled_mlp": {},
-        "mtp": MtpConfig(),
-        "lora": {},
-        "lora_rank": 0,
-        "lora_adapter_path": None,
-        "model_type": "language_model",
-    }
-    engine = ZeroDriftEngineConfig()
-    require_supported(engine, SimpleNamespace(**plain), FSDPOptimizerConfig(), CheckpointConfig())
-    asked = {"use_fused_kernels": True, "tiled_mlp": {"enabled": True}, "lora": {"rank": 8, "merge": True}}
-    asked |= {"lora_adapter_path": "adapter"}
-    checkpoint = CheckpointConfig(save_contents=["weights"], load_contents=["extra"], async_save=True)
+    own = ("engine.param_offload", "engine.ulysses_sequence_parallel_size", "engine.dtype")
+    assert all(name in str(raised.value) for name in own)
     with pytest.raises(ConfigError) as raised:
-        require_supported(engine, SimpleNamespace(**plain | asked), OptimizerConfig(), checkpoint)
-    named = ("use_fused_kernels", "tiled_mlp", "lora.rank", "lora.merge", "lora_rank", "`optim`")
-    for name in (*named, "save_contents", "load_contents", "async_save"):
+        require_supported(engine, model(**asked, lora_adapter_path="adapter"), OptimizerConfig(), checkpoint)
+    for name in (*("use_fused_kernels", "tiled_mlp", "lora.rank", "lora.merge", "lora_rank", "`optim`"),
+                 *("save_contents", "load_contents", "async_save")):  # fmt: skip
         assert name in str(raised.value)
-    critic = plain | {"model_type": "value_model", "lora_rank": 8}
     with pytest.raises(ConfigError, match="Train all of a critic"):
-        require_supported(engine, SimpleNamespace(**critic))
+        require_supported(engine, model(model_type="value_model", lora_rank=8))
 
 
 def test_auto_in_a_config_is_what_verl_says() -> None:
@@ -83,12 +79,8 @@ def test_auto_in_a_config_is_what_verl_says() -> None:
         assert not found.keys() & batches.keys() and found["gradient_clipping"] == 0.5
         assert found["bf16"] == {"enabled": mode is None} and found["precision"].get("mode") == mode
         assert found["precision"]["rules"] == [{"match": "*.gate", "pin": "fp32"}]
-    said = {
-        "train_batch_size": 8,
-        "pipeline": {"stages": 2},
-        "optimizer": {"type": "AdamW"},
-        "gradient_clipping": 1,
-    }
+    said = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "gradient_clipping": 1}
+    said |= {"pipeline": {"stages": 2}}
     with pytest.raises(ConfigError) as raised:
         written(ZeroDriftEngineConfig(config=said), 0.5)
     assert all(name in str(raised.value) for name in said)
@@ -101,19 +93,12 @@ def test_hydra_knows_it_by_name() -> None:
     from zerodrift.verl import ZeroDriftEngineConfig
 
     keys = "{zero_optimization: {stage: 3}}"
+    actor = "actor_rollout_ref.actor.fsdp_config"
     with initialize_config_module("verl.trainer.config", version_base=None):
-        sft = compose(
-            "sft_trainer_engine", ["engine=zerodrift", f"engine.config={keys}", "engine.pins=['*']"]
-        )
-        actor = "actor_rollout_ref.actor"
-        ppo = compose(
-            "ppo_trainer",
-            [
-                "model_engine=zerodrift",
-                f"{actor}.fsdp_config.config={keys}",
-                f"{actor}.fsdp_config.dtype=float32",
-            ],
-        )
+        own = ["engine=zerodrift", f"engine.config={keys}", "engine.pins=['*']"]
+        sft = compose("sft_trainer_engine", own)
+        own = ["model_engine=zerodrift", f"{actor}.config={keys}", f"{actor}.dtype=float32"]
+        ppo = compose("ppo_trainer", own)
     engine = omega_conf_to_dataclass(sft.engine)
     assert isinstance(engine, ZeroDriftEngineConfig) and engine.pins == ["*"]
     assert engine.config == {"zero_optimization": {"stage": 3}}
