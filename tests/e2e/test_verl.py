@@ -1,4 +1,4 @@
-"""What the engine for verl takes from verl's config classes, and what it refuses."""
+"""Refusals and configs of the engine for verl, from verl's own config classes."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ A plant is a function that changes the sampler: the tensors of its folder, its t
 module. Its log-probabilities are computed here by torch alone, from the folder's tensors, and handed to
 `drift` as recorded ones: nothing of zerodrift is in them. To plant another one, give it a line in `SENT`, or
 write a function and name it in `PLANTS`.
-
-    python -m tests.models.planted_sides        prints one table: all plants in all architectures
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -678,32 +675,3 @@ def planted(plant: str, architecture: str, folder: Path) -> PlantFound | None:
     other = SamplerSide(sent=folder, sampler=table, recorded=said)
     found = compare_sides(trainer(side.config, side.model), other, ids.tolist())
     return PlantFound(plant, architecture, side.first, said is not None, found)
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    results: list[PlantFound] = []
-    print(f"{'plant':20} {'architecture':12} {'first':5} {'rms':>8} {'explained':>9} {'alone':>7}  named")
-    for plant in PLANTS:
-        for architecture in ARCHITECTURES:
-            with tempfile.TemporaryDirectory() as folder:
-                one = planted(plant, architecture, Path(folder))
-            if one is None:
-                continue
-            results.append(one)
-            found = one.found
-            alone = f"{found.cells[0].explains:7.4f}" if found.cells else "      -"
-            explained = f"{one.share:9.4f}" if one.explained else "        -"
-            first = "yes" if one.is_first else "NO"
-            numbers = f"{found.whole.rms:8.1e} {explained} {alone}"
-            print(f"{one.plant:20} {architecture:12} {first:5} {numbers}  {named_first(found)}", flush=True)
-    enough = [one for one in results if one.explained]
-    print(
-        f"\n{len(PLANTS)} kinds in {len(ARCHITECTURES)} architectures, {len(results)} pairs: first in "
-        f"{sum(one.is_first for one in results)}; at least 90% explained in "
-        f"{sum(one.share >= 0.9 for one in enough)} of {len(enough)}"
-    )
-
-
-if __name__ == "__main__":
-    main()
