@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,15 +14,12 @@ pytest.importorskip("accelerate")
 
 TRAINER, LOOP = (str(Path(__file__).with_name(name)) for name in ("hf_trainer.py", "accelerate_loop.py"))
 
-NEAR = 1e-6
-"""Tolerance of losses around 10 in fp32, because DeepSpeed's norm is a float and ours is exact."""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run the trainer at both stages and the loop, with one start for all."""
     made = tmp_path_factory.mktemp("trainer")
-    by_hand([TRAINER, str(made), "2", "3"], [LOOP, str(made), "3", "zerodrift"], folder=made)
+    by_hand([TRAINER, str(made), "2", "3"], [LOOP, str(made)], folder=made)
     return made
 
 
@@ -38,13 +33,10 @@ def test_trainer_trains_checkpoints_evaluates_and_resumes(stage: str, folder: Pa
     assert told["checkpoints"] == ["-2", "-4"] and told["missing"] == []
 
 
-def of_loop(folder: Path) -> dict[str, Any]:
-    ranks = [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
-    assert ranks[0]["first"] == ranks[1]["first"]
-    return ranks[0]
-
-
-def check(run: dict[str, Any]) -> None:
+def test_a_loop_over_accelerate_trains_clips_saves_and_loads(folder: Path) -> None:
+    """The table of docs/doors.md has such loops beside DeepSpeed."""
+    run, other = (json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2))
+    assert run["first"] == other["first"]
     assert run["engine"] == "zerodrift.deepspeed.engine" and run["unwrapped"] == "Sequential"
     # Six micro-batches, three steps; the clip's norm is the step's.
     assert len(run["first"]["losses"]) == 6 and len(run["first"]["norms"]) == 3
@@ -52,25 +44,3 @@ def check(run: dict[str, Any]) -> None:
     assert run["again"] == run["second"] != run["first"], "loading the state is going back"
     assert run["shapes"] == {"0.weight": [32, 8], "0.bias": [32], "2.weight": [1, 32], "2.bias": [1]}
     assert run["gathered"] == [8, 1]
-
-
-def test_a_loop_over_accelerate_trains_clips_saves_and_loads(folder: Path) -> None:
-    check(of_loop(folder))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed, which is not installed"
-)
-def test_it_has_the_losses_that_deepspeed_has(tmp_path: Path) -> None:
-    found = {}
-    for engine in ("zerodrift", "deepspeed"):
-        (tmp_path / engine).mkdir()
-        by_hand([LOOP, str(tmp_path / engine), "2", engine], folder=tmp_path / engine)
-        found[engine] = of_loop(tmp_path / engine)
-    ours, theirs = found.values()
-    check(ours)
-    assert theirs["engine"] == "deepspeed.runtime.engine"
-    for part in ("first", "second", "again"):
-        for what in ("losses", "norms", "rates"):
-            assert ours[part][what] == pytest.approx(theirs[part][what], rel=NEAR), (part, what)
