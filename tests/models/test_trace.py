@@ -53,7 +53,7 @@ class Odd(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{name: architecture.model for name, architecture in ARCHITECTURES.items()},
-    **{name: (lambda name=name: build(name)) for name in ("gemma3", "mamba", "olmo2")},
+    **{name: (lambda name=name: build(name)) for name in ("gemma3_text", "mamba", "olmo2")},
     "odd": Odd,
 }
 PINS: dict[str, list[str]] = {
@@ -94,7 +94,7 @@ def both(
     return found
 
 
-FEW = ["llama", "qwen3-moe", "gemma3", "odd"]
+FEW = ["llama", "qwen3-moe", "gemma3_text", "odd"]
 MORE = [("bf16", False), ("autocast-bf16", True), ("fp32", False), ("fp16", True), ("autocast-fp16", True)]
 CASES = [
     (list(PINS), "bf16", True, "native"),
