@@ -31,9 +31,14 @@ def run(
 class Command:
     """A process of `zerodrift ARGUMENTS` in a folder, with the part of `subprocess.Popen` that tests use."""
 
-    def __init__(self, *arguments: str | Path, folder: str | Path = "", **environment: str) -> None:
+    def __init__(
+        self, *arguments: str | Path, folder: str | Path = "", is_read: bool = False, **environment: str
+    ) -> None:
+        """Start it. If `is_read`, its output is a pipe, for `first_line`, and else kept to its end."""
         self.args = [*map(str, arguments)]
         self._folder = tempfile.TemporaryDirectory(prefix="command-")
+        if is_read:
+            os.mkfifo(Path(self._folder.name) / "out")
         current = str(folder) or os.getcwd()
         work = (self.args, Path(self._folder.name), current, {**os.environ, **environment})
         self._process = forks().Process(target=_main, args=work)
@@ -47,6 +52,15 @@ class Command:
 
     def poll(self) -> int | None:
         return self.returncode
+
+    def first_line(self) -> str:
+        """Read a line of the output, and close the pipe."""
+        out = Path(self._folder.name) / "out"
+        with out.open() as pipe:
+            line = pipe.readline()
+        out.unlink()
+        out.touch()
+        return line
 
     def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
         """Wait for the end of the process and return its output."""

@@ -101,9 +101,8 @@ class _Finder(importlib.metadata.DistributionFinder):
         spec = importlib.util.find_spec(home)
         if spec is None:
             return None
-        return ModuleSpec(
-            fullname, _AliasLoader(spec), is_package=spec.submodule_search_locations is not None
-        )
+        is_package = spec.submodule_search_locations is not None
+        return ModuleSpec(fullname, _AliasLoader(spec), origin=spec.origin, is_package=is_package)
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         if context is None or context.name == NAME:

@@ -1,9 +1,8 @@
-"""A user's loop over `accelerate` with a DeepSpeed plugin, on zerodrift or DeepSpeed, under torchrun.
+"""A user's loop over `accelerate` with a DeepSpeed plugin, on zerodrift, under torchrun.
 
-    torchrun --nproc-per-node=2 tests/e2e/accelerate_loop.py FOLDER STAGE ENGINE
+    torchrun --nproc-per-node=2 tests/e2e/accelerate_loop.py FOLDER
 
-ENGINE is `zerodrift` or `deepspeed`. Trains, clips, saves the state, goes on, loads it and goes on again;
-the results are in FOLDER/told-RANK.json.
+Trains, clips, saves the state, goes on, loads it and goes on again; the results are in FOLDER/told-RANK.json.
 """
 
 from __future__ import annotations
@@ -13,17 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FOLDER, STAGE, ENGINE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+import zerodrift.deepspeed
 
-if ENGINE == "zerodrift":
-    import zerodrift.deepspeed
-
-    zerodrift.deepspeed.activate()
-else:
-    import importlib
-
-    # As in `ranks/saved_by_deepspeed.py`.
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+zerodrift.deepspeed.activate()
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402 (which the first step imports: once, for both ranks)
@@ -68,9 +59,10 @@ def epoch(accelerator: Any, model: Any, optimizer: Any, schedule: Any, loader: A
 
 
 def main() -> None:
+    folder = sys.argv[1]
     torch.set_num_threads(1)
     set_seed(0)
-    plugin = DeepSpeedPlugin(zero_stage=STAGE, gradient_accumulation_steps=STEPS, gradient_clipping=0.5)
+    plugin = DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=STEPS, gradient_clipping=0.5)
     # Without a GPU accelerate looks for other ranks only where it is told how they talk.
     talk = InitProcessGroupKwargs(backend="gloo")
     accelerator = Accelerator(
@@ -84,9 +76,9 @@ def main() -> None:
     told: dict[str, Any] = {"engine": type(model).__module__}
     parts = (accelerator, model, optimizer, schedule, loader)
     told["first"] = epoch(*parts)
-    accelerator.save_state(f"{FOLDER}/state")
+    accelerator.save_state(f"{folder}/state")
     told["second"] = epoch(*parts)
-    accelerator.load_state(f"{FOLDER}/state")
+    accelerator.load_state(f"{folder}/state")
     told["again"] = epoch(*parts)
     whole = accelerator.get_state_dict(model)
     told["shapes"] = {name: list(value.shape) for name, value in (whole or {}).items()}
@@ -97,7 +89,7 @@ def main() -> None:
     told["gathered"] = list(gathered.shape)
     plain = accelerator.unwrap_model(model)
     told["unwrapped"] = type(plain).__name__
-    (Path(FOLDER) / f"told-{accelerator.process_index}.json").write_text(json.dumps(told))
+    (Path(folder) / f"told-{accelerator.process_index}.json").write_text(json.dumps(told))
     accelerator.end_training()
 
 

@@ -22,6 +22,7 @@ zerodrift.deepspeed.activate()
 import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME  # noqa: E402
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -121,8 +122,11 @@ def see(folder: str, stage: int) -> None:
             "again": again,
             "norms": norms,
             "engine": engine,
-            "files": sorted(path.name for path in (Path(folder) / "final").iterdir()),
-            "checkpoints": sorted(path.name for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")),
+            "missing": sorted({CONFIG_NAME, SAFE_WEIGHTS_NAME} - set(os.listdir(Path(folder) / "final"))),
+            "checkpoints": sorted(
+                path.name.removeprefix(PREFIX_CHECKPOINT_DIR)
+                for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+            ),
         }
         (Path(folder) / "told.json").write_text(json.dumps(told))
 

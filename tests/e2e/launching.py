@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 TWO_RANKS = Path(__file__).with_name("two_ranks.py")
@@ -23,10 +22,11 @@ def torchrun(script: Path, arguments: list[str], folder: Path, seconds: float = 
     _run([*launch, str(script), *arguments], folder, seconds)
 
 
-def by_hand(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
-    """Run two ranks with torchrun's variables but without its process, so that imports happen once."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    _run([sys.executable, str(TWO_RANKS), str(script), *arguments], folder, seconds, place)
+def by_hand(*scripts: list[str], folder: Path, seconds: float = 200.0) -> None:
+    """Run each script with its arguments on two ranks, with torchrun's variables but without its process, so
+    that imports happen once."""
+    words = [word for script in scripts for word in ("--", *script)]
+    _run([sys.executable, str(TWO_RANKS), *words], folder, seconds)
 
 
 def deepspeed(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
@@ -36,7 +36,7 @@ def deepspeed(script: Path, arguments: list[str], folder: Path, seconds: float =
     _run([*launch, str(script), *arguments], folder, seconds)
 
 
-def _run(command: list[str], folder: Path, seconds: float, place: Mapping[str, str] | None = None) -> None:
+def _run(command: list[str], folder: Path, seconds: float) -> None:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -45,7 +45,7 @@ def _run(command: list[str], folder: Path, seconds: float, place: Mapping[str, s
     }
     with open(folder / "output", "a+") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**environment, **(place or {})}, cwd=folder
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder
         )
         try:
             process.wait(timeout=seconds)

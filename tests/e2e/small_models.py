@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -86,9 +87,10 @@ def without_memory(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torc
 
 
 def break_on_rank_1(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """Fail in the third forward, as a defective program does."""
+    """Fail in the third forward, after a step, as a defective program does; say what has been imported."""
     if model.calls == 3 and torch.distributed.get_rank() == 1:
-        raise KeyError("broken on purpose")
+        heavy = {"torch._dynamo", "torch.distributed.pipelining", "transformers"} & sys.modules.keys()
+        raise KeyError(f"broken on purpose, with {sorted(heavy) or 'nothing heavy'}")
     return loss
 
 
@@ -113,6 +115,8 @@ bad_gradient = functools.partial(Bigram, fault=infinite_slope)
 hungry = functools.partial(Bigram, fault=without_memory)
 broken = functools.partial(Bigram, fault=break_on_rank_1)
 slow = functools.partial(Bigram, dropout=0.1, fault=wait)
+not_slow = functools.partial(Bigram, dropout=0.1)
+"""The same as `slow` without its waits."""
 dropping = functools.partial(Bigram, dropout=0.2)
 deep = functools.partial(Bigram, layers=4)
 """Deep enough for four pipeline stages."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.commands import run
+from tests.commands import Command, run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/check/bf16.py"
@@ -38,11 +40,8 @@ def plain(text: str) -> str:
 
 def test_the_page_shows_what_is_printed_saved_expected_and_compared(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("bf16.json", "fp32.json", "bf16.html")]
-    done = run(
-        *("check", "--save", files[0], "--html", files[2], "--", sys.executable, EXAMPLE),
-        folder=tmp_path,
-        COLUMNS="80",
-    )
+    command = ("check", "--save", files[0], "--html", files[2], "--", sys.executable, EXAMPLE)
+    done = run(*command, folder=tmp_path, COLUMNS="80")
     assert [done.stderr.count(f"wrote {file}\n") for file in files] == [1, 0, 1]
     assert done.returncode == 0, done.stderr
     (shown,) = re.findall(r"bf16\.py\n(zerodrift check\n.*?)```", PAGE, re.DOTALL)
@@ -215,14 +214,14 @@ def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_a_signal_to_check_ends_the_command_too(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import os, time, torch\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n"
-    )
-    command = [sys.executable, "-m", "zerodrift", "check", "--", sys.executable, "train.py"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as check:
-        assert check.stdout is not None
-        trained = int(check.stdout.readline())
-        check.terminate()
-        assert check.wait(30) == 128 + 15
+    text = "import os, pathlib, time\npathlib.Path('pid').write_text(f'{os.getpid()}.')\ntime.sleep(600)\n"
+    check, pid = Command("check", "--", sys.executable, "-c", text, folder=tmp_path), tmp_path / "pid"
+    deadline = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text().endswith(".")):
+        assert time.monotonic() < deadline and check.poll() is None
+        time.sleep(0.02)
+    check.send_signal(signal.SIGTERM)
+    check.communicate(timeout=30)
+    assert check.returncode == 128 + 15
     with pytest.raises(ProcessLookupError):
-        os.kill(trained, 0)
+        os.kill(int(pid.read_text()[:-1]), 0)

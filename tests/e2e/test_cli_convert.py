@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -102,32 +103,34 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3_moe"
 
 
-def test_another_model_is_named(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+REFUSED = {
+    "none out": "got no such file or folder",
+    "empty out": "got a folder with none of them",
+    "run out --to checkpoint": "It is one already",
+    "run out --to pickle": "must be safetensors or checkpoint",
+    "run out --dtype int8": "must be fp32, bf16, fp16, fp8-128x128",
+    "run out --model llama": "is not of a LlamaForCausalLM",
+    "run full": "say `overwrite`",
+    "cut out": "bytes that were written",
+}
+"""Arguments, in a folder with a checkpoint in `run` and one that is cut off in `cut` -> the error."""
+
+
+def test_what_is_refused(run: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     from tests.models.architectures import ARCHITECTURES
 
-    ARCHITECTURES["llama"].model().config.save_pretrained(tmp_path / "llama")
-    said = convert(run[0], tmp_path / "out", "--model", tmp_path / "llama", code=2)
-    assert "is not of a LlamaForCausalLM" in said and "model.embed_tokens.weight" in said
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_is_refused(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
-    assert "got no such file or folder" in convert(tmp_path / "none", tmp_path / "out", code=2)
-    (tmp_path / "empty").mkdir()
-    assert "got a folder with none of them" in convert(tmp_path / "empty", tmp_path / "out", code=2)
-    assert "It is one already" in convert(run[0], tmp_path / "o", "--to", "checkpoint", code=2)
-    assert "must be safetensors or checkpoint" in convert(run[0], tmp_path / "o", "--to", "pickle", code=2)
-    assert "must be fp32, bf16, fp16, fp8-128x128" in convert(
-        run[0], tmp_path / "o", "--dtype", "int8", code=2
-    )
-    convert(run[0], tmp_path / "out")
-    assert "say `overwrite`" in convert(run[0], tmp_path / "out", code=2)
-    convert(run[0], tmp_path / "out", "--overwrite")
-    data = next((run[0] / "step-00000002").glob("*.distcp"))
+    monkeypatch.chdir(run[0].parent)
+    Path("empty").mkdir()
+    ARCHITECTURES["llama"].model().config.save_pretrained("llama")
+    shutil.copytree("run", "cut")
+    data = next(Path("cut/step-00000002").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-100])
-    said = convert(run[0], tmp_path / "other", code=2)
-    assert "bytes that were written" in said and not (tmp_path / "other").exists()
+    for overwrite in ([], ["--overwrite"]):
+        convert("run", "full", *overwrite)
+    for arguments, said in REFUSED.items():
+        assert said in convert(*arguments.split(), code=2), arguments
+        assert not Path("out").exists()
 
 
 @pytest.mark.skipif(

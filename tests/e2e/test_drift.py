@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import zerodrift
 from tests import commands
 from tests.models.planted_sides import PlantedSide, lively, token_ids
+from zerodrift.inspect.check import encoded
 
 MODEL = "from tests.models.planted_sides import lively\n\ndef make():\n    return lively('plain')\n"
 
@@ -33,16 +34,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-COMMAND = (
-    "drift",
-    "config.yaml",
-    "--model",
-    "tiny_decoder:make",
-    "--weights",
-    "trained",
-    "--tokens",
-    "ids.json",
-)
+COMMAND = ["drift", "config.yaml", "--model", "tiny_decoder:make"]
+COMMAND += ["--weights", "trained", "--tokens", "ids.json"]
 
 
 @pytest.mark.long
@@ -62,21 +55,15 @@ def test_exit_codes_are_for_ci(here: Path) -> None:
     assert missing.returncode == 2 and "nowhere" in missing.stderr and "Traceback" not in missing.stderr
 
 
-@pytest.mark.long
 def test_a_saved_table_is_a_trainers_side(here: Path) -> None:
-    train = (
-        "import torch\nfrom tests.models.planted_sides import lively\n"
-        "model = lively('plain').bfloat16()\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.0)\nids = torch.arange(12)[None]\n"
-        "for _ in range(3):\n    model(ids, ids).loss.backward()\n    optimizer.step()\n"
-        "    optimizer.zero_grad()\n"
-    )
-    (here / "train.py").write_text(train)
-    root = str(Path(__file__).parents[2])
-    checked = commands.run(
-        "check", "--save", "seen.json", "--", sys.executable, "train.py", PYTHONPATH=f"{root}:{root}/src"
-    )
-    assert checked.returncode == 0, checked.stderr
-    words = ("seen.json" if word == "config.yaml" else word for word in COMMAND)
-    done = commands.run(*words, "--sent", "good")
+    """The table is written as `check --save` writes it."""
+    model, ids = lively("plain").bfloat16(), token_ids()[:1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with zerodrift.observe(model) as seen:
+        for _ in range(3):
+            model(ids, ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (here / "seen.json").write_text(encoded([seen.process], seen.findings()))
+    done = commands.run("drift", "seen.json", *COMMAND[2:], "--sent", "good")
     assert done.returncode == 0, done.stderr + done.stdout

@@ -78,19 +78,19 @@ def test_a_cache_without_weights_is_no_random_model(tmp_path: Path, tiny: dict[s
     train(path, ["model.weights=random"])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["model.source=org/nothing"], "Run `hf download org/nothing` if it is one of the hub."),
-        (["data.train=org/rows"], "Run `hf download --repo-type dataset org/rows` if it is one of the hub."),
-        (["data.train=[{path: org/rows, weight: 1}]"], "Run `hf download --repo-type dataset org/rows`"),
-        (["data.tokenizer=org/words"], "Run `hf download org/words` if it is one of the hub."),
-        (["data.validation=org/held"], "Run `hf download --repo-type dataset org/held`"),
-    ],
-)
-def test_what_is_not_there_comes_with_its_command(tmp_path: Path, overrides: list[str], words: str) -> None:
-    with pytest.raises(ZerodriftError, match=re.escape(words)) as refused:
-        trained(tmp_path, overrides=overrides)
+MISSING = {
+    "model.source=org/nothing": "Run `hf download org/nothing` if it is one of the hub.",
+    "data.train=org/rows": "Run `hf download --repo-type dataset org/rows` if it is one of the hub.",
+    "data.train=[{path: org/rows, weight: 1}]": "Run `hf download --repo-type dataset org/rows`",
+    "data.tokenizer=org/words": "Run `hf download org/words` if it is one of the hub.",
+    "data.validation=org/held": "Run `hf download --repo-type dataset org/held`",
+}
+
+
+@pytest.mark.parametrize("override", MISSING)
+def test_what_is_not_there_comes_with_its_command(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ZerodriftError, match=re.escape(MISSING[override])) as refused:
+        trained(tmp_path, overrides=[override])
     assert len(refused.value.problems) == 1
 
 

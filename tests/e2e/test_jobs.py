@@ -21,8 +21,8 @@ JOBS = sorted((ROOT / "examples" / "jobs").glob("*.yaml"))
 MODES = {"fp16": "float16", "autocast": "float32"}
 """Dtype of storage, where that is not bfloat16."""
 
-RANKS = {"pipeline": 2, "two-hosts": 2}
-"""Number of ranks, where one does not suffice."""
+RANKS = {"pipeline": 2, "two-hosts": 2, "moe": 2}
+"""Number of ranks, where it is not one."""
 
 SMALL = ["run.steps=2", "run.evaluate_every=0", "run.checkpoint_every=0", "data.block=48"]
 
@@ -52,6 +52,8 @@ def test_a_job_trains(path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[s
     if path.stem == "deepspeed":
         alone = {**yaml.safe_load(path.read_text())["auto"], "train_batch_size": 8}
         more = ["auto={" + ", ".join(f"{key}: {value}" for key, value in alone.items()) + "}"]
+    if path.stem == "moe":
+        more = ["config.experts.ranks=2", "config.zero_optimization.stage=3", "model.weights=random"]
     few_steps(tmp_path, path.stem, RANKS.get(path.stem, 1), *more)
     first, last = losses(tmp_path).values()
     assert last < first + 0.2
@@ -65,6 +67,9 @@ def test_a_job_trains(path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[s
     if path.stem == "lora":
         assert weights.name == "adapter_model.safetensors"
         assert all(".lora_A." in name or ".lora_B." in name for name in names_in(weights))
+    if path.stem == "moe":
+        stacks = [key for key in names_in(weights) if ".experts." in key]
+        assert len(stacks) == 4 * 8 * 3, "every expert of every layer, under the names of published files"
     capfd.readouterr()
     app(["sample", str(tmp_path / "run"), "--prompt", "a", "--tokens", "3"], standalone_mode=False)
     assert capfd.readouterr().out.startswith("a")
@@ -83,14 +88,3 @@ def test_a_job_says_how_to_run_it(path: Path) -> None:
 @pytest.mark.slow
 def test_blocks_compile(tmp_path: Path) -> None:
     few_steps(tmp_path, "function", 1, "model.compile=true")
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks"), [("moe", 2), pytest.param("pipeline", 4, marks=pytest.mark.slow)], ids=str
-)
-def test_experts_on_ranks_of_their_own(tmp_path: Path, name: str, ranks: int) -> None:
-    """The export of two expert ranks is whole, without a pipeline and inside of one."""
-    more = ["config.experts.ranks=2", "config.zero_optimization.stage=3", "model.weights=random"]
-    few_steps(tmp_path, name, ranks, *more)
-    stacks = [key for key in names_in(tmp_path / "run/export/model.safetensors") if ".experts." in key]
-    assert len(stacks) == 4 * 8 * 3, "every expert of every layer, under the names of published files"

@@ -67,15 +67,15 @@ def test_a_run_that_gets_no_better_ends_with_its_best_kept(
 
 
 def test_what_is_frozen_stays_as_it_was(tmp_path: Path) -> None:
-    models = []
-    for steps in (1, 4):
-        folder = tmp_path / str(steps)
-        trained(folder, steps=steps, run={"export_every": 1}, overrides=["model.freeze=['embed.*']"])
-        models.append(load_file(folder / "run" / "export" / "model.safetensors"))
-    moved = {name for name in models[0] if not models[0][name].equal(models[1][name])}
-    assert moved == {name for name in models[0] if not name.startswith("embed.")}
-    exports = [path.name for path in sorted((tmp_path / "4" / "run" / "exports").iterdir())]
-    assert exports == ["step-00000001", "step-00000002", "step-00000003"]  # the last is `export`
+    trained(tmp_path, steps=4, run={"export_every": 1}, overrides=["model.freeze=['embed.*']"])
+    exports = sorted((tmp_path / "run" / "exports").iterdir())
+    assert [path.name for path in exports] == [f"step-{step:08d}" for step in (1, 2, 3)], (
+        "the last is `export`"
+    )
+    folders = (exports[0], tmp_path / "run" / "export")
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert moved == {name for name in before if not name.startswith("embed.")}
 
 
 # --- traces -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The commands of the tutorial and of the recipes run in their order, with their jobs.
+"""The commands of the tutorial, the recipes and the page of checkpoints run in their order, with their jobs.
 
 Steps and blocks are few, and models are tiny, where the pages name a real one too.
 """
@@ -25,6 +25,7 @@ from zerodrift.train.report.metrics import read
 transformers = pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
 ROOT = Path(__file__).parents[2]
+CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text()
 ELSEWHERE = ("pip install", "hf download")
 """Commands that need a network, or change the environment."""
 
@@ -189,3 +190,37 @@ def test_keys_of_the_tables_are_keys() -> None:
     assert len(named) > 25
     for name in named:
         assert all(f"`{part}`" in known for part in name.split(".")), name
+
+
+# --- the page of checkpoints --------------------------------------------------------------------------------
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", CHECKPOINTS, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_of_checkpoints_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its Python runs from top to bottom, then its commands."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "page"}
+    code = blocks("python")
+    assert len(code) == 3
+    for number, text in enumerate(code):
+        exec(compile(text, f"block {number}", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "loaded runs/first/step-00000004, step 4" in printed
+    assert "`optimizer`: must be adamw, as when it was saved; got lion." in printed
+    kept = sorted(path.name for path in (tmp_path / "runs" / "first").iterdir())
+    assert kept == ["latest", "step-00000004", "step-00000005", "step-00000006"]
+    listed = set(re.findall(r"^ +(?:runs/first/step-00000006)?/([\w.-]+)  ", CHECKPOINTS, flags=re.MULTILINE))
+    found = {path.name for path in (tmp_path / "runs" / "first" / "step-00000006").iterdir()}
+    assert listed == found, "the page lists the files that there are"
+    lines = blocks("sh")[0].splitlines()
+    assert len(lines) == 3
+    for command in lines:
+        program, *words = shlex.split(command)
+        done = commands.run(*words)
+        assert program == "zerodrift"
+        assert done.returncode == 0 and "step-00000006" in done.stdout, done.stderr

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 class Faulty(torch.autograd.Function):
-    '''x @ weight.T. Its weight gradient may have one other bit, or be summed in another order.'''
+    '''x @ weight.T. Its weight gradient may have one other bit.'''
 
     @staticmethod
     def forward(ctx, x, weight, fault):
@@ -28,11 +28,8 @@ class Faulty(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        pairs = [(grad.flatten(0, -2), x.flatten(0, -2))]
-        if ctx.fault == 'sum':
-            pairs = list(zip(*(rows.chunk(3) for rows in pairs[0])))
-        of_weight = sum(rows.T @ others for rows, others in pairs)
-        if ctx.fault == 'bit':
+        of_weight = grad.flatten(0, -2).T @ x.flatten(0, -2)
+        if ctx.fault:
             of_weight.view(torch.int32)[0, 0] ^= 1 << 10
         return grad @ weight, of_weight, None
 
@@ -45,9 +42,8 @@ class Block(nn.Module):
     def forward(self, x):
         if torch.is_grad_enabled() and self.training:
             self.calls += 1
-        fault, rank, calls = os.environ.get('PLANT', '::').split(':')
-        here = self.planted and rank == os.environ.get('RANK', '0') and calls in ('all', str(self.calls))
-        return x + Faulty.apply(F.gelu(self.up(x)), self.down.weight, fault if here else '')
+        here = os.environ.get('PLANT') == f"{os.environ.get('RANK', '0')}:{self.calls}"
+        return x + Faulty.apply(F.gelu(self.up(x)), self.down.weight, here and self.planted)
 
 class Model(nn.Module):
     def __init__(self):
@@ -74,10 +70,11 @@ STEPS = 6
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "planted.py").write_text(MODEL)
     (tmp_path / "text.txt").write_text("\n\n".join(f"line {number} of it" for number in range(400)))
+    run = {"folder": "run", "steps": STEPS, "checkpoint_every": 2, "digest_every": 1, "keep": 9}
     job = {
         "model": {"source": "planted:model", "activation_checkpointing": False},
         "data": {"train": "text.txt", "block": 16},
-        "run": {"folder": "run", "steps": STEPS, "checkpoint_every": 2, "digest_every": 1, "keep": 9},
+        "run": {**run, "export": False, "check_precision": False},
         "config": {
             "zero_optimization": {"stage": 2},
             "train_batch_size": 8,
@@ -86,13 +83,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         },
     }
-    job["run"] |= {"export": False, "check_precision": False}  # type: ignore[operator]
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def zerodrift(*words: str, plant: str = "::") -> tuple[int, str]:
+def zerodrift(*words: str, plant: str = "") -> tuple[int, str]:
     """Run a command in the folder of the job."""
     done = commands.run(*words, PLANT=plant, COLUMNS="100")
     return done.returncode, done.stdout + done.stderr
@@ -100,7 +96,7 @@ def zerodrift(*words: str, plant: str = "::") -> tuple[int, str]:
 
 def test_a_bit_of_a_gradient_of_one_rank_is_found(folder: Path) -> None:
     # Each rank has two micro-batches of a step: its ninth forward is the first of step 5.
-    code, text = zerodrift("train", "job.yaml", "--nproc", "2", plant="bit:1:9")
+    code, text = zerodrift("train", "job.yaml", "--nproc", "2", plant="1:9")
     assert code == 0, text
     metrics = folder / "run" / "metrics.jsonl"
     lines = map(json.loads, metrics.read_text().splitlines())
@@ -117,18 +113,7 @@ def test_a_bit_of_a_gradient_of_one_rank_is_found(folder: Path) -> None:
     code, text = zerodrift("replay", "run", "--to", "4")
     assert code == 0, text
     assert "the same bits in 1 recorded step, on 2 ranks, as they were recorded" in text
-    done = commands.run("replay", "run", "--nproc", "3")
-    assert done.returncode == 2 and "`--nproc`: must divide the 4 micro-batches of a step" in done.stderr
-    done = commands.run("replay", "run", "--from", "6", "--to", "6")
-    assert done.returncode == 2 and "must have a recorded step between them" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_rank_that_sums_in_another_order_is_found(folder: Path) -> None:
-    """The planted rank stands for one with another version of a library under torch."""
-    code, text = zerodrift("train", "job.yaml", "--nproc", "2", plant="sum:1:all")
-    assert code == 0, text
-    code, text = zerodrift("replay", "run", "--nproc", "1", "--from", "3")
-    assert code == 3, text
-    assert "step 3: other bits on 1 rank, where 2 recorded them" in text
-    assert "gradients  other in 1 of 4 units: layers.1" in text
+    code, text = zerodrift("replay", "run", "--nproc", "3")
+    assert code == 2 and "`--nproc`: must divide the 4 micro-batches of a step" in text
+    code, text = zerodrift("replay", "run", "--from", "6", "--to", "6")
+    assert code == 2 and "must have a recorded step between them" in text

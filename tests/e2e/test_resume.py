@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.jobs import kinds, trained
 from zerodrift.checkpoint.files import Lock
-from zerodrift.errors import CheckpointError
+from zerodrift.errors import CheckpointError, ZerodriftError
 from zerodrift.policy import ORDER
 from zerodrift.train.loop import training
 from zerodrift.train.loop.step import run_step
@@ -68,26 +68,20 @@ def test_rates_of_a_changed_job_hold_from_the_first_step(
     assert rates(tmp_path)[7] == pytest.approx(cosine(1e-3, 6, 8))
 
 
-def test_nothing_changed_says_nothing_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained(tmp_path, steps=2)
-    out = told(capsys, tmp_path, steps=2)
-    assert "nothing to train: the run has had 2 of 2 steps" in out and "raise `run.steps`" in out
-    assert "changed since" not in out and "step 2/2" not in out
-    assert [line["step"] for line in kinds(tmp_path, "start")] == [0]
-
-
 def test_a_run_that_is_over_keeps_what_it_says_of_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Started again with another job, and then with what its page does not have yet."""
+    """Started again as it was, with another job, and then with what its page does not have yet."""
     trained(tmp_path, steps=2)
     folder, other = tmp_path / "run", {"config": {"optimizer": adam(3e-3)}}
     files = [folder / name for name in ("job.json", "plan.json", "environment.json", "report.html")]
     before, metrics = [file.read_bytes() for file in files], (folder / "metrics.jsonl").read_bytes()
-    out = told(capsys, tmp_path, steps=2, **other)
-    assert "nothing to train" in out and "changed since" not in out
-    assert [file.read_bytes() for file in files] == before
-    assert (folder / "metrics.jsonl").read_bytes() == metrics
+    for blocks in ({}, other):
+        out = told(capsys, tmp_path, steps=2, **blocks)
+        assert "nothing to train: the run has had 2 of 2 steps" in out and "raise `run.steps`" in out
+        assert "changed since" not in out and "step 2/2" not in out
+        assert [file.read_bytes() for file in files] == before
+        assert (folder / "metrics.jsonl").read_bytes() == metrics
     told(capsys, tmp_path, steps=2, run={"samples": ["It is"]}, **other)
     assert [file.read_bytes() for file in files][:3] == before[:3]
     page = files[3].read_text()
@@ -123,34 +117,29 @@ def test_a_path_is_where_a_run_begins_once(tmp_path: Path, capsys: pytest.Captur
     assert "going on after step 3 of 4, from " in out and "and not from" in out
     tag = {"resume": "step-00000002"}
     assert trained(tmp_path, steps=3, run=tag) == 0
-    with pytest.raises(CheckpointError, match="must hold a checkpoint with the tag 'step-2'"):
-        trained(tmp_path, steps=3, run={"resume": "step-2"})
+    for wanted in ("step-2", str(tmp_path / "none" / "step-2")):
+        with pytest.raises(ZerodriftError, match="step-2"):
+            trained(tmp_path, steps=3, run={"resume": wanted})
 
 
-def test_each_difference_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained(tmp_path, steps=1)
-    stage = {"zero_optimization": {"stage": 0}}
-    out = told(capsys, tmp_path, steps=2, run={"resume": "latest"}, config=stage)
-    lines = out.split("changed since")[1].splitlines()
-    found = [line.split(":")[0].strip() for line in lines if ": was " in line]
-    assert "config.zero_optimization.stage" in found and "stage" not in found
-    assert len(found) == len(set(found)) and "and not from" not in out
-
-
-def test_another_order_of_sums_is_said_in_a_line_that_fits(
+def test_each_difference_is_told_once_in_a_line_that_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(tmp_path, steps=1)
-    order = {"precision": {"mode": "bf16", "reduce": {"order": "rank"}}}
-    out = told(capsys, tmp_path, steps=2, config=order).split("changed since")[1].split("precision:")[0]
-    words = (
+    order = {"mode": "bf16", "reduce": {"order": "rank"}}
+    changed = {"zero_optimization": {"stage": 0}, "precision": order}
+    out = told(capsys, tmp_path, steps=2, run={"resume": "latest"}, config=changed)
+    out = out.split("changed since")[1].split("precision:")[0]
+    assert max(map(len, out.splitlines())) <= 100
+    found = [line.split(":")[0].strip() for line in out.splitlines() if ": was " in line]
+    assert "config.zero_optimization.stage" in found and "stage" not in found
+    assert len(found) == len(set(found))
+    assert (
         "order of sums: was tree over micro-batches, is by rank; losses will differ in their last bits; "
-        "`config.precision.reduce.order: tree` keeps them"
+        "`config.precision.reduce.order: tree` keeps them" in " ".join(out.split())
     )
-    assert words in " ".join(out.split()) and max(map(len, out.splitlines())) <= 100
-    assert [change[1:3] for change in kinds(tmp_path, "start")[-1]["changed"] if change[0] == ORDER] == [
-        ["tree over micro-batches", "by rank"]
-    ]
+    kept = [change[1:3] for change in kinds(tmp_path, "start")[-1]["changed"] if change[0] == ORDER]
+    assert kept == [["tree over micro-batches", "by rank"]]
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
@@ -169,9 +158,13 @@ def test_what_cannot_be_gone_on_with_is_told_in_the_jobs_keys(tmp_path: Path) ->
     trained(tmp_path, steps=1)
     with pytest.raises(CheckpointError, match=r"must go on with the data.*got `data.block` 8, which was 16"):
         trained(tmp_path, steps=2, data={"block": 8})
+    with pytest.raises(CheckpointError, match="must be `auto` for a folder with checkpoints; got never"):
+        trained(tmp_path, steps=2, data={"block": 8}, run={"resume": "never"})
     with pytest.raises(CheckpointError) as caught:
         trained(tmp_path, steps=2, config={"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}})
     assert "Set `config.optimizer.type` as it was." in str(caught.value)
     assert not re.search(r"allow\s*=", str(caught.value))
     with pytest.raises(CheckpointError, match=r"run\.resume.*got no name"):
         trained(tmp_path, steps=2, run={"resume": ""})
+    elsewhere = {"resume": "never", "folder": str(tmp_path / "other")}
+    assert trained(tmp_path, steps=2, data={"block": 8}, run=elsewhere) == 0

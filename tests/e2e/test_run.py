@@ -15,6 +15,7 @@ import pytest
 from tests import commands
 from tests.e2e.launching import deepspeed
 from zerodrift import startup
+from zerodrift.deepspeed import runner
 from zerodrift.errors import ZerodriftError
 
 PYTHON = sys.executable
@@ -82,60 +83,20 @@ def test_every_python_below_finds_it_and_its_version(folder: Path) -> None:
     assert "no process imported `deepspeed`" in done.stderr
 
 
-def test_a_script_trains_with_the_pins_and_keys_of_the_command_line(folder: Path) -> None:
-    (folder / "more.yaml").write_text("gradient_clipping: 0.5\n")
-    added = ["--pin", "1.*", "--set", "precision.reduce=fp32", "--config", "more.yaml"]
-    command = [PYTHON, "train.py", "--deepspeed", "--deepspeed_config", "ds.json"]
-    done = zerodrift("run", *added, "--", *command, folder=folder, LOCAL_RANK="0")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "trained on zerodrift.deepspeed.engine True" in done.stdout
-    assert "--pin 1.*" in done.stderr and "--set precision.reduce=fp32" in done.stderr
-    assert re.search(r"^zerodrift run +digest", done.stdout) and re.search(r"dtypes \w +pinned", done.stdout)
-    assert "keys are ignored" not in done.stdout and len(done.stdout.splitlines()) < 16, done.stdout
-    lines = [line for line in done.stdout.splitlines() if line.startswith("precision: backend=native")]
-    assert len(lines) == 1 and " storage=bfloat16,float32 " in lines[0], "what the first step did"
-    assert " compute=bfloat16,float32 " in lines[0] and " grad=bfloat16,float32 " in lines[0]
-    assert "no process" not in done.stderr
-
-
-def test_a_run_on_the_drop_in_is_checked_as_one_model_and_as_its_config(folder: Path) -> None:
-    steps = TRAIN.replace("loss = engine(", "for _ in range(3):\n    loss = engine(")
-    steps = steps.replace("\nengine.backward", "\n    engine.backward").replace(
-        "\nengine.step", "\n    engine.step"
-    )
-    (folder / "train.py").write_text(steps)
-    command = [
-        PYTHON,
-        "-m",
-        "zerodrift",
-        "run",
-        "--",
-        PYTHON,
-        "train.py",
-        "--deepspeed",
-        "--deepspeed_config",
-        "ds.json",
-    ]
-    done = zerodrift("check", "--json", "--expect", "ds.json", "--", *command, folder=folder, LOCAL_RANK="0")
+def test_a_run_is_checked_as_one_model_and_as_its_config(folder: Path) -> None:
+    """Its plan is printed in a few lines."""
+    step = "loss = engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()\n"
+    again = "for _ in range(2):\n    engine.backward(engine(torch.ones(2, 4)).mean())\n    engine.step()\n"
+    (folder / "train.py").write_text(TRAIN.replace(step, again + step))
+    run = [PYTHON, "-m", "zerodrift", "run", "--", PYTHON, "train.py", "--deepspeed_config", "ds.json"]
+    done = zerodrift("check", "--json", "--expect", "ds.json", "--", *run, folder=folder, LOCAL_RANK="0")
     assert done.returncode == 0, done.stdout + done.stderr
     (seen,) = json.loads(done.stdout)["ranks"]
     assert [model["wrappers"] for model in seen["models"]] == [["zerodrift.Engine"]]
     assert "deepspeed" not in seen["libraries"]
-
-
-@pytest.mark.parametrize(("option", "lines"), [("--plan", range(40, 200)), ("--quiet", range(1))])
-def test_the_plan_is_printed_in_full_or_not_at_all(option: str, lines: range, folder: Path) -> None:
-    """By a config that is Hjson, and names a class of torch that only the drop-in makes."""
-    pytest.importorskip("hjson")
-    text = json.dumps(CONFIG).replace("AdamW", "Adagrad").replace("{", "{ // so\n", 1)
-    (folder / "ds.json").write_text(text)
-    command = [PYTHON, "train.py", "--deepspeed_config", "ds.json"]
-    done = zerodrift("run", option, *command, folder=folder, LOCAL_RANK="0")
-    assert done.returncode == 0, done.stdout + done.stderr
-    before, found, _ = done.stdout.partition("precision: backend")
-    assert found and len(before.splitlines()) in lines, done.stdout
-    done = zerodrift("run", "--plan", "--quiet", *command, folder=folder)
-    assert done.returncode == 2 and "not both" in done.stderr
+    plan = done.stderr.partition("precision: backend=native")[0].partition("zerodrift run   ")[2]
+    assert "digest" in plan and "dtypes" in plan and len(plan.splitlines()) < 16, done.stderr
+    assert "keys are ignored" not in plan and "trained on" in done.stderr and "no process" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -147,40 +108,44 @@ def test_the_plan_is_printed_in_full_or_not_at_all(option: str, lines: range, fo
         (["--set", "wall_clock_breakdown=true"], "wall_clock_breakdown=true`: must be a key that decides"),
         (["--config", "ds.jsn"], "Did you mean `ds.json`?"),
         (["--as", "fsdp"], "`--as`: must be deepspeed; got 'fsdp'"),
-        (["--"], "PYTHONPATH"),
+        (["--plan", "--quiet"], "not both"),
+        ([PYTHON, "-I"], "PYTHONPATH"),
+        (["--", "no-such-program"], "`no-such-program`: must be a command"),
     ],
     ids=lambda value: str(value)[:30],
 )
 def test_what_cannot_be_added_is_said_before_anything_starts(
     arguments: list[str], said: str, folder: Path
 ) -> None:
-    command = [PYTHON, "-I", "seen.py"] if arguments == ["--"] else ["--", PYTHON, "seen.py"]
-    done = zerodrift("run", *arguments, *command, folder=folder)
+    done = zerodrift(
+        "run", *arguments, *([] if PYTHON in arguments else ["--"]), PYTHON, "seen.py", folder=folder
+    )
     assert done.returncode == 2 and said in done.stderr and not done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [
-        (
-            ["--set", "zero_optimization.stage=3"],
-            "`--set zero_optimization.stage=3`: must not contradict the config that the command passes; got "
-            "`zero_optimization.stage: 2` there",
-        ),
-        (["--pin", "*.router.*"], "`--pin *.router.*`: must match"),
-    ],
-)
-def test_what_does_not_fit_the_commands_config_is_told_by_its_flag(
-    flag: list[str], said: str, folder: Path
-) -> None:
-    command = [PYTHON, "train.py", "--deepspeed_config", "ds.json"]
-    done = zerodrift("run", *flag, "--", *command, folder=folder)
-    assert done.returncode == 1 and said in done.stderr, done.stderr
-
-
-def test_a_command_that_does_not_exist_is_named(folder: Path) -> None:
-    done = zerodrift("run", "--", "no-such-program", folder=folder)
-    assert done.returncode == 2 and "`no-such-program`: must be a command" in done.stderr
+def test_what_does_not_fit_the_commands_config_is_told_by_its_flag(folder: Path) -> None:
+    """A quiet run prints nothing of a config that fits."""
+    script = """
+import deepspeed, torch
+routed = torch.nn.Sequential()
+routed.add_module("router", torch.nn.Linear(4, 4))
+micro = {"train_micro_batch_size_per_gpu": 2}
+for config, model in (("ds.json", routed), (micro, torch.nn.Linear(4, 4)), (micro, routed)):
+    try:
+        deepspeed.initialize(model=model, config=config)
+    except ValueError as error:
+        print(error)
+"""
+    (folder / "train.py").write_text(script)
+    flags = ["--quiet", "--set", "zero_optimization.stage=3", "--pin", "*router.*"]
+    done = zerodrift("run", *flags, "--", PYTHON, "train.py", folder=folder, LOCAL_RANK="0")
+    assert done.returncode == 0, done.stderr
+    contradicted, unmatched = done.stdout.splitlines()
+    assert contradicted.startswith(
+        "`--set zero_optimization.stage=3`: must not contradict the config that the command passes; got "
+        "`zero_optimization.stage: 2` there"
+    )
+    assert unmatched.startswith("`--pin *router.*`: must match")
 
 
 def test_a_program_beside_python_that_is_not_on_the_path_is_named(
@@ -234,15 +199,36 @@ def test_a_signal_is_the_commands(folder: Path) -> None:
 
 
 def test_the_command_deepspeed_is_there_where_deepspeed_is_not(folder: Path) -> None:
-    def run(options: str) -> subprocess.CompletedProcess[str]:
-        return zerodrift("run", "--", "deepspeed", *options.split(), folder=folder, PATH="/usr/bin:/bin")
-
-    done = run("--num_gpus 2 --master_port 29713 train.py --deepspeed --deepspeed_config ds.json")
+    """Train with pins and keys of the command line, by a config that is Hjson and names a class of torch."""
+    pytest.importorskip("hjson")
+    text = json.dumps(CONFIG).replace("AdamW", "Adagrad").replace("{", "{ // so\n", 1)
+    (folder / "ds.json").write_text(text)
+    (folder / "more.yaml").write_text("gradient_clipping: 0.5\n")
+    added = ["--plan", "--pin", "1.*", "--set", "precision.reduce=fp32", "--config", "more.yaml"]
+    command = "deepspeed --num_gpus 2 --master_port 29713 train.py --deepspeed --deepspeed_config ds.json"
+    done = zerodrift("run", *added, "--", *command.split(), folder=folder, PATH="/usr/bin:/bin")
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):  # both may write into one line
         assert f"rank {rank} of 2 at {rank} {rank}" in done.stdout
-    done = run("--num_nodes=2 train.py")
-    assert done.returncode == 2 and "torchrun --nnodes" in done.stderr
+    assert "trained on zerodrift.deepspeed.engine True" in done.stdout, "what is pinned"
+    assert "--pin 1.*" in done.stderr and "--set precision.reduce=fp32" in done.stderr
+    plan, found, done_by_step = done.stdout.partition("precision: backend=native")
+    assert found and 40 <= len(plan.splitlines()) < 200, done.stdout
+    line = done_by_step.splitlines()[0]
+    for column in ("storage", "compute", "grad"):
+        assert f" {column}=bfloat16,float32 " in line, "what the first step did"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [("--num_nodes=2", "torchrun --nnodes"), ("--num_gpus 2 --include localhost:0", "must not come with")],
+)
+def test_the_command_deepspeed_refuses_what_it_cannot_do(
+    options: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        runner.main([*options.split(), "train.py"])
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.skipif(

@@ -15,7 +15,7 @@ from tests.e2e.jobs import TEXT, exported, job, kinds, losses, on_a_rank, traine
 from tests.ranks.harness import run_ranks
 from zerodrift.checkpoint import manifest
 from zerodrift.checkpoint.manifest import File, read_manifest, write_plan
-from zerodrift.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionError, ZerodriftError
+from zerodrift.errors import ConfigError, NonFiniteError, PrecisionError, ZerodriftError
 from zerodrift.plan.table import Plan
 from zerodrift.train.data.conversation import read_conversation
 from zerodrift.train.data.documents import Document
@@ -41,15 +41,6 @@ def test_a_run_leaves_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(out.split("step 1/10")[0].splitlines()) <= 16
     assert "precision: backend=native storage=bfloat16 " in out
     assert "step 10/10  loss " in out and f"report: {folder / 'report.html'}" in out
-
-
-def test_the_other_backend_trains_and_exports_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"backend": "fsdp2", "precision": {"mode": "bf16", "storage": "fp32"}}
-    assert trained(tmp_path, steps=3, config=config) == 0
-    assert list(losses(tmp_path)) == [1, 2, 3]
-    assert exported(tmp_path)
-    assert "precision: backend=fsdp2 storage=float32 gather=- compute=bfloat16 " in capsys.readouterr().out
-    assert kinds(tmp_path, "precision")[0]["cells"]
 
 
 def test_checkpoints_beside_training_are_those_between_steps(tmp_path: Path) -> None:
@@ -87,7 +78,7 @@ def test_a_run_of_the_default_has_the_same_bits_on_any_number_of_ranks(tmp_path:
     data = {"format": "chat", "block": 48, "validation": 0.2}
     ends, seen = set(), set()
     tree = {"reduce": {"order": "tree"}}
-    for number, (ranks, stage, order) in enumerate(((1, 1, {}), (1, 3, {}), (2, 3, {}), (2, 2, tree))):
+    for number, (ranks, stage, order) in enumerate(((1, 1, {}), (2, 3, {}), (2, 2, tree))):
         folder = tmp_path / str(number)
         config = {
             "precision": {"mode": "fp32", **order},
@@ -148,14 +139,6 @@ def test_an_evaluation_is_of_all_that_is_held_out_however_it_is_cut(tmp_path: Pa
     assert [each[1] for each in found] == pytest.approx([loss] * 4, rel=1e-5)
 
 
-def test_a_folder_of_another_job_is_not_gone_on_with(tmp_path: Path) -> None:
-    trained(tmp_path, steps=1)
-    with pytest.raises(CheckpointError, match="must be `auto` for a folder with checkpoints; got never"):
-        trained(tmp_path, steps=2, data={"block": 8}, run={"resume": "never"})
-    other = {"resume": "never", "folder": str(tmp_path / "other")}
-    assert trained(tmp_path, steps=2, data={"block": 8}, run=other) == 0
-
-
 # --- what is refused before the first step --------------------------------------------------------------
 
 
@@ -188,10 +171,7 @@ REFUSED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("run.evaluate_blocks=5",): ("run.evaluate_blocks`: must go with data to validate on; got 5",),
     ("run.export_best=true",): ("must go with data to validate on",),
     ("run.profile={from: 5, steps: 3}",): ("`run.profile`: must lie within the 6 steps", "got steps 5 to 7"),
-    ("run.profile={from: 0}",): ("`run.profile.from`: must be a whole number above 0",),
     ("run.profile={steps: 2}",): ("`run.profile.from`: must be given",),
-    ("run.profile={from: 1, steps: -1}",): ("`run.profile.steps`: must be a whole number above 0",),
-    ("run.profile={form: 1}",): ("`run.profile.form`",),
     ("data.label_smoothing=0.1",): ("`data.label_smoothing`: must be 0 for a model whose loss",),
 }
 
@@ -208,19 +188,16 @@ def test_what_cannot_be_is_refused_at_the_start(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_more_processes_than_any_machine_has_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`--nproc`: must be at most 1,024 processes"):
-        train(str(job(tmp_path)), nproc=10**6)
-
-
 def test_a_config_that_does_not_fit_the_ranks_starts_none(tmp_path: Path) -> None:
-    """It is refused as a dry run refuses it, with its kind."""
-    said = []
+    """It is refused as a dry run refuses it, with its kind; so are more processes than any machine has."""
+    said, path = [], str(job(tmp_path))
     for run in (train, lambda *given: dry_run(*given, False)):
         with pytest.raises(ConfigError, match="train_batch_size") as caught:
-            run(str(job(tmp_path)), ("config.train_batch_size=6",), 2)
+            run(path, ("config.train_batch_size=6",), 2)
         said.append(str(caught.value))
     assert said[0] == said[1] and not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=r"`--nproc`: must be at most 1,024 processes"):
+        train(path, nproc=10**6)
 
 
 def test_a_schedule_of_a_job_by_epochs_has_room_before_its_steps_are_counted(
@@ -282,10 +259,12 @@ def test_a_dtype_that_is_not_the_plans_ends_the_run(backend: str, tmp_path: Path
 def test_a_dtype_wider_than_the_plans_is_said_and_ends_nothing(
     backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Either backend trains, shows what it does, and exports."""
     assert trained(tmp_path, "widened", config={"backend": backend}, steps=2) == 0
-    assert "wider than planned: the model's own code computes in float32 with head.weight" in (
-        capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert f"precision: backend={backend} storage=" in out and kinds(tmp_path, "precision")[0]["cells"]
+    assert list(losses(tmp_path)) == [1, 2] and exported(tmp_path)
+    assert "wider than planned: the model's own code computes in float32 with head.weight" in out
     report = (tmp_path / "run" / "report.html").read_text()
     assert "wider" in report and "DIFFERENT" not in report
     notes = Plan.from_json(json.loads((tmp_path / "run" / "plan.json").read_text())).notes
@@ -299,24 +278,3 @@ def test_no_memory_says_what_was_expected_and_what_helps(tmp_path: Path) -> None
     text = str(caught.value)
     assert "`memory`: must hold the plan's " in text and " KiB per rank" in text
     assert "`config.train_micro_batch_size_per_gpu` below 4" in text
-
-
-# --- sampling -------------------------------------------------------------------------------------------
-
-
-def test_a_sample_comes_from_the_export_or_the_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from zerodrift.cli import app
-
-    command = ["sample", str(tmp_path / "run"), "--prompt", "It is", "--tokens", "12", "--temperature", "0"]
-    config = {"precision": {"mode": "fp32"}}  # a bf16 export may turn a tie
-    texts = []
-    for export in (False, True):
-        trained(tmp_path, steps=40, run={"export": export}, config=config)
-        assert (tmp_path / "run" / "export").exists() == export
-        capsys.readouterr()
-        app(command, standalone_mode=False)
-        texts.append(capsys.readouterr().out)
-    assert texts[0].startswith("It is") and len(texts[0]) > 8
-    assert texts[0] == texts[1]

@@ -13,10 +13,11 @@ import pytest
 
 from tests.commands import Command
 from tests.e2e.jobs import QUICKLY, ROOT, job, losses, on_a_rank, start
+from tests.e2e.launching import torchrun
 from tests.ranks.harness import run_ranks
 from zerodrift.train.loop.launcher import signal_name
 
-STEPS = 20
+STEPS = 16
 
 Process = Command | subprocess.Popen[str]
 
@@ -64,7 +65,7 @@ def finished(process: Process) -> tuple[int, str, str]:
 
 def on_two_ranks(folder: Path, steps: int) -> dict[int, float]:
     """Return the losses of an undisturbed run."""
-    run_ranks(on_a_rank, 2, str(job(folder, "slow", steps)), QUICKLY[1:])
+    run_ranks(on_a_rank, 2, str(job(folder, "not_slow", steps)), QUICKLY[1:])
     found = losses(folder)
     assert list(found) == list(range(1, steps + 1))
     return found
@@ -92,7 +93,7 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on(
     done = max(losses(tmp_path))
     assert err == "" and out.count("zerodrift train ") == 1, "one rank speaks"
     assert "finishing this step, then saving" in out and out.count("again: stop at once") == 1
-    assert 2 <= done < STEPS - 5
+    assert 2 <= done < STEPS
     assert f"{signal_name(number.name)}: step {done} is finished and saved" in out
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
@@ -133,26 +134,19 @@ def test_a_refusal_in_the_ranks_is_told_once(tmp_path: Path) -> None:
     assert err.count("`tests.e2e.small_models` must have `no_such_model`") == 1 and "Traceback" not in err
 
 
-def test_a_defect_in_the_ranks_is_told_once_with_its_traceback(tmp_path: Path) -> None:
-    process = start("train", str(job(tmp_path, "broken", steps=3)), "--nproc", "2", *QUICKLY)
-    code, out, err = finished(process)
-    assert code == 1, out + err
-    assert err.count("KeyError: 'broken on purpose'") == 1 and "rank 1 of 2" in err
-
-
-def test_a_start_imports_what_it_uses(tmp_path: Path) -> None:
+def test_a_start_imports_what_it_uses_and_a_defect_is_told_once_with_its_traceback(tmp_path: Path) -> None:
     """The launcher imports no torch, and a rank imports no compiler and no library of models."""
     code = (
         "import sys\n"
         "from zerodrift.train.loop.start import train\n"
-        "import zerodrift.train.loop.launcher\n"
+        f"code = train({str(job(tmp_path, 'broken', steps=3))!r}, {QUICKLY[1:]!r}, nproc=2)\n"
         "assert 'torch' not in sys.modules\n"
-        f"assert train({str(job(tmp_path, steps=1))!r}, {QUICKLY[1:]!r}, nproc=1) == 0\n"
-        "heavy = {'torch._dynamo', 'torch.distributed.pipelining', 'transformers'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "sys.exit(code)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("KeyError: 'broken on purpose, with nothing heavy'") == 1, done.stderr
+    assert "rank 1 of 2" in done.stderr
 
 
 @pytest.mark.slow
@@ -173,3 +167,26 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+LEAVING = """
+import torch
+import torch.distributed as dist
+
+from zerodrift.comm.mesh import start
+from zerodrift.mesh import MeshShape
+
+mesh = start(lambda world: MeshShape(shard=world), device="cpu")
+share, whole = torch.ones(2000), torch.empty(4000)
+for _ in range(50):
+    dist.all_gather_into_tensor(whole, share, group=mesh.group("shard"), async_op=True).wait()
+"""
+"""A script that ends after a collective without `destroy_process_group`."""
+
+
+@pytest.mark.slow
+def test_a_script_that_stops_nothing_ends_well(tmp_path: Path) -> None:
+    """Each start may fail by itself: one in five aborted. Slow because it starts twelve times."""
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    for _ in range(12):
+        torchrun(tmp_path / "leaving.py", [], tmp_path)

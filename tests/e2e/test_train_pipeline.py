@@ -61,13 +61,11 @@ def run(file: str, overrides: Sequence[str] = ()) -> str:
 CHAT = [{"prompt": "what decides?", "completion": "the plan" * (1 + number % 5)} for number in range(64)]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("text", marks=pytest.mark.slow), "chat"])
-def test_the_losses_are_those_without_a_pipeline(tmp_path: Path, kind: str) -> None:
-    rows, block = (CHAT, 48) if kind == "chat" else (None, 16)
-    data = {"format": kind, "block": block, "validation": 0.2}
-    trained(tmp_path / "whole", "plain", 5, rows=rows, config=WHOLE, data=data, run={"export": False})
+def test_the_losses_are_those_without_a_pipeline(tmp_path: Path) -> None:
+    data = {"format": "chat", "block": 48, "validation": 0.2}
+    trained(tmp_path / "whole", "plain", 5, rows=CHAT, config=WHOLE, data=data, run={"export": False})
     expected = losses(tmp_path / "whole")
-    file = staged(tmp_path, steps=5, rows=rows, data=data, run={"evaluate_every": 2})
+    file = staged(tmp_path, steps=5, rows=CHAT, data=data, run={"evaluate_every": 2})
     assert run_ranks(run, 2, str(file)) == ["", ""]
     assert losses(tmp_path) == expected, "bit for bit, weights of uneven micro-batches among them"
     seen, known = kinds(tmp_path, "evaluation"), kinds(tmp_path / "whole", "evaluation")
@@ -162,9 +160,8 @@ WRONG = {
 }
 
 
-def test_what_is_wrong_is_told(tmp_path: Path) -> None:
-    file = str(staged(tmp_path, steps=1))
-    for override, message in WRONG.items():
-        more = ["config.pipeline.schedule=zbv"] if "compile" in override else []
-        for said in run_ranks(run, 2, file, [override, *more]):
-            assert message in said, (override, said)
+@pytest.mark.parametrize("override", WRONG)
+def test_what_is_wrong_is_told(override: str, tmp_path: Path) -> None:
+    more = ["config.pipeline.schedule=zbv"] if "compile" in override else []
+    for said in run_ranks(run, 2, str(staged(tmp_path, steps=1)), [override, *more]):
+        assert WRONG[override] in said

@@ -1,12 +1,7 @@
-"""The engine for verl, driven through verl's own registry, config classes, batches and loss, on two ranks."""
+"""Refusals and configs of the engine for verl, from verl's own config classes."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,44 +10,7 @@ import torch
 
 pytest.importorskip("verl", reason="verl is not installed")
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).with_name("verl_loop.py")
 pytestmark = pytest.mark.slow
-
-
-def run(folder: Path, stage: int, dtype: str) -> dict[str, Any]:
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, str(SCRIPT), str(folder), str(stage), dtype],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        cwd=folder, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    found: dict[str, Any] = json.loads((folder / "told.json").read_text())
-    return found
-
-
-@pytest.mark.parametrize(("stage", "dtype", "near"), [(3, "float32", 1e-6), (1, "bfloat16", 5e-3)])
-def test_it_trains_as_torch_does(stage: int, dtype: str, near: float, tmp_path: Path) -> None:
-    found = run(tmp_path, stage, dtype)
-    assert [step["loss"] for step in found["steps"]] == pytest.approx(found["plain"], rel=near)
-    assert all(step["rate"] == 1e-3 and 0 < step["norm"] < 10 for step in found["steps"])
-    assert found["outputs"] == ["log_probs"] and found["names"]
-    kinds = {name: kind.removeprefix("torch.") for name, kind in found["dtypes"].items()}
-    assert {kind for name, kind in kinds.items() if "norm" in name} == {"float32"}, "they are pinned"
-    assert {kind for name, kind in kinds.items() if "norm" not in name} == {dtype}
-    assert found["exported"], "a saved model and a sampler have the same bits"
-    for straight, resumed in zip(found["straight"], found["resumed"], strict=True):
-        assert resumed == pytest.approx(straight, rel=1e-6)
-    if stage == 3:
-        assert found["twice"][1] == pytest.approx(2 * found["twice"][0], rel=1e-6)
-    else:
-        assert "must be followed by `optimizer_step`" in found["twice"]
-    assert found["lora"][0] == pytest.approx(found["plain"][0], rel=near)
-    assert found["beneath"][0].endswith("q_proj.base_layer.weight") and found["rank"] == 4
-    assert found["values"] == found["tokens"]
-    assert all(".lora_" in name and "default" not in name for name in found["parts"])
 
 
 def test_a_sampler_that_casts_is_found() -> None:
@@ -67,50 +25,46 @@ def test_a_sampler_that_casts_is_found() -> None:
         require_same(sent, digests_of(weights.items()))
 
 
+MODEL: dict[str, Any] = {
+    "enable_activation_offload": False,
+    "use_fused_kernels": False,
+    "tiled_mlp": {},
+    "lora": {},
+    "lora_rank": 0,
+    "lora_adapter_path": None,
+    "model_type": "language_model",
+}
+"""Keys of verl's config of a model that are obeyed."""
+
+
 def test_what_it_cannot_do_is_said_at_once() -> None:
-    from verl.workers.config import EngineConfig
+    """For each block of verl's config; what verl's defaults say is taken."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import EngineConfig, FSDPOptimizerConfig, MtpConfig, OptimizerConfig
 
     from zerodrift.errors import ConfigError
     from zerodrift.verl import ZeroDriftEngineConfig, require_supported
 
-    assert issubclass(ZeroDriftEngineConfig, EngineConfig)
+    def model(**changes: Any) -> SimpleNamespace:
+        return SimpleNamespace(**{**MODEL, "mtp": MtpConfig(), **changes})
+
+    engine = ZeroDriftEngineConfig()
+    assert isinstance(engine, EngineConfig)
+    require_supported(engine, model(), FSDPOptimizerConfig(), CheckpointConfig())
+    asked = {"use_fused_kernels": True, "tiled_mlp": {"enabled": True}, "lora": {"rank": 8, "merge": True}}
+    checkpoint = CheckpointConfig(save_contents=["weights"], load_contents=["extra"], async_save=True)
     config = ZeroDriftEngineConfig(param_offload=True, ulysses_sequence_parallel_size=2, dtype="int8")
     with pytest.raises(ConfigError) as raised:
         require_supported(config)
-    for name in ("engine.param_offload", "engine.ulysses_sequence_parallel_size", "engine.dtype"):
-        assert name in str(raised.value)
-
-
-def test_what_the_other_blocks_ask_for_is_refused_too() -> None:
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPOptimizerConfig, MtpConfig, OptimizerConfig
-
-    from zerodrift.errors import ConfigError
-    from zerodrift.verl import ZeroDriftEngineConfig, require_supported
-
-    plain: dict[str, Any] = {
-        "enable_activation_offload": False,
-        "use_fused_kernels": False,
-        "tiled_mlp": {},
-        "mtp": MtpConfig(),
-        "lora": {},
-        "lora_rank": 0,
-        "lora_adapter_path": None,
-        "model_type": "language_model",
-    }
-    engine = ZeroDriftEngineConfig()
-    require_supported(engine, SimpleNamespace(**plain), FSDPOptimizerConfig(), CheckpointConfig())
-    asked = {"use_fused_kernels": True, "tiled_mlp": {"enabled": True}, "lora": {"rank": 8, "merge": True}}
-    asked |= {"lora_adapter_path": "adapter"}
-    checkpoint = CheckpointConfig(save_contents=["weights"], load_contents=["extra"], async_save=True)
+    own = ("engine.param_offload", "engine.ulysses_sequence_parallel_size", "engine.dtype")
+    assert all(name in str(raised.value) for name in own)
     with pytest.raises(ConfigError) as raised:
-        require_supported(engine, SimpleNamespace(**plain | asked), OptimizerConfig(), checkpoint)
-    named = ("use_fused_kernels", "tiled_mlp", "lora.rank", "lora.merge", "lora_rank", "`optim`")
-    for name in (*named, "save_contents", "load_contents", "async_save"):
+        require_supported(engine, model(**asked, lora_adapter_path="adapter"), OptimizerConfig(), checkpoint)
+    for name in (*("use_fused_kernels", "tiled_mlp", "lora.rank", "lora.merge", "lora_rank", "`optim`"),
+                 *("save_contents", "load_contents", "async_save")):  # fmt: skip
         assert name in str(raised.value)
-    critic = plain | {"model_type": "value_model", "lora_rank": 8}
     with pytest.raises(ConfigError, match="Train all of a critic"):
-        require_supported(engine, SimpleNamespace(**critic))
+        require_supported(engine, model(model_type="value_model", lora_rank=8))
 
 
 def test_auto_in_a_config_is_what_verl_says() -> None:
@@ -125,12 +79,8 @@ def test_auto_in_a_config_is_what_verl_says() -> None:
         assert not found.keys() & batches.keys() and found["gradient_clipping"] == 0.5
         assert found["bf16"] == {"enabled": mode is None} and found["precision"].get("mode") == mode
         assert found["precision"]["rules"] == [{"match": "*.gate", "pin": "fp32"}]
-    said = {
-        "train_batch_size": 8,
-        "pipeline": {"stages": 2},
-        "optimizer": {"type": "AdamW"},
-        "gradient_clipping": 1,
-    }
+    said = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "gradient_clipping": 1}
+    said |= {"pipeline": {"stages": 2}}
     with pytest.raises(ConfigError) as raised:
         written(ZeroDriftEngineConfig(config=said), 0.5)
     assert all(name in str(raised.value) for name in said)
@@ -143,19 +93,12 @@ def test_hydra_knows_it_by_name() -> None:
     from zerodrift.verl import ZeroDriftEngineConfig
 
     keys = "{zero_optimization: {stage: 3}}"
+    actor = "actor_rollout_ref.actor.fsdp_config"
     with initialize_config_module("verl.trainer.config", version_base=None):
-        sft = compose(
-            "sft_trainer_engine", ["engine=zerodrift", f"engine.config={keys}", "engine.pins=['*']"]
-        )
-        actor = "actor_rollout_ref.actor"
-        ppo = compose(
-            "ppo_trainer",
-            [
-                "model_engine=zerodrift",
-                f"{actor}.fsdp_config.config={keys}",
-                f"{actor}.fsdp_config.dtype=float32",
-            ],
-        )
+        own = ["engine=zerodrift", f"engine.config={keys}", "engine.pins=['*']"]
+        sft = compose("sft_trainer_engine", own)
+        own = ["model_engine=zerodrift", f"{actor}.config={keys}", f"{actor}.dtype=float32"]
+        ppo = compose("ppo_trainer", own)
     engine = omega_conf_to_dataclass(sft.engine)
     assert isinstance(engine, ZeroDriftEngineConfig) and engine.pins == ["*"]
     assert engine.config == {"zero_optimization": {"stage": 3}}

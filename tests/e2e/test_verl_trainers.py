@@ -77,16 +77,8 @@ def run_trainer(data: Path, out: Path, steps: int, *words: str) -> list[dict[str
     ]
     log = out / "log.jsonl"
     external = {"VERL_USE_EXTERNAL_MODULES": "verl_on_cpu", "VERL_ENGINE_DEVICE": "cuda"}
-    run(
-        out,
-        *TORCHRUN,
-        "-m",
-        "verl.trainer.sft_trainer",
-        *said,
-        *words,
-        VERL_FILE_LOGGER_PATH=str(log),
-        **external,
-    )
+    command = (*TORCHRUN, "-m", "verl.trainer.sft_trainer", *said, *words)
+    run(out, *command, VERL_FILE_LOGGER_PATH=str(log), **external)
     told = [json.loads(line)["data"] for line in log.read_text().splitlines()]
     names = ("train/loss", "train/grad_norm", "train/lr", "val/loss")
     return [{name: one[name] for name in names if name in one} for one in told]
@@ -135,6 +127,12 @@ def test_sft_is_that_of_fsdp2_packed_and_padded(results: dict[str, Any]) -> None
             assert mine == pytest.approx(other, rel=NEAR), how
 
 
+def test_a_batch_passed_twice_is_added_at_stage_3_and_refused_at_stage_1(results: dict[str, Any]) -> None:
+    once, added, _, said = results["twice"]
+    assert added == pytest.approx(2 * once, rel=NEAR)
+    assert "must be followed by `optimizer_step`" in said
+
+
 def test_a_policy_is_that_of_fsdp2(results: dict[str, Any]) -> None:
     ours, theirs = results["ppo"]["zerodrift"], results["ppo"]["fsdp2"]
     assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=NEAR)
@@ -158,6 +156,7 @@ def test_an_adapter_trains_and_is_switched_off(results: dict[str, Any]) -> None:
     found = results["adapter"]
     assert found["losses"] == sorted(found["losses"], reverse=True) and found["rank"] == 4
     assert found["without"] and not found["with"]
+    assert any(name.endswith("q_proj.base_layer.weight") for name in found["beneath"])
     assert len(found["names"]) == 8 and not any("default" in name for name in found["names"])
 
 
@@ -177,6 +176,7 @@ def test_the_worker_of_actor_and_reference(results: dict[str, Any]) -> None:
 
 def test_checkpoints_hold_what_is_asked_for(results: dict[str, Any]) -> None:
     found = results["places"]
+    assert found["exported"], "a saved model and a sampler have the same bits"
     assert found["resumed"] == pytest.approx(found["straight"], rel=NEAR)
     assert found["kept"] == ["global_step_2", "global_step_3"]
     assert found["alone"] == ["huggingface"] and "model.safetensors" in found["files"]

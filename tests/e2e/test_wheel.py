@@ -49,14 +49,11 @@ def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     copy, folder = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("wheel")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in listed.stdout.split("\0"):
-        if name.startswith(("src/", "docs/", "examples/")) or name in (
-            "pyproject.toml",
-            "setup.py",
-            "README.md",
+        if name.startswith(
+            ("src/", "docs/", "examples/", "pyproject.toml", "setup.py", "README.md", "LICENSE")
         ):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
-    shutil.copy(ROOT / "LICENSE", copy)
     command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copy)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     assert "Warning" not in done.stdout + done.stderr

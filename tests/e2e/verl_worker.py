@@ -25,6 +25,7 @@ import torch
 from hydra import compose, initialize_config_module
 from peft import PeftModel
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tensordict.tensorclass import NonTensorData
 from transformers import (
     LlamaConfig,
@@ -202,6 +203,25 @@ def sft(folder: Path, rank: int) -> Any:
     return both(train)
 
 
+@case
+def twice(folder: Path, rank: int) -> Any:
+    """Return the norms of a batch, and of the same one passed twice in a step; at stage 1 the error."""
+    found: list[Any] = []
+    for stage in (3, 1):
+        config = {"zero_optimization": {"stage": stage}}
+        made = worker(folder / "model", config=config, optim={"lr": 0.0}, loss=SFT)
+        try:
+            with made.engine.train_mode():
+                for calls in (1, 2):
+                    for _ in range(calls):
+                        made.engine.forward_backward_batch(chats(9, rank), SFT)
+                    found.append(made.engine.optimizer_step())
+        except ZerodriftError as error:
+            found.append(str(error))
+        end(made)
+    return found
+
+
 def policy() -> Any:
     config = ActorConfig(
         strategy="zerodrift",
@@ -296,12 +316,15 @@ def adapter(folder: Path, rank: int) -> Any:
     again = metrics(made.train_batch(data.copy()))
     parts, settings = made.engine.get_per_tensor_param(base_sync_done=True)
     names = sorted(name for name, _ in parts)
+    whole, _ = made.engine.get_per_tensor_param()
+    beneath = sorted(name for name, _ in whole if "base_layer" in name)
     end(made)
     return {
         "losses": [step["loss"] for step in (*steps, again)],
         "without": torch.equal(without["log_probs"].values(), first["log_probs"].values()),
         "with": torch.equal(after["log_probs"].values(), first["log_probs"].values()),
         "names": names,
+        "beneath": beneath,
         "rank": settings["r"],
     }
 
@@ -411,6 +434,9 @@ def places(folder: Path, rank: int) -> Any:
     made.train_batch(chats(1, rank))
     for number in (1, 2, 3):
         made.save_checkpoint(str(folder / f"saved/global_step_{number}"), None, number, 2)
+    held = dict(made.engine.get_per_tensor_param()[0])
+    exported = load_file(folder / "saved/global_step_3/huggingface/model.safetensors")
+    same = {name: torch.equal(exported[name], value) for name, value in held.items()}
     straight = metrics(made.train_batch(chats(2, rank)))
     end(made)
     again = worker(folder / "model", config={"zero_optimization": {"stage": 1}}, loss=SFT)
@@ -432,6 +458,7 @@ def places(folder: Path, rank: int) -> Any:
     for one in (again, alone, parts):
         end(one)
     return {
+        "exported": exported.keys() == held.keys() and all(same.values()),
         "straight": straight,
         "resumed": resumed,
         "kept": sorted(path.name for path in (folder / "saved").iterdir()),

@@ -2,19 +2,15 @@
 
 A plant is a function that changes the sampler: the tensors of its folder, its table of dtypes, and its
 module. Its log-probabilities are computed here by torch alone, from the folder's tensors, and handed to
-`drift` as recorded ones: nothing of zerodrift is in them. To plant another one, write a function and give it
-a line in `PLANTS`.
-
-    python -m tests.models.planted_sides        prints one table: all plants in all architectures
+`drift` as recorded ones: nothing of zerodrift is in them. To plant another one, give it a line in `SENT`, or
+write a function and name it in `PLANTS`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import sys
-import tempfile
-import time
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -346,20 +342,6 @@ def compute_in_fp16(side: PlantedSide) -> None:
     side.table, side.first = {"compute": "fp16"}, ("compute",)
 
 
-def stale(side: PlantedSide) -> None:
-    name = _matrix(side)
-    side.tensors[name] += 1e-3 * torch.randn_like(side.tensors[name])
-    side.first = (name,)
-
-
-def stale_in_bf16(side: PlantedSide) -> None:
-    side.in_bf16()
-    name = _matrix(side)
-    values = dict(side.model.named_parameters())[name].detach()
-    side.tensors[name] = (values + 3e-3 * torch.randn_like(values)).bfloat16()
-    side.first = (name,)
-
-
 def swapped(side: PlantedSide) -> None:
     name = _matrix(side, "layers.0.")
     other = name.replace("layers.0.", "layers.1.")
@@ -408,85 +390,6 @@ def expert_dropped(side: PlantedSide) -> None:
     tensor = side.tensors[name]
     (tensor[1] if tensor.dim() == 3 else tensor).zero_()
     side.first = (name,)
-
-
-def overflows(side: PlantedSide) -> None:
-    name = _matrix(side)
-    with torch.no_grad():
-        dict(side.model.named_parameters())[name].view(-1)[5] = 1e5
-    for each in side.tensors:
-        held = side.model.state_dict()[each]
-        side.tensors[each] = held.half() if held.is_floating_point() else held.clone()
-    side.first = (name,)
-
-
-def saturated(side: PlantedSide) -> None:
-    overflows(side)
-    name = side.first[0]
-    side.tensors[name] = side.model.state_dict()[name].clamp(-65504, 65504).half()
-
-
-def rounded_twice(side: PlantedSide) -> None:
-    side.in_bf16()
-    name = _matrix(side)
-    side.tensors[name] = dict(side.model.named_parameters())[name].detach().half().bfloat16()
-    side.first = (name,)
-
-
-def stochastic(side: PlantedSide) -> None:
-    side.in_bf16()
-    name = _matrix(side)
-    exact = dict(side.model.named_parameters())[name].detach()
-    noise = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32)
-    side.tensors[name] = ((exact.view(torch.int32) + noise) & -65536).view(FP32).bfloat16()
-    side.first = (name,)
-
-
-def cut_off(side: PlantedSide) -> None:
-    side.in_bf16()
-    name = _matrix(side)
-    exact = dict(side.model.named_parameters())[name].detach()
-    side.tensors[name] = (exact.view(torch.int32) & -65536).view(FP32).bfloat16()
-    side.first = (name,)
-
-
-def narrow_on_the_way(side: PlantedSide) -> None:
-    name = _matrix(side)
-    side.tensors[name] = side.tensors[name].bfloat16().float()
-    side.first = (name,)
-
-
-def subnormals_lost(side: PlantedSide) -> None:
-    name = _matrix(side)
-    with torch.no_grad():
-        dict(side.model.named_parameters())[name].mul_(1e-3)
-    made = dict(side.model.named_parameters())[name].detach().half()
-    side.tensors[name] = torch.where(made.abs() < torch.finfo(FP16).tiny, 0, made)
-    side.first = (name,)
-
-
-def forgotten_factor(side: PlantedSide) -> None:
-    name = _matrix(side)
-    side.tensors[name] = side.tensors[name] * 0.7071
-    side.first = (name,)
-
-
-def int8_scaled(side: PlantedSide) -> None:
-    name = _matrix(side)
-    tensor = side.tensors[name]
-    scale = tensor.abs().amax(-1, keepdim=True) / 127
-    side.tensors[name] = (tensor / scale).round().to(torch.int8)
-    side.tensors[f"{name}_scale"] = scale
-    side.first = (f"{_role(name)} weights",)
-
-
-def fp8_scaled(side: PlantedSide) -> None:
-    name = _matrix(side)
-    tensor = side.tensors[name]
-    scale = (tensor.abs().max() / 448).reshape(1)
-    side.tensors[name] = (tensor / scale).to(torch.float8_e4m3fn)
-    side.tensors[f"{name}_scale"] = scale
-    side.first = (f"{_role(name)} weights",)
 
 
 def buffers_rounded(side: PlantedSide) -> None:
@@ -538,14 +441,74 @@ def missing(side: PlantedSide) -> None:
     side.first, side.explained = (name,), False
 
 
-PLANTS: tuple[Callable[[PlantedSide], None], ...] = (
-    *(head_in_bf16, head_in_fp32, router_rounded, router_in_bf16, norms_rounded, embedding_rounded),
-    *(kv_in_fp8, kv_in_bf16, attention_in_bf16, mlp_in_fp16, compute_in_fp16, stale, stale_in_bf16),
-    *(swapped, transposed, untied, expert_bias_rounded, experts_permuted, expert_dropped, overflows),
-    *(saturated, rounded_twice, stochastic, cut_off, narrow_on_the_way, subnormals_lost, forgotten_factor),
-    *(int8_scaled, fp8_scaled, buffers_rounded, buffer_sent_rounded, rotary_in_bf16, softmax_in_bf16),
-    *(logits_in_bf16, logprobs_in_bf16, missing),
-)
+def rounded_at_random(values: Tensor) -> Tensor:
+    """Round at random, as a stochastic export does."""
+    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32)
+    return ((values.view(torch.int32) + noise) & -65536).view(FP32).bfloat16()
+
+
+def without_subnormals(values: Tensor) -> Tensor:
+    half = values.half()
+    return torch.where(half.abs() < torch.finfo(FP16).tiny, 0, half)
+
+
+SENT: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
+    "stale": (FP32, lambda t: t + 1e-3 * torch.randn_like(t)),
+    "stale_in_bf16": (BF16, lambda t: (t + 3e-3 * torch.randn_like(t)).bfloat16()),
+    "rounded_twice": (BF16, lambda t: t.half().bfloat16()),
+    "stochastic": (BF16, rounded_at_random),
+    "cut_off": (BF16, lambda t: (t.view(torch.int32) & -65536).view(FP32).bfloat16()),
+    "narrow_on_the_way": (FP32, lambda t: t.bfloat16().float()),
+    "forgotten_factor": (FP32, lambda t: t * 0.7071),
+    "subnormals_lost": (FP32, without_subnormals),
+    "overflows": (FP32, Tensor.half),
+    "saturated": (FP32, lambda t: t.clamp(-65504, 65504).half()),
+}
+"""A plant in one matrix: the trainer's dtype, and what becomes of the trained values on the way."""
+
+
+def one_matrix(side: PlantedSide, name: str) -> None:
+    dtype, change = SENT[name]
+    if dtype is BF16:
+        side.in_bf16()
+    matrix = _matrix(side)
+    trained = dict(side.model.named_parameters())[matrix].detach()
+    if name == "subnormals_lost":
+        trained.mul_(1e-3)
+    elif name in ("overflows", "saturated"):  # everything is sent in fp16
+        trained.view(-1)[5] = 1e5
+        for each, held in side.model.state_dict().items():
+            if each in side.tensors:
+                side.tensors[each] = held.half() if held.is_floating_point() else held.clone()
+    side.tensors[matrix] = change(trained)
+    side.first = (matrix,)
+
+
+def scaled(side: PlantedSide, dtype: torch.dtype, largest: float, dims: int | None) -> None:
+    """Send one matrix in codes of a narrow dtype with scales of its rows, or with one for all."""
+    name = _matrix(side)
+    tensor = side.tensors[name]
+    top = tensor.abs().max().reshape(1) if dims is None else tensor.abs().amax(dims, keepdim=True)
+    scale = top / largest
+    codes = tensor / scale
+    side.tensors[name] = (codes if dtype.is_floating_point else codes.round()).to(dtype)
+    side.tensors[f"{name}_scale"] = scale
+    side.first = (f"{'attention' if 'attn' in name else 'mlp'} weights",)
+
+
+Plant = Callable[[PlantedSide], None]
+PLANTS: dict[str, Plant] = {
+    plant.__name__: plant
+    for plant in (
+        *(head_in_bf16, head_in_fp32, router_rounded, router_in_bf16, norms_rounded, embedding_rounded),
+        *(kv_in_fp8, kv_in_bf16, attention_in_bf16, mlp_in_fp16, compute_in_fp16, swapped, transposed),
+        *(untied, expert_bias_rounded, experts_permuted, expert_dropped, buffers_rounded),
+        *(buffer_sent_rounded, rotary_in_bf16, softmax_in_bf16, logits_in_bf16, logprobs_in_bf16, missing),
+    )
+}
+PLANTS |= {name: functools.partial(one_matrix, name=name) for name in SENT}
+PLANTS["int8_scaled"] = functools.partial(scaled, dtype=torch.int8, largest=127, dims=-1)
+PLANTS["fp8_scaled"] = functools.partial(scaled, dtype=torch.float8_e4m3fn, largest=448, dims=None)
 
 
 def _head(side: PlantedSide) -> str:
@@ -578,10 +541,6 @@ def _matrix(side: PlantedSide, part: str = "") -> str:
             if word in name and part in name and tensor.dim() == 2 and "weight" in name:
                 return name
     raise LookupError("no matrix")
-
-
-def _role(name: str) -> str:
-    return "attention" if "attn" in name else "mlp"
 
 
 def _kv(side: PlantedSide, dtype: torch.dtype) -> None:
@@ -679,7 +638,6 @@ class PlantFound:
     wanted: tuple[str, ...]
     explained: bool
     found: SideComparison
-    seconds: float
 
     @property
     def is_first(self) -> bool:
@@ -696,12 +654,12 @@ def token_ids() -> Tensor:
     return torch.randint(3, VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
 
 
-def planted(plant: Callable[[PlantedSide], None], architecture: str, folder: Path) -> PlantFound | None:
+def planted(plant: str, architecture: str, folder: Path) -> PlantFound | None:
     """Run `drift` on a plant; return None for an architecture that has no place for it."""
     side = PlantedSide(lively(architecture))
     torch.manual_seed(1)
     try:
-        plant(side)
+        PLANTS[plant](side)
     except LookupError:
         return None
     side.decoy()
@@ -709,7 +667,6 @@ def planted(plant: Callable[[PlantedSide], None], architecture: str, folder: Pat
         {name: tensor.contiguous() for name, tensor in side.tensors.items()}, folder / "model.safetensors"
     )
     ids = token_ids()
-    begin = time.monotonic()
     said = None
     if side.explained:
         values = torch.tensor(side.logprobs(folder, ids))
@@ -717,41 +674,4 @@ def planted(plant: Callable[[PlantedSide], None], architecture: str, folder: Pat
     table = sampler(side.table) if side.table else None
     other = SamplerSide(sent=folder, sampler=table, recorded=said)
     found = compare_sides(trainer(side.config, side.model), other, ids.tolist())
-    return PlantFound(
-        plant.__name__, architecture, side.first, said is not None, found, time.monotonic() - begin
-    )
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    results: list[PlantFound] = []
-    print(f"{'plant':20} {'architecture':12} {'first':5} {'rms':>8} {'explained':>9} {'alone':>7}  named")
-    for plant in PLANTS:
-        for architecture in ARCHITECTURES:
-            if len(sys.argv) > 1 and sys.argv[1] not in (plant.__name__, architecture):
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                one = planted(plant, architecture, Path(folder))
-            if one is None:
-                continue
-            results.append(one)
-            found = one.found
-            alone = f"{found.cells[0].explains:7.4f}" if found.cells else "      -"
-            explained = f"{one.share:9.4f}" if one.explained else "        -"
-            first = "yes" if one.is_first else "NO"
-            numbers = f"{found.whole.rms:8.1e} {explained} {alone}"
-            print(f"{one.plant:20} {architecture:12} {first:5} {numbers}  {named_first(found)}", flush=True)
-    kinds = {one.plant for one in results}
-    whole = {one.plant for one in results if one.is_first} - {
-        one.plant for one in results if not one.is_first
-    }
-    enough = [one for one in results if one.explained]
-    print(
-        f"\n{len(kinds)} kinds in {len({one.architecture for one in results})} architectures, {len(results)} "
-        f"pairs: first in {sum(one.is_first for one in results)}; kinds first everywhere: {len(whole)}; at "
-        f"least 90% explained in {sum(one.share >= 0.9 for one in enough)} of {len(enough)}"
-    )
-
-
-if __name__ == "__main__":
-    main()
+    return PlantFound(plant, architecture, side.first, said is not None, found)

@@ -14,8 +14,7 @@ pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 from tests.models.architectures import ARCHITECTURES, labelled, recompute, rules, some, tokens
 from zerodrift.train.tools.sample import cache_name
 
-STEPS, ENOUGH = 4, 20
-"""Steps that are compared, and steps in which a model learns."""
+STEPS = 4
 Case = tuple[int, bool | None]
 """Stage; no activation checkpointing, or its `use_reentrant`."""
 
@@ -78,9 +77,6 @@ def test_stages_and_checkpointing_are_the_same_bits(name: str, mode: str, cases:
     assert same(runs) == [], same(runs)
     (tokens_of_one, loss), *others = looks
     assert all(torch.equal(tokens_of_one, each) and loss == other for each, other in others)
-    engine = make(config(3, mode, precision={"rules": rules(name)}), ARCHITECTURES[name].model())
-    losses = train(engine, ENOUGH).losses
-    assert losses[-1] < losses[0] - 1.0, f"did not learn: {losses}"
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

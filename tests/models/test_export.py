@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 import zerodrift as zd
 from tests.models.architectures import ARCHITECTURES, labelled, rules, since, tokens
 from tests.numerics.runs import make
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.dtypes import DType
 from zerodrift.weights.conversions import saved_form
 
@@ -167,12 +167,10 @@ def test_tied_weights_are_written_once(exported: Made, tmp_path: Path) -> None:
     assert index["weight_map"].keys() < model.state_dict().keys()
 
 
+@on_ranks(2, timeout=120)
 def test_an_export_is_loaded_by_ranks(exported: Made) -> None:
     """The files load through `initialize(weights=...)`, whose reader converts the other way."""
-    run_ranks(load_again, 2, exported[0], timeout=120)
-
-
-def load_again(root: Path) -> None:
+    root = exported[0]
     for name in ARCHITECTURES:
         with zd.empty():
             model = ARCHITECTURES[name].model()

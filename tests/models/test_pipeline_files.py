@@ -131,10 +131,9 @@ def own(schedule: str, model: torch.nn.Module | None = None) -> zd.Engine:
 
 
 def own_trained(folder: Path) -> None:
-    for schedule in ("interleaved", "zbv"):
-        engine = own(schedule)
-        engine.train_batch(data(0, engine.mesh.rank("data")))
-        zd.export(engine, folder / schedule)
+    engine = own("zbv")
+    engine.train_batch(data(0, engine.mesh.rank("data")))
+    zd.export(engine, folder / "zbv")
     engine = own("1f1b")
     zd.load_weights(engine, folder / "zbv", quiet=True)
     zd.export(engine, folder / "again")
@@ -149,7 +148,7 @@ def own_alone(folder: Path) -> None:
 def test_training_and_exporting_is_the_same_bytes_with_buffers_on_their_stages(tmp_path: Path) -> None:
     run_ranks(own_trained, 4, tmp_path)
     run_ranks(own_alone, 2, tmp_path)
-    names = ("alone", "interleaved", "zbv", "again")
+    names = ("alone", "zbv", "again")
     assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in names}) == 1
 
 

@@ -17,7 +17,6 @@ from tests.ranks.harness import on_ranks, run_ranks
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.architectures import (
     ARCHITECTURES,
@@ -25,6 +24,7 @@ from tests.models.architectures import (
     deep,
     exact_gradients,
     labelled,
+    of_type,
     recompute,
     rules,
     tokens,
@@ -84,7 +84,7 @@ def errors(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 FEW: list[tuple[str, str | None]] = [("1f1b", None), ("zbv", "queue"), ("zbv", "autograd")]
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast-bf16"])
+@pytest.mark.parametrize("mode", ["bf16", "autocast-bf16"])
 @on_ranks(2)
 def test_what_goes_from_piece_to_piece_is_what_the_plan_says(mode: str) -> None:
     engine = engine_of("llama", mode, "zbv")
@@ -130,34 +130,6 @@ def test_gradients_are_those_of_one_process_and_of_fp64(
         # and some sums of fp32 cancel.
         allowed = {key: max(1e-6, 1.02 * each + 1e-3 * (mode == "bf16")) for key, each in own.items()}
         assert {key for key, error in against.items() if error > allowed[key]} == set(), way
-
-
-MIXTURE: dict[str, Any] = {
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8,
-    "n_group": 1, "topk_group": 1,
-}  # fmt: skip
-OWN: dict[str, dict[str, Any]] = {
-    "gemma2": {"sliding_window": 4, "head_dim": 8},
-    "gemma3_text": {
-        "sliding_window": 4, "head_dim": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-    },
-    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5},
-    "cohere2": {"sliding_window": 4},
-    "phi": {"partial_rotary_factor": 0.5},
-}  # fmt: skip
-"""Config keys that make the layers of a type differ from each other, or scale their input."""
-
-
-def of_type(kind: str, layers: int = 4, **more: Any) -> nn.Module:
-    torch.manual_seed(0)
-    if kind == "gpt2":
-        small = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 64}
-        sizes = {"vocab_size": SIZES["vocab_size"], **small}
-    else:
-        mixed = MIXTURE if "moe" in kind or kind == "mixtral" else {}
-        sizes = {**SIZES, "num_hidden_layers": layers, **mixed, **OWN.get(kind, {}), **more}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
 
 
 def in_pieces(made: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
@@ -298,21 +270,21 @@ def dropping(kind: str) -> nn.Module:
 
 
 def by_the_tree(kinds: Iterable[str], stages: int) -> list[tuple[Any, ...]]:
-    """Return losses and digests of three steps of each type, with or without a pipeline."""
+    """Return losses and digests of two steps of each type, with or without a pipeline."""
     found = []
     for kind in kinds:
         torch.manual_seed(3)
         written = config(1, "bf16", COUNT, precision={"reduce": {"order": "tree"}})
         engine = pipeline(written, "interleaved", None, dropping(kind), None, stages=stages)
-        losses = [engine.train_batch(micro_batches(0)).losses for _ in range(3)]
+        losses = [engine.train_batch(micro_batches(0)).losses for _ in range(2)]
         found.append((kind, losses, str(engine.digest())))
     return found
 
 
 @pytest.mark.long
 def test_by_the_tree_dropout_is_that_of_the_whole_model() -> None:
-    """gpt2 and phi also drop behind their embeddings, in a forward of every piece."""
-    kinds = [kind for kind in ("gpt2", "phi", "llama") if is_cut(kind)]
+    """gpt2 also drops behind its embeddings, in a forward of every piece."""
+    kinds = [kind for kind in ("gpt2", "llama") if is_cut(kind)]
     (expected,) = run_ranks(by_the_tree, 1, kinds, 1, timeout=120)
-    assert all(len(set(losses)) == 3 for _, losses, _ in expected), "each step draws others"
+    assert all(len(set(losses)) == 2 for _, losses, _ in expected), "each step draws others"
     assert run_ranks(by_the_tree, 2, kinds, 2, timeout=120) == [expected] * 2

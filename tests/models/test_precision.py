@@ -12,56 +12,39 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tests.models.architectures import EXPERTS, SIZES, tokens
+from tests.models.architectures import EXPERTS, of_type, tokens
 from tests.numerics.runs import config, make
 from tests.ranks.harness import on_ranks
 from zerodrift.inspect.check import compare
 from zerodrift.inspect.trace.engine import observe
 from zerodrift.inspect.trace.records import merged
 
-MAMBA: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
-SLIDING, LINEARLY = ["sliding_attention", "full_attention"], ["linear_attention", "full_attention"]
 LINEAR = {f"linear_{name}": size for name, size in (("num_key_heads", 2), ("num_value_heads", 4))}
 LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 24}
 ATTENTION = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4}
 HEADS = {f"mamba_{name}": 8 for name in ("n_heads", "d_head", "d_state")}
 HEADS |= {"mamba_n_groups": 2, "mamba_chunk_size": 4}
+LINEARLY = ["linear_attention", "full_attention"]
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": ("Gemma3ForCausalLM Gemma3TextConfig", {"head_dim": 8}),
-    "glm4-moe": (
-        "Glm4MoeForCausalLM Glm4MoeConfig",
-        {**EXPERTS, "head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1},
-    ),
-    "qwen3-next": (
-        "Qwen3NextForCausalLM Qwen3NextConfig",
-        {**EXPERTS, **LINEAR, "head_dim": 8, "num_experts": 4, "layer_types": LINEARLY},
-    ),
-    "mamba": ("MambaForCausalLM MambaConfig", {"state_size": 4, "time_step_rank": 4}),
-    "mamba2": (
-        "Mamba2ForCausalLM Mamba2Config",
-        {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
-    ),
-    "jamba": (
-        "JambaForCausalLM JambaConfig",
-        {**ATTENTION, "use_mamba_kernels": False, "num_experts": 4, "num_experts_per_tok": 2},
-    ),
-    "bamba": ("BambaForCausalLM BambaConfig", {**HEADS, "attn_layer_indices": [1]}),
-    "olmo2": ("Olmo2ForCausalLM Olmo2Config", {}),
-    "olmo3": ("Olmo3ForCausalLM Olmo3Config", {"sliding_window": 4, "layer_types": SLIDING}),
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "glm4_moe": {**EXPERTS, "head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1},
+    "qwen3_next": {**EXPERTS, **LINEAR, "head_dim": 8, "num_experts": 4, "layer_types": LINEARLY},
+    "mamba": {"state_size": 4, "time_step_rank": 4},
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
+    "jamba": {**ATTENTION, "use_mamba_kernels": False, "num_experts": 4, "num_experts_per_tok": 2},
+    "bamba": {**HEADS, "attn_layer_indices": [1]},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
 }
-"""Name -> the library's classes, and keys of their config beyond sizes."""
+"""Type -> keys of its config beyond sizes."""
 
 
-def build(name: str) -> nn.Module:
-    classes, more = MODELS[name]
-    model, settings = (getattr(transformers, word) for word in classes.split())
-    torch.manual_seed(0)
-    made: nn.Module = model(settings(**(MAMBA if name.startswith("mamba") else SIZES), **more))
+def build(kind: str) -> nn.Module:
+    made: nn.Module = of_type(kind, 2, **MODELS[kind])
     return made
 
 
@@ -116,7 +99,7 @@ def first_steps(names: Sequence[str], rules: list[dict[str, Any]]) -> dict[str, 
 @pytest.mark.parametrize(
     ("names", "world"),
     [
-        (("gemma3", "qwen3-next", "bamba", "olmo2"), 1),
+        (("gemma3_text", "qwen3_next", "bamba", "olmo2"), 1),
         pytest.param(tuple(MODELS), 2, marks=pytest.mark.slow),
     ],
     ids=["some", "all"],

@@ -53,7 +53,7 @@ class Odd(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{name: architecture.model for name, architecture in ARCHITECTURES.items()},
-    **{name: (lambda name=name: build(name)) for name in ("gemma3", "mamba", "olmo2")},
+    **{name: (lambda name=name: build(name)) for name in ("gemma3_text", "mamba", "olmo2")},
     "odd": Odd,
 }
 PINS: dict[str, list[str]] = {
@@ -94,25 +94,21 @@ def both(
     return found
 
 
-CASES = [("bf16", True), ("autocast-bf16", False)]
+FEW = ["llama", "qwen3-moe", "gemma3_text", "odd"]
 MORE = [("bf16", False), ("autocast-bf16", True), ("fp32", False), ("fp16", True), ("autocast-fp16", True)]
+CASES = [
+    (list(PINS), "bf16", True, "native"),
+    (FEW, "autocast-bf16", False, "native"),
+    *(pytest.param(list(MODELS), *each, "native", marks=pytest.mark.slow) for each in MORE),
+    pytest.param(FEW[:-1], "bf16", True, "fsdp2", marks=pytest.mark.slow),
+]
 
 
 @since("5.20")  # older ones loop over experts by what they were given
-@pytest.mark.parametrize(
-    ("mode", "pinned"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
-)
-def test_every_parameter_computes_in_what_a_real_step_shows(mode: str, pinned: bool) -> None:
-    check(list(MODELS), mode, pinned, "native")
-
-
-@since("5.20")
-@pytest.mark.slow
-def test_the_same_on_the_other_backend() -> None:
-    check(["llama", "qwen3-moe", "gemma3"], "bf16", True, "fsdp2")
-
-
-def check(names: list[str], mode: str, pinned: bool, backend: str) -> None:
+@pytest.mark.parametrize(("names", "mode", "pinned", "backend"), CASES)
+def test_every_parameter_computes_in_what_a_real_step_shows(
+    names: list[str], mode: str, pinned: bool, backend: str
+) -> None:
     (found,) = run_ranks(both, 1, names, mode, pinned, backend, timeout=240.0)
     for name, (observed, told) in found.items():
         assert told == observed, name

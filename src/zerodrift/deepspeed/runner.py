@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.run import main as torchrun
 
 from zerodrift.deepspeed.tools.collectives import PORT, local_rank
 from zerodrift.errors import Problems, UnsupportedError
@@ -62,7 +62,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Start the script, and exit with its code."""
+    """Start the script on all ranks. Raises torchrun's error where one fails."""
     given = parse_args(args)
     try:
         _refuse(given)
@@ -70,23 +70,21 @@ def main(args: Sequence[str] | None = None) -> None:
     except UnsupportedError as error:
         print(f"deepspeed: error: {error}", file=sys.stderr)
         sys.exit(2)
-    environment = dict(os.environ)
-    if devices is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     count = (
         given.num_gpus if given.num_gpus > 0 else len(devices or ()) or torch.accelerator.device_count() or 1
     )
-    code = subprocess.call(command(given, count), env=environment)
-    if code:
-        sys.exit(code if code > 0 else 128 - code)
+    if devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+    torchrun(_arguments(given, count))  # here, since another process would import torch again
 
 
-def command(given: argparse.Namespace, count: int) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}"]
-    torchrun += [f"--master-addr={given.master_addr}", f"--master-port={given.master_port}"]
+def _arguments(given: argparse.Namespace, count: int) -> list[str]:
+    """Return the arguments of torchrun."""
+    ranks = [f"--nproc-per-node={count}"]
+    ranks += [f"--master-addr={given.master_addr}", f"--master-port={given.master_port}"]
     kind = ["--no-python"] if given.no_python else ["-m"] if given.module else []
     start = kind if given.no_local_rank else ["-m", "zerodrift.deepspeed.runner", START_RANK, *kind]
-    return [*torchrun, *start, given.user_script, *given.user_args]
+    return [*ranks, *start, given.user_script, *given.user_args]
 
 
 def _refuse(given: argparse.Namespace) -> None:

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from zerodrift.plan import CastBy
 
@@ -128,6 +127,8 @@ def floating(args: Any, kwargs: Any, also_bytes: bool = False) -> Iterator[torch
 
 def flops_of(operation: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] | None, result: Any) -> int:
     """Count one operation's flops, if torch has a formula for it or for its like."""
+    from torch.utils.flop_counter import flop_registry  # imports Triton, for a tenth of a second
+
     packet = operation._overloadpacket
     if packet is torch.ops.aten._grouped_mm:
         left, right = arguments[0], arguments[1]  # each row meets one of the matrices
