@@ -22,6 +22,12 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(source(path))
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return every node of a source, walked once."""
+    return tuple(ast.walk(tree(path)))
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
@@ -33,7 +39,7 @@ def module_of(path: Path) -> str:
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of every string that stands for itself, fields' docstrings among them."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield node.lineno, text

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.test_model_huggingface import LOADED, folder
 from zerodrift.dtypes import DType
 from zerodrift.files import cache_folder
-from zerodrift.model import huggingface
+from zerodrift.model import describe, huggingface
 from zerodrift.model.huggingface import from_hf
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
 from zerodrift.record import encode
@@ -22,29 +22,27 @@ pytest.importorskip("transformers")
 
 DESCRIBE = """
 import json, sys
-from zerodrift.model import describe, huggingface
+path, *sources = json.loads(sys.stdin.read())
+sys.path[:] = path
+from zerodrift.model import describe
 from zerodrift.record import encode
-if sys.argv[1] == "always":
-    huggingface._is_fresh = lambda: True
-specs = [encode(describe(path)) for path in sys.argv[2:]]
+specs = [encode(describe(each)) for each in sources]
 print(json.dumps([specs, sorted({"torch", "transformers"} & sys.modules.keys())]))
 """
 
 
-@pytest.mark.long  # a process of its own imports `transformers`
-def test_a_model_is_described_again_without_torch(tmp_path: Path) -> None:
+def test_a_model_is_described_again_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     families = [*LOADED, ("gpt2", {}), ("mamba", {}), ("vit", {"architectures": None})]
     paths = [str(folder(tmp_path / str(at), *of[:1], **of[1])) for at, of in enumerate(families)]
     whole = [encode(from_hf(path)) for path in paths]
-
-    def describe(fresh: str) -> list[object]:
-        command = [sys.executable, "-c", DESCRIBE, fresh, *paths]
-        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
-
-    assert describe("always") == [whole, ["torch", "transformers"]]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with monkeypatch.context() as patched:
+        patched.setattr(huggingface, "_is_fresh", lambda: True)
+        assert [encode(describe(path)) for path in paths] == whole
     assert len(list((tmp_path / "cache").glob("zerodrift/models/*.json"))) == len(paths)
-    assert describe("fresh") == [whole, []]
+    command, asked = [sys.executable, "-c", DESCRIBE], json.dumps([sys.path, *paths])
+    done = subprocess.run(command, input=asked, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout) == [whole, []]
 
 
 SPEC = ModelSpec(
@@ -70,13 +68,8 @@ def test_an_entry_holds_until_a_file_behind_it_changes(
     huggingface.write_description(entry, SPEC)
     assert huggingface.read_description(entry) == SPEC
     whole = entry.read_text()
-    for damaged in (
-        whole[:-9],
-        "[]",
-        "{}",
-        whole.replace('"bf16"', '"bf17"'),
-        whole.replace("names", "nomen"),
-    ):
+    changed = (whole.replace('"bf16"', '"bf17"'), whole.replace("names", "nomen"))
+    for damaged in (whole[:-9], "[]", "{}", *changed):
         entry.write_text(damaged)
         assert huggingface.read_description(entry) is None
     entry.write_text(whole)
