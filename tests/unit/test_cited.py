@@ -32,8 +32,8 @@ def texts(*folders: str) -> Iterator[tuple[str, str]]:
 def wrong_verbs(text: str) -> list[str]:
     """Return the verbs and options that the command line does not have."""
     found = []
-    # A string may go on in the next line of a source.
-    for line in re.sub(r'"\s*\n\s*f?"', "", text).splitlines():
+    # A string may go on in the next line of a source, and a command on a page.
+    for line in re.sub(r'"\s*\n\s*f?"|\\\n\s*', "", text).splitlines():
         for verb, rest in VERB.findall(line):
             if verb not in SURFACE:
                 found.append(verb)

@@ -1,22 +1,25 @@
-"""The table of DeepSpeed's keys: complete, in agreement with the schema, and obeyed by `load`."""
+"""Keys: DeepSpeed's are all in the table, which `load` obeys, and all that we use are on a page in its words."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import Field
 
 from tests.unit.tools import load_tool
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.deepspeed import ENTRIES, SECTIONS, Entry
 from zerodrift.config.loader import load
-from zerodrift.config.schema import Config
+from zerodrift.config.schema import Config, Flag, Positive, Reduce, Wire
 from zerodrift.errors import ConfigError
+from zerodrift.policy.decisions import COLUMNS
 
-OURS = load_tool("config_page").OURS
+reference = load_tool("config_page")
 KEYS = Path(__file__).parent / "data" / "deepspeed_keys.txt"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "deepspeed").iterdir())
 
@@ -51,13 +54,6 @@ def test_every_key_of_deepspeed_is_in_the_table_and_known_to_load() -> None:
             assert "must be a key of" not in str(error), key
 
 
-def test_a_key_that_nobody_knows_is_not_found() -> None:
-    for key in ("gradient_cliping", "zero_optimization.overlap_com", "bf16.enable", "nebulous.enabled"):
-        assert deepspeed.find(key) is None
-        with pytest.raises(ConfigError, match="must be a key of"):
-            load(nested(key, True))
-
-
 # --- in agreement with the schema -------------------------------------------------------------------
 
 
@@ -66,7 +62,7 @@ def schema_keys() -> set[str]:
     return {
         f"{key.path}.*" if fields.is_free(key.kind) else key.path
         for key in fields.every_key(Config)
-        if key.path.partition(".")[0] not in OURS and fields.block_of(key.kind) is None
+        if key.path.partition(".")[0] not in reference.OURS and fields.block_of(key.kind) is None
     }
 
 
@@ -129,13 +125,9 @@ def test_one_and_true_are_not_the_same() -> None:
         load({"sparse_gradients": 0})
 
 
-def test_a_refused_block_is_refused_as_a_whole() -> None:
-    zenflow = {"topk_ratio": 0.1, "overlap_step": True}
+def test_a_block_is_refused_as_a_whole_and_must_be_one() -> None:
     with pytest.raises(ConfigError, match=r"^config: `zero_optimization\.zenflow`: must be false: "):
-        load({"zero_optimization": {"zenflow": zenflow}})
-
-
-def test_a_block_that_only_the_table_knows_must_be_a_block() -> None:
+        load({"zero_optimization": {"zenflow": {"topk_ratio": 0.1, "overlap_step": True}}})
     for key in ("aio", "amp", "zero_optimization.offload_param", "activation_checkpointing"):
         with pytest.raises(ConfigError, match="must be a block of keys; got 3"):
             load(nested(key, 3))
@@ -183,3 +175,51 @@ def test_an_example_loads_with_every_key_accounted_for(path: Path) -> None:
     assert [use.path for use in config.keys] == list(leaves(json.loads(path.read_text())))
     assert {use.status for use in config.keys} <= {"used", "ignored"}
     assert "used" in {use.status for use in config.keys}
+
+
+# --- words for types --------------------------------------------------------------------------------
+
+
+def test_the_config_page_shows_every_key_once() -> None:
+    page = reference.render_config()
+    shown = re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)
+    keys = [
+        key.path.rpartition(".")[2]
+        for key in fields.every_key(Config)
+        if not key.path.startswith("precision.rules[].reduce.")
+        and not (key.path.startswith("precision.rules[].") and key.path.rpartition(".")[2] in COLUMNS)
+        and ("." in key.path or not fields.block_of(key.kind))
+    ]
+    assert sorted(shown) == sorted(keys)
+
+
+def test_every_key_has_a_docstring_and_words() -> None:
+    for key in fields.every_key(Config):
+        assert key.doc.endswith("."), key.path
+        assert fields.admits(key.kind), key.path
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Flag | None, "true or false"),
+        (Positive | Literal["auto"] | None, 'a whole number above 0 or "auto"'),
+        (Annotated[int, Field(ge=0, le=3)], "0, 1, 2 or 3"),
+        (Annotated[float, Field(ge=0.5, le=9.0)], "a number from 0.5 to 9.0"),
+        (int, "a whole number"),
+        (
+            Wire | Reduce | None,
+            "fp32, bf16, fp16, fp8, mxfp8, int8, e5m2-128, int4, int4-64-bf16 or a block of keys",
+        ),
+        (tuple[str, ...], "a list of strings"),
+        (dict[str, Any], "a block of arguments"),
+    ],
+)
+def test_the_words_for_a_type(kind: Any, words: str) -> None:
+    assert fields.admits(kind) == words
+
+
+def test_a_type_without_words_is_a_mistake_of_ours() -> None:
+    for kind in (bytes, tuple[bytes, ...]):
+        with pytest.raises(AssertionError, match="no words"):
+            fields.admits(kind)

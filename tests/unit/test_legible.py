@@ -13,15 +13,15 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from tests.unit import models
 from tests.unit.at_random import ODD_NAMES
-from tests.unit.models import moe
 from tests.unit.test_report_page import read
 from zerodrift import Plan, cost, errors, make_plan
 from zerodrift.cli import streams
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.legible import LINE, WORD, legible
-from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec
+from zerodrift.model.spec import BufferSpec, ModelSpec
 from zerodrift.report import plan_html as page
 from zerodrift.report import rows, terminal
 from zerodrift.report.frame import elide
@@ -51,6 +51,9 @@ def is_legible(text: str) -> None:
 def test_a_text_is_one_line_that_nothing_obeys(text: str) -> None:
     told = legible(text)
     is_legible(told)
+    for width in (4, 37, 100):
+        assert cell_len(elide(text, width)) <= width
+        is_legible(elide(text, width))
     assert "\n" not in told and legible(told) == told
     assert max(map(len, told.split())) <= WORD
 
@@ -94,15 +97,8 @@ def test_an_error_tells_fifty_problems_and_counts_the_rest() -> None:
 
 
 def odd_plan() -> Plan:
-    parameters = tuple(
-        ParameterSpec(
-            (name, f"tied.{name}"),
-            (4, 4),
-            DType.FP32,
-            (OwningModule(name, name), OwningModule(f"t.{name}", name)),
-        )
-        for name in dict.fromkeys((*ODD, *(f"blocks.0.{name}.w" for name in ODD)))
-    )
+    names = dict.fromkeys((*ODD, *(f"blocks.0.{name}.w" for name in ODD)))
+    parameters = tuple(models.tied((name, f"tied.{name}"), (4, 4), (name, name)) for name in names)
     buffers = tuple(BufferSpec(name, (4,), DType.FP32) for name in ODD)
     written: dict[str, Any] = {
         "precision": {
@@ -115,33 +111,19 @@ def odd_plan() -> Plan:
     return make_plan(written, ModelSpec("source " + "".join(ODD), parameters, buffers), 2)
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return odd_plan()
-
-
-def test_brackets_are_no_markup(plan: Plan) -> None:
+def test_no_report_of_a_plan_obeys_its_names() -> None:
+    """Brackets are no markup in a terminal, and a page has no element of somebody else's."""
+    plan = odd_plan()
     text = terminal.plan_text(plan, cost(plan), rows.group_rows(plan), color=False)
     assert "[red]a[/red].[bold].weight" in text
-
-
-def test_a_page_holds_no_element_of_somebody_elses(plan: Plan) -> None:
     made = page.plan_page(plan, cost(plan), rows.group_rows(plan))
     is_legible("\n".join(line[:100] for line in made.split("\n")))
     assert "\x1b" not in made and "alert(1)</script>" not in made
     reader = read(made)
-    usual = make_plan({"bf16": {"enabled": True}}, moe(tie=True), 2)
+    usual = make_plan({"bf16": {"enabled": True}}, models.moe(tie=True), 2)
     plain = read(page.plan_page(usual, cost(usual), rows.group_rows(usual)))
     assert not any(name.startswith("on") for name, _ in reader.attributes) and "img" not in reader.tags
     assert {*reader.tags} - {*plain.tags} <= {"wbr", "ul", "li", "b"}
-
-
-@pytest.mark.parametrize("width", [4, 10, 37, 80, 100])
-def test_a_name_is_elided_to_cells(width: int) -> None:
-    for name in ODD:
-        short = elide(name, width)
-        assert cell_len(short) <= width
-        is_legible(short)
 
 
 def test_what_the_command_line_says_beside_the_product(

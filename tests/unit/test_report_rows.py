@@ -13,7 +13,7 @@ from tests.unit import handmade
 from zerodrift.mesh import MeshShape
 from zerodrift.plan.table import Plan
 from zerodrift.policy.decisions import Columns
-from zerodrift.report.rows import Line, Table, group_rows, letter, list_rows, ranges, template
+from zerodrift.report.rows import Line, Table, group_rows, list_rows, ranges, template
 
 BF16, FP32 = handmade.columns(), handmade.pinned()
 
@@ -130,14 +130,7 @@ def test_a_mixture_of_experts_is_a_dozen_lines() -> None:
         (["experts.w1.weight", "experts.w2.weight"], [], ["experts.w1.weight", "experts.w2.weight"]),
         (["layers.0.up.weight"], [], ["layers.0.up.weight"]),
     ],
-    ids=[
-        "layers differ",
-        "a star is every number there",
-        "every second",
-        "no pattern",
-        "digits",
-        "one layer",
-    ],
+    ids=["layers differ", "a star is every number", "every second", "no pattern", "digits", "one layer"],
 )
 def test_names_become_patterns(bf16: list[str], fp32: list[str], shown: list[str]) -> None:
     rows = [handmade.param(name, (4, 4), of) for names, of in ((bf16, BF16), (fp32, FP32)) for name in names]
@@ -162,20 +155,11 @@ def test_a_letter_means_the_same_in_every_view() -> None:
     assert part.lines[0].pattern == plan.rows[gate].name
 
 
-@pytest.mark.parametrize(("number", "text"), [(0, "A"), (25, "Z"), (26, "AA"), (51, "AZ"), (52, "BA")])
-def test_letters(number: int, text: str) -> None:
-    assert letter(number) == text
-
-
 @pytest.mark.long
-def test_tens_of_thousands_of_rows_are_grouped_at_once() -> None:
-    names = (f"layers.{n}.experts.{e}.{w}.weight" for n in range(61) for e in range(256) for w in "abc")
+def test_thousands_of_rows_are_grouped_at_once() -> None:
+    names = (f"layers.{n}.experts.{e}.{w}.weight" for n in range(61) for e in range(64) for w in "abc")
     plan = handmade.plan([handmade.param(name, (8, 8), BF16) for name in names], MeshShape())
-    assert len(plan.rows) > 46_000
-    took = []
-    for _ in range(2):
-        start = time.process_time()
-        table: Table = group_rows(plan)
-        took.append(time.process_time() - start)
-    assert len(table.lines) == 3
-    assert min(took) < 1.5
+    start = time.process_time()
+    table: Table = group_rows(plan)
+    took = time.process_time() - start
+    assert len(table.lines) == 3 and took < 1.0

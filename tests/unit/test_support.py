@@ -1,7 +1,9 @@
-"""The support table is complete, and agrees with `resolve` and `build`."""
+"""The support table is complete, agrees with `resolve` and `build`, and is printed with every reason."""
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,10 @@ from tests.unit.models import at, moe, plan
 from zerodrift import ConfigError
 from zerodrift.policy.decisions import State
 from zerodrift.policy.support import StateCell, StorageCell, SupportCell, narrow_storages, states, table
+from zerodrift.record import encode
+from zerodrift.report.as_json import support_json
+from zerodrift.report.frame import markdown_text
+from zerodrift.report.support import support_markdown
 
 TABLE = table()
 
@@ -118,3 +124,48 @@ def test_a_narrow_storage_travels_as_it_rests() -> None:
     rule = {"match": "lm_head.weight", "storage": "nf4", "gather": "bf16"}
     with pytest.raises(ConfigError, match="`gather` must be the storage format, nf4-64"):
         storages(rules=[rule])
+
+
+# --- printed ------------------------------------------------------------------------------------------
+
+
+PAGE = support_markdown(TABLE, states())
+
+
+@pytest.mark.parametrize("width", [70, 100, 120])
+def test_text_is_plain_and_holds_every_cell_at_any_width(width: int) -> None:
+    lines = markdown_text(PAGE, color=False, width=width).splitlines()
+    assert max(map(len, lines)) <= width and "\x1b" not in "".join(lines)
+    backend, place, found = "", False, []
+    for line in lines:
+        words = line.split()
+        if words[:1] == ["Backend"]:
+            backend, place = words[1].rstrip(","), "with" in words
+        elif words[:1] and words[0] in {cell.mode for cell in TABLE}:
+            statuses = [word for word in words[2:] if word in ("yes", "narrow", "no")]
+            found += [(backend, *words[:2], place, stage, status) for stage, status in enumerate(statuses)]
+    expected = {(c.backend, c.mode, c.accumulate, c.pipeline, c.stage, c.status) for c in TABLE}
+    assert len(found) == len(expected) == len(TABLE) and set(found) == expected
+
+
+def test_markdown_has_every_cell_and_every_reason_lettered() -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in rows} == {7} and len(rows) == 4 * (20 + 2)
+    reasons = {cell.reason for cell in TABLE if cell.reason}
+    assert all(reason in PAGE for reason in reasons)
+    assert len(set(re.findall(r"\b(?:no|narrow) ([a-z]{1,2}) \|", PAGE))) == len(reasons)
+    lines = PAGE.partition("## State\n")[2].partition("## Storage")[0].splitlines()
+    lines = [line for line in lines if line.startswith("- ")]
+    assert [line.split("**")[1] for line in lines] == [str(state) for state in State]
+    assert [float(line.split()[2]) for line in lines] == [4, 2, 2, 1 + 4 / 256]
+    assert all(cell.reason in PAGE for cell in states())
+    assert "with beta2 0.999: no" in lines[1] and "with beta2" not in "".join(lines[2:])
+
+
+def test_json_holds_the_cells() -> None:
+    found = json.loads(support_json(TABLE, states()))
+    excluded = found.pop("excluded")
+    assert len(excluded) == len({(one["by"], one["what"]) for one in excluded}) > 20
+    assert all(f"- **{one['what']}**: {one['reason']}. {one['do']}" in PAGE for one in excluded)
+    cells = {"cells": TABLE, "states": states(), "storages": narrow_storages()}
+    assert found == {name: encode(list(each)) for name, each in cells.items()}

@@ -221,23 +221,6 @@ def test_what_is_wrong_is_one_error_of_ours(message: str) -> None:
     assert caught.value.__context__ is None, "no traceback of pydantic's"
 
 
-def test_every_field_refuses_what_it_cannot_be() -> None:
-    for key in fields.every_key(Config):
-        parent, _, name = key.path.rpartition(".")
-        block = Config
-        for step in filter(None, parent.replace("[]", "").split(".")):
-            kind = fields.fields(block)[step]
-            block = fields.block_of(kind) or fields.block_of(fields.item_of(kind))  # type: ignore[assignment]
-        with pytest.raises(zd.ConfigError, match=rf"`{name}_?`: must be "):
-            block(**{name: object()})
-
-
-def test_an_engine_without_a_config_says_what_to_pass() -> None:
-    nn = pytest.importorskip("torch").nn
-    with pytest.raises(zd.ConfigError, match="`config`: must be given; got none"):
-        zd.initialize(nn.Linear(2, 2))
-
-
 # --- what type checkers know -------------------------------------------------------------------------------
 
 
