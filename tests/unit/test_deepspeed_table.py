@@ -1,4 +1,4 @@
-"""Keys: DeepSpeed's are all in the table, which `load` obeys, and all that we use are on a page in its words."""
+"""Keys: those of DeepSpeed are all in the table, which `load` obeys, and each that we use is on a page."""
 
 from __future__ import annotations
 

@@ -41,42 +41,37 @@ def test_every_row_of_the_rule(row: tuple[str, str, str]) -> None:
             chosen, why = from_flags(bf16, fp16, asks)  # type: ignore[arg-type]
             assert why and (chosen is None) == (row[2] == "error")
         if row[2] == "error":
+            assert (bf16, fp16) == ("true", "true")
             must = r"`bf16\.enabled`: must not be true together with `fp16\.enabled`"
             with pytest.raises(ConfigError, match=must):
                 mode(config(bf16, fp16))
         else:
             assert mode(config(bf16, fp16)) == row[2], (bf16, fp16)
-
-
-def test_the_rule_covers_every_pair_of_flags_once() -> None:
     pairs = [pair for row in RULE for pair in matching(row)]
-    assert sorted(pairs) == sorted(product(["absent", "auto", "false", "true"], repeat=2))
-    assert [row[:2] for row in RULE if row[2] == "error"] == [("true", "true")]
+    assert sorted(pairs) == sorted(product(["absent", "auto", "false", "true"], repeat=2)), "each once"
+
+
+AUTO = {"precision": {"mode": "auto"}}
+LOW_STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
 @pytest.mark.parametrize(
-    ("bf16", "fp16", "expected"),
+    ("written", "expected"),
     [
-        *(("absent", "absent", "bf16"), ("absent", "false", "bf16"), ("false", "absent", "fp32")),
-        *(("false", "false", "fp32"), ("absent", "true", "fp16"), ("auto", "auto", "bf16")),
+        # `precision.mode: auto` counts as asking
+        *((config(**AUTO), "bf16"), (config(fp16="false", **AUTO), "bf16")),
+        *((config("false", **AUTO), "fp32"), (config("false", "false", **AUTO), "fp32")),
+        *((config(fp16="true", **AUTO), "fp16"), (config("auto", "auto", **AUTO), "bf16")),
+        *(({"precision": {"mode": name}}, name) for name in ("fp32", "bf16", "fp16", "autocast-fp16")),
+        ({"precision": {"mode": "autocast-bf16"}, **config("false")}, "autocast-bf16"),
+        ({"torch_autocast": {"enabled": True}}, "autocast-bf16"),
+        # a flag of bf16 that only sets dtypes of masters and states
+        ({"bf16": LOW_STATES, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "autocast-bf16"),
     ],
+    ids=str,
 )
-def test_precision_mode_auto_counts_as_asking(bf16: str, fp16: str, expected: str) -> None:
-    assert mode(config(bf16, fp16, precision={"mode": "auto"})) == expected
-
-
-def test_autocast_with_a_flag_that_only_sets_master_and_state_dtypes() -> None:
-    low = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    written = {"bf16": low, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    assert mode(written) == "autocast-bf16"
-    with pytest.raises(ConfigError, match=r"bf16\.enabled"):
-        mode({**written, "torch_autocast": {"enabled": True, "dtype": "float16"}})
-
-
-def test_autocast_without_a_dtype_is_bf16_and_says_so() -> None:
-    policy = resolve(load({"torch_autocast": {"enabled": True}}), MeshShape())
-    (decision,) = [d for d in policy.decisions if d.key == "precision.mode"]
-    assert decision.value == "autocast-bf16" and "not given" in decision.why
+def test_a_mode_is_what_is_written_or_asked_for(written: dict[str, object], expected: str) -> None:
+    assert mode(written) == expected
 
 
 @pytest.mark.parametrize(
@@ -107,6 +102,7 @@ AUTOCAST = {"enabled": True, "dtype": "bf16"}
     ("written", "key"),
     [
         ({"bf16": {"enabled": True}, "torch_autocast": AUTOCAST}, "bf16.enabled"),
+        ({"bf16": LOW_STATES, "torch_autocast": {**AUTOCAST, "dtype": "float16"}}, "bf16.enabled"),
         ({"fp16": {"enabled": True}, "torch_autocast": AUTOCAST}, "fp16.enabled"),
         ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype"),
         ({"precision": {"mode": "bf16"}, "fp16": {"enabled": True}}, "fp16.enabled"),
@@ -122,10 +118,3 @@ def test_two_keys_that_disagree_are_an_error(written: dict[str, object], key: st
     with pytest.raises(ConfigError) as caught:
         mode(written)
     assert f"`{key}`" in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16"])
-def test_a_written_mode_is_the_mode(name: str) -> None:
-    assert mode({"precision": {"mode": name}}) == name
-    if name.startswith("autocast"):
-        assert mode(config("false", torch_autocast={"enabled": True, "dtype": name[9:]})) == name

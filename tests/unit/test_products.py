@@ -80,13 +80,10 @@ BASE = parameter("model.layers.0.q_proj.base_layer.weight", (48, 48), trained=Fa
 LORA = model(ADAPTER, BASE)
 
 
-def test_a_frozen_base_has_two_products_and_its_adapters_keep_theirs() -> None:
+def test_stacks_of_experts_and_frozen_bases_have_products_and_adapters_keep_theirs() -> None:
+    assert products(ALL, STACK.name, model(STACK)) == "fp8: precision.compute"
     assert products({"compute": "fp8-hp-grad-weight"}, BASE.name, LORA) == "fp8: precision.compute"
     assert products(ALL, ADAPTER.name, LORA).startswith("bf16: an adapter")
-
-
-def test_a_stack_of_experts_has_products_whatever_their_number() -> None:
-    assert products(ALL, STACK.name, model(STACK)) == "fp8: precision.compute"
 
 
 def test_a_plan_without_fp8_is_the_plan_of_before() -> None:
@@ -107,7 +104,7 @@ def test_typed_blocks_are_the_keys_of_a_dict() -> None:
     assert plan(typed).digest == plan(written).digest
 
 
-ODD = parameter("model.layers.0.mlp.narrow.weight", (48, 40))
+ODD = [parameter(f"model.layers.{layer}.mlp.narrow.weight", (48, 40)) for layer in range(2)]
 ODD_CONV1D = parameter("h.0.mlp.c_fc.weight", (48, 40), CONV1D)
 MANY = parameter("model.layers.0.mlp.many", (4, 96, 48), "models.Many")
 ODD_STACK = parameter("model.layers.0.mlp.experts.up", (4, 96, 40), "models.Experts")
@@ -170,17 +167,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_has_no_fp8_product_is_refused_by_name(case: str) -> None:
     precision, more, message, twin = REFUSED[case]
-    of = model() if more is None else model(more)
-    with pytest.raises(ConfigError, match=f"(?s){message}"):
+    of = model(*more) if isinstance(more, list) else model() if more is None else model(more)
+    with pytest.raises(ConfigError, match=f"(?s){message}") as caught:
         plan(at(3, "bf16", **precision), of)
+    assert str(caught.value).count("narrow.weight") <= 1, "every block of a kind is named once"
     assert plan(at(3, "bf16", **twin), of)
-
-
-def test_every_block_of_a_kind_is_named_once() -> None:
-    many = [parameter(f"model.layers.{layer}.mlp.narrow.weight", (48, 40)) for layer in range(4)]
-    with pytest.raises(ConfigError) as caught:
-        plan(at(3, "bf16", compute="fp8"), model(*many))
-    assert str(caught.value).count("narrow.weight") == 1
 
 
 def test_a_backend_or_a_device_without_such_products_is_refused() -> None:
