@@ -144,21 +144,6 @@ def test_a_draw_that_torch_refuses_is_refused_inside_too() -> None:
     assert torch.equal(play(bare), torch.full((40, 30), 2.0))
 
 
-def test_drawing_into_no_memory_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's function for the meta device takes as long as building the module around it."""
-    computed = []
-    with empty():
-        parameter = blank(40, 30).x
-        monkeypatch.setattr(nn.init, "_no_grad_normal_", lambda *args: computed.append(args) or args[0])
-        assert nn.init.normal_(parameter, mean=1.0, std=0) is parameter
-        assert nn.init.normal_(parameter, 1.0, 0.0) is parameter
-        assert not computed
-        nn.init.normal_(torch.empty(3))
-    assert len(computed) == 1
-    monkeypatch.undo()
-    assert torch.equal(play(parameter), torch.ones(40, 30))
-
-
 @pytest.mark.parametrize("factory", [torch.zeros, torch.ones, torch.randn, torch.rand])
 def test_what_is_made_with_values_keeps_them(factory: Callable[..., torch.Tensor]) -> None:
     with empty():

@@ -278,30 +278,6 @@ def large(stage: int, written: dict[str, Any] | None = None) -> Plan:
     return plan({**at(stage), **optimizer, **(written or {})}, model, 8)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 8])
-@pytest.mark.parametrize(
-    ("stage", "formula"),
-    [
-        (0, lambda m, g, r: 2 * r),
-        (1, lambda m, g, r: r + g),
-        (2, lambda m, g, r: m * r + g),
-        (3, lambda m, g, r: m * (2 * g + r)),
-    ],
-)
-@pytest.mark.parametrize(("wire", "r"), [("fp32", 4), ("bf16", 2)])
-def test_bytes_on_the_wire_follow_the_formulas(
-    stage: int, formula: Any, micro_batches: int, wire: str, r: int
-) -> None:
-    written = {"communication_data_type": wire}
-    if stage == 0 and wire == "bf16":
-        # Stage 0 sends the summed gradient on in the accumulate dtype, so that no stage rounds it.
-        written["gradient_accumulation_dtype"] = "bf16"
-    made = large(stage, written)
-    per_parameter = formula(micro_batches, 2, r)
-    sent = sum(line.bytes for line in cost(made, micro_batches).traffic if line.purpose != "norm")
-    assert sent == per_parameter * 2**20 * 7 // 8
-
-
 @pytest.mark.parametrize(
     ("stage", "written", "per_parameter"),
     [
@@ -369,17 +345,14 @@ def test_json_round_trip_and_digest(stage: int) -> None:
     assert plan(at(stage), moe(tie=True)).digest == made.digest
     assert made.row("lm_head.weight") is made.row("model.embed_tokens.weight") is not None
     assert made.row("nothing") is None
-
-
-def test_json_says_which_key_asked_for_a_cell() -> None:
-    made = plan({**at(1), "data_types": {"grad_accum_dtype": "fp32"}}, moe())
-    back = Plan.from_json(json.loads(json.dumps(made.to_json())))
-    asked = [dict(row.columns.asked) for row in back.rows]
-    assert asked == [dict(row.columns.asked) for row in made.rows] and "accumulate" in asked[0]
-
-
-def test_every_decision_changes_the_digest() -> None:
-    units = {"units": ["model.layers"]}
-    variants = [at(3), at(2), at(3, "fp32"), at(3, gradient_clipping=0.5), at(3, sharding=units)]
-    digests = {plan(written).digest for written in variants} | {plan(at(3), world=4).digest}
-    assert len(digests) == len(variants) + 1
+    asked = plan({**at(stage), "data_types": {"grad_accum_dtype": "fp32"}}, moe())
+    back = Plan.from_json(json.loads(json.dumps(asked.to_json())))
+    keys = [dict(row.columns.asked) for row in back.rows]
+    assert keys == [dict(row.columns.asked) for row in asked.rows] and "accumulate" in keys[0]
+    changes = (
+        at(stage, "fp32"),
+        at(stage, gradient_clipping=0.5),
+        at(stage, sharding={"units": ["model.layers"]}),
+    )
+    digests = {plan(written).digest for written in (at(stage), *changes)} | {plan(at(stage), world=4).digest}
+    assert len(digests) == 5, "every decision changes it"
