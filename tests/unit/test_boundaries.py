@@ -113,53 +113,40 @@ def test_a_module_in_two_places_is_one_by_its_first_name() -> None:
 # --- what they return -------------------------------------------------------------------------------------
 
 
+KEEP, INPUT = ({"match": "m.up.*", "output": told} for told in ("keep", "input"))
+DOWN = {"match": "m.down.*", "output": "input"}
+
+
 @pytest.mark.parametrize(
-    ("names", "output", "why"),
+    ("names", "rules", "path", "output", "why"),
     [
-        (("m.weight",), "keep", "one matrix"),
-        (("m.weight", "m.bias"), "keep", "one matrix"),
-        (("m.norm_scale", "m.bias"), "input", "no matrix"),
-        (("m.up.weight", "m.down.weight"), "input", "several matrices"),
+        (("m.weight",), (), "m", "keep", "one matrix"),
+        (("m.weight", "m.bias"), (), "m", "keep", "one matrix"),
+        (("m.norm_scale", "m.bias"), (), "m", "input", "no matrix"),
+        (("m.up.weight", "m.down.weight"), (), "m", "input", "several matrices"),
+        *(((f"m.{name}.weight", "other.weight"), (), "m", "keep", "one matrix") for name in ("wq", "fc1")),
+        (("m.up.weight",), (KEEP,), "m", "keep", "precision.rules[1]: 'm.up.*'"),
+        (("m.up.weight",), (INPUT,), "m", "input", "precision.rules[1]: 'm.up.*'"),
+        (("m.up.weight", "m.down.weight"), (KEEP, DOWN), "m", "keep", "precision.rules[1]: 'm.up.*'"),
     ],
 )
-def test_what_is_returned_unless_told(names: tuple[str, ...], output: str, why: str) -> None:
-    (found,) = pinned(of(*names, "head.weight"), "m.*").boundaries
-    assert (found.path, found.output, found.lookup) == ("m", output, DType.BF16)
-    assert why in dict(found.why)["output"]
-    assert dict(found.why)["dtype"] == "precision.rules[0]: 'm.*'"
+def test_what_is_returned_unless_told(
+    names: tuple[str, ...], rules: tuple[dict[str, str], ...], path: str, output: str, why: str
+) -> None:
+    """Keep wins where rules say both."""
+    (found,) = pinned(of(*names, "head.weight"), "m.*", *rules).boundaries
+    assert (found.path, found.output) == (path, output)
+    assert found.lookup is (None if rules and output == "keep" else DType.BF16)
+    assert why in dict(found.why)["output"] and dict(found.why)["dtype"] == "precision.rules[0]: 'm.*'"
 
 
 @pytest.mark.parametrize("name", ["q_proj", "wq", "fc1", "out_proj", "c_fc", "dense", "w2", "self_attn"])
-def test_a_projection_returns_its_inputs_dtype(name: str) -> None:
-    assert boundaries(of(f"block.{name}.weight", "head.weight"), "block.*")["block"][1] == "keep"
+def test_a_projection_beside_others_returns_its_inputs_dtype(name: str) -> None:
     model = of(f"block.{name}.weight", "block.other.weight", "head.weight")
     assert boundaries(model, f"block.{name}.*") == {f"block.{name}": ("fp32", "input", "bf16")}
 
 
-@pytest.mark.parametrize("told", ["keep", "input"])
-def test_a_rule_is_obeyed_and_named(told: str) -> None:
-    made = pinned(moe(layers=1), "*norm*", {"match": "*norm*", "output": told})
-    assert {each.output for each in made.boundaries} == {told}
-    assert {each.lookup for each in made.boundaries} == {None if told == "keep" else DType.BF16}
-    assert {dict(each.why)["output"] for each in made.boundaries} == {"precision.rules[1]: '*norm*'"}
-
-
-def test_keep_wins_where_rules_say_both() -> None:
-    told = ({"match": "m.up.*", "output": "keep"}, {"match": "m.down.*", "output": "input"})
-    model = of("m.up.weight", "m.down.weight", "head.weight")
-    (found,) = pinned(model, "m.*", *told).boundaries
-    assert (found.output, dict(found.why)["output"]) == ("keep", "precision.rules[1]: 'm.up.*'")
-
-
 # --- names alone ------------------------------------------------------------------------------------------
-
-
-def test_from_names_a_numbered_module_is_a_list_and_the_plan_says_so() -> None:
-    model = of("layers.0.weight", "layers.1.weight", "head.weight", klass="")
-    made = pinned(model, "layers.*")
-    assert [each.path for each in made.boundaries] == ["layers.0", "layers.1"]
-    assert any("this source has no module classes: boundaries" in note for note in made.notes)
-    assert not any("boundaries" in note for note in pinned(model).notes)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +160,9 @@ def test_from_names_a_model_of_lists_is_as_from_classes(patterns: list[str]) -> 
     bare = pinned(ModelSpec("m", tuple(nameless)), *patterns)
     assert known.boundaries == bare.boundaries != ()
     assert not any("boundaries" in note for note in known.notes)
+    numbered = pinned(of("layers.0.weight", "layers.1.weight", "head.weight", klass=""), "layers.*")
+    assert [each.path for each in numbered.boundaries] == ["layers.0", "layers.1"]
+    assert any("this source has no module classes: boundaries" in note for note in numbered.notes)
 
 
 # --- in the plan ------------------------------------------------------------------------------------------

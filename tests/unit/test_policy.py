@@ -61,6 +61,8 @@ MIXED = ModelSpec("t", (tied(("a.weight", "b.weight"), (8, 8), (LINEAR, NORM)),)
 NARROW = {"rules": [PINNED], "accumulate": "bf16"}
 WIRE_BF16, WIRE_FP16, WIRE_FP32 = ({"communication_data_type": dtype} for dtype in ("bf16", "fp16", "fp32"))
 SUBSTRINGS = at(3) | {"zero_optimization": {"stage": 3, "fp32_pinned_parameters": ["gate", "norm"]}}
+LOW_NORM = {"match": "*norm*", **dict.fromkeys(("storage", "gather", "compute"), "bf16")}
+LOW_NORMS = {"precision": {"mode": "bf16", "rules": [LOW_NORM]}}
 SAFE_LIST = {"enabled": True, "lower_precision_safe_modules": ["models.RMSNorm"]}
 SAFE = {"torch_autocast": SAFE_LIST, "zero_optimization": {"stage": 3}}
 LOW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -87,6 +89,7 @@ CELLS: dict[str, tuple[dict[str, Any], str, ModelSpec | None, dict[str, str]]] =
     "fp8 sets no export": (at(0), "w", FP8, {"export": "bf16"}),
     "not pinned, narrow": (at(2, **NARROW) | WIRE_BF16, QUERY, None, {"accumulate": "bf16/"}),
     "substring": (SUBSTRINGS, ROUTER, None, {"compute": "fp32"}),
+    "a rule wins over a substring": (SUBSTRINGS | LOW_NORMS, NORMW, None, {"storage": "bf16/"}),
     "another substring": (SUBSTRINGS, NORMW, None, {"storage": "fp32/"}),
     "last rule": (ruled(*LATER), ROUTER, None, {"state": "fp32/", "master": "fp32/"}),
     "match and class": (ruled(NARROWED), ROUTER, None, {"storage": "fp32"}),
@@ -125,16 +128,16 @@ def test_a_pin_is_fp32_in_every_column_at_every_stage(mode: str, stage: int) -> 
         assert {text.rstrip("/") for text in cells(written, ROUTER).values()} <= {"fp32", "same"}
 
 
-def test_our_rules_win_over_substrings() -> None:
-    low = {"match": "*norm*", "storage": "bf16", "gather": "bf16", "compute": "bf16"}
-    row = plan({**SUBSTRINGS, "precision": {"mode": "bf16", "rules": [low]}}).row(NORMW)
-    assert row is not None and row.columns.storage.dtype is DType.BF16 and not row.columns.pinned
-
-
-def test_a_cell_names_the_rule_that_set_it() -> None:
+def test_a_cell_names_the_rule_that_set_it_and_what_matches_nothing_is_told_at_once() -> None:
     reasons = plan(ruled(*LATER)).row(ROUTER).columns.reasons()  # type: ignore[union-attr]
     assert reasons["state"] == "precision.rules[1]: '*.gate.*'"
     assert reasons["master"] == "precision.rules[0]: '*'"
+    rules = [{"match": match, "pin": "fp32"} for match in ("one", "*", "two")]
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*'one'.*'two'"):
+        plan(at(3, rules=rules))
+    spec = ModelSpec("index", (parameter("a.w", (4, 4), klass=""),))
+    with pytest.raises(ConfigError, match="no module classes"):
+        plan(at(0, rules=[{"class": "torch.nn.Linear", "pin": "fp32"}]), spec)
 
 
 @pytest.mark.parametrize(
@@ -145,21 +148,6 @@ def test_a_rule_that_matches_nothing_names_what_is_near(pattern: str, hint: str)
     with pytest.raises(ConfigError, match="must match a parameter") as caught:
         plan(at(3, rules=[{"match": pattern, "pin": "fp32"}]))
     assert pattern in str(caught.value) and hint in str(caught.value)
-
-
-def test_all_unmatched_rules_are_reported_at_once() -> None:
-    rules = [{"match": match, "pin": "fp32"} for match in ("one", "*", "two")]
-    with pytest.raises(ConfigError, match=r"(?s)2 problems.*'one'.*'two'"):
-        plan(at(3, rules=rules))
-
-
-@pytest.mark.parametrize("name", [ROUTER, NORMW])
-@pytest.mark.parametrize("told", ["keep", "input"])
-def test_a_row_has_the_output_that_a_rule_says(name: str, told: str) -> None:
-    rules = [{"match": "*gate*", "pin": "fp32"}, {"match": "*norm*", "pin": "fp32"}]
-    for more, output in (([], None), ([{"match": "*", "output": told}], told)):
-        row = plan(at(0, rules=[*rules, *more])).row(name)
-        assert row is not None and row.columns.output == output
 
 
 def test_tied_parameters_get_one_row_and_the_widest_demand() -> None:
@@ -221,12 +209,6 @@ def test_refusals_and_their_twins(refused: dict[str, Any], accepted: dict[str, A
     with pytest.raises(ConfigError) as caught:
         plan(refused)
     assert word in str(caught.value)
-
-
-def test_a_class_rule_without_classes_says_where_to_get_them() -> None:
-    spec = ModelSpec("index", (parameter("a.w", (4, 4), klass=""),))
-    with pytest.raises(ConfigError, match="no module classes"):
-        plan(at(0, rules=[{"class": "torch.nn.Linear", "pin": "fp32"}]), spec)
 
 
 # --- batch, numbers, mesh ---------------------------------------------------------------------------
@@ -445,11 +427,15 @@ def test_a_rule_narrows_what_a_library_reads_and_nothing_else() -> None:
     for name in ("embed", "turned", "norm"):
         with pytest.raises(ConfigError, match="`export` must not be fp8-row here: no library reads a"):
             exports("bf16", {"match": f"{name}.weight", "export": "fp8-row"})
-    with pytest.raises(ConfigError, match=r"must be one narrow format.*got int8-row and fp8-row"):
-        exports("fp8-row", {"match": "up.weight", "export": "int8-row"})
-    with pytest.raises(
-        ConfigError, match=r"`precision.export`: must be fp32, bf16, fp16, fp8-128x128, fp8-row"
-    ):
-        exports("fp8")  # which of two
-    with pytest.raises(ConfigError, match="must suit a linear layer of the model; got nf4"):
-        exports("nf4", {"match": "*", "export": "bf16"})
+    refused: list[tuple[str, dict[str, str], str]] = [
+        (
+            "fp8-row",
+            {"match": "up.weight", "export": "int8-row"},
+            "one narrow format.*got int8-row and fp8-row",
+        ),
+        ("fp8", {}, "`precision.export`: must be fp32, bf16, fp16, fp8-128x128, fp8-row"),  # which of two
+        ("nf4", {"match": "*", "export": "bf16"}, "must suit a linear layer of the model; got nf4"),
+    ]
+    for export, rule, told in refused:
+        with pytest.raises(ConfigError, match=told):
+            exports(export, *([rule] if rule else []))
