@@ -24,7 +24,6 @@ from zerodrift.inspect.audit.results import FindingKind
 from zerodrift.inspect.check.table import Kind
 from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.bill import Cost
-from zerodrift.policy.decisions import COLUMNS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
@@ -310,14 +309,6 @@ def test_the_sections_of_a_plan_are_those_that_are_described(refresh: ModuleType
 
 
 # --- words that must agree --------------------------------------------------------------------------
-
-
-def test_the_columns_are_all_there_in_order_on_one_page() -> None:
-    lines = list(rows("docs/config.md", "### Columns"))[1:]
-    assert tuple(name.strip("`") for name, *_ in lines) == COLUMNS
-    for name in ("README.md", "docs/plan.md", "docs/architecture.md"):
-        assert "config.md#columns" in page(name)
-        assert not re.search(r"^\| `gather` \|", page(name), flags=re.MULTILINE), name
 
 
 def test_the_rooms_are_those_that_the_layers_test_enforces() -> None:

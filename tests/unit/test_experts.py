@@ -79,11 +79,8 @@ def test_nothing_changes_where_no_expert_axis_is() -> None:
     assert "expert" not in data["mesh"] and "experts" not in data["policy"]
     assert "parallel" not in data["columns"][0] and "parts" not in data["row_fields"]
     assert plan(2).digest != without.digest
-    shape = MeshShape(2, expert=2)
-    assert decode(MeshShape, encode(shape)) == shape
+    assert decode(MeshShape, encode(MeshShape(2, expert=2))) == MeshShape(2, expert=2)
     assert decode(MeshShape, {"shard": 2, "replicate": 1, "pipeline": 1}) == MeshShape(2)
-    with pytest.raises(KeyError):
-        decode(MeshShape, {"shard": 2, "replicate": 1})
 
 
 def test_a_rank_pays_for_its_own_experts_only() -> None:

@@ -26,7 +26,7 @@ from tests.unit.models import moe
 from tests.unit.tools import load_tool
 
 page = load_tool("config_page")
-render_config, render_page = page.render_config, page.render_page
+render_config = page.render_config
 
 def refused(call, *told):
     try:
@@ -126,23 +126,6 @@ refused(
 )
 """
 
-A_REFUSED_KEY: Edits = {
-    "config/deepspeed.py": (
-        (
-            "ignored dataloader_drop_last:",
-            "refused toy_batches: batches are no toys\n    instead: Write `train_batch_size`.\n    off: 0\n"
-            "ignored dataloader_drop_last:",
-        ),
-    ),
-}
-
-USE_KEY = """
-assert "`toy_batches`" in render_page()
-(use,) = [use for use in load({"toy_batches": 0}).keys if use.path == "toy_batches"]
-assert use.status == "ignored" and "batches are no toys" in use.because, use
-refused(lambda: load({"toy_batches": 3}), "`toy_batches`: must be ", "got 3. Write `train_batch_size`.")
-refused(lambda: load({"toy_batch": 3}), "toy_batches")
-"""
 
 A_HALVING_SCHEDULE: Edits = {
     "optim/schedules.py": (
@@ -215,7 +198,6 @@ def recipe(title: str) -> str:
 RECIPES: dict[str, tuple[Edits, str]] = {
     "A column value": (E5M2_IN_GATHERS, USE_E5M2),
     "An optimizer": (SIGN_OF_A_TRACE, USE_TOY),
-    "A DeepSpeed key": (A_REFUSED_KEY, USE_KEY),
     "A schedule": (A_HALVING_SCHEDULE, USE_SCHEDULE),
 }
 

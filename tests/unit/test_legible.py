@@ -7,23 +7,17 @@ import pickle
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from tests.unit import models
 from tests.unit.at_random import ODD_NAMES
-from tests.unit.test_report_page import read
-from zerodrift import Plan, cost, errors, make_plan
+from zerodrift import errors
 from zerodrift.cli import streams
-from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.legible import LINE, WORD, legible
-from zerodrift.model.spec import BufferSpec, ModelSpec
-from zerodrift.report import plan_html as page
-from zerodrift.report import rows, terminal
+from zerodrift.report import terminal
 from zerodrift.report.frame import elide
 
 ODD = (
@@ -94,36 +88,6 @@ def test_an_error_tells_fifty_problems_and_counts_the_rest() -> None:
         problems.raise_as(ConfigError)
     lines = str(caught.value).split("\n")
     assert lines[0] == "1234 problems" and lines[-1] == "  and 1,184 more" and len(lines) == 52
-
-
-def odd_plan() -> Plan:
-    names = dict.fromkeys((*ODD, *(f"blocks.0.{name}.w" for name in ODD)))
-    parameters = tuple(models.tied((name, f"tied.{name}"), (4, 4), (name, name)) for name in names)
-    buffers = tuple(BufferSpec(name, (4,), DType.FP32) for name in ODD)
-    written: dict[str, Any] = {
-        "precision": {
-            "mode": "bf16",
-            "rules": [{"match": re.sub(r"[*?\[\]!]", "?", n), "pin": "fp32"} for n in ODD if n.isprintable()],
-        },
-        "wandb": {f"key{number}": name for number, name in enumerate(ODD) if "\ud800" not in name},
-        "zero_optimization": {"stage": 3},
-    }
-    return make_plan(written, ModelSpec("source " + "".join(ODD), parameters, buffers), 2)
-
-
-def test_no_report_of_a_plan_obeys_its_names() -> None:
-    """Brackets are no markup in a terminal, and a page has no element of somebody else's."""
-    plan = odd_plan()
-    text = terminal.plan_text(plan, cost(plan), rows.group_rows(plan), color=False)
-    assert "[red]a[/red].[bold].weight" in text
-    made = page.plan_page(plan, cost(plan), rows.group_rows(plan))
-    is_legible("\n".join(line[:100] for line in made.split("\n")))
-    assert "\x1b" not in made and "alert(1)</script>" not in made
-    reader = read(made)
-    usual = make_plan({"bf16": {"enabled": True}}, models.moe(tie=True), 2)
-    plain = read(page.plan_page(usual, cost(usual), rows.group_rows(usual)))
-    assert not any(name.startswith("on") for name, _ in reader.attributes) and "img" not in reader.tags
-    assert {*reader.tags} - {*plain.tags} <= {"wbr", "ul", "li", "b"}
 
 
 def test_what_the_command_line_says_beside_the_product(

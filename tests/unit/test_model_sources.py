@@ -92,10 +92,6 @@ def test_a_factory_that_fails_says_why_in_a_line(factory: str, call: str, said: 
     assert said in text and "\n" not in text and text.startswith(f"`{factory}:{call}`: ")
 
 
-def test_a_factory_that_cannot_be_imported_or_says_too_much(factory: str) -> None:
-    assert "must be importable; got ModuleNotFoundError" in refusal("no_such_room.at_all:build")
-
-
 def test_a_file_that_trains_when_it_is_imported_is_told_what_to_do(factory: str, tmp_path: Path) -> None:
     assert describe(f"{factory}.py:build").numel == 7 * 2**40
     made = "import torch\nmodel = torch.nn.Linear(1, 1)"
@@ -109,6 +105,7 @@ def test_a_file_that_trains_when_it_is_imported_is_told_what_to_do(factory: str,
     assert "SyntaxError" in refusal("factory_with_a_slip:f")
     Path(f"{factory}_long.py").write_text("def f():\n    raise ValueError('x' * 10_000)\n")
     assert len(refusal(f"{factory}_long:f")) < 1000, "a long cause is cut"
+    assert "must be importable; got ModuleNotFoundError" in refusal("no_such_room.at_all:build")
 
 
 @pytest.mark.parametrize("text", ["build", "a:b:c", "a b:c", ":c", "a:", "a.:c"])

@@ -72,10 +72,6 @@ NO_UPDATE = dict.fromkeys(("grad", "accumulate", "reduce", "master", "state"), "
 LATER = ({"match": "*", "state": "bf16-stochastic", "master": "fp32"}, {"match": "*.gate.*", "state": "fp32"})
 NARROWED = {"match": "*.gate.*", "class": "torch.nn.Linear", "pin": "fp32"}
 CELLS: dict[str, tuple[dict[str, Any], str, ModelSpec | None, dict[str, str]]] = {
-    "stage 0": (at(0), QUERY, None, {"storage": "bf16", "accumulate": "fp32", "master": "split"}),
-    "stage 1": (at(1), QUERY, None, {"storage": "bf16", "accumulate": "fp32", "master": "split/"}),
-    "stage 2": (at(2), QUERY, None, {"storage": "bf16", "accumulate": "fp32/", "master": "split/"}),
-    "stage 3": (at(3), QUERY, None, {"storage": "bf16/", "accumulate": "fp32/", "master": "split/"}),
     "reduced at the end": (at(3, reduce={"when": "last"}), QUERY, None, {"accumulate": "fp32"}),
     "reduced each time": (at(1, reduce={"when": "every"}), QUERY, None, {"accumulate": "fp32/"}),
     "frozen": (at(3, "fp32"), "base.w", ADAPTERS, {"storage": "bf16/", "compute": "fp32", **NO_UPDATE}),

@@ -90,6 +90,7 @@ PLANS = {
         buffers=[BufferRow(f"b{n}", (4,), DType.FP32, DType.BF16, "precision.buffers") for n in range(3)],
         notes=["note " * 50, "x" * 150],
     ),
+    "markup": handmade.plan([handmade.param("[red]a[/red].[bold].weight", (4, 4), BF16)]),
     "long boundary": handmade.plan(
         [handmade.param("a", (4,), BF16)], boundaries=[handmade.boundary(LONG), handmade.boundary("x" * 150)]
     ),
@@ -155,6 +156,7 @@ def test_the_whole_story_is_there() -> None:
     assert all(key in text for key, _ in plan.policy.ignored)
     (line,) = (line for line in text.splitlines() if "gate.weight x32" in line)
     assert line.startswith(" * "), "pins are marked without colour"
+    assert "[red]a[/red].[bold].weight" in plan_text(PLANS["markup"]), "brackets are no markup"
 
 
 def test_each_reason_is_said_once_with_all_its_cells() -> None:

@@ -265,7 +265,8 @@ def most_begun(actions: Sequence[Action], pieces: set[int]) -> int:
 # --- the block --------------------------------------------------------------------------------------
 
 
-MICRO = "`pipeline.micro_batches`: must be"
+MICRO, COUNT = "`pipeline.micro_batches`: must be", "gradient_accumulation_steps"
+KEPT = {"sharding": {"keep_gathered": "micro-batch"}}
 BLOCKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"schedule": "1f1b", "micro_batches": 1}, {}, f"{MICRO} at least 2 with"),
     ({"schedule": "dualpipev", "micro_batches": 3}, {}, f"{MICRO} at least 4 with"),
@@ -273,25 +274,13 @@ BLOCKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"schedule": "zbv", "chunks": 3}, {}, "`pipeline.chunks`: must be 2 with schedule zbv; got 3"),
     ({"schedule": "gpipe", "chunks": 2}, {}, "`pipeline.chunks`: must be 1 with schedule gpipe; got 2"),
     ({"weight_grads": "queue"}, {}, "`pipeline.weight_grads`: must be left out with schedule gpipe"),
-    (
-        {"schedule": "zbv", "weight_grads": "autograd"},
-        {"sharding": {"keep_gathered": "micro-batch"}},
-        "must be `queue` with",
-    ),
-    (
-        {"schedule": "zbv"},
-        {"sharding": {"keep_gathered": "never"}},
-        "`sharding.keep_gathered`: must be `step`",
-    ),
-    (
-        {"micro_batches": 3},
-        {"gradient_accumulation_steps": 4},
-        "must agree with `gradient_accumulation_steps`, which says 4; got 3",
-    ),
-    ({"schedule": "gpipe", "micro_batches": 3}, {"gradient_accumulation_steps": 3}, ""),
+    ({"schedule": "zbv", "weight_grads": "autograd"}, KEPT, "must be `queue` with"),
+    ({"schedule": "zbv"}, {"sharding": {"keep_gathered": "never"}}, "keep_gathered`: must be `step`"),
+    ({"micro_batches": 3}, {COUNT: 4}, f"must agree with `{COUNT}`, which says 4; got 3"),
+    ({"schedule": "gpipe", "micro_batches": 3}, {COUNT: 3}, ""),
     ({"schedule": "zbv", "weight_grads": "autograd"}, {}, ""),
     ({"schedule": "interleaved", "chunks": 3, "micro_batches": 6}, {}, ""),
-    ({"schedule": "zbv"}, {"sharding": {"keep_gathered": "micro-batch"}}, ""),
+    ({"schedule": "zbv"}, KEPT, ""),
 ]
 
 
