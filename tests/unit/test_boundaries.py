@@ -19,7 +19,7 @@ from zerodrift.plan.table import Plan
 from zerodrift.report import plan_html as page
 from zerodrift.report import terminal
 from zerodrift.report.explanation import explain
-from zerodrift.report.rows import group_rows, list_rows
+from zerodrift.report.rows import group_rows
 
 
 def pinned(model: ModelSpec, *patterns: str | dict[str, Any], mode: str = "bf16", **rest: Any) -> Plan:
@@ -219,15 +219,6 @@ def test_the_plan_and_its_page_show_a_line_per_pattern() -> None:
     made = pinned(moe())
     assert "boundaries" not in text(made)
     assert "Boundaries" not in page.plan_page(made, cost(made), group_rows(made))
-
-
-def test_some_of_a_kind_are_told_by_their_numbers() -> None:
-    made = pinned(moe(layers=4), GATES, *(f"model.layers.{n}.mlp.gate.weight" for n in (0, 1)))
-    patterns = [each.pattern for each in group_rows(made).boundaries]
-    assert patterns == [f"model.layers.{which}.mlp.gate" for which in ("0", "1", "2-3")]
-    # Rows show those around them.
-    chosen = [n for n, row in enumerate(made.rows) if row.name == "model.layers.1.mlp.gate.weight"]
-    assert [each.pattern for each in list_rows(made, chosen).boundaries] == ["model.layers.1.mlp.gate"]
 
 
 def test_explain_prints_them_and_where_a_pin_has_none() -> None:

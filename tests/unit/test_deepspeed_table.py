@@ -123,6 +123,12 @@ def test_one_and_true_are_not_the_same() -> None:
     assert load(nested(key, 1)).keys[0].status == "ignored"
     with pytest.raises(ConfigError, match="sparse_gradients"):
         load({"sparse_gradients": 0})
+    off = load({"amp": {"enabled": False, "opt_level": "O1"}})
+    assert [use.status for use in off.keys] == ["ignored", "ignored"], (
+        "what stands beside a switch follows it"
+    )
+    with pytest.raises(ConfigError, match=r"^(?!.*opt_level)"):
+        load({"amp": {"enabled": True, "opt_level": "O1"}})
 
 
 def test_a_block_is_refused_as_a_whole_and_must_be_one() -> None:
@@ -133,13 +139,6 @@ def test_a_block_is_refused_as_a_whole_and_must_be_one() -> None:
             load(nested(key, 3))
         for nothing in (None, {}):
             assert load(nested(key, nothing)).keys[0].status == "ignored"
-
-
-def test_what_stands_beside_a_switch_follows_it() -> None:
-    off = load({"amp": {"enabled": False, "opt_level": "O1"}})
-    assert [use.status for use in off.keys] == ["ignored", "ignored"]
-    with pytest.raises(ConfigError, match=r"^(?!.*opt_level)"):
-        load({"amp": {"enabled": True, "opt_level": "O1"}})
 
 
 def test_compression_is_refused_by_technique() -> None:
@@ -197,6 +196,8 @@ def test_every_key_has_a_docstring_and_words() -> None:
     for key in fields.every_key(Config):
         assert key.doc.endswith("."), key.path
         assert fields.admits(key.kind), key.path
+    with pytest.raises(AssertionError, match="no words"):
+        fields.admits(bytes)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +218,3 @@ def test_every_key_has_a_docstring_and_words() -> None:
 )
 def test_the_words_for_a_type(kind: Any, words: str) -> None:
     assert fields.admits(kind) == words
-
-
-def test_a_type_without_words_is_a_mistake_of_ours() -> None:
-    for kind in (bytes, tuple[bytes, ...]):
-        with pytest.raises(AssertionError, match="no words"):
-            fields.admits(kind)

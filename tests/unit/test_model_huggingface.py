@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -199,15 +198,6 @@ def test_building_is_silent_and_leaves_logging_alone(
     refusal(folder(tmp_path, "llama", hidden_act="no-such-activation"))
     captured = capfd.readouterr()
     assert (captured.out, captured.err, logging.get_verbosity()) == ("", "", before)
-
-
-def test_671_billion_parameters_take_seconds(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "dtype": "bfloat16"}))
-    began = time.process_time()
-    spec = from_hf(tmp_path)
-    assert spec.numel == 671_026_404_352
-    # Version 4 has a module for each of 14,848 experts.
-    assert time.process_time() - began < (10 if int(transformers.__version__.partition(".")[0]) > 4 else 30)
 
 
 def test_a_lora_model_keeps_mixed_dtypes_and_frozen_weights(tmp_path: Path) -> None:

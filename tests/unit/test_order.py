@@ -13,15 +13,11 @@ import torch
 from tests.unit.models import at, moe
 from tests.unit.test_sums import one_by_one
 from zerodrift.api import make_plan
-from zerodrift.comm.collectives import HALVING
 from zerodrift.comm.fold import additions, carries, halving_exchanges, leftovers
 from zerodrift.engine.habits.determinism import seed_of
 from zerodrift.errors import ConfigError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import ModelSpec
-from zerodrift.plan import bill as cost_module
-from zerodrift.plan.bill import cost
-from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan
 from zerodrift.policy import order
 from zerodrift.policy.order import WHENS, When, micro_batches_of_rank
@@ -252,37 +248,6 @@ def test_the_plan_says_who_takes_what() -> None:
     assert "rank 0 takes 0 to 3; 2 accumulators" in told(1)
     assert "data rank 1 takes 4 to 7; 3 accumulators" in told(4, pipeline={"stages": 2})
     assert "4 accumulators" in told(2, pipeline=ZBV)
-
-
-def test_the_bill_has_the_accumulators_and_what_arrives_by_halves() -> None:
-    """At most three of 8 micro-batches wait: whole ones where each rank sums its own first. By halves, one
-    half of the two largest segments comes and one goes, with no sum of a slice beside them."""
-    usual, tree = (plan(2, 8, {"reduce": {"order": name}}) for name in ("rank", "tree"))
-    sums = sum(segment.padded * 4 for segment in tree.segments)
-    more = cost(tree).peak.accumulate - cost(usual).peak.accumulate
-    assert more == 2 * sums
-    assert cost(plan(2, 1, TREE)).peak.accumulate == cost(plan(2, 1, {})).peak.accumulate
-    assert HALVING["pairs"] == cost_module.HALVING
-    for ranks, share in ((2, 1.0), (4, 1.25), (8, 1.0), (16, 1.0)):
-        made = plan(ranks, 1, TREE)
-        # The root's, which is the largest, is reduced when the peak is over.
-        largest = sorted((segment.padded * 4 for segment in made.segments), reverse=True)[1:3]
-        assert cost(made).peak.wire == share * sum(largest)
-
-
-def test_the_bill_has_every_micro_batch_that_a_pipeline_has_begun() -> None:
-    """Each has a buffer, whole or not, beside the sums that wait."""
-
-    def sums(schedule: str, stage: int) -> float:
-        made = plan(4, 8, TREE, stage=stage, pipeline={"stages": 2, "schedule": schedule})
-        bill = cost(made)
-        mine = part(made, bill.pipeline_stage)
-        return bill.peak.accumulate / sum(segment.padded * 4 for segment in mine.segments)
-
-    assert sums("1f1b", 1) == 3 + 1 + 0.5  # of 8 three wait, one comes, and a slice is reduced
-    assert sums("zbv", 1) == 3 + 2 + 0.5
-    split, whole = sums("interleaved-zero-bubble", 2), sums("interleaved", 2)
-    assert split - whole == pytest.approx(1.0)
 
 
 def test_seeds_never_change() -> None:

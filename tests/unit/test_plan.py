@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -248,20 +247,6 @@ def test_the_order_of_a_stage_3_step() -> None:
         "reduce reduce_scatter fp32 0",
         "norm all_reduce int64 -1",
     ]
-
-
-@pytest.mark.parametrize(
-    ("stage", "keep", "scatters", "gathers"),
-    [
-        *((0, None, 3, 3), (1, None, 3, 3), (2, None, 12, 3), (3, None, 12, 4 * 5)),
-        *((3, "never", 12, 20), (3, "micro-batch", 12, 12), (3, "step", 12, 3)),
-    ],
-)
-def test_collectives_of_four_micro_batches(stage: int, keep: str | None, scatters: int, gathers: int) -> None:
-    written = at(stage, **({"sharding": {"keep_gathered": keep}} if keep else {}))
-    counts = Counter(c.op for c in collectives(plan(written, moe(layers=2)), 0, 4))
-    assert counts == {"reduce_scatter": scatters, "all_gather": gathers, "all_reduce": 1}
-    assert list(collectives(plan(written, world=1), 0, 4)) == [], "one rank needs none"
 
 
 def test_replicas_are_summed_once_per_step() -> None:

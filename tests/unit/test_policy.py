@@ -272,20 +272,6 @@ def test_loss_scale_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "mean", "before"),
-    [
-        ({}, True, 1.0),
-        ({"prescale_gradients": True}, True, 4.0),
-        ({"gradient_predivide_factor": 2.0}, True, 2.0),
-        ({"gradient_allreduce_op": "sum"}, False, 1.0),
-    ],
-)
-def test_averaging(written: dict[str, Any], mean: bool, before: float) -> None:
-    averaging = policy(written, MeshShape(shard=4)).averaging
-    assert (averaging.mean, averaging.before) == (mean, before)
-
-
-@pytest.mark.parametrize(
     ("written", "world", "shape"),
     [
         ({}, 8, (8, 1, 1)),

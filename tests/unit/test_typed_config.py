@@ -186,6 +186,7 @@ def test_a_job_and_the_drop_in_take_one(tmp_path: Path) -> None:
 
 FP16 = zd.Fp16(enabled=True)
 BF16 = zd.Bf16(enabled=True)
+ALONE, RULES = zd.MeshShape(), {"precision": {"rules": [zd.Precision(storage="bf16")]}}
 REFUSED: dict[str, Callable[[], Any]] = {
     'Precision: `mode`: must be "auto", "fp32", "bf16", "fp16", "autocast-bf16" or "autocast-fp16"; got '
     "'bf17'. Did you mean `bf16`?": lambda: zd.Precision(mode="bf17"),  # type: ignore[arg-type]
@@ -197,18 +198,12 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "`Rule`: must set something: a column, `pin` or `output`": lambda: zd.Rule(match="*"),
     "Optimizer: `type`: must be given: a string. AdamW, ": lambda: zd.Optimizer(),  # type: ignore[call-arg]
     "Config: `bf16`: must be a block of keys; got Fp16": lambda: zd.Config(bf16=FP16),  # type: ignore[arg-type]
-    "config: `bf16`: must be a block of keys; got a `Fp16`. Write `Bf16(...)`": lambda: zd.load(
-        {"bf16": FP16}
-    ),
-    "config: `precision.rules[0]`: must be a block of keys; got a `Precision`. Write `Rule(...)`": lambda: (
-        zd.load({"precision": {"rules": [zd.Precision(storage="bf16")]}})
-    ),
+    "config: `bf16`: must be a block of keys; got a `Fp16`. Write `Bf16": lambda: zd.load({"bf16": FP16}),
+    "config: `precision.rules[0]`: must be a block of keys; got a": lambda: zd.load(RULES),
     'config: `backend`: must be "native" or "fsdp2"; got a': lambda: zd.load({"backend": zd.Sharding()}),
     "`Precision`: must get its fields by name; got 1 without.": lambda: zd.Precision("bf16"),  # type: ignore[misc]
     "`Config.backend`: must be given when it is made": lambda: setattr(zd.Config(), "backend", "fsdp2"),
-    "`bf16.enabled`: must not be true together with `fp16.enabled`": lambda: zd.resolve(
-        zd.Config(bf16=BF16, fp16=FP16), zd.MeshShape()
-    ),
+    "`bf16.enabled`: must not be true together": lambda: zd.resolve(zd.Config(bf16=BF16, fp16=FP16), ALONE),
     "`config`: must be given; got none. Pass the path of a YAML or JSON file, ": lambda: zd.load(None),
 }
 

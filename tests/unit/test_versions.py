@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -48,41 +47,6 @@ def test_what_is_tested_is_what_has_rows_without_a_failure(name: str, matrix: Mo
         *same, low = first
         between = {(*same, number) for number in range(low, last[-1] + 1)}
         assert ran == between, "a version between has no row"
-
-
-def test_a_cell_that_cannot_be_made_is_said_and_what_passed_is_not_run_again(
-    matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A failed suite runs again with the same command; all run again for another zerodrift."""
-    cells = (matrix.Cell("3.99", "2.15.0", "5.23.0", "", ("quick",)), matrix.CELLS[0])
-    home = tmp_path / f"py{cells[1].python}-torch{cells[1].torch}-tf{cells[1].transformers}"
-    home.mkdir()
-    ran: list[str] = []
-    made_elsewhere = matrix.make_environment
-
-    def made(folder: Path, python: str, *lists: Any) -> Path:
-        return folder / "bin" / "python" if folder == home else made_elsewhere(folder, python, *lists)
-
-    def run(python: Path, suite: str) -> Any:
-        assert python == home / "bin" / "python"
-        ran.append(suite)
-        failed = "1 `test_a`" if ran == ["quick"] else "0"
-        return matrix.Row("3.11.7", "2.15.0", "5.24.0", "-", suite, "9", failed, "0", "2026-01-01")
-
-    monkeypatch.setattr(matrix, "make_environment", made)
-    monkeypatch.setattr(matrix, "CELLS", cells)
-    monkeypatch.setattr(matrix, "run", run)
-    monkeypatch.setattr(matrix, "PAGE", tmp_path / "support.md")
-    monkeypatch.setattr(sys, "argv", ["matrix.py", "all", str(tmp_path)])
-    assert matrix.main() == 1
-    told = capfd.readouterr()
-    assert "== Python 3.99, torch 2.15.0" in told.out and "python3.99" in told.err
-    assert "transformers 5.24.0: quick: 9 passed, 1 `test_a` failed, 0 skipped\n" in told.out
-    assert matrix.main() == 1 and ran == ["quick", "models", "quick"]
-    assert "models passed before" in capfd.readouterr().out
-    monkeypatch.setattr(matrix, "sources", lambda: "others")
-    matrix.main()
-    assert ran[3:] == ["quick", "models"]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
