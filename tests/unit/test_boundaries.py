@@ -201,38 +201,19 @@ def test_a_piece_of_a_pipeline_has_those_of_its_modules_and_a_module_that_is_cut
 # --- printed ----------------------------------------------------------------------------------------------
 
 
-def text(made: Plan) -> str:
-    return terminal.plan_text(made, cost(made), group_rows(made), color=False)
-
-
-def test_the_plan_and_its_page_show_a_line_per_pattern() -> None:
-    made = pinned(moe(layers=4), GATES, EMBED)
-    section = text(made).partition("\nboundaries")[2].partition("\n\n")[0]
-    assert "floating inputs of the model are cast to bf16" in section
-    line = next(line for line in section.splitlines() if "mlp.gate" in line)
-    assert line.split()[:5] == ["model.layers.*.mlp.gate", "x4", "fp32", "its", "own"]
-    assert "precision.rules[0]: '*.gate.weight'" in section
-    assert "an embedding" in section and "returns bf16" in section
-    html = page.plan_page(made, cost(made), group_rows(made))
-    assert "Boundaries</h2>" in html and "mlp.<wbr>gate x4" in html
-    # A plan without any says nothing of them.
-    made = pinned(moe())
-    assert "boundaries" not in text(made)
-    assert "Boundaries" not in page.plan_page(made, cost(made), group_rows(made))
-
-
-def test_explain_prints_them_and_where_a_pin_has_none() -> None:
-    def said(made: Plan, name: str) -> str:
-        lines = terminal.explanation_text(explain(made, name), made.digest, color=False)
-        return " ".join(lines.partition("\ncolumns")[0].split())
-
-    made = pinned(moe(layers=2), GATES, EMBED)
-    shown = {name: said(made, f"{name}.weight") for name in ("model.layers.1.mlp.gate", "model.embed_tokens")}
-    for (name, text), returns in zip(shown.items(), ("its own dtype", "bf16"), strict=True):
-        assert f"boundary {name} computes in fp32, returns {returns}: one matrix" in text
-    assert "boundary" not in said(made, "lm_head.weight")
+def test_a_plan_its_page_and_an_explanation_show_boundaries_where_there_are_any() -> None:
+    """Their text is on docs/plan.md."""
+    for made, shown in ((pinned(moe(layers=4), GATES, EMBED), True), (pinned(moe()), False)):
+        table = group_rows(made)
+        text = terminal.plan_text(made, cost(made), table, color=False)
+        assert ("floating inputs of the model are cast to bf16" in text) is shown
+        html = page.plan_page(made, cost(made), table)
+        assert ("Boundaries</h2>" in html and "mlp.<wbr>gate x4" in html) is shown
+        told = terminal.explanation_text(explain(made, "lm_head.weight"), made.digest, color=False)
+        assert "boundary" not in told
     made = pinned(of("m.gate", "m.up"), "m.gate")
-    assert "boundary none: no module around it casts its inputs" in said(made, "m.gate")
+    told = terminal.explanation_text(explain(made, "m.gate"), made.digest, color=False)
+    assert "boundary none: no module around it casts its inputs" in " ".join(told.split())
 
 
 # --- in a checkpoint --------------------------------------------------------------------------------------

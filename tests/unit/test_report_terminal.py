@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
 
@@ -25,7 +24,7 @@ from zerodrift.policy.decisions import (
     Reduction,
     State,
 )
-from zerodrift.report import summary, terminal
+from zerodrift.report import terminal
 from zerodrift.report.explanation import explain, matching
 from zerodrift.report.frame import elide_distinct
 from zerodrift.report.rows import group_rows, list_rows
@@ -117,15 +116,6 @@ def test_a_plan_fits_any_terminal_and_shows_every_cell_and_note_in_full(name: st
     check(terminal.explanation_text(explain(plan, plan.rows[0].name), plan.digest, color=False))
 
 
-def test_cells_stand_under_their_headers() -> None:
-    lines = plan_text(PLANS["widest of everything"]).splitlines()
-    header = next(line for line in lines if line.startswith("set"))
-    starts = [header.index(column) for column in COLUMNS]
-    for letter in "AB":
-        head = next(line for line in lines if line.startswith(letter))
-        assert all(head[start] != " " and head[start - 1] == " " for start in starts)
-
-
 def test_colour_adds_nothing_but_colour() -> None:
     plan = handmade.moe(layers=2)
     colored = plan_text(plan, color=True)
@@ -157,24 +147,6 @@ def test_the_whole_story_is_there() -> None:
     (line,) = (line for line in text.splitlines() if "gate.weight x32" in line)
     assert line.startswith(" * "), "pins are marked without colour"
     assert "[red]a[/red].[bold].weight" in plan_text(PLANS["markup"]), "brackets are no markup"
-
-
-def test_each_reason_is_said_once_with_all_its_cells() -> None:
-    sets = group_rows(handmade.moe(layers=2)).sets
-    rows = summary.reasons(sets)
-    texts = [text for _, _, text in rows if text != '"']
-    assert sorted(texts) == sorted({text for item in sets for _, text in item.columns.why})
-    for item in sets:
-        for column, text in item.columns.why:
-            start = next(number for number, row in enumerate(rows) if row[2] == text)
-            uses = list(itertools.takewhile(lambda row: row[2] == '"', rows[start + 1 :]))
-            cells = " ".join(shown for where, shown, _ in [rows[start], *uses] if item.letter in where)
-            assert column in cells or "every column" in cells
-
-
-def test_letters_that_follow_each_other_are_a_run() -> None:
-    wheres = {where for where, _, _ in summary.reasons(group_rows(PLANS["many sets"]).sets)}
-    assert {"A-BH", "A", "B", "Z", "BH"} <= wheres
 
 
 def test_a_cost_of_nothing_is_shown_too() -> None:
