@@ -356,7 +356,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def test_targets_on_a_page_exist() -> None:
-    """`test_cited.py` checks verbs and options."""
+    """`test_words.py` checks verbs and options."""
     targets = set(re.findall(r"^([a-z][a-z-]*):", page("Makefile"), flags=re.MULTILINE))
     for path in PAGES:
         assert set(re.findall(r"(?:`|^)make ([a-z-]+)", path.read_text(), flags=re.MULTILINE)) <= targets, (

@@ -426,7 +426,7 @@ AUTOCAST = {"torch_autocast": {"enabled": True}}
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("mode", [{"bf16": {"enabled": True}, "precision": {"export": "fp32"}}, AUTOCAST])
 def test_a_model_is_saved_whole_in_its_export_dtypes(stage: int, mode: Any, tmp_path: Path) -> None:
-    """Of autocast in fp32: a run that resumed from 16 bits would have another model."""
+    """Weights under autocast are saved in fp32: a run that resumed from 16 bits would have another model."""
     from safetensors.torch import load_file
 
     engine, *_ = make({**CONFIG, "zero_optimization": {"stage": stage}, **mode})

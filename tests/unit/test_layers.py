@@ -1,6 +1,6 @@
 """The package as a whole: a room imports only the rooms above it, no circle of files, unique class names.
 
-`test_cited.py` checks the notes and verbs that texts cite.
+`test_words.py` checks the notes and verbs that texts cite.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.models import at, moe
-from tests.unit.test_sums import one_by_one
+from tests.unit.test_squares import one_by_one
 from zerodrift.api import make_plan
 from zerodrift.comm.fold import additions, carries, halving_exchanges, leftovers
 from zerodrift.engine.habits.determinism import seed_of

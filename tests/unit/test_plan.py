@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -282,7 +282,9 @@ def test_bytes_at_rest_follow_the_formulas(stage: int, written: dict[str, Any], 
     assert cost(large(stage, written)).rest.total == per_parameter * 2**20
 
 
-def test_moments_follow_the_optimizer() -> None:
+def test_moments_follow_the_optimizer_and_buffers_count() -> None:
+    rest = cost(plan(at(0))).rest
+    assert rest.buffers and rest.total == sum(getattr(rest, each.name) for each in fields(rest))
     momentum = {"momentum": 0.9}
     for kind, params, values in (("Lion", {}, 1), ("SGD", {}, 0), ("SGD", momentum, 1), ("Adam", {}, 2)):
         made = large(0, {"optimizer": {"type": kind, "params": params}})
