@@ -31,10 +31,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
-def options(**given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"beside": "nothing", "save": None, **given})
-
-
 def test_what_is_printed_is_kept_in_full(
     bench: SimpleNamespace,
     tmp_path: Path,
@@ -44,23 +40,18 @@ def test_what_is_printed_is_kept_in_full(
     words = ["/somewhere/bench/step.py", "--only", "a b", "--save", "x", "--beside=nothing", "--rounds", "2"]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(bench.result, "RESULTS", tmp_path)
-    result = bench.result.Result.begin("Two ranks", options(), "torch", "no-such-package")
+    options = argparse.Namespace(beside="nothing", save=None)
+    result = bench.result.Result.begin("Two ranks", options, "torch", "no-such-package")
     table = result.table({"engine": "<12", "ms": ".1f", "part": ".0%", "said": "<4"}, "first")
     table.row("ours", 1 / 3, 0.5, "[one], two")
     table.row("theirs", None, 1, "-")
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "Two ranks" and "no-such-package not installed" in printed[1]
-    assert [line.split() for line in printed[-3:]] == [
-        ["engine", "ms", "part", "said"],
-        ["ours", "0.3", "50%", "[one],", "two"],
-        ["theirs", "-", "100%", "-"],
-    ]
+    assert printed[-2].split() == ["ours", "0.3", "50%", "[one],", "two"]
+    assert printed[-1].split() == ["theirs", "-", "100%", "-"]
     result.save("x")
     found = bench.result.read(tmp_path / "x.json")
-    assert found == result
-    assert found.tables[0].rows[0] == ["ours", 1 / 3, 0.5, "[one], two"]
-    assert found.command == "python bench/step.py --only 'a b' --rounds 2"
-    assert '["theirs", null, 1, "-"]' in (tmp_path / "x.json").read_text()
+    assert found == result and found.command == "python bench/step.py --only 'a b' --rounds 2"
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

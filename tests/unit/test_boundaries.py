@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.models import LINEAR, at, moe, parameter, plan, tied
+from tests.unit.models import at, moe, parameter, plan
 from tests.unit.test_checkpoint_folder import manifest
 from zerodrift.checkpoint.differences import CheckpointDifference, CurrentRun, differences
 from zerodrift.dtypes import DType
@@ -99,17 +99,6 @@ def test_what_is_one_too_but_not_under_autocast() -> None:
     assert boundaries(model, "gate.weight", mode="autocast-bf16") == {}
 
 
-def test_a_module_in_two_places_is_one_by_its_first_name() -> None:
-    weight = tied(("a.gate.weight", "b.q_proj.weight"), (8, 8), (LINEAR, LINEAR))
-    rest = parameter("a.other.weight", (8, 8)), parameter("b.other.weight", (8, 8))
-    apart = ModelSpec("m", (weight, *rest))
-    outputs = {path: output for path, (_, output, _) in boundaries(apart, "a.gate.weight").items()}
-    assert outputs == {"a.gate": "keep", "b.q_proj": "input"}  # two modules whose weights are tied
-    one = replace(apart, shared=(("b.q_proj", "a.gate"),))
-    outputs = {path: output for path, (_, output, _) in boundaries(one, "a.gate.weight").items()}
-    assert outputs == {"a.gate": "keep", "b.q_proj": "keep"}
-
-
 # --- what they return -------------------------------------------------------------------------------------
 
 
@@ -138,12 +127,6 @@ def test_what_is_returned_unless_told(
     assert (found.path, found.output) == (path, output)
     assert found.lookup is (None if rules and output == "keep" else DType.BF16)
     assert why in dict(found.why)["output"] and dict(found.why)["dtype"] == "precision.rules[0]: 'm.*'"
-
-
-@pytest.mark.parametrize("name", ["q_proj", "wq", "fc1", "out_proj", "c_fc", "dense", "w2", "self_attn"])
-def test_a_projection_beside_others_returns_its_inputs_dtype(name: str) -> None:
-    model = of(f"block.{name}.weight", "block.other.weight", "head.weight")
-    assert boundaries(model, f"block.{name}.*") == {f"block.{name}": ("fp32", "input", "bf16")}
 
 
 # --- names alone ------------------------------------------------------------------------------------------

@@ -144,33 +144,6 @@ def test_saved_files_are_compared_by_names_shapes_and_norms(doors: Any) -> None:
     assert "only in the files of DeepSpeed" in compare({}, two)
 
 
-def test_methods_go_on_where_they_were_stopped(
-    doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first run stops after one job on zerodrift; with other sources DeepSpeed's side is kept."""
-    methods, python = doors.door_methods, made_python("llamafactory", tmp_path)
-    jobs, ran = methods.TRAINERS["llamafactory"].jobs[:1], []
-
-    def run(command: list[str], *_: Any) -> None:
-        _, _, rest = "\0".join(command).partition(f"{tmp_path}/methods/")
-        package, *pairs = rest.split("\0")
-        for pair in pairs:
-            ran.append(f"{package} {pair.rpartition(':')[2]}")
-            if len(ran) == 2:
-                raise KeyboardInterrupt
-            told = tmp_path / "methods" / package / f"{pair.replace(':', '-')}.json"
-            told.write_text('{"said": "", "losses": [1.0], "saved": {}}')
-
-    monkeypatch.setattr(methods.processes, "run", run)
-    asked = "llamafactory", "0.9.5", python, tmp_path, {}, jobs
-    with pytest.raises(KeyboardInterrupt):
-        methods.run_trainer(*asked, "sources")
-    assert [row.works for row in methods.run_trainer(*asked, "sources")] == [True, True]
-    assert ran == ["zerodrift 2", "zerodrift 3", "zerodrift 3", "deepspeed 2", "deepspeed 3"]
-    methods.run_trainer(*asked, "others")
-    assert ran[5:] == ["zerodrift 2", "zerodrift 3"]
-
-
 def test_the_tests_of_another_package_count_where_deepspeed_passes_them(doors: Any) -> None:
     suites = doors.door_suites
     there = dict.fromkeys(("f.py::a", "f.py::b", "g.py::d"), ("passed", "")) | {"f.py::c": ("failed", "x")}

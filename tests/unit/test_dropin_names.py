@@ -19,6 +19,7 @@ from typing import Any, Optional
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import zerodrift.deepspeed as deepspeed
@@ -29,53 +30,55 @@ from zerodrift.deepspeed.tables import ROOT
 from zerodrift.deepspeed.tools import estimates
 from zerodrift.errors import UnsupportedError
 
-IMPORTED = {
-    "accelerator": ("get_accelerator",),
-    "accelerator.abstract_accelerator": ("DeepSpeedAccelerator",),
-    "accelerator.real_accelerator": ("get_accelerator",),
-    "comm": ("all_reduce", "get_rank", "init_distributed", "ReduceOp"),
-    "": ("checkpointing", "__git_hash__", "__git_branch__", "logger", "log_dist"),
-    "checkpointing": (),
-    "comm.comm": ("init_distributed", "all_reduce"),
-    "constants": ("TORCH_DISTRIBUTED_DEFAULT_PORT",),
-    "git_version_info": ("version", "git_hash", "installed_ops", "compatible_ops"),
-    "launcher.runner": ("DEEPSPEED_ENVIRONMENT_NAME", "main"),
-    "moe.layer": ("MoE",),
-    "moe.utils": ("is_moe_param", "has_moe_layers", "split_params_into_different_moe_groups_for_optimizer"),
-    "ops": ("__compatible_ops__",),
-    "ops.op_builder": ("ALL_OPS", "CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder"),
-    "ops.transformer": ("DeepSpeedTransformerLayer",),
-    "runtime.base_optimizer": ("DeepSpeedOptimizer",),
-    "runtime.activation_checkpointing.checkpointing": ("checkpoint", "configure"),
-    "runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
-    "runtime.pipe.module": ("PipelineModule", "LayerSpec"),
-    "runtime.sequence_parallel.ulysses_sp": ("UlyssesSPAttentionHF",),
-    "runtime.zero.config": ("ZeroStageEnum", "DeepSpeedZeroConfig"),
-    "runtime.zero.offload_config": ("OffloadDeviceEnum", "DeepSpeedZeroOffloadOptimizerConfig"),
-    "runtime.zero.parameter_offload": ("DeepSpeedZeRoOffload",),
-    "runtime.zero.stage3": ("DeepSpeedZeroOptimizer_Stage3",),
-    "runtime.zero.stage_1_and_2": ("DeepSpeedZeroOptimizer",),
-    "utils.tensor_fragment": ("safe_get_full_fp32_param", "fragment_address"),
-    "utils.torch": ("required_torch_version",),
-    "utils.z3_leaf_module": ("set_z3_leaf_modules",),
-    "ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
-    "ops.lion": ("DeepSpeedCPULion", "FusedLion"),
-    "pipe": ("PipelineModule", "LayerSpec"),
-    "runtime.config": ("DeepSpeedConfigError", "ADAM_OPTIMIZER"),
-    "runtime.dataloader": ("DeepSpeedDataLoader", "RepeatingLoader"),
-    "runtime.engine": ("DeepSpeedEngine",),
-    "runtime.lr_schedules": ("WarmupLR", "VALID_LR_SCHEDULES"),
-    "runtime.torch_autocast": ("get_comm_dtype", "has_comm_dtype"),
-    "runtime.utils": ("see_memory_usage",),
-    "runtime.zero": ("Init", "GatheredParameters"),
-    "runtime.zero.partition_parameters": ("ZeroParamStatus", "GatheredParameters"),
-    "utils": ("safe_get_full_grad", "RepeatingLoader", "logger", "set_z3_leaf_modules"),
-    "utils.groups": ("get_data_parallel_world_size",),
-    "runtime.zero.utils": ("ZeRORuntimeException", "apply_to_tensors_only"),
-    "utils.logging": ("logger", "log_dist", "set_log_level_from_string"),
-    "utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
-    "zero": ("Init", "GatheredParameters", "register_external_parameter"),
-}
+_IMPORTED = """
+accelerator: get_accelerator
+accelerator.abstract_accelerator: DeepSpeedAccelerator
+accelerator.real_accelerator: get_accelerator
+comm: all_reduce get_rank init_distributed ReduceOp
+"": checkpointing __git_hash__ __git_branch__ logger log_dist
+checkpointing:
+comm.comm: init_distributed all_reduce
+constants: TORCH_DISTRIBUTED_DEFAULT_PORT
+git_version_info: version git_hash installed_ops compatible_ops
+launcher.runner: DEEPSPEED_ENVIRONMENT_NAME main
+moe.layer: MoE
+moe.utils: is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer
+ops: __compatible_ops__
+ops.op_builder: ALL_OPS CPUAdamBuilder FusedAdamBuilder AsyncIOBuilder
+ops.transformer: DeepSpeedTransformerLayer
+runtime.base_optimizer: DeepSpeedOptimizer
+runtime.activation_checkpointing.checkpointing: checkpoint configure
+runtime.fp16.loss_scaler: LossScaler DynamicLossScaler
+runtime.pipe.module: PipelineModule LayerSpec
+runtime.sequence_parallel.ulysses_sp: UlyssesSPAttentionHF
+runtime.zero.config: ZeroStageEnum DeepSpeedZeroConfig
+runtime.zero.offload_config: OffloadDeviceEnum DeepSpeedZeroOffloadOptimizerConfig
+runtime.zero.parameter_offload: DeepSpeedZeRoOffload
+runtime.zero.stage3: DeepSpeedZeroOptimizer_Stage3
+runtime.zero.stage_1_and_2: DeepSpeedZeroOptimizer
+utils.tensor_fragment: safe_get_full_fp32_param fragment_address
+utils.torch: required_torch_version
+utils.z3_leaf_module: set_z3_leaf_modules
+ops.adam: DeepSpeedCPUAdam FusedAdam
+ops.lion: DeepSpeedCPULion FusedLion
+pipe: PipelineModule LayerSpec
+runtime.config: DeepSpeedConfigError ADAM_OPTIMIZER
+runtime.dataloader: DeepSpeedDataLoader RepeatingLoader
+runtime.engine: DeepSpeedEngine
+runtime.lr_schedules: WarmupLR VALID_LR_SCHEDULES
+runtime.torch_autocast: get_comm_dtype has_comm_dtype
+runtime.utils: see_memory_usage
+runtime.zero: Init GatheredParameters
+runtime.zero.partition_parameters: ZeroParamStatus GatheredParameters
+utils: safe_get_full_grad RepeatingLoader logger set_z3_leaf_modules
+utils.groups: get_data_parallel_world_size
+runtime.zero.utils: ZeRORuntimeException apply_to_tensors_only
+utils.logging: logger log_dist set_log_level_from_string
+utils.zero_to_fp32: get_fp32_state_dict_from_zero_checkpoint
+zero: Init GatheredParameters register_external_parameter
+"""
+
+IMPORTED = {module: tuple((names or "").split()) for module, names in yaml.safe_load(_IMPORTED).items()}
 IMPORTED |= dict.fromkeys(
     (
         *("ops.adam.cpu_adam", "ops.adam.fused_adam", "ops.lion.cpu_lion", "ops.lion.fused_lion"),

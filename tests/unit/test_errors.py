@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import ast
 import copy
-import io
 import pickle
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
-from rich.console import Console
 
 from tests.unit.at_random import ODD_NAMES
 from tests.unit.sources import PATHS, module_of, nodes
@@ -260,13 +257,6 @@ def test_what_the_command_line_says_beside_the_product(
             continue
         write_file(tmp_path / f"{number}{text}", "page")
         is_legible(capsys.readouterr().err)
-    out = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", out)
-    monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
-    console = Console(file=io.StringIO(), width=80)
-    console.print(streams.progress("planning [red]a[/red]\x1b[7m").renderable)  # type: ignore[attr-defined]
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "[red]a[/red]" in shown and "\x1b" not in shown
 
 
 def test_no_report_makes_text_of_somebodys_but_in_one_place() -> None:

@@ -98,18 +98,3 @@ def test_settings_are_refused_together() -> None:
     for key in ("optimizer.type", "sharding.accumulator", "precision.statistics", "pipeline"):
         assert key in text
     plan(GPT(), optimizer={"type": "SGD", "params": {"lr": 1e-3}}, sharding={"accumulator": "free"})
-
-
-def test_norms_under_autocast_tied_modules_and_frozen_parameters_are_grouped_by_dtype() -> None:
-    made = plan(GPT(layers=1), "autocast-bf16")
-    assert ("layers.0.norm1",) in paths(made) and ("layers.0",) in paths(made)
-    for group in find_groups(made):
-        assert len({made.rows[row].columns.compute for row in group.rows}) <= 1
-    model = GPT(layers=1)
-    model.wide = nn.Linear(128, 128)  # so that the root is of the other kind
-    made = plan(model, **rules({"match": "embed.weight", "pin": "fp32"}))
-    assert ("embed", "head") in paths(made) and ("norm",) not in paths(made)
-    model = GPT(layers=1)
-    model.layers.requires_grad_(False)
-    model.layers[0].norm1.requires_grad_(True)
-    assert paths(plan(model)) == [("",), ("layers.0",)]

@@ -15,92 +15,58 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 import zerodrift
 from tests.unit.sources import PACKAGE, PATHS, module_of, name_of, nodes, source, tree
 from zerodrift.faces import homes_of
 
-ROOMS: dict[str, set[str]] = {
-    "faces": set(),
-    "legible": set(),
-    "files": set(),
-    "errors": {"legible"},
-    "record": set(),
-    "dtypes": {"errors"},
-    "mesh": {"errors"},
-    "versions": set(),
-    "startup": {"errors"},
-    "alias": {"errors", "versions"},
-    "optimizers": set(),
-    "config": {"dtypes", "errors", "files", "mesh", "optimizers"},
-    "model": {"dtypes", "errors", "files", "record"},
-    "policy": {"config", "dtypes", "errors", "mesh", "model", "optimizers", "record"},
-    "plan": {"policy", "dtypes", "errors", "mesh", "model", "optimizers", "record"},
-    "report": {"plan", "policy", "dtypes", "errors", "mesh", "model", "record", "config", "legible"},
-    "kernels": {"dtypes", "errors", "files"},
-    "comm": {"kernels", "dtypes", "errors", "mesh"},
-    "optim": {"kernels", "plan", "policy", "dtypes", "errors", "mesh", "optimizers"},
-    "experts": {"comm", "plan", "errors"},
-    "engine": {
-        *{"experts", "optim", "kernels", "comm", "plan", "policy", "report", "model"},
-        *{"dtypes", "errors", "mesh"},
-    },
-    "pipeline": {
-        *{"engine", "experts", "comm", "kernels", "plan", "policy", "report", "errors", "versions"},
-    },
-    "backends": {"engine", "model", "optim", "comm", "plan", "policy", "report", "errors", "optimizers"},
-    "checkpoint": {
-        *{"engine", "optim", "comm", "kernels", "plan", "policy", "report", "model"},
-        *{"dtypes", "errors", "files", "mesh", "record", "versions"},
-    },
-    "weights": {
-        *{"checkpoint", "engine", "comm", "kernels", "plan", "policy", "model"},
-        *{"dtypes", "errors", "mesh", "optimizers", "versions"},
-    },
-    "inspect": set(),
-    "inspect.trace": {
-        *{"backends", "engine", "comm", "model", "plan", "policy", "dtypes", "errors", "startup"},
-    },
-    "inspect.check": {
-        *{"inspect.trace", "config", "model", "plan", "policy", "report"},
-        *{"dtypes", "errors", "files", "startup"},
-    },
-    "inspect.audit": {
-        *{"inspect.trace", "inspect.check", "engine", "comm", "kernels", "weights", "checkpoint"},
-        *{"config", "model", "plan", "policy", "report", "dtypes", "errors", "files", "mesh", "optimizers"},
-    },
-    "inspect.drift": {
-        *{"inspect.audit", "inspect.trace", "inspect.check", "weights", "checkpoint"},
-        *{"config", "model", "plan", "policy", "report", "dtypes", "errors", "files", "mesh"},
-    },
-    "inspect.simulate": {
-        *{"inspect.trace", "engine", "comm", "config", "model", "plan", "policy", "report"},
-        *{"dtypes", "errors", "mesh", "record"},
-    },
-    "api": {
-        *{"backends", "weights", "config", "model", "plan", "policy", "mesh", "engine", "comm"},
-        *{"report", "optim"},
-        *{"pipeline", "dtypes", "errors", "versions"},
-    },
-    "train": {
-        *{"api", "inspect.trace", "inspect.check", "inspect.audit", "pipeline", "config", "engine"},
-        *{"checkpoint", "weights", "comm", "kernels", "plan", "policy", "report", "model"},
-        *{"dtypes", "errors", "files", "legible", "mesh", "versions"},
-    },
-    "lightning": {"api", "checkpoint", "config", "engine", "errors"},
-    "verl": {"api", "checkpoint", "comm", "config", "engine", "model", "weights", "errors"},
-    "deepspeed": {
-        *{"api", "checkpoint", "config", "engine", "comm", "inspect.trace", "inspect.check"},
-        *{"optim", "plan", "policy", "weights"},
-        *{"dtypes", "errors"},
-        *{"optimizers", "alias", "versions"},
-    },
-    "cli": {
-        *{"alias", "startup", "inspect.trace", "inspect.check", "inspect.audit", "inspect.drift"},
-        *{"inspect.simulate", "train", "api", "pipeline", "checkpoint", "weights", "config", "model"},
-        *{"plan", "policy", "report", "errors", "mesh", "legible", "files", "versions"},
-    },
-}
+_ROOMS = """
+faces:
+legible:
+files:
+errors: legible
+record:
+dtypes: errors
+mesh: errors
+versions:
+startup: errors
+alias: errors versions
+optimizers:
+config: dtypes errors files mesh optimizers
+model: dtypes errors files record
+policy: config dtypes errors mesh model optimizers record
+plan: policy dtypes errors mesh model optimizers record
+report: plan policy dtypes errors mesh model record config legible
+kernels: dtypes errors files
+comm: kernels dtypes errors mesh
+optim: kernels plan policy dtypes errors mesh optimizers
+experts: comm plan errors
+engine: experts optim kernels comm plan policy report model dtypes errors mesh
+pipeline: engine experts comm kernels plan policy report errors versions
+backends: engine model optim comm plan policy report errors optimizers
+checkpoint: engine optim comm kernels plan policy report model dtypes errors files mesh record versions
+weights: checkpoint engine comm kernels plan policy model dtypes errors mesh optimizers versions
+inspect:
+inspect.trace: backends engine comm model plan policy dtypes errors startup
+inspect.check: inspect.trace config model plan policy report dtypes errors files startup
+inspect.audit: inspect.trace inspect.check engine comm kernels weights checkpoint config model plan policy
+    report dtypes errors files mesh optimizers
+inspect.drift: inspect.audit inspect.trace inspect.check weights checkpoint config model plan policy report
+    dtypes errors files mesh
+inspect.simulate: inspect.trace engine comm config model plan policy report dtypes errors mesh record
+api: backends weights config model plan policy mesh engine comm report optim pipeline dtypes errors versions
+train: api inspect.trace inspect.check inspect.audit pipeline config engine checkpoint weights comm kernels
+    plan policy report model dtypes errors files legible mesh versions
+lightning: api checkpoint config engine errors
+verl: api checkpoint comm config engine model weights errors
+deepspeed: api checkpoint config engine comm inspect.trace inspect.check optim plan policy weights dtypes
+    errors optimizers alias versions
+cli: alias startup inspect.trace inspect.check inspect.audit inspect.drift inspect.simulate train api
+    pipeline checkpoint weights config model plan policy report errors mesh legible files versions
+"""
+
+ROOMS = {room: {*(above or "").split()} for room, above in yaml.safe_load(_ROOMS).items()}
 """Room -> the rooms it may import. `__init__` and `__main__` of the package may import everything."""
 
 TORCH_FREE = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from dataclasses import replace
 
 import pytest
@@ -112,6 +113,8 @@ def test_a_plan_fits_any_terminal_and_shows_every_cell_and_note_in_full(name: st
         cells = list(item.columns.cells().values())
         assert any(line.split()[-len(COLUMNS) :] == cells for line in lines), item.letter
     assert next(line for line in lines if line.startswith("set")).split()[1:] == list(COLUMNS)
+    letters = [*string.ascii_uppercase, *(f"A{each}" for each in string.ascii_uppercase), *["BA", "BB", "BC"]]
+    assert [item.letter for item in table.sets][:55] == letters[: len(table.sets)]
     check(terminal.rows_text(plan, list_rows(plan, range(len(plan.rows))), color=False))
     check(terminal.explanation_text(explain(plan, plan.rows[0].name), plan.digest, color=False))
 

@@ -184,7 +184,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     'Precision: `mode`: must be "auto", "fp32", "bf16", "fp16", "autocast-bf16" or "autocast-fp16"; got '
     "'bf17'. Did you mean `bf16`?": lambda: zd.Precision(mode="bf17"),  # type: ignore[arg-type]
     "Config: `precision.reduce.wire`: must": lambda: zd.Config(precision={"reduce": {"wire": "bf17"}}),  # type: ignore
-    "Precision: `mod`: must be a field": lambda: zd.Precision(mod="bf16"),  # type: ignore[call-arg]
     "Config: `precision.mod`: must be a field": lambda: zd.Config(precision={"mod": "bf16"}),  # type: ignore[arg-type]
     "Rule: `class_`: must be a string; got 3.": lambda: zd.Rule(class_=3, pin="fp32"),  # type: ignore[arg-type]
     "`Rule`: must say which parameters": lambda: zd.Rule(pin="fp32"),

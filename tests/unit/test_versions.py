@@ -125,25 +125,6 @@ def test_the_version_is_the_same_wherever_it_stands_and_has_its_changes() -> Non
     assert ends("python") == ("3.10", "3.13") and all(row in text["pyproject.toml"] for row in rows)
 
 
-def test_counts_are_those_of_the_report_and_a_row_is_kept_once(
-    matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cases = (
-        '<testcase name="a"/><testcase name="b[1]"><failure/></testcase>'
-        '<testcase name="b[2]"><failure/></testcase><testcase name="c"><skipped/></testcase>'
-        '<testcase name="d"><error/></testcase>'
-    )
-    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    assert matrix.counts(tmp_path / "report.xml") == {"passed": "1", "failed": "3 `b` `d`", "skipped": "1"}
-    monkeypatch.setattr(matrix, "PAGE", tmp_path / "support.md")
-    first = matrix.Row("3.11.7", "2.15.0", "5.23.0", "-", "quick", "9", "1 `test_a`", "0", "2026-01-01")
-    other = matrix.Row("3.11.7", "2.14.1", "5.23.0", "-", "quick", "9", "0", "1", "2026-01-01")
-    again = matrix.Row("3.11.7", "2.15.0", "5.23.0", "-", "quick", "10", "0", "0", "2026-01-02")
-    for row in (first, other, again):
-        matrix.keep(row)
-    assert matrix.rows_of(matrix.PAGE.read_text()) == [other, again]
-
-
 # --- verl -------------------------------------------------------------------------------------------------
 
 
