@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,17 @@ def source(path: Path) -> str:
 
 @functools.cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(source(path))
+    return parse(path)
+
+
+def parse(path: Path) -> ast.Module:
+    """Parse a source while the garbage collector, which would look through all trees again, does not."""
+    gc.disable()
+    try:
+        return ast.parse(source(path))
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @functools.cache
@@ -48,7 +59,7 @@ class Outline(NamedTuple):
 @functools.cache
 def outline(path: Path) -> Outline:
     docstrings, classes = [], []
-    ahead: list[ast.AST] = [ast.parse(source(path))]
+    ahead: list[ast.AST] = [parse(path)]
     while ahead:
         match node := ahead.pop():
             case ast.Expr(value=ast.Constant(value=str(text)), lineno=first, end_lineno=int(last)):

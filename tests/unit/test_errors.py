@@ -105,11 +105,10 @@ def wrong_errors(module: str, own: Sequence[ast.AST]) -> Iterator[str]:
     """Yield module, line and the problem."""
     prose = {id(node.value) for node in own if isinstance(node, ast.Expr)}
     for node in own:
-        where = f"{module}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Call):
-            yield from (f"{where}: {wrong}" for wrong in call(module, node))
-        if id(node) not in prose and HAND_SHAPED.search(text(node) or ""):
-            yield f"{where}: a hand-shaped text: {text(node)!r}"
+            yield from (f"{module}:{node.lineno}: {wrong}" for wrong in call(module, node))
+        elif isinstance(node, ast.expr) and id(node) not in prose and HAND_SHAPED.search(text(node) or ""):
+            yield f"{module}:{node.lineno}: a hand-shaped text: {text(node)!r}"
 
 
 def call(module: str, node: ast.Call) -> Iterator[str]:
