@@ -343,15 +343,6 @@ def test_a_loss_of_two_engines_trains_both_with_the_calls_of_older_scripts() -> 
         assert same(masters(engine), masters(alone))
 
 
-@pytest.mark.parametrize("context", [deepspeed.zero.Init, deepspeed.zero.MiCS_Init])
-def test_a_rank_alone_holds_a_whole_parameter(context: Any) -> None:
-    with context(config_dict_or_path={**CONFIG, "zero_optimization": {"stage": 3, "mics_shard_size": 1}}):
-        net = model()
-    shard = net[0].weight.ds_tensor
-    assert shard.ds_numel == shard.numel() == net[0].weight.ds_numel == 32
-    assert torch.equal(shard, model()[0].weight.flatten())
-
-
 @pytest.mark.parametrize(
     ("block", "marked", "warns"),
     [

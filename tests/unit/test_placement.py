@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any, get_args
 
@@ -62,18 +61,6 @@ def test_whole_parameters_are_never_cut_and_never_overlap(sizes: list[int], slic
     assert end <= packed.padded
     blocks = [-(-size // BLOCK) for size in sizes]
     assert packed.padded / slices <= BLOCK * (sum(blocks) / slices + max(blocks))
-
-
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(2, 3))
-@settings(max_examples=100, deadline=None)
-def test_longest_first_is_within_a_third_of_the_best(blocks: list[int], slices: int) -> None:
-    """The best packing is found by trying every one."""
-    packed = pack([parameter(f"p{n}", (BLOCK * size,)) for n, size in enumerate(blocks)], slices, "whole")
-    best = sum(blocks)
-    for way in itertools.product(range(slices), repeat=len(blocks)):
-        pairs = list(zip(blocks, way, strict=True))
-        best = min(best, max(sum(size for size, at in pairs if at == slot) for slot in range(slices)))
-    assert BLOCK * best <= packed.padded / slices <= BLOCK * best * 4 / 3
 
 
 SHAPES = st.sampled_from([(16, 16), (8, 48), (3, 5), (10, 12), (1, 1), (96, 32)])

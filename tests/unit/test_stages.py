@@ -138,9 +138,7 @@ def test_a_tied_embedding_is_on_both_ends_alike_and_leads_on_one() -> None:
 def test_a_parameter_that_is_tied_elsewhere_is_refused_by_name() -> None:
     model = tied(8, ("layers.0.mlp.up.weight_", "layers.3.mlp.up.weight_"))
     assert cut("gpipe", model, stages=2)
-    with pytest.raises(
-        ModelError, match=r"`layers\.0\.mlp\.up\.weight_`: must be tied between the first and"
-    ):
+    with pytest.raises(ModelError, match=r"`layers\.0\.mlp\.up\.weight_`: must be tied between the first"):
         cut("gpipe", model, stages=4)
 
 
