@@ -128,26 +128,21 @@ def test_the_version_is_the_same_wherever_it_stands_and_has_its_changes() -> Non
 # --- verl -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(sys.modules):
-        if f"{name}.".startswith(("verl.", "zerodrift.verl.")):
-            monkeypatch.delitem(sys.modules, name)
-
-
-def test_without_verl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "verl", None)
-    with pytest.raises(ImportError, match="must have `verl` beside it; got no such package"):
-        importlib.import_module("zerodrift.verl")
-
-
-def test_a_verl_without_engines_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = ModuleType("verl")
-    other.__path__ = []
-    monkeypatch.setitem(sys.modules, "verl", other)
+def test_without_verl_or_with_one_that_has_no_engines_an_error_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_engines = ModuleType("verl")
+    without_engines.__path__ = []
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")
-    with pytest.raises(ImportError, match=r"must have what 0\.9\.1 has; got 0\.1: No module"):
-        importlib.import_module("zerodrift.verl")
+    for verl, said in (
+        (None, "must have `verl` beside it; got no such package"),
+        (without_engines, r"must have what 0\.9\.1 has; got 0\.1: No module"),
+    ):
+        for name in [name for name in sys.modules if f"{name}.".startswith(("verl.", "zerodrift.verl."))]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, "verl", verl)
+        with pytest.raises(ImportError, match=said):
+            importlib.import_module("zerodrift.verl")
 
 
 # --- environments -----------------------------------------------------------------------------------------
