@@ -29,7 +29,9 @@ def pyproject() -> dict[str, Any]:
     return dict(tomllib.loads((ROOT / "pyproject.toml").read_text()))
 
 
-def test_the_package_has_the_examples_and_the_pages(pyproject: dict[str, Any]) -> None:
+def test_the_package_has_the_examples_the_pages_and_the_extras_that_the_doctor_names(
+    pyproject: dict[str, Any],
+) -> None:
     """A build follows a link to the folders at the top, and the globs hold every file of them."""
     assert machine.EXAMPLES.resolve() == ROOT / "examples" and machine.DOCS.resolve() == ROOT / "docs"
     globs = pyproject["tool"]["setuptools"]["package-data"]["zerodrift"]
@@ -38,6 +40,9 @@ def test_the_package_has_the_examples_and_the_pages(pyproject: dict[str, Any]) -
             place = Path(folder) / path.relative_to(ROOT / folder)
             if path.is_file() and path.suffix not in (".pyc", ".py") and path.name[0] != ".":
                 assert any(place.match(glob) for glob in globs), place
+    extras = pyproject["project"]["optional-dependencies"]
+    for package, extra in doctor.EXTRAS.items():
+        assert not extra or any(re.match(rf"{package}\b", each) for each in extras[extra]), package
 
 
 def test_examples_are_listed_and_copied_with_their_paths(
@@ -63,12 +68,6 @@ def test_the_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> No
         assert word in text, word
     found = json.loads(printed(capsys, "doctor", "--json"))
     assert {finding["part"] for finding in found} == {"versions", "CPU", "GPU", "ranks", "kernels"}
-
-
-def test_every_extra_that_the_doctor_names_installs_the_package(pyproject: dict[str, Any]) -> None:
-    extras = pyproject["project"]["optional-dependencies"]
-    for package, extra in doctor.EXTRAS.items():
-        assert not extra or any(re.match(rf"{package}\b", each) for each in extras[extra]), package
 
 
 def test_the_doctor_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

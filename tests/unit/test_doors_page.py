@@ -112,30 +112,6 @@ def test_nothing_of_a_command_is_left(doors: Any, tmp_path: Path, monkeypatch: p
         assert doors.door_examples.processes.run(["sh", "-c", "exit 3"], os.environ, tmp_path, log, 60) == 3
 
 
-@pytest.mark.parametrize(
-    ("here", "there", "apart", "files", "said"),
-    [
-        ("", "", 0.0, "", ""),
-        ("E: no", "E: no", None, "", 'its own refusal, "E: no"'),
-        ("E: no", "F: off", None, "", 'fails on both: here "E: no"; on DeepSpeed "F: off"'),
-        ("", "F: off", None, "", 'works here and fails on DeepSpeed, "F: off"'),
-        ("", "", 1e-3, "", "1e-03 from DeepSpeed's losses"),
-    ],
-)
-def test_a_method_is_told_beside_deepspeeds(
-    here: str, there: str, apart: float | None, files: str, said: str, doors: Any
-) -> None:
-    methods = doors.door_methods
-    job = methods.TRAINERS["llamafactory"].jobs[0]
-    rows = [
-        methods.MethodResult("llamafactory", "0.9.5", job.name, stage, here, there, 4, apart, files, "")
-        for stage in (2, 3)
-    ]
-    line = methods.table(rows).splitlines()[2]
-    assert methods.reason(rows[0]) == said and (f"| pt | {job.method} |" in line) == (said == "")
-    assert not said or f"{job.method}: {said}" in line
-
-
 def test_saved_files_are_compared_by_names_shapes_and_norms(doors: Any) -> None:
     compare, two = doors.door_methods.compare_files, {"w": [[2], 1.0]}
     assert compare(two, {"w": [[2], 1.0001]}) == ""
