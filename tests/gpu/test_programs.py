@@ -33,7 +33,7 @@ from tests.numerics.test_fused import (
     moments_of,
     step_of,
 )
-from tests.unit.test_sums import one_by_one
+from tests.unit.test_squares import one_by_one
 from zerodrift import optimizers
 from zerodrift.api import make_plan
 from zerodrift.dtypes import DType

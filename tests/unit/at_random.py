@@ -16,12 +16,10 @@ import math
 import random
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -275,32 +273,19 @@ def model(draw: random.Random) -> ModelSpec:
     return replace(ModelSpec("odd [red]names\x9b", tuple(made)), buffers=buffers, checkpoint=stored)
 
 
-def run(one: Case, scratch: Path | None = None, reports: bool = True) -> str:
+def run(one: Case, reports: bool = True) -> str:
     """Plan a case, price it, and with `reports` write all of them; return `planned` or the class of our
     own error. Other errors are raised."""
     try:
-        source = _write_config(one.written, scratch)
-        made = make_plan(source, describe(one.model), one.world, auto=one.auto, overrides=one.overrides)
+        made = make_plan(one.written, describe(one.model), one.world, auto=one.auto, overrides=one.overrides)
         bill = cost(made, one.micro_batches)
-        assert bill.peak.total >= bill.rest.total >= 0
-        made.digest  # noqa: B018
+        assert bill.peak.total >= bill.rest.total >= 0 and made.digest
         if reports:
             write_reports(made)
     except ZerodriftError as error:
         check(str(error), 0)
         return type(error).__name__
     return "planned"
-
-
-def _write_config(written: Any, scratch: Path | None) -> Any:
-    if scratch is None:
-        return written
-    file = scratch / "config.json"
-    try:
-        file.write_text(json.dumps(written, skipkeys=True, default=repr))
-    except (TypeError, ValueError):
-        return written
-    return str(file)
 
 
 def write_reports(made: Plan) -> None:
@@ -338,40 +323,30 @@ def check(text: str, width: int, color: bool = False) -> None:
         assert not wide, f"{cell_len(wide[0])} cells: {wide[0]!r}"
 
 
-def _late(number: int, frame: Any) -> None:
-    raise TimeoutError("a case that does not end")
-
-
 def main(count: int, first: int = 0) -> int:
     """Run many cases and return the number of failures."""
     ends: Counter[str] = Counter()
-    slowest: list[tuple[float, int]] = []
-    failed: list[tuple[int, str]] = []
+    slowest = (0.0, first)
+    failed: dict[str, list[int]] = {}
     importlib.import_module("torch.distributed.pipelining")  # seconds, once in a process
-    begun = time.monotonic()
-    signal.signal(signal.SIGVTALRM, _late)
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(first, first + count):
-            one = case(number)
-            before = time.process_time()
-            signal.setitimer(signal.ITIMER_VIRTUAL, 5 * SECONDS)
-            try:
-                ends[run(one, Path(folder) if number % 4 == 0 else None, number % 16 < 2)] += 1
-            except Exception:
-                failed.append((number, traceback.format_exc(limit=-4)))
-                ends["failed"] += 1
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            took = time.process_time() - before
-            slowest = sorted([*slowest, (took, number)], reverse=True)[:5]
-    late = [(number, took) for took, number in slowest if took > SECONDS]
-    print(f"{count:,} cases in {time.monotonic() - begun:.0f} s: {dict(ends.most_common())}")
-    print("slowest: " + ", ".join(f"{1000 * took:.0f} ms (case {number})" for took, number in slowest))
-    kinds: dict[str, list[int]] = {}
-    for number, text in failed:
-        kinds.setdefault("\n".join(text.strip().splitlines()[-4:]), []).append(number)
-    for text, numbers in kinds.items():
-        print(f"--- {len(numbers)} cases, first {numbers[:5]}\n{text[-1500:]}")
-    return len(failed) + len(late)
+    signal.signal(signal.SIGVTALRM, signal.default_int_handler)  # ends a case that does not end
+    for number in range(first, first + count):
+        one = case(number)
+        before = time.process_time()
+        signal.setitimer(signal.ITIMER_VIRTUAL, 5 * SECONDS)
+        try:
+            ends[run(one, reports=number % 16 < 2)] += 1
+        except (Exception, KeyboardInterrupt):
+            failed.setdefault(traceback.format_exc(limit=-4)[-1500:], []).append(number)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        took = time.process_time() - before
+        slowest = max(slowest, (took, number))
+        if took > SECONDS:
+            failed.setdefault(f"took more than {SECONDS} s", []).append(number)
+    print(f"{count:,} cases: {dict(ends.most_common())}; slowest: {slowest[0]:.3f} s (case {slowest[1]})")
+    for text, numbers in failed.items():
+        print(f"--- {len(numbers)} cases, first {numbers[:5]}\n{text}")
+    return sum(map(len, failed.values()))
 
 
 if __name__ == "__main__":

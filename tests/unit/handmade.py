@@ -1,7 +1,6 @@
-"""Plans, costs and columns made by hand, for tests of rooms that only read them.
+"""Plans of parameters with columns of any kind, for tests of rooms that only read them.
 
-Nothing here lays out as zerodrift does: parameters of one module path prefix are a unit, equal columns a
-segment. A test that needs a true plan makes one with `zerodrift.api.make_plan`.
+The layout, the policy and the cost are those of a true plan; only the columns of its rows are made by hand.
 """
 
 from __future__ import annotations
@@ -13,14 +12,11 @@ from typing import Any, NamedTuple
 
 from tests.unit import models
 from zerodrift.api import make_plan
-from zerodrift.config.loader import load
-from zerodrift.dtypes import BLOCK, DType
+from zerodrift.dtypes import DType
 from zerodrift.mesh import MeshShape
-from zerodrift.model.spec import ModelSpec
-from zerodrift.plan.bill import Cost, Peak, RestingBytes, Traffic
-from zerodrift.plan.table import Boundary, BufferRow, Plan, Row, Segment, Unit
-from zerodrift.policy.decisions import COLUMNS, Columns, Placed, Policy, Update
-from zerodrift.policy.resolver import resolve
+from zerodrift.model.spec import BufferSpec, ModelSpec
+from zerodrift.plan.table import Boundary, BufferRow, Plan
+from zerodrift.policy.decisions import COLUMNS, Columns, Placed, Update
 
 
 def columns(dtype: DType = DType.BF16, why: str = "", **changes: Any) -> Columns:
@@ -77,13 +73,6 @@ WRITTEN = {
 }
 
 
-def policy(**changes: Any) -> Policy:
-    """Return the policy of a usual config; `changes` are fields."""
-    made = resolve(load(WRITTEN), MeshShape(shard=64))
-    shown = tuple(each for each in made.decisions if each.key != "averaging")  # no page says the usual one
-    return replace(made, **{"decisions": shown, **changes})
-
-
 def plan(
     parameters: Sequence[PlannedParameter],
     mesh: MeshShape | None = None,
@@ -92,93 +81,33 @@ def plan(
     boundaries: Sequence[Boundary] = (),
     **changes: Any,
 ) -> Plan:
-    """Return a plan of the given parameters; `changes` are fields of Policy or `source`."""
-    mesh = mesh or MeshShape(shard=4)
-    source = changes.pop("source", "handmade")
-    rows: list[Row] = []
-    units: list[Unit] = []
-    segments: list[Segment] = []
-    for name, members in _units(parameters).items():
-        first_row, first_segment = len(rows), len(segments)
-        by_layout: dict[Any, list[PlannedParameter]] = {}
-        for parameter in members:
-            by_layout.setdefault(parameter.columns.layout, []).append(parameter)
-        for group in by_layout.values():
-            _segment(group, len(units), mesh, rows, segments)
-        spans = tuple(range(first_row, len(rows))), tuple(range(first_segment, len(segments)))
-        units.append(Unit(name, *spans, stage=0))
-    parts = map(tuple, (rows, buffers, units, segments, boundaries, notes))
-    return Plan(source, policy(**changes), mesh, *parts)  # type: ignore[arg-type]
-
-
-def _units(parameters: Sequence[PlannedParameter]) -> dict[str, list[PlannedParameter]]:
-    """Group by the name up to its first number; the root takes the rest."""
-    found: dict[str, list[PlannedParameter]] = {"": []}
-    for parameter in parameters:
-        parts = parameter.names[0].split(".")
-        place = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
-        name = "" if place is None else ".".join(parts[: place + 1])
-        found.setdefault(name, []).append(parameter)
-    return found
-
-
-def _segment(
-    group: Sequence[PlannedParameter], unit: int, mesh: MeshShape, rows: list[Row], segments: list[Segment]
-) -> None:
-    offset = numel = 0
-    start = len(rows)
-    for names, shape, of in group:
-        row = Row(names, shape, DType.BF16, "", of, unit, len(segments), offset)
-        rows.append(row)
-        numel += row.numel
-        offset += -(-row.numel // BLOCK) * BLOCK
-    step = BLOCK * mesh.shard
-    padded = -(-offset // step) * step
-    segments.append(Segment(unit, group[0].columns, tuple(range(start, len(rows))), numel, padded))
-
-
-def cost(of: Plan, **changes: Any) -> Cost:
-    """Return a bill with plausible figures."""
-    total = sum(row.numel for row in of.rows)
-    each = max(total // of.mesh.shard, 1)
-    rest = RestingBytes(storage=2 * each, buffers=4096, accumulate=0, master=2 * each, state=8 * each)
-    made = Cost(
-        micro_batches=8,
-        pipeline_stage=0,
-        parameters=total,
-        padding=sum(segment.padded - segment.numel for segment in of.segments),
-        whole_padding=0,
-        rest=rest,
-        peak=Peak(rest.total, 12 * each, 4 * each, 2 * each, 3 * each),
-        traffic=(
-            Traffic("all_gather", "forward", "bf16", "shard", 264, 16 * total),
-            Traffic("all_gather", "backward", "bf16", "shard", 256, 15 * total),
-            Traffic("reduce_scatter", "reduce", "fp32", "shard", 264, 32 * total),
-            Traffic("all_reduce", "norm", "fp64", "world", 1, 32),
-        ),
-    )
-    return replace(made, **changes)
+    """Return a plan of the given parameters; `changes` are fields of Policy."""
+    found = tuple(models.tied(each.names, each.shape, ("",) * len(each.names)) for each in parameters)
+    made = make_plan(WRITTEN, ModelSpec("handmade", found), (mesh or MeshShape(shard=4)).shard)
+    by_name = {each.names[0]: each.columns for each in parameters}
+    rows = tuple(replace(row, columns=by_name[row.name]) for row in made.rows)
+    parts = {"buffers": tuple(buffers), "notes": tuple(notes), "boundaries": tuple(boundaries)}
+    return replace(made, rows=rows, policy=replace(made.policy, **changes), **parts)
 
 
 def moe(layers: int = 32, experts: int = 8) -> Plan:
-    """Return a mixture of experts with pinned routers and tied embeddings."""
-    low, high, norm = columns(), pinned(), pinned("precision.rules[1]: '*norm.weight'")
-    found = [
-        param("model.embed_tokens.weight", (32000, 4096), low, "lm_head.weight"),
-        param("model.norm.weight", (4096,), norm),
-    ]
+    """Return the plan of a mixture of experts with pinned routers and norms, and tied embeddings."""
+    tie = ("model.embed_tokens.weight", "lm_head.weight")
+    found = [models.tied(tie, (32000, 4096), (models.EMBEDDING, models.LINEAR))]
     for layer in range(layers):
         at = f"model.layers.{layer}"
         heads = (("q_proj", 4096), ("k_proj", 1024), ("v_proj", 1024), ("o_proj", 4096))
-        found += [param(f"{at}.self_attn.{name}.weight", (size, 4096), low) for name, size in heads]
-        found.append(param(f"{at}.block_sparse_moe.gate.weight", (experts, 4096), high))
+        shapes = {f"{at}.self_attn.{name}.weight": (size, 4096) for name, size in heads}
+        shapes[f"{at}.block_sparse_moe.gate.weight"] = (experts, 4096)
         for expert, name in itertools.product(range(experts), ("w1", "w2", "w3")):
             shape = (4096, 14336) if name == "w2" else (14336, 4096)
-            found.append(param(f"{at}.block_sparse_moe.experts.{expert}.{name}.weight", shape, low))
+            shapes[f"{at}.block_sparse_moe.experts.{expert}.{name}.weight"] = shape
+        found += [models.parameter(name, shape) for name, shape in shapes.items()]
         for name in ("input_layernorm", "post_attention_layernorm"):
-            found.append(param(f"{at}.{name}.weight", (4096,), norm))
-    kept = "default: buffers are kept as the model made them"
-    rotary = BufferRow("model.rotary_emb.inv_freq", (64,), DType.FP32, DType.FP32, kept)
-    notes = ("gradients of 995 parameters are rounded once on the wire (fp32 -> bf16) and summed in fp32",)
-    gates = [boundary(f"model.layers.{layer}.block_sparse_moe.gate") for layer in range(layers)]
-    return plan(found, MeshShape(shard=64), [rotary], notes, gates, source="mixtral-8x7b")
+            found.append(models.parameter(f"{at}.{name}.weight", (4096,), models.NORM))
+    found.append(models.parameter("model.norm.weight", (4096,), models.NORM))
+    rotary = (BufferSpec("model.rotary_emb.inv_freq", (64,), DType.FP32, persistent=False),)
+    rules = [{"match": match, "pin": "fp32"} for match in ("*.gate.weight", "*norm.weight")]
+    precision = {"mode": "bf16", "reduce": {"wire": "bf16"}, "rules": rules}
+    written = {**WRITTEN, "precision": precision}
+    return make_plan(written, ModelSpec("mixtral-8x7b", tuple(found), rotary), 64)

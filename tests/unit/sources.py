@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+import gc
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[2] / "src" / "zerodrift"
 
@@ -19,7 +20,23 @@ def source(path: Path) -> str:
 
 @functools.cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(source(path))
+    return parse(path)
+
+
+def parse(path: Path) -> ast.Module:
+    """Parse a source while the garbage collector, which would look through all trees again, does not."""
+    gc.disable()
+    try:
+        return ast.parse(source(path))
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return every node of a source, walked once."""
+    return tuple(ast.walk(tree(path)))
 
 
 def name_of(path: Path) -> str:
@@ -31,9 +48,24 @@ def module_of(path: Path) -> str:
     return name_of(path).removesuffix("__init__.py").removesuffix(".py").strip("/").replace("/", ".")
 
 
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of every string that stands for itself, fields' docstrings among them."""
-    for node in ast.walk(tree(path)):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str(text))):
-                yield node.lineno, text
+class Outline(NamedTuple):
+    """Statements of a source that the rules of words are about."""
+
+    docstrings: tuple[tuple[int, int, str], ...]
+    """First line, last line and text of each string that stands for itself, as those of fields do."""
+    classes: tuple[str, ...]
+
+
+@functools.cache
+def outline(path: Path) -> Outline:
+    docstrings, classes = [], []
+    ahead: list[ast.AST] = [parse(path)]
+    while ahead:
+        match node := ahead.pop():
+            case ast.Expr(value=ast.Constant(value=str(text)), lineno=first, end_lineno=int(last)):
+                docstrings.append((first, last, text))
+            case ast.ClassDef(name=name):
+                classes.append(name)
+        for block in ("body", "orelse", "handlers", "finalbody", "cases"):
+            ahead += getattr(node, block, ())
+    return Outline(tuple(docstrings), tuple(classes))

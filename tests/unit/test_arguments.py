@@ -112,13 +112,8 @@ def test_what_it_can_be_is_built(block: str, kind: str, key: str) -> None:
             assert all(math.isfinite(rate) for rate in schedule.get_last_lr())
         elif kind != "Muon":
             built(recipe)
-
-
-def test_null_is_left_out() -> None:
-    for (block, kind), table in TABLES.items():
-        params = {**dict.fromkeys(table), **needed(kind)}
-        recipe = planned(block, kind, params)
-        assert json.loads(recipe.params) == needed(kind)
+    recipe = planned(block, kind, {**needed(kind), key: None} if key not in needed(kind) else needed(kind))
+    assert json.loads(recipe.params) == needed(kind), "null is left out"
 
 
 @pytest.mark.parametrize("kind", sorted(REQUIRED))
@@ -137,21 +132,6 @@ def test_what_is_no_argument_is_named(block: str, kind: str) -> None:
             planned(block, kind, {**needed(kind, key), key: 1})
 
 
-@pytest.mark.parametrize("params", [[], [1], "lr", 3, True, [["lr", 1]], NAN])
-@pytest.mark.parametrize("block", ["optimizer", "scheduler"])
-def test_a_block_of_arguments_is_a_block(block: str, params: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"`{block}\.params`: must be"):
-        planned(block, "AdamW" if block == "optimizer" else "WarmupLR", params)
-
-
-@pytest.mark.parametrize("kind", [None, 3, True, [], {}, "", "AdamW\x1b", "adam w", "a" * 5000, NAN])
-@pytest.mark.parametrize("block", ["optimizer", "scheduler"])
-def test_a_type_is_one_of_ours(block: str, kind: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"`{block}\.type`: must be") as caught:
-        planned(block, kind, {})
-    assert all(map(str.isprintable, str(caught.value).split("\n"))) and len(str(caught.value)) < 1500
-
-
 NUMBERS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("gradient_clipping", "fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis"),
@@ -167,12 +147,9 @@ def test_a_number_that_stands_for_auto_is_one_that_could_be_written(key: str) ->
         with pytest.raises(ConfigError, match=key):
             make_plan(written, moe(layers=1), 2, auto={key: value})
     assert make_plan(written, moe(layers=1), 2, auto={key: 4.0})
-
-
-@pytest.mark.parametrize("auto", [[0], "lr=1", 3, [("lr", 1)], {1: 2}, {None: 1}])
-def test_what_stands_for_auto_is_a_block(auto: Any) -> None:
-    with pytest.raises(ConfigError):
-        make_plan({"gradient_clipping": "auto"}, moe(layers=1), 2, auto=auto)
+    for block in ([0], "lr=1", 3, [("lr", 1)], {1: 2}, {None: 1}):
+        with pytest.raises(ConfigError):
+            make_plan(written, moe(layers=1), 2, auto=block)  # type: ignore[arg-type]
 
 
 BOUNDED = {

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.unit.models import EMBEDDING, LINEAR, at, moe, parameter, plan, tied
+from tests.unit.models import at, moe, parameter, plan
 from tests.unit.test_checkpoint_folder import manifest
 from zerodrift.checkpoint.differences import CheckpointDifference, CurrentRun, differences
 from zerodrift.dtypes import DType
 from zerodrift.model.spec import ModelSpec, OwningModule
 from zerodrift.plan.bill import cost
 from zerodrift.plan.boundaries import boundaries_of_piece
-from zerodrift.plan.table import Boundary, Plan
-from zerodrift.report import frame, terminal
+from zerodrift.plan.table import Plan
 from zerodrift.report import plan_html as page
+from zerodrift.report import terminal
 from zerodrift.report.explanation import explain
-from zerodrift.report.rows import group_rows, list_rows
+from zerodrift.report.rows import group_rows
 
 
 def pinned(model: ModelSpec, *patterns: str | dict[str, Any], mode: str = "bf16", **rest: Any) -> Plan:
@@ -99,67 +99,37 @@ def test_what_is_one_too_but_not_under_autocast() -> None:
     assert boundaries(model, "gate.weight", mode="autocast-bf16") == {}
 
 
-def test_a_module_in_two_places_is_one_by_its_first_name() -> None:
-    weight = tied(("a.gate.weight", "b.q_proj.weight"), (8, 8), (LINEAR, LINEAR))
-    rest = parameter("a.other.weight", (8, 8)), parameter("b.other.weight", (8, 8))
-    apart = ModelSpec("m", (weight, *rest))
-    outputs = {path: output for path, (_, output, _) in boundaries(apart, "a.gate.weight").items()}
-    assert outputs == {"a.gate": "keep", "b.q_proj": "input"}  # two modules whose weights are tied
-    one = replace(apart, shared=(("b.q_proj", "a.gate"),))
-    outputs = {path: output for path, (_, output, _) in boundaries(one, "a.gate.weight").items()}
-    assert outputs == {"a.gate": "keep", "b.q_proj": "keep"}
-
-
 # --- what they return -------------------------------------------------------------------------------------
 
 
+KEEP, INPUT = ({"match": "m.up.*", "output": told} for told in ("keep", "input"))
+DOWN = {"match": "m.down.*", "output": "input"}
+
+
 @pytest.mark.parametrize(
-    ("names", "output", "why"),
+    ("names", "rules", "path", "output", "why"),
     [
-        (("m.weight",), "keep", "one matrix"),
-        (("m.weight", "m.bias"), "keep", "one matrix"),
-        (("m.norm_scale", "m.bias"), "input", "no matrix"),
-        (("m.up.weight", "m.down.weight"), "input", "several matrices"),
+        (("m.weight",), (), "m", "keep", "one matrix"),
+        (("m.weight", "m.bias"), (), "m", "keep", "one matrix"),
+        (("m.norm_scale", "m.bias"), (), "m", "input", "no matrix"),
+        (("m.up.weight", "m.down.weight"), (), "m", "input", "several matrices"),
+        *(((f"m.{name}.weight", "other.weight"), (), "m", "keep", "one matrix") for name in ("wq", "fc1")),
+        (("m.up.weight",), (KEEP,), "m", "keep", "precision.rules[1]: 'm.up.*'"),
+        (("m.up.weight",), (INPUT,), "m", "input", "precision.rules[1]: 'm.up.*'"),
+        (("m.up.weight", "m.down.weight"), (KEEP, DOWN), "m", "keep", "precision.rules[1]: 'm.up.*'"),
     ],
 )
-def test_what_is_returned_unless_told(names: tuple[str, ...], output: str, why: str) -> None:
-    (found,) = pinned(of(*names, "head.weight"), "m.*").boundaries
-    assert (found.path, found.output, found.lookup) == ("m", output, DType.BF16)
-    assert why in dict(found.why)["output"]
-    assert dict(found.why)["dtype"] == "precision.rules[0]: 'm.*'"
-
-
-@pytest.mark.parametrize("name", ["q_proj", "wq", "fc1", "out_proj", "c_fc", "dense", "w2", "self_attn"])
-def test_a_projection_returns_its_inputs_dtype(name: str) -> None:
-    assert boundaries(of(f"block.{name}.weight", "head.weight"), "block.*")["block"][1] == "keep"
-    model = of(f"block.{name}.weight", "block.other.weight", "head.weight")
-    assert boundaries(model, f"block.{name}.*") == {f"block.{name}": ("fp32", "input", "bf16")}
-
-
-@pytest.mark.parametrize("told", ["keep", "input"])
-def test_a_rule_is_obeyed_and_named(told: str) -> None:
-    made = pinned(moe(layers=1), "*norm*", {"match": "*norm*", "output": told})
-    assert {each.output for each in made.boundaries} == {told}
-    assert {each.lookup for each in made.boundaries} == {None if told == "keep" else DType.BF16}
-    assert {dict(each.why)["output"] for each in made.boundaries} == {"precision.rules[1]: '*norm*'"}
-
-
-def test_keep_wins_where_rules_say_both() -> None:
-    told = ({"match": "m.up.*", "output": "keep"}, {"match": "m.down.*", "output": "input"})
-    model = of("m.up.weight", "m.down.weight", "head.weight")
-    (found,) = pinned(model, "m.*", *told).boundaries
-    assert (found.output, dict(found.why)["output"]) == ("keep", "precision.rules[1]: 'm.up.*'")
+def test_what_is_returned_unless_told(
+    names: tuple[str, ...], rules: tuple[dict[str, str], ...], path: str, output: str, why: str
+) -> None:
+    """Keep wins where rules say both."""
+    (found,) = pinned(of(*names, "head.weight"), "m.*", *rules).boundaries
+    assert (found.path, found.output) == (path, output)
+    assert found.lookup is (None if rules and output == "keep" else DType.BF16)
+    assert why in dict(found.why)["output"] and dict(found.why)["dtype"] == "precision.rules[0]: 'm.*'"
 
 
 # --- names alone ------------------------------------------------------------------------------------------
-
-
-def test_from_names_a_numbered_module_is_a_list_and_the_plan_says_so() -> None:
-    model = of("layers.0.weight", "layers.1.weight", "head.weight", klass="")
-    made = pinned(model, "layers.*")
-    assert [each.path for each in made.boundaries] == ["layers.0", "layers.1"]
-    assert any("this source has no module classes: boundaries" in note for note in made.notes)
-    assert not any("boundaries" in note for note in pinned(model).notes)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +143,9 @@ def test_from_names_a_model_of_lists_is_as_from_classes(patterns: list[str]) -> 
     bare = pinned(ModelSpec("m", tuple(nameless)), *patterns)
     assert known.boundaries == bare.boundaries != ()
     assert not any("boundaries" in note for note in known.notes)
+    numbered = pinned(of("layers.0.weight", "layers.1.weight", "head.weight", klass=""), "layers.*")
+    assert [each.path for each in numbered.boundaries] == ["layers.0", "layers.1"]
+    assert any("this source has no module classes: boundaries" in note for note in numbered.notes)
 
 
 # --- in the plan ------------------------------------------------------------------------------------------
@@ -211,77 +184,19 @@ def test_a_piece_of_a_pipeline_has_those_of_its_modules_and_a_module_that_is_cut
 # --- printed ----------------------------------------------------------------------------------------------
 
 
-def text(made: Plan, width: int = frame.WIDTH) -> str:
-    return terminal.plan_text(made, cost(made), group_rows(made), color=False, width=width)
-
-
-def test_the_plan_and_its_page_show_a_line_per_pattern() -> None:
-    made = pinned(moe(layers=4), GATES, EMBED)
-    section = text(made).partition("\nboundaries")[2].partition("\n\n")[0]
-    assert "floating inputs of the model are cast to bf16" in section
-    line = next(line for line in section.splitlines() if "mlp.gate" in line)
-    assert line.split()[:5] == ["model.layers.*.mlp.gate", "x4", "fp32", "its", "own"]
-    assert "precision.rules[0]: '*.gate.weight'" in section
-    assert "an embedding" in section and "returns bf16" in section
-    html = page.plan_page(made, cost(made), group_rows(made))
-    assert "Boundaries</h2>" in html and "mlp.<wbr>gate x4" in html
-    # A plan without any says nothing of them.
-    made = pinned(moe())
-    assert "boundaries" not in text(made)
-    assert "Boundaries" not in page.plan_page(made, cost(made), group_rows(made))
-
-
-@pytest.mark.parametrize("width", [80, 100])
-@pytest.mark.parametrize("path", ["gate", "a_router_with_quite_a_long_name_" * 3])
-def test_lines_fit_and_say_everything(width: int, path: str) -> None:
-    model = of(f"layers.0.{path}.weight", f"layers.1.{path}.weight", "head.weight")
-    section = text(pinned(model, "layers.*"), width).partition("\nboundaries")[2].partition("\n\n")[0]
-    assert all(len(line) <= width for line in section.splitlines()), section
-    squeezed = re.sub(r"\s", "", section)
-    assert "computesin" in squeezed and "fp32" in squeezed
-    assert "severalmatrices" in squeezed or "onematrix" in squeezed
-
-
-@pytest.mark.long
-def test_ten_thousand_modules_are_a_few_lines() -> None:
-    names = [f"layers.{layer}.experts.{expert}.gate.weight" for layer in range(100) for expert in range(100)]
-    other = [f"layers.{layer}.attn.q_proj.weight" for layer in range(100)]
-    lists = frozenset({"layers", *(f"layers.{layer}.experts" for layer in range(100))})
-    model = of(*names, *other, "head.weight", containers=lists)
-    made = pinned(model, GATES)
-    assert len(made.boundaries) == 10_000
-    found = [(each.pattern, len(each.boundaries)) for each in group_rows(made).boundaries]
-    assert found == [("layers.*.experts.*", 10_000)]
-    assert len(text(made).splitlines()) < 120
-
-
-def test_some_of_a_kind_are_told_by_their_numbers() -> None:
-    made = pinned(moe(layers=4), GATES, *(f"model.layers.{n}.mlp.gate.weight" for n in (0, 1)))
-    patterns = [each.pattern for each in group_rows(made).boundaries]
-    assert patterns == [f"model.layers.{which}.mlp.gate" for which in ("0", "1", "2-3")]
-    # Rows show those around them.
-    chosen = [n for n, row in enumerate(made.rows) if row.name == "model.layers.1.mlp.gate.weight"]
-    assert [each.pattern for each in list_rows(made, chosen).boundaries] == ["model.layers.1.mlp.gate"]
-
-
-def test_explain_prints_them_and_where_a_pin_has_none() -> None:
-    def said(made: Plan, name: str) -> str:
-        lines = terminal.explanation_text(explain(made, name), made.digest, color=False)
-        return " ".join(lines.partition("\ncolumns")[0].split())
-
-    made = pinned(moe(layers=2), GATES, EMBED)
-    shown = {name: said(made, f"{name}.weight") for name in ("model.layers.1.mlp.gate", "model.embed_tokens")}
-    for (name, text), returns in zip(shown.items(), ("its own dtype", "bf16"), strict=True):
-        assert f"boundary {name} computes in fp32, returns {returns}: one matrix" in text
-    assert "boundary" not in said(made, "lm_head.weight")
+def test_a_plan_its_page_and_an_explanation_show_boundaries_where_there_are_any() -> None:
+    """Their text is on docs/plan.md."""
+    for made, shown in ((pinned(moe(layers=4), GATES, EMBED), True), (pinned(moe()), False)):
+        table = group_rows(made)
+        text = terminal.plan_text(made, cost(made), table, color=False)
+        assert ("floating inputs of the model are cast to bf16" in text) is shown
+        html = page.plan_page(made, cost(made), table)
+        assert ("Boundaries</h2>" in html and "mlp.<wbr>gate x4" in html) is shown
+        told = terminal.explanation_text(explain(made, "lm_head.weight"), made.digest, color=False)
+        assert "boundary" not in told
     made = pinned(of("m.gate", "m.up"), "m.gate")
-    assert "boundary none: no module around it casts its inputs" in said(made, "m.gate")
-
-
-def test_an_embedding_is_known_by_its_class() -> None:
-    model = ModelSpec("m", (parameter("e.weight", (8, 8), EMBEDDING), parameter("h.weight", (8, 8))))
-    why = (("dtype", "precision.rules[0]: 'e.*'"), ("output", "one matrix, as a router or a head"))
-    assert pinned(model, "e.*").boundaries == (Boundary("e", DType.FP32, "keep", DType.BF16, why),)
+    told = terminal.explanation_text(explain(made, "m.gate"), made.digest, color=False)
+    assert "boundary none: no module around it casts its inputs" in " ".join(told.split())
 
 
 # --- in a checkpoint --------------------------------------------------------------------------------------

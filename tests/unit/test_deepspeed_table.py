@@ -1,8 +1,9 @@
-"""The table of DeepSpeed's keys: complete, in agreement with the schema, and obeyed by `load`."""
+"""Keys: those of DeepSpeed are all in the table, which `load` obeys, and each that we use is on a page."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from zerodrift.config.deepspeed import ENTRIES, SECTIONS, Entry
 from zerodrift.config.loader import load
 from zerodrift.config.schema import Config
 from zerodrift.errors import ConfigError
+from zerodrift.policy.decisions import COLUMNS
 
-OURS = load_tool("config_page").OURS
+reference = load_tool("config_page")
 KEYS = Path(__file__).parent / "data" / "deepspeed_keys.txt"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "deepspeed").iterdir())
 
@@ -51,13 +53,6 @@ def test_every_key_of_deepspeed_is_in_the_table_and_known_to_load() -> None:
             assert "must be a key of" not in str(error), key
 
 
-def test_a_key_that_nobody_knows_is_not_found() -> None:
-    for key in ("gradient_cliping", "zero_optimization.overlap_com", "bf16.enable", "nebulous.enabled"):
-        assert deepspeed.find(key) is None
-        with pytest.raises(ConfigError, match="must be a key of"):
-            load(nested(key, True))
-
-
 # --- in agreement with the schema -------------------------------------------------------------------
 
 
@@ -66,7 +61,7 @@ def schema_keys() -> set[str]:
     return {
         f"{key.path}.*" if fields.is_free(key.kind) else key.path
         for key in fields.every_key(Config)
-        if key.path.partition(".")[0] not in OURS and fields.block_of(key.kind) is None
+        if key.path.partition(".")[0] not in reference.OURS and fields.block_of(key.kind) is None
     }
 
 
@@ -127,27 +122,22 @@ def test_one_and_true_are_not_the_same() -> None:
     assert load(nested(key, 1)).keys[0].status == "ignored"
     with pytest.raises(ConfigError, match="sparse_gradients"):
         load({"sparse_gradients": 0})
+    off = load({"amp": {"enabled": False, "opt_level": "O1"}})
+    assert [use.status for use in off.keys] == ["ignored", "ignored"], (
+        "what stands beside a switch follows it"
+    )
+    with pytest.raises(ConfigError, match=r"^(?!.*opt_level)"):
+        load({"amp": {"enabled": True, "opt_level": "O1"}})
 
 
-def test_a_refused_block_is_refused_as_a_whole() -> None:
-    zenflow = {"topk_ratio": 0.1, "overlap_step": True}
+def test_a_block_is_refused_as_a_whole_and_must_be_one() -> None:
     with pytest.raises(ConfigError, match=r"^config: `zero_optimization\.zenflow`: must be false: "):
-        load({"zero_optimization": {"zenflow": zenflow}})
-
-
-def test_a_block_that_only_the_table_knows_must_be_a_block() -> None:
+        load({"zero_optimization": {"zenflow": {"topk_ratio": 0.1, "overlap_step": True}}})
     for key in ("aio", "amp", "zero_optimization.offload_param", "activation_checkpointing"):
         with pytest.raises(ConfigError, match="must be a block of keys; got 3"):
             load(nested(key, 3))
         for nothing in (None, {}):
             assert load(nested(key, nothing)).keys[0].status == "ignored"
-
-
-def test_what_stands_beside_a_switch_follows_it() -> None:
-    off = load({"amp": {"enabled": False, "opt_level": "O1"}})
-    assert [use.status for use in off.keys] == ["ignored", "ignored"]
-    with pytest.raises(ConfigError, match=r"^(?!.*opt_level)"):
-        load({"amp": {"enabled": True, "opt_level": "O1"}})
 
 
 def test_compression_is_refused_by_technique() -> None:
@@ -183,3 +173,27 @@ def test_an_example_loads_with_every_key_accounted_for(path: Path) -> None:
     assert [use.path for use in config.keys] == list(leaves(json.loads(path.read_text())))
     assert {use.status for use in config.keys} <= {"used", "ignored"}
     assert "used" in {use.status for use in config.keys}
+
+
+# --- words for types --------------------------------------------------------------------------------
+
+
+def test_the_config_page_shows_every_key_once() -> None:
+    page = reference.render_config()
+    shown = re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)
+    keys = [
+        key.path.rpartition(".")[2]
+        for key in fields.every_key(Config)
+        if not key.path.startswith("precision.rules[].reduce.")
+        and not (key.path.startswith("precision.rules[].") and key.path.rpartition(".")[2] in COLUMNS)
+        and ("." in key.path or not fields.block_of(key.kind))
+    ]
+    assert sorted(shown) == sorted(keys)
+
+
+def test_every_key_has_a_docstring_and_words() -> None:
+    for key in fields.every_key(Config):
+        assert key.doc.endswith("."), key.path
+        assert fields.admits(key.kind), key.path
+    with pytest.raises(AssertionError, match="no words"):
+        fields.admits(bytes)

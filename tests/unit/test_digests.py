@@ -1,6 +1,8 @@
-"""Digests of blocks: equal by both paths, additive over any slicing, with known answers."""
+"""Digests and prints of blocks: equal by both paths, different after every change; digests are additive."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,7 +10,14 @@ from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.digest import tensor_digest
-from zerodrift.kernels.digests import block_digests, reference_block_digests, weights_of_places
+from zerodrift.kernels.digests import (
+    BYTES,
+    block_digests,
+    prints,
+    reference_block_digests,
+    reference_prints,
+    weights_of_places,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64, torch.bool]
 
@@ -88,3 +97,44 @@ def test_of_a_whole_tensor_depends_on_every_bit_its_name_and_its_dtype() -> None
     others = [tensor_digest("b", value), tensor_digest("a", value.double()), tensor_digest("a", changed)]
     others += [tensor_digest("a", value.bfloat16()), tensor_digest("a", value.flip(0))]
     assert len({digest, *others}) == 6
+
+
+# --- prints ---------------------------------------------------------------------------------------------
+
+
+def words(blocks: int = 4, dtype: torch.dtype = torch.float32) -> Tensor:
+    return some(blocks * BYTES // dtype.itemsize, dtype)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3, 100])
+def test_both_paths_have_the_same_prints(blocks: int) -> None:
+    flat = words(blocks)
+    assert torch.equal(prints(flat), reference_prints(flat.view(torch.int32)))
+
+
+def test_the_end_is_filled_up_with_zeros() -> None:
+    flat = words()
+    flat[-5:] = 0.0
+    assert torch.equal(prints(flat[:-5]), prints(flat))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "write",
+    [
+        Tensor.neg,
+        Tensor.abs,
+        torch.zeros_like,
+        lambda x: x * 2,
+        lambda x: x / 4,
+        lambda x: x.flip(0),
+        lambda x: x.roll(1),
+        lambda x: x.roll(BYTES // x.itemsize),
+        lambda x: x.view(2, -1).flip(0).reshape(-1),
+    ],
+)
+def test_every_block_of_a_tensor_that_was_written_has_another_print(
+    write: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    flat = words(dtype=dtype)
+    assert bool((prints(write(flat)) != prints(flat)).all())

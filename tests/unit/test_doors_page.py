@@ -20,48 +20,20 @@ def doors() -> ModuleType:
     return load_tool("doors")
 
 
-def test_the_page_shows_what_was_found(doors: Any) -> None:
-    page = doors.PAGE.read_text()
+def test_the_page_shows_what_was_found_of_every_example(doors: Any) -> None:
+    page, found = doors.PAGE.read_text(), doors.door_examples.results()
     for tables in (doors.door_examples, doors.door_methods, doors.door_suites):
         assert tables.table(tables.results()) in page
-
-
-def test_every_example_ran_and_has_deepspeeds_losses(doors: Any) -> None:
-    known = {
-        (name, e.name, stage) for name, tool in doors.TOOLS.items() for e in tool.examples for stage in (2, 3)
-    }
-    assert {row.key for row in doors.door_examples.results()} == known and len(known) >= 2 * 24
+    examples = [(name, tool, example) for name, tool in doors.TOOLS.items() for example in tool.examples]
+    known = {(name, example.name, stage) for name, _, example in examples for stage in (2, 3)}
+    assert {row.key for row in found} == known and len(known) >= 2 * 24
     # DeepSpeed's own stages are as far apart there, which the page says below its table.
-    assert [row.trouble for row in doors.door_examples.results() if row.trouble] in (
-        [],
-        ["script: reward is 6e-06 from DeepSpeed at stage 3"],
-    )
-
-
-def test_every_command_can_be_formed(doors: Any) -> None:
+    apart = ["script: reward is 6e-06 from DeepSpeed at stage 3"]
+    assert [row.trouble for row in found if row.trouble] in ([], apart)
     names = {"tests": "T", "data": "D", "out": "O", "stage": 3, "port": 29700, "file": "F"}
-    for tool in doors.TOOLS.values():
-        for example in tool.examples:
-            for text in (example.command, example.file, example.beside):
-                assert bool(text.format(**names)) == bool(text), (tool.shown, example.name)
-
-
-@pytest.mark.parametrize(
-    ("ran", "apart", "said"),
-    [
-        (False, None, "`torchrun` at stage 2"),
-        (True, None, "`torchrun` at stage 2 has nothing of DeepSpeed to compare with"),
-        (True, 1e-5, "`torchrun` is 1e-05 from DeepSpeed at stage 2"),
-        (True, 1e-7, ""),
-    ],
-)
-def test_what_is_not_as_it_should_be_is_in_the_table(
-    ran: bool, apart: float | None, said: str, doors: Any
-) -> None:
-    row = doors.Result("deepspeed", "0.19.6", "`torchrun`", 2, ran, 3, apart, "2026-11-23")
-    line = next(line for line in doors.door_examples.table([row]).splitlines() if "| 0.19.6 |" in line)
-    assert row.trouble == said and line.split(" | ")[4].startswith(said or "not tried yet")
-    assert line.split(" | ")[2] == ""  # not at both stages
+    for _, tool, example in examples:
+        for text in (example.command, example.file, example.beside):
+            assert bool(text.format(**names)) == bool(text), (tool.shown, example.name)
 
 
 @pytest.fixture
@@ -96,9 +68,8 @@ def test_a_failure_ends_nothing_else_and_what_ran_is_kept(
     def run(cell: Any, *_: Any) -> Any:
         ran.append(str(cell))
         fails = cell.stage == 3 and cell.on == "zerodrift" and cell.example.name == "`deepspeed`"
-        return apart.door_examples.Outcome(
-            [] if fails else [1.0, 2.0], "exit code 1" if fails else "", "2026-11-23", cell.asked
-        )
+        losses, why = ([], "exit code 1") if fails else ([1.0, 2.0], "")
+        return apart.door_examples.Outcome(losses, why, "2026-11-23", cell.asked)
 
     monkeypatch.setattr(apart, "made", made)
     monkeypatch.setattr(apart.door_examples, "run", run)
@@ -106,35 +77,25 @@ def test_a_failure_ends_nothing_else_and_what_ran_is_kept(
     assert apart.try_all(home, ["lightning", "deepspeed"], "", []) == 1
     failed = f"{apart.TOOLS['deepspeed'].shown}: `deepspeed`, stage 3 on zerodrift"
     assert len(ran) == 8 and failed == ran[-1]
-    told = capsys.readouterr()
-    assert "[12/12, 0 min left]" in told.out and "`torchrun`, stage 2 on DeepSpeed ... 2 numbers" in told.out
-    last = told.out.splitlines()[-3:]
-    assert last[0].startswith("1 of 3 examples ran at stages 2 and 3; 3 of 4 runs are within 1e-06")
-    assert "lightning" in last[1] and f"see {home / 'lightning.log'}" in last[1]
-    assert (
-        last[2] == f"FAILED {failed}: exit code 1; see {home / 'deepspeed' / 'doors' / '1-3-zerodrift.log'}"
-    )
-    assert [(row.ran, row.apart) for row in apart.door_examples.results()] == [
-        *[(True, 0.0)] * 3,
-        (False, None),
-    ]
+    told = capsys.readouterr().out
+    assert "`torchrun`, stage 2 on DeepSpeed ... 2 numbers" in told
+    log = home / "deepspeed" / "doors" / "1-3-zerodrift.log"
+    for said in ("1 of 3 examples ran at stages 2 and 3", str(home / "lightning.log"), f"see {log}"):
+        assert said in " ".join(told.splitlines()[-3:])
+    rows = [(row.ran, row.apart) for row in apart.door_examples.results()]
+    assert rows == [*[(True, 0.0)] * 3, (False, None)]
     assert "`deepspeed` at stage 3" in apart.PAGE.read_text()
     assert apart.try_all(home, ["deepspeed"], "torchrun", []) == 0 and len(ran) == 8
     assert apart.try_all(home, ["deepspeed"], "", []) == 1 and ran[8:] == [failed]
 
 
-def test_the_furthest_number_is_found(doors: Any) -> None:
+def test_numbers_are_compared_only_where_both_are_there_and_finite(doors: Any) -> None:
     assert doors.furthest([1.0, 4.0], [1.0, 2.0]) == 1.0 and doors.furthest([0.5], [0.25]) == 0.25
     assert doors.furthest([], []) is doors.furthest([1.0], [1.0, 2.0]) is None
-
-
-def test_a_run_of_losses_that_are_not_finite_has_failed(doors: Any) -> None:
-    """The losses are a result of neither package, and nothing is compared with them."""
-    assert doors.door_examples.why_it_failed(0, [1.0, 2.0]) == ""
-    assert doors.door_examples.why_it_failed(0, [1.0, math.nan, math.inf]) == "2 of 3 losses are not finite"
-    assert doors.door_examples.why_it_failed(0, []) == "wrote no losses"
-    assert doors.door_examples.why_it_failed(3, [math.nan]) == "exit code 3"
-    assert doors.door_examples.why_it_failed(None, []).startswith("not done in")
+    why = doors.door_examples.why_it_failed
+    assert why(0, [1.0, 2.0]) == "" and why(0, [1.0, math.nan, math.inf]) == "2 of 3 losses are not finite"
+    assert why(0, []) == "wrote no losses" and why(3, [math.nan]) == "exit code 3"
+    assert why(None, []).startswith("not done in")
 
 
 def test_nothing_of_a_command_is_left(doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,91 +112,12 @@ def test_nothing_of_a_command_is_left(doors: Any, tmp_path: Path, monkeypatch: p
         assert doors.door_examples.processes.run(["sh", "-c", "exit 3"], os.environ, tmp_path, log, 60) == 3
 
 
-@pytest.mark.parametrize(
-    ("here", "there", "apart", "files", "said"),
-    [
-        ("", "", 0.0, "", ""),
-        ("E: no", "E: no", None, "", 'its own refusal, "E: no"'),
-        ("E: no", "F: off", None, "", 'fails on both: here "E: no"; on DeepSpeed "F: off"'),
-        ("E: no", "", None, "", 'refused here, "E: no"'),
-        ("", "was not run", None, "", "works here, and was not run on DeepSpeed"),
-        ("", "F: off", None, "", 'works here and fails on DeepSpeed, "F: off"'),
-        ("", "", 1e-3, "", "1e-03 from DeepSpeed's losses"),
-        ("", "", 0.0, "`w` is [2] and [3] on DeepSpeed", "`w` is [2] and [3] on DeepSpeed"),
-    ],
-)
-def test_a_method_is_told_beside_deepspeeds(
-    here: str, there: str, apart: float | None, files: str, said: str, doors: Any
-) -> None:
-    methods = doors.door_methods
-    job = methods.TRAINERS["llamafactory"].jobs[0]
-    rows = [
-        methods.MethodResult("llamafactory", "0.9.5", job.name, stage, here, there, 4, apart, files, "")
-        for stage in (2, 3)
-    ]
-    line = methods.table(rows).splitlines()[2]
-    assert methods.reason(rows[0]) == said and (f"| pt | {job.method} |" in line) == (said == "")
-    assert not said or f"{job.method}: {said}" in line
-
-
 def test_saved_files_are_compared_by_names_shapes_and_norms(doors: Any) -> None:
-    compare = doors.door_methods.compare_files
-    assert compare({"w": [[2], 1.0]}, {"w": [[2], 1.0001]}) == ""
-    assert compare({"w": [[0], 0.0]}, {"w": [[2], 1.0]}) == "`w` is [0] and [2] on DeepSpeed"
-    assert "the norm of `w` is 1 and 2" in compare({"w": [[2], 1.0]}, {"w": [[2], 2.0]})
-    assert "only in the files of DeepSpeed" in compare({}, {"w": [[2], 1.0]})
-
-
-def test_methods_go_on_where_they_were_stopped(
-    doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first run stops after one job on zerodrift; with other sources DeepSpeed's side is kept."""
-    methods, python = doors.door_methods, made_python("llamafactory", tmp_path)
-    jobs, ran = methods.TRAINERS["llamafactory"].jobs[:1], []
-
-    def run(command: list[str], *_: Any) -> None:
-        _, _, rest = "\0".join(command).partition(f"{tmp_path}/methods/")
-        package, *pairs = rest.split("\0")
-        for pair in pairs:
-            ran.append(f"{package} {pair.rpartition(':')[2]}")
-            if len(ran) == 2:
-                raise KeyboardInterrupt
-            told = tmp_path / "methods" / package / f"{pair.replace(':', '-')}.json"
-            told.write_text('{"said": "", "losses": [1.0], "saved": {}}')
-
-    monkeypatch.setattr(methods.processes, "run", run)
-    asked = "llamafactory", "0.9.5", python, tmp_path, {}, jobs
-    with pytest.raises(KeyboardInterrupt):
-        methods.run_trainer(*asked, "sources")
-    assert [row.works for row in methods.run_trainer(*asked, "sources")] == [True, True]
-    assert ran == ["zerodrift 2", "zerodrift 3", "zerodrift 3", "deepspeed 2", "deepspeed 3"]
-    methods.run_trainer(*asked, "others")
-    assert ran[5:] == ["zerodrift 2", "zerodrift 3"]
-
-
-def test_suites_go_on_where_they_were_stopped(
-    doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    suites, python = doors.door_suites, made_python("deepspeed", tmp_path)
-    suite, ran = suites.Suite("deepspeed", (), (), ("unit/a", "unit/b.py")), []
-
-    def run(command: list[str], *_: Any) -> None:
-        ran.append(f"{command[-1]} {'zerodrift' in command}")
-        Path(command[command.index("--outcomes") + 1]).write_text(
-            f'{{"test": "{command[-1]}::c", "outcome": "passed", "why": ""}}\n'
-        )
-        if len(ran) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(suites.processes, "run", run)
-    asked = python, tmp_path, {"PYTHONPATH": ""}, suite, "sources"
-    with pytest.raises(KeyboardInterrupt):
-        suites.run(*asked)
-    here, there = suites.run(*asked)
-    assert ran == [f"unit/{name}" for name in ("a True", "b.py True", "b.py True", "a False", "b.py False")]
-    assert here == there == {"a::c": ("passed", ""), "b.py::c": ("passed", "")}
-    suites.run(*asked[:-1], "others")
-    assert ran[5:] == ["unit/a True", "unit/b.py True"]
+    compare, two = doors.door_methods.compare_files, {"w": [[2], 1.0]}
+    assert compare(two, {"w": [[2], 1.0001]}) == ""
+    assert compare({"w": [[0], 0.0]}, two) == "`w` is [0] and [2] on DeepSpeed"
+    assert "the norm of `w` is 1 and 2" in compare(two, {"w": [[2], 2.0]})
+    assert "only in the files of DeepSpeed" in compare({}, two)
 
 
 def test_the_tests_of_another_package_count_where_deepspeed_passes_them(doors: Any) -> None:
@@ -250,13 +132,5 @@ def test_the_tests_of_another_package_count_where_deepspeed_passes_them(doors: A
         suites.SuiteResult("S", "g.py", 1, 0, 0, {"no `X`": 1}),
     ]
     assert "| S | `f.py` | 2 | 1 of 2 | 1: no `z` |" in suites.table(suites.compare("S", here, there))
-    alone = suites.table(suites.compare("S", here, {}))
-    assert "| S | `f.py` | not run | 2 of 3 | 1: no `z` |" in alone
-    said = {
-        "NotHereError: `engine._x`: must be a name of the drop-in": "asks for the private `engine._x`",
-        "Failed: DID NOT RAISE <class 'KeyError'>": "works here, where DeepSpeed raises KeyError",
-        "AssertionError: outside of it the param should go back to be 0-sized assert 1 == 0": (
-            "a parameter without values keeps its shape here"
-        ),
-    }
-    assert {why: suites.reason(("failed", why)) for why in said} == said
+    absent = "NotHereError: `engine._x`: must be a name of the drop-in"
+    assert suites.reason(("failed", absent)) == "asks for the private `engine._x`"

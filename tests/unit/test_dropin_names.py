@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import itertools
 import logging
 import pickle
 import re
@@ -18,62 +19,66 @@ from typing import Any, Optional
 
 import pytest
 import torch
+import yaml
+from torch import nn
 
 import zerodrift.deepspeed as deepspeed
 from zerodrift.deepspeed.engine import DeepSpeedEngine
-from zerodrift.deepspeed.getters import GETTERS
 from zerodrift.deepspeed.modules import MODULES, MODULES_ABSENT, NAMES_ABSENT, NotHereError
 from zerodrift.deepspeed.runtime.zero import stage3, stage_1_and_2
-from zerodrift.deepspeed.tables import ENGINE_ABSENT, ROOT
+from zerodrift.deepspeed.tables import ROOT
+from zerodrift.deepspeed.tools import estimates
 from zerodrift.errors import UnsupportedError
 
-IMPORTED = {
-    "accelerator": ("get_accelerator",),
-    "accelerator.abstract_accelerator": ("DeepSpeedAccelerator",),
-    "accelerator.real_accelerator": ("get_accelerator",),
-    "comm": ("all_reduce", "get_rank", "init_distributed", "ReduceOp"),
-    "": ("checkpointing", "__git_hash__", "__git_branch__", "logger", "log_dist"),
-    "checkpointing": (),
-    "comm.comm": ("init_distributed", "all_reduce"),
-    "constants": ("TORCH_DISTRIBUTED_DEFAULT_PORT",),
-    "git_version_info": ("version", "git_hash", "installed_ops", "compatible_ops"),
-    "launcher.runner": ("DEEPSPEED_ENVIRONMENT_NAME", "main"),
-    "moe.layer": ("MoE",),
-    "moe.utils": ("is_moe_param", "has_moe_layers", "split_params_into_different_moe_groups_for_optimizer"),
-    "ops": ("__compatible_ops__",),
-    "ops.op_builder": ("ALL_OPS", "CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder"),
-    "ops.transformer": ("DeepSpeedTransformerLayer",),
-    "runtime.base_optimizer": ("DeepSpeedOptimizer",),
-    "runtime.activation_checkpointing.checkpointing": ("checkpoint", "configure"),
-    "runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
-    "runtime.pipe.module": ("PipelineModule", "LayerSpec"),
-    "runtime.sequence_parallel.ulysses_sp": ("UlyssesSPAttentionHF",),
-    "runtime.zero.config": ("ZeroStageEnum", "DeepSpeedZeroConfig"),
-    "runtime.zero.offload_config": ("OffloadDeviceEnum", "DeepSpeedZeroOffloadOptimizerConfig"),
-    "runtime.zero.parameter_offload": ("DeepSpeedZeRoOffload",),
-    "runtime.zero.stage3": ("DeepSpeedZeroOptimizer_Stage3",),
-    "runtime.zero.stage_1_and_2": ("DeepSpeedZeroOptimizer",),
-    "utils.tensor_fragment": ("safe_get_full_fp32_param", "fragment_address"),
-    "utils.torch": ("required_torch_version",),
-    "utils.z3_leaf_module": ("set_z3_leaf_modules",),
-    "ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
-    "ops.lion": ("DeepSpeedCPULion", "FusedLion"),
-    "pipe": ("PipelineModule", "LayerSpec"),
-    "runtime.config": ("DeepSpeedConfigError", "ADAM_OPTIMIZER"),
-    "runtime.dataloader": ("DeepSpeedDataLoader", "RepeatingLoader"),
-    "runtime.engine": ("DeepSpeedEngine",),
-    "runtime.lr_schedules": ("WarmupLR", "VALID_LR_SCHEDULES"),
-    "runtime.torch_autocast": ("get_comm_dtype", "has_comm_dtype"),
-    "runtime.utils": ("see_memory_usage",),
-    "runtime.zero": ("Init", "GatheredParameters"),
-    "runtime.zero.partition_parameters": ("ZeroParamStatus", "GatheredParameters"),
-    "utils": ("safe_get_full_grad", "RepeatingLoader", "logger", "set_z3_leaf_modules"),
-    "utils.groups": ("get_data_parallel_world_size",),
-    "runtime.zero.utils": ("ZeRORuntimeException", "apply_to_tensors_only"),
-    "utils.logging": ("logger", "log_dist", "set_log_level_from_string"),
-    "utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
-    "zero": ("Init", "GatheredParameters", "register_external_parameter"),
-}
+_IMPORTED = """
+accelerator: get_accelerator
+accelerator.abstract_accelerator: DeepSpeedAccelerator
+accelerator.real_accelerator: get_accelerator
+comm: all_reduce get_rank init_distributed ReduceOp
+"": checkpointing __git_hash__ __git_branch__ logger log_dist
+checkpointing:
+comm.comm: init_distributed all_reduce
+constants: TORCH_DISTRIBUTED_DEFAULT_PORT
+git_version_info: version git_hash installed_ops compatible_ops
+launcher.runner: DEEPSPEED_ENVIRONMENT_NAME main
+moe.layer: MoE
+moe.utils: is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer
+ops: __compatible_ops__
+ops.op_builder: ALL_OPS CPUAdamBuilder FusedAdamBuilder AsyncIOBuilder
+ops.transformer: DeepSpeedTransformerLayer
+runtime.base_optimizer: DeepSpeedOptimizer
+runtime.activation_checkpointing.checkpointing: checkpoint configure
+runtime.fp16.loss_scaler: LossScaler DynamicLossScaler
+runtime.pipe.module: PipelineModule LayerSpec
+runtime.sequence_parallel.ulysses_sp: UlyssesSPAttentionHF
+runtime.zero.config: ZeroStageEnum DeepSpeedZeroConfig
+runtime.zero.offload_config: OffloadDeviceEnum DeepSpeedZeroOffloadOptimizerConfig
+runtime.zero.parameter_offload: DeepSpeedZeRoOffload
+runtime.zero.stage3: DeepSpeedZeroOptimizer_Stage3
+runtime.zero.stage_1_and_2: DeepSpeedZeroOptimizer
+utils.tensor_fragment: safe_get_full_fp32_param fragment_address
+utils.torch: required_torch_version
+utils.z3_leaf_module: set_z3_leaf_modules
+ops.adam: DeepSpeedCPUAdam FusedAdam
+ops.lion: DeepSpeedCPULion FusedLion
+pipe: PipelineModule LayerSpec
+runtime.config: DeepSpeedConfigError ADAM_OPTIMIZER
+runtime.dataloader: DeepSpeedDataLoader RepeatingLoader
+runtime.engine: DeepSpeedEngine
+runtime.lr_schedules: WarmupLR VALID_LR_SCHEDULES
+runtime.torch_autocast: get_comm_dtype has_comm_dtype
+runtime.utils: see_memory_usage
+runtime.zero: Init GatheredParameters
+runtime.zero.partition_parameters: ZeroParamStatus GatheredParameters
+utils: safe_get_full_grad RepeatingLoader logger set_z3_leaf_modules
+utils.groups: get_data_parallel_world_size
+runtime.zero.utils: ZeRORuntimeException apply_to_tensors_only
+utils.logging: logger log_dist set_log_level_from_string
+utils.zero_to_fp32: get_fp32_state_dict_from_zero_checkpoint
+zero: Init GatheredParameters register_external_parameter
+"""
+
+IMPORTED = {module: tuple((names or "").split()) for module, names in yaml.safe_load(_IMPORTED).items()}
 IMPORTED |= dict.fromkeys(
     (
         *("ops.adam.cpu_adam", "ops.adam.fused_adam", "ops.lion.cpu_lion", "ops.lion.fused_lion"),
@@ -108,12 +113,6 @@ def test_what_scripts_import_is_there(module: str, names: tuple[str, ...]) -> No
         at = getattr(at, part)
     # A function has this name too.
     assert at.__name__.startswith("zerodrift.deepspeed") or module == "utils.z3_leaf_module"
-
-
-def test_one_import_shows_one_object_under_all_its_names() -> None:
-    assert deepspeed.runtime.zero.Init is deepspeed.zero.Init
-    assert deepspeed.runtime.engine.DeepSpeedEngine is deepspeed.DeepSpeedEngine
-    assert deepspeed.utils.groups.get_model_parallel_world_size() == 1
 
 
 def test_the_log_of_collectives_is_empty_and_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +186,10 @@ def test_nothing_else_has_the_name_of_one_of_deepspeeds_modules() -> None:
     assert logging.getLogger("zerodrift.deepspeed") is deepspeed.utils.logging.logger
 
 
-def test_operations_that_are_done_without_need_not_be_built() -> None:
+def test_what_scripts_ask_of_operations_and_of_torchs_version() -> None:
+    required = deepspeed.utils.torch.required_torch_version
+    assert required(min_version="1.13") and required(min_version=2.0, max_version="99")
+    assert not required(min_version="99.1") and not required(max_version=1.13)
     ops = deepspeed.ops.op_builder
     assert ops.CPUAdamBuilder().is_compatible() and ops.CPUAdamBuilder().load() is None
     assert deepspeed.ops.__compatible_ops__["fused_adam"] and not deepspeed.ops.__compatible_ops__["async_io"]
@@ -195,13 +197,9 @@ def test_operations_that_are_done_without_need_not_be_built() -> None:
         ops.AsyncIOBuilder().load()
 
 
-def test_torchs_version_is_compared_with_what_is_written() -> None:
-    required = deepspeed.utils.torch.required_torch_version
-    assert required(min_version="1.13") and required(min_version=2.0, max_version="99")
-    assert not required(min_version="99.1") and not required(max_version=1.13)
-
-
-def test_made_modules_are_like_any_other() -> None:
+def test_made_modules_are_like_any_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Values pickle by their file, modules reload, and `python -m` finds their code."""
     for value in (deepspeed.zero.ZeroParamStatus.AVAILABLE, deepspeed.utils.safe_get_full_grad):
         assert pickle.loads(pickle.dumps(value)) is value
@@ -212,11 +210,6 @@ def test_made_modules_are_like_any_other() -> None:
     assert inspect.getsource(deepspeed.zero.Init).startswith("class Init")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("zerodrift.deepspeed.nothing_of_the_kind")
-
-
-def test_a_made_module_runs_as_a_program(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.setattr(sys, "argv", ["zero_to_fp32", "--help"])
     with pytest.raises(SystemExit):
         runpy.run_module("zerodrift.deepspeed.utils.zero_to_fp32", run_name="__main__", alter_sys=True)
@@ -307,90 +300,6 @@ def test_collectives_take_what_deepspeeds_take() -> None:
         assert mine == [(n, d) for n, d in arguments(getattr(theirs, name)) if n != "op"], name
 
 
-GONE = {"amp_enabled", "get_pld_theta", "curriculum_enabled_legacy", "eigenvalue_enabled"} | {
-    *("elasticity_enabled", "graph_harvesting", "mics_shard_size", "pld_enabled", "sparse_gradients_enabled")
-}
-"""Names of 0.19.6 that 0.19.8 lacks; a script may still use them."""
-
-
-NOT_IN_THE_CLASS = {
-    "bfloat16_enabled",
-    "fp16_enabled",
-    "timers",
-    "flops_profiler",
-    "reset_activation_shape",
-} | {*("train_batch", "eval_batch", "set_dataloader", "set_dataiterator", "set_batch_fn")}
-"""Attributes that are made at run time, or belong to pipelines."""
-
-
-@needs_deepspeed
-def test_every_getter_and_every_absent_method_is_one_of_deepspeeds() -> None:
-    absent = {name for names in ENGINE_ABSENT.values() for name in names.split()}
-    for name in {*GETTERS, *absent} - NOT_IN_THE_CLASS - GONE:
-        assert hasattr(real().DeepSpeedEngine, name), name
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("module", ["", "comm", "zero", "utils"])
-def test_every_public_name_of_deepspeed_is_here_or_says_what_to_use(module: str) -> None:
-    theirs = real(module) if module != "zero" else real("runtime.zero")
-    mine = importlib.import_module(f"zerodrift.deepspeed.{module}".rstrip("."))
-    odd = set()
-    for name, value in vars(theirs).items():
-        public = not name.startswith("_") and not isinstance(value, ModuleType)
-        own = getattr(value, "__module__", "") or ""
-        if public and own.startswith("deepspeed") and (callable(value) and not hasattr(mine, name)):
-            odd.add(name)
-    assert not odd - INTERNAL[module], sorted(odd - INTERNAL[module])
-
-
-INTERNAL: dict[str, set[str]] = {
-    "": {"set_optimizer_flags", "load_ds_config", "merge_tp_model_init_into_config"}
-    | {"record_tp_model_init_args", "resolve_per_head_muon_after_sharding"},
-    "comm": {"init_deepspeed_backend", "set_backend", "timed_op", "get_caller_func"}
-    | {"get_comm_operation_count"}
-    | {"get_logged_comm_ops", "has_comm_data", "mpi_discovery", "in_aml", "in_aws_sm", "in_dlts"}
-    | {"patch_aml_env_for_torch_nccl_backend", "patch_aws_sm_env_for_torch_nccl_backend", "CommsLogger"}
-    | {"get_debug_log_name", "get_default_args", "get_local_rank_from_launcher", "get_msg_size_from_args"}
-    | {"get_tensor_kwarg", "get_tensor_position", "get_world_rank_from_launcher"}
-    | {"get_world_size_from_launcher", "older_torch", "SynchronizedWallClockTimer", "ThroughputTimer"}
-    | {"CCLBackend", "ProcessGroup", "TorchBackend", "get_accelerator", "timers"},
-    "zero": set(),
-    "utils": {"log_dist_once", "set_log_level_from_string", "DeprecatedException", "get_accelerator"}
-    | {"bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_world_size", "initialize"}
-    | {"ensure_divisibility", "recursive_getattr", "recursive_setattr"},
-}
-"""Internal names of DeepSpeed's modules."""
-
-
-OF_ITS_OWN = (
-    *("accelerator.", "autotuning.", "checkpoint.", "comm.", "compat", "compile.", "compression."),
-    *("datastates", "elasticity.", "inference.", "io", "launcher.", "linear.", "model_implementations"),
-    *("module_inject.", "monitor.", "moe.", "nebula.", "nvme.", "ops.", "pipe.", "profiling."),
-    *("git_version_info_installed", "runtime.activation_checkpointing.", "runtime.checkpoint_engine."),
-    *("runtime.comm", "runtime.compression", "runtime.constants", "runtime.data_pipeline."),
-    *("runtime.domino", "runtime.fp16.onebit.", "runtime.model_checkpointing", "runtime.pipe.p2p"),
-    *("runtime.sequence_parallel.", "runtime.superoffload", "runtime.swap_tensor.", "runtime.zenflow"),
-    *("runtime.tensor_parallel.", "runtime.zero.", "runtime.hybrid_engine_", "runtime.rollout"),
-    *("sequence.", "utils."),
-)
-"""Modules that DeepSpeed's pages do not name; a dot at the end stands for the modules below."""
-
-
-@needs_deepspeed
-def test_every_module_of_deepspeeds_imports() -> None:
-    """A missing one raises an error with its reason, and not `ModuleNotFoundError`."""
-    folder = Path(real().__file__).parent
-    files = [path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.py")]
-    lost = set()
-    for module in {file.removesuffix("/__init__").replace("/", ".") for file in files} - {"__init__"}:
-        try:
-            importlib.import_module(f"zerodrift.deepspeed.{module}")
-        except ModuleNotFoundError:
-            lost.add(module)
-    assert not [module for module in sorted(lost) if not module.startswith(OF_ITS_OWN)]
-
-
 # --- what frameworks reach for in their source ------------------------------------------------------------
 
 FRAMEWORKS = ("accelerate", "transformers", "lightning", "peft", "trl")
@@ -456,3 +365,47 @@ def test_a_name_that_is_nowhere_is_seen() -> None:
     text = "import deepspeed.nowhere\nfrom deepspeed.zero import Init, Unit\ndeepspeed.comm.get_rank()"
     missing = {name for name in names_used(ast.parse(text)) if not there(name)}
     assert missing == {"deepspeed.nowhere", "deepspeed.zero.Unit"}
+
+
+# --- estimates of memory ----------------------------------------------------------------------------------
+
+
+def tied() -> nn.Module:
+    """Return a model of 10,000 parameters in a tied embedding, and 100 x 100 + 100 in a layer."""
+    model = nn.Sequential(nn.Embedding(100, 100), nn.Linear(100, 100), nn.Linear(100, 100, bias=False))
+    model[2].weight = model[0].weight
+    return model
+
+
+def test_estimates_count_tied_weights_once_and_follow_deepspeeds_formulas() -> None:
+    assert estimates._count(tied()) == (20_100, 10_100)
+    two = estimates.estimate_zero2_model_states_mem_needs
+    assert two(1000, 4, 2, cpu_offload=True) == (48_000, 2000)
+    assert two(1000, 4, 2, cpu_offload=False) == (24_000, 2000 + 2250)
+    three = estimates.estimate_zero3_model_states_mem_needs
+    assert three(1000, 100, 4, 2) == (13_500, 400, 400)
+    assert three(1000, 100, 4, 2, cpu_offload_params=False) == (12_000, 400 + 250, 400)
+    assert three(1000, 100, 4, 2, cpu_offload=False, zero_init=False) == (24_000, 400 + 2250, 400)
+
+
+def test_a_table_names_every_way(capsys: pytest.CaptureFixture[str]) -> None:
+    stage3.estimate_zero3_model_states_mem_needs_all_live(tied(), num_gpus_per_node=2)
+    told = capsys.readouterr().out
+    assert "HW: Setup with 1 node, 2 GPUs per node.\nSW: Model with 0M total params, 0M largest" in told
+    assert told.count("zero_init=") == 6 and told.rstrip().endswith("has the bytes of a config.")
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("stage", "module"), [(2, "stage_1_and_2"), (3, "stage3")])
+def test_tables_are_deepspeeds(stage: int, module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = importlib.import_module(f"deepspeed.runtime.zero.{module}")
+    start = f"estimate_zero{stage}_model_states_mem_needs"
+    layer = (123_456_789,) if stage == 3 else ()
+    for gpus, nodes, buffers in itertools.product((1, 8), (1, 3), (1.0, 1.5)):
+        for name, first in ((f"{start}_all_live", (tied(),)), (f"{start}_all_cold", (2_851_000_000, *layer))):
+            capsys.readouterr()
+            getattr(theirs, name)(*first, gpus, nodes, additional_buffer_factor=buffers)
+            # from Python 3.11 on its enum is printed with its name, which its pages do not show
+            expected = capsys.readouterr().out.replace("OffloadDeviceEnum.cpu", "cpu ")
+            getattr(estimates, name)(*first, gpus, nodes, additional_buffer_factor=buffers)
+            assert capsys.readouterr().out.startswith(expected)

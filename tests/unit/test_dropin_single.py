@@ -83,7 +83,7 @@ def changed(engine: Any) -> set[str]:
 def test_a_process_that_nobody_launched_is_a_world_of_one() -> None:
     engine, optimizer, loader, schedule = make()
     assert isinstance(engine, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
-    assert loader is None and schedule is None
+    assert loader is None and schedule is None and len(list(make(training_data=DATA)[2])) == 5
     assert deepspeed.comm.get_rank() == 0 and deepspeed.comm.get_world_size() == 1
     assert torch.distributed.get_world_size() == 1 and deepspeed.comm.get_local_rank() == 0
     assert step(engine) > step(engine)
@@ -168,6 +168,9 @@ def test_what_an_engine_has_not_is_refused_by_name() -> None:
         with pytest.raises(kind, match=said):
             call(engine)
     assert step(engine) > step(engine), "and it trains"
+    engine.destroy()
+    with pytest.raises(UnsupportedError, match="`eval_on_start=True`"):
+        engine(torch.ones(2, 4))  # as a trainer does after the end
 
 
 def test_momentum_that_a_schedule_brings_must_be_there_from_the_start() -> None:
@@ -225,13 +228,6 @@ def test_groups_of_parameters_keep_their_numbers() -> None:
     assert changed(engine) == {"2.weight", "2.bias"}, "a part is trained"
 
 
-def test_an_engine_that_a_trainer_destroyed_says_how_to_go_on() -> None:
-    engine, *_ = make()
-    engine.destroy()
-    with pytest.raises(UnsupportedError, match="`eval_on_start=True`"):
-        engine(torch.ones(2, 8))
-
-
 def test_the_optimizer_is_live() -> None:
     engine, optimizer, *_ = make()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -275,32 +271,31 @@ def test_schedules_come_as_objects_functions_or_blocks() -> None:
     assert increments == [16]
 
 
-def test_deepspeeds_own_optimizers_are_torchs() -> None:
+def test_deepspeeds_own_optimizers_are_torchs_with_bf16_moments_where_the_config_has_them() -> None:
     net = model()
     assert type(FUSED(net.parameters())) is torch.optim.AdamW
     assert type(deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), adamw_mode=False)) is torch.optim.Adam
     engine, *_ = make(BARE, model=net, optimizer=deepspeed.ops.lion.FusedLion(net.parameters(), lr=1e-3))
     assert step(engine) > step(engine)
-
-
-def test_bf16_moments_are_asked_for_in_the_config_and_of_the_optimizer() -> None:
-    net, low = model(), ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
-    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), fp32_optimizer_states=False)
-    engine, *_ = make({**BARE, "bf16": dict.fromkeys(low, True)}, model=net, optimizer=optimizer)
-    assert step(engine) > step(engine)
-    assert {row.columns.update.state.dtype for row in engine.running.plan.rows} == {DType.BF16}
-    net = model()
-    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), fp32_optimizer_states=False)
-    with pytest.raises(UnsupportedError, match="where the config has fp32 moments"):
-        make(BARE, model=net, optimizer=optimizer)
-    assert not any(module._forward_pre_hooks for module in net.modules())  # no engine is left
+    low = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+    for bf16 in (dict.fromkeys(low, True), None):
+        net = model()
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), fp32_optimizer_states=False)
+        if bf16:
+            engine, *_ = make({**BARE, "bf16": bf16}, model=net, optimizer=optimizer)
+            assert step(engine) > step(engine)
+            assert {row.columns.update.state.dtype for row in engine.running.plan.rows} == {DType.BF16}
+            continue
+        with pytest.raises(UnsupportedError, match="where the config has fp32 moments"):
+            make(BARE, model=net, optimizer=optimizer)
+        assert not any(module._forward_pre_hooks for module in net.modules())  # no engine is left
 
 
 # --- the engine -------------------------------------------------------------------------------------------
 
 
-def test_getters_tell_what_the_plan_does() -> None:
-    engine, *_ = make({**CONFIG, "bf16": {"enabled": True}, "gradient_clipping": 0.7})
+def test_getters_and_names_of_the_optimizer_tell_what_the_plan_does() -> None:
+    engine, optimizer, *_ = make({**BF16, "gradient_clipping": 0.7})
     assert engine.bfloat16_enabled() and not engine.fp16_enabled() and engine.zero_optimization()
     assert engine.get_data_types() == (torch.bfloat16, torch.float32)
     assert engine.gradient_clipping() == 0.7 and engine.optimizer_name() == "adamw"
@@ -308,6 +303,21 @@ def test_getters_tell_what_the_plan_does() -> None:
     assert not engine.amp_enabled() and engine.dp_world_size == 1 and engine.local_rank == 0
     engine.module.custom = 7
     assert engine.custom == 7 and len(list(engine.parameters())) == 4
+    assert not optimizer.needs_scaler() and optimizer.loss_scaler.cur_scale == 1.0
+    assert optimizer._global_grad_norm == 0.0
+    step(engine)
+    assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
+    assert engine.get_global_grad_norm().item() == engine.running.grad_norm
+    engine.tput_timer.update_epoch_count()  # as DeepSpeed-Chat does
+    assert engine.tput_timer.epoch_count == 1 and engine.sparse_tensor_module_names == set()
+    with pytest.raises(NotHereError, match="Time the loop"):
+        engine.tput_timer.avg_samples_per_sec()
+    engine.empty_partition_cache()
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 7}
+    engine, optimizer, *_ = make({**CONFIG, "fp16": fp16})
+    assert optimizer.needs_scaler() and optimizer.loss_scaler.dynamic
+    assert optimizer.loss_scaler.cur_scale == optimizer.loss_scale_config.cur_scale == 16.0
+    assert optimizer.loss_scaler.scale_window == 7 and optimizer.loss_scale_config.min_loss_scale == 1
 
 
 def test_batch_numbers_can_change_between_steps() -> None:
@@ -317,33 +327,6 @@ def test_batch_numbers_can_change_between_steps() -> None:
     assert engine.gradient_accumulation_steps() == 3
     losses = [step(engine) for _ in range(3)]
     assert losses[0] == losses[1] == losses[2] and engine.global_steps == 1
-
-
-def test_micro_batches_are_divided_as_config_says_and_zero_grad_forgets() -> None:
-    runs = []
-    for forget in (False, True):
-        engine, *_ = make({**CONFIG, "gradient_accumulation_steps": 2})
-        if forget:
-            engine.backward(engine(torch.full((2, 4), 9.0)).sum())
-            engine.zero_grad()
-        step(engine)
-        step(engine)
-        runs.append(engine.get_global_grad_norm())
-        engine.destroy()
-    assert runs[0] == runs[1] > 0
-
-
-def test_names_beside_the_methods_that_scripts_read() -> None:
-    engine, optimizer, *_ = make()
-    assert optimizer._global_grad_norm == 0.0
-    step(engine)
-    assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
-    assert engine.get_global_grad_norm().item() == engine.running.grad_norm
-    assert engine.sparse_tensor_module_names == set()
-    engine.tput_timer.update_epoch_count()  # as DeepSpeed-Chat does
-    assert engine.tput_timer.epoch_count == 1
-    with pytest.raises(NotHereError, match="Time the loop"):
-        engine.tput_timer.avg_samples_per_sec()
 
 
 def test_a_loss_of_two_engines_trains_both_with_the_calls_of_older_scripts() -> None:
@@ -358,66 +341,6 @@ def test_a_loss_of_two_engines_trains_both_with_the_calls_of_older_scripts() -> 
     for engine in pair:
         engine.step()
         assert same(masters(engine), masters(alone))
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("mode", [BF16, {**CONFIG, "fp16": {"enabled": True, "loss_scale": 1024}}])
-def test_gradients_that_a_script_clips_by_value_are_those_of_the_step(mode: Any, offload: str) -> None:
-    zero = {"stage": 3, "offload_optimizer": {"device": offload}}
-    engine, optimizer, *_ = make({**mode, "zero_optimization": zero, "gradient_clipping": 1.0})
-    engine.backward(engine(torch.ones(2, 4)).float().square().mean())
-    utils, squares, clipped = deepspeed.utils, 0.0, False
-    for parameter in engine.parameters():
-        gradient = utils.safe_get_local_grad(parameter)
-        clipped |= bool(gradient.abs().max() > 0.05)
-        utils.safe_set_local_grad(parameter, gradient.clamp(-0.05, 0.05))
-        squares += utils.safe_get_local_grad(parameter).double().square().sum().item()
-    engine.step()
-    assert clipped
-    assert optimizer._global_grad_norm == pytest.approx(squares**0.5, rel=1e-6)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_frozen_parameter_has_no_master(stage: int) -> None:
-    net = model()
-    net[0].weight.requires_grad_(False)
-    engine, *_ = make({**BF16, "zero_optimization": {"stage": stage}}, model=net)
-    step(engine)
-    utils, frozen, trained = deepspeed.utils, net[0].weight, net[2].weight
-    for read in (utils.safe_get_full_fp32_param, utils.safe_get_local_fp32_param):
-        assert read(frozen) is None and read(trained).numel() == 8
-
-
-@pytest.mark.parametrize("context", [deepspeed.zero.Init, deepspeed.zero.MiCS_Init])
-def test_a_rank_alone_holds_a_whole_parameter(context: Any) -> None:
-    with context(config_dict_or_path={**CONFIG, "zero_optimization": {"stage": 3, "mics_shard_size": 1}}):
-        net = model()
-    shard = net[0].weight.ds_tensor
-    assert shard.ds_numel == shard.numel() == net[0].weight.ds_numel == 32
-    assert torch.equal(shard, model()[0].weight.flatten())
-
-
-def test_training_data_becomes_a_loader() -> None:
-    _, _, loader, _ = make(training_data=DATA)
-    assert len(loader) == 5 and len(list(loader)) == 5
-    loader.post_process_func = lambda batch, state: "changed"
-    assert next(iter(loader)) == "changed"
-    endless = deepspeed.utils.RepeatingLoader([1, 2])
-    assert [next(endless) for _ in range(5)] == [1, 2, 1, 2, 1]
-
-
-def test_leaf_modules_are_marked() -> None:
-    net = model()
-    assert deepspeed.utils.set_z3_leaf_modules(net, [nn.Tanh]) == [net[1]]
-    assert deepspeed.utils.get_z3_leaf_modules(net) == [net[1]]
-    deepspeed.utils.unset_z3_leaf_modules(net, ["Tanh"])
-    assert not deepspeed.utils.get_z3_leaf_modules(net)
-    for mark in (deepspeed.utils.set_z3_leaf_modules_by_name, deepspeed.utils.set_z3_leaf_modules_by_suffix):
-        assert mark(net, ["1", "head"]) == ([net[1]], ["head"])
-        assert deepspeed.utils.get_z3_leaf_modules(net) == [net[1]]
-        assert mark(net, ["1"], flag=False) == ([net[1]], []) and not deepspeed.utils.z3_leaf_module(net[1])
-    with pytest.raises(ValueError, match="No modules"):
-        deepspeed.utils.set_z3_leaf_modules(net, [nn.GRU])
 
 
 @pytest.mark.parametrize(
@@ -436,13 +359,21 @@ def test_leaf_modules_of_the_config_are_marked(
     engine, optimizer, *_ = make({**CONFIG, "zero_optimization": {"stage": 3, "leaf_module": block}})
     modules = [engine.module.get_submodule(path) for path in marked]
     assert deepspeed.utils.get_z3_leaf_modules(engine.module) == modules
-    expected = {module: list(module.parameters()) for module in modules}
-    assert {module: [*map(id, held)] for module, held in optimizer.leaf_parameters.items()} == {
-        module: [*map(id, held)] for module, held in expected.items()
-    }
+    held = {module: [*map(id, parameters)] for module, parameters in optimizer.leaf_parameters.items()}
+    assert held == {module: [*map(id, module.parameters())] for module in modules}
     assert ("leaf_module" in caplog.text) is warns
     engine.destroy()
     assert not any(map(deepspeed.utils.z3_leaf_parameter, engine.module.parameters()))
+
+
+def test_leaf_modules_of_a_script_are_marked_by_class_name_and_suffix() -> None:
+    utils, net = deepspeed.utils, model()
+    assert utils.set_z3_leaf_modules(net, [nn.Tanh]) == [net[1]] == utils.get_z3_leaf_modules(net)
+    utils.unset_z3_leaf_modules(net, ["Tanh"])
+    for mark in (utils.set_z3_leaf_modules_by_name, utils.set_z3_leaf_modules_by_suffix):
+        assert mark(net, ["1", "head"]) == ([net[1]], ["head"])
+        assert utils.get_z3_leaf_modules(net) == [net[1]]
+        assert mark(net, ["1"], flag=False) == ([net[1]], []) and not utils.z3_leaf_module(net[1])
 
 
 def test_groups_without_deepspeeds_experts_are_as_they_were() -> None:
@@ -460,16 +391,25 @@ def test_groups_without_deepspeeds_experts_are_as_they_were() -> None:
 # --- files ------------------------------------------------------------------------------------------------
 
 
-def test_a_model_is_saved_whole_in_its_export_dtypes(tmp_path: Path) -> None:
+AUTOCAST = {"torch_autocast": {"enabled": True}}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("mode", [{"bf16": {"enabled": True}, "precision": {"export": "fp32"}}, AUTOCAST])
+def test_a_model_is_saved_whole_in_its_export_dtypes(stage: int, mode: Any, tmp_path: Path) -> None:
+    """Weights under autocast are saved in fp32: a run that resumed from 16 bits would have another model."""
     from safetensors.torch import load_file
 
-    engine, *_ = make({**CONFIG, "bf16": {"enabled": True}, "precision": {"export": "fp32"}})
+    engine, *_ = make({**CONFIG, "zero_optimization": {"stage": stage}, **mode})
     step(engine)
     assert engine.save_16bit_model(tmp_path) and engine.save_16bit_model(tmp_path, "model.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "pytorch_model.bin"]
     for found in (torch.load(tmp_path / "pytorch_model.bin"), load_file(tmp_path / "model.safetensors")):
         assert found.keys() == engine.module.state_dict().keys()
         assert same(found, masters(engine))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "pytorch_model.bin"]
+    if mode is AUTOCAST:
+        assert same(engine.module_state_dict(), masters(engine))
+        assert not any(torch.equal(value, value.bfloat16().float()) for value in masters(engine).values())
 
 
 def test_zero_to_fp32_splits_and_indexes(tmp_path: Path) -> None:
@@ -486,14 +426,6 @@ def test_zero_to_fp32_splits_and_indexes(tmp_path: Path) -> None:
     assert state.keys() == engine.module.state_dict().keys()
     fresh = zero_to_fp32.load_state_dict_from_zero_checkpoint(model(), tmp_path / "run")
     assert same(fresh.state_dict(), masters(engine))
-
-
-def test_a_state_dict_goes_in_and_out() -> None:
-    engine, *_ = make({**CONFIG, "bf16": {"enabled": True}})
-    other = {name: value.float() + 1 for name, value in engine.module_state_dict().items()}
-    engine.load_module_state_dict({"module": other})
-    assert same(masters(engine), {name: value.bfloat16().float() for name, value in other.items()})
-    assert isinstance(engine.optimizer, DeepSpeedOptimizer)
 
 
 def test_a_second_run_replaces_the_tags_of_the_first(tmp_path: Path) -> None:
@@ -519,20 +451,6 @@ def test_a_second_run_replaces_the_tags_of_the_first(tmp_path: Path) -> None:
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     with pytest.raises(CheckpointError, match="holds something else"):
         third.save_checkpoint(tmp_path, "mine")
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_what_torch_autocast_trains_is_saved_in_fp32(stage: int, tmp_path: Path) -> None:
-    """Weights are fp32: a run that resumed from 16 bits would have another model."""
-    config = {**CONFIG, "zero_optimization": {"stage": stage}, "torch_autocast": {"enabled": True}}
-    engine, *_ = make(config)
-    step(engine)
-    engine.save_16bit_model(str(tmp_path), "model.bin")
-    saved = torch.load(tmp_path / "model.bin")
-    for name, value in masters(engine).items():
-        assert not torch.equal(value, value.bfloat16().float())
-        for found in (saved[name], engine.module_state_dict()[name]):
-            assert found.dtype is torch.float32 and torch.equal(found, value)
 
 
 # --- what others reach for ----------------------------------------------------------------------------------
@@ -569,17 +487,6 @@ def test_without_zero_the_optimizer_passes_for_the_callers(stage: int, mode: dic
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     zero12 = importlib.import_module("zerodrift.deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
     assert isinstance(optimizer, zero12) is (stage == 1)
-
-
-def test_the_loss_scale_is_told_by_all_of_its_names() -> None:
-    fp16 = {**CONFIG, "fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 7}}
-    engine, optimizer, *_ = make(fp16)
-    assert optimizer.needs_scaler() and optimizer.loss_scaler.dynamic
-    assert optimizer.loss_scaler.cur_scale == optimizer.loss_scale_config.cur_scale == 16.0
-    assert optimizer.loss_scaler.scale_window == 7 and optimizer.loss_scale_config.min_loss_scale == 1
-    engine, optimizer, *_ = make()
-    assert not optimizer.needs_scaler() and optimizer.loss_scaler.cur_scale == 1.0
-    engine.empty_partition_cache()
 
 
 def test_the_optimizer_steps_as_the_engine_does_but_for_the_schedule() -> None:

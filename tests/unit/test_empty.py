@@ -69,14 +69,12 @@ def blank(*shape: int) -> nn.Module:
 
 
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
-    "constant": lambda x: nn.init.constant_(x, 3.5),
     "zeros, then a row": lambda x: (nn.init.zeros_(x), x.data[1].fill_(2.0)),
     "eye": nn.init.eye_,
     "setitem": lambda x: (x.data.zero_(), x.data.__setitem__((slice(None), 2), 1.0)),
     "copy of values": lambda x: x.data.copy_(torch.arange(x.numel()).view(x.shape)),
     "out of an operation": lambda x: torch.full(x.shape, 7.0, out=x.data),
     "data set": lambda x: setattr(x, "data", torch.full(tuple(x.shape), 9.0)),
-    "arithmetic in place": lambda x: x.data.fill_(2.0).mul_(3.0).add_(1.0),
     "a transposed view": lambda x: (x.data.zero_(), x.data.t()[0].fill_(4.0)),
 }
 
@@ -97,9 +95,7 @@ def test_writes_without_chance_give_the_same_bits(what: str) -> None:
 
 RANDOM: dict[str, Callable[[torch.Tensor], object]] = {
     "normal": lambda x: nn.init.normal_(x, 1.0, 0.5),
-    "uniform": lambda x: nn.init.uniform_(x, -2.0, 1.0),
     "kaiming": lambda x: nn.init.kaiming_uniform_(x, a=5**0.5),
-    "xavier": nn.init.xavier_normal_,
     "truncated": lambda x: nn.init.trunc_normal_(x, std=0.02),
     "orthogonal": nn.init.orthogonal_,
     "sparse": lambda x: nn.init.sparse_(x, 0.3),
@@ -142,21 +138,6 @@ def test_a_draw_that_torch_refuses_is_refused_inside_too() -> None:
         bare = blank(40, 30).x
         assert bare.normal_(mean=2.0, std=0) is bare
     assert torch.equal(play(bare), torch.full((40, 30), 2.0))
-
-
-def test_drawing_into_no_memory_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's function for the meta device takes as long as building the module around it."""
-    computed = []
-    with empty():
-        parameter = blank(40, 30).x
-        monkeypatch.setattr(nn.init, "_no_grad_normal_", lambda *args: computed.append(args) or args[0])
-        assert nn.init.normal_(parameter, mean=1.0, std=0) is parameter
-        assert nn.init.normal_(parameter, 1.0, 0.0) is parameter
-        assert not computed
-        nn.init.normal_(torch.empty(3))
-    assert len(computed) == 1
-    monkeypatch.undo()
-    assert torch.equal(play(parameter), torch.ones(40, 30))
 
 
 @pytest.mark.parametrize("factory", [torch.zeros, torch.ones, torch.randn, torch.rand])

@@ -49,27 +49,6 @@ def test_a_group_is_what_is_gathered_alike(model: nn.Module, written: Any, expec
     assert sorted(named) == sorted(row.name for row in made.rows)
 
 
-def test_under_autocast_norms_are_groups() -> None:
-    made = plan(GPT(layers=1), "autocast-bf16")
-    assert ("layers.0.norm1",) in paths(made) and ("layers.0",) in paths(made)
-    for group in find_groups(made):
-        assert len({made.rows[row].columns.compute for row in group.rows}) <= 1
-
-
-def test_a_tied_parameter_that_differs_takes_its_modules_together() -> None:
-    model = GPT(layers=1)
-    model.wide = nn.Linear(128, 128)  # so that the root is of the other kind
-    made = plan(model, **rules({"match": "embed.weight", "pin": "fp32"}))
-    assert ("embed", "head") in paths(made) and ("norm",) not in paths(made)
-
-
-def test_frozen_parameters_join_a_group_of_their_dtype() -> None:
-    model = GPT(layers=1)
-    model.layers.requires_grad_(False)
-    model.layers[0].norm1.requires_grad_(True)
-    assert paths(plan(model)) == [("",), ("layers.0",)]
-
-
 # --- refused ------------------------------------------------------------------------------------------
 
 

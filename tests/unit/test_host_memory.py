@@ -86,7 +86,4 @@ def test_nothing_happens_where_the_system_refuses() -> None:
     for _ in range(2):
         pages.ready(torch.zeros(10))
     assert len(asked) == 1
-
-
-def test_nothing_is_asked_for_nothing() -> None:
     Pages().ready(torch.empty(0))

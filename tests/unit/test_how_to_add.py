@@ -1,7 +1,7 @@
 """CONTRIBUTING names the files that an addition touches: a toy of each kind is added.
 
-The package is copied, the files that the recipe names are edited, and nothing else; then a process of its own
-with torch imported uses what was added.
+The package is copied, the files that the recipes name are edited, and nothing else; then a process of its own
+with torch imported uses what was added. All toys are in one copy: no two of them edit the same file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.unit.models import moe
 from tests.unit.tools import load_tool
 
 page = load_tool("config_page")
-render_config, render_page = page.render_config, page.render_page
+render_config = page.render_config
 
 def refused(call, *told):
     try:
@@ -36,7 +36,7 @@ def refused(call, *told):
     else:
         raise AssertionError(f"taken: {told}")
 """
-"""First lines of each use below."""
+"""First lines of the uses below."""
 
 Edits = dict[str, tuple[tuple[str, str], ...]]
 """File of the package -> (text, its replacement)."""
@@ -126,23 +126,6 @@ refused(
 )
 """
 
-A_REFUSED_KEY: Edits = {
-    "config/deepspeed.py": (
-        (
-            "ignored dataloader_drop_last:",
-            "refused toy_batches: batches are no toys\n    instead: Write `train_batch_size`.\n    off: 0\n"
-            "ignored dataloader_drop_last:",
-        ),
-    ),
-}
-
-USE_KEY = """
-assert "`toy_batches`" in render_page()
-(use,) = [use for use in load({"toy_batches": 0}).keys if use.path == "toy_batches"]
-assert use.status == "ignored" and "batches are no toys" in use.because, use
-refused(lambda: load({"toy_batches": 3}), "`toy_batches`: must be ", "got 3. Write `train_batch_size`.")
-refused(lambda: load({"toy_batch": 3}), "toy_batches")
-"""
 
 A_HALVING_SCHEDULE: Edits = {
     "optim/schedules.py": (
@@ -212,28 +195,31 @@ def recipe(title: str) -> str:
     return paragraph.partition(" Only where ")[0]
 
 
+RECIPES: dict[str, tuple[Edits, str]] = {
+    "A column value": (E5M2_IN_GATHERS, USE_E5M2),
+    "An optimizer": (SIGN_OF_A_TRACE, USE_TOY),
+    "A schedule": (A_HALVING_SCHEDULE, USE_SCHEDULE),
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("title", "edits", "use"),
-    [
-        ("A column value", E5M2_IN_GATHERS, USE_E5M2),
-        ("An optimizer", SIGN_OF_A_TRACE, USE_TOY),
-        ("A DeepSpeed key", A_REFUSED_KEY, USE_KEY),
-        ("A schedule", A_HALVING_SCHEDULE, USE_SCHEDULE),
-    ],
-)
-def test_the_files_of_a_recipe_are_enough(title: str, edits: Edits, use: str, tmp_path: Path) -> None:
-    assert set(re.findall(r"`([\w/]+\.(?:py|h))`", recipe(title))) == set(edits)
+def test_the_files_of_each_recipe_are_enough(tmp_path: Path) -> None:
     package = tmp_path / "zerodrift"
     shutil.copytree(ROOT / "src" / "zerodrift", package)  # compiled files too: they stay valid
-    for name, changes in edits.items():
-        text = (package / name).read_text(encoding="utf-8")
-        for there, instead in changes:
-            assert text.count(there) == 1, f"{name}: {there!r}"
-            text = text.replace(there, instead)
-        (package / name).write_text(text, encoding="utf-8")
+    edited: set[str] = set()
+    for title, (edits, _) in RECIPES.items():
+        assert set(re.findall(r"`([\w/]+\.(?:py|h))`", recipe(title))) == set(edits), title
+        assert not edited & edits.keys(), title
+        edited |= edits.keys()
+        for name, changes in edits.items():
+            text = (package / name).read_text(encoding="utf-8")
+            for there, instead in changes:
+                assert text.count(there) == 1, f"{name}: {there!r}"
+                text = text.replace(there, instead)
+            (package / name).write_text(text, encoding="utf-8")
     said = tmp_path / "said"
-    process = forks().Process(target=_use, args=(use, tmp_path, said))
+    uses = [PRELUDE, *(use for _, use in RECIPES.values())]
+    process = forks().Process(target=_use, args=("".join(uses), tmp_path, said))
     process.start()
     process.join(timeout=300)
     process.kill()
@@ -247,7 +233,7 @@ def _use(code: str, folder: Path, said: Path) -> None:
         if name.split(".")[0] in ("zerodrift", "tests"):
             del sys.modules[name]
     sys.path[:0] = [str(folder), str(ROOT)]
-    exec(compile(PRELUDE + code, "use", "exec"), {"__name__": "use"})
+    exec(compile(code, "use", "exec"), {"__name__": "use"})
     import zerodrift
 
     assert Path(zerodrift.__file__).parent == folder / "zerodrift"

@@ -48,10 +48,24 @@ def test_a_folder_of_them(tmp_path: Path) -> None:
     text = inspection.inspection_text(found, color=False)
     assert "step-00000002 (latest)" in text and "no: under way" in text
     assert max(map(len, text.splitlines())) <= 100
+    document = json.loads(inspection.inspection_json(found))
+    one = document["inspections"][0]
+    assert document["complete"] and document["latest"] == "step-00000002"
+    assert one["manifest"]["step"] == 1 and one["holdings"][0]["elements"] == 6048
+    assert one["kin"][1]["pattern"] == "layers.*.up.weight"
+    code = (
+        "import sys; from zerodrift.checkpoint.inspection import inspect; inspect(sys.argv[1], verify=True)"
+    )
+    check = "\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code + check, str(tmp_path / "step-00000001")], check=True)
 
 
 @pytest.mark.long
-def test_damage_is_an_exit_code(tmp_path: Path) -> None:
+def test_damage_and_something_else_are_an_exit_code(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="got a folder without any"):
+        inspect(tmp_path)
+    found = commands.run("inspect", tmp_path / "none")
+    assert found.returncode == 2 and "got no such folder" in found.stderr
     folder = CheckpointFolder(tmp_path)
     save(folder, 1)
     path = save(folder, 2)
@@ -67,29 +81,3 @@ def test_damage_is_an_exit_code(tmp_path: Path) -> None:
     (path / "checkpoint.json").write_text("{")
     found = commands.run("inspect", tmp_path)
     assert found.returncode == 2 and "must be the manifest that was written" in " ".join(found.stdout.split())
-
-
-def test_json_has_what_the_text_has(tmp_path: Path) -> None:
-    save(CheckpointFolder(tmp_path), 1)
-    document = json.loads(inspection.inspection_json(inspect(tmp_path)))
-    (one,) = document["inspections"]
-    assert document["complete"] and document["latest"] == "step-00000001"
-    assert one["manifest"]["step"] == 1 and one["holdings"][0]["elements"] == 6048
-    assert one["kin"][1]["pattern"] == "layers.*.up.weight"
-
-
-@pytest.mark.long
-def test_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="got a folder without any"):
-        inspect(tmp_path)
-    found = commands.run("inspect", tmp_path / "none")
-    assert found.returncode == 2 and "got no such folder" in found.stderr
-
-
-def test_neither_torch_nor_ranks_are_needed(tmp_path: Path) -> None:
-    save(CheckpointFolder(tmp_path), 1)
-    code = (
-        "import sys; from zerodrift.checkpoint.inspection import inspect; inspect(sys.argv[1], verify=True)\n"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

@@ -39,28 +39,16 @@ PINNED = "zero_optimization.fp32_pinned_parameters"
     [
         ("zero_optimization.stage=4", "`zero_optimization.stage`: must be 0, 1, 2 or 3; got 4."),
         ("zero_optimization.stage='3'", "must be 0, 1, 2 or 3; got '3'. Write it without quotes."),
-        ("zero_optimization.stage=true", "must be 0, 1, 2 or 3; got true."),
-        (
-            "zero_optimization.stage=auto",
-            "got 'auto'. \"auto\" has no meaning here: write the value, or leave",
-        ),
+        ("zero_optimization.stage=auto", '"auto" has no meaning here: write the value, or leave'),
         ("bf16.enabled=1", '`bf16.enabled`: must be true, false or "auto"; got 1.'),
         ("bf16=true", "`bf16`: must be a block of keys; got true."),
         ("precision.master=splitt", '"split" or "same"; got \'splitt\'. Did you mean `split`?'),
         ("precision.accumulate=bflat16", "bf16 or fp16; got 'bflat16'. Did you mean `bfloat16`"),
-        ("precision.accumulate=int8", "must be fp32, bf16 or fp16; got 'int8'."),
-        (
-            "precision.reduce=3",
-            "must be fp32, bf16, fp16, fp8, mxfp8, int8, e5m2-128, int4, int4-64-bf16 or a block of keys",
-        ),
+        ("precision.reduce=3", "e5m2-128, int4, int4-64-bf16 or a block of keys"),
         ("precision.reduce.wire=3", "`precision.reduce.wire`: must be fp32, bf16, fp16, fp8"),
         ("gradient_clipping=-1", '`gradient_clipping`: must be a number of at least 0 or "auto"; got -1.'),
-        ("gradient_clipping='1.0'", "got '1.0'. Write it without quotes."),
-        ("gradient_clipping=true", 'must be a number of at least 0 or "auto"; got true.'),
         ("train_batch_size=0", '`train_batch_size`: must be a whole number above 0 or "auto"; got 0.'),
-        ("train_batch_size=2.5", 'must be a whole number above 0 or "auto"; got 2.5.'),
         ("fp16.initial_scale_power=200", "must be a whole number from 0 to 120 or"),
-        ("fp16.min_loss_scale=0", 'must be a number above 0 or "auto"; got 0.'),
         (f"{PINNED}=router", "must be a list of strings; got 'router'. Write `[\"router\"]`."),
         (f"{PINNED}=3", "must be a list of strings; got 3. Write a list, even for one item."),
         (f"{PINNED}=[a, 3]", f"`{PINNED}[1]`: must be a string; got 3."),
@@ -69,7 +57,6 @@ PINNED = "zero_optimization.fp32_pinned_parameters"
         ("optimizer.params.lr=1", "`optimizer.type`: must be given: a string. AdamW, Adam,"),
         ("optimizer.type=3", "`optimizer.type`: must be a string; got 3."),
         ("optimizer={type: Adam, params: [1]}", "must be a block of arguments; got [1]."),
-        ("pipeline.stages=0", "`pipeline.stages`: must be a whole number above 0; got 0."),
         ("zero_optimization.load_from_fp32_weights=false", "must be true; got false. Masters always start"),
         ("zero_optimization.offload_optimizer.device=nvme", "got 'nvme'. There is no offload to NVMe."),
         ("zero_optimization=true", 'must be a block of keys; got true. Write `{"stage": 1}` for true'),
@@ -83,21 +70,15 @@ def test_a_wrong_value_is_told_in_our_words(override: str, expected: str) -> Non
 @pytest.mark.parametrize(
     ("path", "written", "expected"),
     [
-        ("zero_optimization.stage", 3, 3),
         ("train_batch_size", 2e3, 2000),
-        ("train_batch_size", "auto", "auto"),
         ("gradient_clipping", 0, 0.0),
         ("precision.accumulate", "torch.float32", DType.FP32),
         ("precision.reduce", "bfloat16", DType.BF16),
         ("precision.reduce.sum", "half", DType.FP16),
-        ("precision.buffers", "keep", "keep"),
         ("fp16.loss_scale", 128, 128.0),
         ("fp16.loss_scale_window", 1e3, 1000),
-        ("zero_optimization.load_from_fp32_weights", True, True),
-        ("zero_optimization.offload_optimizer.device", "cpu", "cpu"),
         ("zero_optimization.mics_shard_size", -1, -1),
         ("sharding.units", ["layers.*"], ("layers.*",)),
-        ("backend", "fsdp2", "fsdp2"),
     ],
 )
 def test_a_right_value_arrives(path: str, written: Any, expected: Any) -> None:
@@ -146,12 +127,13 @@ def test_a_rule_needs_a_subject_and_an_effect(wrong: Any, expected: str, right: 
     assert len(load(right).precision.rules) == 1
 
 
-def test_a_misspelt_key_of_a_rule_is_told_once() -> None:
-    (message,) = problems(rule(match="a", redcue="fp32"))
+def test_a_misspelt_key_of_a_rule_is_told_once_and_a_dotted_key_is_to_be_nested() -> None:
     place = "precision.rules[0]"
-    assert message == f"`{place}.redcue`: must be a key of `{place}`. Did you mean `reduce`?"
-    (message,) = problems({"optimizer": {"typ": "Adam"}})
-    assert message == "`optimizer.typ`: must be a key of `optimizer`. Did you mean `type`?"
+    assert problems(rule(match="a", redcue="fp32")) == [
+        f"`{place}.redcue`: must be a key of `{place}`. Did you mean `reduce`?"
+    ]
+    (message,) = problems({"zero_optimization.stage": 3})
+    assert "must be a key of " in message and "Nest it: `zero_optimization` > `stage`." in message
 
 
 # --- unknown keys -----------------------------------------------------------------------------------
@@ -161,17 +143,13 @@ def test_a_misspelt_key_of_a_rule_is_told_once() -> None:
     ("override", "expected"),
     [
         ("gradient_cliping=1.0", "Did you mean `gradient_clipping`?"),
-        ("Train_Batch_Size=1", "Did you mean `train_batch_size`?"),
         ("zero_optimisation.stage=1", "Did you mean `zero_optimization`?"),
         ("grad_accum_dtype=fp32", "`data_types.grad_accum_dtype` or `gradient_accumulation_dtype`?"),
         ("stage=3", "Did you mean `zero_optimization.stage`?"),
-        ("offload_optimizer={}", "Did you mean `zero_optimization.offload_optimizer`?"),
         ("overlap_comm=true", "Did you mean `zero_optimization.overlap_comm`?"),
         ("zero_optimization.overlap_com=true", "Did you mean `overlap_comm`?"),
         ("zero_optimization.gradient_clipping=1.0", "Did you mean `gradient_clipping` at top level?"),
-        ("precision.accumlate=fp32", "Did you mean `accumulate`?"),
         ("data_types.grad_acc_dtype=fp32", "Did you mean `grad_accum_dtype`?"),
-        ("bf16.enable=true", "Did you mean `enabled`"),
         ("xyzzy=1", "docs/config.md and docs/deepspeed.md list every key."),
         ("keys=[]", "must be a key of zerodrift or DeepSpeed"),
         ("precision.rules=[{match: a, klass: b, pin: fp32}]", "Did you mean `class`?"),
@@ -180,11 +158,6 @@ def test_a_misspelt_key_of_a_rule_is_told_once() -> None:
 def test_an_unknown_key_gets_the_nearest_known_one(override: str, expected: str) -> None:
     (message,) = problems({}, override)
     assert "must be a key of " in message and expected in message
-
-
-def test_a_dotted_key_is_to_be_nested() -> None:
-    (message,) = problems({"zero_optimization.stage": 3})
-    assert "must be a key of " in message and "Nest it: `zero_optimization` > `stage`." in message
 
 
 def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
@@ -201,9 +174,8 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     assert message.startswith(f"{path}: 10 problems\n  1. ")
     zero = "zero_optimization."
     wrong = f"{zero}stage {zero}overlap_com {zero}zeropp_loco_param gradient_cliping bf16.enabled"
-    for (
-        where
-    ) in f"{wrong} amp.enabled precision.rules[0] precision.rules[0].pin steps_per_print overrides".split():
+    wrong += " amp.enabled precision.rules[0] precision.rules[0].pin steps_per_print overrides"
+    for where in wrong.split():
         assert f". `{where}`: must " in message
 
 
@@ -247,13 +219,6 @@ def test_every_key_ends_used_or_ignored_in_the_order_written() -> None:
     assert config.gradient_clipping is None and config.fp16 is None
 
 
-def test_arguments_of_an_optimizer_reach_it() -> None:
-    """Arguments that repeat a default do, too."""
-    params = {"lr": 1, "torch_adam": True, "adam_w_mode": False}
-    config = load({"optimizer": {"type": "Adam", "params": params}})
-    assert config.optimizer is not None and config.optimizer.params == params
-
-
 def test_a_block_of_ignored_keys_leaves_nothing_behind() -> None:
     assert load({"pipeline": {"seed_layers": True}}).pipeline is None
     assert load({"pipeline": {"seed_layers": True, "stages": 2}}).pipeline is not None
@@ -294,10 +259,7 @@ def test_overrides_are_yaml_values_at_dotted_paths() -> None:
     assert subjects == ["*.router.*", "torch.nn.LayerNorm"]
     assert config.sharding.units == ("layers.*", "head")
     assert config.backend == "native"
-
-
-def test_the_last_override_wins() -> None:
-    assert load({}, ["zero_optimization.stage=1", "zero_optimization.stage=2"]).zero_optimization.stage == 2
+    assert load({}, ["gradient_clipping=1", "gradient_clipping=2"]).gradient_clipping == 2, "the last wins"
     assert load({}, "backend=native").backend == "native"
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-import time
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ import pytest
 
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ModelError
-from zerodrift.model.huggingface import from_hf, keep_in_fp32
+from zerodrift.files import cache_folder
+from zerodrift.model import describe, huggingface
+from zerodrift.model.huggingface import from_hf
 from zerodrift.model.inputs import inputs_for
 from zerodrift.model.module import from_module
-from zerodrift.model.spec import ModelSpec
+from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
+from zerodrift.record import encode
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "dtype": "bfloat16"}
 SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -90,12 +93,6 @@ def test_the_spec_is_that_of_the_loaded_model(tmp_path: Path, model_type: str, c
     for owner in (owner for parameter in described.parameters for owner in parameter.owners):
         klass = type(loaded.get_submodule(owner.path))
         assert owner.klass == f"{klass.__module__}.{klass.__qualname__}"
-
-
-def test_a_version_that_does_not_tell_what_it_keeps_is_refused() -> None:
-    said = f"`transformers {transformers.__version__}`: must name the parameters that it keeps in fp32"
-    with pytest.raises(ModelError, match=re.escape(said)):
-        keep_in_fp32(torch.nn.Linear(2, 2).bfloat16())
 
 
 def test_tied_embeddings_are_one_parameter_also_where_the_tie_is_not_yet_made(tmp_path: Path) -> None:
@@ -209,26 +206,6 @@ def test_building_is_silent_and_leaves_logging_alone(
     assert (captured.out, captured.err, logging.get_verbosity()) == ("", "", before)
 
 
-@pytest.mark.parametrize(
-    ("name", "klass", "tied"),
-    [("qwen3-moe-tiny", "Qwen3MoeForCausalLM", False), ("llama-tied-tiny", "LlamaForCausalLM", True)],
-)
-def test_bundled_examples_build(name: str, klass: str, tied: bool) -> None:
-    spec = from_hf(EXAMPLES / name)
-    assert spec.source.endswith(f"({klass})")
-    assert any(len(parameter.names) > 1 for parameter in spec.parameters) is tied
-    assert 5e5 < spec.numel < 2e6
-
-
-def test_671_billion_parameters_take_seconds(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "dtype": "bfloat16"}))
-    began = time.process_time()
-    spec = from_hf(tmp_path)
-    assert spec.numel == 671_026_404_352
-    # Version 4 has a module for each of 14,848 experts.
-    assert time.process_time() - began < (10 if int(transformers.__version__.partition(".")[0]) > 4 else 30)
-
-
 def test_a_lora_model_keeps_mixed_dtypes_and_frozen_weights(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     config = transformers.AutoConfig.from_pretrained(folder(tmp_path, "llama"))
@@ -249,3 +226,94 @@ def test_a_lora_model_keeps_mixed_dtypes_and_frozen_weights(tmp_path: Path) -> N
     assert [len({model.get_parameter(name) for name in names}) for names in tied] == [1]
     wanted = inputs_for(base)  # before adapters are added, and with them
     assert inputs_for(model).kwargs.keys() == wanted.kwargs.keys() == {"input_ids", "labels"}
+
+
+# --- cached descriptions ----------------------------------------------------------------------------------
+
+
+pytest.importorskip("transformers")
+
+DESCRIBE = """
+import json, sys
+path, *sources = json.loads(sys.stdin.read())
+sys.path[:] = path
+from zerodrift.model import describe
+from zerodrift.record import encode
+specs = [encode(describe(each)) for each in sources]
+print(json.dumps([specs, sorted({"torch", "transformers"} & sys.modules.keys())]))
+"""
+
+
+def test_a_model_is_described_again_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    families = [*LOADED, ("gpt2", {}), ("mamba", {}), ("vit", {"architectures": None})]
+    paths = [str(folder(tmp_path / str(at), *of[:1], **of[1])) for at, of in enumerate(families)]
+    whole = [encode(from_hf(path)) for path in paths]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with monkeypatch.context() as patched:
+        patched.setattr(huggingface, "_is_fresh", lambda: True)
+        assert [encode(describe(path)) for path in paths] == whole
+    assert len(list((tmp_path / "cache").glob("zerodrift/models/*.json"))) == len(paths)
+    command, asked = [sys.executable, "-c", DESCRIBE], json.dumps([sys.path, *paths])
+    done = subprocess.run(command, input=asked, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout) == [whole, []]
+
+
+SPEC = ModelSpec(
+    "Tiny",
+    (
+        ParameterSpec(
+            ("a", "b"), (2, 3), DType.BF16, (OwningModule("", "x.Y"), OwningModule("b", "")), used=(1, 2)
+        ),
+    ),
+    checkpoint=(("a", DType.FP16),),
+    containers=frozenset({"layers", "heads"}),
+    shared=(("b", "a"),),
+)
+
+
+def test_an_entry_holds_until_a_file_behind_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, entry = tmp_path / "model.py", tmp_path / "models" / "entry.json"
+    source.write_text("x")
+    monkeypatch.setattr(huggingface, "_imported", lambda: [str(source)])
+    assert huggingface.read_description(entry) is None
+    huggingface.write_description(entry, SPEC)
+    assert huggingface.read_description(entry) == SPEC
+    whole = entry.read_text()
+    changed = (whole.replace('"bf16"', '"bf17"'), whole.replace("names", "nomen"))
+    for damaged in (whole[:-9], "[]", "{}", *changed):
+        entry.write_text(damaged)
+        assert huggingface.read_description(entry) is None
+    entry.write_text(whole)
+    source.write_text("xy")
+    assert huggingface.read_description(entry) is None
+    source.unlink()
+    assert huggingface.read_description(entry) is None
+    assert not list(entry.parent.glob("*.new"))
+
+
+def test_old_entries_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface, "CACHED", 2)
+    for at, name in enumerate(("a", "b", "c")):
+        huggingface.write_description(tmp_path / "models" / f"{name}.json", SPEC)
+        os.utime(tmp_path / "models" / f"{name}.json", (at, at))
+    huggingface.write_description(tmp_path / "models" / "d.json", SPEC)
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["c.json", "d.json"]
+
+
+def test_an_entry_is_found_by_all_that_it_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert huggingface.entry_of({}, None) is None, "this process has imported torch"
+    monkeypatch.setattr(huggingface, "_is_fresh", lambda: True)
+    entries = [huggingface.entry_of({}, None) for _ in range(2)]
+    entries += [huggingface.entry_of({"layers": 1}, None), huggingface.entry_of({}, DType.BF16)]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entries.append(huggingface.entry_of({}, None))
+    (tmp_path / "apex-1.0.dist-info").mkdir()
+    entries.append(huggingface.entry_of({}, None))
+    assert entries[0] == entries[1] and len(set(entries)) == 5
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    assert cache_folder() is None and huggingface.entry_of({}, None) is None

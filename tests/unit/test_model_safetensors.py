@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
-from zerodrift.model.safetensors import from_safetensors, list_tensors, natural
+from zerodrift.model.safetensors import from_safetensors, natural
 from zerodrift.model.spec import OwningModule
 
 Entry = dict[str, Any]
@@ -72,19 +70,6 @@ def test_a_file_gives_names_shapes_dtypes_and_owners(tmp_path: Path) -> None:
     assert spec.source == str(tmp_path / "a.safetensors")
 
 
-def test_offsets_point_into_the_file(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import save_file
-
-    tensor = torch.arange(6, dtype=torch.int32).reshape(2, 3)
-    path = tmp_path / "a.safetensors"
-    save_file({"b": torch.zeros(3, dtype=torch.bfloat16), "a": tensor}, path)
-    found = {item.name: item for item in list_tensors(path)}
-    data = path.read_bytes()[found["a"].start : found["a"].stop]
-    assert list(memoryview(data).cast("i")) == [0, 1, 2, 3, 4, 5]
-    assert (found["b"].shape, found["b"].dtype, found["b"].file) == ((3,), DType.BF16, path)
-
-
 @pytest.mark.parametrize(
     "ordered",
     [
@@ -101,11 +86,6 @@ def test_natural_order(ordered: list[str]) -> None:
     assert sorted(reversed(ordered), key=natural) == ordered
 
 
-@given(st.lists(st.text(alphabet="a1.0²é", max_size=6)))
-def test_natural_order_is_total(names: list[str]) -> None:
-    assert sorted(names, key=natural) == sorted(reversed(names), key=natural)
-
-
 # --- one file ------------------------------------------------------------------------------------------
 
 NO_OFFSETS: Entry = {"dtype": "F32", "shape": [1]}
@@ -113,25 +93,19 @@ HEADERS: list[tuple[bytes | dict[str, Any], int, str]] = [
     (b'{"a": ', 0, "at line 1, column 7"),
     (b"[]", 0, "must be a JSON object; got list"),
     (b'{"\xff": 1}', 0, "must be JSON in UTF-8; got the byte 0xff at 2"),
-    (b"[" * 100_000, 0, "of ordinary depth"),
     (b'{"a": ' + b"1" * 5000 + b"}", 0, "of ordinary depth and numbers"),
     (b'{"a": {}, "a": {}}', 0, "must name every key once; got `a` more than once"),
     ({"t": []}, 4, "must have `dtype`, `shape` and `data_offsets`; got []"),
-    ({"t": NO_OFFSETS}, 4, "must have `dtype`, `shape` and `data_offsets`"),
     ({"t": {**NO_OFFSETS, "dtype": 32, "data_offsets": [0, 4]}}, 4, "`dtype` must be a string; got 32"),
     ({"t": entry([-1], 0, 4)}, 4, "`shape` must be a list of whole numbers, 0 or more; got [-1]"),
-    ({"t": entry([True], 0, 4)}, 4, "`shape` must be"),
     ({"t": entry([2**63], 0, 4)}, 4, "`shape` must be"),
-    ({"t": {**NO_OFFSETS, "shape": 1, "data_offsets": [0, 4]}}, 4, "`shape` must be"),
     ({"t": entry([1], 4, 0)}, 4, "`data_offsets` must be a begin and an end"),
-    ({"t": {**NO_OFFSETS, "data_offsets": [0, 4, 8]}}, 4, "`data_offsets` must be a begin"),
     ({"t": {**NO_OFFSETS, "data_offsets": [0.0, 4.0]}}, 4, "`data_offsets` must be a begin"),
     ({"t": entry([2], 0, 4)}, 4, "must span 4 bytes for each element of F32 [2]; got 4 bytes, [0, 4]"),
     ({"t": entry([2**62] * 400, 0, 4)}, 4, "must span 4 bytes for each element"),
     ({"t": entry([1], 0, 4, "F8_E8M0")}, 4, "must hold dtypes that zerodrift knows; got F8_E8M0 in `t`"),
     (pair(4), 12, "b`: must begin after the bytes of `a`; got an overlap of 4 bytes"),
     (pair(12), 20, "b`: must begin where the bytes of `a` end; got a gap of 4 bytes"),
-    (pair(8), 15, "which ends before the end of `b`"),
     (pair(8), 15, "download it again"),
     (pair(8), 17, "must end with its last tensor"),
 ]
@@ -206,18 +180,6 @@ def test_a_missing_shard_and_every_other_problem(tmp_path: Path) -> None:
     assert "problems" not in refusal(index(tmp_path, {"a": "one.safetensors"})), "refused, not also missing"
 
 
-@pytest.mark.parametrize("shard", ["../one.safetensors", "/one.safetensors", "one.bin", 3, None, ["x"]])
-def test_an_index_names_only_files_beside_it(tmp_path: Path, shard: Any) -> None:
-    assert "must name a `.safetensors` file beside it" in refusal(index(tmp_path, {"a": shard}))
-
-
-def test_an_index_without_a_map(tmp_path: Path) -> None:
-    path = index(tmp_path, [1])
-    assert "must have `weight_map`" in refusal(path)
-    path.write_text('{\n  "weight_map": {"a": }\n}')
-    assert "line 2, column 23" in refusal(path)
-
-
 def test_what_is_not_there_ambiguous_or_not_safetensors(tmp_path: Path) -> None:
     assert "must exist" in refusal(tmp_path / "none")
     assert "a folder without any" in refusal(tmp_path)
@@ -228,3 +190,18 @@ def test_what_is_not_there_ambiguous_or_not_safetensors(tmp_path: Path) -> None:
         index(tmp_path, {"a": "one.safetensors"}).rename(tmp_path / f"{name}.safetensors.index.json")
     assert "must hold one index" in refusal(tmp_path)
     assert from_safetensors(tmp_path / "left.safetensors.index.json").numel == 1
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "said"),
+    [
+        ([1], "must have `weight_map`"),
+        *(({"a": shard}, "must name a `.safetensors` file beside it") for shard in ("../one.safetensors", 3)),
+        *(
+            ({"a": shard}, "must name a `.safetensors` file beside it")
+            for shard in ("/a.safetensors", "a.bin")
+        ),
+    ],
+)
+def test_an_index_names_only_files_beside_it(tmp_path: Path, weight_map: Any, said: str) -> None:
+    assert said in refusal(index(tmp_path, weight_map))

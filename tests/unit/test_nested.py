@@ -49,7 +49,6 @@ class Output(collections.OrderedDict):  # type: ignore[type-arg]
 MUTABLE = {
     "list": lambda x: [x, "text"],
     "dict": lambda x: {"x": x, "n": 3},
-    "ordered": lambda x: collections.OrderedDict(x=x),
     "user dict": lambda x: collections.UserDict(x=x),
     "default dict": lambda x: collections.defaultdict(list, x=x),
     "deque": lambda x: collections.deque([x]),
@@ -60,7 +59,6 @@ MUTABLE = {
     "namespace": lambda x: types.SimpleNamespace(x=x),
     "model output": lambda x: Output(x=x),
     "distribution": lambda x: torch.distributions.Normal(x, torch.ones_like(x)),
-    "list in a tuple": lambda x: ([x],),
     "dict in an object": lambda x: Batch({"a": [x]}),
 }
 FIXED = {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -250,20 +249,6 @@ def test_the_order_of_a_stage_3_step() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "keep", "scatters", "gathers"),
-    [
-        *((0, None, 3, 3), (1, None, 3, 3), (2, None, 12, 3), (3, None, 12, 4 * 5)),
-        *((3, "never", 12, 20), (3, "micro-batch", 12, 12), (3, "step", 12, 3)),
-    ],
-)
-def test_collectives_of_four_micro_batches(stage: int, keep: str | None, scatters: int, gathers: int) -> None:
-    written = at(stage, **({"sharding": {"keep_gathered": keep}} if keep else {}))
-    counts = Counter(c.op for c in collectives(plan(written, moe(layers=2)), 0, 4))
-    assert counts == {"reduce_scatter": scatters, "all_gather": gathers, "all_reduce": 1}
-    assert list(collectives(plan(written, world=1), 0, 4)) == [], "one rank needs none"
-
-
 def test_replicas_are_summed_once_per_step() -> None:
     made = plan(at(3, sharding={"replicate": 2}), moe(layers=2), world=4)
     calls = [c for c in collectives(made, 0, 4) if c.axis == "replicate"]
@@ -276,30 +261,6 @@ def large(stage: int, written: dict[str, Any] | None = None) -> Plan:
     model = spec(parameter("layers.0.a.w", (1024, 1024)))
     optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     return plan({**at(stage), **optimizer, **(written or {})}, model, 8)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 8])
-@pytest.mark.parametrize(
-    ("stage", "formula"),
-    [
-        (0, lambda m, g, r: 2 * r),
-        (1, lambda m, g, r: r + g),
-        (2, lambda m, g, r: m * r + g),
-        (3, lambda m, g, r: m * (2 * g + r)),
-    ],
-)
-@pytest.mark.parametrize(("wire", "r"), [("fp32", 4), ("bf16", 2)])
-def test_bytes_on_the_wire_follow_the_formulas(
-    stage: int, formula: Any, micro_batches: int, wire: str, r: int
-) -> None:
-    written = {"communication_data_type": wire}
-    if stage == 0 and wire == "bf16":
-        # Stage 0 sends the summed gradient on in the accumulate dtype, so that no stage rounds it.
-        written["gradient_accumulation_dtype"] = "bf16"
-    made = large(stage, written)
-    per_parameter = formula(micro_batches, 2, r)
-    sent = sum(line.bytes for line in cost(made, micro_batches).traffic if line.purpose != "norm")
-    assert sent == per_parameter * 2**20 * 7 // 8
 
 
 @pytest.mark.parametrize(
@@ -321,7 +282,9 @@ def test_bytes_at_rest_follow_the_formulas(stage: int, written: dict[str, Any], 
     assert cost(large(stage, written)).rest.total == per_parameter * 2**20
 
 
-def test_moments_follow_the_optimizer() -> None:
+def test_moments_follow_the_optimizer_and_buffers_count() -> None:
+    rest = cost(plan(at(0))).rest
+    assert rest.buffers and rest.total == sum(getattr(rest, each.name) for each in fields(rest))
     momentum = {"momentum": 0.9}
     for kind, params, values in (("Lion", {}, 1), ("SGD", {}, 0), ("SGD", momentum, 1), ("Adam", {}, 2)):
         made = large(0, {"optimizer": {"type": kind, "params": params}})
@@ -369,17 +332,14 @@ def test_json_round_trip_and_digest(stage: int) -> None:
     assert plan(at(stage), moe(tie=True)).digest == made.digest
     assert made.row("lm_head.weight") is made.row("model.embed_tokens.weight") is not None
     assert made.row("nothing") is None
-
-
-def test_json_says_which_key_asked_for_a_cell() -> None:
-    made = plan({**at(1), "data_types": {"grad_accum_dtype": "fp32"}}, moe())
-    back = Plan.from_json(json.loads(json.dumps(made.to_json())))
-    asked = [dict(row.columns.asked) for row in back.rows]
-    assert asked == [dict(row.columns.asked) for row in made.rows] and "accumulate" in asked[0]
-
-
-def test_every_decision_changes_the_digest() -> None:
-    units = {"units": ["model.layers"]}
-    variants = [at(3), at(2), at(3, "fp32"), at(3, gradient_clipping=0.5), at(3, sharding=units)]
-    digests = {plan(written).digest for written in variants} | {plan(at(3), world=4).digest}
-    assert len(digests) == len(variants) + 1
+    asked = plan({**at(stage), "data_types": {"grad_accum_dtype": "fp32"}}, moe())
+    back = Plan.from_json(json.loads(json.dumps(asked.to_json())))
+    keys = [dict(row.columns.asked) for row in back.rows]
+    assert keys == [dict(row.columns.asked) for row in asked.rows] and "accumulate" in keys[0]
+    changes = (
+        at(stage, "fp32"),
+        at(stage, gradient_clipping=0.5),
+        at(stage, sharding={"units": ["model.layers"]}),
+    )
+    digests = {plan(written).digest for written in (at(stage), *changes)} | {plan(at(stage), world=4).digest}
+    assert len(digests) == 5, "every decision changes it"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from tests.unit.models import LINEAR, NORM, at, moe, parameter, plan, tied
 from zerodrift import ConfigError, MeshError, MeshShape, ModelSpec, ZerodriftError, load, mesh_for, resolve
 from zerodrift.dtypes import DType
+from zerodrift.policy.choices import from_flags
 from zerodrift.policy.decisions import Policy
 
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16")
@@ -61,6 +65,8 @@ MIXED = ModelSpec("t", (tied(("a.weight", "b.weight"), (8, 8), (LINEAR, NORM)),)
 NARROW = {"rules": [PINNED], "accumulate": "bf16"}
 WIRE_BF16, WIRE_FP16, WIRE_FP32 = ({"communication_data_type": dtype} for dtype in ("bf16", "fp16", "fp32"))
 SUBSTRINGS = at(3) | {"zero_optimization": {"stage": 3, "fp32_pinned_parameters": ["gate", "norm"]}}
+LOW_NORM = {"match": "*norm*", **dict.fromkeys(("storage", "gather", "compute"), "bf16")}
+LOW_NORMS = {"precision": {"mode": "bf16", "rules": [LOW_NORM]}}
 SAFE_LIST = {"enabled": True, "lower_precision_safe_modules": ["models.RMSNorm"]}
 SAFE = {"torch_autocast": SAFE_LIST, "zero_optimization": {"stage": 3}}
 LOW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -70,10 +76,6 @@ NO_UPDATE = dict.fromkeys(("grad", "accumulate", "reduce", "master", "state"), "
 LATER = ({"match": "*", "state": "bf16-stochastic", "master": "fp32"}, {"match": "*.gate.*", "state": "fp32"})
 NARROWED = {"match": "*.gate.*", "class": "torch.nn.Linear", "pin": "fp32"}
 CELLS: dict[str, tuple[dict[str, Any], str, ModelSpec | None, dict[str, str]]] = {
-    "stage 0": (at(0), QUERY, None, {"storage": "bf16", "accumulate": "fp32", "master": "split"}),
-    "stage 1": (at(1), QUERY, None, {"storage": "bf16", "accumulate": "fp32", "master": "split/"}),
-    "stage 2": (at(2), QUERY, None, {"storage": "bf16", "accumulate": "fp32/", "master": "split/"}),
-    "stage 3": (at(3), QUERY, None, {"storage": "bf16/", "accumulate": "fp32/", "master": "split/"}),
     "reduced at the end": (at(3, reduce={"when": "last"}), QUERY, None, {"accumulate": "fp32"}),
     "reduced each time": (at(1, reduce={"when": "every"}), QUERY, None, {"accumulate": "fp32/"}),
     "frozen": (at(3, "fp32"), "base.w", ADAPTERS, {"storage": "bf16/", "compute": "fp32", **NO_UPDATE}),
@@ -87,6 +89,7 @@ CELLS: dict[str, tuple[dict[str, Any], str, ModelSpec | None, dict[str, str]]] =
     "fp8 sets no export": (at(0), "w", FP8, {"export": "bf16"}),
     "not pinned, narrow": (at(2, **NARROW) | WIRE_BF16, QUERY, None, {"accumulate": "bf16/"}),
     "substring": (SUBSTRINGS, ROUTER, None, {"compute": "fp32"}),
+    "a rule wins over a substring": (SUBSTRINGS | LOW_NORMS, NORMW, None, {"storage": "bf16/"}),
     "another substring": (SUBSTRINGS, NORMW, None, {"storage": "fp32/"}),
     "last rule": (ruled(*LATER), ROUTER, None, {"state": "fp32/", "master": "fp32/"}),
     "match and class": (ruled(NARROWED), ROUTER, None, {"storage": "fp32"}),
@@ -125,16 +128,16 @@ def test_a_pin_is_fp32_in_every_column_at_every_stage(mode: str, stage: int) -> 
         assert {text.rstrip("/") for text in cells(written, ROUTER).values()} <= {"fp32", "same"}
 
 
-def test_our_rules_win_over_substrings() -> None:
-    low = {"match": "*norm*", "storage": "bf16", "gather": "bf16", "compute": "bf16"}
-    row = plan({**SUBSTRINGS, "precision": {"mode": "bf16", "rules": [low]}}).row(NORMW)
-    assert row is not None and row.columns.storage.dtype is DType.BF16 and not row.columns.pinned
-
-
-def test_a_cell_names_the_rule_that_set_it() -> None:
+def test_a_cell_names_the_rule_that_set_it_and_what_matches_nothing_is_told_at_once() -> None:
     reasons = plan(ruled(*LATER)).row(ROUTER).columns.reasons()  # type: ignore[union-attr]
     assert reasons["state"] == "precision.rules[1]: '*.gate.*'"
     assert reasons["master"] == "precision.rules[0]: '*'"
+    rules = [{"match": match, "pin": "fp32"} for match in ("one", "*", "two")]
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*'one'.*'two'"):
+        plan(at(3, rules=rules))
+    spec = ModelSpec("index", (parameter("a.w", (4, 4), klass=""),))
+    with pytest.raises(ConfigError, match="no module classes"):
+        plan(at(0, rules=[{"class": "torch.nn.Linear", "pin": "fp32"}]), spec)
 
 
 @pytest.mark.parametrize(
@@ -145,21 +148,6 @@ def test_a_rule_that_matches_nothing_names_what_is_near(pattern: str, hint: str)
     with pytest.raises(ConfigError, match="must match a parameter") as caught:
         plan(at(3, rules=[{"match": pattern, "pin": "fp32"}]))
     assert pattern in str(caught.value) and hint in str(caught.value)
-
-
-def test_all_unmatched_rules_are_reported_at_once() -> None:
-    rules = [{"match": match, "pin": "fp32"} for match in ("one", "*", "two")]
-    with pytest.raises(ConfigError, match=r"(?s)2 problems.*'one'.*'two'"):
-        plan(at(3, rules=rules))
-
-
-@pytest.mark.parametrize("name", [ROUTER, NORMW])
-@pytest.mark.parametrize("told", ["keep", "input"])
-def test_a_row_has_the_output_that_a_rule_says(name: str, told: str) -> None:
-    rules = [{"match": "*gate*", "pin": "fp32"}, {"match": "*norm*", "pin": "fp32"}]
-    for more, output in (([], None), ([{"match": "*", "output": told}], told)):
-        row = plan(at(0, rules=[*rules, *more])).row(name)
-        assert row is not None and row.columns.output == output
 
 
 def test_tied_parameters_get_one_row_and_the_widest_demand() -> None:
@@ -223,12 +211,6 @@ def test_refusals_and_their_twins(refused: dict[str, Any], accepted: dict[str, A
     assert word in str(caught.value)
 
 
-def test_a_class_rule_without_classes_says_where_to_get_them() -> None:
-    spec = ModelSpec("index", (parameter("a.w", (4, 4), klass=""),))
-    with pytest.raises(ConfigError, match="no module classes"):
-        plan(at(0, rules=[{"class": "torch.nn.Linear", "pin": "fp32"}]), spec)
-
-
 # --- batch, numbers, mesh ---------------------------------------------------------------------------
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -242,8 +224,6 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
         ({MICRO: 2, STEPS: 3}, (2, 3, 24)),
         ({TRAIN: 32, STEPS: 2}, (4, 2, 32)),
         ({TRAIN: 32, MICRO: 2}, (2, 4, 32)),
-        ({TRAIN: 32, MICRO: 4, STEPS: 2}, (4, 2, 32)),
-        ({STEPS: 5}, (0, 5, 0)),
         ({}, (0, 1, 0)),
         ({TRAIN: 30}, None),
         ({TRAIN: 32, MICRO: 3}, None),
@@ -294,20 +274,6 @@ def test_loss_scale_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "mean", "before"),
-    [
-        ({}, True, 1.0),
-        ({"prescale_gradients": True}, True, 4.0),
-        ({"gradient_predivide_factor": 2.0}, True, 2.0),
-        ({"gradient_allreduce_op": "sum"}, False, 1.0),
-    ],
-)
-def test_averaging(written: dict[str, Any], mean: bool, before: float) -> None:
-    averaging = policy(written, MeshShape(shard=4)).averaging
-    assert (averaging.mean, averaging.before) == (mean, before)
-
-
-@pytest.mark.parametrize(
     ("written", "world", "shape"),
     [
         ({}, 8, (8, 1, 1)),
@@ -341,7 +307,6 @@ STAGE3 = {"zero_optimization": {"stage": 3}}
         ({**STAGE3, "sharding": {"secondary": 4}, "experts": {"ranks": 2}}, 4, ", of experts over 2"),
         ({**STAGE3, "sharding": {"secondary": 2}, "experts": {"ranks": 2}}, 2, ", not of experts"),
         ({**STAGE3, "sharding": {"secondary": 8}}, 1, "none"),
-        ({**STAGE3, "sharding": {"secondary": 16}}, 1, "none"),
         ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}, 1, "none"),
         ({**STAGE3, "sharding": {"secondary": 1}}, 1, None),
         ({**STAGE3, "sharding": {"secondary": 3}}, None, "must divide the 8 ranks of a shard group; got 3"),
@@ -445,11 +410,126 @@ def test_a_rule_narrows_what_a_library_reads_and_nothing_else() -> None:
     for name in ("embed", "turned", "norm"):
         with pytest.raises(ConfigError, match="`export` must not be fp8-row here: no library reads a"):
             exports("bf16", {"match": f"{name}.weight", "export": "fp8-row"})
-    with pytest.raises(ConfigError, match=r"must be one narrow format.*got int8-row and fp8-row"):
-        exports("fp8-row", {"match": "up.weight", "export": "int8-row"})
-    with pytest.raises(
-        ConfigError, match=r"`precision.export`: must be fp32, bf16, fp16, fp8-128x128, fp8-row"
-    ):
-        exports("fp8")  # which of two
-    with pytest.raises(ConfigError, match="must suit a linear layer of the model; got nf4"):
-        exports("nf4", {"match": "*", "export": "bf16"})
+    refused: list[tuple[str, dict[str, str], str]] = [
+        (
+            "fp8-row",
+            {"match": "up.weight", "export": "int8-row"},
+            "one narrow format.*got int8-row and fp8-row",
+        ),
+        ("fp8", {}, "`precision.export`: must be fp32, bf16, fp16, fp8-128x128, fp8-row"),  # which of two
+        ("nf4", {"match": "*", "export": "bf16"}, "must suit a linear layer of the model; got nf4"),
+    ]
+    for export, rule, told in refused:
+        with pytest.raises(ConfigError, match=told):
+            exports(export, *([rule] if rule else []))
+
+
+# --- modes ------------------------------------------------------------------------------------------------
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
+CELLS_OF_A_ROW = r"^\| ((?:not )?\w+) \| ((?:not )?\w+) \| (\w+) \| "
+RULE = re.findall(CELLS_OF_A_ROW, PAGE.partition("| reason |\n")[2].partition("\n\n")[0], re.MULTILINE)
+WRITTEN = {"true": True, "false": False, "auto": "auto"}
+
+
+def config(bf16: str = "absent", fp16: str = "absent", **rest: object) -> dict[str, object]:
+    flags = {"bf16": bf16, "fp16": fp16}
+    blocks = {key: {"enabled": WRITTEN[value]} for key, value in flags.items() if value != "absent"}
+    return {**blocks, **rest}
+
+
+def mode(written: dict[str, object]) -> str:
+    return str(resolve(load(written), MeshShape()).mode)
+
+
+def matching(row: tuple[str, str, str]) -> list[tuple[str, str]]:
+    """Return the pairs of flags that a row of the table covers."""
+    options = [["absent", "auto", "false"] if cell == "not true" else [cell] for cell in row[:2]]
+    return list(product(*options))
+
+
+@pytest.mark.parametrize("row", RULE, ids=lambda row: f"bf16 {row[0]}, fp16 {row[1]}")
+def test_every_row_of_the_rule(row: tuple[str, str, str]) -> None:
+    for bf16, fp16 in matching(row):
+        for asks in (False, True):
+            chosen, why = from_flags(bf16, fp16, asks)  # type: ignore[arg-type]
+            assert why and (chosen is None) == (row[2] == "error")
+        if row[2] == "error":
+            assert (bf16, fp16) == ("true", "true")
+            must = r"`bf16\.enabled`: must not be true together with `fp16\.enabled`"
+            with pytest.raises(ConfigError, match=must):
+                mode(config(bf16, fp16))
+        else:
+            assert mode(config(bf16, fp16)) == row[2], (bf16, fp16)
+    pairs = [pair for row in RULE for pair in matching(row)]
+    assert sorted(pairs) == sorted(product(["absent", "auto", "false", "true"], repeat=2)), "each once"
+
+
+AUTO = {"precision": {"mode": "auto"}}
+LOW_STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        # `precision.mode: auto` counts as asking
+        *((config(**AUTO), "bf16"), (config(fp16="false", **AUTO), "bf16")),
+        *((config("false", **AUTO), "fp32"), (config("false", "false", **AUTO), "fp32")),
+        *((config(fp16="true", **AUTO), "fp16"), (config("auto", "auto", **AUTO), "bf16")),
+        *(({"precision": {"mode": name}}, name) for name in ("fp32", "bf16", "fp16", "autocast-fp16")),
+        ({"precision": {"mode": "autocast-bf16"}, **config("false")}, "autocast-bf16"),
+        ({"torch_autocast": {"enabled": True}}, "autocast-bf16"),
+        # a flag of bf16 that only sets dtypes of masters and states
+        ({"bf16": LOW_STATES, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "autocast-bf16"),
+    ],
+    ids=str,
+)
+def test_a_mode_is_what_is_written_or_asked_for(written: dict[str, object], expected: str) -> None:
+    assert mode(written) == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "on"),
+    [
+        ({"bf16": {"enabled": True}}, True),
+        ({"bf16": {}, "precision": {"mode": "bf16"}}, True),
+        *(({"bf16": {}}, False), ({"bf16": {"enabled": False}}, False)),
+        ({"bf16": {}, "fp16": {"enabled": True}}, False),
+    ],
+    ids=str,
+)
+def test_flags_of_a_block_that_is_off_are_listed_as_ignored(written: dict[str, Any], on: bool) -> None:
+    flags = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    policy = resolve(load({**written, "bf16": {**written["bf16"], **flags}}), MeshShape())
+    demanded = {value for _, value, key in policy.demands if key in {f"bf16.{flag}" for flag in flags}}
+    assert demanded == ({"same", "bf16", "bf16-stochastic"} if on else set())
+    ignored = [] if on else [(f"bf16.{flag}", "`bf16.enabled` is not true") for flag in flags]
+    assert [pair for pair in policy.ignored if pair[0].startswith("bf16.")] == ignored
+    assert not {f"bf16.{flag}" for flag in flags} & set(policy.used) or on
+
+
+LOW_MODE = {"mode": "autocast-bf16"}
+AUTOCAST = {"enabled": True, "dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        ({"bf16": {"enabled": True}, "torch_autocast": AUTOCAST}, "bf16.enabled"),
+        ({"bf16": LOW_STATES, "torch_autocast": {**AUTOCAST, "dtype": "float16"}}, "bf16.enabled"),
+        ({"fp16": {"enabled": True}, "torch_autocast": AUTOCAST}, "fp16.enabled"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype"),
+        ({"precision": {"mode": "bf16"}, "fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"precision": {"mode": "bf16"}, "bf16": {"enabled": False}}, "bf16.enabled"),
+        ({"precision": {"mode": "fp32"}, "bf16": {"enabled": True}}, "bf16.enabled"),
+        ({"precision": {"mode": "fp32"}, "torch_autocast": {"enabled": True}}, "precision.mode"),
+        (config(precision=LOW_MODE, torch_autocast={"enabled": False}), "torch_autocast.enabled"),
+        (config(precision=LOW_MODE, torch_autocast={"dtype": "fp16"}), "torch_autocast.dtype"),
+    ],
+    ids=str,
+)
+def test_two_keys_that_disagree_are_an_error(written: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        mode(written)
+    assert f"`{key}`" in str(caught.value)

@@ -40,6 +40,10 @@ def ruled(**rule: Any) -> dict[str, Any]:
     return {"rules": [{"match": "*q_proj*", **rule}]}
 
 
+def padded(pattern: str) -> dict[str, Any]:
+    return {"rules": [{"match": pattern, "compute": {"pad": True}}]}
+
+
 ALL, PAIR = {"compute": "fp8"}, {"forward": "fp8", "grad_input": "fp8"}
 TWO, NOT = "fp8-hp-grad-weight: precision.compute", "`precision.compute` is not for it"
 ONE = "forward fp8, grad_input bf16, grad_weight bf16: precision.compute"
@@ -47,7 +51,6 @@ PADDED_HEAD = {"match": HEAD, "compute": {**PAIR, "pad": True}}
 CHOSEN: dict[str, tuple[dict[str, Any], str, str]] = {
     "all three": (ALL, QUERY, "fp8: precision.compute"),
     "the recipe": ({"compute": "fp8-hp-grad-weight"}, QUERY, TWO),
-    "the same as a block": ({"compute": {**PAIR, "grad_weight": "bf16"}}, QUERY, TWO),
     "one left out": ({"compute": PAIR}, QUERY, TWO),
     "one": ({"compute": {"forward": "fp8"}}, QUERY, ONE),
     "none": ({"compute": {"forward": "bf16"}}, QUERY, ""),
@@ -80,13 +83,10 @@ BASE = parameter("model.layers.0.q_proj.base_layer.weight", (48, 48), trained=Fa
 LORA = model(ADAPTER, BASE)
 
 
-def test_a_frozen_base_has_two_products_and_its_adapters_keep_theirs() -> None:
+def test_stacks_of_experts_and_frozen_bases_have_products_and_adapters_keep_theirs() -> None:
+    assert products(ALL, STACK.name, model(STACK)) == "fp8: precision.compute"
     assert products({"compute": "fp8-hp-grad-weight"}, BASE.name, LORA) == "fp8: precision.compute"
     assert products(ALL, ADAPTER.name, LORA).startswith("bf16: an adapter")
-
-
-def test_a_stack_of_experts_has_products_whatever_their_number() -> None:
-    assert products(ALL, STACK.name, model(STACK)) == "fp8: precision.compute"
 
 
 def test_a_plan_without_fp8_is_the_plan_of_before() -> None:
@@ -107,62 +107,54 @@ def test_typed_blocks_are_the_keys_of_a_dict() -> None:
     assert plan(typed).digest == plan(written).digest
 
 
-ODD = parameter("model.layers.0.mlp.narrow.weight", (48, 40))
+ODD = [parameter(f"model.layers.{layer}.mlp.narrow.weight", (48, 40)) for layer in range(2)]
 ODD_CONV1D = parameter("h.0.mlp.c_fc.weight", (48, 40), CONV1D)
 MANY = parameter("model.layers.0.mlp.many", (4, 96, 48), "models.Many")
 ODD_STACK = parameter("model.layers.0.mlp.experts.up", (4, 96, 40), "models.Experts")
 OWN = parameter("model.layers.0.mlp.own.weight", (48, 48), "models.Own")
 BOTH = parameter("model.layers.0.both.weight", (48, 48), EMBEDDING)
+LAYER = "neither a linear layer nor a stack of experts"
+ALONE = {"forward": "fp8", "grad_weight": "bf16"}
 REFUSED: dict[str, tuple[dict[str, Any], Any, str, dict[str, Any]]] = {
     "a size": (
-        {"compute": "fp8"},
+        ALL,
         ODD,
         r"`model.layers.0.mlp.narrow.weight`: must not be multiplied in fp8 \(`precision.compute`\), as a "
         r"weight whose sizes are no multiples of 16.*got shape \[48, 40\].*pad: true",
         {"compute": {"forward": "fp8", "pad": True}},
     ),
-    "a size of Conv1D": (
-        {"compute": "fp8"},
-        ODD_CONV1D,
-        r"c_fc.weight.*multiples of 16",
-        {"compute": "fp8", "rules": [{"match": "*.c_fc.weight", "compute": {"pad": True}}]},
-    ),
+    "a size of Conv1D": (ALL, ODD_CONV1D, "c_fc.weight.*multiples of 16", ALL | padded("*.c_fc.weight")),
+    "sizes of a stack": (ALL, ODD_STACK, "experts.up`.*multiples of 16", ALL | padded("*.experts.up")),
     "a stack of anything": (
-        {"compute": "fp8"},
+        ALL,
         MANY,
-        r"mlp.many`.*neither a linear layer nor a stack of experts.*shape \[4, 96, 48\] of Many.*"
+        rf"mlp.many`.*{LAYER}.*shape \[4, 96, 48\] of Many.*"
         r'\{match: "model.layers.\*.mlp.many", compute: bf16\}',
-        {"compute": "fp8", "rules": [{"match": "model.layers.*.mlp.many", "compute": "bf16"}]},
-    ),
-    "sizes of a stack": (
-        {"compute": "fp8"},
-        ODD_STACK,
-        r"experts.up`.*multiples of 16.*shape \[4, 96, 40\]",
-        {"compute": "fp8", "rules": [{"match": "*.experts.up", "compute": {"pad": True}}]},
+        ALL | {"rules": [{"match": "model.layers.*.mlp.many", "compute": "bf16"}]},
     ),
     "another class": (
-        {"compute": "fp8"},
+        ALL,
         OWN,
-        r"own.weight`.*neither a linear layer nor a stack of experts: its products are known for Linear and",
-        {"compute": "fp8", "rules": [{"class": "models.Own", "compute": "bf16"}]},
+        f"own.weight`.*{LAYER}: its products are known for Linear and",
+        ALL | {"rules": [{"class": "models.Own", "compute": "bf16"}]},
     ),
     "an embedding by a rule": (
         {"rules": [{"match": "*both*", "compute": "fp8"}]},
         BOTH,
-        r"precision.rules\[0\]: '\*both\*'.*neither a linear layer nor a stack of experts",
-        {"compute": "fp8", "rules": [{"match": "*both*", "compute": "bf16"}]},
+        rf"precision.rules\[0\]: '\*both\*'.*{LAYER}",
+        {"rules": [{"match": "*both*", "compute": "bf16"}]},
     ),
     "a pin": (
-        {"rules": [{"match": QUERY, "pin": "fp32", "compute": "fp8"}]},
-        None,
-        r"q_proj.weight`.*as a pinned parameter",
-        {"rules": [{"match": QUERY, "compute": "fp8"}]},
+        ruled(pin="fp32", compute="fp8"),
+        [],
+        "q_proj.weight`.*as a pinned parameter",
+        ruled(compute="fp8"),
     ),
     "another dtype": (
-        {"compute": {"forward": "fp8", "grad_weight": "fp16"}},
-        None,
-        r"`compute.grad_weight` must be fp8 or the compute dtype, bf16; got fp16",
-        {"compute": {"forward": "fp8", "grad_weight": "bf16"}},
+        {"compute": {**ALONE, "grad_weight": "fp16"}},
+        [],
+        "`compute.grad_weight` must be fp8 or the compute dtype, bf16; got fp16",
+        {"compute": ALONE},
     ),
 }
 
@@ -170,17 +162,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_has_no_fp8_product_is_refused_by_name(case: str) -> None:
     precision, more, message, twin = REFUSED[case]
-    of = model() if more is None else model(more)
-    with pytest.raises(ConfigError, match=f"(?s){message}"):
+    of = model(*more) if isinstance(more, list) else model(more)
+    with pytest.raises(ConfigError, match=f"(?s){message}") as caught:
         plan(at(3, "bf16", **precision), of)
+    assert str(caught.value).count("narrow.weight") <= 1, "every block of a kind is named once"
     assert plan(at(3, "bf16", **twin), of)
-
-
-def test_every_block_of_a_kind_is_named_once() -> None:
-    many = [parameter(f"model.layers.{layer}.mlp.narrow.weight", (48, 40)) for layer in range(4)]
-    with pytest.raises(ConfigError) as caught:
-        plan(at(3, "bf16", compute="fp8"), model(*many))
-    assert str(caught.value).count("narrow.weight") == 1
 
 
 def test_a_backend_or_a_device_without_such_products_is_refused() -> None:

@@ -52,7 +52,7 @@ AS_JSON = json.dumps(BOTH)
         ("a.yaml", AS_YAML),
         ("a.YML", AS_YAML),
         ("no_suffix", AS_JSON),
-        ("other.txt", AS_YAML),
+        ("b.txt", AS_YAML),
     ],
 )
 def test_json_yaml_and_dict_give_the_same_config(name: str, text: str, mark: str, tmp_path: Path) -> None:
@@ -94,7 +94,6 @@ BLOCK_AT_TOP = "must hold a block of keys at its top"
 JSON, YAML = "must be valid JSON; got ", "must be"
 NO_FILE_OF_A_CONFIG: list[tuple[str, str | bytes, str, str]] = [
     ("a.json", b'{"\xff": 1}', "must be UTF-8 text; got byte 0xff at offset 2", ""),
-    ("a.yaml", "stage: 1".encode("utf-16"), "must be UTF-8 text", ""),
     *(
         (name, text, "must hold a config; got an empty file", "")
         for name in ("a.json", "a.yaml", "a")
@@ -106,36 +105,18 @@ NO_FILE_OF_A_CONFIG: list[tuple[str, str | bytes, str, str]] = [
         for name, text in (("a.json", "[1]"), ("a.yaml", "- 1"), ("a.json", "3"), ("a.yaml", "x"))
     ),
     ("a.json", b" " * (MAX_BYTES + 1), "must be a config of at most 1,000,000 bytes", ""),
-    (
-        "a.json",
-        '{\n  "bf16": {"enabled": true}\n  "fp16": {}\n}',
-        JSON,
-        "Expecting ',' delimiter at line 3, column 3",
-    ),
+    ("a.json", '{\n  "bf16": {}\n  "fp16": {}\n}', JSON, "Expecting ',' delimiter at line 3, column 3"),
     ("a.json", '{\n  // speed\n  "bf16": {}\n}', JSON, "at line 2, column 3. JSON has no comments"),
-    (
-        "a.json",
-        '{"bf16": {"enabled": True}}',
-        JSON,
-        "line 1, column 22. JSON spells these true, false and null.",
-    ),
+    ("a.json", '{"bf16": {"enabled": True}}', JSON, "column 22. JSON spells these true, false and null."),
     ("a.json", "{'bf16': 1}", JSON, "at line 1, column 2. JSON strings take double quotes."),
     ("a.json", '{"bf16": {"enabled": true,}}', JSON, "JSON has no comma before a closing bracket"),
     ("a.json", '{"a": 1', JSON, "at line 1, column 8"),
-    ("a.json", '{"a": 1} {"b": 2}', JSON, "Extra data at line 1, column 10"),
     *(
         ("a.json", f'{{"gradient_clipping": {value}}}', "", "`gradient_clipping`: must be a finite number")
         for value in ("NaN", "Infinity", "-Infinity", "1e999")
     ),
-    (
-        "a.yaml",
-        "bf16: {enabled: yes}\n",
-        "",
-        "must be true, false or \"auto\"; got 'yes'. Write true without",
-    ),
+    ("a.yaml", "bf16: {enabled: yes}\n", "", "or \"auto\"; got 'yes'. Write true without"),
     ("a.yaml", "bf16:\n  enabled: true\n fp16: 1\n", YAML, "at line 3, column"),
-    ("a.yaml", "bf16: {enabled: true\n", YAML, "at line 2, column 1"),
-    ("a.yaml", "a: b: c\n", YAML, "at line 1, column 5"),
     ("a.yaml", "bf16:\n\tenabled: true\n", YAML, "at line 2, column 1. Indent with spaces."),
     ("a.yaml", "a: *nobody\n", YAML, "undefined alias 'nobody' at line 1, column 4"),
     ("a.yaml", "a: 1\n---\nb: 2\n", YAML, "at line 2, column 1"),
@@ -143,15 +124,12 @@ NO_FILE_OF_A_CONFIG: list[tuple[str, str | bytes, str, str]] = [
     ("a.yaml", 'a: "\\UFFFFFFFF"\n', YAML, "must be valid YAML"),
     ("a.yaml", "a: !!python/object:os.system x\n", "must be plain values, lists and blocks; got the tag", ""),
     ("a.yaml", "a: !mine 3\n", "", "got the tag '!mine' at line 1, column 4"),
-    ("a.yaml", "a: !!set {b}\n", "", "got the tag"),
-    ("a.yaml", "a: !!binary aGk=\n", "", "got the tag"),
     (
         "a.yaml",
         "? [a, b]\n: 1\n",
         "must have strings as keys",
-        "got a list or a block as key at line 1, column 3",
+        "a list or a block as key at line 1, column 3",
     ),
-    ("a.yaml", "&a [*a]\n", "", "must not contain itself"),
     ("a.yaml", "a: &b {c: *b}\n", "", "must not contain itself"),
     ("a.yaml", "<<: 3\na: 1\n", "", "must merge blocks"),
     ("a.yaml", "a: !!int bf16\n", "", "must hold a value of its tag int"),

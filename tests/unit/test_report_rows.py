@@ -1,19 +1,20 @@
-"""Groups of rows: every row once, in exact patterns, fast."""
+"""Groups of rows: every row once, in exact patterns; numbers of three digits, never zero for something."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit import handmade
-from zerodrift.mesh import MeshShape
 from zerodrift.plan.table import Plan
 from zerodrift.policy.decisions import Columns
-from zerodrift.report.rows import Line, Table, group_rows, letter, list_rows, ranges, template
+from zerodrift.report import figures
+from zerodrift.report.rows import Line, group_rows, list_rows, ranges, template
 
 BF16, FP32 = handmade.columns(), handmade.pinned()
 
@@ -130,14 +131,7 @@ def test_a_mixture_of_experts_is_a_dozen_lines() -> None:
         (["experts.w1.weight", "experts.w2.weight"], [], ["experts.w1.weight", "experts.w2.weight"]),
         (["layers.0.up.weight"], [], ["layers.0.up.weight"]),
     ],
-    ids=[
-        "layers differ",
-        "a star is every number there",
-        "every second",
-        "no pattern",
-        "digits",
-        "one layer",
-    ],
+    ids=["layers differ", "a star is every number", "every second", "no pattern", "digits", "one layer"],
 )
 def test_names_become_patterns(bf16: list[str], fp32: list[str], shown: list[str]) -> None:
     rows = [handmade.param(name, (4, 4), of) for names, of in ((bf16, BF16), (fp32, FP32)) for name in names]
@@ -162,20 +156,32 @@ def test_a_letter_means_the_same_in_every_view() -> None:
     assert part.lines[0].pattern == plan.rows[gate].name
 
 
-@pytest.mark.parametrize(("number", "text"), [(0, "A"), (25, "Z"), (26, "AA"), (51, "AZ"), (52, "BA")])
-def test_letters(number: int, text: str) -> None:
-    assert letter(number) == text
+# --- numbers ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_tens_of_thousands_of_rows_are_grouped_at_once() -> None:
-    names = (f"layers.{n}.experts.{e}.{w}.weight" for n in range(61) for e in range(256) for w in "abc")
-    plan = handmade.plan([handmade.param(name, (8, 8), BF16) for name in names], MeshShape())
-    assert len(plan.rows) > 46_000
-    took = []
-    for _ in range(2):
-        start = time.process_time()
-        table: Table = group_rows(plan)
-        took.append(time.process_time() - start)
-    assert len(table.lines) == 3
-    assert min(took) < 1.5
+SHOWN: list[tuple[Callable[..., str], dict[Any, str]]] = [
+    (figures.elements, {0: "0", 9999: "9999", 10_000: "10.0K", 131_072_000: "131M", 999_499: "999K"}),
+    (figures.elements, {999_500: "1.00M", 46_702_792_704: "46.7B", 1_000_000_000_000: "1.00T"}),
+    (figures.size, {0: "0 B", 999: "999 B", 1000: "0.977 KiB", 1024: "1.00 KiB", 1 << 30: "1.00 GiB"}),
+    (figures.size, {1_567_890_123: "1.46 GiB", 1 << 60: "1024 PiB"}),
+    (figures.percent, {0.0: "0%", 1.0: "100%", 0.000123: "0.0123%", 0.5: "50.0%", 0.973: "97.3%"}),
+    (figures.percent, {0.99984: "99.98%", 0.9999998: "99.99998%", 1.7: "170%"}),
+    (figures.significant, {9.996: "10.0", 0.0123: "0.0123", 123456.0: "123456", 0.0: "0", -1.5: "-1.50"}),
+    (figures.shape, {(4096, 14336): "4096 x 14336", (): "scalar"}),
+]
+
+
+@pytest.mark.parametrize(("show", "texts"), SHOWN)
+def test_a_number_is_shown(show: Callable[..., str], texts: dict[Any, str]) -> None:
+    assert {number: show(number) for number in texts} == texts
+
+
+@given(st.floats(1e-12, 1 - 1e-12))
+def test_a_part_is_neither_nothing_nor_all(ratio: float) -> None:
+    assert 0.0 < float(figures.percent(ratio).rstrip("%")) < 100.0
+
+
+@given(st.integers(1, 10**17))
+def test_something_never_reads_as_nothing(count: int) -> None:
+    assert float(figures.elements(count).rstrip("KMBTQ")) > 0
+    assert float(figures.size(count).split()[0]) > 0

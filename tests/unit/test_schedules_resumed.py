@@ -72,35 +72,23 @@ def config(kind: str = "") -> dict[str, Any]:
     return made | ({"scheduler": {"type": kind, "params": BLOCKS[kind]}} if kind else {})
 
 
-def schedule_of(kind: str, groups: torch.optim.Optimizer) -> Any:
-    return OWN[kind](groups) if kind in OWN else of_block(kind, groups)
-
-
-def plain(kind: str, steps: int) -> list[float]:
-    """Return the learning rates of a plain loop, before each step."""
+def walk(kind: str, steps: int) -> tuple[list[float], Any]:
+    """Return the learning rates of a plain loop before each step and after the last, and DeepSpeed's saved
+    state of the schedule."""
     groups = torch.optim.AdamW(network().parameters(), lr=LR)
-    schedule, found = schedule_of(kind, groups), []
-    for _ in range(steps):
-        found.append(groups.param_groups[0]["lr"])
-        groups.step()
-        schedule.step()
-    return found
-
-
-def state_after(kind: str, steps: int) -> tuple[Any, float]:
-    """Return DeepSpeed's saved state of a schedule, and the rate that it has set."""
-    groups = torch.optim.AdamW(network().parameters(), lr=LR)
-    schedule = schedule_of(kind, groups)
+    schedule = OWN[kind](groups) if kind in OWN else of_block(kind, groups)
+    rates = [groups.param_groups[0]["lr"]]
     for _ in range(steps):
         groups.step()
         schedule.step()
-    return schedule.state_dict(), groups.param_groups[0]["lr"]
+        rates.append(groups.param_groups[0]["lr"])
+    return rates, schedule.state_dict()
 
 
 def theirs(place: Path, kind: str) -> Path:
-    state, rate = state_after(kind, STEPS)
+    rates, state = walk(kind, STEPS)
     block = {} if kind in OWN else config(kind)["scheduler"]
-    return lay_out(place, 2, step=STEPS, scheduler=(block, state), lr=rate)
+    return lay_out(place, 2, step=STEPS, scheduler=(block, state), lr=rates[-1])
 
 
 def engine_for(kind: str) -> Any:
@@ -141,7 +129,7 @@ KINDS = [*BLOCKS, *OWN]
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_deepspeeds_goes_on_with_its_schedule(kind: str, tmp_path: Path) -> None:
     """The checkpoint is read directly, or converted first."""
-    folder, expected = theirs(tmp_path / "theirs", kind), plain(kind, STEPS + MORE + 1)[STEPS + 1 :]
+    folder, expected = theirs(tmp_path / "theirs", kind), walk(kind, STEPS + MORE)[0][STEPS + 1 :]
     engine = engine_for(kind)
     engine.load_checkpoint(folder)
     for name, value in values(0).items():
@@ -183,10 +171,9 @@ def test_our_own_goes_on(kind: str, tmp_path: Path) -> None:
 def everything(engine: Any) -> dict[str, Any]:
     """Return all state of a run that a load can change."""
     found: dict[str, Any] = {name: engine.parameter(name).master.tolist() for name in values(0)}
-    found |= {
-        f"moments of {name}": {k: v.tolist() for k, v in engine.parameter(name).state.items()}
-        for name in values(0)
-    }
+    for name in values(0):
+        state = engine.parameter(name).state
+        found[f"moments of {name}"] = {moment: value.tolist() for moment, value in state.items()}
     found["counters"] = repr(engine.updater.counters())
     found["steps"] = engine.global_steps, engine.skipped_steps
     found["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
@@ -303,15 +290,10 @@ def test_a_schedule_of_the_callers_that_refuses_leaves_the_run_as_it_was(tmp_pat
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_loaded_place_sets_what_the_steps_to_it_set(kind: str) -> None:
     """Rates agree, and the betas that one of them moves: a run with changed numbers begins with these."""
-
-    def groups() -> torch.optim.Optimizer:
-        return torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=LR)
-
-    walked, loaded = groups(), groups()
-    for optimizer, steps in ((walked, STEPS), (loaded, 0)):
-        schedule = of_block(kind, optimizer)
-        for _ in range(steps):
-            schedule.step()
-    schedule.load_state_dict({"last_batch_iteration": STEPS - 1})
+    walked, loaded = (torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=LR) for _ in range(2))
+    schedule = of_block(kind, walked)
+    for _ in range(STEPS):
+        schedule.step()
+    of_block(kind, loaded).load_state_dict({"last_batch_iteration": STEPS - 1})
     for key in ("lr", "betas"):
         assert loaded.param_groups[0][key] == walked.param_groups[0][key], key

@@ -1,15 +1,20 @@
-"""Sums of squares are right, and have the same bits for any slicing and path."""
+"""Sums of squares and of many parts are right, and have the same bits for any slicing and path."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
+from typing import Literal
 
 import pytest
 import torch
 
+from tests.host_calls import calls
+from zerodrift.comm import fold as module
+from zerodrift.comm.fold import Sum, fold
 from zerodrift.dtypes import BLOCK
-from zerodrift.kernels import build, native
+from zerodrift.kernels import native
 from zerodrift.kernels.squares import (
     DIGITS,
     add_squares,
@@ -27,10 +32,6 @@ def wild(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(numel)
     spread = 10 ** (torch.randn(numel, generator=generator) * (1 if dtype is torch.float16 else 6))
     return (torch.randn(numel, generator=generator) * spread).to(dtype)
-
-
-def test_compiled_code_has_the_same_blocks() -> None:
-    assert f"constexpr int BLOCK = {BLOCK};" in build.SOURCE.with_name("formats.h").read_text()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -59,6 +60,10 @@ def test_totals_are_exact_and_have_no_order() -> None:
         parts = [digits(sums[:cut]), digits(sums[cut:])]
         assert total(parts[0] + parts[1]) == exact
         assert total(digits(sums[cut:], out=digits(sums[:cut]))) == exact
+    for ranks in (2, 3, 8, 60):  # an integer all-reduce adds the digits of slices
+        parts = [digits(part) for part in sums.chunk(ranks)]
+        assert total(torch.stack(parts).sum(0)) == exact
+        assert all(part[:DIGITS].max() < 1 << 34 for part in parts)
 
 
 def test_both_paths_have_the_same_digits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,16 +92,6 @@ def test_one_bad_element_is_seen(bad: float, dtype: torch.dtype) -> None:
     assert total(summed) == math.inf
 
 
-def test_digits_of_many_ranks_add_up() -> None:
-    """An integer all-reduce adds digits over any number of equal slices."""
-    flat = wild(BLOCK * 240)
-    whole = total(digits(block_square_sums(flat)))
-    for ranks in (2, 3, 8, 60):
-        parts = [digits(block_square_sums(part)) for part in flat.chunk(ranks)]
-        assert total(torch.stack(parts).sum(0)) == whole
-        assert all(part[:DIGITS].max() < 1 << 34 for part in parts)
-
-
 def test_many_tensors_add_up_in_one_call() -> None:
     flats = [wild(count) for count in (0, 5, BLOCK, BLOCK * 7 + 3)]
     together, one_by_one = digits(torch.empty(0, dtype=torch.float64)), digits(block_square_sums(flats[0]))
@@ -119,3 +114,101 @@ def test_threads_do_not_change_bits() -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+# --- sums of many parts -----------------------------------------------------------------------------------
+
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+KINDS = [(FP32, FP32), (BF16, FP32), (FP16, FP32), (BF16, BF16), (FP16, FP16), (FP32, FP64), (FP64, FP64)]
+"""(parts, sum)."""
+COUNTS = [1, 2, 3, 4, 5, 7, 8, 13, 64, 100]
+Order = Literal["rank", "tree"]
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "plain":
+        monkeypatch.setattr(module, "_add_up", lambda *args, **kwargs: False)
+    elif native.library() is None:
+        pytest.skip("nothing compiles here")
+    return str(request.param)
+
+
+def parts_of(count: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return parts over many binades, so that another order shows."""
+    generator = torch.Generator().manual_seed(1000 * count + numel)
+    values = torch.randn(count, numel, generator=generator)
+    return torch.ldexp(values, torch.randint(-6, 7, values.shape, generator=generator)).to(dtype)
+
+
+def one_by_one(parts: torch.Tensor, dtype: torch.dtype, order: Order) -> torch.Tensor:
+    sums = [part.to(dtype) for part in parts]
+    while order == "tree" and len(sums) > 1:
+        pairs = (sums[start : start + 2] for start in range(0, len(sums), 2))
+        sums = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
+    first, *others = sums
+    for other in others:
+        first = first + other
+    return first
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype is b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("order", ["rank", "tree"])
+def test_bits_are_those_of_one_addition_after_the_other(path: str, order: Order) -> None:
+    for (kind, wide), count, numel in itertools.product(KINDS, COUNTS, (1, 255, 1500)):
+        parts, how = parts_of(count, numel, kind), Sum(wide, order=order)
+        before, want = parts.clone(), one_by_one(parts, wide, order)
+        for given in (parts, list(parts)):  # one behind the other, and each somewhere
+            out = torch.empty(numel, dtype=wide)
+            fold(out, given, how)
+            assert same_bits(out, want) and torch.equal(parts, before), (kind, wide, count, numel)
+        fold(out, before, how, scratch=True)
+        assert same_bits(out, want), (kind, wide, count, numel)
+        for place in range(min(count, 4) if kind is wide else 0):
+            held = parts.clone()
+            fold(held[place], held, how)
+            assert same_bits(held[place], want), f"into part {place} of {count}"
+
+
+@pytest.mark.parametrize("order", ["rank", "tree"])
+def test_infinities_and_what_is_no_number_stay_so(path: str, order: Order) -> None:
+    for kind, wide in KINDS:
+        parts = parts_of(5, 8, kind)
+        parts[3, 0], parts[1, 1], parts[4, 2] = float("nan"), float("inf"), float("-inf")
+        parts[:2, 3] = torch.tensor([float("inf"), float("-inf")], dtype=kind)
+        parts[:, 4] = -0.0
+        out = torch.empty(8, dtype=wide)
+        fold(out, parts, Sum(wide, order=order))
+        want = one_by_one(parts, wide, order)
+        assert out[[0, 3]].isnan().all() and torch.equal(
+            out[[1, 2, *range(4, 8)]], want[[1, 2, *range(4, 8)]]
+        )
+        assert out[4].signbit()
+
+
+@pytest.mark.parametrize("order", ["rank", "tree"])
+def test_as_many_calls_for_many_parts_as_for_few(path: str, order: Order) -> None:
+    def counted(count: int) -> int:
+        parts, out = parts_of(count, 16, FP32), torch.empty(16)
+        return calls(lambda: fold(out, parts, Sum(FP32, order=order)))
+
+    few, many = counted(8), counted(4096)
+    if path == "compiled":
+        assert many == few
+    elif order == "tree":
+        assert many <= few + 16 * 9, "the tree is 9 levels higher"
+    else:
+        assert many <= few + 2 * (4096 - 8), "one addition after the other"
+
+
+def test_a_slice_of_what_is_wider_is_summed(path: str) -> None:
+    """The rows are not contiguous."""
+    wide = parts_of(9, 300, FP32)
+    for order in ("rank", "tree"):
+        out = torch.empty(100)
+        fold(out, wide[:, 50:150], Sum(FP32, order=order))  # type: ignore[arg-type]
+        assert same_bits(out, one_by_one(wide[:, 50:150], FP32, order))  # type: ignore[arg-type]

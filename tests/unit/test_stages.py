@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.numerics.networks import GPT, batch
+from tests.numerics.test_pipelines import PARTS
 from tests.unit.models import moe, parameter, plan
 from tests.unit.test_plan import at
 from zerodrift.api import make_plan
@@ -19,6 +21,7 @@ from zerodrift.errors import ConfigError, ModelError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec, OwningModule
+from zerodrift.pipeline.cut import AbsentModule, Parts, PassThrough, prune
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.bill import cost, stage_cost
 from zerodrift.plan.check import find_violations
@@ -135,9 +138,7 @@ def test_a_tied_embedding_is_on_both_ends_alike_and_leads_on_one() -> None:
 def test_a_parameter_that_is_tied_elsewhere_is_refused_by_name() -> None:
     model = tied(8, ("layers.0.mlp.up.weight_", "layers.3.mlp.up.weight_"))
     assert cut("gpipe", model, stages=2)
-    with pytest.raises(
-        ModelError, match=r"`layers\.0\.mlp\.up\.weight_`: must be tied between the first and"
-    ):
+    with pytest.raises(ModelError, match=r"`layers\.0\.mlp\.up\.weight_`: must be tied between the first"):
         cut("gpipe", model, stages=4)
 
 
@@ -265,7 +266,8 @@ def most_begun(actions: Sequence[Action], pieces: set[int]) -> int:
 # --- the block --------------------------------------------------------------------------------------
 
 
-MICRO = "`pipeline.micro_batches`: must be"
+MICRO, COUNT = "`pipeline.micro_batches`: must be", "gradient_accumulation_steps"
+KEPT = {"sharding": {"keep_gathered": "micro-batch"}}
 BLOCKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"schedule": "1f1b", "micro_batches": 1}, {}, f"{MICRO} at least 2 with"),
     ({"schedule": "dualpipev", "micro_batches": 3}, {}, f"{MICRO} at least 4 with"),
@@ -273,25 +275,13 @@ BLOCKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"schedule": "zbv", "chunks": 3}, {}, "`pipeline.chunks`: must be 2 with schedule zbv; got 3"),
     ({"schedule": "gpipe", "chunks": 2}, {}, "`pipeline.chunks`: must be 1 with schedule gpipe; got 2"),
     ({"weight_grads": "queue"}, {}, "`pipeline.weight_grads`: must be left out with schedule gpipe"),
-    (
-        {"schedule": "zbv", "weight_grads": "autograd"},
-        {"sharding": {"keep_gathered": "micro-batch"}},
-        "must be `queue` with",
-    ),
-    (
-        {"schedule": "zbv"},
-        {"sharding": {"keep_gathered": "never"}},
-        "`sharding.keep_gathered`: must be `step`",
-    ),
-    (
-        {"micro_batches": 3},
-        {"gradient_accumulation_steps": 4},
-        "must agree with `gradient_accumulation_steps`, which says 4; got 3",
-    ),
-    ({"schedule": "gpipe", "micro_batches": 3}, {"gradient_accumulation_steps": 3}, ""),
+    ({"schedule": "zbv", "weight_grads": "autograd"}, KEPT, "must be `queue` with"),
+    ({"schedule": "zbv"}, {"sharding": {"keep_gathered": "never"}}, "keep_gathered`: must be `step`"),
+    ({"micro_batches": 3}, {COUNT: 4}, f"must agree with `{COUNT}`, which says 4; got 3"),
+    ({"schedule": "gpipe", "micro_batches": 3}, {COUNT: 3}, ""),
     ({"schedule": "zbv", "weight_grads": "autograd"}, {}, ""),
     ({"schedule": "interleaved", "chunks": 3, "micro_batches": 6}, {}, ""),
-    ({"schedule": "zbv"}, {"sharding": {"keep_gathered": "micro-batch"}}, ""),
+    ({"schedule": "zbv"}, KEPT, ""),
 ]
 
 
@@ -334,3 +324,44 @@ def test_of_experts_those_count_that_a_token_uses() -> None:
         costs = [products(each) for each in describe(made).parameters if "experts" in each.name]
         assert sum(costs) == 2 * 6 * 4
     assert {each.used for each in describe(block_of(stacked)).parameters} == {(1, 1)}, "nobody says"
+
+
+# --- pieces of a module -----------------------------------------------------------------------------------
+
+
+def names(model: nn.Module) -> list[frozenset[str]]:
+    plan = make_plan({"pipeline": {"stages": 3, "schedule": "gpipe"}}, model, 3)
+    return [names_of(plan, piece) for piece in range(3)]
+
+
+def test_a_piece_has_the_models_own_modules_and_changes_nothing_of_it() -> None:
+    model = GPT(6)
+    before = {name: id(module) for name, module in model.named_modules()}
+    first, middle, last = (prune(model, each, PARTS) for each in names(model))
+    assert {name: id(module) for name, module in model.named_modules()} == before
+    assert middle.get_submodule("layers.2") is model.layers[2]
+    assert isinstance(middle.get_submodule("layers.0"), PassThrough)
+    assert isinstance(first.get_submodule("norm"), AbsentModule)
+    assert last.get_submodule("head").weight is first.get_submodule("embed").weight  # tied, by both names
+    called: list[str] = []
+    first.register_forward_pre_hook(lambda module, args: called.append("first"))
+    assert not model._forward_pre_hooks and not last._forward_pre_hooks
+
+
+def test_layers_without_parameters_go_with_the_layer_before_them() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) if n % 2 == 0 else nn.ReLU() for n in range(6)))
+    cut: Any = Parts("", before=lambda model, x: x, after=lambda model, hidden, x: hidden.sum())
+    for each, expected in zip(names(model), ("01", "23", "45"), strict=True):
+        children = prune(model, each, cut).named_children()
+        assert [n for n, child in children if not isinstance(child, PassThrough)] == [*expected]
+
+
+def test_what_another_piece_has_and_a_wrong_path_of_layers_are_refused() -> None:
+    model = GPT(6, tied=False)
+    first = prune(model, names(model)[0], PARTS)
+    with pytest.raises(ModelError, match=r"`norm`: must be used in the piece of the pipeline that it is in"):
+        PARTS.last(first, PARTS.first(first, batch(0)), batch(0))
+    wrong = Parts("blocks", before=PARTS.before, after=PARTS.after)
+    said = r"`layers`: must be the path .*; got 'blocks', which GPT does not have\."
+    with pytest.raises(ModelError, match=said):
+        prune(model, names(model)[0], wrong)

@@ -1,7 +1,9 @@
-"""The support table is complete, and agrees with `resolve` and `build`."""
+"""The support table is complete, agrees with `resolve` and `build`, and is printed with every reason."""
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +13,13 @@ from tests.unit.models import at, moe, plan
 from zerodrift import ConfigError
 from zerodrift.policy.decisions import State
 from zerodrift.policy.support import StateCell, StorageCell, SupportCell, narrow_storages, states, table
+from zerodrift.record import encode
+from zerodrift.report.as_json import support_json
+from zerodrift.report.frame import markdown_text
+from zerodrift.report.support import support_markdown
 
 TABLE = table()
+MODES = [[mode] for mode in sorted({cell.mode for cell in TABLE})]
 
 
 def accepted(cell: SupportCell, **precision: Any) -> bool:
@@ -118,3 +125,32 @@ def test_a_narrow_storage_travels_as_it_rests() -> None:
     rule = {"match": "lm_head.weight", "storage": "nf4", "gather": "bf16"}
     with pytest.raises(ConfigError, match="`gather` must be the storage format, nf4-64"):
         storages(rules=[rule])
+
+
+# --- printed: the table is on docs/support.md, where `test_docs.py` compares it -----------------------------
+
+
+PAGE = support_markdown(TABLE, states())
+
+
+def test_the_page_has_every_reason_lettered_and_fits_any_width() -> None:
+    reasons = {cell.reason for cell in TABLE if cell.reason}
+    assert all(reason in PAGE for reason in reasons | {cell.reason for cell in states()})
+    assert len(set(re.findall(r"\b(?:no|narrow) ([a-z]{1,2}) \|", PAGE))) == len(reasons)
+    counts = {"yes": 0, "narrow": 0, "no": 0}
+    for cell in TABLE:
+        counts[cell.status] += 1
+    for width in (70, 100, 120):
+        text = markdown_text(PAGE, color=False, width=width)
+        assert max(map(len, text.splitlines())) <= width and "\x1b" not in text
+        rows = [line.split() for line in text.splitlines() if line.split()[:1] in MODES]
+        assert {status: sum(row.count(status) for row in rows) for status in counts} == counts
+
+
+def test_json_holds_the_cells() -> None:
+    found = json.loads(support_json(TABLE, states()))
+    excluded = found.pop("excluded")
+    assert len(excluded) == len({(one["by"], one["what"]) for one in excluded}) > 20
+    assert all(f"- **{one['what']}**: {one['reason']}. {one['do']}" in PAGE for one in excluded)
+    cells = {"cells": TABLE, "states": states(), "storages": narrow_storages()}
+    assert found == {name: encode(list(each)) for name, each in cells.items()}

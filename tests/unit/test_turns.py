@@ -82,15 +82,11 @@ def test_an_error_of_one_ends_the_other_where_it_waits_and_is_the_only_one(who: 
         # What has not begun does not.
         assert sorted(left) == (["B"] if (who, after) == ("B", 0) else ["B", "F"])
 
-
-def test_an_error_of_the_one_that_goes_on_alone() -> None:
-    both = turns()
-    both.hand_over()  # without a pair it goes on
-
     def fails() -> None:
         both.hand_over()
         raise KeyError("late")
 
+    both.hand_over()  # without a pair it goes on
     for pair in ((fails, lambda: None), (lambda: None, fails)):
         with pytest.raises(KeyError, match="late"):
             both.run(*pair)

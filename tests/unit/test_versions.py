@@ -1,9 +1,12 @@
-"""The page shows the tested versions, and another version gives one warning."""
+"""Versions: the page shows the tested ones, others give one warning; environments are made once."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import zerodrift
 from tests.unit.tools import ROOT, load_tool
 from zerodrift import versions
 
@@ -30,6 +34,10 @@ def test_the_page_is_what_the_script_writes(matrix: ModuleType) -> None:
     rows = matrix.rows_of(page)
     assert page.endswith(matrix.HEADING[1:] + matrix.render(rows).removeprefix(matrix.HEADING[1:]))
     assert {row.suite for row in rows} <= set(matrix.SUITES)
+    for name, each_end in versions.TESTED.items():
+        cells = {getattr(cell, name) for cell in matrix.CELLS} - {""}
+        for end in each_end:
+            assert any(version == end or version.startswith(f"{end}.") for version in cells), (name, end)
 
 
 @pytest.mark.parametrize("name", versions.TESTED)
@@ -43,69 +51,6 @@ def test_what_is_tested_is_what_has_rows_without_a_failure(name: str, matrix: Mo
         *same, low = first
         between = {(*same, number) for number in range(low, last[-1] + 1)}
         assert ran == between, "a version between has no row"
-
-
-@pytest.mark.parametrize("name", versions.TESTED)
-def test_both_ends_of_a_range_are_cells_of_the_matrix(name: str, matrix: ModuleType) -> None:
-    found = {getattr(cell, name) for cell in matrix.CELLS} - {""}
-    for end in ends(name):
-        assert any(version == end or version.startswith(f"{end}.") for version in found), end
-
-
-def test_a_cell_that_cannot_be_made_is_said_and_what_passed_is_not_run_again(
-    matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A failed suite runs again with the same command; all run again for another zerodrift."""
-    cells = (matrix.Cell("3.99", "2.15.0", "5.23.0", "", ("quick",)), matrix.CELLS[0])
-    home = tmp_path / f"py{cells[1].python}-torch{cells[1].torch}-tf{cells[1].transformers}"
-    home.mkdir()
-    ran: list[str] = []
-    made_elsewhere = matrix.make_environment
-
-    def made(folder: Path, python: str, *lists: Any) -> Path:
-        return folder / "bin" / "python" if folder == home else made_elsewhere(folder, python, *lists)
-
-    def run(python: Path, suite: str) -> Any:
-        assert python == home / "bin" / "python"
-        ran.append(suite)
-        failed = "1 `test_a`" if ran == ["quick"] else "0"
-        return matrix.Row("3.11.7", "2.15.0", "5.24.0", "-", suite, "9", failed, "0", "2026-01-01")
-
-    monkeypatch.setattr(matrix, "make_environment", made)
-    monkeypatch.setattr(matrix, "CELLS", cells)
-    monkeypatch.setattr(matrix, "run", run)
-    monkeypatch.setattr(matrix, "PAGE", tmp_path / "support.md")
-    monkeypatch.setattr(sys, "argv", ["matrix.py", "all", str(tmp_path)])
-    assert matrix.main() == 1
-    told = capfd.readouterr()
-    assert "== Python 3.99, torch 2.15.0" in told.out and "python3.99" in told.err
-    assert "transformers 5.24.0: quick: 9 passed, 1 `test_a` failed, 0 skipped\n" in told.out
-    assert matrix.main() == 1 and ran == ["quick", "models", "quick"]
-    assert "models passed before" in capfd.readouterr().out
-    monkeypatch.setattr(matrix, "sources", lambda: "others")
-    matrix.main()
-    assert ran[3:] == ["quick", "models"]
-
-
-def test_a_row_is_kept_once(matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix, "PAGE", tmp_path / "support.md")
-    first = matrix.Row("3.11.7", "2.15.0", "5.23.0", "-", "quick", "9", "1 `test_a`", "0", "2026-01-01")
-    other = matrix.Row("3.11.7", "2.14.1", "5.23.0", "-", "quick", "9", "0", "1", "2026-01-01")
-    again = matrix.Row("3.11.7", "2.15.0", "5.23.0", "-", "quick", "10", "0", "0", "2026-01-02")
-    for row in (first, other, again):
-        matrix.keep(row)
-    assert matrix.rows_of(matrix.PAGE.read_text()) == [other, again]
-
-
-def test_counts_are_those_of_the_report(matrix: ModuleType, tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    cases = (
-        '<testcase name="a"/><testcase name="b[1]"><failure/></testcase>'
-        '<testcase name="b[2]"><failure/></testcase><testcase name="c"><skipped/></testcase>'
-        '<testcase name="d"><error/></testcase>'
-    )
-    report.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    assert matrix.counts(report) == {"passed": "1", "failed": "3 `b` `d`", "skipped": "1"}
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -126,56 +71,36 @@ def test_another_torch_or_python_is_another_environment(tmp_path: Path) -> None:
         assert "tools/environment.py" in would(*dict.fromkeys(["TORCH=torch==2.14.1", other])), other
 
 
-@pytest.mark.parametrize("name", versions.TESTED)
-def test_the_ends_are_tested_and_what_is_beyond_is_named(name: str) -> None:
-    first, last = ends(name)
-    *above, final = map(int, last.split("."))
-    newer = ".".join(map(str, (*above, final + 1)))
-    for version in (first, last, f"{last}.1", f"{last}+cpu", f"{first}.0.post1"):
-        assert versions.warning({name: version}) == "", version
-    for version in ("0.0.1", newer, f"{newer}.0a0+git1234", "99", "1", "main", ""):
-        told = versions.warning({name: version})
-        assert f"{name} {version} (tested: {first} to {last})" in told and "\n" not in told
-
-
-def test_several_are_one_line() -> None:
-    assert versions.warning({name: ends(name)[0] for name in versions.TESTED}) == ""
+def test_the_ends_are_tested_and_what_is_beyond_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (first, last) in versions.TESTED.items():
+        *above, final = map(int, last.split("."))
+        newer = ".".join(map(str, (*above, final + 1)))
+        for version in (first, last, f"{last}.1", f"{last}+cpu", f"{first}.0.post1"):
+            assert versions.warning({name: version}) == "", version
+        for version in ("0.0.1", newer, f"{newer}.0a0+git1234", "99", "1", "main", ""):
+            told = versions.warning({name: version})
+            assert f"{name} {version} (tested: {first} to {last})" in told and "\n" not in told
     told = versions.warning({"torch": "2.99.0", "python": "3.11.7", "transformers": "6.0"})
     assert "torch 2.99.0" in told and "transformers 6.0" in told and "python" not in told
     assert "\n" not in told
-
-
-def test_what_is_not_imported_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "transformers" not in versions.imported_versions() and "python" in versions.imported_versions()
 
 
-def trains(torch: Any) -> None:
-    import zerodrift
-
-    config = {"optimizer": {"type": "AdamW"}}
-    engine = zerodrift.initialize(torch.nn.Linear(4, 4), config=config, device="cpu", quiet=True)
-    engine.backward(engine(torch.ones(2, 4)).sum())
-    assert engine.step().updated
-    engine.destroy()
-
-
-def plans(torch: Any) -> None:
-    from zerodrift import make_plan
-
-    make_plan({}, torch.nn.Linear(4, 4))
-
-
-@pytest.mark.parametrize(("name", "work"), [("torch", trains), ("python", plans)])
+@pytest.mark.parametrize("name", ["torch", "python"])
 def test_an_untested_version_is_one_line_of_the_first_rank_and_works(
-    name: str, work: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(versions, "TESTED", {**versions.TESTED, name: ("1.0", "1.1")})
     versions.warn.cache_clear()
     try:
         for _ in range(2):
-            work(torch)
+            config = {"optimizer": {"type": "AdamW"}}
+            engine = zerodrift.initialize(torch.nn.Linear(4, 4), config=config, device="cpu", quiet=True)
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            assert engine.step().updated
+            engine.destroy()
         (only,) = (text for text in caplog.messages if "not tested with" in text)
         version = versions.imported_versions()[name]
         assert only == f"zerodrift: not tested with {name} {version} (tested: 1.0 to 1.1): check results"
@@ -198,3 +123,135 @@ def test_the_version_is_the_same_wherever_it_stands_and_has_its_changes() -> Non
     assert re.search(rf"^date-released: {second[1]}$", text["CITATION.cff"], flags=re.MULTILINE)
     rows = [f'"Programming Language :: Python :: 3.{minor}"' for minor in range(10, 14)]
     assert ends("python") == ("3.10", "3.13") and all(row in text["pyproject.toml"] for row in rows)
+
+
+# --- verl -------------------------------------------------------------------------------------------------
+
+
+def test_without_verl_or_with_one_that_has_no_engines_an_error_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_engines = ModuleType("verl")
+    without_engines.__path__ = []
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")
+    for verl, said in (
+        (None, "must have `verl` beside it; got no such package"),
+        (without_engines, r"must have what 0\.9\.1 has; got 0\.1: No module"),
+    ):
+        for name in [name for name in sys.modules if f"{name}.".startswith(("verl.", "zerodrift.verl."))]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, "verl", verl)
+        with pytest.raises(ImportError, match=said):
+            importlib.import_module("zerodrift.verl")
+
+
+# --- environments -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def environment() -> Any:
+    return load_tool("environment")
+
+
+def test_every_package_is_pinned_with_hashes() -> None:
+    lock = (ROOT / "requirements" / "lock.txt").read_text()
+    blocks = [block for block in re.split(r"\n(?=\S)", lock) if not block.startswith("#")]
+    assert len(blocks) > 80
+    assert not [block for block in blocks if not re.match(r"[\w.-]+==\S+[^\n]*\\\n\s+--hash=sha256:", block)]
+
+
+def test_what_pyproject_asks_for_is_locked() -> None:
+    """No import of the tests depends on the day."""
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib is new in 3.11")
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {re.match(r"[\w-]+", each)[0].lower() for each in asked} - {"zerodrift"}  # type: ignore[index]
+    texts = [(ROOT / "requirements" / name).read_text() for name in ("lock.txt", "torch.txt")]
+    pinned = set(re.findall(r"^([\w-]+)==", "\n".join(texts), re.MULTILINE))
+    assert names <= pinned, names - pinned
+    assert {"pip", "setuptools", "triton"} <= pinned
+
+
+SAID = {
+    "no network": (
+        "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(...)'\n"
+        "ERROR: No matching distribution found for absl-py==2.5.1\n",
+        "the package index could not be reached",
+    ),
+    "a proxy that ends": (
+        "Collecting numpy==2.4.6\n  Downloading numpy-2.4.6.whl (16.9 MB)\n"
+        "ERROR: Exception:\nurllib3.exceptions.ProtocolError: ('Connection broken: IncompleteRead(100)')\n",
+        "or the connection ended, at numpy-2.4.6.whl",
+    ),
+    "a proxy that changes": (
+        "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.\n    rich==15.0.0:\n",
+        "is not the one in requirements/lock.txt",
+    ),
+    "a full disk": ("ERROR: Could not install: [Errno 28] No space left on device\n", "the disk is full"),
+    "an old index": (
+        "ERROR: No matching distribution found for transformers==5.24.0\n",
+        "the package index has no such version",
+    ),
+    "a folder": ("Error: [Errno 30] Read-only file system: '/x/.venv'\n", "the folder cannot be written"),
+    "anything else": ("ERROR: it is Tuesday\n", "it is Tuesday"),
+}
+
+
+def test_what_pip_says_becomes_one_message(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, cause in SAID.values():
+        message = environment.explain(Path("home"), said)
+        assert message.startswith("home is not set up: ") and cause in message
+        assert message.endswith("home.log") and "Traceback" not in message
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(environment.SetupError, match=r"apt-get install python3\.\d+-venv"):
+        environment.check_python()
+
+
+def play(tmp_path: Path) -> Path:
+    """Put a script in Python's place: it records its arguments, and fails on `second` as long as it may."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/ran\n'
+        f'mkdir -p {tmp_path}/home/bin\ncp "$0" {tmp_path}/home/bin/python\n'
+        f'for last; do :; done\n[ "$last" != second ] || [ -e {tmp_path}/works ] || exit 1\n'
+    )
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    return python
+
+
+def test_an_environment_is_made_once(tmp_path: Path, environment: Any) -> None:
+    """It is made again for another request, or if it was not completed."""
+    home, python = tmp_path / "home", str(play(tmp_path))
+    asked = (home, python, ["--pre", "torch"], ["first"], ["second"])
+    with pytest.raises(environment.SetupError, match="is not set up"):
+        environment.make_environment(*asked)
+    (tmp_path / "works").touch()
+    (tmp_path / "ran").unlink()
+    assert environment.make_environment(*asked) == home / "bin" / "python"
+    ends = [line.split()[-2:] for line in (tmp_path / "ran").read_text().splitlines()]
+    assert ends[0] == ["--clear", str(home)] and ends[1:3] == [["--upgrade", "pip"], ["--pre", "torch"]]
+    assert [end[-1] for end in ends[3:]] == ["first", "second"]
+    for again, ran in ((asked, 5), (asked[:-1], 9)):
+        assert environment.make_environment(*again)
+        assert len((tmp_path / "ran").read_text().splitlines()) == ran
+
+
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [("echo Python 3.9.2; exit 1", "zerodrift needs Python 3.10 to 3.13"), ("", "is: not there")],
+)
+def test_make_names_a_python_that_will_not_do(python: str, said: str, tmp_path: Path) -> None:
+    script = tmp_path / "python3.9"
+    if python:
+        script.write_text(f"#!/bin/sh\n{python}\n")
+        script.chmod(0o755)
+    done = subprocess.run(
+        ["make", "demo", f"PYTHON={script}", f"VENV={tmp_path}/venv"],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"},
+    )  # fmt: skip
+    told = done.stdout + done.stderr
+    assert done.returncode != 0 and said in told and "make demo PYTHON=python3.12" in told, told
+    assert not (tmp_path / "venv").exists()
