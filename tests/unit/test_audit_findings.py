@@ -81,6 +81,29 @@ def cost(**more: float) -> list[UpdateCost]:
     return [replace(UpdateCost("head.weight", 0.0, 0.0, 0.0, "fp32"), **more)]
 
 
+class Tying(nn.Module):
+    """A stand-in for a model of `transformers` whose config ties its embeddings."""
+
+    class config:  # noqa: N801
+        tie_word_embeddings = True
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+TWO, ONE, HELD = Tying(False), Tying(True), Decoder()
+HELD.register_buffer("table", HELD.table.bfloat16())
+
+
 @pytest.mark.parametrize(
     ("of", "seen", "found"),
     [
@@ -117,6 +140,9 @@ def cost(**more: float) -> list[UpdateCost]:
         (plan(), {"gradients": [ZERO], "used": frozenset(["head.weight"])}, None),
         (plan(), {"gradients": [USED, UNUSED]}, None),  # an expert without tokens
         (plan(), {"gradients": [USED, UNUSED], "ran": RAN}, ("no gradient", "blocks.1.up.weight")),
+        (plan(model=HELD), {"model": HELD}, ("narrow buffer", "table")),
+        (plan(model=TWO), {"model": TWO}, ("untied", "head.weight")),
+        (plan(model=ONE), {"model": ONE}, None),
     ],
 )
 def test_a_defect_is_found_and_its_healthy_twin_is_not(
@@ -125,34 +151,10 @@ def test_a_defect_is_found_and_its_healthy_twin_is_not(
     assert kinds(told(of, **seen)) == ([] if found is None else [found])
 
 
-def test_what_values_tell_of_their_dtype() -> None:
-    values = torch.randn(500, generator=torch.Generator().manual_seed(0))
-    assert narrower_dtype_of(values) == ""
-    assert narrower_dtype_of(values.bfloat16()) == "bf16"
-    assert narrower_dtype_of(values.half().float()) == "fp16"
-    for plain in (torch.ones(9), torch.zeros(9), 2.0 ** -torch.arange(1, 30), torch.arange(100.0)):
-        assert narrower_dtype_of(plain) is None
-
-
-def test_a_gradient_that_is_not_finite_is_no_reason_to_be_last() -> None:
-    wild, calm = place(error=1e-4, module="head"), place(error=1e-4)
-    found = told(plan(), own_places=[(calm, 1e-4), (wild, float("nan"))])
-    assert kinds(found) == [("narrow code", "head at a.py:7"), ("narrow code", AT)]
-    assert "not finite" in found[0].what
-
-
 def test_of_a_module_the_first_place_is_told_unless_a_later_one_weighs_more() -> None:
     first, later = place(error=1e-4), place(error=1e-4, line="a.py:9")
     for worth, where in ((2e-4, AT), (9e-4, "blocks.0 at a.py:9")):
         assert kinds(told(plan(), own_places=[(first, 1e-4), (later, worth)])) == [("narrow code", where)]
-
-
-def test_buffers() -> None:
-    cast = set(kinds(told(plan(buffers="bf16"))))
-    assert ("narrow buffer", "table") in cast and {kind for kind, _ in cast} == {"narrow buffer"}
-    held = Decoder()
-    held.register_buffer("table", held.table.bfloat16())
-    assert kinds(told(plan(model=held), model=held)) == [("narrow buffer", "table")]
 
 
 @pytest.mark.parametrize(
@@ -180,34 +182,20 @@ def test_one_finding_has_all_parameters_of_its_kind() -> None:
     assert "and 1 more" in found[0].what
 
 
-class Tying(nn.Module):
-    """A stand-in for a model of `transformers` whose config ties its embeddings."""
-
-    class config:  # noqa: N801
-        tie_word_embeddings = True
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-        if tied:
-            self.head.weight = self.words.weight
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.words
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-
-def test_embeddings_that_were_to_be_one() -> None:
-    two, one = Tying(False), Tying(True)
-    assert kinds(told(plan(model=two), model=two)) == [("untied", "head.weight")]
-    assert told(plan(model=one), model=one) == []
-
-
 def test_what_weighs_most_is_first() -> None:
+    wild, calm = place(error=1e-4, module="head"), place(error=1e-4)
     found = told(
-        plan(), gradients=[line(accumulate=1e-2)], planned_places=[place(saturated=1)],
-        own_places=[(place(error=1e-4, module="norm"), 1e-4)],
+        plan(buffers="bf16"), gradients=[line(accumulate=1e-2)], planned_places=[place(saturated=1)],
+        own_places=[(calm, 1e-4), (wild, float("nan"))],
     )  # fmt: skip
-    assert [each.kind for each in found] == ["overflow", "narrow code", "accumulate"]
+    order = [each.kind for each in found]
+    assert order[:3] == ["overflow", "narrow code", "narrow code"] and "not finite" in found[1].what
+    assert {*order[3:]} == {"accumulate", "narrow buffer"} and found[1].where == "head at a.py:7"
+
+
+def test_what_values_tell_of_their_dtype() -> None:
+    values = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    narrowed = {"": values, "bf16": values.bfloat16(), "fp16": values.half().float()}
+    assert all(narrower_dtype_of(each) == dtype for dtype, each in narrowed.items())
+    for plain in (torch.ones(9), torch.zeros(9), 2.0 ** -torch.arange(1, 30), torch.arange(100.0)):
+        assert narrower_dtype_of(plain) is None

@@ -11,7 +11,7 @@ import yaml
 from tests.audit.networks import Decoder
 from zerodrift.api import make_plan
 from zerodrift.inspect.audit import variants
-from zerodrift.inspect.audit.advice import Candidate, candidates, rules_for
+from zerodrift.inspect.audit.advice import candidates, rules_for
 from zerodrift.inspect.audit.report import Audit
 from zerodrift.inspect.audit.results import (
     AuditFinding,
@@ -102,14 +102,6 @@ def test_what_is_narrow_is_told_by_column(more: dict[str, str], cells: tuple[str
     assert narrow_cells(row.columns) == cells
 
 
-def test_pins_are_fp32_in_every_column() -> None:
-    base = plan()
-    pinned = built(base, variants.pinned_policy(base, {NAME: None, "blocks.0.up.bias": None}))
-    row = pinned.row(NAME)
-    assert row is not None and row.columns.pinned
-    assert sum(row.columns.pinned for row in pinned.rows) == 2
-
-
 # --- candidates ------------------------------------------------------------------------------------------
 
 
@@ -117,22 +109,17 @@ def test_candidates_are_unpinned_modules_in_the_order_of_what_an_element_is_wort
     worth = {"norm.weight": 1.0, "head.weight": 2.0, "blocks.0.up.weight": 0.5, "blocks.1.up.weight": 0.5}
     found = candidates(plan(), worth)
     assert [each.pattern for each in found] == ["norm.*", "head.weight", "blocks.*.up.*"]
-    assert found[0].density > found[1].density > found[2].density
     assert found[2].names == tuple(f"blocks.{n}.up.{kind}" for n in range(2) for kind in ("weight", "bias"))
-    assert found[2].square == 1.0
     pinned = plan(rules=[{"match": "norm.*", "pin": "fp32"}])
     assert candidates(pinned, {"norm.weight": 1.0}) == []
 
 
 def test_rules_match_what_was_pinned() -> None:
-    drift = Drift(0.0, 0.0, 0.0, 0.0, 1, 0.0, 0, 0)
     pins = (("norm.*", ("norm.weight",), None), ("a", ("x[0]",), "input"))
-    point = Point("bf16", pins, drift, Bytes(1, 1, 1, 1))
-    assert rules_for(point) == (
+    assert rules_for(Point("bf16", pins, Drift(0.0, 0.0, 0.0, 0.0, 1, 0.0, 0, 0), Bytes(1, 1, 1, 1))) == (
         {"match": "norm.*", "pin": "fp32"},
         {"match": "x[[]0]", "pin": "fp32", "output": "input"},
     )
-    assert replace(Candidate("a", ("b",), 4, 2.0), output="input").density == 0.5
 
 
 def test_rules_are_printed_as_they_load_however_long_a_name_is() -> None:
