@@ -9,7 +9,7 @@ import os
 import re
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from zerodrift.report.charts import (
 )
 from zerodrift.train.job import Job
 from zerodrift.train.loop.run_folder import RunFolder
-from zerodrift.train.report.display import Display, clock
+from zerodrift.train.report.display import DROPPED, Display, LineState, clock, line
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, read
 from zerodrift.train.report.page import peak, readable, run_page
 
@@ -51,26 +51,21 @@ def step(number: int, loss: float = 2.0, skipped: bool = False) -> StepMetrics:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (5.2, 5.61), (-3.0, 7.0), (2.0, 2.0), (0.0, 1e-3)])
-def test_even_ticks_are_round_and_around(low: float, high: float) -> None:
+def test_ticks_are_round_and_around(low: float, high: float) -> None:
     ticks = even_ticks(low, high)
     assert ticks[0] <= low + 1e-12 and ticks[-1] >= high - 1e-12 and 2 <= len(ticks) <= 8
-    gaps = {round(b - a, 12) for a, b in itertools.pairwise(ticks)}
-    assert len(gaps) == 1
-    digits = f"{gaps.pop():e}".split("e")[0].rstrip("0").rstrip(".")
-    assert digits in ("1", "2", "2.5", "5")
-
-
-def test_log_and_binary_ticks() -> None:
-    assert log_ticks(3, 40) == [2, 5, 10, 20, 50]
-    assert log_ticks(1e-3, 1e4)[0] == 1e-3 and log_ticks(1e-3, 1e4)[-1] == 1e4
-    assert binary_ticks(700.0) == [0.0, 256.0, 512.0, 768.0]
+    (gap,) = {round(b - a, 12) for a, b in itertools.pairwise(ticks)}
+    assert f"{gap:e}".split("e")[0].rstrip("0").rstrip(".") in ("1", "2", "2.5", "5")
+    assert log_ticks(3, 40) == [2, 5, 10, 20, 50] and binary_ticks(700.0) == [0.0, 256.0, 512.0, 768.0]
 
 
 def test_many_points_become_few_and_no_peak_is_lost() -> None:
-    points = [(float(x), 100.0 if x == 777 else 1.0) for x in range(5000)]
-    found = stretches(points)
+    found = stretches([(float(x), 100.0 if x == 777 else 1.0) for x in range(5000)])
     assert len(found) <= 240
     assert max(each.high for each in found) == 100.0 and min(each.low for each in found) == 1.0
+    means = smooth_values([float(value) for value in range(50)], 5)
+    assert all(0 <= mean <= 49 for mean in means)
+    assert means[25] == pytest.approx(25.0, abs=0.01), "it runs neither ahead nor behind"
 
 
 def test_a_curve_stays_inside_its_drawing_and_leaves_out_what_is_no_number() -> None:
@@ -110,12 +105,18 @@ LINES: list[dict[str, Any]] = [
 
 
 def test_the_page_is_whole_refers_to_nothing_and_has_the_figures() -> None:
-    text = page(LINES)
+    here = {"command": "zerodrift train job.yaml", "commit": "abc-dirty", "host": "here", "torch": "2.13"}
+    start = {"kind": "start", "step": 0, "environment": here, "data": [["held out", "4 blocks"]]}
+    digest = {"kind": "checkpoint", "step": 2, "took": 1.0, "digest": "f00d"}
+    text = page([start, *LINES[1:], digest, {"kind": "sample", "step": 3, "prompt": "def ", "text": "<f>"}])
     found = read_page(text).attributes
     assert not [value for key, value in found if key in ("src", "href") or "http" in (value or "")]
     assert "runs/&lt;a&gt;" in text and "<text>" not in text
     for figure in ("1.8750", "running, step 3 of 3", "256 MiB", "DIFFERENT", "as declared"):
         assert figure in text, figure
+    for word in ("zerodrift train job.yaml", "abc-dirty", "4 blocks", "f00d", "<b>def </b>&lt;f&gt;"):
+        assert word in text, word
+    assert "nothing yet" in page([{"kind": "start", "step": 0}])
 
 
 @pytest.mark.parametrize(
@@ -123,18 +124,15 @@ def test_the_page_is_whole_refers_to_nothing_and_has_the_figures() -> None:
     [
         ({"stopped": ""}, "done, 3 steps"),
         ({"stopped": "SIGTERM"}, "stopped after step 3 of 3"),
-        ({"error": "no <memory>"}, "failed after step 3 of 3"),
+        ({"error": "no <memory>\nLower it."}, "failed after step 3 of 3"),
     ],
 )
-def test_the_page_says_how_a_run_ended(end: dict[str, str], words: str) -> None:
-    assert words in page([*LINES, {"kind": "end", "step": 3, **end}])
-
-
-def test_a_failed_run_says_why_before_anything_else() -> None:
-    text = page([*LINES, {"kind": "end", "step": 3, "error": "no <memory>\nLower it."}])
-    assert text.index('role="alert"') < text.index('class="tiles"')
-    assert "<pre>no &lt;memory&gt;\nLower it.</pre>" in text
-    assert 'role="alert"' not in page(LINES)
+def test_the_page_says_how_a_run_ended_and_why_before_anything_else(end: dict[str, str], words: str) -> None:
+    text = page([*LINES, {"kind": "end", "step": 3, **end}])
+    assert words in text and ('role="alert"' in text) is ("error" in end)
+    if "error" in end:
+        assert text.index('role="alert"') < text.index('class="tiles"')
+        assert "<pre>no &lt;memory&gt;\nLower it.</pre>" in text
 
 
 def test_a_loss_that_is_no_number_has_no_perplexity() -> None:
@@ -168,45 +166,24 @@ def test_what_was_observed_before_a_resume_on_other_ranks_stays() -> None:
     assert "DIFFERENT" in text and "not seen" in text
 
 
-def test_what_it_was_made_with_is_on_the_page() -> None:
-    here = {"command": "zerodrift train job.yaml", "commit": "abc-dirty", "host": "here", "torch": "2.13"}
-    start = {"kind": "start", "step": 0, "environment": here, "data": [["held out", "4 blocks"]]}
-    digest = {"kind": "checkpoint", "step": 2, "took": 1.0, "digest": "f00d"}
-    sample = {"kind": "sample", "step": 3, "prompt": "def ", "text": "<f>"}
-    text = page([start, *LINES[1:], digest, sample])
-    for word in ("zerodrift train job.yaml", "abc-dirty", "4 blocks", "f00d", "<b>def </b>&lt;f&gt;"):
-        assert word in text, word
-
-
 @pytest.mark.parametrize(
-    ("device", "words"),
+    ("device", "tera", "words"),
     [
-        ("NVIDIA H200", "of 989 TFLOP/s, dense bf16 on NVIDIA H200"),
-        ("Abacus 3", "the peak of Abacus 3 is not known here"),
-        ("", "no share: a CPU states no peak"),
+        ("NVIDIA H200", 989, "of 989 TFLOP/s, dense bf16 on NVIDIA H200"),
+        ("NVIDIA A100-SXM4-80GB", 312, "of 312 TFLOP/s"),
+        ("NVIDIA H100 PCIe", 756, "of 756 TFLOP/s"),
+        ("NVIDIA A10G", None, "the peak of NVIDIA A10G is not known here"),
+        ("NVIDIA RTX A4000", None, "not known here"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, "not known here"),
+        ("", None, "no share: a CPU states no peak"),
     ],
 )
-def test_utilisation_states_its_peak_or_why_there_is_none(device: str, words: str) -> None:
+def test_utilisation_states_its_peak_or_why_there_is_none(device: str, tera: int | None, words: str) -> None:
+    """A device has the peak of its maker, and not of a namesake."""
+    assert peak(device, "bf16") == (None if tera is None else tera * 1e12)
     lines = [{"kind": "start", "step": 0, "device": device}, *LINES[1:]]
     assert words in page([*lines, {"kind": "flops", "step": 1, "per_token": 6e9}])
     assert "not counted" in page(lines)
-
-
-@pytest.mark.parametrize(
-    ("device", "tera"),
-    [
-        ("NVIDIA H200", 989),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA H100 PCIe", 756),
-        ("Tesla T4", None),
-        ("NVIDIA A10G", None),
-        ("NVIDIA RTX A4000", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("", None),
-    ],
-)
-def test_a_device_has_the_peak_of_its_maker_and_not_of_a_namesake(device: str, tera: float | None) -> None:
-    assert peak(device, "bf16") == (None if tera is None else tera * 1e12)
 
 
 def test_the_flops_of_a_forward_are_those_of_its_products() -> None:
@@ -218,14 +195,6 @@ def test_the_flops_of_a_forward_are_those_of_its_products() -> None:
     assert [readable(flops) for flops in (0, 1.5e9, 4.2e13)] == ["0 FLOP/s", "1.5 GFLOP/s", "42 TFLOP/s"]
 
 
-def test_a_smoothed_curve_stays_among_its_values_and_on_a_line() -> None:
-    values = [float(value) for value in range(50)]
-    means = smooth_values(values, 5)
-    assert all(0 <= mean <= 49 for mean in means)
-    assert means[25] == pytest.approx(25.0, abs=0.01), "it runs neither ahead nor behind"
-    assert smooth_values([3.0] * 9, 4) == pytest.approx([3.0] * 9)
-
-
 def test_a_million_steps_are_a_hundred_megabytes_at_most() -> None:
     tracemalloc.start()
     lines, line = RunLines(), {"kind": "step", **asdict(step(1))}
@@ -235,10 +204,6 @@ def test_a_million_steps_are_a_hundred_megabytes_at_most() -> None:
     tracemalloc.stop()
     assert held < 100 * 10_000 * 1.15, "arrays grow by an eighth"
     assert len(lines.steps("loss")) == 9_999 and lines.last("step") == 9_999.0
-
-
-def test_a_run_without_a_step_has_a_page() -> None:
-    assert "nothing yet" in page([{"kind": "start", "step": 0}])
 
 
 # --- metrics ------------------------------------------------------------------------------------------
@@ -303,7 +268,9 @@ def test_metrics_that_are_no_file_are_refused(make: Callable[[Path], None], tmp_
 # --- lines --------------------------------------------------------------------------------------------
 
 
-def test_lines_come_at_the_interval_and_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_come_at_the_interval_and_at_the_end_with_the_rest_from_the_pace(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines = Display(every=2)
     lines.start(0, 5, lambda: (0, 1))
     for number in range(1, 6):
@@ -311,10 +278,44 @@ def test_lines_come_at_the_interval_and_at_the_end(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in out] == ["2/5", "4/5", "5/5"]
     assert out[0].startswith("step 2/5  loss 2.0000  norm 1.50  lr 1.00e-03  128 tokens/s  256 MiB  eta 0:02")
-
-
-def test_the_rest_is_told_from_the_pace() -> None:
-    display = Display()
-    assert display.remaining(step(1), 11) is None
-    assert display.remaining(step(2), 11) == pytest.approx(4.5)
     assert [clock(5), clock(65), clock(3725)] == ["0:05", "1:05", "1:02:05"]
+
+
+STEP = StepMetrics(1200, 2.34567, 1.5, 1e-3, 65536.0, 9, 0.5, 60.0, 123456.0, 3 << 30)
+
+FULL = LineState(24000, 1200, STEP, "2.4001", 3725.0, "", "3/8", 4.0)
+
+PARTS = {
+    "memory": "3.00 GiB",
+    "norm": "norm 1.50",
+    "micro-batch": "micro-batch 3/8",
+    "scale": "scale 65536",
+    "lr": "lr 1.00e-03",
+    "speed": "123K tokens/s",
+    "val": "val 2.4001",
+}
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 200, 300])
+def test_the_line_fits_and_keeps_what_matters(width: int) -> None:
+    text = line(FULL, width).plain
+    assert len(text) <= width
+    if width >= 60:
+        assert text.startswith("step 1200/24000  ") and "loss 2.3457" in text and text.endswith("eta 1:02:05")
+
+
+def test_what_goes_goes_in_order() -> None:
+    """The parts that are left out at any width are the first of the list."""
+    for width in range(40, 200):
+        text = line(FULL, width).plain
+        there = [PARTS[name] in text for name in DROPPED if name in PARTS]
+        assert there == sorted(there), (width, text)
+    assert list(DROPPED[:2]) == ["memory", "norm"]
+    assert all(part in text for part in PARTS.values()) and "━" in text and "5%" in text
+
+
+def test_a_first_step_shows_its_micro_batches_and_its_time() -> None:
+    text = line(LineState(steps=10, micro_batch="3/8", spent=25.0), 60).plain
+    assert text.startswith("step 0/10  micro-batch 3/8  ") and text.endswith("0:25")
+    assert line(LineState(doing="reading the data", spent=61.0), 60).plain == "reading the data  1:01"
+    assert "val 1.9" in line(replace(FULL, validation="1.9"), 120).plain
