@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from zerodrift.weights.boxes import Box, BoxAxis, Layout, NoStridesError, concatenate, simplified, within
+from zerodrift.weights.boxes import Box, BoxAxis, Layout, NoStridesError, concatenate, within
 
 
 def read(layout: Layout, sources: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
@@ -101,11 +101,6 @@ def test_empty_tensors_and_scalars() -> None:
     (scalar,) = Layout.of(0, ()).boxes()
     assert scalar.numel == 1 and list(within([scalar], 0, 1)) == [scalar]
     assert list(within([scalar], 1, 1)) == []
-
-
-def test_axes_that_continue_each_other_become_one() -> None:
-    box = Box(0, 5, 7, (BoxAxis(1, 99, 98), BoxAxis(3, 8, 8), BoxAxis(4, 2, 2), BoxAxis(2, 1, 1)))
-    assert simplified(box) == Box(0, 5, 7, (BoxAxis(24, 1, 1),))
 
 
 def test_a_view_that_strides_cannot_say_is_refused() -> None:

@@ -61,19 +61,28 @@ def test_a_cell_that_is_not_as_a_config_says_is_named(
     assert (found.kind, found.column, found.names) == (kind, column, ("head.weight",))
 
 
-def test_what_no_key_decides_is_the_librarys_own_and_wider_is_no_difference(tmp_path: Path) -> None:
-    assert unexpected(write_expected(tmp_path, json.dumps(CONFIG)), records(compute="float32")) == []
-    assert unexpected(write_expected(tmp_path, json.dumps(CONFIG)), records(master="split")) == []
-    config = {key: value for key, value in CONFIG.items() if key != "data_types"}
-    assert unexpected(write_expected(tmp_path, json.dumps(config)), records(accumulate="bfloat16")) == []
+WITHOUT_KEY = {key: value for key, value in CONFIG.items() if key != "data_types"}
+
+
+@pytest.mark.parametrize(
+    ("config", "cells"),
+    [
+        (CONFIG, {"compute": "float32"}),
+        (CONFIG, {"master": "split"}),
+        (WITHOUT_KEY, {"accumulate": "bfloat16"}),
+    ],
+)
+def test_what_no_key_decides_is_the_librarys_own_and_wider_is_no_difference(
+    config: dict[str, Any], cells: dict[str, str], tmp_path: Path
+) -> None:
+    assert unexpected(write_expected(tmp_path, json.dumps(config)), records(**cells)) == []
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_rule_binds_whatever_its_pattern_says(asked: bool, tmp_path: Path) -> None:
     """peft calls its adapters `default`, like the reason of columns without a rule."""
     rules = [{"match": "*.default.*", "accumulate": "fp32"}] if asked else []
-    config = {key: value for key, value in CONFIG.items() if key != "data_types"}
-    file = write_expected(tmp_path, json.dumps({**config, "precision": {"rules": rules}}))
+    file = write_expected(tmp_path, json.dumps({**WITHOUT_KEY, "precision": {"rules": rules}}))
     found = unexpected(file, records("lora_A.default.weight", accumulate="bfloat16"))
     assert [(each.kind, each.column) for each in found] == [("key-without-effect", "accumulate")] * asked
 

@@ -91,36 +91,25 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("step", [1, 5, 64, 1000])
-def test_runs_of_any_length(tmp_path: Path, step: int) -> None:
-    values = {"a": torch.randn(7, 9), "b": torch.randn(()), "c": torch.randn(3, 2, 5), "d": torch.zeros(0, 4)}
-    dtypes = {"a": DType.BF16}
-    tensors = [saved(name, *v.shape, dtype=dtypes.get(name, DType.FP32)) for name, v in values.items()]
-    pour(tmp_path, tensors, values, step)
-    same(read(tmp_path), {**values, "a": values["a"].bfloat16()})
-
-
 @pytest.mark.parametrize("step", [1, 7, 50, 1000])
-def test_blocks_that_are_experts_halves_and_transposed(tmp_path: Path, step: int) -> None:
+def test_whole_tensors_and_blocks_that_are_experts_halves_and_transposed(tmp_path: Path, step: int) -> None:
     """[4 experts, 6 rows of gate and up, 5] becomes eight tensors, two of them transposed."""
-    value = torch.randn(4, 6, 5)
+    values = {"a": torch.randn(7, 9), "b": torch.randn(()), "d": torch.zeros(0, 4), "p": torch.randn(4, 6, 5)}
+    tensors = [saved(n, *values[n].shape, dtype=DType.BF16 if n == "a" else DType.FP32) for n in "abd"]
+    expected = {"a": values["a"].bfloat16(), "b": values["b"], "d": values["d"]}
     whole = Layout.of(0, (4, 6, 5))
-    tensors, expected = [], {}
     for expert, half in itertools.product(range(4), range(2)):
         name = f"{expert}.{'gate' if half == 0 else 'up'}"
-        part = value[expert, 3 * half : 3 * half + 3]
+        part = values["p"][expert, 3 * half : 3 * half + 3]
         layout = whole.narrow(0, expert, 1).narrow(1, 3 * half, 3).reshape((3, 5))
         if expert == 2:
             layout, part = layout.permute((1, 0)), part.T
         tensors.append(made_of(name, layout, "p"))
         expected[name] = part.contiguous()
-    pour(tmp_path, tensors, {"p": value}, step)
-    same(read(tmp_path), expected)
+    pour(tmp_path, tensors, values, step)
+    found = read(tmp_path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_tensor_of_two_parameters(tmp_path: Path) -> None:
