@@ -1,19 +1,32 @@
-"""Folders of checkpoints without torch: publishing, removal, locks, and damage."""
+"""Folders of checkpoints: publishing, removal, damage, values of a script's own, and locks."""
 
 from __future__ import annotations
 
+import argparse
+import collections
+import datetime
+import errno
+import fcntl
+import io
 import json
 import os
+import random
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from zerodrift import files as plain_files
 from zerodrift.checkpoint import files
 from zerodrift.checkpoint.files import Lock, LockOwner
 from zerodrift.checkpoint.folder import CheckpointFolder, automatic
@@ -30,7 +43,11 @@ from zerodrift.checkpoint.manifest import (
     write_manifest,
     write_whole,
 )
-from zerodrift.errors import CheckpointError
+from zerodrift.checkpoint.state import load, packed
+from zerodrift.errors import CheckpointError, UnsupportedError
+from zerodrift.files import is_locked, locked
+from zerodrift.inspect.check import launch
+from zerodrift.inspect.check.launch import HELD
 from zerodrift.mesh import MeshShape
 from zerodrift.record import encode
 
@@ -82,9 +99,6 @@ def save(folder: CheckpointFolder, step: int, tag: str = "", run: str = "r1") ->
     return home
 
 
-# --- what appears -----------------------------------------------------------------------------------
-
-
 def test_what_is_published_is_the_newest(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "runs" / "a")
     assert folder.tags() == [] and folder.latest() == ""
@@ -96,14 +110,6 @@ def test_what_is_published_is_the_newest(tmp_path: Path) -> None:
     found = read_manifest(folder.find("latest"))
     assert found.step == 4 and found.files[0].name == "parameters.json"
     assert read_entries(folder.find("latest")) == ENTRIES
-
-
-def test_a_tag_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path)
-    save(folder, 1, "best")
-    save(folder, 2, "best")
-    assert folder.tags() == ["best"] and read_manifest(folder.find("best")).step == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest"]
 
 
 @pytest.mark.parametrize("point", range(1, 12))
@@ -168,13 +174,6 @@ def test_the_next_save_takes_away_what_a_killed_one_left(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_check_refuses_leaves_nothing(tmp_path: Path) -> None:
-    refuse = mock.Mock(side_effect=CheckpointError("folder", "must not be this one"))
-    with pytest.raises(CheckpointError, match="not be this one"):
-        CheckpointFolder(tmp_path).begin("step-00000001", refuse)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_all_but_the_newest_go_and_chosen_tags_and_latest_stay(tmp_path: Path) -> None:
     """A run that went back has fewer steps than its earlier checkpoints."""
     folder = CheckpointFolder(tmp_path)
@@ -186,9 +185,6 @@ def test_all_but_the_newest_go_and_chosen_tags_and_latest_stay(tmp_path: Path) -
     assert folder.prune(2) == []
     save(folder, 2)
     assert folder.prune(2) == [] and folder.latest() == automatic(2)
-
-
-# --- damage -----------------------------------------------------------------------------------------
 
 
 def test_no_bit_of_a_manifest_can_change_unseen(tmp_path: Path) -> None:
@@ -203,9 +199,6 @@ def test_no_bit_of_a_manifest_can_change_unseen(tmp_path: Path) -> None:
     (path / MANIFEST).write_bytes(good[: len(good) // 2])
     with pytest.raises(CheckpointError, match="must be the manifest that was written"):
         read_manifest(path)
-
-
-# --- the lock ---------------------------------------------------------------------------------------
 
 
 def test_a_lock_has_one_owner(tmp_path: Path) -> None:
@@ -277,3 +270,116 @@ def test_a_lock_that_was_broken_is_not_taken_back(tmp_path: Path) -> None:
     lock.touch()
     lock.release()
     assert (tmp_path / files.LOCK).read_text() == text
+
+
+# --- locks of other files ----------------------------------------------------------------------------------
+
+
+HOLD = """
+import pathlib, sys, time
+from zerodrift.files import locked
+with locked(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    path, order = tmp_path / "lock", []
+
+    def second() -> None:
+        with locked(path):
+            order.append("second")
+
+    assert not is_locked(path)
+    thread = threading.Thread(target=second)
+    with locked(path):
+        assert is_locked(path)
+        thread.start()
+        thread.join(0.05)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"] and not is_locked(path)
+
+
+def test_a_lock_goes_with_its_process_and_so_does_a_check_that_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / HELD
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert is_locked(path)
+        waiting = threading.Thread(target=launch._wait_for_others, args=(tmp_path,))
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        holder.send_signal(signal.SIGKILL)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert not is_locked(path)
+
+
+def _without_locks(*_: Any) -> None:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [(fcntl, "flock", _without_locks), (plain_files, "fcntl", None)],
+    ids=["file system", "system"],
+)
+def test_where_there_are_no_locks_nobody_is_stopped(
+    owner: Any, name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, value)
+    with locked(tmp_path / "lock"), locked(tmp_path / "lock"):
+        assert is_locked(tmp_path / "lock")
+
+
+# --- values of the state of a script -------------------------------------------------------------------
+
+
+VALUES: dict[str, Any] = {
+    "arguments": argparse.Namespace(lr=0.1, files=[Path("/data/a"), Path("b")]),
+    "namespace": types.SimpleNamespace(a=1, b={"c": (1, None)}),
+    "best": np.mean([1.0, 2.5]),
+    "numbers": [np.int64(3), np.bool_(True), np.float16(0.5), 1j],
+    "random": [np.random.RandomState(1).get_state(), random.Random(1).getstate()],
+    "generator": np.random.default_rng(1).bit_generator.state,
+    "when": [datetime.datetime(2026, 1, 2, 3), datetime.date(2026, 1, 2), datetime.timedelta(seconds=3)],
+    "sets": [{2}, frozenset("a"), range(2, 9, 3), slice(1, None)],
+    "counts": [collections.Counter("abca"), collections.OrderedDict(b=2)],
+    "tensors": [torch.arange(3), torch.bfloat16, torch.Size([2]), torch.device("cpu")],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_of_the_state_comes_back(name: str) -> None:
+    found = load(io.BytesIO(packed({name: VALUES[name]}, "client")))[name]
+    assert repr(found) == repr(VALUES[name]) and type(found) is type(VALUES[name])
+
+
+@pytest.mark.parametrize("code", np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?")
+def test_arrays_of_every_dtype_come_back(code: str) -> None:
+    array = np.arange(6).astype(code).reshape(2, 3)
+    found = load(io.BytesIO(packed({"array": array}, "client")))["array"]
+    assert found.dtype == array.dtype and np.array_equal(found, array)
+
+
+class Tokens:
+    """A class of the script's own."""
+
+
+def test_what_cannot_be_read_again_is_named_where_it_is() -> None:
+    for bad, kind in ((Tokens(), "Tokens"), (Tokens, "type"), (collections.deque([1]), "deque")):
+        with pytest.raises(UnsupportedError) as raised:
+            packed({"client": {"good": 1, "more": {"it": bad}}}, "client")
+        assert raised.value.got == f"a {kind} at ['client']['more']['it']"
+
+
+def test_a_file_that_runs_something_is_not_read() -> None:
+    class Runs:
+        def __reduce__(self) -> Any:
+            return print, ("run",)
+
+    with pytest.raises(UnsupportedError, match="a Runs at"):
+        packed({"a": Runs()}, "client")

@@ -1,4 +1,4 @@
-"""The counted cost of a step equals the sum over its collectives, and takes no longer for more."""
+"""The counted cost of a step is the sum over its collectives; units are gathered ahead as memory allows."""
 
 from __future__ import annotations
 
@@ -9,16 +9,33 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.unit.models import moe, parameter
-from zerodrift import ConfigError, MeshShape, ModelSpec, Plan, cost, make_plan
+from zerodrift import ConfigError, MeshShape, ModelSpec, Plan, build, cost, load, make_plan, mesh_for, resolve
 from zerodrift.plan.bill import sent_bytes, stage_cost
-from zerodrift.plan.schedule import backward_order, collectives, contains, count_collectives
+from zerodrift.plan.schedule import (
+    backward_order,
+    collectives,
+    contains,
+    count_collectives,
+    gathered_bytes,
+    most_gathered_bytes,
+    prefetch_budget,
+    prefetch_ends,
+)
 from zerodrift.plan.table import Unit
 
 KEEPS = (None, "never", "micro-batch", "step")
+
+
 WHENS = (None, "last", "every")
+
+
 STACKS = [parameter(f"model.layers.{i}.mlp.experts.up", (4, 8, 16)) for i in range(3)]
+
+
 EXPERTS = ModelSpec("stacked", (parameter("model.embed.weight", (32, 8)), *STACKS))
 
 
@@ -39,7 +56,8 @@ def plan(
 
 
 def plans() -> Iterator[tuple[str, Plan]]:
-    for stage, keep, when in itertools.product(range(4), KEEPS, WHENS):
+    for stage, (place, keep) in itertools.product(range(4), enumerate(KEEPS)):
+        when = WHENS[(stage + place) % len(WHENS)]  # any two of the three meet
         label, ways = f"stage {stage}, {keep}, {when}", {"keep": keep, "when": when}
         yield label, plan(stage, **ways)  # type: ignore[arg-type]
         yield f"{label}, replicas", plan(stage, 4, sharding={"replicate": 2}, **ways)
@@ -122,3 +140,52 @@ def test_a_backward_comes_to_units_in_reverse_but_to_holders_first() -> None:
         for chosen in itertools.permutations(names, count):
             units = [Unit(name, (), (), 0) for name in chosen]
             assert backward_order(units) == by_definition(units), chosen
+
+
+# --- units that are gathered ahead ------------------------------------------------------------------------
+
+
+def blocks_of(sizes: list[int], **sharding: Any) -> Plan:
+    """Return a plan of blocks with so many KiB of bf16 each, on two ranks."""
+    sharding = {"units": ["layers.*"], **sharding}
+    config = load({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "sharding": sharding})
+    mesh = mesh_for(config, 2)
+    parameters = [parameter(f"layers.{number}.w", (size, 512)) for number, size in enumerate(sizes)]
+    return build(resolve(config, mesh), ModelSpec("blocks", tuple(parameters)), mesh)
+
+
+def test_as_many_are_gathered_ahead_as_fit() -> None:
+    assert prefetch_ends([4, 1, 1, 1, 4, 4], 5) == (2, 4, 4, 5, 6, 6)
+    assert prefetch_ends([4, 1, 1, 1, 4, 4], 8) == (4, 5, 5, 5, 6, 6)
+    assert prefetch_ends([], 8) == ()
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.integers(0, 50), max_size=20), st.integers(0, 120))
+def test_one_is_always_ahead_and_no_more_than_fit(sizes: list[int], space: int) -> None:
+    ends = prefetch_ends(sizes, space)
+    assert list(ends) == sorted(ends)
+    for place, end in enumerate(ends):
+        assert min(place + 2, len(sizes)) <= end
+        assert end <= place + 2 or sum(sizes[place:end]) <= space
+        assert end == len(sizes) or sum(sizes[place : end + 1]) > space
+    pairs = max((sum(sizes[place : place + 2]) for place in range(len(sizes))), default=0)
+    assert most_gathered_bytes(sizes, space) <= max(pairs, space)
+
+
+def test_by_default_the_peak_is_that_of_two_neighbours() -> None:
+    made = blocks_of([8, 1, 1, 1, 1, 8, 8, 1])
+    sizes = [gathered_bytes(made, unit) for unit in made.units if unit.name]
+    assert [size >> 10 for size in sizes] == [8, 1, 1, 1, 1, 8, 8, 1]
+    assert prefetch_budget(made) == 16 << 10
+    assert cost(made).peak.gathered == 16 << 10
+    assert prefetch_ends(sizes, prefetch_budget(made)) == (5, 6, 6, 6, 6, 7, 8, 8)
+
+
+def test_the_config_says_how_much_else() -> None:
+    near, far = blocks_of([8, 4, 4, 4], prefetch=1), blocks_of([8, 4, 4, 4], prefetch=20 << 10)
+    assert cost(near).peak.gathered == 12 << 10 and cost(far).peak.gathered == 20 << 10
+    assert near.digest != far.digest
+    assert any(decision.key == "prefetch" for decision in far.policy.decisions)
+    with pytest.raises(ConfigError, match=r"sharding\.prefetch"):
+        blocks_of([8], prefetch=0)

@@ -221,14 +221,6 @@ def test_a_map_that_changes_under_a_run_is_named(tmp_path: Path) -> None:
             blocks.read(np.array([39]))
 
 
-def test_another_map_of_the_same_size_is_another_place_in_the_data(tmp_path: Path) -> None:
-    first, moved, other = (
-        made(tmp_path, data(numbers(tmp_path / name, values))).key
-        for name, values in (("a.bin", TOKENS), ("b.bin", TOKENS), ("a.bin", TOKENS[::-1]))
-    )
-    assert first == moved != other
-
-
 # --- the cache ----------------------------------------------------------------------------------------
 
 

@@ -107,19 +107,6 @@ def test_of_two_values_as_near_either_is_rounded() -> None:
     assert judge(torch.tensor(1 + 2**-8), torch.tensor(1 + 2**-7).bfloat16()).kind == "rounded"
 
 
-@pytest.mark.parametrize("dtype", [bf16, fp16, torch.float8_e4m3fn])
-def test_neighbours_are_on_both_sides(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(4000, generator=generator) * torch.logspace(-9, 1, 4000)
-    values[:4] = torch.tensor([0.0, 1.0, -1.0, 1e-9])
-    near, beside = (each.float() for each in neighbours(values, dtype))
-    low, high = torch.minimum(near, beside), torch.maximum(near, beside)
-    assert bool(((low <= values) & (values <= high)).all())
-    between = torch.tensor(0.5) * (low.double() + high.double())  # nothing of the dtype lies between
-    inner = between.to(dtype).float()
-    assert bool(((inner == low) | (inner == high)).all())
-
-
 def test_a_scaled_tensor_is_held_to_half_a_step() -> None:
     values = matrix()
     scale = values.abs().amax() / 127

@@ -412,18 +412,6 @@ def test_pruning_follows_no_link_and_takes_checkpoints_alone(engine: Any, tmp_pa
     assert sorted(tag for tag in CheckpointFolder(run).tags() if tag > "step-00000003") == ["step-00000006"]
 
 
-def test_an_export_replaces_a_models_folder_alone(engine: Any, tmp_path: Path) -> None:
-    thesis(tmp_path / "home")
-    with pytest.raises(ZerodriftError, match="must be a model's folder"):
-        zd.export(engine, tmp_path / "home", overwrite=True)
-    assert (tmp_path / "home" / "thesis.txt").exists()
-    zd.export(engine, tmp_path / "model")
-    (tmp_path / "link").symlink_to(tmp_path / "model")
-    zd.export(engine, tmp_path / "link", overwrite=True)
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "model" / "model.safetensors").is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "link", "model"]
-
-
 def test_torchs_own_reader_still_reads_it(ours: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

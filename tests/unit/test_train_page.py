@@ -1,4 +1,4 @@
-"""Curves and the page of a run are made of metrics and a plan alone."""
+"""What is shown of a run: curves, the page, lines of metrics, the live line, and what a replay found."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.report.display import DROPPED, Display, LineState, clock, line
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, read
 from zerodrift.train.report.page import peak, readable, run_page
+from zerodrift.train.tools.replay import changed_circumstances, compare_step, difference_lines
 
 JOB = Job(model={"source": "m"}, data={"train": "text"})
 
@@ -45,9 +46,6 @@ def step(number: int, loss: float = 2.0, skipped: bool = False) -> StepMetrics:
     return StepMetrics(
         number, loss, 1.5, 1e-3, 1.0, number * 64, number / 10, number * 0.5, 128.0, 1 << 28, skipped
     )
-
-
-# --- ticks and curves ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (5.2, 5.61), (-3.0, 7.0), (2.0, 2.0), (0.0, 1e-3)])
@@ -80,9 +78,6 @@ def test_a_curve_stays_inside_its_drawing_and_leaves_out_what_is_no_number() -> 
     assert "nothing yet" in show(chart(Chart("loss", (Series("a", "storage", ()),), str)))
 
 
-# --- the page -----------------------------------------------------------------------------------------
-
-
 def page(lines: list[dict[str, Any]], **run: Any) -> str:
     job = Job(model={"source": "m"}, data={"train": "<text>"}, run={"folder": "runs/<a>", **run})
     plan = make_plan({"precision": {"mode": "bf16"}}, moe(), world_size=2)
@@ -93,6 +88,8 @@ CELLS = [
     ["storage", "bfloat16", "bfloat16", 3, 100, "as declared"],
     ["reduce", "float32", "bfloat16", 3, 100, "DIFFERENT"],
 ]
+
+
 LINES: list[dict[str, Any]] = [
     {"kind": "start", "step": 0},
     {"kind": "precision", "step": 1, "line": "", "logits": ["bfloat16"], "cells": CELLS},
@@ -206,9 +203,6 @@ def test_a_million_steps_are_a_hundred_megabytes_at_most() -> None:
     assert len(lines.steps("loss")) == 9_999 and lines.last("step") == 9_999.0
 
 
-# --- metrics ------------------------------------------------------------------------------------------
-
-
 def test_going_on_takes_out_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     first = Metrics(folder, JOB, after=0)
@@ -265,9 +259,6 @@ def test_metrics_that_are_no_file_are_refused(make: Callable[[Path], None], tmp_
         Metrics(RunFolder(tmp_path), JOB, after=0)
 
 
-# --- lines --------------------------------------------------------------------------------------------
-
-
 def test_lines_come_at_the_interval_and_at_the_end_with_the_rest_from_the_pace(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -283,7 +274,9 @@ def test_lines_come_at_the_interval_and_at_the_end_with_the_rest_from_the_pace(
 
 STEP = StepMetrics(1200, 2.34567, 1.5, 1e-3, 65536.0, 9, 0.5, 60.0, 123456.0, 3 << 30)
 
+
 FULL = LineState(24000, 1200, STEP, "2.4001", 3725.0, "", "3/8", 4.0)
+
 
 PARTS = {
     "memory": "3.00 GiB",
@@ -319,3 +312,63 @@ def test_a_first_step_shows_its_micro_batches_and_its_time() -> None:
     assert text.startswith("step 0/10  micro-batch 3/8  ") and text.endswith("0:25")
     assert line(LineState(doing="reading the data", spent=61.0), 60).plain == "reading the data  1:01"
     assert "val 1.9" in line(replace(FULL, validation="1.9"), 120).plain
+
+
+# --- a replay -----------------------------------------------------------------------------------------------
+
+
+UNITS = {"": "0a", "layers.0": "1a", "layers.1": "2a"}
+
+
+def recorded(**changed: Any) -> dict[str, Any]:
+    return {"step": 7, "losses": ["0x1.0p+1"] * 4, "gradients": UNITS, "state": UNITS, **changed}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        pytest.param(
+            {"losses": ["0x1.0p+1", "0x1.0p+1", "0x1.8p+1", "0x1.0p+1"], "gradients": {}},
+            ["losses     other in micro-batch 2 (rank 0)", "Look at the data of these micro-batches"],
+            id="a loss, with the rank that has it in turn",
+        ),
+        pytest.param(
+            {"gradients": {"": "0b", "layers.0": "1b", "layers.1": "2a"}},
+            [
+                "gradients  other in 2 of 3 units: what is in no block, layers.0",
+                "The backward comes to layers.0 first",
+            ],
+            id="gradients, the last of the model first",
+        ),
+        pytest.param(
+            {"state": {**UNITS, "layers.1": "2b"}},
+            ["gradients  the same", "state      other in 1 of 3 units: layers.1", "it is in the update"],
+            id="the update where gradients are the same",
+        ),
+    ],
+)
+def test_what_differs_is_named_with_where_to_look(changed: dict[str, Any], words: list[str]) -> None:
+    written = {"gradient_accumulation_steps": 2, "precision": {"reduce": {"order": "rank"}}}
+    plan = make_plan(written, moe(), world_size=2)
+    said = "\n".join(
+        difference_lines(compare_step(recorded(), recorded(**changed)), 3, plan, ["by a, here b"])
+    )
+    for word in [*words, "  computed   by a, here b"]:
+        assert word in said
+    assert compare_step(recorded(), recorded()) == {}
+
+
+def test_what_bits_depend_on_is_said_where_it_is_other() -> None:
+    lines = [
+        {"kind": "start", "step": 0, "torch": "2.12.0", "threads": 2, "processor": "one"},
+        {"kind": "step", "step": 1},
+        {"kind": "start", "step": 4, "torch": "2.13.0", "threads": 2, "processor": "one"},
+    ]
+    now = {"torch": "2.13.0", "threads": 1, "processor": "one", "kernels": "plain"}
+    assert changed_circumstances(lines, 3, now) == ["by torch 2.12.0, here 2.13.0", "by threads 2, here 1"]
+    assert changed_circumstances(lines, 4, now) == ["by threads 2, here 1"]
+
+
+def test_another_number_of_micro_batches_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="4 micro-batches, where there are 2"):
+        compare_step(recorded(), recorded(losses=["0x1.0p+1"] * 2))
