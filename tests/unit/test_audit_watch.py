@@ -1,4 +1,4 @@
-"""What an audit measures in a forward: rounding with the errors of fp64, margins of routers, and the loss."""
+"""What an audit measures: rounding with the errors of fp64, margins of routers, the loss, a run in training."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import zerodrift
 from tests.numerics.networks import GPT, batch
 from zerodrift.api import make_plan
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import UnsupportedError
 from zerodrift.inspect.audit.entry import audit
+from zerodrift.inspect.audit.estimates import PrecisionProbe, probe, require_probe
 from zerodrift.inspect.audit.report import residual_stream
 from zerodrift.inspect.audit.results import Place
 from zerodrift.inspect.audit.rounding import Rounding, RoundingRecorder, Roundings, Widener
@@ -87,6 +91,8 @@ def lost(weight: torch.Tensor, dtype: torch.dtype) -> float:
 
 
 Code = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 CODES: dict[str, tuple[Code, str, Callable[[torch.Tensor], float] | None]] = {
     "a product": (product, "linear", None),
     "a cast": (product, "to", lambda weight: lost(weight, torch.bfloat16)),
@@ -159,9 +165,6 @@ def test_widened_leaves_out_what_the_code_narrows() -> None:
         true = functional.linear(x, model.weight).square().sum()
         assert torch.equal(wide, true)
         assert not torch.equal(model(x.bfloat16()), true)
-
-
-# --- routers and the loss ------------------------------------------------------------------------------
 
 
 def recorded(choose: Callable[[torch.Tensor], object]) -> Recorder:
@@ -264,3 +267,68 @@ def grows_as_in_fp32(model: GPT, stream: list[Place]) -> None:
         assert place.size == pytest.approx(float(true), rel=0.01)
         assert 1e-4 < place.relative < 2**-8
     assert len(stream) == len(model.layers)
+
+
+# --- a run as it trains -------------------------------------------------------------------------------
+
+
+CONFIG = {
+    "precision": {"mode": "bf16"},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "gradient_accumulation_steps": 2,
+}
+
+
+class Noisy(nn.Module):
+    """A module that draws random numbers, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(17, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 17)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = nn.functional.dropout(self.norm(self.table(ids)), 0.25)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+
+
+def batches(step: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    return [{"ids": torch.randint(0, 17, (2, 8), generator=generator)} for _ in range(2)]
+
+
+def train_and_probe(looks: bool) -> tuple[Engine, list[PrecisionProbe]]:
+    torch.manual_seed(0)
+    engine = zerodrift.initialize(Noisy(), config=CONFIG, quiet=True)
+    torch.manual_seed(1)
+    seen = []
+    for step in range(3):
+        engine.train_batch(batches(step))
+        if looks:
+            seen.append(probe(engine, batches(step)))
+    return engine, seen
+
+
+def test_a_run_that_is_looked_at_keeps_its_bits() -> None:
+    plain, _ = train_and_probe(looks=False)
+    digest, calls, drawn = str(plain.digest()), float(plain.module.calls), torch.rand(3)
+    plain.destroy()
+    looked, seen = train_and_probe(looks=True)
+    assert (str(looked.digest()), float(looked.module.calls)) == (digest, calls)
+    assert torch.equal(torch.rand(3), drawn)
+    assert looked.micro_batches == 0
+    looked.destroy()
+    names = {name for name, _, _ in seen[0].cells}
+    assert {"head.weight", "table.weight"} <= names
+    assert all(0 < each.rms < 1 for each in seen)
+
+
+def test_what_cannot_be_looked_at_is_refused_before_it_begins() -> None:
+    tree = {**CONFIG, "precision": {"mode": "bf16", "reduce": {"order": "tree"}}}
+    plan = zerodrift.make_plan(tree, Noisy())
+    with pytest.raises(UnsupportedError, match=r"audit\.at.*order: tree"):
+        require_probe(plan)
+    require_probe(zerodrift.make_plan(CONFIG, Noisy()))

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 
 from tests.unit.data_files import TALK, arrow_stream, data, jsonl, made, stream, tree
 from tests.unit.letters import byte_tokenizer
-from zerodrift.errors import ConfigError, ModelError
+from zerodrift.errors import ConfigError
 from zerodrift.train.data import documents
 from zerodrift.train.data.tokenizer import TransformersTokenizer
 from zerodrift.train.job_file import read_job
@@ -273,14 +273,7 @@ def test_what_is_learned_is_marked_with_and_without_colour(tmp_path: Path) -> No
     assert "--- another document ---" in packed and "[[Antwort." in packed
 
 
-def test_what_is_wrong_with_a_job_is_told_here_too(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    config = tmp_path / "config.json"
-    config.write_text('{"model_type": "bert", "hidden_size": 8, "num_attention_heads": 1}')
-    for source, run, words in (
-        (str(config), {}, "an encoder"),
-        ("a:b", {"evaluate_every": 2}, "must go with data"),
-    ):
-        job, _ = read_job({"model": {"source": source}, "data": {"train": "x"}, "run": run})
-        with pytest.raises((ConfigError, ModelError), match=words):
-            preview(job, color=False, width=80)
+def test_what_is_wrong_with_a_job_is_told_here_too() -> None:
+    job, _ = read_job({"model": {"source": "a:b"}, "data": {"train": "x"}, "run": {"evaluate_every": 2}})
+    with pytest.raises(ConfigError, match="must go with data"):
+        preview(job, color=False, width=80)

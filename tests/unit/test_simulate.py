@@ -177,24 +177,6 @@ def test_ranks_of_an_axis_lie_on_hosts_by_their_numbers(axis: Any, layout: AxisL
 # --- a step -------------------------------------------------------------------------------------------------
 
 
-def test_a_second_copy_in_a_node_saves_half_of_the_gathers_between_nodes() -> None:
-    seconds = {}
-    for ranks in (1, 8):
-        made = plan(16, sharding={"secondary": ranks})
-        slow = cluster(network={"gb_per_s": 0.001})
-        seconds[ranks] = simulate(made, work(made), slow).seconds
-        numels = [(made.units[segment.unit].name, segment.padded) for segment in made.segments]
-        blocks, root = sum(n for unit, n in numels if unit), sum(n for unit, n in numels if not unit)
-        sent: Counter[str] = Counter()
-        for line in cost(made).traffic:
-            sent[line.axis] += line.bytes if line.op == "all_gather" else 0
-        times = 2 if ranks == 1 else 1
-        assert sent["shard"] == 4 * (root + times * blocks) * 15 // 16
-        assert sent["secondary"] == (4 * blocks * 7 // 8 if ranks > 1 else 0)
-        assert cost(made).rest.secondary == (4 * blocks // 8 if ranks > 1 else 0)
-    assert seconds[8] < seconds[1]
-
-
 def test_without_communication_a_step_is_what_is_computed() -> None:
     made = plan(1)
     found = simulate(made, work(made), cluster())
