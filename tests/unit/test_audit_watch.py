@@ -1,4 +1,4 @@
-"""What an audit measures: rounding with the errors of fp64, margins of routers, the loss, a run in training."""
+"""What an audit measures: rounding with the errors of fp64, margins of routers, the loss, a run it probes."""
 
 from __future__ import annotations
 
