@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from zerodrift.weights.boxes import Box, BoxAxis, Layout, NoStridesError, concatenate, within
+from zerodrift.weights.boxes import Layout, NoStridesError, concatenate, within
 
 
 def read(layout: Layout, sources: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
@@ -77,13 +77,6 @@ def test_what_transformers_does_to_weights_is_boxes(seed: int) -> None:
     agree(rope, sources, turned, seed)
     fills(rope, sources[:1], turned, 3)
     agree(rope.narrow(0, 1, rows - 1), sources, turned.narrow(0, 1, rows - 1), seed)
-
-
-def test_a_plain_tensor_is_one_run() -> None:
-    (box,) = Layout.of(3, (4, 5, 6)).boxes()
-    assert box == Box(3, 0, 0, (BoxAxis(120, 1, 1),)) and box.is_run
-    (part,) = within([box], 7, 50)
-    assert (part.start, part.origin, part.numel) == (7, 7, 43)
 
 
 def test_experts_in_files_of_their_own_are_a_run_each() -> None:

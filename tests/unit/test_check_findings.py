@@ -15,8 +15,8 @@ from zerodrift.inspect.check.compare import unexpected
 from zerodrift.inspect.check.findings import run_findings
 from zerodrift.inspect.check.mending import mending
 from zerodrift.inspect.check.report import run_page, run_text
-from zerodrift.inspect.check.table import Kind, RunFinding, completed, encoded
-from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord, ProcessRecord, Sighting
+from zerodrift.inspect.check.table import Kind, RunFinding, encoded
+from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord, ProcessRecord
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
 from zerodrift.plan.bill import cost
 from zerodrift.policy import mesh_for, resolve
@@ -109,13 +109,6 @@ def test_an_embedding_and_its_like_are_a_fault_where_a_config_ties_them(ties: bo
     if findings:
         assert ("config ties them" in findings[0].what) is bool(ties)
         assert ("meant to be" in findings[0].do) is not ties
-
-
-def test_models_of_one_name_are_completed_apart() -> None:
-    first, second = models_of_one_name()
-    second.models[1].parameters[0].cells["gather"] = [Sighting("float32", "all_gather")]
-    completed([first, second])
-    assert [model.parameters[0].dtypes("gather") for model in first.models] == [(), ("float32",)]
 
 
 # --- what was expected -----------------------------------------------------------------------------------

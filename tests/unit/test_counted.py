@@ -16,16 +16,13 @@ from tests.unit.models import moe, parameter
 from zerodrift import ConfigError, MeshShape, ModelSpec, Plan, build, cost, load, make_plan, mesh_for, resolve
 from zerodrift.plan.bill import sent_bytes, stage_cost
 from zerodrift.plan.schedule import (
-    backward_order,
     collectives,
-    contains,
     count_collectives,
     gathered_bytes,
     most_gathered_bytes,
     prefetch_budget,
     prefetch_ends,
 )
-from zerodrift.plan.table import Unit
 
 KEEPS = (None, "never", "micro-batch", "step")
 
@@ -125,23 +122,6 @@ def test_no_number_of_micro_batches_is_an_error(count: Any) -> None:
         cost(plan(3), count)
 
 
-def test_a_backward_comes_to_units_in_reverse_but_to_holders_first() -> None:
-    """The order by definition is compared with that of one walk over the tree."""
-
-    def by_definition(units: list[Unit]) -> list[Unit]:
-        found: list[Unit] = []
-        for unit in units:
-            holders = [place for place, other in enumerate(found) if contains(other, unit)]
-            found.insert(holders[-1] + 1 if holders else 0, unit)
-        return found
-
-    names = ["", "a", "a.0", "a.0.b", "a.1", "b", "b.0.a", "c.0"]
-    for count in range(1, 5):
-        for chosen in itertools.permutations(names, count):
-            units = [Unit(name, (), (), 0) for name in chosen]
-            assert backward_order(units) == by_definition(units), chosen
-
-
 # --- units that are gathered ahead ------------------------------------------------------------------------
 
 
@@ -152,12 +132,6 @@ def blocks_of(sizes: list[int], **sharding: Any) -> Plan:
     mesh = mesh_for(config, 2)
     parameters = [parameter(f"layers.{number}.w", (size, 512)) for number, size in enumerate(sizes)]
     return build(resolve(config, mesh), ModelSpec("blocks", tuple(parameters)), mesh)
-
-
-def test_as_many_are_gathered_ahead_as_fit() -> None:
-    assert prefetch_ends([4, 1, 1, 1, 4, 4], 5) == (2, 4, 4, 5, 6, 6)
-    assert prefetch_ends([4, 1, 1, 1, 4, 4], 8) == (4, 5, 5, 5, 6, 6)
-    assert prefetch_ends([], 8) == ()
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

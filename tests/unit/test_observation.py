@@ -429,23 +429,6 @@ def test_a_library_is_one_wherever_it_is_installed(file: str, is_script: bool | 
     assert operations._is_script(file) is is_script
 
 
-def test_a_folder_of_installed_packages_on_the_path_holds_libraries(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder of `pip install --target` does; one without records, or with the script, does not."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    operations._targets.cache_clear()
-    assert operations._is_script(f"{tmp_path}/mine.py") is True
-    (tmp_path / "deepspeed-0.19.6.dist-info").mkdir()
-    operations._targets.cache_clear()
-    assert operations._is_script(f"{tmp_path}/deepspeed/engine.py") is False
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", f"{tmp_path}/train.py", raising=False)
-    operations._targets.cache_clear()
-    assert operations._is_script(f"{tmp_path}/train.py") is True
-    monkeypatch.undo()
-    operations._targets.cache_clear()
-
-
 # --- other libraries' narrow weights -----------------------------------------------------------------------
 
 

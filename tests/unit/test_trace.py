@@ -20,7 +20,7 @@ from zerodrift.inspect.trace.dry_run import NORMS, ONE_DTYPE, trace
 from zerodrift.model.inputs import Inputs, inputs_for
 from zerodrift.plan.table import Plan
 from zerodrift.plan.trace import Refusal, Trace, TracedOperation, TracedTensor
-from zerodrift.report.trace import hidden_lines, operation_runs, trace_text, traced_modules
+from zerodrift.report.trace import hidden_lines, trace_text
 
 WIDTH = 16
 
@@ -569,53 +569,6 @@ def test_a_refusal_is_the_first_finding_and_nothing_is_called_unused() -> None:
     (told,) = hidden(plan_of_net(), written([], refused=refused))
     assert told.what == "torch refuses `linear` of bf16 and fp32: its operands must have one dtype"
     assert (told.name, told.line) == ("layers.3", "net.py:4") and "The step ends there" in told.do
-
-
-EXTRA = cast("201 bf16", "7 fp32", module="layers.5")
-
-
-BACK = [op("mm", "1 bf16", "2 bf16", f"layers.{n}", backward=True) for n in range(12)]
-
-
-ADDED = op("add", "2 bf16, 3 bf16", "4 bf16", "layers.11", backward=True)
-
-
-@pytest.mark.parametrize(
-    ("more", "patterns"),
-    [
-        pytest.param([], {"router": 1, "layers.*": 12}, id="all the same"),
-        pytest.param([EXTRA], {"router": 1, "layers.0-4,6-11": 11, "layers.5": 1}, id="one that differs"),
-        pytest.param([*BACK, ADDED], {"router": 1, "layers.*": 12}, id="a gradient that is added elsewhere"),
-    ],
-)
-def test_modules_that_run_the_same_are_one_line(
-    more: list[TracedOperation], patterns: dict[str, int]
-) -> None:
-    operations = [*used(), *more]
-    modules = traced_modules(written(operations))
-    assert [(module.pattern, len(module.paths)) for module in modules] == list(patterns.items())
-    paths = {path for module in modules for path in module.paths}
-    assert paths == {operation.module for operation in operations}
-
-
-def test_operations_that_follow_each_other_in_one_dtype_are_one_run() -> None:
-    operations = [
-        op("arange", "", "1 int64", "n"),
-        op("_to_copy", "2 bf16", "3 fp32", "n", cast_by="a boundary"),
-        *[op(name, "3 fp32", "3 fp32", "n") for name in ("pow", "mean", "mean")],
-        op("add", "3 fp32, 1 int64, 4 bf16", "3 fp32", "n"),
-        cast("3 fp32", "4 bf16", module="n"),
-        op("gt", "1 int64", "5 bool", "n"),
-        op("mul_backward", "4 bf16", "5 bf16", "n", backward=True),
-    ]
-    (module,) = traced_modules(written(operations))
-    assert [(run.dtypes, run.names, run.backward) for run in operation_runs(module)] == [
-        ("bf16 -> fp32", ("cast by a boundary",), False),
-        ("fp32", ("pow", "mean", "mean"), False),
-        ("bf16 fp32 -> fp32", ("add",), False),
-        ("fp32 -> bf16", ("cast",), False),
-        ("bf16", ("mul",), True),
-    ]
 
 
 @pytest.mark.parametrize("width", [50, 60, 80, 100, 120])

@@ -54,13 +54,6 @@ def test_what_is_written_and_what_is_not(
         assert (config.zero_optimization.stage, config.precision.mode) == (2, "bf16")
 
 
-def test_a_file_names_its_run(tmp_path: Path) -> None:
-    file = tmp_path / "small.yaml"
-    file.write_text("model: {source: x}\ndata: {train: [a, b]}\nrun: {steps: 3}\n")
-    job, _ = read_job(file)
-    assert (job.run.folder, job.run.steps, job.data.train) == ("runs/small", 3, ("a", "b"))
-
-
 @pytest.mark.parametrize(
     ("wrong", "lines"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import itertools
 import math
 import os
 import re
@@ -25,10 +24,7 @@ from zerodrift.report.blocks import show
 from zerodrift.report.charts import (
     Chart,
     Series,
-    binary_ticks,
     chart,
-    even_ticks,
-    log_ticks,
     smooth_values,
     stretches,
 )
@@ -46,15 +42,6 @@ def step(number: int, loss: float = 2.0, skipped: bool = False) -> StepMetrics:
     return StepMetrics(
         number, loss, 1.5, 1e-3, 1.0, number * 64, number / 10, number * 0.5, 128.0, 1 << 28, skipped
     )
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (5.2, 5.61), (-3.0, 7.0), (2.0, 2.0), (0.0, 1e-3)])
-def test_ticks_are_round_and_around(low: float, high: float) -> None:
-    ticks = even_ticks(low, high)
-    assert ticks[0] <= low + 1e-12 and ticks[-1] >= high - 1e-12 and 2 <= len(ticks) <= 8
-    (gap,) = {round(b - a, 12) for a, b in itertools.pairwise(ticks)}
-    assert f"{gap:e}".split("e")[0].rstrip("0").rstrip(".") in ("1", "2", "2.5", "5")
-    assert log_ticks(3, 40) == [2, 5, 10, 20, 50] and binary_ticks(700.0) == [0.0, 256.0, 512.0, 768.0]
 
 
 def test_many_points_become_few_and_no_peak_is_lost() -> None:
