@@ -42,11 +42,7 @@ from zerodrift.plan.table import Plan
 from zerodrift.policy.decisions import Columns, Policy
 
 MODEL = Decoder()
-
-
 NAME = "blocks.0.up.weight"
-
-
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 
 
@@ -72,8 +68,6 @@ def test_the_reference_has_nothing_narrow() -> None:
 
 
 WIDE, NARROW, ROUNDED = ("fp32",) * 3, ("bf16",) * 3, ("bf16", "bf16", "fp32")
-
-
 STORED, BOTH = Choice(NAME, "storage", (NAME,)), (NAME, "blocks.0.up.bias")
 
 
@@ -183,8 +177,6 @@ def test_an_audit_fits_the_terminal_and_says_what_it_leaves_out(width: int) -> N
 
 
 HERE = "tests.unit.test_audit_variants"
-
-
 CONFIG = "{precision: {mode: bf16}, optimizer: {type: AdamW, params: {lr: 0.001}}}"
 
 

@@ -91,8 +91,6 @@ def lost(weight: torch.Tensor, dtype: torch.dtype) -> float:
 
 
 Code = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
 CODES: dict[str, tuple[Code, str, Callable[[torch.Tensor], float] | None]] = {
     "a product": (product, "linear", None),
     "a cast": (product, "to", lambda weight: lost(weight, torch.bfloat16)),

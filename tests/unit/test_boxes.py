@@ -79,16 +79,6 @@ def test_what_transformers_does_to_weights_is_boxes(seed: int) -> None:
     agree(rope.narrow(0, 1, rows - 1), sources, turned.narrow(0, 1, rows - 1), seed)
 
 
-def test_experts_in_files_of_their_own_are_a_run_each() -> None:
-    """Two joined projections of three experts are six runs, each the bytes of one tensor."""
-    gate, up = ([Layout.of(n, (4, 5)).unsqueeze(0) for n in numbers] for numbers in ((0, 1, 2), (3, 4, 5)))
-    boxes = concatenate([concatenate(gate, 0), concatenate(up, 0)], 1).boxes()
-    assert [(p.number, p.start, p.numel) for p in boxes] == [
-        (number, 20 * place, 20) for place, number in enumerate((0, 3, 1, 4, 2, 5))
-    ]
-    assert all(p.is_run for p in boxes)
-
-
 def test_empty_tensors_and_scalars() -> None:
     assert Layout.of(0, (0, 4)).boxes() == ()
     (scalar,) = Layout.of(0, ()).boxes()

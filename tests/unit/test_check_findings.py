@@ -24,8 +24,6 @@ from zerodrift.report.as_json import plan_json
 
 OWNS = ([1.0, -2.0, 0.5, 4.0], [3.0, 2.0, -1.5, 1.0])
 """Gradients of two ranks."""
-
-
 MEAN = [2.0, 0.0, -0.5, 2.5]
 
 
@@ -64,14 +62,8 @@ def models_of_one_name() -> list[ProcessRecord]:
 
 
 NOTHING: list[float | None] = [None] * 4
-
-
 LAST = [[0.3, 5.0, -0.1, -1.0]] * 2
-
-
 LEFT_OUT = ModelRecord("M", [parameter(optimized=False)], trained=False)
-
-
 CASES: dict[str, tuple[list[ProcessRecord], list[str]]] = {
     "the mean": (ranks_with([MEAN] * 2), []),
     "a part of the mean": (ranks_with([[value / 65536 for value in MEAN]] * 2), []),
@@ -115,11 +107,7 @@ def test_an_embedding_and_its_like_are_a_fault_where_a_config_ties_them(ties: bo
 
 
 BF16 = dict.fromkeys(("storage", "compute", "grad"), "bfloat16")
-
-
 BF16 = dict.fromkeys(("storage", "compute", "grad"), "bfloat16")
-
-
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 4,
@@ -232,11 +220,7 @@ LIBRARIES: dict[str, dict[str, Any]] = {
     "accelerate": {"libraries": {"accelerate": "1"}},
     "Lightning": {"libraries": {"lightning": "2"}},
 }
-
-
 NAMES = {"router-in-16-bits": ("layers.3.router.weight", "layers.4.router.weight")}
-
-
 SAID: dict[Kind, dict[str, str]] = {
     "no-master": {
         "*": "model.float()",

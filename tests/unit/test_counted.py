@@ -25,14 +25,8 @@ from zerodrift.plan.schedule import (
 )
 
 KEEPS = (None, "never", "micro-batch", "step")
-
-
 WHENS = (None, "last", "every")
-
-
 STACKS = [parameter(f"model.layers.{i}.mlp.experts.up", (4, 8, 16)) for i in range(3)]
-
-
 EXPERTS = ModelSpec("stacked", (parameter("model.embed.weight", (32, 8)), *STACKS))
 
 

@@ -20,8 +20,6 @@ from zerodrift.train.job_file import read_job
 from zerodrift.train.report.summary import preview
 
 TEXT, ROW = "a text to train on " * 9, [{"text": "a"}]
-
-
 TEXT, ROW = "a text to train on " * 9, [{"text": "a"}]
 
 
@@ -109,8 +107,6 @@ WROTE = (
     "cache/digests.json",
     "cache/0/blocks.json",
 )
-
-
 READ: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "what training wrote is no data": ({"a.txt": TEXT, **dict.fromkeys(WROTE, "{}")},
         *(1, ("cache, which training wrote", "runs/a, which training wrote"))),

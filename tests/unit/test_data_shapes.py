@@ -24,7 +24,6 @@ from zerodrift.train.data.tokenizer import ByteTokenizer, TransformersTokenizer
 pytest.importorskip("transformers")
 arrow = pytest.importorskip("pyarrow")
 BLOCK = 512
-
 Turns = list[dict[str, Any]]
 
 

@@ -23,8 +23,6 @@ from zerodrift.plan.trace import Refusal, Trace, TracedOperation, TracedTensor
 from zerodrift.report.trace import hidden_lines, trace_text
 
 WIDTH = 16
-
-
 aten: Any = torch.ops.aten
 
 
@@ -100,8 +98,6 @@ REFUSED: dict[str, Call] = {
     "native_group_norm": lambda x, y: F.group_norm(y, 2, x[0], x[0]),
     "native_batch_norm": lambda x, y: F.batch_norm(y, None, None, x[0], x[0], training=True),
 }
-
-
 BEFORE: dict[str, Call] = {
     "prelu": lambda x, y: F.prelu(x, y[0]),
     "lerp": lambda x, y: torch.lerp(x, y, 0.5),
@@ -110,8 +106,6 @@ BEFORE: dict[str, Call] = {
     "convolution": lambda x, y: F.conv1d(x[None], x[..., None], y[0]),
 }
 """Calls that torch refuses without values too, or a function before it runs an operation."""
-
-
 ACCEPTED: dict[str, Call] = {
     "add": lambda x, y: x + y,
     "where": lambda x, y: torch.where(x > 0, x, y),
@@ -235,8 +229,6 @@ SHAPES: dict[str, Callable[[], Tokens]] = {
     ),
     "recomputed": lambda: Tokens(lambda model, x: checkpoint(plain, model, x, use_reentrant=False)),
     "catches": lambda: Tokens(catches),
-    "scripted": lambda: Tokens(lambda m, x: m.gelu(plain(m, x)), gelu=torch.jit.script(nn.GELU())),
-    "sparse": lambda: Tokens(embedding=nn.Embedding(64, WIDTH, sparse=True)),
 }
 
 
@@ -324,7 +316,6 @@ def test_what_cannot_be_followed_is_one_error_with_module_and_line(does: Any, wh
     assert what in raised.value.got and " at test_trace.py:" in raised.value.got
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("model", SHAPES)
 def test_other_shapes_of_models(model: str) -> None:
     shown = traced(SHAPES[model]())
@@ -355,8 +346,6 @@ def number() -> int:
 
 
 NORM = [{"match": "norm.*", "pin": "fp32", "output": "input"}]
-
-
 GIVEN = {"pictures": "0 2 x 3 x 8 x 8 float32", "named": "pictures 2 x 3 x 8 x 8 float32, scale"}
 
 
@@ -515,24 +504,12 @@ def test_a_value_that_is_widened_and_rounded_is_found(case: str) -> None:
 
 
 CAST = ("pin cast", "router.weight", "cast from fp32 to bf16 by the model")
-
-
 NARROW = ("compute", "router.weight", "used in bf16 by `mm`, for fp32 in the plan")
-
-
 KEPT = "what it returns unrounded, as the plan says, is cast from fp32 to bf16 by autocast"
-
-
 WIDE = ("compute", "layers.0.weight", "used in fp32 by `add`, for bf16 in the plan")
-
-
 MULTIPLIED = op("mm", "7 bf16", "8 bf16")
-
-
 CHOSEN = [op("mm", "0 fp32", "211 fp32"), *(op("mm", f"{100 + n} fp32", "201 fp32") for n in range(12))]
 """Operations of autocast, which computes all in fp32."""
-
-
 COLUMNS: dict[str, tuple[list[TracedOperation], dict[str, Any], list[tuple[str, str, str]]]] = {
     "a cast of a pinned parameter, and what it computes in": (
         [*used(), cast("0 fp32", "7 bf16"), op("mm", "3 bf16, 7 bf16", "8 bf16")], {}, [CAST, NARROW]),

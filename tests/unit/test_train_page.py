@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import math
 import os
-import re
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -20,17 +19,13 @@ from tests.unit.test_report_page import read as read_page
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
 from zerodrift.inspect.trace.operations import forward_flops
-from zerodrift.report.blocks import show
 from zerodrift.report.charts import (
-    Chart,
-    Series,
-    chart,
     smooth_values,
     stretches,
 )
 from zerodrift.train.job import Job
 from zerodrift.train.loop.run_folder import RunFolder
-from zerodrift.train.report.display import DROPPED, Display, LineState, clock, line
+from zerodrift.train.report.display import Display, LineState, clock, line
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, read
 from zerodrift.train.report.page import peak, readable, run_page
 from zerodrift.train.tools.replay import changed_circumstances, compare_step, difference_lines
@@ -53,18 +48,6 @@ def test_many_points_become_few_and_no_peak_is_lost() -> None:
     assert means[25] == pytest.approx(25.0, abs=0.01), "it runs neither ahead nor behind"
 
 
-def test_a_curve_stays_inside_its_drawing_and_leaves_out_what_is_no_number() -> None:
-    points = tuple((float(x), math.nan if x == 3 else float(x)) for x in range(10))
-    text = show(chart(Chart("loss", (Series("a", "storage", points),), str)))
-    path = re.search(r'<path d="M([^"]+)" class="line"', text)
-    assert path is not None
-    places = [tuple(map(float, pair.split())) for pair in path.group(1).split("L")]
-    assert len(places) == 9
-    assert all(0 <= x <= 420 and 0 <= y <= 190 for x, y in places)
-    assert places[0][1] > places[-1][1], "up is up"
-    assert "nothing yet" in show(chart(Chart("loss", (Series("a", "storage", ()),), str)))
-
-
 def page(lines: list[dict[str, Any]], **run: Any) -> str:
     job = Job(model={"source": "m"}, data={"train": "<text>"}, run={"folder": "runs/<a>", **run})
     plan = make_plan({"precision": {"mode": "bf16"}}, moe(), world_size=2)
@@ -75,8 +58,6 @@ CELLS = [
     ["storage", "bfloat16", "bfloat16", 3, 100, "as declared"],
     ["reduce", "float32", "bfloat16", 3, 100, "DIFFERENT"],
 ]
-
-
 LINES: list[dict[str, Any]] = [
     {"kind": "start", "step": 0},
     {"kind": "precision", "step": 1, "line": "", "logits": ["bfloat16"], "cells": CELLS},
@@ -260,20 +241,7 @@ def test_lines_come_at_the_interval_and_at_the_end_with_the_rest_from_the_pace(
 
 
 STEP = StepMetrics(1200, 2.34567, 1.5, 1e-3, 65536.0, 9, 0.5, 60.0, 123456.0, 3 << 30)
-
-
 FULL = LineState(24000, 1200, STEP, "2.4001", 3725.0, "", "3/8", 4.0)
-
-
-PARTS = {
-    "memory": "3.00 GiB",
-    "norm": "norm 1.50",
-    "micro-batch": "micro-batch 3/8",
-    "scale": "scale 65536",
-    "lr": "lr 1.00e-03",
-    "speed": "123K tokens/s",
-    "val": "val 2.4001",
-}
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 200, 300])
@@ -282,16 +250,6 @@ def test_the_line_fits_and_keeps_what_matters(width: int) -> None:
     assert len(text) <= width
     if width >= 60:
         assert text.startswith("step 1200/24000  ") and "loss 2.3457" in text and text.endswith("eta 1:02:05")
-
-
-def test_what_goes_goes_in_order() -> None:
-    """The parts that are left out at any width are the first of the list."""
-    for width in range(40, 200):
-        text = line(FULL, width).plain
-        there = [PARTS[name] in text for name in DROPPED if name in PARTS]
-        assert there == sorted(there), (width, text)
-    assert list(DROPPED[:2]) == ["memory", "norm"]
-    assert all(part in text for part in PARTS.values()) and "━" in text and "5%" in text
 
 
 def test_a_first_step_shows_its_micro_batches_and_its_time() -> None:
