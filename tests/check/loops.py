@@ -167,70 +167,77 @@ MASTERS: dict[str, tuple[Callable[[nn.Module], Tensors], Callable[[nn.Module, Te
 """How masters are made, and how they are written into the parameters."""
 
 
+def by_masters(
+    model: nn.Module, made: Tensors, after: Callable[[], Any] = nothing, rate: float = 1e-6
+) -> zerodrift.Observation:
+    """Update masters, at a rate so small that no bit of bf16 changes in four steps, unless one is given."""
+    return observed(model, torch.optim.AdamW(made, lr=rate), before=lambda: give(model, made), after=after)
+
+
 def masters(kind: str, rate: float = 1e-6, writes: bool = True) -> zerodrift.Observation:
-    """Train with masters at a rate so small that no bit of bf16 changes in four steps."""
     make, write = MASTERS[kind]
     model = dense(BF16)
     made = make(model)
-    optimizer = torch.optim.AdamW(made, lr=rate)
-    after = (lambda: write(model, made)) if writes else nothing
-    return observed(model, optimizer, before=lambda: give(model, made), after=after)
+    return by_masters(model, made, (lambda: write(model, made)) if writes else nothing, rate)
 
 
-class WithMasters(torch.optim.SGD):
-    """Keeps a master of each parameter in its state, or updates the parameters themselves."""
+class Rule(torch.optim.SGD):
+    """An optimizer that applies a rule to each parameter in turn."""
 
-    keeps = True
+    def update(self, parameter: Any, state: dict[str, Any], rate: float) -> None:
+        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            if "sum" not in state:
-                state["master"] = parameter.detach().to(FP32 if self.keeps else parameter.dtype, copy=True)
-                state["sum"] = torch.zeros_like(state["master"])
-            gradient = parameter.grad.to(state["sum"].dtype) + 0.01 * state["master"]
-            state["sum"].mul_(0.9).add_(gradient)
-            state["master"].add_(state["sum"], alpha=-self.param_groups[0]["lr"])
-            parameter.copy_(state["master"])
+            self.update(parameter, self.state[parameter], self.param_groups[0]["lr"])
+
+
+class WithMasters(Rule):
+    """Keeps a master of each parameter in its state, or updates the parameters themselves."""
+
+    keeps = True
+
+    def update(self, parameter: Any, state: dict[str, Any], rate: float) -> None:
+        if "sum" not in state:
+            state["master"] = parameter.detach().to(FP32 if self.keeps else parameter.dtype, copy=True)
+            state["sum"] = torch.zeros_like(state["master"])
+        gradient = parameter.grad.to(state["sum"].dtype) + 0.01 * state["master"]
+        state["sum"].mul_(0.9).add_(gradient)
+        state["master"].add_(state["sum"], alpha=-rate)
+        parameter.copy_(state["master"])
 
 
 class WithoutMasters(WithMasters):
     keeps = False
 
 
-class Compensated(torch.optim.SGD):
+class Compensated(Rule):
     """Adds what the rounding of an update to bf16 lost to the next update, as Kahan's summation does."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            rest = self.state[parameter].setdefault("rest", torch.zeros_like(parameter))
-            rest.add_(parameter.grad + 0.01 * parameter, alpha=-self.param_groups[0]["lr"])
-            before = parameter.clone()
-            parameter.add_(rest)
-            rest.add_(before.sub_(parameter))
+    def update(self, parameter: Any, state: dict[str, Any], rate: float) -> None:
+        rest = state.setdefault("rest", torch.zeros_like(parameter))
+        rest.add_(parameter.grad + 0.01 * parameter, alpha=-rate)
+        before = parameter.clone()
+        parameter.add_(rest)
+        rest.add_(before.sub_(parameter))
 
 
-class Stochastic(torch.optim.SGD):
+class Stochastic(Rule):
     """Rounds each update to bf16 at random."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            stochastic(parameter, parameter.float() - self.param_groups[0]["lr"] * parameter.grad.float())
+    def update(self, parameter: Any, state: dict[str, Any], rate: float) -> None:
+        stochastic(parameter, parameter.float() - rate * parameter.grad.float())
 
 
-class Averaging(torch.optim.SGD):
+class Averaging(Rule):
     """Adds a moment to the parameters, and the decay of the parameters to the moment afterwards."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter))
-            moment.mul_(0.9).add_(parameter.grad)
-            parameter.add_(moment, alpha=-self.param_groups[0]["lr"])
-            moment.add_(parameter, alpha=0.1)
+    def update(self, parameter: Any, state: dict[str, Any], rate: float) -> None:
+        moment = state.setdefault("moment", torch.zeros_like(parameter))
+        moment.mul_(0.9).add_(parameter.grad)
+        parameter.add_(moment, alpha=-rate)
+        moment.add_(parameter, alpha=0.1)
 
 
 class ByHand:
@@ -288,7 +295,7 @@ def bounded() -> zerodrift.Observation:
     model = dense()
     stale = [parameter.detach().clone() for parameter in model.parameters()]
     after = torch.no_grad()(lambda: [parameter.clamp_(-1, 1) for parameter in model.parameters()])
-    return observed(model, torch.optim.AdamW(stale, lr=1e-3), before=lambda: give(model, stale), after=after)
+    return by_masters(model, stale, after, rate=1e-3)
 
 
 def transformed() -> zerodrift.Observation:
@@ -336,13 +343,7 @@ def second_model() -> zerodrift.Observation:
     model = dense(BF16)
     other = copy.deepcopy(model).float()
     made: Tensors = list(other.parameters())
-    optimizer = torch.optim.AdamW(made, lr=1e-6)
-
-    def after() -> None:
-        at_once(model, made)
-        other(batch(0, 0)[0])
-
-    return observed(model, optimizer, before=lambda: give(model, made), after=after)
+    return by_masters(model, made, lambda: (at_once(model, made), other(batch(0, 0)[0])))
 
 
 # --- averages ----------------------------------------------------------------------------------------
@@ -395,15 +396,8 @@ def average(kind: str, dtype: torch.dtype) -> zerodrift.Observation:
 def averaged_model(dtype: torch.dtype, **how: Any) -> zerodrift.Observation:
     """Average a model that is updated by masters of its own."""
     model = dense(dtype)
-    made = copies(model)
-    kept = torch.optim.swa_utils.AveragedModel(model, **how)
-
-    def after() -> None:
-        at_once(model, made)
-        kept.update_parameters(model)
-
-    optimizer = torch.optim.AdamW(made, lr=1e-3)
-    return observed(model, optimizer, before=lambda: give(model, made), after=after)
+    made, kept = copies(model), torch.optim.swa_utils.AveragedModel(model, **how)
+    return by_masters(model, made, lambda: (at_once(model, made), kept.update_parameters(model)), rate=1e-3)
 
 
 class Momentum(nn.Module):
@@ -751,11 +745,10 @@ def lost_masters() -> zerodrift.Observation:
     """Train with masters that are copied from the parameters after each step."""
     model = dense(BF16)
     made = copies(model)
-    optimizer = torch.optim.AdamW(made, lr=1e-3)
 
     def after() -> None:
         at_once(model, made)
         for master, parameter in zip(made, model.parameters(), strict=True):
             master.copy_(parameter.detach())
 
-    return observed(model, optimizer, before=lambda: give(model, made), after=after)
+    return by_masters(model, made, after, rate=1e-3)
