@@ -48,10 +48,10 @@ def planned(model: nn.Module, precision: dict[str, Any], stage: int = 0) -> Plan
     ("precision", "frozen", "stage", "mode", "cell"),
     [
         ({"gather": "fp8"}, False, 3, "autocast-bf16", "storage"),
-        ({"gather": "int8"}, False, 2, "bf16", "storage"),
+        pytest.param({"gather": "int8"}, False, 2, "bf16", "storage", marks=pytest.mark.slow),
         ({"frozen": "nf4"}, True, 0, "bf16", "storage"),
         ({"compute": "fp8"}, False, 0, "autocast-bf16", "compute"),
-        ({"mode": "fp32", "compute": "fp8"}, False, 0, "fp32", "compute"),
+        pytest.param({"mode": "fp32", "compute": "fp8"}, False, 0, "fp32", "compute", marks=pytest.mark.slow),
     ],
 )
 def test_replays_of_a_narrow_plan_have_its_formats(
@@ -131,7 +131,13 @@ def chosen(found: Audit) -> dict[str, str]:
 OTHERS = {"blocks.*.attention.mixed.weight": "int8", "blocks.*.attention.out.weight": "int8"}
 
 
-@pytest.mark.parametrize(("limit", "more"), [("1.4x", {}), ("2.2x", {"blocks.*.up.weight": "fp8"})])
+@pytest.mark.parametrize(
+    ("limit", "more"),
+    [
+        pytest.param("1.4x", {}, marks=pytest.mark.slow),
+        ("2.2x", {"blocks.*.up.weight": "fp8"}),
+    ],
+)
 def test_a_matrix_with_outliers_gets_no_format_that_it_does_not_bear(
     limit: str, more: dict[str, str]
 ) -> None:

@@ -20,7 +20,7 @@ ALWAYS = frozenset((
 ))  # fmt: skip
 """Faults whose tests are not marked slow: one of each kind of finding."""
 
-ALWAYS_HEALTHY = frozenset((("gpt-oss", "bf16"), ("decoder", "fp16"), ("pictures", "autocast-bf16")))
+ALWAYS_HEALTHY = frozenset((("decoder", "fp16"), ("pictures", "autocast-bf16")))
 
 pytestmark = pytest.mark.long
 

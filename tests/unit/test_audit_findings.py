@@ -128,6 +128,9 @@ class Tying(nn.Module):
 TWO, ONE, HELD = Tying(False), Tying(True), Decoder()
 
 
+HELD.register_buffer("table", HELD.table.bfloat16())
+
+
 @pytest.mark.parametrize(
     ("of", "seen", "found"),
     [

@@ -106,7 +106,11 @@ def test_an_embedding_and_its_like_are_a_fault_where_a_config_ties_them(ties: bo
 # --- what was expected -----------------------------------------------------------------------------------
 
 
-BF16 = dict.fromkeys(("storage", "compute", "grad"), "bfloat16")
+BF16 = {
+    **dict.fromkeys(("storage", "compute", "grad"), "bfloat16"),
+    **dict.fromkeys(("accumulate", "reduce", "master", "state"), "float32"),
+}
+"""A bf16 run with fp32 masters and sums."""
 BF16 = dict.fromkeys(("storage", "compute", "grad"), "bfloat16")
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,

@@ -50,10 +50,10 @@ PACKED = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_every_damage_that_a_checksum_shows_is_an_error(name: str, tmp_path: Path) -> None:
-    """There are 500 flipped bits, truncations and additions each."""
+    """There are 300 flipped bits, truncations and additions each."""
     whole = PACKED[name]()
     file, draw, caught = tmp_path / name, np.random.default_rng(0), 0
-    for turn in range(500):
+    for turn in range(300):
         at = int(draw.integers(len(whole)))
         damaged = {
             0: whole[:at],
@@ -69,7 +69,7 @@ def test_every_damage_that_a_checksum_shows_is_an_error(name: str, tmp_path: Pat
         else:
             # What a footer of parquet calls a column has no checksum.
             assert [[*row.values()] for row in found] == [[*row.values()] for row in WRITTEN], turn
-    assert caught > 350
+    assert caught > 210
 
 
 HALVED: dict[str, Callable[[], bytes]] = {
@@ -88,7 +88,7 @@ def test_half_a_file_is_an_error_wherever_that_shows(name: str, tmp_path: Path) 
     )
     file.write_bytes(whole)
     assert rows(file) == wanted
-    for at in range(1, len(whole) - 1, 13):
+    for at in range(1, len(whole) - 1, 29):
         file.write_bytes(whole[:at])
         try:
             found = rows(file)
