@@ -18,6 +18,7 @@ from zerodrift.errors import ModelError
 from zerodrift.inspect.check.compare import computes, hidden, nondeterministic
 from zerodrift.inspect.trace.dry_run import NORMS, ONE_DTYPE, trace
 from zerodrift.model.inputs import Inputs, inputs_for
+from zerodrift.model.sources import build_runnable
 from zerodrift.plan.table import Plan
 from zerodrift.plan.trace import Refusal, Trace, TracedOperation, TracedTensor
 from zerodrift.report.trace import hidden_lines, trace_text
@@ -258,6 +259,8 @@ def test_a_plain_model_shows_its_operations_by_module_and_nothing_is_found() -> 
     backward = {each.name for each in shown.operations if each.module == "first" and each.backward}
     assert {"mm", "sum"} <= backward
     assert shown.loss == "the first output that is one number" and shown.refused is None
+    frozen = traced(Tokens().requires_grad_(False))
+    assert frozen.loss == "" and not any(each.backward for each in frozen.operations)
 
 
 def test_a_constant_in_fp32_makes_the_next_product_refused_and_under_autocast_a_promotion() -> None:
@@ -367,6 +370,17 @@ def test_a_function_gives_inputs(function: str) -> None:
 def test_inputs_that_do_not_fit_are_one_error(inputs: Callable[[], Inputs], told: str) -> None:
     with pytest.raises(ModelError, match=told):
         traced(Pictures(), "fp32", inputs())
+
+
+def stack() -> nn.Module:
+    """Make experts too large for a test's machine."""
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.empty(1 << 12, 1 << 14, 1 << 14))
+    return model
+
+
+def test_a_model_larger_than_any_memory_can_be_run() -> None:
+    assert next(build_runnable(f"{__name__}:stack").parameters()).is_meta
 
 
 # --- traces that are written by hand ---------------------------------------------------------------------
