@@ -1,4 +1,4 @@
-"""What an audit measures: rounding with the errors of fp64, margins of routers, the loss, a run it probes."""
+"""Measures of an audit: rounding with the errors of fp64, margins of routers, the loss, a probe."""
 
 from __future__ import annotations
 

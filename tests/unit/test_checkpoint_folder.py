@@ -100,6 +100,9 @@ def save(folder: CheckpointFolder, step: int, tag: str = "", run: str = "r1") ->
     return home
 
 
+# --- what appears --------------------------------------------------------------------------------------
+
+
 def test_what_is_published_is_the_newest(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "runs" / "a")
     assert folder.tags() == [] and folder.latest() == ""
@@ -196,6 +199,9 @@ def test_no_bit_of_a_manifest_can_change_unseen(tmp_path: Path) -> None:
     (path / MANIFEST).write_bytes(good[: len(good) // 2])
     with pytest.raises(CheckpointError, match="must be the manifest that was written"):
         read_manifest(path)
+
+
+# --- the lock of a folder ------------------------------------------------------------------------------
 
 
 def test_of_two_processes_one_gets_it(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ def traced(model: nn.Module, mode: str = "bf16", inputs: Inputs | None = None, *
     return trace(plan_of(model, mode, **precision), model, inputs or inputs_for(model))
 
 
+# --- what torch refuses --------------------------------------------------------------------------------
+
 Call = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
@@ -147,6 +149,8 @@ def test_what_torch_takes_is_no_refusal(name: str) -> None:
 def test_every_operation_of_the_list_was_tried() -> None:
     assert REFUSED.keys() == ONE_DTYPE | (NORMS - {"_native_batch_norm_legit"})
 
+
+# --- models --------------------------------------------------------------------------------------------
 
 Middle = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -327,6 +331,9 @@ def test_other_shapes_of_models(model: str) -> None:
     assert len(seen) == 1, "what is computed again in the backward is not told twice"
 
 
+# --- inputs --------------------------------------------------------------------------------------------
+
+
 class Pictures(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -433,6 +440,8 @@ def hidden_in(
     return [(each.kind, each.name, each.what) for each in told]
 
 
+# --- not deterministic on CUDA -------------------------------------------------------------------------
+
 WHOLE = [cast("3 int64", "4 fp32", line="moe.py:1"), op("histc", "4 fp32", "5 fp32")]
 
 
@@ -466,6 +475,8 @@ def test_operations_without_the_same_bits_are_named_for_cuda_alone(
     assert len(named) == bool(says)
     assert not says or says in f"{named[0].what} {named[0].do}"
 
+
+# --- promotions, pins and columns ----------------------------------------------------------------------
 
 ADD = op("add", "3 bf16, 4 fp32", "5 fp32")
 

@@ -1,4 +1,4 @@
-"""What is shown of a run: curves, the page, lines of metrics, the live line, and what a replay found."""
+"""Reports of a run: curves, the page, lines of metrics, the live line, and what a replay found."""
 
 from __future__ import annotations
 
@@ -46,6 +46,9 @@ def test_many_points_become_few_and_no_peak_is_lost() -> None:
     means = smooth_values([float(value) for value in range(50)], 5)
     assert all(0 <= mean <= 49 for mean in means)
     assert means[25] == pytest.approx(25.0, abs=0.01), "it runs neither ahead nor behind"
+
+
+# --- the page ------------------------------------------------------------------------------------------
 
 
 def page(lines: list[dict[str, Any]], **run: Any) -> str:
@@ -169,6 +172,9 @@ def test_a_million_steps_are_a_hundred_megabytes_at_most() -> None:
     tracemalloc.stop()
     assert held < 100 * 10_000 * 1.15, "arrays grow by an eighth"
     assert len(lines.steps("loss")) == 9_999 and lines.last("step") == 9_999.0
+
+
+# --- metrics and lines ---------------------------------------------------------------------------------
 
 
 def test_going_on_takes_out_what_came_after_the_checkpoint(tmp_path: Path) -> None:
