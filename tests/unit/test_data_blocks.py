@@ -365,6 +365,7 @@ def test_an_order_looks_like_chance() -> None:
 @pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 2, 6), (2, 3, 2), (4, 1, 3), (6, 2, 1)])
 def test_a_step_has_the_same_blocks_on_any_number_of_ranks(ranks: int, micro: int, accumulation: int) -> None:
     chosen = BlockSampler(100, 0).step(7, 12)
+    assert chosen.tolist() == [BlockSampler(100, 0).at(7 * 12 + place) for place in range(12)]
     found = [
         blocks_of(chosen, turn * ranks + rank, micro) for rank in range(ranks) for turn in range(accumulation)
     ]
