@@ -15,7 +15,7 @@ from tests.unit.deepspeed_layout import lay_out, values
 from zerodrift.errors import ZerodriftError
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 
-FLIPS = 60
+FLIPS = 36
 """Number of single flipped bits, at each stage."""
 
 

@@ -109,7 +109,7 @@ YAML = {
     "octal of python": "train_batch_size: 0o9",
     "number as key": "1.5: 2",
     "deep lists": "a: " + "[" * 10_000 + "]" * 10_000,
-    "open lists": "[" * 200_000,
+    "open lists": "[" * 60_000,
     "deep blocks": "? " * 300_000,
     "deep items": "- " * 300_000,
     "many keys": "\n".join(f"k{i}: {i}" for i in range(12_000)),
