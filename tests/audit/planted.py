@@ -51,7 +51,7 @@ class Healthy:
         return {**blocks, "precision": {"mode": mode, **given, **({"rules": rules} if rules else {})}}
 
 
-def _words(vocabulary: int, length: int = LENGTH, count: int = 4) -> Batches:
+def words(vocabulary: int, length: int = LENGTH, count: int = 4) -> Batches:
     generator = torch.Generator().manual_seed(1)
     made = (torch.randint(0, vocabulary, (4, length), generator=generator) for _ in range(count))
     return [{"input_ids": ids, "labels": ids} for ids in made]
@@ -72,7 +72,7 @@ def _tiny(name: str) -> nn.Module:
 
 
 def _of_transformers(name: str, routers: str = "") -> Healthy:
-    return Healthy(functools.partial(_tiny, name), functools.partial(_words, 97), routers)
+    return Healthy(functools.partial(_tiny, name), functools.partial(words, 97), routers)
 
 
 HEALTHY: dict[str, Healthy] = {
@@ -80,8 +80,8 @@ HEALTHY: dict[str, Healthy] = {
     "gpt-oss": _of_transformers("gpt_oss", "*.router.*"),
     "qwen3-moe": _of_transformers("qwen3_moe", "*.mlp.gate.*"),
     "deepseek-v3": _of_transformers("deepseek_v3", "*.mlp.gate.*"),
-    "decoder": Healthy(Decoder, functools.partial(_words, VOCABULARY)),
-    "deep decoder": Healthy(functools.partial(Decoder, 8), functools.partial(_words, VOCABULARY)),
+    "decoder": Healthy(Decoder, functools.partial(words, VOCABULARY)),
+    "deep decoder": Healthy(functools.partial(Decoder, 8), functools.partial(words, VOCABULARY)),
     "pictures": Healthy(Pictures, _images),
 }
 

@@ -11,7 +11,8 @@ import torch
 import yaml
 from torch import nn
 
-from tests.audit.networks import LENGTH, VOCABULARY, Decoder
+from tests.audit.networks import VOCABULARY, Decoder
+from tests.audit.planted import words
 from zerodrift.api import make_plan
 from zerodrift.dtypes import ADMITTED, parse_among
 from zerodrift.inspect.audit import variants
@@ -26,12 +27,6 @@ from zerodrift.plan.bill import cost
 from zerodrift.plan.table import Plan
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
-
-
-def batches(count: int = 2) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    made = (torch.randint(0, VOCABULARY, (4, LENGTH), generator=generator) for _ in range(count))
-    return [{"input_ids": ids, "labels": ids} for ids in made]
 
 
 def decoder(frozen: bool = False) -> nn.Module:
@@ -53,10 +48,10 @@ def planned(model: nn.Module, precision: dict[str, Any], stage: int = 0) -> Plan
     ("precision", "frozen", "stage", "mode", "cell"),
     [
         ({"gather": "fp8"}, False, 3, "autocast-bf16", "storage"),
-        ({"gather": "int8"}, False, 2, "bf16", "storage"),
+        pytest.param({"gather": "int8"}, False, 2, "bf16", "storage", marks=pytest.mark.slow),
         ({"frozen": "nf4"}, True, 0, "bf16", "storage"),
         ({"compute": "fp8"}, False, 0, "autocast-bf16", "compute"),
-        ({"mode": "fp32", "compute": "fp8"}, False, 0, "fp32", "compute"),
+        pytest.param({"mode": "fp32", "compute": "fp8"}, False, 0, "fp32", "compute", marks=pytest.mark.slow),
     ],
 )
 def test_replays_of_a_narrow_plan_have_its_formats(
@@ -64,7 +59,9 @@ def test_replays_of_a_narrow_plan_have_its_formats(
 ) -> None:
     model = decoder(frozen)
     plan = planned(model, precision, stage)
-    setup = AuditSetup(Subject.of(model, None), variants.without_update(plan.policy), plan.mesh, batches(1))
+    setup = AuditSetup(
+        Subject.of(model, None), variants.without_update(plan.policy), plan.mesh, words(VOCABULARY, count=1)
+    )
     passes, ran = run_three_passes(setup)
     ran = replace(ran, policy=setup.policy)
     again = setup.signals(setup.policy)
@@ -88,7 +85,7 @@ def test_fp8_products_are_replayed() -> None:
     model = decoder()
     rules = [{"match": "head.weight", "compute": "bf16"}]
     plan = planned(model, {"compute": "fp8", "rules": rules})
-    found = audit(plan, model, batches(1), confirm=1, budget=None)
+    found = audit(plan, model, words(VOCABULARY, count=1), confirm=1, budget=None)
     replay = next(each for each in found.replayed if len(each.choice.names) > 1)
     assert set(replay.choice.names) == {row.name for row in plan.rows if row.columns.products is not None}
     assert replay.choice.cell == "compute" and 0.5 < replay.alone.rms / found.drift.rms < 1.5
@@ -99,7 +96,9 @@ def test_fp8_products_are_replayed() -> None:
 def test_a_narrow_wire_is_measured_on_one_rank() -> None:
     model = decoder()
     plan = planned(model, {"reduce": {"wire": "int4"}})
-    found = {line.name: line.reduce for line in audit(plan, model, batches(), confirm=0).gradients}
+    found = {
+        line.name: line.reduce for line in audit(plan, model, words(VOCABULARY, count=2), confirm=0).gradients
+    }
     assert 0.03 < found["head.weight"] < 0.3 and not found["norm.weight"]
 
 
@@ -132,13 +131,19 @@ def chosen(found: Audit) -> dict[str, str]:
 OTHERS = {"blocks.*.attention.mixed.weight": "int8", "blocks.*.attention.out.weight": "int8"}
 
 
-@pytest.mark.parametrize(("limit", "more"), [("1.4x", {}), ("2.2x", {"blocks.*.up.weight": "fp8"})])
+@pytest.mark.parametrize(
+    ("limit", "more"),
+    [
+        pytest.param("1.4x", {}, marks=pytest.mark.slow),
+        ("2.2x", {"blocks.*.up.weight": "fp8"}),
+    ],
+)
 def test_a_matrix_with_outliers_gets_no_format_that_it_does_not_bear(
     limit: str, more: dict[str, str]
 ) -> None:
     model = with_outliers()
     plan = planned(model, {})
-    found = audit(plan, model, batches(), budget=None, confirm=0, narrow=f"bytes:{limit}")
+    found = audit(plan, model, words(VOCABULARY, count=2), budget=None, confirm=0, narrow=f"bytes:{limit}")
     advice = found.formats
     assert advice is not None and chosen(found) == OTHERS | more
     assert advice.start.drift == found.drift and advice.limit == float(limit[:-1]) * found.drift.rms
@@ -161,7 +166,7 @@ def test_a_matrix_with_outliers_gets_no_format_that_it_does_not_bear(
         for pattern, word in chosen(found).items()
         for number in "01"
     }
-    again = audit(pasted, model, batches(), budget=None, confirm=0)
+    again = audit(pasted, model, words(VOCABULARY, count=2), budget=None, confirm=0)
     assert again.drift == advice.chosen.drift
     assert cost(pasted).rest.total == advice.chosen.bytes.rest < advice.start.bytes.rest
 
@@ -186,7 +191,9 @@ def test_what_is_not_run_has_its_reason(
     precision: dict[str, Any], goal: str, reasons: dict[str, str]
 ) -> None:
     model = decoder(frozen=True)
-    found = audit(planned(model, precision), model, batches(1), budget=None, confirm=0, narrow=goal)
+    found = audit(
+        planned(model, precision), model, words(VOCABULARY, count=1), budget=None, confirm=0, narrow=goal
+    )
     assert found.formats is not None
     for trial in found.formats.trials:
         assert (trial.alone is None) == bool(trial.left_out)
@@ -199,8 +206,8 @@ def test_what_is_not_run_has_its_reason(
 def test_a_plan_without_drift_needs_a_limit_of_its_own() -> None:
     model = decoder(frozen=True)
     plan = planned(model, {"mode": "fp32"})
-    found = audit(plan, model, batches(1), budget=None, confirm=0, narrow="bytes")
+    found = audit(plan, model, words(VOCABULARY, count=1), budget=None, confirm=0, narrow="bytes")
     assert not chosen(found) and "`--narrow bytes:0.01`" in " ".join(found.text().split())
-    found = audit(plan, model, batches(1), budget=None, confirm=0, narrow="bytes:0.01")
+    found = audit(plan, model, words(VOCABULARY, count=1), budget=None, confirm=0, narrow="bytes:0.01")
     assert found.formats is not None and found.formats.limit == 0.01
     assert set(chosen(found).values()) == {"nf4", "int8"} and found.formats.chosen.drift.rms <= 0.01

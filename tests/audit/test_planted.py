@@ -15,13 +15,12 @@ from zerodrift.inspect.audit.entry import audit
 from zerodrift.inspect.audit.report import Audit
 
 ALWAYS = frozenset((
-    "router-by-rule", "embedding-in-code", "accumulate-of-one", "wire-of-gradients-that-cancel",
-    "clip-of-scaled-gradients", "softmax-overflows", "table-in-bf16", "running-sum",
-    "stale-copy",
+    "router-by-rule", "embedding-in-code", "accumulate-of-one", "clip-of-scaled-gradients",
+    "softmax-overflows", "table-in-bf16", "stale-copy",
 ))  # fmt: skip
-"""Faults whose tests are not marked slow."""
+"""Faults whose tests are not marked slow: one of each kind of finding."""
 
-ALWAYS_HEALTHY = frozenset((("gpt-oss", "bf16"), ("decoder", "fp16"), ("pictures", "autocast-bf16")))
+ALWAYS_HEALTHY = frozenset((("decoder", "fp16"), ("pictures", "autocast-bf16")))
 
 pytestmark = pytest.mark.long
 
@@ -67,12 +66,6 @@ def test_nothing_is_found_where_nothing_is_wrong(on: str, config: dict[str, Any]
     skip_without(on)
     healthy = HEALTHY[on]
     assert not audited(on, healthy.model(), config, healthy.batches()).findings
-
-
-def test_there_are_enough() -> None:
-    assert len({planted.name for planted in PLANTED}) == len(PLANTED) >= 20
-    assert len({planted.on for planted in PLANTED}) >= 6
-    assert len(list(twins())) >= 20
 
 
 @pytest.mark.slow

@@ -30,36 +30,53 @@ def nothing(*_: Any) -> None:
 
 
 def observed(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    loss: Loss = loss_of,
-    before: Callable[[], Any] = nothing,
-    after: Callable[[], Any] = nothing,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **how: Any
 ) -> zerodrift.Observation:
-    """Train four steps, with `before` and `after` around the optimizer's step, and return the observation."""
     with zerodrift.observe() as seen:
-        train(model, optimizer, loss, before, after)
+        train(model, optimizer, **how)
     return seen
+
+
+def observed_steps(step: Callable[[torch.Tensor, torch.Tensor], Any]) -> zerodrift.Observation:
+    """Observe four steps of a script's own."""
+    with zerodrift.observe() as seen:
+        for number in range(4):
+            step(*batch(rank(), number))
+    return seen
+
+
+def made(
+    make: Callable[..., nn.Module],
+    *arguments: Any,
+    by: Callable[[nn.Module], Any] = lambda model: None,
+    **how: Any,
+) -> zerodrift.Observation:
+    """Make a model, train it by an optimizer that `by` makes, by default AdamW, and observe it."""
+    torch.manual_seed(0)
+    model = make(*arguments)
+    return observed(model, by(model), **how)
 
 
 def observed_as_made(make: Callable[[], tuple[nn.Module, Callable[[], Any]]]) -> zerodrift.Observation:
     """Observe the making of a model, too, and of what averages its gradients."""
     with zerodrift.observe() as seen:
         model, before = make()
-        train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), before=before)
+        train(model, before=before)
     return seen
 
 
 def train(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
     loss: Loss = loss_of,
     before: Callable[[], Any] = nothing,
     after: Callable[[], Any] = nothing,
 ) -> None:
-    for step in range(4):
-        tokens, targets = batch(rank(), step)
+    """Train four steps, with `before` and `after` around the step of an optimizer, by default AdamW."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for number in range(4):
+        tokens, targets = batch(rank(), number)
         loss(model(tokens), targets).backward()
         before()
         optimizer.step()
@@ -150,80 +167,77 @@ MASTERS: dict[str, tuple[Callable[[nn.Module], Tensors], Callable[[nn.Module, Te
 """How masters are made, and how they are written into the parameters."""
 
 
+def by_masters(
+    model: nn.Module, made: Tensors, after: Callable[[], Any] = nothing, rate: float = 1e-6
+) -> zerodrift.Observation:
+    """Update masters, at a rate so small that no bit of bf16 changes in four steps, unless one is given."""
+    return observed(model, torch.optim.AdamW(made, lr=rate), before=lambda: give(model, made), after=after)
+
+
 def masters(kind: str, rate: float = 1e-6, writes: bool = True) -> zerodrift.Observation:
-    """Train with masters at a rate so small that no bit of bf16 changes in four steps."""
     make, write = MASTERS[kind]
     model = dense(BF16)
     made = make(model)
-    optimizer = torch.optim.AdamW(made, lr=rate)
-    after = (lambda: write(model, made)) if writes else nothing
-    return observed(model, optimizer, before=lambda: give(model, made), after=after)
+    return by_masters(model, made, (lambda: write(model, made)) if writes else nothing, rate)
 
 
-class WithMasters(torch.optim.SGD):
-    """Keeps a master of each parameter in its state, or updates the parameters themselves."""
+class Rule(torch.optim.SGD):
+    """An optimizer that applies a rule to each parameter in turn."""
 
-    keeps = True
+    def update(self, parameter: Any, state: dict[str, Any], rate: float) -> None:
+        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            if "sum" not in state:
-                state["master"] = parameter.detach().to(FP32 if self.keeps else parameter.dtype, copy=True)
-                state["sum"] = torch.zeros_like(state["master"])
-            gradient = parameter.grad.to(state["sum"].dtype) + 0.01 * state["master"]
-            state["sum"].mul_(0.9).add_(gradient)
-            state["master"].add_(state["sum"], alpha=-self.param_groups[0]["lr"])
-            parameter.copy_(state["master"])
+            self.update(parameter, self.state[parameter], self.param_groups[0]["lr"])
+
+
+class WithMasters(Rule):
+    """Keeps a master of each parameter in its state, or updates the parameters themselves."""
+
+    keeps = True
+
+    def update(self, parameter: Any, state: dict[str, Any], rate: float) -> None:
+        if "sum" not in state:
+            state["master"] = parameter.detach().to(FP32 if self.keeps else parameter.dtype, copy=True)
+            state["sum"] = torch.zeros_like(state["master"])
+        gradient = parameter.grad.to(state["sum"].dtype) + 0.01 * state["master"]
+        state["sum"].mul_(0.9).add_(gradient)
+        state["master"].add_(state["sum"], alpha=-rate)
+        parameter.copy_(state["master"])
 
 
 class WithoutMasters(WithMasters):
     keeps = False
 
 
-def own_optimizer(kind: type[WithMasters]) -> zerodrift.Observation:
-    model = dense(BF16)
-    return observed(model, kind(model.parameters(), lr=1e-6 if kind.keeps else 1e-2))
-
-
-class Compensated(torch.optim.SGD):
+class Compensated(Rule):
     """Adds what the rounding of an update to bf16 lost to the next update, as Kahan's summation does."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            rest = self.state[parameter].setdefault("rest", torch.zeros_like(parameter))
-            rest.add_(parameter.grad + 0.01 * parameter, alpha=-self.param_groups[0]["lr"])
-            before = parameter.clone()
-            parameter.add_(rest)
-            rest.add_(before.sub_(parameter))
+    def update(self, parameter: Any, state: dict[str, Any], rate: float) -> None:
+        rest = state.setdefault("rest", torch.zeros_like(parameter))
+        rest.add_(parameter.grad + 0.01 * parameter, alpha=-rate)
+        before = parameter.clone()
+        parameter.add_(rest)
+        rest.add_(before.sub_(parameter))
 
 
-class Stochastic(torch.optim.SGD):
+class Stochastic(Rule):
     """Rounds each update to bf16 at random."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            stochastic(parameter, parameter.float() - self.param_groups[0]["lr"] * parameter.grad.float())
+    def update(self, parameter: Any, state: dict[str, Any], rate: float) -> None:
+        stochastic(parameter, parameter.float() - rate * parameter.grad.float())
 
 
-class Averaging(torch.optim.SGD):
+class Averaging(Rule):
     """Adds a moment to the parameters, and the decay of the parameters to the moment afterwards."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter))
-            moment.mul_(0.9).add_(parameter.grad)
-            parameter.add_(moment, alpha=-self.param_groups[0]["lr"])
-            moment.add_(parameter, alpha=0.1)
-
-
-def rounding(kind: type[torch.optim.SGD], rate: float) -> zerodrift.Observation:
-    model = dense(BF16)
-    return observed(model, kind(model.parameters(), lr=rate))
+    def update(self, parameter: Any, state: dict[str, Any], rate: float) -> None:
+        moment = state.setdefault("moment", torch.zeros_like(parameter))
+        moment.mul_(0.9).add_(parameter.grad)
+        parameter.add_(moment, alpha=-rate)
+        moment.add_(parameter, alpha=0.1)
 
 
 class ByHand:
@@ -268,11 +282,6 @@ UPDATES: dict[str, Callable[[nn.Parameter], Any]] = {
 """How a script updates a parameter without an optimizer."""
 
 
-def by_hand(update: Callable[[nn.Parameter], Any], dtype: torch.dtype = FP32) -> zerodrift.Observation:
-    model = dense(dtype)
-    return observed(model, ByHand(model, update))  # type: ignore[arg-type]
-
-
 def in_part() -> zerodrift.Observation:
     """Train the head with an optimizer, and the rest by hand."""
     model = dense()
@@ -286,25 +295,24 @@ def bounded() -> zerodrift.Observation:
     model = dense()
     stale = [parameter.detach().clone() for parameter in model.parameters()]
     after = torch.no_grad()(lambda: [parameter.clamp_(-1, 1) for parameter in model.parameters()])
-    return observed(model, torch.optim.AdamW(stale, lr=1e-3), before=lambda: give(model, stale), after=after)
+    return by_masters(model, stale, after, rate=1e-3)
 
 
 def transformed() -> zerodrift.Observation:
     """Take gradients by `torch.func.grad`, which puts tensors without memory in the parameters' place."""
     model = dense()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with zerodrift.observe() as seen:
-        for step in range(4):
-            tokens, targets = batch(rank(), step)
 
-            def value(parameters: Any, tokens: Any = tokens, targets: Any = targets) -> torch.Tensor:
-                return loss_of(torch.func.functional_call(model, parameters, (tokens,)), targets)
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        def value(parameters: Any) -> torch.Tensor:
+            return loss_of(torch.func.functional_call(model, parameters, (tokens,)), targets)
 
-            gradients = torch.func.grad(value)(dict(model.named_parameters()))
-            for name, parameter in model.named_parameters():
-                parameter.grad = gradients[name]
-            optimizer.step()
-    return seen
+        gradients = torch.func.grad(value)(dict(model.named_parameters()))
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        optimizer.step()
+
+    return observed_steps(step)
 
 
 def ensemble() -> zerodrift.Observation:
@@ -313,13 +321,13 @@ def ensemble() -> zerodrift.Observation:
     parameters, _ = torch.func.stack_module_state(models)
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3)
     both = torch.vmap(lambda p, x: torch.func.functional_call(models[0], (p,), (x,)), in_dims=(0, None))
-    with zerodrift.observe() as seen:
-        for step in range(4):
-            tokens, targets = batch(rank(), step)
-            loss_of(both(parameters, tokens).mean(0), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        loss_of(both(parameters, tokens).mean(0), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return observed_steps(step)
 
 
 def post_hook() -> zerodrift.Observation:
@@ -335,13 +343,7 @@ def second_model() -> zerodrift.Observation:
     model = dense(BF16)
     other = copy.deepcopy(model).float()
     made: Tensors = list(other.parameters())
-    optimizer = torch.optim.AdamW(made, lr=1e-6)
-
-    def after() -> None:
-        at_once(model, made)
-        other(batch(0, 0)[0])
-
-    return observed(model, optimizer, before=lambda: give(model, made), after=after)
+    return by_masters(model, made, lambda: (at_once(model, made), other(batch(0, 0)[0])))
 
 
 # --- averages ----------------------------------------------------------------------------------------
@@ -388,21 +390,14 @@ def average(kind: str, dtype: torch.dtype) -> zerodrift.Observation:
     def follow() -> None:
         AVERAGES[kind](averages, [parameter.detach().to(dtype) for parameter in model.parameters()])
 
-    return observed(model, torch.optim.AdamW(model.parameters(), lr=1e-3), after=follow)
+    return observed(model, after=follow)
 
 
 def averaged_model(dtype: torch.dtype, **how: Any) -> zerodrift.Observation:
     """Average a model that is updated by masters of its own."""
     model = dense(dtype)
-    made = copies(model)
-    kept = torch.optim.swa_utils.AveragedModel(model, **how)
-
-    def after() -> None:
-        at_once(model, made)
-        kept.update_parameters(model)
-
-    optimizer = torch.optim.AdamW(made, lr=1e-3)
-    return observed(model, optimizer, before=lambda: give(model, made), after=after)
+    made, kept = copies(model), torch.optim.swa_utils.AveragedModel(model, **how)
+    return by_masters(model, made, lambda: (at_once(model, made), kept.update_parameters(model)), rate=1e-3)
 
 
 class Momentum(nn.Module):
@@ -421,17 +416,12 @@ class Momentum(nn.Module):
         return self.query(tokens) - 0.01 * keys
 
 
-def momentum(dtype: torch.dtype) -> zerodrift.Observation:
-    model = Momentum(dtype)
-    return observed(model, torch.optim.AdamW(model.query.parameters(), lr=1e-3))
-
-
 def hard_target() -> zerodrift.Observation:
     """Train beside a bf16 copy of the model that is replaced as a whole."""
     model = dense()
     target = copy.deepcopy(model).to(BF16)
     after = lambda: at_once(target, list(model.parameters()))  # noqa: E731
-    return observed(model, torch.optim.AdamW(model.parameters(), lr=1e-3), after=after)
+    return observed(model, after=after)
 
 
 # --- losses ------------------------------------------------------------------------------------------
@@ -481,37 +471,32 @@ LOSSES: dict[str, Loss] = {
 """Losses of logits in the dtype that they are given in."""
 
 
-def loss(kind: str, dtype: torch.dtype) -> zerodrift.Observation:
-    model = dense()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return observed(model, optimizer, loss=lambda x, t: LOSSES[kind](x.to(dtype), t))
-
-
 class WithLoss(Dense):
-    """Computes its own loss, as models of `transformers` do."""
+    """Computes its own loss in a dtype, as models of `transformers` do."""
 
-    dtype = FP32
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = super().forward(tokens)
         return functional.cross_entropy(logits.to(self.dtype).flatten(0, -2), tokens.flatten())
 
 
-def inside(dtype: torch.dtype) -> zerodrift.Observation:
-    torch.manual_seed(0)
-    model = WithLoss()
-    model.dtype = dtype
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return observed(model, optimizer, loss=lambda x, t: x)
+class LookupAndHead(nn.Sequential):
+    """A head that is the only product of its model."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(64, 16))
+        self.add_module("head", nn.Linear(16, 64))
 
 
 class NarrowHead(Dense):
     """A head in 16 bits on a model in fp32."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        x = x + self.down(torch.relu(self.up(self.norm(x))))
-        return functional.linear(x.to(BF16), self.head.weight.to(BF16))
+        x = self.block(self.embed(tokens)).to(BF16)
+        return functional.linear(x, self.head.weight.to(BF16))
 
 
 def head(model: nn.Module | None = None, scale: float = 1.0, autocast: bool = False) -> zerodrift.Observation:
@@ -522,13 +507,6 @@ def head(model: nn.Module | None = None, scale: float = 1.0, autocast: bool = Fa
     if autocast:
         model.forward = torch.autocast("cpu", BF16)(model.forward)
     return observed(model, optimizer)
-
-
-def narrowed() -> zerodrift.Observation:
-    """Cast fp32 logits to bf16 on their way to a loss in fp32."""
-    model = dense()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return observed(model, optimizer, loss=lambda x, t: loss_of(x.to(BF16), t))
 
 
 def rollout(dtype: torch.dtype, inside: bool = False) -> zerodrift.Observation:
@@ -547,14 +525,8 @@ def rollout(dtype: torch.dtype, inside: bool = False) -> zerodrift.Observation:
         with torch.no_grad():
             old = Policy()(tokens)
         old = old if inside else picked(old.log_softmax(-1), targets).float()
-        train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), clipped)
+        train(model, loss=clipped)
     return seen
-
-
-def cast_loss(dtype: torch.dtype) -> zerodrift.Observation:
-    model = dense()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return observed(model, optimizer, loss=lambda x, t: loss_of(x, t).to(dtype) / 4)
 
 
 # --- whole numbers and statistics -----------------------------------------------------------------------
@@ -594,14 +566,7 @@ class Counting(Dense):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        x = x + self.made(x, self.dtype).float()
-        return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
-
-
-def counting(made: In, dtype: torch.dtype) -> zerodrift.Observation:
-    torch.manual_seed(0)
-    model = Counting(made, dtype)
-    return observed(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        return self.head(self.block(x + self.made(x, self.dtype).float()))
 
 
 # --- loss scales ----------------------------------------------------------------------------------------
@@ -615,18 +580,18 @@ def scaled(
     """Train under autocast to fp16; `before` is called before the step, which a `GradScaler` takes."""
     model, scaler = dense(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with zerodrift.observe() as seen:
-        for step in range(4):
-            tokens, targets = batch(rank(), step)
-            with torch.autocast("cpu", FP16):
-                logits = model(tokens)
-            loss = scale(loss_of(logits, targets))
-            (scaler.scale(loss) if steps else loss).backward()
-            before(scaler, optimizer, model)
-            scaler.step(optimizer) if steps else optimizer.step()
-            scaler.update() if steps else None
-            optimizer.zero_grad()
-    return seen
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        with torch.autocast("cpu", FP16):
+            logits = model(tokens)
+        loss = scale(loss_of(logits, targets))
+        (scaler.scale(loss) if steps else loss).backward()
+        before(scaler, optimizer, model)
+        scaler.step(optimizer) if steps else optimizer.step()
+        scaler.update() if steps else None
+        optimizer.zero_grad()
+
+    return observed_steps(step)
 
 
 def clip(model: nn.Module) -> None:
@@ -668,27 +633,21 @@ class Around(torch.optim.Optimizer):
         self.rest.step()
 
 
-def nested() -> zerodrift.Observation:
-    model = dense()
-    return observed(model, Around(model))
-
-
 def closures() -> zerodrift.Observation:
     """The first forward runs in the first step."""
     model = dense()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-2, max_iter=2)
-    with zerodrift.observe() as seen:
-        for step in range(4):
 
-            def closure(step: int = step) -> torch.Tensor:
-                optimizer.zero_grad()
-                tokens, targets = batch(rank(), step)
-                value = loss_of(model(tokens), targets)
-                value.backward()
-                return value
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            value = loss_of(model(tokens), targets)
+            value.backward()
+            return value
 
-            optimizer.step(closure)
-    return seen
+        optimizer.step(closure)
+
+    return observed_steps(step)
 
 
 def cast_between() -> zerodrift.Observation:
@@ -708,38 +667,24 @@ class Spectral(Dense):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         x = torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=8, dim=1)
-        return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
-
-
-def spectral() -> zerodrift.Observation:
-    torch.manual_seed(0)
-    model = Spectral()
-    return observed(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        return self.head(self.block(x))
 
 
 def adapted() -> zerodrift.Observation:
     """Train what a step by hand comes from, with results in the parameters' places."""
     model = dense()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with zerodrift.observe() as seen:
-        for step in range(4):
-            tokens, targets = batch(rank(), step)
-            fast = dict(model.named_parameters())
-            value = loss_of(torch.func.functional_call(model, fast, (tokens,)), targets)
-            gradients = torch.autograd.grad(value, list(fast.values()), create_graph=True)
-            fast = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), gradients, strict=True)}
-            loss_of(torch.func.functional_call(model, fast, (tokens,)), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen
 
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        fast = dict(model.named_parameters())
+        value = loss_of(torch.func.functional_call(model, fast, (tokens,)), targets)
+        gradients = torch.autograd.grad(value, list(fast.values()), create_graph=True)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), gradients, strict=True)}
+        loss_of(torch.func.functional_call(model, fast, (tokens,)), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-def lookup_and_head() -> zerodrift.Observation:
-    """A head under autocast that is the only product of its model."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(64, 16))
-    model.add_module("head", nn.Linear(16, 64))
-    return head(model, autocast=True)
+    return observed_steps(step)
 
 
 # --- values that rest --------------------------------------------------------------------------------
@@ -761,7 +706,7 @@ def rest(keys: Iterable[str], cast: Callable[[torch.Tensor], torch.Tensor]) -> z
 def rounded_weights(write: Callable[[torch.Tensor], Any]) -> zerodrift.Observation:
     model = dense()
     after = torch.no_grad()(lambda: [write(parameter) for parameter in model.parameters()])
-    return observed(model, torch.optim.AdamW(model.parameters(), lr=1e-3), after=after)
+    return observed(model, after=after)
 
 
 def rounded_gradients(round_: Callable[[torch.Tensor], torch.Tensor]) -> zerodrift.Observation:
@@ -772,39 +717,38 @@ def rounded_gradients(round_: Callable[[torch.Tensor], torch.Tensor]) -> zerodri
             assert parameter.grad is not None
             parameter.grad = round_(parameter.grad)
 
-    return observed(model, torch.optim.AdamW(model.parameters(), lr=1e-3), before=before)
+    return observed(model, before=before)
 
 
 def added(dtype: torch.dtype) -> zerodrift.Observation:
-    """Add the gradients of four micro-batches in tensors of the script's own."""
+    """Add the gradients of four micro-batches, one row each, in tensors of the script's own."""
     model = dense()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with zerodrift.observe() as seen:
-        for step in range(4):
-            sums = [torch.zeros_like(parameter, dtype=dtype) for parameter in model.parameters()]
-            for micro in range(4):
-                tokens, targets = batch(rank(), 4 * step + micro)
-                loss_of(model(tokens), targets).backward()
-                for total, parameter in zip(sums, model.parameters(), strict=True):
-                    assert parameter.grad is not None
-                    total.add_(parameter.grad.to(dtype))
-                model.zero_grad()
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        sums = [torch.zeros_like(parameter, dtype=dtype) for parameter in model.parameters()]
+        for micro in range(4):
+            loss_of(model(tokens[micro : micro + 1]), targets[micro : micro + 1]).backward()
             for total, parameter in zip(sums, model.parameters(), strict=True):
-                parameter.grad = total.float() / 4
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen
+                assert parameter.grad is not None
+                total.add_(parameter.grad.to(dtype))
+            model.zero_grad()
+        for total, parameter in zip(sums, model.parameters(), strict=True):
+            parameter.grad = total.float() / 4
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return observed_steps(step)
 
 
 def lost_masters() -> zerodrift.Observation:
     """Train with masters that are copied from the parameters after each step."""
     model = dense(BF16)
     made = copies(model)
-    optimizer = torch.optim.AdamW(made, lr=1e-3)
 
     def after() -> None:
         at_once(model, made)
         for master, parameter in zip(made, model.parameters(), strict=True):
             master.copy_(parameter.detach())
 
-    return observed(model, optimizer, before=lambda: give(model, made), after=after)
+    return by_masters(model, made, after, rate=1e-3)

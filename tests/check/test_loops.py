@@ -11,7 +11,8 @@ import torch
 
 import zerodrift
 from tests.check import loops
-from tests.check.loops import BF16, FP16, FP32
+from tests.check.loops import BF16, FP16, FP32, made
+from tests.check.tiny import Dense, loss_of
 from zerodrift.inspect.check.table import BITS
 from zerodrift.inspect.trace import narrowest
 
@@ -31,15 +32,31 @@ def set_through(dtype: torch.dtype) -> Callable[[torch.Tensor], None]:
     return lambda parameter: setattr(parameter, "data", through(dtype)(parameter.data))
 
 
+def by(kind: type[torch.optim.SGD], rate: float) -> Run:
+    return _(made, loops.dense, BF16, by=lambda model: kind(model.parameters(), lr=rate))
+
+
+def key_encoder(dtype: torch.dtype) -> Run:
+    return _(made, loops.Momentum, dtype, by=lambda model: torch.optim.AdamW(model.query.parameters(), 1e-3))
+
+
+def by_hand(update: Callable[[torch.nn.Parameter], object], dtype: torch.dtype = FP32) -> Run:
+    return _(made, loops.dense, dtype, by=lambda model: loops.ByHand(model, update))
+
+
+def loss(kind: str, dtype: torch.dtype) -> Run:
+    return _(made, Dense, loss=lambda x, t: loops.LOSSES[kind](x.to(dtype), t))
+
+
 BUGS: dict[str, tuple[Run, str, str]] = {
     **{
         f"masters of {kind}, not written": (_(loops.masters, kind, 1e-3, False), "never-updated", "up.weight")
         for kind in ("copy_", "flat, vector")
     },
     "clamped, and not updated": (loops.bounded, "never-updated", "up.weight"),
-    "an optimizer of bf16": (_(loops.own_optimizer, loops.WithoutMasters), "no-master", "up.weight"),
-    "a moment that decays": (_(loops.rounding, loops.Averaging, 1e-2), "no-master", "up.weight"),
-    **{f"by hand, {kind}": (_(loops.by_hand, loops.UPDATES[kind], BF16), "no-master", "up.weight")
+    "an optimizer of bf16": (by(loops.WithoutMasters, 1e-2), "no-master", "up.weight"),
+    "a moment that decays": (by(loops.Averaging, 1e-2), "no-master", "up.weight"),
+    **{f"by hand, {kind}": (by_hand(loops.UPDATES[kind], BF16), "no-master", "up.weight")
         for kind in loops.UPDATES if kind != "adam"},
     **{f"average, {kind}": (_(loops.average, kind, BF16), "average-in-16-bits", "up.weight")
         for kind in loops.AVERAGES},
@@ -48,20 +65,21 @@ BUGS: dict[str, tuple[Run, str, str]] = {
     "AveragedModel of an EMA": (
         _(loops.averaged_model, BF16, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)),
         *("average-in-16-bits", "up.weight")),
-    "a key encoder": (_(loops.momentum, BF16), "average-in-16-bits", "query.up.weight"),
-    **{f"loss, {kind}": (_(loops.loss, kind, BF16), "loss-in-16-bits", "") for kind in loops.LOSSES},
-    "loss, fp16": (_(loops.loss, "cross_entropy", FP16), "loss-in-16-bits", ""),
-    "loss inside": (_(loops.inside, BF16), "loss-in-16-bits", ""),
-    "logits cast down": (loops.narrowed, "logits-rounded", ""),
+    "a key encoder": (key_encoder(BF16), "average-in-16-bits", "query.up.weight"),
+    **{f"loss, {kind}": (loss(kind, BF16), "loss-in-16-bits", "") for kind in loops.LOSSES},
+    "loss, fp16": (loss("cross_entropy", FP16), "loss-in-16-bits", ""),
+    "loss inside": (_(made, loops.WithLoss, BF16, loss=lambda x, t: x), "loss-in-16-bits", ""),
+    "logits cast down": (_(made, Dense, loss=lambda x, t: loss_of(x.to(BF16), t)), "logits-rounded", ""),
     "head in bf16": (lambda: loops.head(loops.NarrowHead()), "logits-rounded", "head.weight"),
     "head of large logits": (_(loops.head, scale=200.0, autocast=True), "logits-rounded", "head.weight"),
     "a rollout": (_(loops.rollout, BF16), "loss-in-16-bits", ""),
     "a rollout's own logarithms": (_(loops.rollout, BF16, inside=True), "loss-in-16-bits", ""),
-    "a loss that is cast": (_(loops.cast_loss, BF16), "loss-in-16-bits", ""),
-    **{f"positions, {kind}": (_(loops.counting, made, BF16), "whole-numbers-rounded", "")
-        for kind, made in loops.POSITIONS.items()},
-    **{f"statistic, {kind}": (_(loops.counting, made, BF16), "statistic-in-16-bits", "")
-        for kind, made in loops.STATISTICS.items()},
+    "a loss that is cast": (
+        _(made, Dense, loss=lambda x, t: loss_of(x, t).to(BF16) / 4), "loss-in-16-bits", ""),
+    **{f"positions, {kind}": (_(made, loops.Counting, how, BF16), "whole-numbers-rounded", "")
+        for kind, how in loops.POSITIONS.items()},
+    **{f"statistic, {kind}": (_(made, loops.Counting, how, BF16), "statistic-in-16-bits", "")
+        for kind, how in loops.STATISTICS.items()},
     "a loss without a scale": (_(loops.scaled, steps=False), "loss-not-scaled", "up.weight"),
     "clipped scaled": (
         _(loops.scaled, before=lambda _, __, model: loops.clip(model)), "norm-of-scaled-gradients", ""),
@@ -86,11 +104,11 @@ BUGS: dict[str, tuple[Run, str, str]] = {
 
 HEALTHY: dict[str, Run] = {
     **{f"masters, {kind}": _(loops.masters, kind) for kind in loops.MASTERS},
-    "masters in an optimizer": _(loops.own_optimizer, loops.WithMasters),
-    "masters in numpy": _(loops.by_hand, loops.in_numpy, BF16),
-    "what rounding lost": _(loops.rounding, loops.Compensated, 1e-4),
-    "stochastic rounding": _(loops.rounding, loops.Stochastic, 1e-4),
-    **{f"by hand, {kind}": _(loops.by_hand, update) for kind, update in loops.UPDATES.items()},
+    "masters in an optimizer": by(loops.WithMasters, 1e-6),
+    "masters in numpy": by_hand(loops.in_numpy, BF16),
+    "what rounding lost": by(loops.Compensated, 1e-4),
+    "stochastic rounding": by(loops.Stochastic, 1e-4),
+    **{f"by hand, {kind}": by_hand(update) for kind, update in loops.UPDATES.items()},
     "by hand in part": loops.in_part,
     "in a transform": loops.transformed,
     "an ensemble": loops.ensemble,
@@ -101,27 +119,27 @@ HEALTHY: dict[str, Run] = {
     "masters in a model": loops.second_model,
     **{f"average, {kind}": _(loops.average, kind, FP32) for kind in loops.AVERAGES},
     "AveragedModel": _(loops.averaged_model, FP32),
-    "a key encoder": _(loops.momentum, FP32),
+    "a key encoder": key_encoder(FP32),
     "a hard target": loops.hard_target,
-    **{f"loss, {kind}": _(loops.loss, kind, FP32) for kind in loops.LOSSES},
-    "loss inside": _(loops.inside, FP32),
+    **{f"loss, {kind}": loss(kind, FP32) for kind in loops.LOSSES},
+    "loss inside": _(made, loops.WithLoss, FP32, loss=lambda x, t: x),
     "head": loops.head,
     "head under autocast": _(loops.head, autocast=True),
     "a rollout": _(loops.rollout, FP32),
     "a rollout's own logarithms": _(loops.rollout, FP32, inside=True),
-    "a loss that is cast": _(loops.cast_loss, FP32),
-    **{f"positions, {kind}": _(loops.counting, made, FP32) for kind, made in loops.POSITIONS.items()},
-    **{f"positions, {kind}": _(loops.counting, made, BF16) for kind, made in loops.PARTS.items()},
-    **{f"statistic, {kind}": _(loops.counting, made, FP32) for kind, made in loops.STATISTICS.items()},
+    "a loss that is cast": _(made, Dense, loss=lambda x, t: loss_of(x, t) / 4),
+    **{f"positions, {kind}": _(made, loops.Counting, how, FP32) for kind, how in loops.POSITIONS.items()},
+    **{f"positions, {kind}": _(made, loops.Counting, how, BF16) for kind, how in loops.PARTS.items()},
+    **{f"statistic, {kind}": _(made, loops.Counting, how, FP32) for kind, how in loops.STATISTICS.items()},
     "scaled": _(loops.scaled, before=loops.unscaled),
     "scaled by hand": _(loops.scaled, lambda loss: loss * 1024.0, steps=False),
     "a rate in fp32": _(loops.numbers, "lr", FP32),
     "a counter in fp32": _(loops.numbers, "step", FP32),
-    "an optimizer in another": loops.nested,
+    "an optimizer in another": _(made, Dense, by=loops.Around),
     "an optimizer of closures": loops.closures,
-    "complex numbers": loops.spectral,
+    "complex numbers": _(made, loops.Spectral),
     "results in the parameters' places": loops.adapted,
-    "a lookup and a head": loops.lookup_and_head,
+    "a lookup and a head": lambda: loops.head(loops.LookupAndHead(), autocast=True),
     "states that rest": _(loops.rest, BOTH, torch.clone),
     "weights that are written": _(loops.rounded_weights, lambda parameter: parameter.copy_(parameter + 0)),
 }

@@ -53,8 +53,10 @@ class Dense(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
+        return self.head(self.block(self.embed(tokens)))
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 def batch(rank: int, step: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:

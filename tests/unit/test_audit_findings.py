@@ -1,24 +1,49 @@
-"""Findings over measurements: each kind, beside a healthy twin that differs in one number."""
+"""Findings of an audit, each beside a healthy twin; variants of a policy, advised rules, and the command."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
+from typer.testing import CliRunner, Result
 
 from tests.audit.networks import Decoder
 from zerodrift.api import make_plan
+from zerodrift.cli import app
+from zerodrift.inspect.audit import entry, variants
+from zerodrift.inspect.audit.advice import candidates, rules_for
 from zerodrift.inspect.audit.estimates import PassResults, narrower_dtype_of
 from zerodrift.inspect.audit.findings import find_defects
-from zerodrift.inspect.audit.results import AuditFinding, CellReplay, Estimate, GradientLine, UpdateCost
+from zerodrift.inspect.audit.report import Audit
+from zerodrift.inspect.audit.results import (
+    AuditFinding,
+    Bytes,
+    CellReplay,
+    Estimate,
+    FormatAdvice,
+    FormatGoal,
+    FormatPoint,
+    FormatTrial,
+    GradientLine,
+    NarrowerColumn,
+    Place,
+    Point,
+    Recommendation,
+    UpdateCost,
+)
 from zerodrift.inspect.audit.rounding import Rounding
-from zerodrift.inspect.audit.runs import Drift, Signals, Subject
-from zerodrift.inspect.audit.variants import Choice
+from zerodrift.inspect.audit.runs import Drift, Signals, Subject, plan_for
+from zerodrift.inspect.audit.variants import Choice, narrow_cells
 from zerodrift.plan.table import Plan
+from zerodrift.policy.decisions import Columns, Policy
 
 NONE = Drift(0.0, 0.0, 0.0, 0.0, 100, 0.0, 0, 0)
 SOME = replace(NONE, rms=1e-3)
@@ -81,6 +106,31 @@ def cost(**more: float) -> list[UpdateCost]:
     return [replace(UpdateCost("head.weight", 0.0, 0.0, 0.0, "fp32"), **more)]
 
 
+class Tying(nn.Module):
+    """A stand-in for a model of `transformers` whose config ties its embeddings."""
+
+    class config:  # noqa: N801
+        tie_word_embeddings = True
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+TWO, ONE, HELD = Tying(False), Tying(True), Decoder()
+
+
+HELD.register_buffer("table", HELD.table.bfloat16())
+
+
 @pytest.mark.parametrize(
     ("of", "seen", "found"),
     [
@@ -117,6 +167,9 @@ def cost(**more: float) -> list[UpdateCost]:
         (plan(), {"gradients": [ZERO], "used": frozenset(["head.weight"])}, None),
         (plan(), {"gradients": [USED, UNUSED]}, None),  # an expert without tokens
         (plan(), {"gradients": [USED, UNUSED], "ran": RAN}, ("no gradient", "blocks.1.up.weight")),
+        (plan(model=HELD), {"model": HELD}, ("narrow buffer", "table")),
+        (plan(model=TWO), {"model": TWO}, ("untied", "head.weight")),
+        (plan(model=ONE), {"model": ONE}, None),
     ],
 )
 def test_a_defect_is_found_and_its_healthy_twin_is_not(
@@ -125,34 +178,10 @@ def test_a_defect_is_found_and_its_healthy_twin_is_not(
     assert kinds(told(of, **seen)) == ([] if found is None else [found])
 
 
-def test_what_values_tell_of_their_dtype() -> None:
-    values = torch.randn(500, generator=torch.Generator().manual_seed(0))
-    assert narrower_dtype_of(values) == ""
-    assert narrower_dtype_of(values.bfloat16()) == "bf16"
-    assert narrower_dtype_of(values.half().float()) == "fp16"
-    for plain in (torch.ones(9), torch.zeros(9), 2.0 ** -torch.arange(1, 30), torch.arange(100.0)):
-        assert narrower_dtype_of(plain) is None
-
-
-def test_a_gradient_that_is_not_finite_is_no_reason_to_be_last() -> None:
-    wild, calm = place(error=1e-4, module="head"), place(error=1e-4)
-    found = told(plan(), own_places=[(calm, 1e-4), (wild, float("nan"))])
-    assert kinds(found) == [("narrow code", "head at a.py:7"), ("narrow code", AT)]
-    assert "not finite" in found[0].what
-
-
 def test_of_a_module_the_first_place_is_told_unless_a_later_one_weighs_more() -> None:
     first, later = place(error=1e-4), place(error=1e-4, line="a.py:9")
     for worth, where in ((2e-4, AT), (9e-4, "blocks.0 at a.py:9")):
         assert kinds(told(plan(), own_places=[(first, 1e-4), (later, worth)])) == [("narrow code", where)]
-
-
-def test_buffers() -> None:
-    cast = set(kinds(told(plan(buffers="bf16"))))
-    assert ("narrow buffer", "table") in cast and {kind for kind, _ in cast} == {"narrow buffer"}
-    held = Decoder()
-    held.register_buffer("table", held.table.bfloat16())
-    assert kinds(told(plan(model=held), model=held)) == [("narrow buffer", "table")]
 
 
 @pytest.mark.parametrize(
@@ -180,34 +209,230 @@ def test_one_finding_has_all_parameters_of_its_kind() -> None:
     assert "and 1 more" in found[0].what
 
 
-class Tying(nn.Module):
-    """A stand-in for a model of `transformers` whose config ties its embeddings."""
-
-    class config:  # noqa: N801
-        tie_word_embeddings = True
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-        if tied:
-            self.head.weight = self.words.weight
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.words
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-
-def test_embeddings_that_were_to_be_one() -> None:
-    two, one = Tying(False), Tying(True)
-    assert kinds(told(plan(model=two), model=two)) == [("untied", "head.weight")]
-    assert told(plan(model=one), model=one) == []
-
-
 def test_what_weighs_most_is_first() -> None:
+    wild, calm = place(error=1e-4, module="head"), place(error=1e-4)
     found = told(
-        plan(), gradients=[line(accumulate=1e-2)], planned_places=[place(saturated=1)],
-        own_places=[(place(error=1e-4, module="norm"), 1e-4)],
+        plan(buffers="bf16"), gradients=[line(accumulate=1e-2)], planned_places=[place(saturated=1)],
+        own_places=[(calm, 1e-4), (wild, float("nan"))],
     )  # fmt: skip
-    assert [each.kind for each in found] == ["overflow", "narrow code", "accumulate"]
+    order = [each.kind for each in found]
+    assert order[:3] == ["overflow", "narrow code", "narrow code"] and "not finite" in found[1].what
+    assert {*order[3:]} == {"accumulate", "narrow buffer"} and found[1].where == "head at a.py:7"
+
+
+def test_what_values_tell_of_their_dtype() -> None:
+    values = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    narrowed = {"": values, "bf16": values.bfloat16(), "fp16": values.half().float()}
+    assert all(narrower_dtype_of(each) == dtype for dtype, each in narrowed.items())
+    for plain in (torch.ones(9), torch.zeros(9), 2.0 ** -torch.arange(1, 30), torch.arange(100.0)):
+        assert narrower_dtype_of(plain) is None
+
+
+# --- variants and rules -----------------------------------------------------------------------------
+
+
+NAME = "blocks.0.up.weight"
+
+
+def built(base: Plan, policy: Policy) -> Plan:
+    return plan_for(Subject.of(MODEL, None), policy, base.mesh)
+
+
+def dtypes(columns: Columns) -> tuple[str, str, str]:
+    return str(columns.storage.dtype), str(columns.gather), str(columns.compute)
+
+
+def test_the_reference_has_nothing_narrow() -> None:
+    narrow = plan(rules=[{"match": "norm.*", "pin": "fp32"}], buffers="bf16", reduce="bf16", state="8bit")
+    wide = built(narrow, variants.reference_policy(narrow.policy))
+    cells = {cell.rstrip("/") for row in wide.rows for cell in row.columns.cells().values()}
+    assert cells <= {"fp32", "same"}
+    assert all(row.storage == row.source for row in wide.buffers)
+    assert any(narrow_cells(row.columns) for row in narrow.rows)
+
+
+WIDE, NARROW, ROUNDED = ("fp32",) * 3, ("bf16",) * 3, ("bf16", "bf16", "fp32")
+STORED, BOTH = Choice(NAME, "storage", (NAME,)), (NAME, "blocks.0.up.bias")
+
+
+@pytest.mark.parametrize(
+    ("change", "choice", "changed", "others"),
+    [
+        # A module computes in one dtype.
+        (variants.widened_policy, STORED, dict(zip(BOTH, (WIDE, ROUNDED), strict=True)), NARROW),
+        (variants.isolated_policy, STORED, {NAME: ROUNDED}, WIDE),
+        (
+            *(variants.isolated_policy, Choice(NAME, "compute", BOTH)),
+            *(dict.fromkeys(BOTH, ("fp32", "fp32", "bf16")), WIDE),
+        ),
+    ],
+    ids=["a widened cell", "a narrow cell", "computing alone, with all of its module"],
+)
+def test_only_what_is_chosen_differs(
+    change: Any, choice: Choice, changed: dict[str, Any], others: Any
+) -> None:
+    base = plan()
+    found = {row.name: dtypes(row.columns) for row in built(base, change(base, choice)).rows}
+    assert found == {name: changed.get(name, others) for name in found}
+    assert found.keys() == {row.name for row in base.rows}
+
+
+@pytest.mark.parametrize(
+    ("more", "cells"),
+    [
+        ({"mode": "fp32"}, ()),
+        ({"mode": "bf16"}, ("storage", "compute")),
+        ({"mode": "fp32", "reduce": "bf16"}, ("reduce",)),
+        ({"mode": "fp32", "accumulate": "bf16", "allow_narrow": True}, ("accumulate", "reduce")),
+        ({"mode": "fp32", "state": "8bit"}, ()),
+    ],
+)
+def test_what_is_narrow_is_told_by_column(more: dict[str, str], cells: tuple[str, ...]) -> None:
+    row = plan(**more).row(NAME)  # type: ignore[arg-type]
+    assert row is not None
+    assert narrow_cells(row.columns) == cells
+
+
+def test_candidates_are_unpinned_modules_in_the_order_of_what_an_element_is_worth() -> None:
+    worth = {"norm.weight": 1.0, "head.weight": 2.0, "blocks.0.up.weight": 0.5, "blocks.1.up.weight": 0.5}
+    found = candidates(plan(), worth)
+    assert [each.pattern for each in found] == ["norm.*", "head.weight", "blocks.*.up.*"]
+    assert found[2].names == tuple(f"blocks.{n}.up.{kind}" for n in range(2) for kind in ("weight", "bias"))
+    pinned = plan(rules=[{"match": "norm.*", "pin": "fp32"}])
+    assert candidates(pinned, {"norm.weight": 1.0}) == []
+
+
+def test_rules_match_what_was_pinned() -> None:
+    pins = (("norm.*", ("norm.weight",), None), ("a", ("x[0]",), "input"))
+    assert rules_for(Point("bf16", pins, Drift(0.0, 0.0, 0.0, 0.0, 1, 0.0, 0, 0), Bytes(1, 1, 1, 1))) == (
+        {"match": "norm.*", "pin": "fp32"},
+        {"match": "x[[]0]", "pin": "fp32", "output": "input"},
+    )
+
+
+def test_rules_are_printed_as_they_load_however_long_a_name_is() -> None:
+    names = ["a.weight", "model." + "layers." * 6 + "x.weight", "model." + "layers." * 12 + "x.weight"]
+    rules = tuple({"match": name, "storage": "int8"} for name in names)
+    drift = Drift(0.0, 0.0, 0.0, 0.0, 1, 0.0, 0, 0)
+    start = FormatPoint(drift, Bytes(1, 1, 1, 1))
+    advice = FormatAdvice(FormatGoal("bytes", 1.0, False), 1.0, start, (), (), start, None, rules)
+    shown = Audit(*("",) * 3, *(1, 1), drift, drift, 1.0, *((),) * 5, formats=advice).text()
+    assert yaml.safe_load(shown[shown.index("precision:") : shown.index("gradients   norm")]) == {
+        "precision": {"rules": [dict(rule) for rule in rules]}
+    }
+    assert [line for line in shown.splitlines() if len(line) > 80] == [f'    - match: "{names[2]}"']
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 100, 120])
+def test_an_audit_fits_the_terminal_and_says_what_it_leaves_out(width: int) -> None:
+    name = "model.layers.*.block_sparse_moe.experts.*.down_projection.weight"
+    drift, none = Drift(0.5, -0.1, 2.0, 0.1, 4096, 0.25, 1234567, 9999999), Drift(*(0.0,) * 4, 1, 0.0, 0, 0)
+    choice, bytes_ = Choice(name, "compute", (name,)), Bytes(10**9, 2 * 10**9, 10**8, 10**9)
+    more = Bytes(2 * 10**9, 3 * 10**9, 10**9, 10**10)
+    points = (
+        Point("bf16", (), drift, bytes_),
+        Point("bf16_autocast", ((name, (name,), None), ("lm_head.*", ("lm_head",), None)), none, more),
+    )
+    at = FormatPoint(drift, bytes_)
+    trial = FormatTrial(name, (name,), "storage", "mxfp8_e4m3", 10**9, (), at, FormatPoint(none, more))
+    audit = Audit(
+        "a model " * 20, "d" * 64, "bf16", 8, 4, drift, none, 0.999,
+        (Estimate(choice, 0.1, 0.01), Estimate(replace(choice, pattern=f"other.{name}"), 0.1, 0.01)),
+        (CellReplay(choice, drift, none),),
+        (Place(f"model.{name}", "scaled_dot_product_attention", "modeling.py:123", "bf16", 0.2, 0.1, 1.0),),
+        (GradientLine(name, 0.9, 0.123, 1.0, 1.0, 0.01, 0.02),),
+        (UpdateCost(name, 0.123, 0.1, 0.1, "bf16"),),
+        findings=(AuditFinding("lost updates", name * 3, "many words " * 20, "Do " * 40, 1.0),),
+        recommendation=Recommendation(0.01, "rest", points, points[1], 1, ({"match": "a", "pin": "fp32"},)),
+        narrower=(NarrowerColumn("accumulate", "bf16", 0.1, name, 0.9, 123, bytes_, more),),
+        formats=FormatAdvice(FormatGoal("bytes", 2.0, True), 1.0, at, (trial,), (0,), at, at, ()),
+    )  # fmt: skip
+    lines = audit.text(width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    figures = ["rest", "wire"] if width < 80 else ["flips", "rest", "peak", "wire", "compute"]
+    assert ["mode", "left", *figures, "pins"] in [line.split() for line in lines]
+    left_out = [line for line in lines if line.startswith("80 columns also show: ")]
+    assert len(left_out) == (3 if width < 80 else 0)
+    is_whole = name.removesuffix(".weight") in audit.text(width=width)
+    assert is_whole == (width >= 100), "names have what a wider terminal has more"
+
+
+HERE = "tests.unit.test_audit_findings"
+CONFIG = "{precision: {mode: bf16}, optimizer: {type: AdamW, params: {lr: 0.001}}}"
+
+
+def small() -> nn.Module:
+    model = Decoder(1)
+    model.main_input_name = "input_ids"  # type: ignore[assignment]
+    return model
+
+
+def with_a_row() -> nn.Module:
+    """Return a model without a loss."""
+    model: Any = small()
+    model.forward = lambda input_ids, labels: model.head(model.words(input_ids))
+    return model
+
+
+def audited(folder: Path, *more: str, model: str = "small") -> Result:
+    (folder / "config.yaml").write_text(CONFIG)
+    ids = torch.randint(0, 31, (8, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    (folder / "ids.json").write_text(json.dumps(ids))
+    words = ["audit", str(folder / "config.yaml"), "--model", f"{HERE}:{model}", "--batches", "2"]
+    words += ["--confirm", "2", "--data", str(folder / "ids.json"), *more]
+    return CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+
+
+@pytest.mark.second
+def test_what_is_printed_is_what_the_json_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, run = tmp_path / "audit.html", entry.audit_subject
+    found: list[Audit] = []
+
+    def run_once(*given: Any) -> Audit:
+        if not found:
+            found.append(run(*given))
+        return found[0]
+
+    monkeypatch.setattr("zerodrift.inspect.audit.audit_subject", run_once)
+    done = audited(tmp_path, "--html", str(page))
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "mode bf16, 1 rank, 2 micro-batches" in done.stdout and "pins   each line was run" in done.stdout
+    assert "<svg" in page.read_text() and "head.weight" in page.read_text()
+    told = json.loads(audited(tmp_path, "--json").stdout)
+    assert told["drift"]["count"] == 8 * 11 and told["drift"]["rms"] > 0
+    assert f"rms {told['drift']['rms']:.2g} of a log-probability" in done.stdout
+    advice = told["recommendation"]
+    assert advice["config"] in done.stdout
+    assert advice["points"][0]["drift"]["rms"] == told["drift"]["rms"]
+    assert advice["removed"] >= 0.9
+    assert len(told["replayed"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "model", "told"),
+    [
+        (["--budget", "much"], "small", "--budget.*must be a share such as 1% or 0.01; got 'much'"),
+        (["--budget", "-1%"], "small", "--budget"),
+        (["--narrow", "size"], "small", "--narrow.*must be bytes or speed.*bytes:0.01; got 'size'"),
+        (["--narrow", "bytes:0x"], "small", "--narrow.*must be bytes or speed"),
+        (["--batches", "9"], "small", "must have a sequence for each of 9 micro-batches; got 8"),
+        ([], "with_a_row", "must return a loss"),
+        ([], "missing", "missing"),
+        (["--set", "precision.mode=bf17"], "small", "bf17"),
+    ],
+)
+def test_what_cannot_be_audited_is_one_error(
+    tmp_path: Path, more: list[str], model: str, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = audited(tmp_path, *more, model=model)
+    assert done.exit_code == 2
+    said = done.output + capfd.readouterr().err
+    assert re.search(told, said, re.DOTALL), said
+    assert "Traceback" not in said
+
+
+def test_a_job_has_its_own_model(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("model: {source: x}\ndata: {train: y}\nconfig: {}\n")
+    done = CliRunner().invoke(app, ["audit", str(tmp_path / "job.yaml"), "--model", "z"])
+    assert done.exit_code == 2

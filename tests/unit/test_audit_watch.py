@@ -1,16 +1,27 @@
-"""A watched forward has the bits of an unwatched one, and its errors are those of fp64."""
+"""Measures of an audit: rounding with the errors of fp64, margins of routers, the loss, a probe."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+import zerodrift
+from tests.numerics.networks import GPT, batch
+from zerodrift.api import make_plan
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import UnsupportedError
+from zerodrift.inspect.audit.entry import audit
+from zerodrift.inspect.audit.estimates import PrecisionProbe, probe, require_probe
+from zerodrift.inspect.audit.report import residual_stream
+from zerodrift.inspect.audit.results import Place
 from zerodrift.inspect.audit.rounding import Rounding, RoundingRecorder, Roundings, Widener
+from zerodrift.inspect.audit.runs import Recorder, Signals, close_calls
 from zerodrift.inspect.trace.operations import paths_in
 
 
@@ -54,14 +65,64 @@ def given() -> torch.Tensor:
     return torch.randn(16, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-def test_a_watched_forward_has_the_bits_of_an_unwatched_one() -> None:
-    plain, seen = Narrows(), Narrows()
+def casts(name: str) -> Code:
+    def code(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        narrow = weight.to(getattr(torch, name)) if "8" in name else getattr(weight, name)()
+        return narrow.to(torch.float32).square().sum()
+
+    return code
+
+
+def sets(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    held = torch.zeros(24, 40, dtype=torch.bfloat16)
+    held[3:] = weight[3:]
+    return held.float().square().sum()
+
+
+def adds(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    sums = torch.zeros(40, dtype=torch.bfloat16)
+    for row in weight.detach():
+        sums += row
+    return sums.float().sum() * weight.sum()
+
+
+def lost(weight: torch.Tensor, dtype: torch.dtype) -> float:
+    return float((weight.to(dtype).double() - weight.double()).square().sum())
+
+
+Code = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+CODES: dict[str, tuple[Code, str, Callable[[torch.Tensor], float] | None]] = {
+    "a product": (product, "linear", None),
+    "a cast": (product, "to", lambda weight: lost(weight, torch.bfloat16)),
+    "half": (casts("half"), "half", lambda weight: lost(weight, torch.half)),
+    "bfloat16": (casts("bfloat16"), "bfloat16", lambda weight: lost(weight, torch.bfloat16)),
+    "fp8": (casts("float8_e4m3fn"), "to", lambda weight: lost(weight, torch.float8_e4m3fn)),
+    "a write": (sets, "__setitem__", lambda weight: lost(weight[3:], torch.bfloat16)),
+    "a running sum": (adds, "add", None),
+}
+"""Code that narrows, the operation that does, and its error, a sum of squares in fp64."""
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_watched_forward_has_the_bits_of_an_unwatched_one_and_its_errors_are_those_of_fp64(
+    name: str,
+) -> None:
+    code, operation, error = CODES[name]
+    plain, seen = Narrows(code), Narrows(code)
     loss = plain(given())
     loss.backward()
-    out, _ = watched(seen, given())
+    out, places = watched(seen, given())
     assert torch.equal(out, loss.detach())
     assert plain.weight.grad is not None and seen.weight.grad is not None
     assert torch.equal(plain.weight.grad, seen.weight.grad)
+    place = next(places[each] for each in places if operation in each)
+    if error is not None:
+        assert place.error == pytest.approx(error(seen.weight.detach()), rel=1e-5) and place.square > 0
+        assert place.parameter == "weight"
+    elif name == "a running sum":
+        assert 0 < place.error < 1 and place.calls == 24
+    if name == "fp8":
+        assert place.dtype == "float8_e4m3fn" and place.relative > 0.01
 
 
 def test_a_local_error_is_that_of_fp64() -> None:
@@ -78,27 +139,6 @@ def test_a_local_error_is_that_of_fp64() -> None:
     # The gradient itself is one of bf16, and so are the errors that are kept for it.
     assert product.square == pytest.approx(float((gradient * error).square().sum()), rel=0.02)
     assert product.signed == pytest.approx(float((gradient * error).sum()), rel=0.05, abs=1.0)
-
-
-def test_what_is_cast_is_charged_with_what_it_loses() -> None:
-    model = Narrows()
-    _, places = watched(model, given())
-    lost = model.weight.detach().bfloat16().double() - model.weight.detach().double()
-    assert places["to"].error == pytest.approx(float(lost.square().sum()), rel=1e-5)
-    assert places["to"].parameter == "weight"
-
-
-@pytest.mark.parametrize("name", ["half", "bfloat16", "float8_e4m3fn"])
-def test_a_cast_by_name_and_an_8_bit_float_are_seen(name: str) -> None:
-    def casts(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        narrow = weight.to(getattr(torch, name)) if "8" in name else getattr(weight, name)()
-        return narrow.to(torch.float32).square().sum()
-
-    _, places = watched(Narrows(casts), given())
-    place = places["to" if name == "float8_e4m3fn" else name]
-    assert place.error > 0
-    if name == "float8_e4m3fn":
-        assert place.dtype == name and place.relative > 0.01
 
 
 def test_numbers_without_a_gradient_have_what_they_would_be() -> None:
@@ -125,32 +165,152 @@ def test_widened_leaves_out_what_the_code_narrows() -> None:
         assert not torch.equal(model(x.bfloat16()), true)
 
 
-def test_what_is_set_is_rounded_where_it_is_set() -> None:
-    def sets(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        held = torch.zeros(24, 40, dtype=torch.bfloat16)
-        held[3:] = weight[3:]
-        return held.float().square().sum()
-
-    model = Narrows(sets)
-    plain = model(given()).detach()
-    out, places = watched(model, given())
-    assert torch.equal(out, plain)
-    lost = model.weight.detach()[3:].bfloat16().double() - model.weight.detach()[3:].double()
-    assert places["__setitem__"].error == pytest.approx(float(lost.square().sum()), rel=1e-5)
-    assert places["__setitem__"].square > 0
+def recorded(choose: Callable[[torch.Tensor], object]) -> Recorder:
+    scores = torch.tensor([[3.0, 1.0, 2.5, 0.0], [0.1, 0.2, 0.3, 0.9]], requires_grad=True)
+    with paths_in(nn.Module()) as path, Recorder(path) as recorder:
+        choose(scores)
+    return recorder
 
 
-def test_what_writes_into_a_tensor_is_compared_with_what_was_there() -> None:
-    def adds(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        sums = torch.zeros(40, dtype=torch.bfloat16)
-        for row in weight.detach():
-            sums += row
-        return sums.float().sum() * weight.sum()
+@pytest.mark.parametrize(
+    ("choose", "margins"),
+    [
+        (lambda x: torch.topk(x, 2, dim=-1), [1.5, 0.1]),
+        (lambda x: x.topk(2), [1.5, 0.1]),
+        (lambda x: torch.topk(input=x, k=2, dim=1), [1.5, 0.1]),
+        (lambda x: x.topk(4), []),
+        (lambda x: x.topk(2, largest=False), []),
+        (lambda x: x.topk(1, dim=0), []),
+    ],
+)
+def test_a_margin_is_from_the_last_choice_to_the_next(choose: Any, margins: list[float]) -> None:
+    """A router that chooses all experts, or the smallest scores, has no margin."""
+    (found,) = recorded(choose).margins.values()
+    assert torch.allclose(found, torch.tensor(margins)) and found.requires_grad is bool(margins)
 
-    model = Narrows(adds)
-    plain = model(given()).detach()
-    out, places = watched(model, given())
-    assert torch.equal(out, plain)
-    name = next(name for name in places if "add" in name)
-    assert 0 < places[name].error < 1
-    assert places[name].calls == 24
+
+def run(values: list[float], margins: list[float], routes: list[int]) -> Signals:
+    return Signals(
+        losses=[0.0],
+        targets=[torch.tensor(values, dtype=torch.float64)],
+        routes=[{"gate#0": torch.tensor(routes)[:, None]}],
+        margins=[{"gate#0": torch.tensor(margins)}],
+    )
+
+
+def test_what_flips_cost_is_charged_to_what_moves_margins() -> None:
+    """Most targets are off by 0.001, and the one whose choice flipped by 1: a mean square of 0.1, of which
+    rounding alone explains 2e-6. Margins move by 0.01, and one is nearer to zero than three times that."""
+    other = run([0.0] * 10, [0.5] * 9 + [0.012], [0] * 10)
+    mine = run([0.001] * 9 + [1.0], [0.51] * 9 + [0.002], [0] * 9 + [1])
+    calls = close_calls(mine, other)
+    assert calls is not None
+    spread = 0.01 / 0.6745
+    assert abs(calls.within["gate#0"] - 3 * spread) < 1e-5
+    assert abs(calls.weight * spread - 1.0) < 1e-3, "the one close call costs what the flip did"
+
+
+def test_without_flips_nothing_is_charged() -> None:
+    other = run([0.0] * 10, [0.5] * 10, [0] * 10)
+    assert close_calls(run([0.001] * 9 + [1.0], [0.51] * 10, [0] * 10), other) is None
+    assert close_calls(run([float("nan")] * 10, [0.51] * 10, [1] * 10), other) is None
+
+
+@pytest.mark.parametrize("mode", ["bf16", "autocast-bf16"])
+def test_what_cells_do_to_the_loss_adds_up(mode: str) -> None:
+    """Every operation is charged once, so the sum is the plan's effect on the loss to first order; the
+    rest is of the size of the drift's square."""
+    model = GPT(layers=2, tied=False, seed=1)
+    plan = make_plan({"precision": {"mode": mode}}, model)
+    found = audit(plan, model, [{"tokens": batch(1, 0, micro)} for micro in range(3)], budget=None, confirm=4)
+    cells = [each for each in found.shortlist if each.choice.cell == "compute"]
+    moved = sum(each.loss for each in (*cells, *found.places))
+    assert abs(found.drift.loss) > 10 * found.drift.square
+    assert abs(moved - found.drift.loss) < found.drift.square
+    stored = {each.choice: each.loss for each in found.shortlist if each.choice.cell == "storage"}
+    replayed = [each for each in found.replayed if each.choice in stored]
+    for each in replayed:
+        assert each.alone.loss == pytest.approx(stored[each.choice], rel=0.1, abs=found.drift.square)
+    assert bool(replayed) is (mode == "bf16")
+    if mode == "bf16":
+        grows_as_in_fp32(model, residual_stream(found.places))
+
+
+def grows_as_in_fp32(model: GPT, stream: list[Place]) -> None:
+    """Compare the outputs of blocks with those of a plain forward."""
+    sizes: list[torch.Tensor] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *args: sizes.append(args[-1].detach().square()))
+    for micro in range(3):
+        model(batch(1, 0, micro))
+    for number, place in enumerate(stream):
+        true = torch.stack(sizes[number :: len(model.layers)]).mean().sqrt()
+        assert place.module == f"layers.{number}"
+        assert place.size == pytest.approx(float(true), rel=0.01)
+        assert 1e-4 < place.relative < 2**-8
+    assert len(stream) == len(model.layers)
+
+
+# --- a run as it trains -------------------------------------------------------------------------------
+
+
+CONFIG = {
+    "precision": {"mode": "bf16"},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "gradient_accumulation_steps": 2,
+}
+
+
+class Noisy(nn.Module):
+    """A module that draws random numbers, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(17, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 17)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = nn.functional.dropout(self.norm(self.table(ids)), 0.25)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+
+
+def batches(step: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    return [{"ids": torch.randint(0, 17, (2, 8), generator=generator)} for _ in range(2)]
+
+
+def train_and_probe(looks: bool) -> tuple[Engine, list[PrecisionProbe]]:
+    torch.manual_seed(0)
+    engine = zerodrift.initialize(Noisy(), config=CONFIG, quiet=True)
+    torch.manual_seed(1)
+    seen = []
+    for step in range(3):
+        engine.train_batch(batches(step))
+        if looks:
+            seen.append(probe(engine, batches(step)))
+    return engine, seen
+
+
+def test_a_run_that_is_looked_at_keeps_its_bits() -> None:
+    plain, _ = train_and_probe(looks=False)
+    digest, calls, drawn = str(plain.digest()), float(plain.module.calls), torch.rand(3)
+    plain.destroy()
+    looked, seen = train_and_probe(looks=True)
+    assert (str(looked.digest()), float(looked.module.calls)) == (digest, calls)
+    assert torch.equal(torch.rand(3), drawn)
+    assert looked.micro_batches == 0
+    looked.destroy()
+    names = {name for name, _, _ in seen[0].cells}
+    assert {"head.weight", "table.weight"} <= names
+    assert all(0 < each.rms < 1 for each in seen)
+
+
+def test_what_cannot_be_looked_at_is_refused_before_it_begins() -> None:
+    tree = {**CONFIG, "precision": {"mode": "bf16", "reduce": {"order": "tree"}}}
+    plan = zerodrift.make_plan(tree, Noisy())
+    with pytest.raises(UnsupportedError, match=r"audit\.at.*order: tree"):
+        require_probe(plan)
+    require_probe(zerodrift.make_plan(CONFIG, Noisy()))

@@ -1,19 +1,33 @@
-"""Folders of checkpoints without torch: publishing, removal, locks, and damage."""
+"""Folders of checkpoints: publishing, removal, damage, values of a script's own, and locks."""
 
 from __future__ import annotations
 
+import argparse
+import collections
+import contextlib
+import datetime
+import errno
+import fcntl
+import io
+import itertools
 import json
 import os
-import socket
+import random
+import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from zerodrift import files as plain_files
 from zerodrift.checkpoint import files
 from zerodrift.checkpoint.files import Lock, LockOwner
 from zerodrift.checkpoint.folder import CheckpointFolder, automatic
@@ -30,7 +44,11 @@ from zerodrift.checkpoint.manifest import (
     write_manifest,
     write_whole,
 )
-from zerodrift.errors import CheckpointError
+from zerodrift.checkpoint.state import load, packed
+from zerodrift.errors import CheckpointError, UnsupportedError
+from zerodrift.files import is_locked, locked
+from zerodrift.inspect.check import launch
+from zerodrift.inspect.check.launch import HELD
 from zerodrift.mesh import MeshShape
 from zerodrift.record import encode
 
@@ -82,7 +100,7 @@ def save(folder: CheckpointFolder, step: int, tag: str = "", run: str = "r1") ->
     return home
 
 
-# --- what appears -----------------------------------------------------------------------------------
+# --- what appears --------------------------------------------------------------------------------------
 
 
 def test_what_is_published_is_the_newest(tmp_path: Path) -> None:
@@ -98,48 +116,36 @@ def test_what_is_published_is_the_newest(tmp_path: Path) -> None:
     assert read_entries(folder.find("latest")) == ENTRIES
 
 
-def test_a_tag_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path)
-    save(folder, 1, "best")
-    save(folder, 2, "best")
-    assert folder.tags() == ["best"] and read_manifest(folder.find("best")).step == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest"]
-
-
 @pytest.mark.parametrize("point", range(1, 12))
 def test_wherever_a_publication_ends_there_is_a_checkpoint(
     point: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every system call that changes the folder fails in turn; the earlier checkpoint can be found."""
-    folder = CheckpointFolder(tmp_path)
+    folder, calls, steps = CheckpointFolder(tmp_path), itertools.count(1), (1, 2)
     save(folder, 1, "best")
-    left = [point]
 
-    def failing(real):  # type: ignore[no-untyped-def]
-        def call(*arguments, **options):  # type: ignore[no-untyped-def]
-            left[0] -= 1
-            if left[0] == 0:
+    def failing(real: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(calls) == point:
                 raise OSError(28, "No space left on device")
             return real(*arguments, **options)
 
         return call
 
-    for name in ("rename", "replace", "fsync"):
-        monkeypatch.setattr(os, name, failing(getattr(os, name)))
-    try:
+    with monkeypatch.context() as patch, contextlib.suppress(OSError):
+        for name in ("rename", "replace", "fsync"):
+            patch.setattr(os, name, failing(getattr(os, name)))
         save(folder, 2, "best")
-        ended = True
-    except OSError:
-        ended = False
-    monkeypatch.undo()
+        steps = (2,)
     for _ in range(2):
         found = folder.find("latest")
-        assert read_manifest(found).step in ((2,) if ended else (1, 2))
+        assert read_manifest(found).step in steps
         assert damage(found, read_manifest(found).files) == []
         folder.clean()  # and again after the next run has tidied up
     assert folder.unfinished() == []
     save(folder, 3, "best")
     assert read_manifest(folder.find("latest")).step == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest"]
 
 
 def test_only_what_was_written_to_its_end_is_found(tmp_path: Path) -> None:
@@ -168,13 +174,6 @@ def test_the_next_save_takes_away_what_a_killed_one_left(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_check_refuses_leaves_nothing(tmp_path: Path) -> None:
-    refuse = mock.Mock(side_effect=CheckpointError("folder", "must not be this one"))
-    with pytest.raises(CheckpointError, match="not be this one"):
-        CheckpointFolder(tmp_path).begin("step-00000001", refuse)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_all_but_the_newest_go_and_chosen_tags_and_latest_stay(tmp_path: Path) -> None:
     """A run that went back has fewer steps than its earlier checkpoints."""
     folder = CheckpointFolder(tmp_path)
@@ -186,9 +185,6 @@ def test_all_but_the_newest_go_and_chosen_tags_and_latest_stay(tmp_path: Path) -
     assert folder.prune(2) == []
     save(folder, 2)
     assert folder.prune(2) == [] and folder.latest() == automatic(2)
-
-
-# --- damage -----------------------------------------------------------------------------------------
 
 
 def test_no_bit_of_a_manifest_can_change_unseen(tmp_path: Path) -> None:
@@ -205,18 +201,7 @@ def test_no_bit_of_a_manifest_can_change_unseen(tmp_path: Path) -> None:
         read_manifest(path)
 
 
-# --- the lock ---------------------------------------------------------------------------------------
-
-
-def test_a_lock_has_one_owner(tmp_path: Path) -> None:
-    lock = Lock.take(tmp_path)
-    me = f"process {os.getpid()} on {socket.gethostname()}"
-    with pytest.raises(CheckpointError, match=f"got {me}, since 20"):
-        Lock.take(tmp_path)
-    lock.release()
-    lock.release()
-    Lock.take(tmp_path).release()
-    assert list(tmp_path.iterdir()) == []
+# --- the lock of a folder ------------------------------------------------------------------------------
 
 
 def test_of_two_processes_one_gets_it(tmp_path: Path) -> None:
@@ -246,27 +231,23 @@ def write_lock(folder: Path, **changes: object) -> None:
     (folder / files.LOCK).write_text(json.dumps(writer))
 
 
-DEAD = {"the process is gone": {"pid": 2**22 + 1}, "its number was given to another": {"born": "1"}}
-
-
-@pytest.mark.parametrize("changes", DEAD.values(), ids=DEAD)
-def test_a_dead_owners_lock_is_broken(changes: dict[str, object], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "age"),
+    [({"pid": 2**22 + 1}, 0.0), ({"born": "1"}, 0.0), ({"host": "elsewhere", "pid": 1}, files.STALE + 60)],
+    ids=["the process is gone", "its number was given to another", "nobody touches one of another machine"],
+)
+def test_a_dead_owners_lock_is_broken(changes: dict[str, object], age: float, tmp_path: Path) -> None:
     write_lock(tmp_path, **changes)
-    lock = Lock.take(tmp_path)
-    assert lock.held
-    lock.release()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_lock_of_another_machine_is_broken_when_nobody_touches_it(tmp_path: Path) -> None:
-    write_lock(tmp_path, host="elsewhere", pid=1)
-    with pytest.raises(CheckpointError, match="got process 1 on elsewhere"):
-        Lock.take(tmp_path)
-    old = time.time() - files.STALE - 60
-    os.utime(tmp_path / files.LOCK, (old, old))
+    if age:
+        with pytest.raises(CheckpointError, match="got process 1 on elsewhere, since 20"):
+            Lock.take(tmp_path)
+        os.utime(tmp_path / files.LOCK, (time.time() - age,) * 2)
     lock = Lock.take(tmp_path)
     lock.touch()
     assert lock.held
+    lock.release()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lock_that_was_broken_is_not_taken_back(tmp_path: Path) -> None:
@@ -277,3 +258,116 @@ def test_a_lock_that_was_broken_is_not_taken_back(tmp_path: Path) -> None:
     lock.touch()
     lock.release()
     assert (tmp_path / files.LOCK).read_text() == text
+
+
+# --- locks of other files ----------------------------------------------------------------------------------
+
+
+HOLD = """
+import pathlib, sys, time
+from zerodrift.files import locked
+with locked(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    path, order = tmp_path / "lock", []
+
+    def second() -> None:
+        with locked(path):
+            order.append("second")
+
+    assert not is_locked(path)
+    thread = threading.Thread(target=second)
+    with locked(path):
+        assert is_locked(path)
+        thread.start()
+        thread.join(0.05)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"] and not is_locked(path)
+
+
+def test_a_lock_goes_with_its_process_and_so_does_a_check_that_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / HELD
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert is_locked(path)
+        waiting = threading.Thread(target=launch._wait_for_others, args=(tmp_path,))
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        holder.send_signal(signal.SIGKILL)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert not is_locked(path)
+
+
+def _without_locks(*_: Any) -> None:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [(fcntl, "flock", _without_locks), (plain_files, "fcntl", None)],
+    ids=["file system", "system"],
+)
+def test_where_there_are_no_locks_nobody_is_stopped(
+    owner: Any, name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, value)
+    with locked(tmp_path / "lock"), locked(tmp_path / "lock"):
+        assert is_locked(tmp_path / "lock")
+
+
+# --- values of the state of a script -------------------------------------------------------------------
+
+
+VALUES: dict[str, Any] = {
+    "arguments": argparse.Namespace(lr=0.1, files=[Path("/data/a"), Path("b")]),
+    "namespace": types.SimpleNamespace(a=1, b={"c": (1, None)}),
+    "best": np.mean([1.0, 2.5]),
+    "numbers": [np.int64(3), np.bool_(True), np.float16(0.5), 1j],
+    "random": [np.random.RandomState(1).get_state(), random.Random(1).getstate()],
+    "generator": np.random.default_rng(1).bit_generator.state,
+    "when": [datetime.datetime(2026, 1, 2, 3), datetime.date(2026, 1, 2), datetime.timedelta(seconds=3)],
+    "sets": [{2}, frozenset("a"), range(2, 9, 3), slice(1, None)],
+    "counts": [collections.Counter("abca"), collections.OrderedDict(b=2)],
+    "tensors": [torch.arange(3), torch.bfloat16, torch.Size([2]), torch.device("cpu")],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_of_the_state_comes_back(name: str) -> None:
+    found = load(io.BytesIO(packed({name: VALUES[name]}, "client")))[name]
+    assert repr(found) == repr(VALUES[name]) and type(found) is type(VALUES[name])
+
+
+@pytest.mark.parametrize("code", np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?")
+def test_arrays_of_every_dtype_come_back(code: str) -> None:
+    array = np.arange(6).astype(code).reshape(2, 3)
+    found = load(io.BytesIO(packed({"array": array}, "client")))["array"]
+    assert found.dtype == array.dtype and np.array_equal(found, array)
+
+
+class Tokens:
+    """A class of the script's own."""
+
+
+def test_what_cannot_be_read_again_is_named_where_it_is() -> None:
+    for bad, kind in ((Tokens(), "Tokens"), (Tokens, "type"), (collections.deque([1]), "deque")):
+        with pytest.raises(UnsupportedError) as raised:
+            packed({"client": {"good": 1, "more": {"it": bad}}}, "client")
+        assert raised.value.got == f"a {kind} at ['client']['more']['it']"
+
+
+def test_a_file_that_runs_something_is_not_read() -> None:
+    class Runs:
+        def __reduce__(self) -> Any:
+            return print, ("run",)
+
+    with pytest.raises(UnsupportedError, match="a Runs at"):
+        packed({"a": Runs()}, "client")

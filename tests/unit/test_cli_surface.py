@@ -8,8 +8,9 @@ import resource
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -20,6 +21,7 @@ from zerodrift.__main__ import main as console_script
 from zerodrift.cli import plan as planning
 from zerodrift.cli import streams
 from zerodrift.errors import ConfigError, UnsupportedError
+from zerodrift.report import report_width
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,50 +92,47 @@ def test_the_surface_is_what_was_decided() -> None:
 # --- help -------------------------------------------------------------------------------------------
 
 
-def test_help_takes_less_than_half_a_second() -> None:
+def test_the_version_and_help_take_less_than_half_a_second() -> None:
     """Processor time counts, which a busy machine does not change much; on an idle one it is the clock's."""
+    assert run("--version").stdout == f"zerodrift {__version__}\n"
     took = []
     for _ in range(3):
-        before = _processor_time_of_children()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert run("--help").returncode == 0
-        took.append(_processor_time_of_children() - before)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(took) < 0.5
 
 
-def _processor_time_of_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 EACH_HELP = """
-import sys
+import os, sys
 from zerodrift.cli import main
 
-for verb in sys.argv[1:]:
+for width, verb in [(width, verb) for width in (60, 80) for verb in sys.argv[1:]]:
+    os.environ["COLUMNS"] = str(width)
     sys.argv = ["zerodrift", *filter(None, [verb]), "--help"]
     print("\\f", end="", flush=True)
     try:
         main()
     except SystemExit as stop:
         assert stop.code in (0, None), (verb, stop.code)
-    loaded = [name for name in {heavy} if name in sys.modules and (verb or name != "pydantic")]
+    loaded = [name for name in {heavy} if name in sys.modules and (verb or width > 60 or name != "pydantic")]
     assert not loaded, (verb, loaded)
 """
 
 
-@pytest.mark.parametrize("width", [60, 80])
-def test_help_fits_the_screen_and_imports_nothing_heavy(width: int) -> None:
+def test_help_fits_the_screen_and_imports_nothing_heavy() -> None:
     """All verbs run in one process; the group itself, which imports less, runs first."""
     command = [sys.executable, "-c", EACH_HELP.format(heavy=HEAVY), *SURFACE]
-    environment = {**os.environ, "COLUMNS": str(width)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     before, *texts = done.stdout.split("\f")
-    assert before == "" and len(texts) == len(SURFACE) and all("Usage: zerodrift" in text for text in texts)
-    lines = {verb: text.splitlines() for verb, text in zip(SURFACE, texts, strict=True)}
-    assert [line for each in lines.values() for line in each if len(line) > width] == []
-    if width == 80:
-        assert {verb: len(each) for verb, each in lines.items() if len(each) > 40} == {}
+    assert before == "" and len(texts) == 2 * len(SURFACE)
+    assert all("Usage: zerodrift" in text for text in texts)
+    narrow, wide = texts[: len(SURFACE)], texts[len(SURFACE) :]
+    for width, shown in ((60, narrow), (80, wide)):
+        assert [line for text in shown for line in text.splitlines() if len(line) > width] == []
+    assert [text for text in wide if len(text.splitlines()) > 40] == []
     assert re.findall(r"<(?:str|path|list)|\[\[|\}\.\.\.", done.stdout) == []
 
 
@@ -158,68 +157,49 @@ def test_help_says_what_every_option_does_and_names_files_that_are_there() -> No
     assert found and [path for path in found if not (ROOT / path).exists()] == []
 
 
-def test_version() -> None:
-    done = run("--version")
-    assert (done.returncode, done.stdout) == (0, f"zerodrift {__version__}\n")
-
-
 # --- exit codes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["plan"],
-        ["plan", "config.yaml"],
-        ["paln"],
-        ["plan", "config.yaml", "--model", "x", "--world-size", "0"],
-        ["plan", "config.yaml", "--model", "x", "--micro-batches", "none"],
-        ["plan", "config.yaml", "--model", "x", "--no-such-option"],
-        ["support", "--json", "--markdown"],
-        ["explain", "config.yaml", "--model", "x"],
-    ],
-    ids=" ".join,
-)
-def test_wrong_usage_exits_2_without_a_traceback(
-    arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["zerodrift", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err and "Traceback" not in said.err
+Shown = Callable[..., tuple[int | str | None, str, str]]
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shown:
+    """Run a command line in this process; return its exit code, its output and its errors."""
+
+    def run_here(*arguments: str, columns: int = 80) -> tuple[int | str | None, str, str]:
+        monkeypatch.setattr(sys, "argv", ["zerodrift", *arguments])
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return (caught.value.code, *capsys.readouterr())
+
+    return run_here
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("line", "said"),
     [
-        (["paln"], "No such command: 'paln'. Did you mean `plan`?"),
-        (["export"], "`zerodrift convert` writes the weights"),
-        (["eval"], "Did you mean `evaluate`?"),
-        (["frobnicate"], "`zerodrift --help` lists all."),
-        (["check", "--step", "3"], "No such option: --step. Did you mean `--steps`?"),
-        (["train", "--nprocs", "2"], "No such option: --nprocs. Did you mean `--nproc`?"),
-        (["check", "--quick", "x"], "No such option: --quick.\n"),
-        (["--verion"], "No such option: --verion. Did you mean `--version`?"),
+        ("plan", ""),
+        ("plan config.yaml", ""),
+        ("plan config.yaml --model x --world-size 0", ""),
+        ("plan config.yaml --model x --micro-batches none", ""),
+        ("plan config.yaml --model x --no-such-option", ""),
+        ("support --json --markdown", ""),
+        ("explain config.yaml --model x", ""),
+        ("paln", "No such command: 'paln'. Did you mean `plan`?"),
+        ("export", "`zerodrift convert` writes the weights"),
+        ("eval", "Did you mean `evaluate`?"),
+        ("frobnicate", "`zerodrift --help` lists all."),
+        ("check --step 3", "No such option: --step. Did you mean `--steps`?"),
+        ("train --nprocs 2", "No such option: --nprocs. Did you mean `--nproc`?"),
+        ("check --quick x", "No such option: --quick.\n"),
+        ("--verion", "No such option: --verion. Did you mean `--version`?"),
     ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_the_nearest_command_or_option_is_suggested(
-    arguments: Sequence[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["zerodrift", *arguments])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert said in capsys.readouterr().err
-
-
-def test_what_other_tools_call_a_command_names_none_of_ours() -> None:
-    group = get_command(cli.app)
-    assert not cli.OTHER_NAMES.keys() & group.commands.keys()  # type: ignore[attr-defined]
-    for text in cli.OTHER_NAMES.values():
-        for name in re.findall(r"`(?:zerodrift )?([a-z]+)[ `]", text):
-            assert name in group.commands, text  # type: ignore[attr-defined]
+def test_wrong_usage_exits_2_and_suggests_the_nearest(line: str, said: str, shown: Shown) -> None:
+    code, out, err = shown(*line.split())
+    assert code == 2 and out == "" and err and said in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("verb", ["check", "run"])
@@ -231,55 +211,29 @@ def test_a_command_may_stand_without_dashes_before_it(verb: str) -> None:
         assert context.params["command"] == words and context.params["debug"]
 
 
-def test_help_lists_commands_and_prints_their_help(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = []
-    for arguments in (["help", "plan"], ["plan", "-h"], ["help"]):
-        monkeypatch.setattr(sys, "argv", ["zerodrift", *arguments])
-        with pytest.raises(SystemExit):
-            cli.main()
-        texts.append(capsys.readouterr().out)
+def test_help_lists_commands_and_prints_their_help(shown: Shown) -> None:
+    texts = [shown(*line.split())[1] for line in ("help plan", "plan -h", "help")]
     assert texts[0] == texts[1]
     assert re.search(r"^plan +Show every dtype", texts[2], re.MULTILINE)
 
 
-def test_a_refusal_is_a_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as caught, streams.errors(debug=False):
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_refusal_is_a_message_and_our_own_mistakes_are_not_hidden(
+    debug: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as caught, streams.errors(debug=debug):
         raise UnsupportedError("backend", "must be native here")
-    assert caught.value.exit_code == 2
-    out = capsys.readouterr()
-    assert (out.out, out.err) == (
-        "",
-        "zerodrift: error: `backend`: must be native here.\nTo read about it: zerodrift help unsupported\n",
+    out, err = capsys.readouterr()
+    assert caught.value.exit_code == 2 and out == ""
+    message = (
+        "zerodrift: error: `backend`: must be native here.\nTo read about it: zerodrift help unsupported\n"
     )
-
-
-def test_debug_shows_the_traceback_too(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit), streams.errors(debug=True):
-        raise UnsupportedError("backend", "must be another")
-    err = capsys.readouterr().err
-    assert err.startswith("Traceback") and "\nzerodrift: error: `backend`: must be another.\n" in err
-
-
-def test_our_own_mistakes_are_not_hidden() -> None:
-    with pytest.raises(AssertionError), streams.errors(debug=False):
+    assert err.endswith(message) and err.startswith("Traceback" if debug else message)
+    with pytest.raises(AssertionError), streams.errors(debug=debug):
         raise AssertionError("a broken promise")
 
 
 # --- streams ----------------------------------------------------------------------------------------
-
-
-class Screen:
-    """A stream with a given answer to `isatty`."""
-
-    encoding = "utf-8"
-
-    def __init__(self, terminal: bool) -> None:
-        self.terminal = terminal
-
-    def isatty(self) -> bool:
-        return self.terminal
 
 
 @pytest.mark.parametrize(
@@ -300,7 +254,7 @@ def test_colour_is_for_terminals(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "stdout", Screen(terminal))
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: terminal, encoding="utf-8"))
     assert streams.color() is colored
 
 
@@ -312,15 +266,15 @@ def test_piped_output_is_100_columns_without_colour_in_the_characters_of_its_str
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_columns_of_the_environment_are_the_width_of_piped_output(width: int) -> None:
-    for arguments in ([], ["examples"], ["help"], ["help", "command"]):
-        lines = run(*arguments, COLUMNS=str(width)).stdout.splitlines()
-        assert lines and max(map(len, lines)) <= width, arguments
-    command = [sys.executable, "-c", "from zerodrift.report import report_width as w; print(w())"]
+def test_columns_of_the_environment_are_the_width_of_piped_output(
+    width: int, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for line in ("", "examples", "help", "help command"):
+        lines = shown(*line.split(), columns=width)[1].splitlines()
+        assert lines and max(map(len, lines)) <= width, line
     for columns, found in ((str(width), width), ("9", 50), ("900", 120), ("x", 100)):
-        environment = {**os.environ, "COLUMNS": columns}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-        assert int(done.stdout) == found
+        monkeypatch.setenv("COLUMNS", columns)
+        assert report_width() == found
 
 
 def test_auto_is_a_number_per_key() -> None:

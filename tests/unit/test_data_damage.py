@@ -1,23 +1,41 @@
-"""Damaged files give the written rows, or an error that names the file."""
+"""Damaged files, token maps and caches give the written rows and blocks, or an error that names the file."""
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import os
+import shutil
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.unit.data_files import arrow_stream, parquet
+from tests.unit.data_files import (
+    TALK,
+    arrow_stream,
+    data,
+    jsonl,
+    made,
+    parquet,
+    parts_of,
+    stream,
+)
+from zerodrift import files
 from zerodrift.errors import ConfigError
-from zerodrift.train.data import formats
+from zerodrift.train.data import documents, formats
+from zerodrift.train.data import prepare as pack
+from zerodrift.train.data.blocks import INDEX
+from zerodrift.train.data.prepare import PreparedData
 from zerodrift.train.data.rows import read_rows as rows_in
+from zerodrift.train.data.tokenizer import ByteTokenizer
 
-ROWS = [{"text": f"row {number} of some length, with Übung", "n": number} for number in range(60)]
-LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+WRITTEN = [{"text": f"row {number} of some length, with Übung", "n": number} for number in range(60)]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in WRITTEN).encode()
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -26,16 +44,16 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 PACKED = {
     "a.jsonl.gz": lambda: gzip.compress(LINES),
-    "a.parquet": lambda: parquet(ROWS, write_page_checksum=True),
+    "a.parquet": lambda: parquet(WRITTEN, write_page_checksum=True),
 }
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_every_damage_that_a_checksum_shows_is_an_error(name: str, tmp_path: Path) -> None:
-    """There are 500 flipped bits, truncations and additions each."""
+    """There are 300 flipped bits, truncations and additions each."""
     whole = PACKED[name]()
     file, draw, caught = tmp_path / name, np.random.default_rng(0), 0
-    for turn in range(500):
+    for turn in range(300):
         at = int(draw.integers(len(whole)))
         damaged = {
             0: whole[:at],
@@ -50,23 +68,27 @@ def test_every_damage_that_a_checksum_shows_is_an_error(name: str, tmp_path: Pat
             caught += 1
         else:
             # What a footer of parquet calls a column has no checksum.
-            assert [[*row.values()] for row in found] == [[*row.values()] for row in ROWS], turn
-    assert caught > 350
+            assert [[*row.values()] for row in found] == [[*row.values()] for row in WRITTEN], turn
+    assert caught > 210
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.arrow"])
+HALVED: dict[str, Callable[[], bytes]] = {
+    "a.jsonl": lambda: LINES,
+    "a.json": lambda: json.dumps(WRITTEN, ensure_ascii=False).encode(),
+    "a.csv": lambda: ("text,n\n" + "".join(f'"{row["text"]}",{row["n"]}\n' for row in WRITTEN)).encode(),
+    "a.arrow": lambda: arrow_stream(WRITTEN, 20),
+}
+
+
+@pytest.mark.parametrize("name", HALVED)
 def test_half_a_file_is_an_error_wherever_that_shows(name: str, tmp_path: Path) -> None:
-    texts = {
-        "a.jsonl": LINES,
-        "a.json": json.dumps(ROWS, ensure_ascii=False).encode(),
-        "a.csv": ("text,n\n" + "".join(f'"{row["text"]}",{row["n"]}\n' for row in ROWS)).encode(),
-    }
-    whole = texts.get(name) or arrow_stream(ROWS, 20)
-    wanted = [{key: str(held) for key, held in row.items()} for row in ROWS] if name == "a.csv" else ROWS
-    file = tmp_path / name
+    whole, file = HALVED[name](), tmp_path / name
+    wanted = (
+        [{key: str(held) for key, held in row.items()} for row in WRITTEN] if name == "a.csv" else WRITTEN
+    )
     file.write_bytes(whole)
     assert rows(file) == wanted
-    for at in range(1, len(whole) - 1, 13):
+    for at in range(1, len(whole) - 1, 29):
         file.write_bytes(whole[:at])
         try:
             found = rows(file)
@@ -79,21 +101,17 @@ def test_half_a_file_is_an_error_wherever_that_shows(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["json", "jsonl", "csv"])
 def test_a_file_is_read_piece_by_piece(kind: str, tmp_path: Path) -> None:
-    file = tmp_path / f"large.{kind}"
-    text = "long " * 200
-    with file.open("w") as out:
-        out.write({"json": "[", "csv": "text,n\n"}.get(kind, ""))
-        for number in range(8000):
-            row = json.dumps({"text": text, "n": number})
-            out.write(f"{text},{number}\n" if kind == "csv" else row + "\n" * (kind == "jsonl"))
-            out.write(", " if kind == "json" and number < 7999 else "")
-        out.write("]" if kind == "json" else "")
-    assert file.stat().st_size > 8e6
+    file, text = tmp_path / f"large.{kind}", "long " * 200
+    head, between, end = {"json": ("[", ", ", "]"), "jsonl": ("", "\n", ""), "csv": ("text,n\n", "\n", "")}[
+        kind
+    ]
+    one = f"{text},7" if kind == "csv" else json.dumps({"text": text, "n": 7})
+    file.write_text(head + between.join([one] * 4000) + end)
     tracemalloc.start()
-    assert sum(len(row["text"]) for _, row in rows_in(file, formats.format_of(file))) == 8000 * len(text)
+    assert sum(len(row["text"]) for _, row in rows_in(file, formats.format_of(file))) == 4000 * len(text)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert most < 1.5e6
+    assert file.stat().st_size > 4e6 and most < 1.5e6
 
 
 @pytest.mark.parametrize(
@@ -110,3 +128,205 @@ def test_a_text_is_what_is_written(
     """`datasets` reads None, a number, a time and another key here, so zerodrift reads by itself."""
     (tmp_path / name).write_text(content)
     assert rows(tmp_path / name) == read
+
+
+# --- token maps ---------------------------------------------------------------------------------------
+
+
+def numbers(file: Path, values: np.ndarray) -> Path:
+    np.save(file, values) if file.suffix == ".npy" else values.tofile(file)
+    return file
+
+
+def flipped(content: bytes, at: int, bit: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
+
+
+FEW = np.arange(640) % 250
+TOKENS = FEW.astype(np.uint16)
+
+
+@pytest.mark.parametrize("kind", ["npy", "bin"])
+def test_token_maps_are_used_as_they_lie(tmp_path: Path, kind: str) -> None:
+    flat = (np.arange(70) % 250).astype(np.uint16)
+    file = tmp_path / f"tokens.{kind}"
+    np.save(file, flat) if kind == "npy" else flat.tofile(file)
+    parts = made(tmp_path, data(file, validation=0.25))
+    assert parts.sets[0].counts.kind == "tokens" and parts.validation is not None
+    assert stream(parts.train).tolist() == flat[:48].tolist()
+    assert stream(parts.validation).tolist() == flat[48:64].tolist()
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("a.npy", FEW - 1, "none below 0; got -1 to 14"),
+        ("a.npy", np.full(640, 2**63, np.uint64), "below 257"),
+        ("a.npy", FEW * 1.0, "one row of whole numbers; got float64"),
+        ("a.npy", FEW.reshape(20, 32), "one row of whole numbers"),
+        ("a.npy", FEW > 3, "one row of whole numbers; got bool"),
+        ("a.bin", FEW.astype(np.uint32), "in every second place.*token_dtype: uint32"),
+    ],
+)
+def test_other_numbers_are_refused(name: str, values: np.ndarray, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made(tmp_path, data(numbers(tmp_path / name, values)))
+
+
+def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
+    """Another length is an error; a flipped bit is one, or leaves the written numbers."""
+    file = numbers(tmp_path / "a.npy", TOKENS)
+    before, whole = file.read_bytes(), stream(made(tmp_path, data(file)).train)
+    for content in (before[:6], before[:60], before[:200], before[:-7], before + b"12345", b""):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"a\.npy"):
+            made(tmp_path, data(file))
+    caught = 0
+    for at, bit in itertools.product(range(0, 128, 2), range(0, 8, 2)):
+        file.write_bytes(flipped(before, at, bit))
+        try:
+            found = stream(made(tmp_path, data(file)).train)
+        except ConfigError as error:
+            assert "a.npy" in str(error)
+            caught += 1
+        else:
+            assert np.array_equal(found, whole) or at < 60, at
+    assert caught > 100
+
+
+@pytest.mark.parametrize("bad", [-1, 257, 60_000])
+def test_a_token_that_the_model_does_not_know_is_named_where_it_is_read(bad: int, tmp_path: Path) -> None:
+    values = FEW.astype(np.int64)
+    values[400] = bad
+    blocks = made(tmp_path, data(numbers(tmp_path / "a.npy", values))).train
+    blocks.read(np.arange(25))
+    with pytest.raises(ConfigError, match=r"a\.npy.*must hold tokens below 257.* in block 25"):
+        blocks.read(np.array([3, 25]))
+
+
+def test_a_map_that_changes_under_a_run_is_named(tmp_path: Path) -> None:
+    file = numbers(tmp_path / "a.bin", TOKENS)
+    for change in (lambda: os.truncate(file, 16), lambda: numbers(file, TOKENS[::-1]), file.unlink):
+        numbers(file, TOKENS)
+        os.utime(file, (1e9, 1e9))
+        blocks = made(tmp_path, data(file)).train
+        assert blocks.read(np.array([39])).tokens.tolist() == [FEW[-16:].tolist()]
+        change()
+        with pytest.raises(ConfigError, match=r"a\.bin.*must stay as it is while a run reads it"):
+            blocks.read(np.array([39]))
+
+
+# --- the cache ----------------------------------------------------------------------------------------
+
+
+def test_blocks_are_made_once_and_again_when_anything_changes(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("x" * 100)
+    first = made(tmp_path, data(file))
+    index = tmp_path / "cache" / first.key / "blocks.json"
+    stamp = index.stat().st_mtime_ns
+    assert made(tmp_path, data(file)).key == first.key and index.stat().st_mtime_ns == stamp
+    copy = tmp_path / "copy.txt"
+    copy.write_text("x" * 100)
+    assert made(tmp_path, data(copy)).key == first.key, "the content counts, not the name"
+    file.write_text("y" * 100)
+    keys = {first.key, made(tmp_path, data(file)).key, made(tmp_path, data(file, block=8)).key}
+    assert len(keys) == 3
+    assert not list((tmp_path / "cache").glob("*.[0-9]*")), "nothing half made is left"
+
+
+def read_all(parts: PreparedData) -> list[np.ndarray]:
+    every = np.arange(len(parts.train))
+    return [*parts_of(parts.train, *every), parts.train.labels(every)]
+
+
+def test_a_damaged_cache_is_never_learned_from(tmp_path: Path) -> None:
+    """Every damage gives the written blocks, or an error with the folder."""
+    written = data(jsonl(tmp_path / "a.jsonl", [{"messages": TALK}] * 6), block=64)
+    whole = read_all(made(tmp_path, written))
+    folder = tmp_path / "cache" / made(tmp_path, written).key
+    names = {INDEX, *(f"train.{of}" for of in ("tokens", "marks", "counts", "sums"))}
+    assert {path.name for path in folder.iterdir()} == {*names, documents.DIGESTS}  # which has no blocks
+    draw = np.random.default_rng(0)
+    caught = 0
+    for name in sorted(names):
+        file = folder / name
+        before = file.read_bytes()
+        flips = [
+            flipped(before, int(at), int(draw.integers(8))) for at in draw.integers(len(before), size=60)
+        ]
+        for content in (*flips, b"", before[: len(before) // 2], before + b"\0" * 64):
+            file.write_bytes(content)
+            caught += _is_caught(tmp_path, written, whole)
+        file.unlink()
+        if name != INDEX:  # without that it is not there, and made anew
+            assert _is_caught(tmp_path, written, whole)
+        file.write_bytes(before)
+    assert caught > 200
+
+
+def _is_caught(folder: Path, written: Any, whole: list[np.ndarray]) -> bool:
+    try:
+        found = read_all(made(folder, written))
+    except ConfigError as error:
+        assert "must hold the blocks that were written" in str(error), error
+        return True
+    assert all(np.array_equal(here, there) for here, there in zip(found, whole, strict=True))
+    return False
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"[]", b"\xff", b'{"a": 3}', b"[" * 10**5])
+def test_damaged_digests_are_made_anew(content: bytes, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", WRITTEN)
+    key = made(tmp_path, data(file)).key
+    (tmp_path / "cache" / "digests.json").write_bytes(content)
+    assert made(tmp_path, data(file)).key == key
+
+
+def test_a_file_that_changes_while_it_is_packed_leaves_no_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("a text")
+    whole = ByteTokenizer.encode
+
+    def encode(self: ByteTokenizer, text: str) -> np.ndarray:
+        file.write_text("another text")
+        return whole(self, text)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    with pytest.raises(ConfigError, match=r"a\.txt.*must stay as it is while it is read"):
+        made(tmp_path, data(file))
+    assert not list((tmp_path / "cache").glob("*/blocks.json"))
+
+
+def test_without_locks_several_make_the_same_blocks_and_one_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "fcntl", None)
+    file = jsonl(tmp_path / "a.jsonl", WRITTEN)
+    make, asked = pack._make_blocks, data(file)
+    first: list[np.ndarray] = []
+
+    def slowly(*arguments: Any) -> None:
+        """Begin slowly, while another process begins and ends."""
+        monkeypatch.setattr(pack, "_make_blocks", make)
+        first.append(stream(made(tmp_path, asked).train))
+        make(*arguments)
+
+    monkeypatch.setattr(pack, "_make_blocks", slowly)
+    assert np.array_equal(stream(made(tmp_path, asked).train), first[0])
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+
+
+def test_what_a_killed_maker_left_is_removed(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", WRITTEN)
+    key = made(tmp_path, data(file)).key
+    cache = tmp_path / "cache"
+    shutil.rmtree(cache / key)
+    (cache / f"{key}.0123").mkdir()
+    (cache / f"{key}.0123" / "half").write_text("of a map")
+    (cache / "another.0123").mkdir()
+    made(tmp_path, data(file))
+    assert {path.name for path in cache.iterdir() if path.is_dir()} == {key, "another.0123"}

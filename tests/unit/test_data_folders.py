@@ -1,16 +1,25 @@
-"""Published and cloned folders of data: the files that are read, and the questions that are asked."""
+"""Which files, columns and splits are read, what is asked about them, and what `zerodrift data` shows."""
 
 from __future__ import annotations
 
+import codecs
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 
-from tests.unit.data_files import arrow_stream, data, jsonl, made, stream, tree
+from tests.unit.data_files import TALK, arrow_stream, data, jsonl, made, stream, tree
+from tests.unit.letters import byte_tokenizer
 from zerodrift.errors import ConfigError
+from zerodrift.train.data import documents
+from zerodrift.train.data.tokenizer import TransformersTokenizer
+from zerodrift.train.job_file import read_job
+from zerodrift.train.report.summary import preview
 
+TEXT, ROW = "a text to train on " * 9, [{"text": "a"}]
 TEXT, ROW = "a text to train on " * 9, [{"text": "a"}]
 
 
@@ -132,3 +141,135 @@ def test_token_maps_of_two_splits_are_not_one(tmp_path: Path) -> None:
     prepared = made(tmp_path, data(tmp_path, validation=str(tmp_path)))
     assert prepared.validation is not None
     assert (len(prepared.train), len(prepared.validation)) == (40, 4)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_what_an_editor_adds_is_no_token(suffix: str, tmp_path: Path) -> None:
+    """Neither the mark of Unicode nor the line ends of Windows are."""
+    text = "a text, with Übung in it\n" * 20
+    written = text if suffix == "txt" else (json.dumps({"text": text}) + "\n") * 2
+    for content in (codecs.BOM_UTF8 + written.encode(), written.replace("\n", "\r\n").encode()):
+        (tmp_path / f"a.{suffix}").write_bytes(content)
+        found = stream(made(tmp_path, data(tmp_path / f"a.{suffix}")).train)
+        assert found[: len(text.encode())].tolist() == [*text.encode()]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 5000, "~nobody-here/a.txt", "a\0b", "/dev/zero", "/dev/null"])
+@pytest.mark.timeout(30)
+def test_a_name_of_no_files_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train.*must name files"):
+        made(tmp_path, data(Path("unused"), train=name))
+
+
+ASKED = {"prompt": "Hi", "completion": "Yo"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "words"),
+    [
+        ([ASKED], {"field": "body"}, r"a\.jsonl:1.*must have a text in `body`; got `prompt`"),
+        ([ASKED], {"field": "prompt", "format": "chat"}, r"data\.field.*conversations"),
+        ([ASKED], {"messages": "dialog"}, "must have `dialog`, which `data.messages` names; got `prompt`"),
+        (
+            [ASKED, {"prompt": "Hi"}],
+            {"format": "text"},
+            r"a\.jsonl:2.*must have a text in `completion`; got `pro",
+        ),
+        ([ASKED], {"format": "tokens"}, r"a\.jsonl.*must be a map of token numbers"),
+    ],
+)
+def test_keys_that_name_other_columns_are_refused(rows: Any, keys: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made(tmp_path, data(jsonl(tmp_path / "a.jsonl", rows), **keys))
+
+
+def test_keys_that_name_columns_name_those_of_the_rows(tmp_path: Path) -> None:
+    found = made(tmp_path, data(jsonl(tmp_path / "a.jsonl", [ASKED, ASKED]), field="prompt"))
+    assert stream(found.train)[:6].tolist() == [*b"Hi", 256, *b"Hi", 256]
+    both = jsonl(tmp_path / "c.jsonl", [{"messages": TALK, "text": "Hi", "n": None}])
+    reading = made(tmp_path, data(both, block=64)).sets[0].counts
+    assert (reading.kind, reading.unread) == ("chat", ["text"]), "what is empty is not missed"
+
+
+def test_what_may_not_be_meant_is_noted(tmp_path: Path) -> None:
+    silent = [*TALK[:-1], {"role": "assistant", "content": " \n"}]
+    chats = jsonl(tmp_path / "chats.jsonl", [{"messages": turns} for turns in (TALK, TALK, silent)])
+    once = jsonl(tmp_path / "held.jsonl", [{"messages": turns} for turns in (TALK, TALK[:3])])
+    found = made(tmp_path, data(chats, block=64, validation=str(once)))
+    plain = "written with `<|role|>` in front of each turn: the tokenizer has no chat template"
+    assert found.sets[0].counts.notes()[-1] == "1 conversation like another one"
+    assert "1 conversation with an answer of nothing, which is not learned" in found.sets[0].counts.notes()
+    assert found.sets[1].counts.notes() == [f"2 conversations {plain}", "1 conversation trained on as well"]
+    trained, held = (text for _, text in found.lines())
+    assert "trained on as well" in held and "trained on as well" not in trained and "held out" not in trained
+    (tmp_path / "cache" / found.sets[1].key / documents.DIGESTS).write_bytes(b"1234")
+    with pytest.raises(ConfigError, match="must hold the blocks that were written"):
+        made(tmp_path, data(chats, block=64, validation=str(once)))
+
+
+def test_one_file_is_read_once_by_whatever_path(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text(TEXT)
+    (tmp_path / "b.txt").symlink_to(file)
+    found = made(tmp_path, data(Path("unused"), train=[str(file), f"{tmp_path}/../{tmp_path.name}/b.txt"]))
+    (reading,) = (each.counts for each in found.sets)
+    assert reading.files == 1 and "a.txt, which is " in reading.beside[0]
+
+
+def test_the_last_number_of_a_tokenizer_is_its_vocabulary(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = byte_tokenizer(tmp_path)
+    plain = TransformersTokenizer(folder)
+    file = folder / "tokenizer.json"
+    written = json.loads(file.read_text())
+    word, last = max(written["model"]["vocab"].items(), key=lambda item: item[1])
+    written["model"]["vocab"][word] = last + 1000
+    for added in written.get("added_tokens", []):
+        added["id"] += 1000 if added["id"] == last else 0
+    file.write_text(json.dumps(written))
+    assert TransformersTokenizer(folder).vocabulary == plain.vocabulary + 1000
+    assert TransformersTokenizer(folder).fingerprint != plain.fingerprint
+
+
+# --- what is shown ------------------------------------------------------------------------------------
+
+
+CHATS: list[dict[str, Any]] = [
+    *({"id": n, "prompt": f"{n}: 你好 \x1b[31m" + "?" * n, "completion": "Antwort.\n" * 3} for n in range(9)),
+    {"id": 9, "messages": [{"role": "user", "content": "nobody answers"}]},
+    {"id": 10, "prompt": "x" * 300, "completion": "never seen"},
+]
+
+
+def preview_of(folder: Path, color: bool = False, width: int = 80, **data: Any) -> str:
+    file = jsonl(folder / "a.jsonl", CHATS)
+    written = {"train": str(file), "block": 128, "validation": 0.2, "seed": 2, "format": "chat", **data}
+    job, _ = read_job({"model": {"source": "a:b"}, "data": written, "run": {"folder": str(folder / "run")}})
+    return preview(job, color=color, width=width)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_it_fits_the_screen_and_says_what_was_read(width: int, tmp_path: Path) -> None:
+    text = preview_of(tmp_path, width=width)
+    assert max(map(cell_len, text.split("\n"))) <= max(width, 40)
+    words = " ".join(text.split())
+    assert "1 file, 11 conversations" in words and "`prompt` and `completion` (10)" in words
+    assert "1 conversation without a turn of the assistant to learn" in words
+    assert "1 block with nothing to learn" in words and "columns `id`" in words
+    assert "held out" in words and text.count("\nblock ") == 3
+
+
+def test_what_is_learned_is_marked_with_and_without_colour(tmp_path: Path) -> None:
+    plain = preview_of(tmp_path)
+    assert plain.count("  [[Antwort.\n  Antwort.\n  Antwort.\n  <end>]]\n") == 3
+    assert "\x1b" not in plain and r"\x1b[31m" in plain, "what is in data does not rule a terminal"
+    colored = preview_of(tmp_path, color=True)
+    assert "\x1b[32m[[Antwort." in colored
+    packed = preview_of(tmp_path, pack=True, attend="document", block=512)
+    assert "--- another document ---" in packed and "[[Antwort." in packed
+
+
+def test_what_is_wrong_with_a_job_is_told_here_too() -> None:
+    job, _ = read_job({"model": {"source": "a:b"}, "data": {"train": "x"}, "run": {"evaluate_every": 2}})
+    with pytest.raises(ConfigError, match="must go with data"):
+        preview(job, color=False, width=80)

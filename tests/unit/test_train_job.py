@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import operator
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from zerodrift.api import empty
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, ZerodriftError
 from zerodrift.train.data.conversation import read_conversation
 from zerodrift.train.data.files import find
 from zerodrift.train.data.tokenizer import tokenizer
-from zerodrift.train.job import Data, Job, Lora, Model
+from zerodrift.train.job import Data, Lora, Model
 from zerodrift.train.job_file import every_path, for_a_job, read_job, worded_for_a_job
-from zerodrift.train.loop.model import source_of
+from zerodrift.train.loop.model import check_causal, source_of
 from zerodrift.train.loop.run_folder import RunFolder, model_at, require_writable
 
 
@@ -50,13 +52,6 @@ def test_what_is_written_and_what_is_not(
     assert config.optimizer is None
     if overrides:
         assert (config.zero_optimization.stage, config.precision.mode) == (2, "bf16")
-
-
-def test_a_file_names_its_run(tmp_path: Path) -> None:
-    file = tmp_path / "small.yaml"
-    file.write_text("model: {source: x}\ndata: {train: [a, b]}\nrun: {steps: 3}\n")
-    job, _ = read_job(file)
-    assert (job.run.folder, job.run.steps, job.data.train) == ("runs/small", 3, ("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -132,58 +127,53 @@ def test_a_config_file_is_read_and_overridden(tmp_path: Path) -> None:
 
 
 def test_a_job_survives_its_folder(tmp_path: Path) -> None:
-    written = least(run={"folder": str(tmp_path)}, auto={"optimizer.params.lr": 0.1})
-    job, _ = read_job(written, ["data.validation=0.1"])
-    folder = RunFolder(tmp_path)
-    folder.save_job(job)
-    assert folder.load_job() == job
+    job, _ = read_job(least(run={"folder": str(tmp_path)}, auto={"a": 0.1}), ["data.validation=0.1"])
+    RunFolder(tmp_path).save_job(job)
+    assert RunFolder(tmp_path).load_job() == job
     with pytest.raises(ConfigError, match="must be the folder of a run"):
         RunFolder(tmp_path / "none").load_job()
 
 
-def test_every_key_has_a_docstring() -> None:
-    assert len(list(every_path())) > 30
-    for name, field in Job.model_fields.items():
-        inner = getattr(field.annotation, "model_fields", {})
-        for path, each in {name: field, **{f"{name}.{key}": held for key, held in inner.items()}}.items():
-            assert each.description, path
-
-
 ODD = (
-    *(0, -1, 2**31, 2**63 - 1, 2**63, 10**30, math.nan, math.inf, 1e308, -0.0, True, None, "", "no", "1e-5"),
-    *({}, [], {1: 2}, [["a"]], b"x", object(), "\ud800", "\0", "\x1b[31m"),
+    *(
+        0,
+        -1,
+        2**31,
+        2**63 - 1,
+        2**63,
+        10**30,
+        10**400,
+        math.nan,
+        math.inf,
+        1e308,
+        -0.0,
+        True,
+        None,
+        "",
+        "no",
+        "1e-5",
+    ),
+    *({}, [], {1: 2}, {1}, [["a"]], b"x", object(), "\ud800", "\0", "\x1b[31m" * 900),
 )
+ENDLESS = ("x" * 10**6, ["a"] * 10**5, functools.reduce(lambda made, _: [made], range(10_000), []))
 
 
 @pytest.mark.parametrize("key", ["config", "config.gradient_clipping", "auto", *every_path()])
-def test_odd_values_are_read_or_refused(key: str) -> None:
-    """Every key of a job gets its value, or one short error."""
-    for value in ODD:
-        read_with(key, value)
-
-
-@pytest.mark.parametrize("key", ["config", "auto", "data.train", "run.steps"])
-@pytest.mark.parametrize("kind", ["long", "many", "deep"])
-def test_endless_values_are_refused_at_once(key: str, kind: str) -> None:
-    deep = functools.reduce(lambda made, _: [made], range(10_000), [])
-    value = {"long": "x" * 10**6, "many": ["a"] * 10**5, "deep": deep}[kind]
-    begun = time.process_time()
-    read_with(key, value)
-    assert time.process_time() - begun < 1.0
-
-
-def read_with(key: str, value: Any) -> None:
-    written: dict[str, Any] = {"model": {"source": "m"}, "data": {"train": "x"}}
-    *blocks, last = key.split(".")
-    place = written
-    for block in blocks:
-        place = place.setdefault(block, {})
-    place[last] = value
-    try:
-        made, _ = read_job(written)
-        json.dumps(made.model_dump(mode="json"))
-    except ZerodriftError as error:
-        assert len(str(error)) < 50_000
+def test_odd_values_are_read_or_refused_at_once(key: str) -> None:
+    """Every key of a job gets its value, or one short error that a terminal can show."""
+    for value in (*ODD, *(ENDLESS if key in ("config", "auto", "data.train", "run.steps") else ())):
+        *blocks, last = key.split(".")
+        place = written = least()
+        for block in blocks:
+            place = place.setdefault(block, {})
+        place[last] = value
+        begun = time.process_time()
+        try:
+            made, _ = read_job(written)
+            json.dumps(made.model_dump(mode="json"))
+        except ZerodriftError as error:
+            assert len(str(error)) < 50_000 and all(map(str.isprintable, str(error).split("\n")))
+        assert time.process_time() - begun < 1.0
 
 
 @pytest.mark.parametrize("key", ["run.folder", "data.cache"])
@@ -198,29 +188,28 @@ def test_a_folder_that_cannot_be_written_is_refused_by_its_key(key: str, place: 
 # --- what is refused before anything is read --------------------------------------------------------------
 
 
-def test_an_encoder_is_no_language_model() -> None:
-    transformers = pytest.importorskip("transformers")
-    from zerodrift.api import empty
-    from zerodrift.train.loop.model import check_causal
+SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    for kind, more, fine in (
+
+@pytest.mark.parametrize(
+    ("kind", "more", "fine"),
+    [
         ("bert", {}, False),
         ("bert", {"is_decoder": True}, True),
         ("roberta", {}, False),
         ("xlm", {"emb_dim": 8, "n_layers": 1, "n_heads": 1}, False),
         ("llama", {"num_key_value_heads": 1}, True),
         ("bart", {"d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 1}, True),
-    ):
-        config = transformers.AutoConfig.for_model(kind, vocab_size=40, **sizes, **more)
-        with empty():
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        if fine:
-            check_causal(model, kind)
-            continue
-        with pytest.raises(ModelError, match=rf"must be a causal language model.*an encoder \({kind}\)"):
-            check_causal(model, kind)
-    check_causal(torch.nn.Linear(2, 2), "a function's")
+    ],
+)
+def test_an_encoder_is_no_language_model(kind: str, more: dict[str, Any], fine: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, vocab_size=40, **SIZES, **more)
+    with empty():
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    told = pytest.raises(ModelError, match=rf"must be a causal language model.*an encoder \({kind}\)")
+    with contextlib.nullcontext() if fine else told:
+        check_causal(model, kind)
 
 
 def test_advice_names_what_a_job_has(tmp_path: Path) -> None:
@@ -234,26 +223,27 @@ def test_advice_names_what_a_job_has(tmp_path: Path) -> None:
         raise ConfigError("run.device", "must be there", do="Set `run.device: cpu`.")
 
 
-def test_a_name_beside_is_offered(tmp_path: Path) -> None:
-    """Data, a model, a tokenizer, a run and a role."""
+def asisting() -> None:
+    read_conversation({"messages": [{"role": "asistant", "content": "Yo"}]}, "messages", "a row")
+
+
+@pytest.mark.parametrize(
+    ("call", "near"),
+    [
+        (lambda here: find(f"{here}/chats.jsonl", Data(train="x"), "data.train"), "chat.jsonl"),
+        (lambda here: source_of(Model(source=f"{here}/tinyy")), "tiny"),
+        (lambda here: tokenizer(f"{here}/tinny", ""), "tiny"),
+        (lambda here: model_at(here / "runs" / "jobb"), "runs/job"),
+        (lambda here: asisting(), "assistant"),
+        (lambda here: find(f"{here}/tiny", Data(train="x"), "data.train"), ""),  # what is there
+    ],
+    ids=["data", "a model", "a tokenizer", "a run", "a role", "nothing"],
+)
+def test_a_name_beside_is_offered(call: Callable[[Path], object], near: str, tmp_path: Path) -> None:
     (tmp_path / "runs" / "job").mkdir(parents=True)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "chat.jsonl").touch()
-    for call, near in (
-        (lambda: find(str(tmp_path / "chats.jsonl"), Data(train="x"), "data.train"), tmp_path / "chat.jsonl"),
-        (lambda: source_of(Model(source=str(tmp_path / "tinyy"))), tmp_path / "tiny"),
-        (lambda: tokenizer(str(tmp_path / "tinny"), ""), tmp_path / "tiny"),
-        (lambda: model_at(tmp_path / "runs" / "jobb"), tmp_path / "runs" / "job"),
-        (
-            lambda: read_conversation(
-                {"messages": [{"role": "asistant", "content": "Yo"}]}, "messages", "a row"
-            ),
-            "assistant",
-        ),
-    ):
-        with pytest.raises((ConfigError, ModelError)) as raised:
-            call()
-        assert raised.value.do == f"Did you mean `{near}`?"
-    with pytest.raises(ConfigError) as raised:
-        find(str(tmp_path / "tiny"), Data(train="x"), "data.train")
-    assert not raised.value.do, "what is there is not misspelt"
+    with pytest.raises((ConfigError, ModelError)) as raised:
+        call(tmp_path)
+    path = near if near in ("", "assistant") else tmp_path / near
+    assert raised.value.do == (f"Did you mean `{path}`?" if near else "")

@@ -11,7 +11,7 @@ import pytest
 
 from zerodrift.errors import ConfigError, RankError, ZerodriftError
 from zerodrift.train.loop import launcher as launch
-from zerodrift.train.loop.launcher import IN_ORDER, RankFailedError, exit_code, first_host, listen, slurm
+from zerodrift.train.loop.launcher import IN_ORDER, RankFailedError, exit_code, listen, slurm
 
 STEP = {
     "SLURM_STEP_ID": "0",
@@ -23,23 +23,17 @@ STEP = {
 }
 
 
-HOSTS = {"gpu[03-05,9],login": "gpu03", "gpu7": "gpu7", "a1,b2": "a1", "n[12,14]-ib": "n12-ib", "": ""}
-
-
-def test_the_first_host_of_a_list() -> None:
-    assert {nodes: first_host(nodes) for nodes in HOSTS} == HOSTS
-
-
-def test_slurm_becomes_torchruns_variables() -> None:
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("gpu[03-05,9],login", "gpu03"), ("gpu7", "gpu7"), ("a1,b2", "a1"), ("n[12,14]-ib", "n12-ib"), ("", "")],
+)
+def test_slurm_becomes_torchruns_variables_where_it_started_ranks(nodes: str, host: str) -> None:
     place = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    assert slurm(STEP) == {**place, "MASTER_ADDR": "gpu03", "MASTER_PORT": "21234"}
+    found = slurm({**STEP, "SLURM_STEP_NODELIST": nodes})
+    assert found == {**place, "MASTER_ADDR": host, "MASTER_PORT": "21234"}
     assert slurm({**STEP, "MASTER_ADDR": "head"})["MASTER_ADDR"] == "head"  # type: ignore[index]
-
-
-@pytest.mark.parametrize("change", [{"RANK": "0"}, {"SLURM_NTASKS": "1"}, {"SLURM_PROCID": None}])
-def test_slurm_is_not_joined_where_it_did_not_start_ranks(change: dict[str, str | None]) -> None:
-    environment = {key: value for key, value in {**STEP, **change}.items() if value is not None}
-    assert slurm(environment) is None
+    assert slurm({**STEP, "RANK": "0"}) is slurm({**STEP, "SLURM_NTASKS": "1"}) is None
+    assert slurm({key: value for key, value in STEP.items() if key != "SLURM_PROCID"}) is None
 
 
 Failure = tuple[str, ZerodriftError | None, float]

@@ -1,15 +1,13 @@
-"""Curves and the page of a run are made of metrics and a plan alone."""
+"""Reports of a run: curves, the page, lines of metrics, the live line, and what a replay found."""
 
 from __future__ import annotations
 
 import html
-import itertools
 import math
 import os
-import re
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +19,16 @@ from tests.unit.test_report_page import read as read_page
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
 from zerodrift.inspect.trace.operations import forward_flops
-from zerodrift.report.blocks import show
 from zerodrift.report.charts import (
-    Chart,
-    Series,
-    binary_ticks,
-    chart,
-    even_ticks,
-    log_ticks,
     smooth_values,
     stretches,
 )
 from zerodrift.train.job import Job
 from zerodrift.train.loop.run_folder import RunFolder
-from zerodrift.train.report.display import Display, clock
+from zerodrift.train.report.display import Display, LineState, clock, line
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, read
 from zerodrift.train.report.page import peak, readable, run_page
+from zerodrift.train.tools.replay import changed_circumstances, compare_step, difference_lines
 
 JOB = Job(model={"source": "m"}, data={"train": "text"})
 
@@ -47,45 +39,16 @@ def step(number: int, loss: float = 2.0, skipped: bool = False) -> StepMetrics:
     )
 
 
-# --- ticks and curves ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (5.2, 5.61), (-3.0, 7.0), (2.0, 2.0), (0.0, 1e-3)])
-def test_even_ticks_are_round_and_around(low: float, high: float) -> None:
-    ticks = even_ticks(low, high)
-    assert ticks[0] <= low + 1e-12 and ticks[-1] >= high - 1e-12 and 2 <= len(ticks) <= 8
-    gaps = {round(b - a, 12) for a, b in itertools.pairwise(ticks)}
-    assert len(gaps) == 1
-    digits = f"{gaps.pop():e}".split("e")[0].rstrip("0").rstrip(".")
-    assert digits in ("1", "2", "2.5", "5")
-
-
-def test_log_and_binary_ticks() -> None:
-    assert log_ticks(3, 40) == [2, 5, 10, 20, 50]
-    assert log_ticks(1e-3, 1e4)[0] == 1e-3 and log_ticks(1e-3, 1e4)[-1] == 1e4
-    assert binary_ticks(700.0) == [0.0, 256.0, 512.0, 768.0]
-
-
 def test_many_points_become_few_and_no_peak_is_lost() -> None:
-    points = [(float(x), 100.0 if x == 777 else 1.0) for x in range(5000)]
-    found = stretches(points)
+    found = stretches([(float(x), 100.0 if x == 777 else 1.0) for x in range(5000)])
     assert len(found) <= 240
     assert max(each.high for each in found) == 100.0 and min(each.low for each in found) == 1.0
+    means = smooth_values([float(value) for value in range(50)], 5)
+    assert all(0 <= mean <= 49 for mean in means)
+    assert means[25] == pytest.approx(25.0, abs=0.01), "it runs neither ahead nor behind"
 
 
-def test_a_curve_stays_inside_its_drawing_and_leaves_out_what_is_no_number() -> None:
-    points = tuple((float(x), math.nan if x == 3 else float(x)) for x in range(10))
-    text = show(chart(Chart("loss", (Series("a", "storage", points),), str)))
-    path = re.search(r'<path d="M([^"]+)" class="line"', text)
-    assert path is not None
-    places = [tuple(map(float, pair.split())) for pair in path.group(1).split("L")]
-    assert len(places) == 9
-    assert all(0 <= x <= 420 and 0 <= y <= 190 for x, y in places)
-    assert places[0][1] > places[-1][1], "up is up"
-    assert "nothing yet" in show(chart(Chart("loss", (Series("a", "storage", ()),), str)))
-
-
-# --- the page -----------------------------------------------------------------------------------------
+# --- the page ------------------------------------------------------------------------------------------
 
 
 def page(lines: list[dict[str, Any]], **run: Any) -> str:
@@ -110,12 +73,18 @@ LINES: list[dict[str, Any]] = [
 
 
 def test_the_page_is_whole_refers_to_nothing_and_has_the_figures() -> None:
-    text = page(LINES)
+    here = {"command": "zerodrift train job.yaml", "commit": "abc-dirty", "host": "here", "torch": "2.13"}
+    start = {"kind": "start", "step": 0, "environment": here, "data": [["held out", "4 blocks"]]}
+    digest = {"kind": "checkpoint", "step": 2, "took": 1.0, "digest": "f00d"}
+    text = page([start, *LINES[1:], digest, {"kind": "sample", "step": 3, "prompt": "def ", "text": "<f>"}])
     found = read_page(text).attributes
     assert not [value for key, value in found if key in ("src", "href") or "http" in (value or "")]
     assert "runs/&lt;a&gt;" in text and "<text>" not in text
     for figure in ("1.8750", "running, step 3 of 3", "256 MiB", "DIFFERENT", "as declared"):
         assert figure in text, figure
+    for word in ("zerodrift train job.yaml", "abc-dirty", "4 blocks", "f00d", "<b>def </b>&lt;f&gt;"):
+        assert word in text, word
+    assert "nothing yet" in page([{"kind": "start", "step": 0}])
 
 
 @pytest.mark.parametrize(
@@ -123,18 +92,15 @@ def test_the_page_is_whole_refers_to_nothing_and_has_the_figures() -> None:
     [
         ({"stopped": ""}, "done, 3 steps"),
         ({"stopped": "SIGTERM"}, "stopped after step 3 of 3"),
-        ({"error": "no <memory>"}, "failed after step 3 of 3"),
+        ({"error": "no <memory>\nLower it."}, "failed after step 3 of 3"),
     ],
 )
-def test_the_page_says_how_a_run_ended(end: dict[str, str], words: str) -> None:
-    assert words in page([*LINES, {"kind": "end", "step": 3, **end}])
-
-
-def test_a_failed_run_says_why_before_anything_else() -> None:
-    text = page([*LINES, {"kind": "end", "step": 3, "error": "no <memory>\nLower it."}])
-    assert text.index('role="alert"') < text.index('class="tiles"')
-    assert "<pre>no &lt;memory&gt;\nLower it.</pre>" in text
-    assert 'role="alert"' not in page(LINES)
+def test_the_page_says_how_a_run_ended_and_why_before_anything_else(end: dict[str, str], words: str) -> None:
+    text = page([*LINES, {"kind": "end", "step": 3, **end}])
+    assert words in text and ('role="alert"' in text) is ("error" in end)
+    if "error" in end:
+        assert text.index('role="alert"') < text.index('class="tiles"')
+        assert "<pre>no &lt;memory&gt;\nLower it.</pre>" in text
 
 
 def test_a_loss_that_is_no_number_has_no_perplexity() -> None:
@@ -168,45 +134,24 @@ def test_what_was_observed_before_a_resume_on_other_ranks_stays() -> None:
     assert "DIFFERENT" in text and "not seen" in text
 
 
-def test_what_it_was_made_with_is_on_the_page() -> None:
-    here = {"command": "zerodrift train job.yaml", "commit": "abc-dirty", "host": "here", "torch": "2.13"}
-    start = {"kind": "start", "step": 0, "environment": here, "data": [["held out", "4 blocks"]]}
-    digest = {"kind": "checkpoint", "step": 2, "took": 1.0, "digest": "f00d"}
-    sample = {"kind": "sample", "step": 3, "prompt": "def ", "text": "<f>"}
-    text = page([start, *LINES[1:], digest, sample])
-    for word in ("zerodrift train job.yaml", "abc-dirty", "4 blocks", "f00d", "<b>def </b>&lt;f&gt;"):
-        assert word in text, word
-
-
 @pytest.mark.parametrize(
-    ("device", "words"),
+    ("device", "tera", "words"),
     [
-        ("NVIDIA H200", "of 989 TFLOP/s, dense bf16 on NVIDIA H200"),
-        ("Abacus 3", "the peak of Abacus 3 is not known here"),
-        ("", "no share: a CPU states no peak"),
+        ("NVIDIA H200", 989, "of 989 TFLOP/s, dense bf16 on NVIDIA H200"),
+        ("NVIDIA A100-SXM4-80GB", 312, "of 312 TFLOP/s"),
+        ("NVIDIA H100 PCIe", 756, "of 756 TFLOP/s"),
+        ("NVIDIA A10G", None, "the peak of NVIDIA A10G is not known here"),
+        ("NVIDIA RTX A4000", None, "not known here"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, "not known here"),
+        ("", None, "no share: a CPU states no peak"),
     ],
 )
-def test_utilisation_states_its_peak_or_why_there_is_none(device: str, words: str) -> None:
+def test_utilisation_states_its_peak_or_why_there_is_none(device: str, tera: int | None, words: str) -> None:
+    """A device has the peak of its maker, and not of a namesake."""
+    assert peak(device, "bf16") == (None if tera is None else tera * 1e12)
     lines = [{"kind": "start", "step": 0, "device": device}, *LINES[1:]]
     assert words in page([*lines, {"kind": "flops", "step": 1, "per_token": 6e9}])
     assert "not counted" in page(lines)
-
-
-@pytest.mark.parametrize(
-    ("device", "tera"),
-    [
-        ("NVIDIA H200", 989),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA H100 PCIe", 756),
-        ("Tesla T4", None),
-        ("NVIDIA A10G", None),
-        ("NVIDIA RTX A4000", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("", None),
-    ],
-)
-def test_a_device_has_the_peak_of_its_maker_and_not_of_a_namesake(device: str, tera: float | None) -> None:
-    assert peak(device, "bf16") == (None if tera is None else tera * 1e12)
 
 
 def test_the_flops_of_a_forward_are_those_of_its_products() -> None:
@@ -216,14 +161,6 @@ def test_the_flops_of_a_forward_are_those_of_its_products() -> None:
             model(torch.ones(5, 8)).sum().backward()
     assert sum(flops) == 2 * 5 * (8 * 16 + 16 * 4)
     assert [readable(flops) for flops in (0, 1.5e9, 4.2e13)] == ["0 FLOP/s", "1.5 GFLOP/s", "42 TFLOP/s"]
-
-
-def test_a_smoothed_curve_stays_among_its_values_and_on_a_line() -> None:
-    values = [float(value) for value in range(50)]
-    means = smooth_values(values, 5)
-    assert all(0 <= mean <= 49 for mean in means)
-    assert means[25] == pytest.approx(25.0, abs=0.01), "it runs neither ahead nor behind"
-    assert smooth_values([3.0] * 9, 4) == pytest.approx([3.0] * 9)
 
 
 def test_a_million_steps_are_a_hundred_megabytes_at_most() -> None:
@@ -237,11 +174,7 @@ def test_a_million_steps_are_a_hundred_megabytes_at_most() -> None:
     assert len(lines.steps("loss")) == 9_999 and lines.last("step") == 9_999.0
 
 
-def test_a_run_without_a_step_has_a_page() -> None:
-    assert "nothing yet" in page([{"kind": "start", "step": 0}])
-
-
-# --- metrics ------------------------------------------------------------------------------------------
+# --- metrics and lines ---------------------------------------------------------------------------------
 
 
 def test_going_on_takes_out_what_came_after_the_checkpoint(tmp_path: Path) -> None:
@@ -300,10 +233,9 @@ def test_metrics_that_are_no_file_are_refused(make: Callable[[Path], None], tmp_
         Metrics(RunFolder(tmp_path), JOB, after=0)
 
 
-# --- lines --------------------------------------------------------------------------------------------
-
-
-def test_lines_come_at_the_interval_and_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_come_at_the_interval_and_at_the_end_with_the_rest_from_the_pace(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines = Display(every=2)
     lines.start(0, 5, lambda: (0, 1))
     for number in range(1, 6):
@@ -311,10 +243,83 @@ def test_lines_come_at_the_interval_and_at_the_end(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in out] == ["2/5", "4/5", "5/5"]
     assert out[0].startswith("step 2/5  loss 2.0000  norm 1.50  lr 1.00e-03  128 tokens/s  256 MiB  eta 0:02")
-
-
-def test_the_rest_is_told_from_the_pace() -> None:
-    display = Display()
-    assert display.remaining(step(1), 11) is None
-    assert display.remaining(step(2), 11) == pytest.approx(4.5)
     assert [clock(5), clock(65), clock(3725)] == ["0:05", "1:05", "1:02:05"]
+
+
+STEP = StepMetrics(1200, 2.34567, 1.5, 1e-3, 65536.0, 9, 0.5, 60.0, 123456.0, 3 << 30)
+FULL = LineState(24000, 1200, STEP, "2.4001", 3725.0, "", "3/8", 4.0)
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 200, 300])
+def test_the_line_fits_and_keeps_what_matters(width: int) -> None:
+    text = line(FULL, width).plain
+    assert len(text) <= width
+    if width >= 60:
+        assert text.startswith("step 1200/24000  ") and "loss 2.3457" in text and text.endswith("eta 1:02:05")
+
+
+def test_a_first_step_shows_its_micro_batches_and_its_time() -> None:
+    text = line(LineState(steps=10, micro_batch="3/8", spent=25.0), 60).plain
+    assert text.startswith("step 0/10  micro-batch 3/8  ") and text.endswith("0:25")
+    assert line(LineState(doing="reading the data", spent=61.0), 60).plain == "reading the data  1:01"
+    assert "val 1.9" in line(replace(FULL, validation="1.9"), 120).plain
+
+
+# --- a replay -----------------------------------------------------------------------------------------------
+
+
+UNITS = {"": "0a", "layers.0": "1a", "layers.1": "2a"}
+
+
+def recorded(**changed: Any) -> dict[str, Any]:
+    return {"step": 7, "losses": ["0x1.0p+1"] * 4, "gradients": UNITS, "state": UNITS, **changed}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        pytest.param(
+            {"losses": ["0x1.0p+1", "0x1.0p+1", "0x1.8p+1", "0x1.0p+1"], "gradients": {}},
+            ["losses     other in micro-batch 2 (rank 0)", "Look at the data of these micro-batches"],
+            id="a loss, with the rank that has it in turn",
+        ),
+        pytest.param(
+            {"gradients": {"": "0b", "layers.0": "1b", "layers.1": "2a"}},
+            [
+                "gradients  other in 2 of 3 units: what is in no block, layers.0",
+                "The backward comes to layers.0 first",
+            ],
+            id="gradients, the last of the model first",
+        ),
+        pytest.param(
+            {"state": {**UNITS, "layers.1": "2b"}},
+            ["gradients  the same", "state      other in 1 of 3 units: layers.1", "it is in the update"],
+            id="the update where gradients are the same",
+        ),
+    ],
+)
+def test_what_differs_is_named_with_where_to_look(changed: dict[str, Any], words: list[str]) -> None:
+    written = {"gradient_accumulation_steps": 2, "precision": {"reduce": {"order": "rank"}}}
+    plan = make_plan(written, moe(), world_size=2)
+    said = "\n".join(
+        difference_lines(compare_step(recorded(), recorded(**changed)), 3, plan, ["by a, here b"])
+    )
+    for word in [*words, "  computed   by a, here b"]:
+        assert word in said
+    assert compare_step(recorded(), recorded()) == {}
+
+
+def test_what_bits_depend_on_is_said_where_it_is_other() -> None:
+    lines = [
+        {"kind": "start", "step": 0, "torch": "2.12.0", "threads": 2, "processor": "one"},
+        {"kind": "step", "step": 1},
+        {"kind": "start", "step": 4, "torch": "2.13.0", "threads": 2, "processor": "one"},
+    ]
+    now = {"torch": "2.13.0", "threads": 1, "processor": "one", "kernels": "plain"}
+    assert changed_circumstances(lines, 3, now) == ["by torch 2.12.0, here 2.13.0", "by threads 2, here 1"]
+    assert changed_circumstances(lines, 4, now) == ["by threads 2, here 1"]
+
+
+def test_another_number_of_micro_batches_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="4 micro-batches, where there are 2"):
+        compare_step(recorded(), recorded(losses=["0x1.0p+1"] * 2))
