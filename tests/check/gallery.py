@@ -291,6 +291,7 @@ HEALTHY: tuple[Script, ...] = (
     _plain("one_process", "python"),
     *map(_plain, ("ddp", "ddp_autocast", "ddp_fp16", "ddp_no_sync", "fsdp2", "fsdp2_norms", "fsdp1")),
     *map(_plain, ("ema", "gan", "distillation", "lora")),
+    *map(_plain, ("averaged_weights", "averaged_updates", "own_expert")),
     *map(_zero, (1, 2, 3)),
     Script("accelerate", "accelerate", "healthy/accelerate_bf16.py", needs=("accelerate",)),
     Script("hf-trainer", "torchrun", "healthy/hf_trainer.py", needs=TRAINER),

@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim._functional import adamw
 
 import zerodrift
-from tests.check.tiny import Dense, batch, loss_of, rank
+from tests.check.tiny import VOCABULARY, WIDTH, Dense, batch, loss_of, rank
 
 Tensors = list[torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -592,6 +592,101 @@ def scaled(
         optimizer.zero_grad()
 
     return observed_steps(step)
+
+
+RUNNING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "a mean": lambda mean, x: 0.9 * mean + 0.1 * x,
+    "a mean by counts": lambda mean, x: mean + (x - mean) * 0.25,
+    "a sum": lambda total, x: total + x,
+    "through fp32": lambda mean, x: (mean.float() * 0.9 + x.float() * 0.1).to(mean.dtype),
+}
+"""What a script assigns to a value that it keeps from one step to the next."""
+
+
+def running(kind: str, dtype: torch.dtype) -> zerodrift.Observation:
+    """Keep a running value of the logits, which is another tensor in every step."""
+    model = dense()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    kept = [torch.zeros(VOCABULARY, dtype=dtype)]
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        logits = model(tokens)
+        loss_of(logits, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept[0] = RUNNING[kind](kept[0], logits.detach().mean((0, 1)).to(dtype))
+
+    return observed_steps(step)
+
+
+class WithOwnStates(torch.optim.SGD):
+    """Keeps its momentum outside of `state`."""
+
+    def __init__(self, parameters: Any, dtype: torch.dtype) -> None:
+        super().__init__(parameters, lr=1e-2)
+        self._momentum = [torch.zeros_like(p, dtype=dtype) for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter, momentum in zip(self.param_groups[0]["params"], self._momentum, strict=True):
+            momentum.mul_(0.9).add_(parameter.grad.to(momentum.dtype))
+            parameter.add_(momentum.to(parameter.dtype), alpha=-1e-2)
+
+
+def hooked(where: str, round_: Callable[[torch.Tensor], torch.Tensor]) -> zerodrift.Observation:
+    """Change gradients, or weights, in a hook: on the parameters, or before or after the optimizer's step."""
+    model = dense()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def gradients(*_: Any) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = round_(parameter.grad)
+
+    def weights(*_: Any) -> None:
+        for parameter in model.parameters():
+            parameter.data = round_(parameter.data)
+
+    if where == "leaf":
+        for parameter in model.parameters():
+            parameter.register_hook(round_)
+    elif where == "before":
+        optimizer.register_step_pre_hook(gradients)
+    else:
+        optimizer.register_step_post_hook(weights)
+    return observed(model, optimizer)
+
+
+def lazy() -> zerodrift.Observation:
+    """Train modules that get their shapes in their first forward."""
+
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        modules = nn.Embedding(VOCABULARY, WIDTH), nn.LazyLinear(WIDTH), nn.ReLU(), nn.LazyLinear(VOCABULARY)
+        model = nn.Sequential(*modules)
+        model(batch(0, 0)[0])
+        return model, nothing
+
+    return observed_as_made(make)
+
+
+def norm_by_hand(model: nn.Module) -> None:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    for gradient in gradients:
+        gradient.mul_((1e3 / (norm + 1e-6)).clamp(max=1.0))
+
+
+def bound_by_hand(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-1.0, 1.0)
+
+
+def unscaled_by_hand(scaler: Any, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(1 / scaler.get_scale())
+    norm_by_hand(model)
 
 
 def clip(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -156,6 +157,65 @@ def lora() -> nn.Module:
     return fit(DistributedDataParallel(adapted), torch.optim.AdamW(trained, lr=1e-2))
 
 
+def averaged_weights() -> nn.Module:
+    """Average weights over ranks after every second step, and no gradients."""
+    model = Dense()
+
+    def average(step: int) -> None:
+        for parameter in model.parameters() if step % 2 else ():
+            dist.all_reduce(parameter.data)
+            parameter.data /= dist.get_world_size()
+
+    return fit(model, torch.optim.SGD(model.parameters(), lr=0.1), after=average)
+
+
+def averaged_updates() -> nn.Module:
+    """Step an outer optimizer with what ranks have moved apart from its weights, as DiLoCo does."""
+    model = Dense()
+    outer = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
+
+    def average(step: int) -> None:
+        if step % 2:
+            for weight, parameter in zip(outer, model.parameters(), strict=True):
+                weight.grad = weight.detach() - parameter.detach()
+                dist.all_reduce(weight.grad)
+                weight.grad /= dist.get_world_size()
+            optimizer.step()
+            with torch.no_grad():
+                for weight, parameter in zip(outer, model.parameters(), strict=True):
+                    parameter.copy_(weight)
+
+    return fit(model, after=average)
+
+
+class OwnExpert(Dense):
+    """A dense model with an expert that is this rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(10 + rank())
+        self.expert = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        return self.head(x + self.expert(self.norm(x)) + self.down(torch.relu(self.up(x))))
+
+
+def own_expert() -> nn.Module:
+    """Average the gradients of all but the rank's own expert."""
+    model = OwnExpert()
+    shared = [parameter for name, parameter in model.named_parameters() if not name.startswith("expert.")]
+
+    def average() -> None:
+        for parameter in shared:
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+    return fit(model, before=average)
+
+
 def digest(model: nn.Module) -> str:
     """Return a SHA-256 of every bit of this rank's parameters."""
     total = hashlib.sha256()
@@ -170,7 +230,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (
         *(one_process, ddp, ddp_autocast, ddp_fp16, ddp_no_sync, fsdp2, fsdp2_norms, fsdp1),
-        *(ema, gan, distillation, lora),
+        *(ema, gan, distillation, lora, averaged_weights, averaged_updates, own_expert),
     )
 }
 

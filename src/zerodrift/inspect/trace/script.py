@@ -419,8 +419,9 @@ class ScriptWatch:
         read = {_storage(each) for each in _flat(args) if isinstance(each, torch.Tensor)}
         gradients = [(each, each.gradient) for each in self.state.scaled]
         held = {each for each, gradient in gradients if gradient is not None and _storage(gradient) in read}
-        if clips and held:
-            self.state.event("clipped_scaled", line_of_script())
+        if clips:
+            if held:
+                self.state.event("clipped_scaled", line_of_script())
         elif not (isinstance(args[1], (int, float)) and 1 / 8 < abs(args[1]) < 8):
             self.state.scaled -= held
 
