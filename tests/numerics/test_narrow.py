@@ -1,4 +1,4 @@
-"""Narrow columns: values in computation, and parts of sums."""
+"""Narrow columns: values in computation, and parts of sums; `test_stages.py` has their runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.numerics import test_experts, test_pipelines
+from tests.numerics import test_pipelines
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import config, finish, make, masters, require_alike, same, train
-from tests.numerics.test_stages import train_alike
+from tests.numerics.runs import config, finish, make, masters, require_alike, train
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift import ZerodriftError, cost, describe, export, load_weights, make_plan
 from zerodrift.checkpoint.checkpoints import Checkpoints
@@ -25,61 +24,11 @@ from zerodrift.kernels import narrow
 from zerodrift.optim import keys_of_blocks
 from zerodrift.plan import collectives
 
-GATHERS = ("fp8", "mxfp8", "int8")
-WIRES = (*GATHERS, "int4", "e5m2-128", "int4-64-bf16")
+WIRES = ("fp8", "mxfp8", "int8", "int4", "e5m2-128", "int4-64-bf16")
 
 
 def format_of(word: str) -> DType:
     return parse_among(word, ADMITTED["reduce.wire"])
-
-
-@pytest.mark.parametrize(
-    ("world", "mode", "gather"),
-    [
-        (1, "bf16", "fp8"),
-        (2, "autocast-bf16", "mxfp8"),
-        (2, "fp32", "int8"),
-        (4, "fp16", "fp8"),
-        *(
-            pytest.param(world, mode, gather, marks=pytest.mark.slow)
-            for world in (1, 2, 4)
-            for mode in ("bf16", "autocast-bf16", "fp32", "fp16")
-            for gather in GATHERS
-        ),
-    ],
-)
-@on_ranks("world", timeout=200)
-def test_a_narrow_gather_is_the_same_bits_at_every_stage(world: int, mode: str, gather: str) -> None:
-    losses = train_alike(mode, True, (0, 2, 3) if world < 4 else (1, 3), gather=gather)
-    assert losses != train_alike(mode, True, stages=(0,))
-
-
-@pytest.mark.second
-@pytest.mark.parametrize(
-    ("wire", "replicate", "whens", "rounding"),
-    [
-        *(("fp8", 2, ("every",), "stochastic"), ("int4", 1, ("last",), "nearest")),
-        *(
-            pytest.param(wire, number, ("last", "every"), rounding, marks=pytest.mark.slow)
-            for wire in WIRES
-            for number in (1, 2)
-            for rounding in ("nearest", "stochastic")
-        ),
-    ],
-)
-@on_ranks(4, timeout=200)
-def test_a_narrow_wire_is_the_same_bits_at_every_stage(
-    wire: str, replicate: int, whens: tuple[str, ...], rounding: str
-) -> None:
-    for when in whens:
-        reduce = {"wire": wire, "when": when, "rounding": rounding}
-        found = []
-        for stage in (0, 3):
-            written = config(stage, "bf16", 2, precision={"reduce": reduce, "gather": "fp8"})
-            engine = make({**written, "sharding": {"replicate": replicate}}, GPT(moe=True))
-            found.append(train(engine, 2, 2))
-            engine.destroy()
-        assert found[0].differs(found[1]) == []
 
 
 @on_ranks(2)
@@ -270,20 +219,6 @@ def test_pipelines_have_the_bits_of_one_process() -> None:
         require_alike(alone[0], one)
         require_alike(alone[1], three)
         require_alike(*tied)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["ep2 x 2", "ep2, 2 replicas"])
-@on_ranks(4, timeout=150)
-def test_experts_over_ranks_are_the_same_bits_at_every_stage(mesh: str) -> None:
-    rules = [{"match": "*.bias", "gather": "fp32"}]  # whose blocks several ranks would share
-    precision = {"gather": "mxfp8", "reduce": {"wire": "fp8", "when": "every"}, "rules": rules}
-    found = []
-    for stage in (0, 1, 3):
-        engine = test_experts.engine_of(test_experts.config(stage, mesh, precision=precision))
-        found.append(train(engine, 2, test_experts.MICRO, data=test_experts.batch))
-        engine.destroy()
-    assert same(found) == []
 
 
 def _comm() -> Collectives:

@@ -6,8 +6,9 @@ master. The loop here knows nothing of zerodrift but, for `split`, how it rounds
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,14 +25,7 @@ from zerodrift.optim.rounding import round_away
 STEPS = 6
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: small tensors on several threads of a busy machine take seconds."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Groups = list[dict[str, Any]]
 MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
@@ -261,10 +255,24 @@ def test_the_uses_of_a_tied_weight_are_added_in_fp32() -> None:
     assert not torch.equal(*moments), "the two ways differ"
 
 
-@pytest.mark.parametrize("state", ["bf16", "bf16-stochastic"])
-def test_moments_that_an_optimizer_would_not_round_are_refused(state: str) -> None:
-    """torch's NAdam keeps its moments in fp32, so a plan with other moments is refused."""
+@pytest.mark.parametrize(
+    ("optimizer", "state", "beta2", "told"),
+    [
+        ("NAdam", "bf16", 0.999, "`state: bf16`: must be fp32"),
+        ("NAdam", "8bit", 0.999, "`state: 8bit`: must be fp32"),
+        ("NAdam", "fp32", 0.999, ""),
+        ("AdamW", "bf16", 0.999, r"param_groups\[0\].*0\.999"),
+        ("AdamW", "bf16", 0.98, ""),
+        ("AdamW", "bf16-stochastic", 0.999, ""),
+        ("AdamW", "8bit", 0.999, ""),
+    ],
+)
+def test_an_optimizer_of_torch_has_moments_that_follow_it_or_is_refused(
+    optimizer: str, state: str, beta2: float, told: str
+) -> None:
+    """NAdam keeps its moments in fp32; of AdamW the plan does not see the beta2."""
     model = GPT()
-    optimizer = NADAM([{"params": list(model.parameters())}])
-    with pytest.raises(UnsupportedError, match="state"):
-        make(config(0, "bf16", optimizer=None, precision={"state": state}), model, optimizer=optimizer)
+    own = getattr(torch.optim, optimizer)(model.parameters(), betas=(0.9, beta2))
+    written = config(0, "bf16", optimizer=None, precision={"state": state})
+    with pytest.raises(UnsupportedError, match=told) if told else contextlib.nullcontext():
+        make(written, model, optimizer=own).destroy()
