@@ -1,5 +1,4 @@
-"""Faults planted in the streams of an engine on the stand-in device are found; `test_features.py` has its bits.
-"""
+"""Faults planted in the streams of an engine on the stand-in device are found."""
 
 from __future__ import annotations
 

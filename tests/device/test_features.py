@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import zerodrift as zd
 from tests.device.build import needs_device
@@ -38,20 +37,10 @@ FP16: dict[str, Any] = {"fp16": {"initial_scale_power": 17, "hysteresis": 1}}
 NARROW: dict[str, Any] = {"precision": {"gather": "fp8", "reduce": {"wire": "int4", "feedback": True}}}
 
 
-class Recomputed(GPT):
-    """A model whose blocks keep their inputs only."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=2)
-        for layer in self.layers:
-            inner = layer.forward
-            layer.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": lambda: GPT(layers=1),
     "experts": lambda: GPT(layers=1, moe=True),
-    "recomputed": Recomputed,
+    "recomputed": lambda: GPT(recompute=False),
 }
 
 

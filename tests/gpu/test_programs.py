@@ -135,7 +135,7 @@ def test_statistics_equal_and_change_nothing(algorithm: Algorithm, monkeypatch: 
 
 
 def test_special_values() -> None:
-    for turn, (scheme, _) in enumerate(schemes(tuple(State))[:: 1 if INTERPRETED else 3]):
+    for turn, (scheme, _) in enumerate(schemes(tuple(State))[::3]):
         for algorithm in ELEMENTWISE[turn % 2 :: 2] if INTERPRETED else ELEMENTWISE:
             check_steps(*special(scheme, algorithm))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,21 @@ import torch
 from torch import nn
 
 from tests.checkpoint_files import misplaced_chunks
+from tests.numerics import experts
+from tests.numerics.experts import Network
 from tests.numerics.networks import GPT, VOCABULARY, batch
 from tests.numerics.runs import Run, config, diff, finish, make, masters, require_alike, train, whole_values
+from tests.numerics.test_frozen import adapted
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.checkpoint import contents
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError
+
+
+def small() -> nn.Module:
+    return GPT(layers=1, moe=True)
 
 
 def later(engine: Engine, start: int, steps: int) -> Run:
@@ -35,10 +44,6 @@ Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
 
 def save(engine: Engine, folder: str | Path, **rest: Any) -> None:
     Checkpoints(engine, folder, quiet=True).save(**rest)
-
-
-def plain() -> tuple[nn.Module, dict[str, Any]]:
-    return GPT(moe=True, layers=1), {}
 
 
 def of_torch(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -81,13 +86,13 @@ SCHEMES = {
     "schedule": config(3, "bf16", scheduler={"type": "WarmupDecayLR", "params": DECAY}),
 }
 CASES: dict[str, tuple[dict[str, Any], Build]] = {
-    **{name: (written, plain) for name, written in SCHEMES.items()},
+    **{name: (written, lambda: (small(), {})) for name, written in SCHEMES.items()},
     **{f"torch {name}": (without_block(3, "bf16"), build) for name, build in OPTIMIZERS.items()},
 }
 
 
-SLOW = ("torch sgd", "torch amsgrad")
-"""Optimizers whose state other ones have too."""
+SLOW = ("torch adamw", "torch sgd", "torch amsgrad", "autocast")
+"""Cases whose state other ones have too."""
 
 
 @pytest.mark.parametrize(
@@ -178,56 +183,101 @@ def test_an_engine_can_go_back(world: int, tmp_path: Path) -> None:
     require_alike(second, later(engine, 2, 2))
 
 
-def save_one(folder: str, written: dict[str, Any]) -> Run:
-    engine = make(written, GPT(layers=1, moe=True))
-    train(engine, 3)
+Side = tuple[int, int, dict[str, Any]]
+"""(stage, ranks, more keys of the config)"""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A run that saves, and others that load."""
+
+    source: Side
+    targets: Sequence[Side]
+    model: Callable[[], nn.Module] = small
+    data: Callable[[int, int, int], torch.Tensor] = batch
+
+
+def precision(**cells: Any) -> dict[str, Any]:
+    return {"precision": cells}
+
+
+def frozen(word: str | None) -> dict[str, Any]:
+    return precision(frozen=word, storage="fp32")
+
+
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
+NARROW = precision(gather="fp8")
+SPREAD = {"sharding": {"replicate": 2}}
+EXPERTS = {"experts": {"ranks": 2}}
+MESHES: list[Side] = [(stage, world, {}) for stage in range(4) for world in (1, 2, 4)]
+MOVES: dict[str, Move] = {
+    "1 to 2": Move((0, 1, {}), [(3, 2, {})]),
+    "2 to 4": Move((1, 2, {}), [(0, 4, {})]),
+    "4 to 1": Move((3, 4, {}), [(2, 1, {})]),
+    "muon 4 to 1": Move((1, 4, MUON), [(3, 1, MUON)]),
+    "muon 2 to 4": Move((3, 2, MUON), [(2, 4, MUON)]),
+    "replicas": Move((3, 4, SPREAD), [(2, 2, {})]),
+    "narrow": Move((3, 2, NARROW), [(1, 4, NARROW), (2, 1, NARROW)]),
+    "ranks of experts": Move((3, 4, EXPERTS), [(0, 4, {}), (1, 4, EXPERTS)], Network, experts.batch),
+    "frozen in fp8": Move((3, 2, frozen("fp8")), [(0, 1, frozen("fp8")), (3, 4, frozen(None))], adapted),
+    "frozen in nf4": Move((0, 4, frozen("nf4")), [(2, 2, frozen("nf4"))], adapted),
+    "frozen in mxfp4": Move((3, 1, frozen("mxfp4")), [(3, 2, frozen("mxfp4"))], adapted),
+    **{f"from stage {side[0]} of {side[1]}": Move(side, MESHES) for side in MESHES},
+}
+QUICK = ("1 to 2", "2 to 4", "4 to 1")
+SECOND = ("muon 4 to 1", "replicas", "narrow", "ranks of experts", "frozen in fp8", "frozen in nf4")
+
+
+def moved(name: str) -> Any:
+    marks = pytest.mark.long if name in SECOND else pytest.mark.slow
+    return pytest.param(name, marks=() if name in QUICK else marks)
+
+
+def save_one(folder: str, name: str) -> Run:
+    move = MOVES[name]
+    stage, _, keys = move.source
+    engine = make(config(stage, "bf16", **copy.deepcopy(keys)), move.model())
+    train(engine, 3, data=move.data)
     save(engine, folder, client={"epoch": 3})
-    return finish(engine)
+    return values_of(engine)
 
 
-def load_one(folder: str, written: dict[str, Any]) -> Any:
-    engine = make(written, GPT(layers=1, moe=True, seed=5))
-    loaded = Checkpoints(engine, folder, quiet=True).load()
+def values_of(engine: Engine) -> Run:
+    """Return all values, without weights where a rank shows its own experts only."""
     run = finish(engine)
-    later(engine, 3, 1)  # it runs
+    return run if engine.mesh.size("expert") == 1 else replace(run, weights={})
+
+
+def load_one(folder: str, name: str, number: int) -> Any:
+    """Load into a model with other values."""
+    move = MOVES[name]
+    stage, _, keys = move.targets[number]
+    model = move.model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.37)
+    engine = make(config(stage, "bf16", **copy.deepcopy(keys)), model)
+    loaded = Checkpoints(engine, folder, quiet=True).load()
+    run = values_of(engine)
+    train(engine, 1, data=move.data)  # it runs
     return run, loaded.client, {difference.what for difference in loaded.differences}
 
 
-Mesh = tuple[int, int]
-"""(stage, ranks)"""
-MESHES = [(stage, world) for stage in range(4) for world in (1, 2, 4)]
-MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
-NARROW = {"precision": {"gather": "fp8"}}
-SPREAD = {"sharding": {"replicate": 2}}
-
-
-@pytest.mark.parametrize(
-    ("source", "targets", "before", "after"),
-    [
-        ((0, 1), [(3, 2)], {}, {}),
-        ((1, 2), [(0, 4)], {}, {}),
-        ((3, 4), [(2, 1)], {}, {}),
-        pytest.param((3, 2), [(2, 4)], MUON, MUON, id="muon 2 to 4", marks=pytest.mark.slow),
-        pytest.param((1, 4), [(3, 1)], MUON, MUON, id="muon 4 to 1", marks=pytest.mark.long),
-        pytest.param((3, 4), [(2, 2)], SPREAD, {}, id="replicas", marks=pytest.mark.long),
-        pytest.param((3, 2), [(1, 4), (2, 1)], NARROW, NARROW, id="narrow", marks=pytest.mark.long),
-        *(pytest.param(mesh, MESHES, {}, {}, id=f"all {mesh}", marks=pytest.mark.slow) for mesh in MESHES),
-    ],
-)
-def test_a_mesh_loads_what_another_saved(
-    source: Mesh, targets: list[Mesh], before: dict[str, Any], after: dict[str, Any], tmp_path: Path
-) -> None:
-    """Masters, moments and weights agree: whole matrices go to their owners, and replicas save once."""
-    saved = run_ranks(save_one, source[1], str(tmp_path), config(source[0], "bf16", **before))[0]
-    assert misplaced_chunks(tmp_path / "step-00000003") == []
-    for target in targets:
-        for run, client, said in run_ranks(
-            load_one, target[1], str(tmp_path), config(target[0], "bf16", **after)
-        ):
-            assert saved.differs(run) == [] and len(saved.masters) > 20, (source, target)
+@pytest.mark.parametrize("name", [moved(name) for name in MOVES])
+def test_a_mesh_loads_what_another_saved(name: str, tmp_path: Path) -> None:
+    """Masters, moments and weights agree: whole matrices go to their owners, replicas save once, experts go
+    to any rank, and the blocks of frozen parameters have one form."""
+    (stage, world, _), targets = MOVES[name].source, MOVES[name].targets
+    saved = run_ranks(save_one, world, str(tmp_path), name)[0]
+    if "frozen" not in name:  # whose bytes the rule does not know
+        assert misplaced_chunks(tmp_path / "step-00000003") == []
+    for number, (other, ranks, _) in enumerate(targets):
+        for run, client, said in run_ranks(load_one, ranks, str(tmp_path), name, number):
+            run.weights = run.weights if saved.weights else {}
+            assert saved.differs(run) == [] and len(saved.masters) > 10, (name, number)
             assert client == {"epoch": 3}
-            assert ("ranks" in said) == ("random numbers" in said) == (source[1] != target[1])
-            assert ("stage" in said) == (source[0] != target[0])
+            assert ("random numbers" in said) == (world != ranks) and ("ranks" in said or world == ranks)
+            assert ("stage" in said) == (stage != other)
 
 
 def other_ranks(folder: str, load: bool) -> Any:
@@ -252,15 +302,26 @@ def test_step_counts_of_torch_go_to_whoever_owns_the_parameter(tmp_path: Path) -
         assert saved[0][0].differs(run) == [] and steps == saved[0][1] and len(steps) == 1
 
 
+def save_split(folder: str, keys: dict[str, Any]) -> Run:
+    engine = make(config(3, "bf16", **copy.deepcopy(keys)), small())
+    train(engine, 3)
+    save(engine, folder)
+    return finish(engine)
+
+
+def load_split(folder: str, keys: dict[str, Any]) -> tuple[Run, set[str]]:
+    engine = make(config(3, "bf16", **copy.deepcopy(keys)), small())
+    loaded = Checkpoints(engine, folder, quiet=True).load()
+    return finish(engine), {difference.what for difference in loaded.differences}
+
+
 @pytest.mark.long
 def test_a_split_master_becomes_a_plain_one_and_back(tmp_path: Path) -> None:
     """The master stays the same; visible weights are rounded by the new scheme."""
-    split, wide = ({"precision": {"master": master}} for master in ("split", "fp32"))
-    for number, (source, target) in enumerate(
-        [(split, wide), (wide, split), (NARROW, split), (split, NARROW)]
-    ):
-        saved = run_ranks(save_one, 2, str(tmp_path / str(number)), config(3, "bf16", **source))[0]
-        for run, _, said in run_ranks(load_one, 2, str(tmp_path / str(number)), config(3, "bf16", **target)):
+    split, wide = (precision(master=master) for master in ("split", "fp32"))
+    for number, (source, target) in enumerate([(split, wide), (wide, split), (NARROW, split)]):
+        saved = run_ranks(save_split, 2, str(tmp_path / str(number)), source)[0]
+        for run, said in run_ranks(load_split, 2, str(tmp_path / str(number)), target):
             assert not any(what.startswith(("masters", "state")) for what in saved.differs(run))
             assert "master" in said
 

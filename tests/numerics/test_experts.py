@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint_files import misplaced_chunks
 from tests.numerics.experts import EXPERTS, Network, accumulate, batch, config_of, error, reference
 from tests.numerics.runs import (
-    Run,
     gradients,
     make,
-    masters_and_states,
     require_alike,
     same,
     train,
     whole_values,
 )
 from tests.ranks.harness import on_ranks
-from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.inspect.check import compare
@@ -281,29 +276,6 @@ def test_values_are_whole(stage: int) -> None:
     module = engine.module.layers[0].experts
     engine.destroy()
     assert "forward" not in module.__dict__
-
-
-def state(engine: Engine) -> Run:
-    masters, states = masters_and_states(engine)
-    return Run(masters=masters, states=states)
-
-
-@pytest.mark.long
-@on_ranks(4)
-def test_checkpoints_do_not_know_of_expert_parallelism(tmp_path: Path) -> None:
-    """A checkpoint of experts on several ranks loads into a run without, and back."""
-    saved = Run()
-    for number, (experts, stage) in enumerate(((2, 3), (1, 0), (2, 1))):
-        engine = engine_of(config(stage, "ep2 x 2", "bf16", experts))
-        if number:
-            Checkpoints(engine, tmp_path / str(number - 1), quiet=True).load()
-            require_alike(saved, state(engine))
-        else:
-            train(engine, 2, MICRO, data=batch)
-            saved = state(engine)
-        folder = tmp_path / str(number)
-        Checkpoints(engine, folder, quiet=True).save()
-        assert all(misplaced_chunks(each) == [] for each in folder.glob("step-*"))
 
 
 @pytest.mark.second

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
@@ -199,20 +198,6 @@ def test_a_kept_accumulator_is_no_more_than_the_plans() -> None:
 # --- during a step --------------------------------------------------------------------------------------
 
 
-class Checkpointed(GPT):
-    """A model with activation checkpointing of every block."""
-
-    def __init__(self, *args: Any, reentrant: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.reentrant = reentrant
-
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.head(self.norm(x))
-
-
 class Poll:
     """Samples of the engine's buffers at every hook."""
 
@@ -286,21 +271,21 @@ class Rooted(GPT):
         return self.head(self.norm(self.down(self.up(x))))
 
 
-WHOLE: dict[str, type[GPT]] = {"plain": GPT, "growing": Growing, "rooted": Rooted}
-"""Models without activation checkpointing."""
+MODELS: dict[str, Callable[[], GPT]] = {
+    "plain": lambda: GPT(LAYERS, width=128),
+    "growing": lambda: Growing(LAYERS, 128),
+    "rooted": lambda: Rooted(LAYERS, 128),
+    "checkpointed": lambda: GPT(LAYERS, width=128, recompute=False),
+    "reentrant": lambda: GPT(LAYERS, width=128, recompute=True),
+}
 
 
 def one_step(
     stage: int, mode: str, kind: str, micro_batches: int, reduce: dict[str, str] | None = None
 ) -> Poll:
     """Watch a step: its peak is at most the planned one, and above three quarters of it."""
-    model: nn.Module
-    if kind in WHOLE:
-        model = WHOLE[kind](4, width=128)
-    else:
-        model = Checkpointed(4, width=128, reentrant=kind == "reentrant")
     by_messages()
-    engine = make(config(stage, mode, micro_batches, precision={"reduce": reduce or {}}), model)
+    engine = make(config(stage, mode, micro_batches, precision={"reduce": reduce or {}}), MODELS[kind]())
     poll = Poll(engine)
     poll.watch()
     for step in range(2):

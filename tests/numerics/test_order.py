@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, diff, make, train
@@ -31,39 +30,19 @@ STEPS = 2
 WORLDS = (1, 2, 4)
 
 
-class Dropping(GPT):
-    """A GPT with dropout behind its embedding."""
+class Twice(GPT):
+    """A GPT whose blocks run twice, and the first one again at the end: they have several gradients."""
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        x = nn.functional.dropout(self.embed(tokens), 0.3, self.training)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
-class Recomputed(GPT):
-    """A GPT whose blocks run under a reentrant checkpoint; a block that runs twice has two gradients."""
-
-    def __init__(self, layers: int, times: int = 1) -> None:
-        super().__init__(layers)
-        self.times = times
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            for _ in range(self.times):
-                x = checkpoint(layer, x, use_reentrant=True)
-        if self.times > 1:  # the first block, after the others
-            x = checkpoint(self.layers[0], x, use_reentrant=True)
-        return self.head(self.norm(x))
+    def blocks(self) -> Iterable[nn.Module]:
+        return [block for block in self.layers for _ in range(2)] + [self.layers[0]]
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": lambda: GPT(layers=1),
     "moe": lambda: GPT(layers=1, moe=True),
-    "dropout": lambda: Dropping(layers=1),
-    "recomputed": lambda: Recomputed(layers=2),
-    "twice": lambda: Recomputed(layers=2, times=2),
+    "dropout": lambda: GPT(layers=1, dropout=0.3),
+    "recomputed": lambda: GPT(recompute=True),
+    "twice": lambda: Twice(recompute=True),
 }
 
 Loop = Callable[[Engine, int, Iterable[int]], "float | None"]

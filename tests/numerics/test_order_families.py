@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
-from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, VOCABULARY, WIDTH, batch
 from tests.numerics.runs import config, make
@@ -22,25 +20,6 @@ from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 
 TOTAL = 8
-
-
-class Dropping(GPT):
-    """A GPT with dropout inside of a recomputed block, and behind it."""
-
-    reentrant = False
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        x = F.dropout(self.embed(tokens), 0.2, self.training)
-        for layer in self.layers:
-            x = checkpoint(self._dropped, layer, x, use_reentrant=self.reentrant)
-        return self.head(self.norm(F.dropout(x, 0.1, self.training)))
-
-    def _dropped(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return F.dropout(layer(x), 0.2, self.training)
-
-
-class Reentrant(Dropping):
-    reentrant = True
 
 
 class Sometimes(GPT):
@@ -132,7 +111,7 @@ def family(**what: Any) -> Cell:
 
 
 def one_layer() -> nn.Module:
-    return Dropping(layers=1)
+    return GPT(layers=1, dropout=0.2, recompute=False)
 
 
 def sgd(rest: dict[str, Any]) -> dict[str, Any]:
@@ -145,8 +124,8 @@ WARMUP = {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 
 STOCHASTIC = {"master": "same", "state": "bf16-stochastic"}
 
 FAMILIES = {
-    "dropout under checkpoints": family(model=lambda: Dropping(layers=2)),
-    "dropout under reentrant checkpoints": family(model=lambda: Reentrant(layers=2)),
+    "dropout under checkpoints": family(model=lambda: GPT(dropout=0.2, recompute=False)),
+    "dropout under reentrant checkpoints": family(model=lambda: GPT(dropout=0.2, recompute=True)),
     "autocast and dropout": family(model=one_layer, mode="autocast-bf16"),
     "sometimes without gradient": family(model=Sometimes, mode="fp32", rest=sgd({"weight_decay": 0.1})),
     "sometimes, Nesterov": family(model=Sometimes, mode="fp32", rest=sgd({"nesterov": True})),
@@ -210,7 +189,7 @@ def going_on(folder: str, first: int, last: int, seed: int) -> str:
     torch.manual_seed(seed)
     written = config(2, "bf16", TOTAL // torch.distributed.get_world_size())
     written["precision"]["reduce"] = {"order": "tree", "when": "every" if first else "last"}
-    engine = make(written, Dropping(layers=1))
+    engine = make(written, one_layer())
     if not first:
         engine.seed = seed
     checkpoints = Checkpoints(engine, folder, quiet=True)
