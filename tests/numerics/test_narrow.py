@@ -22,6 +22,7 @@ from zerodrift.engine.step.trained_segment import TrainedSegment, trained_of
 from zerodrift.errors import ModelError
 from zerodrift.kernels import narrow
 from zerodrift.optim import keys_of_blocks
+from zerodrift.optim.rounding import Code, encode
 from zerodrift.plan import collectives
 
 WIRES = ("fp8", "mxfp8", "int8", "int4", "e5m2-128", "int4-64-bf16")
@@ -219,6 +220,23 @@ def test_pipelines_have_the_bits_of_one_process() -> None:
         require_alike(alone[0], one)
         require_alike(alone[1], three)
         require_alike(*tied)
+
+
+@on_ranks(1)
+def test_a_written_moment_is_the_nearest_that_can_be_held() -> None:
+    engine = make(config(0, "bf16", precision={"state": "8bit"}))
+    train(engine, 1)
+    state = engine.parameter("layers.0.mlp.up.weight").state
+    for key, code in (("exp_avg", Code.SIGNED), ("exp_avg_sq", Code.UNSIGNED)):
+        wish = torch.randn(64 * 32, generator=torch.Generator().manual_seed(1))
+        wish = wish if code is Code.SIGNED else wish.square()
+        state[key] = wish.view(64, 32)
+        held = state[key].flatten()
+        _, scales = encode(code, wish)
+        assert torch.equal(held.view(-1, 256).abs().amax(1), scales)
+        assert 0 < (held - wish).abs().max() < 0.1 * wish.abs().max()
+        state[key] = held.view(64, 32)
+        assert torch.equal(state[key].flatten(), held), "settled values are kept"
 
 
 def _comm() -> Collectives:

@@ -312,21 +312,6 @@ def test_stages_and_numbers_of_ranks_are_the_same_bits(cells: list[Cell]) -> Non
     assert found[-1] == found[-2] and len({left for left, _ in found}) == 2 + len(OTHERS) - 1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("compute", ["fp8", pytest.param("fp8-hp-grad-weight", marks=pytest.mark.slow)])
-@on_ranks(1)
-def test_a_run_in_fp8_learns_as_one_in_bf16(compute: str) -> None:
-    """A run with one wrong product does not reach these losses."""
-    runs = {}
-    for each in ("bf16", compute):
-        engine = make(config(3, "bf16", precision={"compute": each}), GPT())
-        runs[each] = train(engine, 150).losses
-        engine.destroy()
-    last = {each: sum(losses[-10:]) / 10 for each, losses in runs.items()}
-    assert last["bf16"] < 0.5 * runs["bf16"][0]
-    assert last == pytest.approx(dict.fromkeys(last, last["bf16"]), rel=0.03)
-
-
 class Elsewhere(GPT):
     """A GPT that multiplies by the weight of a layer outside of the layer, in one of several ways."""
 

@@ -127,6 +127,32 @@ def test_a_run_that_learns_is_the_same_bits(
     assert losses[-1] < losses[0] - 1.0, f"did not learn: {losses[0]} -> {losses[-1]}"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("column", "value", "usual", "batches", "steps", "near"),
+    [
+        ("state", "8bit", "fp32", 8, 200, {"abs": 0.1}),
+        ("compute", "fp8", "bf16", 150, 150, {"rel": 0.03}),
+        pytest.param(
+            *("compute", "fp8-hp-grad-weight", "bf16", 150, 150, {"rel": 0.03}), marks=pytest.mark.slow
+        ),
+    ],
+)
+@on_ranks(1, timeout=120)
+def test_a_narrow_column_learns_as_the_usual_one(
+    column: str, value: str, usual: str, batches: int, steps: int, near: dict[str, float]
+) -> None:
+    """A run with one wrong product, or with moments that stand still, does not reach these losses."""
+    last = []
+    for each in (usual, value):
+        engine = make(config(3, "bf16", precision={column: each}))
+        losses = train(engine, steps, data=lambda step, rank, micro: batch(step % batches, rank)).losses
+        last.append(sum(losses[-steps // 10 :]) / (steps // 10))
+        engine.destroy()
+        assert last[-1] < 0.5 * losses[0], f"nothing was learned: {losses[0]} -> {last[-1]}"
+    assert last[1] == pytest.approx(last[0], **near), last
+
+
 def gradients(stage: int, replicate: int, extra: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
     """Return gradients as read, as read after every other one was doubled, and the masters after a step."""
     blocks = {**extra, "sharding": {"replicate": replicate}, "gradient_clipping": 0.0}

@@ -11,7 +11,6 @@ from torch import nn
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, finish, make, require_alike
 from tests.ranks.harness import on_ranks, run_ranks
-from zerodrift.api import initialize
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 from zerodrift.report.updates import UpdateReport, combine_lines
@@ -27,8 +26,18 @@ def step(engine: Engine, number: int) -> None:
     engine.step()
 
 
+OWN = {"optimizer": None}
+"""Stands for an optimizer of torch that runs on views, and keeps its moments itself."""
+
+
+def engine_of(stage: int, mode: str, rest: dict[str, Any]) -> Engine:
+    model = GPT(moe=True, layers=1)
+    own = torch.optim.NAdam(model.parameters(), lr=1e-3) if rest.get("optimizer", "") is None else None
+    return make(config(stage, mode, 1, **rest), model, optimizer=own)
+
+
 def report(stage: int, mode: str, steps: int, rest: dict[str, Any]) -> UpdateReport:
-    engine = make(config(stage, mode, 1, **rest), GPT(moe=True, layers=1))
+    engine = engine_of(stage, mode, rest)
     for number in range(steps):
         step(engine, number)
     return engine.update_statistics()
@@ -48,8 +57,9 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
         ("bf16", on()),
         pytest.param("bf16", {**on(), **MUON}, marks=pytest.mark.slow),
         ("fp32", on(state="bf16-stochastic")),
+        ("bf16", {**on(), **OWN}),
     ],
-    ids=["split", "muon", "stochastic"],
+    ids=["split", "muon", "stochastic", "own"],
 )
 @pytest.mark.parametrize(
     ("on_two", "on_four"),
@@ -87,12 +97,13 @@ def muon(lr: float) -> dict[str, Any]:
         pytest.param("bf16", {**on(), **LION}, True, id="lion"),
         pytest.param("bf16", {**on(), **muon(0.02)}, True, id="muon"),
         pytest.param("bf16", {**on(master="same"), **muon(1e-4)}, False, id="muon-same"),
+        pytest.param("bf16", {**on(), **OWN}, True, id="own"),
     ],
 )
 @on_ranks(2)
 def test_a_report_is_what_full_values_say(mode: str, rest: dict[str, Any], exact: bool) -> None:
     """The last of three updates is checked by full values before and after it."""
-    engine = make(config(3, mode, 1, **rest))
+    engine = engine_of(3, mode, rest)
     for number in range(2):
         step(engine, number)
     before = finish(engine)
@@ -137,29 +148,6 @@ def test_state_that_underflows_is_seen() -> None:
     engine.backward(engine(x).sum())
     engine.step()
     assert engine.update_statistics().line("weight").underflow_share == 0.5
-
-
-def own(stage: int) -> UpdateReport:
-    """Train with a class that runs on views."""
-    model = GPT()
-    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-3)
-    settings = {"precision": {"mode": "bf16", "statistics": True}, "zero_optimization": {"stage": stage}}
-    engine = initialize(model, optimizer, settings, device="cpu", quiet=True)
-    step(engine, 0)
-    before = finish(engine)
-    step(engine, 1)
-    after, found = finish(engine), engine.update_statistics()
-    for line in found.lines:
-        old, new = before.masters[line.name], after.masters[line.name]
-        assert line.moved == int((old != new).sum()) and line.lost == 0
-        assert line.unseen == line.moved - int((before.weights[line.name] != after.weights[line.name]).sum())
-        assert line.change_norm == pytest.approx((new.double() - old.double()).norm().item(), rel=1e-6)
-    return found
-
-
-def test_views_report_what_the_master_did() -> None:
-    found = [run_ranks(own, world, stage)[0] for world, stage in ((1, 0), (2, 1), (2, 3))]
-    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize(
