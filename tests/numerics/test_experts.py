@@ -86,30 +86,31 @@ def test_the_gradient_is_the_average_and_stages_are_the_same_bits(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
 @on_ranks(2)
-def test_a_run_is_as_near_to_fp64_as_one_without(mode: str) -> None:
+def test_a_run_in_bf16_is_as_near_to_fp64_as_one_without() -> None:
+    """It is the products that err; one rounding more or less is another draw of the same."""
     expected = reference(2, MICRO)
     errors, losses = [], []
     for experts in (1, 2):
-        engine = engine_of(config(2, "ep2", mode, experts))
+        engine = engine_of(config(2, "ep2", "bf16", experts))
         accumulate(engine, MICRO)
         found = gradients(engine)
         errors.append({name: error(found[name], expected[name]) for name in expected})
         engine.zero_grad()
         losses.append(train(engine, 6, MICRO, data=batch).losses)
     (before, now), (without, spread) = errors, losses
-    if mode == "fp32":
-        assert max(now.values()) < 1e-6, now
-        # Rows of one expert meet in other products, so a sum may have another order.
-        assert without == pytest.approx(spread, rel=2e-6)
-    # In bf16 it is the products that err; one rounding more or less is another draw of the same.
     assert all(now[name] < before[name] + 5e-3 for name in now), now
     assert sum(now.values()) < 1.15 * sum(before.values())
     assert without[:MICRO] == pytest.approx(spread[:MICRO], rel=1e-2)
     assert sum(spread[-2:]) < sum(spread[:2])
 
 
+# Several ranks would share the blocks of a bias.
+NARROW = {
+    "gather": "mxfp8",
+    "reduce": {"wire": "fp8", "when": "every"},
+    "rules": [{"match": "*.bias", "gather": "fp32"}],
+}
 WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "Muon": ({"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}, 1e-5),
     "Adamax": ({}, 1e-5),
@@ -117,6 +118,7 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "8bit": ({"precision": {"state": "8bit"}}, 0.05),
     # Experts are rounded on the wire once for two ranks, as their sum leaves.
     "narrow wire": ({"precision": {"reduce": {"wire": "bf16", "when": "last"}}}, 0.05),
+    "narrow columns": ({"precision": NARROW}, 0.5),
 }
 """Name -> keys of the config, and the largest difference of updates relative to their size."""
 

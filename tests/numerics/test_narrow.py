@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.numerics import test_pipelines
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, finish, make, masters, require_alike, train
 from tests.ranks.harness import on_ranks, run_ranks
@@ -203,23 +202,6 @@ def test_what_is_not_supported_is_refused_by_name(
     written = {**config(stage, "bf16", precision=precision), **rest}
     with pytest.raises(ZerodriftError, match=re.escape(told)):
         make_plan(written, describe(GPT()), world_size=4)
-
-
-def in_pipelines(alone: bool) -> list[Any]:
-    """Train a tied and an untied model; both ends hold the tied matrix."""
-    if alone:
-        return [test_pipelines.whole(stage, gather="int8") for stage in (1, 3)]
-    ways = ((1, "1f1b", None), (3, "zbv", "queue"), (1, "1f1b", None, True), (3, "1f1b", None, True))
-    return [test_pipelines.train_stages(*way, gather="int8") for way in ways]
-
-
-@pytest.mark.long
-def test_pipelines_have_the_bits_of_one_process() -> None:
-    (alone,) = run_ranks(in_pipelines, 1, True)
-    for one, three, *tied in run_ranks(in_pipelines, 2, False, timeout=150.0):
-        require_alike(alone[0], one)
-        require_alike(alone[1], three)
-        require_alike(*tied)
 
 
 @on_ranks(1)
