@@ -129,35 +129,6 @@ def require_same(cells: list[Cell], worlds: tuple[int, ...]) -> list[Any]:
     return first
 
 
-FEW = [
-    Cell(0, "every", "bf16", "moe"),
-    Cell(1, "every", "fp16", total=8),
-    Cell(2, "every", "bf16", "dropout", state="bf16-stochastic"),
-    Cell(3, "every", "autocast-bf16", "moe", total=8, state="8bit"),
-    Cell(3, "last", "bf16", "twice"),
-    Cell(3, "every", "bf16", replicate=2),
-    Cell(1, "last", "bf16", "recomputed", replicate=2, total=8),
-    Cell(3, "every", "bf16", "moe", precision={"gather": "fp8"}),
-]
-LIKE = {
-    1: replace(FEW[1], when="last"),
-    2: replace(FEW[2], when="last"),
-    4: replace(FEW[4], when="every"),
-    5: Cell(2, "every", "bf16", replicate=4),
-    7: replace(FEW[7], stage=1, when="last"),
-}
-"""Number of a cell -> another with the same bits."""
-
-
-@pytest.mark.long
-def test_one_two_and_four_ranks_are_the_same_bits() -> None:
-    """Cells that differ in stage or time alone agree too, on two ranks."""
-    told = require_same(FEW, (1, 4))
-    assert len({left for left, _ in told}) == len(FEW)
-    others = run_ranks(trained_all, 2, list(LIKE.values()), timeout=250)[0]
-    assert [told[number] for number in LIKE] == others
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("total", "worlds"), [(2, (1, 2)), (4, (2, 4))])
 def test_the_default_has_the_bits_of_the_tree(total: int, worlds: tuple[int, ...]) -> None:

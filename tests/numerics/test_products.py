@@ -1,4 +1,8 @@
-"""`compute: fp8`: products are those of a loop over fractions, and runs have the same bits everywhere."""
+"""`compute: fp8`: products are those of a loop over fractions.
+
+Runs with them have the same bits at every stage and on any number of ranks: `test_stages.py` and
+`test_order_families.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make, train
-from tests.numerics.test_order import WORLDS, Cell, require_same
 from tests.ranks.harness import on_ranks
 from zerodrift.dtypes import DType
 from zerodrift.engine.step import products as engine_products
@@ -286,30 +289,6 @@ def stacked() -> GPT:
     torch.manual_seed(1)
     model.layers[0].mlp = Mixture(32)
     return model
-
-
-CELLS = [
-    Cell(stage, when, "bf16", "moe" if when == "every" else "recomputed", precision={"compute": "fp8"})
-    for stage in range(4)
-    for when in ("last", "every")
-]
-OTHERS = [
-    Cell(3, "every", "autocast-bf16", "dropout", precision={"compute": "fp8"}),
-    Cell(2, "last", "fp16", total=8, precision={"compute": "fp8-hp-grad-weight"}),
-    Cell(3, "every", precision={"compute": {"forward": "fp8", "grad_weight": "fp8"}}),
-    Cell(3, "every"),
-    Cell(3, "every", "bf16", stacked, precision={"compute": "fp8"}),
-    Cell(0, "last", "bf16", stacked, precision={"compute": "fp8"}),
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("cells", [[*CELLS[:2], *CELLS[6:]], pytest.param(CELLS, marks=pytest.mark.slow)])
-def test_stages_and_numbers_of_ranks_are_the_same_bits(cells: list[Cell]) -> None:
-    """Results agree on 1 and 4 ranks at stages 0 and 3, or on 2 at every stage."""
-    found = require_same([*cells, *OTHERS], WORLDS if cells is CELLS else WORLDS[::2])
-    assert all(found[place] == found[place % 2] for place in range(len(cells)))
-    assert found[-1] == found[-2] and len({left for left, _ in found}) == 2 + len(OTHERS) - 1
 
 
 class Elsewhere(GPT):
