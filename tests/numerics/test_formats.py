@@ -115,13 +115,16 @@ def test_compiled_equals_the_definition(dtype: DType, kind: torch.dtype) -> None
 
 @compiled
 @pytest.mark.long
-def test_plain_loops_equal_the_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library for any processor has the same bits as the vectors of this one."""
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_plain_loops_equal_the_definition(
+    quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library for any processor has the same bits as the vectors of this one, compiled quickly too."""
     compiler = build.find_compiler()
     if compiler is None:
         pytest.skip("no C++ compiler on this machine")
     plain = build.native_flags(astuple(contraction()))[-1]
-    build.compile_library(compiler, [plain], tmp_path / "plain.so")
+    build.compile_library(compiler, [(*plain, *(["-O1"] if quick else []))], tmp_path / "plain.so")
     library = native.Library(tmp_path / "plain.so", "")
     monkeypatch.setattr(native, "library", lambda: library)
     for dtype in FLAT:
