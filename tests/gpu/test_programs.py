@@ -273,19 +273,4 @@ def test_narrow_formats_equal_the_definition(dtype: DType, monkeypatch: pytest.M
         for number, values in enumerate(test_formats.batches(dtype, kind)):
             if not values.numel() or (INTERPRETED and number % len(GRADIENTS) != turn):
                 continue
-            packed, decoded = test_formats.reference(dtype, values.float())
-            found = torch.full_like(packed, 0xA5, device=DEVICE)
-            narrow.encode(dtype, values.to(DEVICE), found)
-            test_formats.assert_same(found.cpu(), packed, (dtype, kind, number))
-            out = torch.full_like(values, 3.0, device=DEVICE)
-            narrow.decode(dtype, found, out)
-            test_formats.assert_same(out.cpu(), decoded.to(kind), (dtype, kind, number))
-            if dtype in test_formats.DRAWN:
-                draws = test_formats.draws_of(values, number)
-                packed, decoded = test_formats.reference(dtype, values.float(), draws)
-                drawn = narrow.Draws(draws.keys.to(DEVICE), number)
-                narrow.encode(dtype, values.to(DEVICE), found, drawn)
-                test_formats.assert_same(found.cpu(), packed, (dtype, kind, number, "drawn"))
-            out = torch.full_like(values, 3.0, device=DEVICE)
-            narrow.decode(dtype, found, out, add=True)
-            test_formats.assert_same(out.cpu(), decoded.to(kind) + 3.0, (dtype, kind, number))
+            test_formats.require_definition(dtype, values, number, [kind], DEVICE)
