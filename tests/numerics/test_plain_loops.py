@@ -1,7 +1,8 @@
 """One rank has the bits of a loop by hand.
 
-fp32 mode beside plain PyTorch with torch's own optimizers, and bf16 mode beside bf16 weights with an fp32
-master. The loop here knows nothing of zerodrift but, for `split`, how it rounds.
+fp32 mode beside plain PyTorch with torch's own optimizers, and 16 bits beside rounded weights with an fp32
+master that is made from the values that were given. The loop here knows nothing of zerodrift but, for
+`split`, how it rounds.
 """
 
 from __future__ import annotations
@@ -94,9 +95,12 @@ def run_plainly(
     micro_batches: int = 1,
     clip: float = 0.0,
     steps: int = STEPS,
+    mode: str = "",
 ) -> Run:
-    """Run a loop by hand. With `rounding` the model has rounded parameters; the optimizer has not."""
-    run = Run()
+    """Run a loop by hand. With `rounding` the model has rounded parameters; the optimizer has not. In fp16
+    losses are scaled."""
+    run, scale = Run(), SCALE if mode == "fp16" else 1.0
+    under = torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast-bf16", cache_enabled=False)
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
     optimizer = make_optimizer(groups_of(masters))
     schedule = make_schedule(optimizer) if make_schedule else None
@@ -104,8 +108,9 @@ def run_plainly(
         for name, parameter in model.named_parameters():
             parameter.data = rounding(masters[name].detach()) if rounding else masters[name].detach()
         for micro in range(micro_batches):
-            loss = model(batch(step, micro=micro))
-            loss.backward()
+            with under:
+                loss = model(batch(step, micro=micro))
+            (loss * scale).backward()
             run.losses.append(loss.item())
             for name, parameter in model.named_parameters():
                 # An expert that got no token has no gradient, which here is a gradient of zero.
@@ -114,7 +119,7 @@ def run_plainly(
                 masters[name].grad = new if held is None else held + new
                 parameter.grad = None
         for master in masters.values():
-            master.grad /= micro_batches
+            master.grad /= micro_batches * scale
         if clip:
             nn.utils.clip_grad_norm_(masters.values(), clip)
         run.norms.append(tuple(group["lr"] for group in optimizer.param_groups))
@@ -208,23 +213,35 @@ def with_ties(model: nn.Module) -> nn.Module:
     return model
 
 
-def even(values: Tensor) -> Tensor:
-    return values.to(torch.bfloat16)
+SCALE = 1024.0
+"""Loss scale of the loops in fp16: a power of two, which rounds nothing."""
+
+SCHEMES: dict[str, tuple[str, str, Callable[[Tensor], Tensor] | None]] = {
+    "bf16, fp32 master": ("bf16", "fp32", Tensor.bfloat16),
+    "bf16, split master": ("bf16", "split", round_away),
+    "fp16": ("fp16", "fp32", Tensor.half),
+    "autocast": ("autocast-bf16", "same", None),
+}
+"""Name -> mode, master, and how the loop rounds its parameters."""
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize(
-    ("master", "rounding"), [("fp32", even), ("split", round_away)], ids=["fp32", "split"]
-)
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM, NADAM], ids=["adamw", "momentum", "nadam"])
-def test_bf16_equals_bf16_weights_and_an_fp32_master(
-    optimizer: MakeOptimizer, master: str, rounding: Callable[[Tensor], Tensor], micro_batches: int
+def test_16_bits_equal_a_loop_with_an_fp32_master(
+    optimizer: MakeOptimizer, scheme: str, micro_batches: int
 ) -> None:
+    mode, master, rounding = SCHEMES[scheme]
     mine, plain = pair(with_ties(GPT(tied=False)))
-    engine = engine_of(mine, "bf16", optimizer, micro_batches, precision={"master": master})
+    keys: dict[str, Any] = {"fp16": {"loss_scale": SCALE}} if mode == "fp16" else {}
+    engine = engine_of(mine, mode, optimizer, micro_batches, precision={"master": master}, **keys)
     one = run_engine(engine, micro_batches=micro_batches)
-    other = run_plainly(plain, optimizer, rounding=rounding, micro_batches=micro_batches)
-    assert one.weights["layers.0.mlp.up.weight"].dtype is torch.bfloat16
+    other = run_plainly(plain, optimizer, rounding=rounding, micro_batches=micro_batches, mode=mode)
+    name = "layers.0.mlp.up.weight"
+    if rounding is None:  # the engine gathers in bf16 what autocast would round
+        one.weights = other.weights = {}
+    else:
+        assert one.weights[name].dtype is other.weights[name].dtype
     require_alike(one, other)
 
 

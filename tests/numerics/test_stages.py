@@ -49,6 +49,18 @@ class Kind:
 
 
 MOE = partial(GPT, moe=True)
+
+
+def on_ties() -> GPT:
+    """Return a model with every weight half-way between two bf16 values, where roundings differ."""
+    model = GPT()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            bits = parameter.view(torch.int32)
+            bits.copy_(bits & ~0xFFFF | 0x8000)
+    return model
+
+
 MUON = {"optimizer": {"type": "Muon", "params": PARAMS}}
 ON_ROUTERS = {"rules": [{"match": "*.router.weight", "optimizer": "Muon", "pin": "fp32"}]}
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
@@ -67,6 +79,8 @@ KINDS: dict[str, Kind] = {
     "reduced every time": Kind(MOE, {"reduce": {"when": "every"}}, micro=4),
     "whole gradients": Kind(micro=4, stages=(0, 1)),
     "slices of gradients": Kind(micro=4, stages=(2, 3)),
+    "weights on ties": Kind(on_ties),
+    "drawn moments": Kind(on_ties, {"state": "bf16-stochastic"}),
     "replicas": Kind(MOE, rest={"sharding": {"replicate": 2}}),
     **{f"gathered in {each}": Kind(MOE, {"gather": each}, is_near=True) for each in ("fp8", "mxfp8", "int8")},
     **{f"sent in {each}": wire(each, "every", "stochastic") for each in ("fp8", "mxfp8", "e5m2-128")},

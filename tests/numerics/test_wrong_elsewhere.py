@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import diff, make, require_alike, whole_values
+from tests.numerics.runs import diff, make
 from tests.ranks.harness import on_ranks
 from zerodrift.engine.engine import Engine
 
@@ -161,7 +161,9 @@ def test_a_step_is_that_of_the_gradient(name: str, mode: str) -> None:
         assert (gradient, weight(engine)) == ([expected] * 8, [-expected] * 8), (gradient, weight(engine))
 
 
-# --- the norm: gradients that are not finite are in `test_scaling.py` -----------------------------------
+# --- the norm -------------------------------------------------------------------------------------------
+# Gradients that are not finite: `test_scaling.py`. What masters and optimizers start from, elsewhere rounded
+# values and a step on zero gradients: `test_plain_loops.py`.
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -182,63 +184,6 @@ def test_norm_and_clip_are_of_the_true_gradient_at_every_stage(mode: str) -> Non
     # torch's own formula adds 1e-6 to the norm: 4e-6 of the result.
     assert found[4] == pytest.approx([-0.03125] * 16, rel=5e-6), found
     assert found[4:] == [found[4]] * 4, "the same bits at every stage"
-
-
-# --- what an engine starts from -------------------------------------------------------------------------
-
-
-NORM = "norm.weight"
-
-
-@pytest.mark.parametrize(
-    ("mode", "master", "shown"),
-    [
-        ("fp32", None, torch.float32),
-        ("bf16", None, torch.bfloat16),
-        ("bf16", "fp32", torch.bfloat16),
-        ("fp16", None, torch.float16),
-        ("autocast-bf16", None, torch.float32),
-    ],
-)
-@on_ranks(2)
-def test_masters_are_made_from_the_bits_that_were_given(
-    mode: str, master: str | None, shown: torch.dtype
-) -> None:
-    """Elsewhere masters come from the rounded copy: off by up to 1.9e-3 for weights between -1 and 1."""
-    given = {name: parameter.detach() for name, parameter in GPT(seed=5).named_parameters()}
-    more: Written = {"precision": {"master": master}} if master else {}
-    for engine in engines(mode, more, lambda: GPT(seed=5)):
-        wrong = diff(given, whole_values(engine)["master"])
-        assert wrong == [], wrong
-        with engine.gathered([NORM]) as values:
-            assert values[NORM].dtype is shown
-
-
-def ones() -> Probe:
-    model = Probe()
-    nn.init.ones_(model.linear.weight)
-    return model
-
-
-@pytest.mark.parametrize("mode", MODES)
-@on_ranks(2)
-def test_the_optimizer_takes_no_step_when_it_is_built(mode: str) -> None:
-    """AdamW on a weight of 1 with decay. Elsewhere stage 0 in 16 bits steps on zero gradients: the weight
-    starts as 0.999, at step 1."""
-    adamw: Written = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}}
-    plain = nn.Parameter(torch.ones(1, 8))
-    optimizer = torch.optim.AdamW([plain], lr=0.01, weight_decay=0.1)
-    plain.grad = torch.full((1, 8), 0.5)
-    optimizer.step()
-    for engine in engines(mode, adamw, ones):
-        parameter = engine.parameter(NAME)
-        assert weight(engine) == [1.0] * 8 and not any(value.any() for value in parameter.state.values())
-        assert engine.global_steps == 0 and not engine.optimizer.state
-        engine.backward(engine(row(0.5)))
-        engine.step()
-        assert torch.equal(parameter.master, plain.detach())
-        moments = dict(parameter.state)
-        require_alike(moments, {key: optimizer.state[plain][key] for key in moments})
 
 
 # --- one engine after another ---------------------------------------------------------------------------
