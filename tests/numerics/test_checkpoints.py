@@ -63,41 +63,46 @@ def of_torch(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tupl
     return model, {"optimizer": optimizer, "schedule": schedule}
 
 
+def precision(**cells: Any) -> dict[str, Any]:
+    return {"precision": cells}
+
+
+def changed(build: Build, stage: int, keys: dict[str, Any], factor: float = 1.5) -> Engine:
+    """Make an engine whose initial values are multiplied."""
+    model, rest = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    keys = copy.deepcopy(keys)
+    written = config(stage, keys.pop("mode", "bf16"), **keys)
+    if "optimizer" in rest:
+        del written["optimizer"]
+    return make(written, model, **rest)
+
+
+FP16 = {"initial_scale_power": 6, "loss_scale_window": 3}
+LION = {"type": "Lion", "params": {"lr": 1e-3}}
+DECAY = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 10}}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
+NARROW, SPLIT, WIDE = precision(gather="fp8"), precision(master="split"), precision(master="fp32")
 nadam = partial(of_torch, torch.optim.NAdam, lr=1e-3, weight_decay=0.01)
-OPTIMIZERS = {
-    "adamw": partial(of_torch, torch.optim.AdamW, lr=1e-3),
-    "sgd": partial(of_torch, torch.optim.SGD, lr=1e-2, momentum=0.9),
-    "nadam": nadam,
-    "asgd": partial(of_torch, torch.optim.ASGD, lr=1e-2),
-    "amsgrad": partial(of_torch, torch.optim.AdamW, lr=1e-3, amsgrad=True),
+CASES: dict[str, tuple[Build, int, dict[str, Any]]] = {
+    "fp32": (plain, 2, {"mode": "fp32"}),
+    "split": (plain, 3, SPLIT),
+    "master fp32": (plain, 1, WIDE),
+    "fp16": (plain, 3, {"mode": "fp16", "fp16": FP16}),
+    "autocast": (plain, 0, {"mode": "autocast-bf16"}),
+    "bf16 state": (plain, 3, precision(state="bf16-stochastic")),
+    "8bit state": (plain, 3, precision(state="8bit")),
+    "lion": (plain, 3, {"optimizer": LION}),
+    "muon": (plain, 2, MUON),
+    "schedule": (plain, 3, {"scheduler": DECAY}),
+    "torch adamw": (partial(of_torch, torch.optim.AdamW, lr=1e-3), 3, {}),
+    "torch sgd": (partial(of_torch, torch.optim.SGD, lr=1e-2, momentum=0.9), 3, {}),
+    "torch nadam": (nadam, 3, {}),
+    "torch asgd": (partial(of_torch, torch.optim.ASGD, lr=1e-2), 3, {}),
+    "torch amsgrad": (partial(of_torch, torch.optim.AdamW, lr=1e-3, amsgrad=True), 3, {}),
 }
-
-
-def without_block(stage: int, mode: str) -> dict[str, Any]:
-    written = config(stage, mode)
-    del written["optimizer"]
-    return written
-
-
-DECAY = {"warmup_num_steps": 3, "total_num_steps": 10}
-SCHEMES = {
-    "fp32": config(2, "fp32"),
-    "split": config(3, "bf16", precision={"master": "split"}),
-    "master fp32": config(1, "bf16", precision={"master": "fp32"}),
-    "fp16": config(3, "fp16", fp16={"initial_scale_power": 6, "loss_scale_window": 3}),
-    "autocast": config(0, "autocast-bf16"),
-    "bf16 state": config(3, "bf16", precision={"state": "bf16-stochastic"}),
-    "8bit state": config(3, "bf16", precision={"state": "8bit"}),
-    "lion": config(3, "bf16", optimizer={"type": "Lion", "params": {"lr": 1e-3}}),
-    "muon": config(2, "bf16", optimizer={"type": "Muon", "params": {"lr": 1e-2}}),
-    "schedule": config(3, "bf16", scheduler={"type": "WarmupDecayLR", "params": DECAY}),
-}
-CASES: dict[str, tuple[dict[str, Any], Build]] = {
-    **{name: (written, plain) for name, written in SCHEMES.items()},
-    **{f"torch {name}": (without_block(3, "bf16"), build) for name, build in OPTIMIZERS.items()},
-}
-
-
 HELD = ("torch adamw", "torch sgd", "torch amsgrad", "autocast")
 """Cases whose state other ones have too."""
 
@@ -108,17 +113,11 @@ HELD = ("torch adamw", "torch sgd", "torch amsgrad", "autocast")
 @on_ranks(2)
 def test_every_scheme_and_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Two steps are saved, and the third is run twice: on, and in a new engine."""
-    written, build = CASES[name]
-    model, rest = build()
-    engine = make(written, model, **rest)
+    engine = changed(*CASES[name], 1.0)
     later(engine, 0, 2)
     save(engine, tmp_path)
     expected = later(engine, 2, 1)
-    model, rest = build()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
-    engine = make(written, model, **rest)
+    engine = changed(*CASES[name])
     loaded = Checkpoints(engine, tmp_path, quiet=True).resume()
     assert loaded is not None and loaded.step == engine.global_steps == 2 and loaded.differences == ()
     require_alike(expected, later(engine, 2, 1))
@@ -205,28 +204,11 @@ class Move:
     is_rounded: bool = False
     """Whether those that load round the same masters to other weights."""
 
-    def engine(self, side: Side, factor: float) -> Engine:
-        """Make an engine of one side, whose initial values are multiplied."""
-        model, rest = self.build()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(factor)
-        written = config(side[0], "bf16", **copy.deepcopy(side[2]))
-        if "optimizer" in rest:
-            del written["optimizer"]
-        return make(written, model, **rest)
-
-
-def precision(**cells: Any) -> dict[str, Any]:
-    return {"precision": cells}
-
 
 def frozen(word: str | None) -> dict[str, Any]:
     return precision(frozen=word, storage="fp32")
 
 
-MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
-NARROW, SPLIT, WIDE = precision(gather="fp8"), precision(master="split"), precision(master="fp32")
 SPREAD, EXPERTS = {"sharding": {"replicate": 2}}, {"experts": {"ranks": 2}}
 MESHES: list[Side] = [(stage, world, {}) for stage in range(4) for world in (1, 2, 4)]
 MOVES: dict[str, Move] = {
@@ -262,7 +244,8 @@ def values_of(engine: Engine) -> Run:
 
 def save_one(folder: str, name: str) -> Run:
     move = MOVES[name]
-    engine = move.engine(move.source, 1.0)
+    stage, _, keys = move.source
+    engine = changed(move.build, stage, keys, 1.0)
     train(engine, 3, data=move.data)
     save(engine, folder, client={"epoch": 3})
     return values_of(engine)
@@ -270,7 +253,8 @@ def save_one(folder: str, name: str) -> Run:
 
 def load_one(folder: str, name: str, number: int) -> Any:
     move = MOVES[name]
-    engine = move.engine(move.targets[number], 1.37)
+    stage, _, keys = move.targets[number]
+    engine = changed(move.build, stage, keys)
     loaded = Checkpoints(engine, folder, quiet=True).load()
     run = values_of(engine)
     train(engine, 1, data=move.data)  # it runs

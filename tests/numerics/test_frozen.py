@@ -36,8 +36,8 @@ def adapted(decoded: DType | None = None) -> GPT:
 
 
 def run(stage: int, mode: str, frozen: str | None, decoded: DType | None = None) -> Run:
-    written = config(stage, mode, 2, precision={"frozen": frozen})
-    return train(make(written, adapted(decoded)), 2, 2)
+    written = config(stage, mode, precision={"frozen": frozen})
+    return train(make(written, adapted(decoded)), 2)
 
 
 @pytest.mark.cells(1)

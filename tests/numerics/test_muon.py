@@ -175,6 +175,7 @@ def plain(plan: Plan, steps: int = 4) -> tuple[dict[str, torch.Tensor], dict[str
     return found, moments
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("world", [1, 3, 4])
 @pytest.mark.parametrize(
     ("mode", "precision"),

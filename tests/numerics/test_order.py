@@ -218,7 +218,14 @@ def habits(stages: tuple[int, ...]) -> list[str]:
     return differs
 
 
-@pytest.mark.parametrize(("world", "stages"), [(1, (0, 3)), (2, (0, 1, 2, 3))])
+@pytest.mark.parametrize(
+    ("world", "stages"),
+    [
+        (1, (0, 2)),
+        (2, (1, 3)),
+        *(pytest.param(world, (0, 1, 2, 3), marks=pytest.mark.slow) for world in (1, 2)),
+    ],
+)
 @on_ranks("world", timeout=250)
 def test_the_default_refuses_nothing_that_the_order_of_ranks_does_not(
     world: int, stages: tuple[int, ...]
