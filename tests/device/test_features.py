@@ -93,7 +93,7 @@ FEATURES: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "zbv": (2, test_pipelines.train_stages, (0, "zbv", "queue")),
 }
 FEW = (
-    *("stage 0", "stage 1", "fp16, pins and accumulation", "recomputed", "tree", "narrow columns"),
+    *("stage 0", "stage 1", "fp16, pins and accumulation", "recomputed", "tree", "narrow columns", "offload"),
     *("ranks of experts", "fully_shard", "zbv", "replicas"),
 )
 
