@@ -2,7 +2,7 @@
 
 fp32 mode beside plain PyTorch with torch's own optimizers, and 16 bits beside rounded weights with an fp32
 master that is made from the values that were given. The loop here knows nothing of zerodrift but, for
-`split`, how it rounds.
+`split` and narrow gathers, how they round.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, make, require_alike, train
+from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
+from zerodrift.kernels.narrow import round_trip
 from zerodrift.optim.rounding import round_away
 
 STEPS = 6
@@ -216,13 +218,21 @@ def with_ties(model: nn.Module) -> nn.Module:
 SCALE = 1024.0
 """Loss scale of the loops in fp16: a power of two, which rounds nothing."""
 
-SCHEMES: dict[str, tuple[str, str, Callable[[Tensor], Tensor] | None]] = {
-    "bf16, fp32 master": ("bf16", "fp32", Tensor.bfloat16),
-    "bf16, split master": ("bf16", "split", round_away),
-    "fp16": ("fp16", "fp32", Tensor.half),
-    "autocast": ("autocast-bf16", "same", None),
+
+def narrowed(values: Tensor) -> Tensor:
+    """Round matrices to blocks of fp8, decoded in bf16, and vectors as `split` does."""
+    return round_away(values) if values.dim() < 2 else round_trip(DType.FP8_128, values, torch.bfloat16)
+
+
+SCHEMES: dict[str, tuple[str, dict[str, Any], Callable[[Tensor], Tensor] | None]] = {
+    "bf16, fp32 master": ("bf16", {"master": "fp32"}, Tensor.bfloat16),
+    "bf16, split master": ("bf16", {"master": "split"}, round_away),
+    "bf16, gathered in fp8": ("bf16", {"gather": "fp8"}, narrowed),
+    "bf16, with statistics": ("bf16", {"statistics": True}, round_away),
+    "fp16": ("fp16", {}, Tensor.half),
+    "autocast": ("autocast-bf16", {}, None),
 }
-"""Name -> mode, master, and how the loop rounds its parameters."""
+"""Name -> mode, precision, and how the loop rounds its parameters."""
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -231,10 +241,10 @@ SCHEMES: dict[str, tuple[str, str, Callable[[Tensor], Tensor] | None]] = {
 def test_16_bits_equal_a_loop_with_an_fp32_master(
     optimizer: MakeOptimizer, scheme: str, micro_batches: int
 ) -> None:
-    mode, master, rounding = SCHEMES[scheme]
+    mode, precision, rounding = SCHEMES[scheme]
     mine, plain = pair(with_ties(GPT(tied=False)))
     keys: dict[str, Any] = {"fp16": {"loss_scale": SCALE}} if mode == "fp16" else {}
-    engine = engine_of(mine, mode, optimizer, micro_batches, precision={"master": master}, **keys)
+    engine = engine_of(mine, mode, optimizer, micro_batches, precision=precision, **keys)
     one = run_engine(engine, micro_batches=micro_batches)
     other = run_plainly(plain, optimizer, rounding=rounding, micro_batches=micro_batches, mode=mode)
     name = "layers.0.mlp.up.weight"

@@ -1,4 +1,7 @@
-"""Update statistics are those of a plain fp64 computation, at every stage and for every number of slices."""
+"""Update statistics are those of a plain fp64 computation, at every stage and for every number of slices.
+
+That they change no bit: `test_plain_loops.py` and `test_fused.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import config, finish, make, require_alike
+from tests.numerics.runs import config, finish, make
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
@@ -164,17 +167,6 @@ def test_what_cannot_be_told_is_said(rest: dict[str, Any], steps: int, told: str
     assert bool(engine.updater.statistics) == bool(engine.plan.policy.statistics)
     with pytest.raises(UnsupportedError, match=told):
         engine.update_statistics()
-
-
-@on_ranks(2)
-def test_recording_changes_no_bit() -> None:
-    runs = []
-    for rest in ({}, on()):
-        engine = make(config(3, "bf16", 1, **rest))
-        for number in range(4):
-            step(engine, number)
-        runs.append(finish(engine))
-    require_alike(runs[0], runs[1])
 
 
 def test_the_table_shows_the_worst_first_and_everything_last() -> None:
