@@ -18,7 +18,6 @@ from tests.ranks import harness
 
 WITH_LONG = (
     "tests/numerics/test_late.py",
-    "tests/numerics/test_offload.py",
     "tests/numerics/test_order.py",
     "tests/numerics/test_order_families.py",
     "tests/numerics/test_order_pipelines.py",
