@@ -235,6 +235,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any], Callable[[Tensor], Tensor] | None]
 """Name -> mode, precision, and how the loop rounds its parameters."""
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM, NADAM], ids=["adamw", "momentum", "nadam"])
