@@ -23,6 +23,7 @@ from tests.device.caching import CachingAllocator
 from tests.device.dry import dry_world, recorded
 from tests.device.ranks import on_devices
 from tests.device.standin import NAME
+from tests.numerics.runs import config
 from zerodrift.api import initialize
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.kernels import device as programs
@@ -65,21 +66,25 @@ class Network(nn.Module):
 
 
 def _count(
-    ranks: int, stage: int, blocks: int = 2, layers: int = 2, mode: str = "bf16", micro_batches: int = 1
+    ranks: int,
+    stage: int,
+    blocks: int = 2,
+    layers: int = 2,
+    mode: str = "bf16",
+    micro_batches: int = 1,
+    has_triton: bool = True,
+    **rest: Any,
 ) -> dict[str, Any]:
     """Return the counts of one step of rank 0."""
-    config = {
-        "precision": {"mode": mode},
-        "zero_optimization": {"stage": stage},
-        "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
     memory = CachingAllocator()
-    with dry_world(ranks) as device:
+    with dry_world(ranks) as device, contextlib.ExitStack() as stack:
+        if not has_triton:
+            stack.enter_context(mock.patch.object(programs, "works", lambda where: False))
+            stack.enter_context(mock.patch.object(programs, "obstacle", lambda where: "not there"))
         with recorded() as before:
             batch = torch.ones(2, WIDTH, device=device)
-            engine = initialize(Network(blocks, layers), config=config, device=NAME, quiet=True)
+            written = config(stage, mode, micro_batches, **rest)
+            engine = initialize(Network(blocks, layers), config=written, device=NAME, quiet=True)
             for _ in range(WARM):
                 _step(engine, batch, micro_batches)
         memory.play(before.entries)
@@ -215,69 +220,35 @@ def test_the_page_has_these_counts(table: dict[str, list[dict[str, Any]]]) -> No
     assert shown == rows, f"docs/engine.md must show\n{wanted}"
 
 
-def test_more_micro_batches_and_other_modes() -> None:
-    few, plain, alone = counts(
-        {"ranks": 2, "stage": 3, "micro_batches": 3},
-        {"ranks": 2, "stage": 3, "mode": "fp32"},
-        {"ranks": 1, "stage": 3},
-    )
-    assert few["waits"] == ["collectives.read"] and few["sent"] == few["planned"]
-    assert few["casts"] == 3 * few["parameters"] and few["segments"] == 0
-    assert plain["casts"] == 0 and plain["waits"] == ["collectives.read"]
-    assert alone["collectives"] == 0 and alone["waits"] == ["collectives.read"]
-
-
 MODES: dict[str, dict[str, Any]] = {
-    "fp16": {"fp16": {"enabled": True}},
-    "autocast": {"precision": {"mode": "autocast-bf16"}},
+    "fp32": {"mode": "fp32", "micro_batches": 1},
+    "fp16": {"mode": "fp16"},
+    "fp16, whole": {"mode": "fp16", "stage": 0},
+    "autocast": {"mode": "autocast-bf16"},
     "8bit": {"precision": {"state": "8bit"}},
     "tree": {"precision": {"reduce": {"order": "tree"}}},
     "native": {"precision": {"reduce": {"order": "native"}}},
     "narrow": {"precision": {"gather": "fp8", "reduce": {"wire": "int4", "feedback": True}}},
     "secondary": {"sharding": {"secondary": 2}},
     "Muon": {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}},
-    "no Triton": {},
+    "no Triton": {"has_triton": False},
+    "micro-batches": {"ranks": 2, "micro_batches": 3},
+    "alone": {"ranks": 1, "micro_batches": 1},
 }
-
-
-def _copies_and_waits(device: torch.device, names: list[str]) -> list[tuple[list[str], list[str]]]:
-    return [_step_of(name) for name in names]
-
-
-def _step_of(name: str) -> tuple[list[str], list[str]]:
-    """Return the waits and the copies from the host in one step of a mode."""
-    config = {
-        "precision": {"mode": "bf16"},
-        "zero_optimization": {"stage": 3},
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
-    if "fp16" in MODES[name]:
-        del config["precision"]
-    for key, value in MODES[name].items():
-        config[key] = {**config[key], **value} if key == "precision" else value
-    with dry_world(8), contextlib.ExitStack() as stack:
-        if name == "no Triton":
-            stack.enter_context(mock.patch.object(programs, "works", lambda where: False))
-            stack.enter_context(mock.patch.object(programs, "obstacle", lambda where: "not there"))
-        batch = torch.ones(2, WIDTH, device=NAME)
-        engine = initialize(Network(2, 2), config=config, device=NAME, quiet=True)
-        for _ in range(WARM):
-            _step(engine, batch, 2)
-        with recorded() as step:
-            _step(engine, batch, 2)
-        engine.destroy()
-    sent = [entry.origin for entry in step.of("copy") if entry.name.startswith("from the host")]
-    return [entry.origin for entry in step.of("wait")], sent
+"""Name -> what differs from a step of two micro-batches in bf16 at stage 3 on 8 ranks."""
 
 
 def test_no_mode_waits_more() -> None:
-    (found,) = on_devices(_copies_and_waits, 1, list(MODES), timeout=280)
-    sent = {name: [] if name == "no Triton" else ["fused.coefficient_table"] for name in MODES}
-    assert dict(zip(MODES, found, strict=True)) == {
-        name: (["collectives.read"], sent[name]) for name in MODES
-    }
+    usual = {"ranks": 8, "stage": 3, "micro_batches": 2}
+    found = dict(zip(MODES, counts(*({**usual, **mode} for mode in MODES.values())), strict=True))
+    for name, cell in found.items():
+        sent = [place for place in cell["copies"] if place.startswith("from the host")]
+        table = [] if name == "no Triton" else ["from the host, pinned in fused.coefficient_table"]
+        assert (cell["waits"], sent) == (["collectives.read"], table), name
+    few = found["micro-batches"]
+    assert few["sent"] == few["planned"] and few["segments"] == 0
+    assert few["casts"] == 3 * few["parameters"] and found["fp32"]["casts"] == 0
+    assert found["alone"]["collectives"] == 0
 
 
 def _sets_an_item(segment: Any) -> None:

@@ -15,19 +15,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import zerodrift as zd
 from tests.device.build import needs_device
 from tests.device.plugin import ROOT, environment
 from tests.device.ranks import instead_of_cpu
 from tests.device.standin import ORDERS, Order
-from tests.e2e.jobs import QUICKLY, exported, job, kinds, losses, on_a_rank
+from tests.e2e.jobs import job
 from tests.numerics import experts, test_experts, test_offload, test_order, test_pipelines
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, finish, make, same, train
 from tests.ranks.harness import run_ranks
-from tests.ranks.ways import WAYS
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.train.report.metrics import read
 
@@ -35,26 +33,14 @@ pytestmark = needs_device
 
 STEPS = 2
 PINS: dict[str, Any] = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}
-MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-3}}}
 FP16: dict[str, Any] = {"fp16": {"initial_scale_power": 17, "hysteresis": 1}}
 NARROW: dict[str, Any] = {"precision": {"gather": "fp8", "reduce": {"wire": "int4", "feedback": True}}}
-EIGHT: dict[str, Any] = {"precision": {"state": "8bit"}}
-
-
-class Recomputed(GPT):
-    """A model whose blocks keep their inputs only."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=2)
-        for layer in self.layers:
-            inner = layer.forward
-            layer.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": lambda: GPT(layers=1),
     "experts": lambda: GPT(layers=1, moe=True),
-    "recomputed": Recomputed,
+    "recomputed": lambda: GPT(recompute=False),
 }
 
 
@@ -78,16 +64,10 @@ def by_fully_shard(stage: int, mode: str) -> Run:
     return train(make(written, MODELS["dense"]()), STEPS, 2)
 
 
-def on_ranks_of_experts(stage: int, recompute: bool | None) -> Run:
+def on_ranks_of_experts(stage: int) -> Run:
     """Send tokens to the ranks of their experts, in unequal numbers."""
-    engine = test_experts.engine_of(
-        test_experts.config(stage, "ep2"), skew=(2, 0, 0, -2), recompute=recompute
-    )
+    engine = test_experts.engine_of(test_experts.config(stage, "ep2"), skew=(2, 0, 0, -2))
     return train(engine, STEPS, test_experts.MICRO, data=experts.batch)
-
-
-def offloaded(stage: int, rest: dict[str, Any], own: bool) -> Run:
-    return test_offload.run(stage, "cpu", rest, own)
 
 
 def summed_by_the_tree(stage: int, when: str, model: str) -> list[Any]:
@@ -95,58 +75,45 @@ def summed_by_the_tree(stage: int, when: str, model: str) -> list[Any]:
 
 
 FEATURES: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
+    "stage 0": (2, train_model, (0, "bf16", 1, "experts", {})),
+    "stage 1": (2, train_model, (1, "bf16", 1, "experts", {})),
     "fp16, pins and accumulation": (2, train_model, (2, "fp16", 2, "experts", {**FP16, **PINS})),
     "no_sync": (2, without_synchronization, (2,)),
     "recomputed": (2, train_model, (3, "bf16", 1, "recomputed", {})),
-    "muon": (2, train_model, (3, "bf16", 1, "dense", MUON)),
+    "muon": (2, train_model, (3, "bf16", 1, "dense", test_offload.MUON)),
+    "offload": (2, test_offload.run, (3, "cpu", {}, True)),
     "native": (2, train_model, (3, "bf16", 2, "dense", {"precision": {"reduce": {"order": "native"}}})),
     "tree": (2, summed_by_the_tree, (3, "every", "dense")),
     "narrow columns": (2, train_model, (3, "bf16", 2, "dense", NARROW)),
     "replicas": (4, train_model, (3, "fp32", 1, "dense", {"sharding": {"replicate": 2}})),
-    "ranks of experts": (2, on_ranks_of_experts, (3, None)),
+    "ranks of experts": (2, on_ranks_of_experts, (3,)),
     "fully_shard": (2, by_fully_shard, (3, "bf16")),
     "fully_shard over replicas": (2, by_fully_shard, (1, "autocast-fp16")),
     "1f1b, tied": (2, test_pipelines.train_stages, (0, "1f1b", None, True)),
     "zbv": (2, test_pipelines.train_stages, (0, "zbv", "queue")),
 }
-MORE: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
-    **{f"offload {s}": (2, offloaded, (s, test_offload.MUON if s % 2 else {}, False)) for s in range(4)},
-    **{f"{name} {who}": (2, test_pipelines.train_stages, (0, name, who)) for name, who in WAYS},
-    **{f"1f1b, stage {s}": (4, test_pipelines.train_stages, (s, "1f1b", None)) for s in (1, 3)},
-    **{f"experts {s}": (2, on_ranks_of_experts, (s, None)) for s in range(4)},
-    "experts recomputed": (2, on_ranks_of_experts, (3, False)),
-    **{f"tree {m}": (2, summed_by_the_tree, (2, "last", m)) for m in ("moe", "dropout", "recomputed")},
-    **{f"fp16 {s}": (2, train_model, (s, "fp16", 2, "experts", {**FP16, **PINS})) for s in (0, 1, 3)},
-    "autocast-bf16": (2, train_model, (3, "autocast-bf16", 1, "dense", {})),
-    "pins": (2, train_model, (3, "bf16", 1, "experts", PINS)),
-    "narrow columns, whole storage": (2, train_model, (1, "bf16", 1, "dense", NARROW)),
-    **{f"autocast {s}": (2, train_model, (s, "autocast-fp16", 2, "experts", FP16)) for s in range(4)},
-    **{
-        f"fully_shard {s} {m}": (2, by_fully_shard, (s, m))
-        for s in range(4)
-        for m in ("fp32", "autocast-bf16")
-    },
-    "own optimizer": (2, offloaded, (2, {}, True)),
-}
+FEW = (
+    *("stage 0", "stage 1", "fp16, pins and accumulation", "recomputed", "tree", "narrow columns", "offload"),
+    *("ranks of experts", "fully_shard", "zbv", "replicas"),
+)
 
 
 @pytest.mark.parametrize(
-    ("feature", "orders"),
+    ("feature", "order"),
     [
-        *((name, [ORDERS[number % len(ORDERS)]]) for number, name in enumerate(FEATURES)),
-        *(pytest.param(name, ORDERS, marks=pytest.mark.slow) for name in MORE),
+        pytest.param(name, ORDERS[number % len(ORDERS)], marks=[pytest.mark.slow] * (name not in FEW))
+        for number, name in enumerate(FEATURES)
     ],
-    ids=[*FEATURES, *MORE],
 )
-def test_features_have_the_bits_of_the_cpu(feature: str, orders: list[Order]) -> None:
-    world, function, args = {**FEATURES, **MORE}[feature]
+def test_features_have_the_bits_of_the_cpu(feature: str, order: Order) -> None:
+    """`test_suite.py` runs more of them, each on the device alone."""
+    world, function, args = FEATURES[feature]
     expected = run_ranks(function, world, *args)
-    for order in orders:
-        found = instead_of_cpu(function, world, *args, order=order)
-        if isinstance(expected[0], Run):
-            assert [same(pair) for pair in zip(expected, found, strict=True)] == [[]] * world, order
-        else:
-            assert found == expected, order
+    found = instead_of_cpu(function, world, *args, order=order)
+    if isinstance(expected[0], Run):
+        assert [same(pair) for pair in zip(expected, found, strict=True)] == [[]] * world
+    else:
+        assert found == expected
 
 
 def draw_numbers() -> tuple[list[float], bool]:
@@ -235,22 +202,9 @@ def test_files_have_the_same_bytes_and_load_on_either(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_trainer_trains_the_same_model(tmp_path: Path) -> None:
-    """`zerodrift train` on two ranks with dropout, from a file to its export."""
-    found = []
-    for name, run in (("cpu", run_ranks), ("device", instead_of_cpu)):
-        file = job(tmp_path / name, "dropping", steps=2, run={"checkpoint_every": 1})
-        run(on_a_rank, 2, str(file), QUICKLY[1:])
-        (start,) = kinds(tmp_path / name, "start")
-        assert (start.get("device") == "the stand-in device") is (name == "device")
-        found.append((losses(tmp_path / name), exported(tmp_path / name)))
-    assert len(found[0][0]) == 2 and found[0] == found[1]
-
-
-@pytest.mark.slow
 def test_the_command_trains_the_same_model(tmp_path: Path) -> None:
-    """Two ranks that `zerodrift train` starts, without and with the device."""
-    file, found = str(job(tmp_path, steps=4)), []
+    """Two ranks that `zerodrift train` starts, with dropout, without and with the device."""
+    file, found = str(job(tmp_path, "dropping", steps=4)), []
     for name, variables in {"cpu": dict(os.environ), "device": environment()}.items():
         asked = [f"run.folder={tmp_path / name}", "run.checkpoint_every=2"]
         words = [word for each in asked for word in ("--set", each)]

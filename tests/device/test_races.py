@@ -21,6 +21,17 @@ def _ones(device: torch.device) -> torch.Tensor:
     return torch.ones(1000, device=device)
 
 
+def _beside(side: torch.Stream, call: Callable[[], object]) -> object:
+    """Call on the side stream, behind what the main one has launched."""
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        return call()
+
+
+def _wait_for(side: torch.Stream) -> None:
+    torch.accelerator.current_stream().wait_event(side.record_event())
+
+
 def reads_too_early(device: torch.device, side: torch.Stream) -> object:
     values = _ones(device)
     with side:
@@ -29,25 +40,19 @@ def reads_too_early(device: torch.device, side: torch.Stream) -> object:
 
 def waits_first(device: torch.device, side: torch.Stream) -> object:
     values = _ones(device)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        return values, values * 2
+    return values, _beside(side, lambda: values * 2)
 
 
 def overwrites_what_is_read(device: torch.device, side: torch.Stream) -> object:
     values = _ones(device)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        values.sum()
+    _beside(side, values.sum)
     return values.zero_()
 
 
 def overwrites_after_an_event(device: torch.device, side: torch.Stream) -> object:
     values = _ones(device)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        values.sum()
-    torch.accelerator.current_stream().wait_event(side.record_event())
+    _beside(side, values.sum)
+    _wait_for(side)
     return values.zero_()
 
 
@@ -62,29 +67,21 @@ def records_too_early(device: torch.device, side: torch.Stream) -> object:
 
 
 def frees_what_is_read(device: torch.device, side: torch.Stream) -> object:
-    values = _ones(device)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        values.sum()
-    del values
+    _beside(side, _ones(device).sum)
     return torch.empty(1000, device=device)
 
 
 def frees_after_waiting(device: torch.device, side: torch.Stream) -> object:
     values = _ones(device)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        values.sum()
-    torch.accelerator.current_stream().wait_event(side.record_event())
+    _beside(side, values.sum)
+    _wait_for(side)
     del values
     return torch.empty(1000, device=device)
 
 
 def frees_what_is_recorded(device: torch.device, side: torch.Stream) -> object:
     values = _ones(device)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        values.sum()
+    _beside(side, values.sum)
     values.record_stream(side)
     del values
     return torch.empty(1000, device=device)
@@ -94,10 +91,7 @@ def frees_in_a_hook(device: torch.device, side: torch.Stream) -> object:
     values, held = _ones(device).requires_grad_(), [_ones(device)]
 
     def _frees_in_a_hook(gradient: torch.Tensor) -> torch.Tensor:
-        side.wait_stream(torch.accelerator.current_stream())
-        with side:
-            held[0].sum()
-        held.clear()
+        _beside(side, held.pop().sum)
         return gradient * 2
 
     values.register_hook(_frees_in_a_hook)
@@ -106,26 +100,20 @@ def frees_in_a_hook(device: torch.device, side: torch.Stream) -> object:
 
 def uses_a_page_again(device: torch.device, side: torch.Stream) -> object:
     page, values = torch.empty(1000, pin_memory=True), _ones(device)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        page.copy_(values, non_blocking=True)
+    _beside(side, lambda: page.copy_(values, non_blocking=True))
     return values.copy_(page, non_blocking=True)
 
 
 def uses_a_page_after_the_host_waited(device: torch.device, side: torch.Stream) -> object:
     page, values = torch.empty(1000, pin_memory=True), _ones(device)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        page.copy_(values, non_blocking=True)
+    _beside(side, lambda: page.copy_(values, non_blocking=True))
     side.synchronize()
     return values.copy_(page, non_blocking=True)
 
 
 def two_halves(device: torch.device, side: torch.Stream) -> object:
     values = _ones(device)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        values[:500].mul_(2)
+    _beside(side, lambda: values[:500].mul_(2))
     return values, values[500:].mul_(3)
 
 

@@ -79,7 +79,7 @@ def test_gathered_memory_comes_back() -> None:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "autocast-bf16"])
 def test_a_step_waits_for_the_device_once(mode: str, stage: int) -> None:
-    """The one wait is for the norm, as in `tests/ranks/test_waits.py` with a CPU in the device's place."""
+    """The one wait is for the norm, as in `tests/device/test_counts.py`."""
     pytest.importorskip("triton")
     engine = make(stage, mode, GPT(), 2, gradient_clipping=1.0)
     train(engine, 5, 2, data=_batch)

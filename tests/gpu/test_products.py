@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.gpu.device import DEVICE, deterministic, needs_accelerator
 from tests.gpu.test_engine import run
 from tests.numerics.runs import same
-from tests.numerics.test_products import matrix
+from tests.numerics.test_products import LAYOUT, SIZES, require_near
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import products
 
@@ -33,22 +35,18 @@ def test_a_device_is_near_exact_sums(length: int) -> None:
 
 
 @needs_products
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("sizes", [(5, 32, 48), (0, 16, 16), (7, 0, 16), (3, 21, 10)])
+@pytest.mark.parametrize("dtype", list(LAYOUT), ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
 def test_padding_and_places_are_those_of_the_definition(
     sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    rows, length, columns = sizes
-    left, right = products.operand(matrix(rows, length, 4)), products.operand(matrix(columns, length, 5))
-    bias = matrix(1, columns, 6, dtype)[0]
-    there = [products.Operand(of.codes.to(DEVICE), of.scales.to(DEVICE)) for of in (left, right)]
-    found = products.product(there[0], there[1], dtype, bias.to(DEVICE)).cpu()
-    exact = products.reference_product(left, right, dtype, bias)
-    parts = [products.Operand(of.codes.float().abs().to(of.codes.dtype), of.scales) for of in (left, right)]
-    sums = products.reference_product(parts[0], parts[1], torch.float32)
-    allowed = 2.0**-10 * sums + exact.float().abs() * torch.finfo(dtype).eps
-    assert found.shape == exact.shape
-    assert bool(((found.float() - exact.float()).abs() <= allowed).all())
+    def there(of: products.Operand) -> products.Operand:
+        return products.Operand(of.codes.to(DEVICE), of.scales.to(DEVICE))
+
+    def scaled(left: products.Operand, right: products.Operand, dtype: torch.dtype, bias: Any) -> Any:
+        return products.product(there(left), there(right), dtype, bias.to(DEVICE)).cpu()
+
+    require_near(scaled, sizes, dtype, 2.0**-10)
 
 
 @needs_products

@@ -24,20 +24,21 @@ from tests.numerics.runs import config
 from tests.numerics.test_fused import (
     BLOCKS,
     GRADIENTS,
+    LENGTHS,
     MASTERS,
-    NUMEL,
     assert_equal,
     generator,
     gradient_of,
-    make,
-    moments_of,
-    step_of,
+    of_length,
+    special,
+    usual,
+    without_moments,
 )
 from tests.unit.test_squares import one_by_one
 from zerodrift import optimizers
 from zerodrift.api import make_plan
 from zerodrift.dtypes import DType
-from zerodrift.kernels import block_keys, device, narrow, native, squares
+from zerodrift.kernels import device, narrow, native, squares
 from zerodrift.kernels.digests import BYTES, prints, reference_prints
 from zerodrift.kernels.native import Contraction, contraction
 from zerodrift.kernels.squares import block_square_sums, reference_square_sums
@@ -69,30 +70,28 @@ def schemes(states: Sequence[State]) -> list[tuple[Scheme, torch.dtype]]:
     return list(itertools.product(found, GRADIENTS))
 
 
-def over_there(of: SliceTensors) -> SliceTensors:
-    """Copy a slice to the device."""
+def moved(of: SliceTensors, where: torch.device) -> SliceTensors:
+    """Copy a slice to a device."""
 
-    def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.to(DEVICE, copy=True)
+    def copied(tensor: torch.Tensor | None) -> Any:
+        return None if tensor is None else tensor.to(where, copy=True)
 
     return SliceTensors(
-        storage=of.storage.to(DEVICE, copy=True),
-        master=moved(of.master),
-        moments=tuple(moment.to(DEVICE, copy=True) for moment in of.moments),
-        scales=tuple(scale.to(DEVICE, copy=True) for scale in of.scales),
-        groups=moved(of.groups),
-        keys=moved(of.keys),
+        storage=copied(of.storage),
+        master=copied(of.master),
+        moments=tuple(map(copied, of.moments)),
+        scales=tuple(map(copied, of.scales)),
+        groups=copied(of.groups),
+        keys=copied(of.keys),
     )
+
+
+def over_there(of: SliceTensors) -> SliceTensors:
+    return moved(of, DEVICE)
 
 
 def back(of: SliceTensors) -> SliceTensors:
-    return replace(
-        of,
-        storage=of.storage.cpu(),
-        master=None if of.master is None else of.master.cpu(),
-        moments=tuple(moment.cpu() for moment in of.moments),
-        scales=tuple(scale.cpu() for scale in of.scales),
-    )
+    return moved(of, torch.device("cpu"))
 
 
 def check_steps(
@@ -111,27 +110,22 @@ def check_steps(
 @pytest.mark.parametrize("state", State, ids=str)
 def test_programs_equal_the_cpu_kernels(algorithm: Algorithm, state: State) -> None:
     for scheme, dtype in schemes([state]):
-        steps = [step_of(algorithm, number) for number in (1, 2)]
-        gradients = [gradient_of(NUMEL, number, dtype) for number in (1, 2)]
-        check_steps(scheme, make(scheme, moments_of(algorithm)), gradients, steps)
+        check_steps(*usual(scheme, algorithm, dtype))
 
 
 def test_sgd_without_momentum_has_no_moment() -> None:
-    scheme = Scheme(DType.BF16, Master.SPLIT, State.FP32)
-    step = UpdateStep(optimizers.SGD, (Hyper(1e-2, weight_decay=0.1),), 1, 0.5)
-    check_steps(scheme, make(scheme, 0, groups=False), [gradient_of(NUMEL, 1)], [step])
+    check_steps(*without_moments(State.FP32))
 
 
 @pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=str)
 def test_statistics_equal_and_change_nothing(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerodrift.optim.fused.COUNTED_BLOCKS", 4)
     states = (State.EIGHT_BIT,) if INTERPRETED else (State.FP32, State.EIGHT_BIT)
-    for scheme, _ in schemes(states)[:: 2 if INTERPRETED else 3]:
-        here = make(scheme, moments_of(algorithm))
+    for each, _ in schemes(states)[:: 2 if INTERPRETED else 3]:
+        scheme, here, gradients, steps = usual(each, algorithm, torch.float32)
         there, silent = over_there(here), over_there(here)
         mine, theirs = room_for_statistics(BLOCKS), room_for_statistics(BLOCKS, DEVICE)
-        for number in (1, 2):
-            gradient, step = gradient_of(NUMEL, number), step_of(algorithm, number)
+        for gradient, step in zip(gradients, steps, strict=True):
             fused.update(scheme, here, gradient, step, mine)
             update_on_device(scheme, there, gradient.to(DEVICE), step, theirs)
             update_on_device(scheme, silent, gradient.to(DEVICE), step)
@@ -141,33 +135,17 @@ def test_statistics_equal_and_change_nothing(algorithm: Algorithm, monkeypatch: 
 
 
 def test_special_values() -> None:
-    """Values include NaNs, infinities, subnormals and both zeros in every place."""
-    odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40, 3e38, 65520.0, 1.0])
-    weight, gradient = odd.repeat(odd.numel()), odd.repeat_interleave(odd.numel())
-    for turn, (scheme, _) in enumerate(schemes(tuple(State))[:: 1 if INTERPRETED else 3]):
+    for turn, (scheme, _) in enumerate(schemes(tuple(State))[::3]):
         for algorithm in ELEMENTWISE[turn % 2 :: 2] if INTERPRETED else ELEMENTWISE:
-            hypers = [Hyper(1e-2, number, weight_decay=0.1, momentum=0.9) for number in (1, 2)]
-            steps = [UpdateStep(algorithm, (hyper,), number) for number, hyper in enumerate(hypers, 1)]
-            here = allocate(
-                scheme,
-                torch.empty(weight.numel(), dtype=scheme.storage.torch),
-                moments_of(algorithm),
-                initial=weight.clone(),
-                keys=block_keys(1, 0, 1),
-            )
-            check_steps(scheme, here, [gradient, gradient], steps)
+            check_steps(*special(scheme, algorithm))
 
 
-@pytest.mark.parametrize("numel", [1, 7, 255, 256, 257, 1000, 256 * 4 + 1])
+@pytest.mark.parametrize("numel", [*LENGTHS, 256 * 4 + 1])
 def test_any_length(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "TILE", 2)
     monkeypatch.setattr(device, "TILE_8BIT", 2)
-    blocks = -(-numel // 256)
     for state, dtype in itertools.product((State.FP32, State.EIGHT_BIT), GRADIENTS):
-        scheme = Scheme(DType.BF16, Master.SPLIT, state)
-        storage = torch.randn(numel, generator=generator()).bfloat16()
-        here = allocate(scheme, storage, 2, keys=block_keys(9, 0, blocks))
-        check_steps(scheme, here, [gradient_of(numel, 1, dtype)], [step_of(optimizers.ADAMW, 1)])
+        check_steps(*of_length(numel, state, dtype))
 
 
 def test_a_second_moment_under_the_normal_numbers() -> None:
@@ -265,10 +243,8 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     turned = Contraction(not found.add, not found.addcmul, not found.lerp)
     monkeypatch.setattr("zerodrift.optim.fused.contraction", lambda: turned)
     for algorithm in (optimizers.ADAMW, optimizers.SGD, optimizers.LION):
-        steps = [step_of(algorithm, number) for number in (1, 2)]
         with pytest.raises(AssertionError, match="storage"):
-            gradients = [gradient_of(NUMEL, number) for number in (1, 2)]
-            check_steps(scheme, make(scheme, moments_of(algorithm)), gradients, steps)
+            check_steps(*usual(scheme, algorithm, torch.float32))
 
 
 @pytest.mark.cells(1)
@@ -297,19 +273,4 @@ def test_narrow_formats_equal_the_definition(dtype: DType, monkeypatch: pytest.M
         for number, values in enumerate(test_formats.batches(dtype, kind)):
             if not values.numel() or (INTERPRETED and number % len(GRADIENTS) != turn):
                 continue
-            packed, decoded = test_formats.reference(dtype, values.float())
-            found = torch.full_like(packed, 0xA5, device=DEVICE)
-            narrow.encode(dtype, values.to(DEVICE), found)
-            test_formats.assert_same(found.cpu(), packed, (dtype, kind, number))
-            out = torch.full_like(values, 3.0, device=DEVICE)
-            narrow.decode(dtype, found, out)
-            test_formats.assert_same(out.cpu(), decoded.to(kind), (dtype, kind, number))
-            if dtype in test_formats.DRAWN:
-                draws = test_formats.draws_of(values, number)
-                packed, decoded = test_formats.reference(dtype, values.float(), draws)
-                drawn = narrow.Draws(draws.keys.to(DEVICE), number)
-                narrow.encode(dtype, values.to(DEVICE), found, drawn)
-                test_formats.assert_same(found.cpu(), packed, (dtype, kind, number, "drawn"))
-            out = torch.full_like(values, 3.0, device=DEVICE)
-            narrow.decode(dtype, found, out, add=True)
-            test_formats.assert_same(out.cpu(), decoded.to(kind) + 3.0, (dtype, kind, number))
+            test_formats.require_definition(dtype, values, number, [kind], DEVICE)

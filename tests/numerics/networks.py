@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY, WIDTH, LENGTH = 61, 32, 12
 
@@ -73,12 +77,24 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder that returns the loss of predicting the next token."""
+    """A decoder that returns the loss of predicting the next token.
+
+    `recompute` runs each block under activation checkpointing, reentrant or not. Dropout is behind the
+    embedding, inside and behind of what is recomputed.
+    """
 
     def __init__(
-        self, layers: int = 2, moe: bool = False, tied: bool = True, width: int = WIDTH, seed: int = 0
+        self,
+        layers: int = 2,
+        moe: bool = False,
+        tied: bool = True,
+        width: int = WIDTH,
+        seed: int = 0,
+        dropout: float = 0.0,
+        recompute: bool | None = None,
     ) -> None:
         super().__init__()
+        self.dropout, self.recompute = dropout, recompute
         torch.manual_seed(seed)
         self.embed = nn.Embedding(VOCABULARY, width)
         self.layers = nn.ModuleList(Block(width, moe) for _ in range(layers))
@@ -88,11 +104,22 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.tensor(0.3333333))
 
+    def blocks(self) -> Iterable[nn.Module]:
+        """Return the blocks in the order in which they run."""
+        return self.layers
+
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+        x = self._dropped(self.embed(tokens))
+        for block in self.blocks():
+            again, inside = self.recompute, partial(self._block, block)
+            x = inside(x) if again is None else checkpoint(inside, x, use_reentrant=again)
+        return self.head(self.norm(self._dropped(x)))
+
+    def _block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self._dropped(block(x))
+
+    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = self.logits(tokens)[:, :-1]

@@ -9,6 +9,7 @@ multiple of torch's vectors, torch's own fused update differs from itself in the
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -165,16 +166,15 @@ class _Odd(torch.nn.Module):
 # --- the loop -----------------------------------------------------------------------------------------
 
 
-def loops(backend: str, stage: int) -> list[list[float]]:
+def loops(backend: str, stage: int, kinds: Sequence[str], replicate: int) -> list[list[float]]:
     """Return losses and norms of loops in which a careless engine loses an average."""
     found = []
-    for kind in ("no_sync", "late boundary", "two at once", "evaluated between", "failed"):
-        engine = make(config(stage, "bf16", 2, backend=backend, precision={"storage": "fp32"}), GPT(layers=1))
-        seen: list[float] = []
-        for step in range(2):
-            seen += _loop(kind, engine, step)
+    keys: dict[str, Any] = {"precision": {"storage": "fp32"}}
+    keys |= {"sharding": {"replicate": replicate}} if replicate > 1 else {}
+    for kind in kinds:
+        engine = make(config(stage, "bf16", 2, backend=backend, **keys), GPT(layers=1))
+        found.append([number for step in range(2) for number in _loop(kind, engine, step)])
         engine.destroy()
-        found.append(seen)
     return found
 
 
@@ -231,24 +231,22 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
     return [float(loss.detach()) for loss in losses] + [float(f"{result.grad_norm:.14g}")]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 3])
-@on_ranks(2, timeout=240)
-def test_no_average_is_lost(stage: int) -> bool:
-    return loops("native", stage) != loops("fsdp2", stage)
-
-
-def replicated(backend: str) -> list[list[float]]:
-    rest = {"sharding": {"replicate": 2}, "zero_optimization": {"stage": 3}}
-    engine = make(config(3, "fp32", 2, backend=backend, **rest), GPT(layers=1))
-    kinds = ("no_sync", "late boundary", "two at once")
-    return [_loop(kind, engine, step) for step, kind in enumerate(kinds)]
+KINDS = ("no_sync", "late boundary", "two at once", "evaluated between", "failed")
 
 
 @pytest.mark.long
-@on_ranks(4, timeout=120)
-def test_no_average_is_lost_between_replicas() -> bool:
-    return replicated("native") != replicated("fsdp2")
+@pytest.mark.parametrize(
+    ("world", "stage", "kinds"),
+    [
+        (2, 3, KINDS),
+        (4, 3, KINDS[:3]),
+        *(pytest.param(2, stage, KINDS, marks=pytest.mark.slow) for stage in (0, 1)),
+    ],
+)
+@on_ranks("world", timeout=240)
+def test_no_average_is_lost(world: int, stage: int, kinds: Sequence[str]) -> bool:
+    """Four ranks are two replicas of slices."""
+    return loops("native", stage, kinds, world // 2) != loops("fsdp2", stage, kinds, world // 2)
 
 
 def overflowing(backend: str, power: int, steps: int) -> list[Any]:

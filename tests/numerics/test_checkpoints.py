@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ import torch
 from torch import nn
 
 from tests.checkpoint_files import misplaced_chunks
+from tests.numerics import experts
 from tests.numerics.networks import GPT, VOCABULARY, batch
 from tests.numerics.runs import Run, config, diff, finish, make, masters, require_alike, train, whole_values
+from tests.numerics.test_frozen import adapted
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.checkpoint import contents
 from zerodrift.checkpoint.checkpoints import Checkpoints
@@ -38,7 +42,15 @@ def save(engine: Engine, folder: str | Path, **rest: Any) -> None:
 
 
 def plain() -> tuple[nn.Module, dict[str, Any]]:
-    return GPT(moe=True, layers=1), {}
+    return GPT(layers=1, moe=True), {}
+
+
+def of_experts() -> tuple[nn.Module, dict[str, Any]]:
+    return experts.Network(), {}
+
+
+def frozen_base() -> tuple[nn.Module, dict[str, Any]]:
+    return adapted(), {}
 
 
 def of_torch(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -51,62 +63,61 @@ def of_torch(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tupl
     return model, {"optimizer": optimizer, "schedule": schedule}
 
 
+def precision(**cells: Any) -> dict[str, Any]:
+    return {"precision": cells}
+
+
+def changed(build: Build, stage: int, keys: dict[str, Any], factor: float = 1.5) -> Engine:
+    """Make an engine whose initial values are multiplied."""
+    model, rest = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    keys = copy.deepcopy(keys)
+    written = config(stage, keys.pop("mode", "bf16"), **keys)
+    if "optimizer" in rest:
+        del written["optimizer"]
+    return make(written, model, **rest)
+
+
+FP16 = {"initial_scale_power": 6, "loss_scale_window": 3}
+LION = {"type": "Lion", "params": {"lr": 1e-3}}
+DECAY = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 10}}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
+NARROW, SPLIT, WIDE = precision(gather="fp8"), precision(master="split"), precision(master="fp32")
 nadam = partial(of_torch, torch.optim.NAdam, lr=1e-3, weight_decay=0.01)
-OPTIMIZERS = {
-    "adamw": partial(of_torch, torch.optim.AdamW, lr=1e-3),
-    "sgd": partial(of_torch, torch.optim.SGD, lr=1e-2, momentum=0.9),
-    "nadam": nadam,
-    "asgd": partial(of_torch, torch.optim.ASGD, lr=1e-2),
-    "amsgrad": partial(of_torch, torch.optim.AdamW, lr=1e-3, amsgrad=True),
+CASES: dict[str, tuple[Build, int, dict[str, Any]]] = {
+    "fp32": (plain, 2, {"mode": "fp32"}),
+    "split": (plain, 3, SPLIT),
+    "master fp32": (plain, 1, WIDE),
+    "fp16": (plain, 3, {"mode": "fp16", "fp16": FP16}),
+    "autocast": (plain, 0, {"mode": "autocast-bf16"}),
+    "bf16 state": (plain, 3, precision(state="bf16-stochastic")),
+    "8bit state": (plain, 3, precision(state="8bit")),
+    "lion": (plain, 3, {"optimizer": LION}),
+    "muon": (plain, 2, MUON),
+    "schedule": (plain, 3, {"scheduler": DECAY}),
+    "torch adamw": (partial(of_torch, torch.optim.AdamW, lr=1e-3), 3, {}),
+    "torch sgd": (partial(of_torch, torch.optim.SGD, lr=1e-2, momentum=0.9), 3, {}),
+    "torch nadam": (nadam, 3, {}),
+    "torch asgd": (partial(of_torch, torch.optim.ASGD, lr=1e-2), 3, {}),
+    "torch amsgrad": (partial(of_torch, torch.optim.AdamW, lr=1e-3, amsgrad=True), 3, {}),
 }
-
-
-def without_block(stage: int, mode: str) -> dict[str, Any]:
-    written = config(stage, mode)
-    del written["optimizer"]
-    return written
-
-
-DECAY = {"warmup_num_steps": 3, "total_num_steps": 10}
-SCHEMES = {
-    "fp32": config(2, "fp32"),
-    "split": config(3, "bf16", precision={"master": "split"}),
-    "master fp32": config(1, "bf16", precision={"master": "fp32"}),
-    "fp16": config(3, "fp16", fp16={"initial_scale_power": 6, "loss_scale_window": 3}),
-    "autocast": config(0, "autocast-bf16"),
-    "bf16 state": config(3, "bf16", precision={"state": "bf16-stochastic"}),
-    "8bit state": config(3, "bf16", precision={"state": "8bit"}),
-    "lion": config(3, "bf16", optimizer={"type": "Lion", "params": {"lr": 1e-3}}),
-    "muon": config(2, "bf16", optimizer={"type": "Muon", "params": {"lr": 1e-2}}),
-    "schedule": config(3, "bf16", scheduler={"type": "WarmupDecayLR", "params": DECAY}),
-}
-CASES: dict[str, tuple[dict[str, Any], Build]] = {
-    **{name: (written, plain) for name, written in SCHEMES.items()},
-    **{f"torch {name}": (without_block(3, "bf16"), build) for name, build in OPTIMIZERS.items()},
-}
-
-
-SLOW = ("torch sgd", "torch amsgrad")
-"""Optimizers whose state other ones have too."""
+HELD = ("torch adamw", "torch sgd", "torch amsgrad", "autocast")
+"""Cases whose state other ones have too."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in HELD)) for name in CASES]
 )
 @on_ranks(2)
 def test_every_scheme_and_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Two steps are saved, and the third is run twice: on, and in a new engine."""
-    written, build = CASES[name]
-    model, rest = build()
-    engine = make(written, model, **rest)
+    engine = changed(*CASES[name], 1.0)
     later(engine, 0, 2)
     save(engine, tmp_path)
     expected = later(engine, 2, 1)
-    model, rest = build()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
-    engine = make(written, model, **rest)
+    engine = changed(*CASES[name])
     loaded = Checkpoints(engine, tmp_path, quiet=True).resume()
     assert loaded is not None and loaded.step == engine.global_steps == 2 and loaded.differences == ()
     require_alike(expected, later(engine, 2, 1))
@@ -178,91 +189,98 @@ def test_an_engine_can_go_back(world: int, tmp_path: Path) -> None:
     require_alike(second, later(engine, 2, 2))
 
 
-def save_one(folder: str, written: dict[str, Any]) -> Run:
-    engine = make(written, GPT(layers=1, moe=True))
-    train(engine, 3)
+Side = tuple[int, int, dict[str, Any]]
+"""(stage, ranks, more keys of the config)"""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A run that saves, and others that load."""
+
+    source: Side
+    targets: Sequence[Side]
+    build: Build = plain
+    data: Callable[[int, int, int], torch.Tensor] = batch
+    is_rounded: bool = False
+    """Whether those that load round the same masters to other weights."""
+
+
+def frozen(word: str | None) -> dict[str, Any]:
+    return precision(frozen=word, storage="fp32")
+
+
+SPREAD, EXPERTS = {"sharding": {"replicate": 2}}, {"experts": {"ranks": 2}}
+MESHES: list[Side] = [(stage, world, {}) for stage in range(4) for world in (1, 2, 4)]
+MOVES: dict[str, Move] = {
+    "1 to 2": Move((0, 1, {}), [(3, 2, {})]),
+    "2 to 4": Move((1, 2, {}), [(0, 4, {})]),
+    "4 to 1": Move((3, 4, {}), [(2, 1, {})]),
+    "muon 4 to 1": Move((1, 4, MUON), [(3, 1, MUON)]),
+    "muon 2 to 4": Move((3, 2, MUON), [(2, 4, MUON)]),
+    "counts of NAdam": Move((3, 4, {}), [(3, 2, {})], nadam),
+    "replicas": Move((3, 4, SPREAD), [(2, 2, {})]),
+    "narrow": Move((3, 2, NARROW), [(1, 4, NARROW), (2, 1, NARROW)]),
+    "ranks of experts": Move((3, 4, EXPERTS), [(0, 4, {}), (1, 4, EXPERTS)], of_experts, experts.batch),
+    "frozen in fp8": Move((3, 2, frozen("fp8")), [(0, 1, frozen("fp8")), (3, 4, frozen(None))], frozen_base),
+    "frozen in nf4": Move((0, 4, frozen("nf4")), [(2, 2, frozen("nf4"))], frozen_base),
+    "frozen in mxfp4": Move((3, 1, frozen("mxfp4")), [(3, 2, frozen("mxfp4"))], frozen_base),
+    "split to fp32": Move((3, 2, SPLIT), [(3, 2, WIDE)], is_rounded=True),
+    "fp32 to split": Move((3, 2, WIDE), [(3, 2, SPLIT)], is_rounded=True),
+    "narrow to split": Move((3, 2, NARROW), [(3, 2, SPLIT)], is_rounded=True),
+    **{f"from stage {side[0]} of {side[1]}": Move(side, MESHES) for side in MESHES},
+}
+QUICK = ("1 to 2", "2 to 4", "4 to 1")
+SLOW = ("muon 2 to 4", "frozen in mxfp4", *(name for name in MOVES if name.startswith("from stage")))
+MARKS = {**dict.fromkeys(MOVES, (pytest.mark.long,)), **dict.fromkeys(QUICK, ())}
+MARKS |= dict.fromkeys(SLOW, (pytest.mark.slow,))
+
+
+def values_of(engine: Engine) -> Run:
+    """Return all values and counts, without weights where a rank shows its own experts only."""
+    run, states = finish(engine), engine.optimizer.state.values()
+    run.scales = sorted({float(count) for state in states for count in state.values() if count.dim() == 0})
+    return run if engine.mesh.size("expert") == 1 else replace(run, weights={})
+
+
+def save_one(folder: str, name: str) -> Run:
+    move = MOVES[name]
+    stage, _, keys = move.source
+    engine = changed(move.build, stage, keys, 1.0)
+    train(engine, 3, data=move.data)
     save(engine, folder, client={"epoch": 3})
-    return finish(engine)
+    return values_of(engine)
 
 
-def load_one(folder: str, written: dict[str, Any]) -> Any:
-    engine = make(written, GPT(layers=1, moe=True, seed=5))
+def load_one(folder: str, name: str, number: int) -> Any:
+    move = MOVES[name]
+    stage, _, keys = move.targets[number]
+    engine = changed(move.build, stage, keys)
     loaded = Checkpoints(engine, folder, quiet=True).load()
-    run = finish(engine)
-    later(engine, 3, 1)  # it runs
+    run = values_of(engine)
+    train(engine, 1, data=move.data)  # it runs
     return run, loaded.client, {difference.what for difference in loaded.differences}
 
 
-Mesh = tuple[int, int]
-"""(stage, ranks)"""
-MESHES = [(stage, world) for stage in range(4) for world in (1, 2, 4)]
-MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
-NARROW = {"precision": {"gather": "fp8"}}
-SPREAD = {"sharding": {"replicate": 2}}
-
-
-@pytest.mark.parametrize(
-    ("source", "targets", "before", "after"),
-    [
-        ((0, 1), [(3, 2)], {}, {}),
-        ((1, 2), [(0, 4)], {}, {}),
-        ((3, 4), [(2, 1)], {}, {}),
-        pytest.param((3, 2), [(2, 4)], MUON, MUON, id="muon 2 to 4", marks=pytest.mark.slow),
-        pytest.param((1, 4), [(3, 1)], MUON, MUON, id="muon 4 to 1", marks=pytest.mark.long),
-        pytest.param((3, 4), [(2, 2)], SPREAD, {}, id="replicas", marks=pytest.mark.long),
-        pytest.param((3, 2), [(1, 4), (2, 1)], NARROW, NARROW, id="narrow", marks=pytest.mark.long),
-        *(pytest.param(mesh, MESHES, {}, {}, id=f"all {mesh}", marks=pytest.mark.slow) for mesh in MESHES),
-    ],
-)
-def test_a_mesh_loads_what_another_saved(
-    source: Mesh, targets: list[Mesh], before: dict[str, Any], after: dict[str, Any], tmp_path: Path
-) -> None:
-    """Masters, moments and weights agree: whole matrices go to their owners, and replicas save once."""
-    saved = run_ranks(save_one, source[1], str(tmp_path), config(source[0], "bf16", **before))[0]
-    assert misplaced_chunks(tmp_path / "step-00000003") == []
-    for target in targets:
-        for run, client, said in run_ranks(
-            load_one, target[1], str(tmp_path), config(target[0], "bf16", **after)
-        ):
-            assert saved.differs(run) == [] and len(saved.masters) > 20, (source, target)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in MOVES])
+def test_a_mesh_loads_what_another_saved(name: str, tmp_path: Path) -> None:
+    """Masters, moments and weights agree: whole matrices go to their owners, replicas save once, experts go
+    to any rank, and the blocks of frozen parameters have one form."""
+    move = MOVES[name]
+    stage, world, _ = move.source
+    saved = run_ranks(save_one, world, str(tmp_path), name)[0]
+    if "frozen" not in name:  # whose bytes the rule does not know
+        assert misplaced_chunks(tmp_path / "step-00000003") == []
+    for number, (other, ranks, _) in enumerate(move.targets):
+        for run, client, said in run_ranks(load_one, ranks, str(tmp_path), name, number):
+            run.weights = run.weights if saved.weights else {}
+            differs = saved.differs(run)
+            assert differs == [] or (
+                move.is_rounded and all(what.startswith("weights ") for what in differs)
+            ), (name, number, differs)
+            assert len(saved.masters) > 10 and bool(saved.scales) is ("NAdam" in name)
             assert client == {"epoch": 3}
-            assert ("ranks" in said) == ("random numbers" in said) == (source[1] != target[1])
-            assert ("stage" in said) == (source[0] != target[0])
-
-
-def other_ranks(folder: str, load: bool) -> Any:
-    """Save or load an optimizer of torch with step counts per parameter, on ranks that own slices."""
-    model, rest = nadam()
-    engine = make(without_block(3, "bf16"), model, **rest)
-    checkpoints = Checkpoints(engine, folder, quiet=True)
-    if load:
-        checkpoints.load()
-    else:
-        later(engine, 0, 3)
-        checkpoints.save()
-    run = finish(engine)
-    steps = {(float(state["step"]), float(state["mu_product"])) for state in engine.optimizer.state.values()}
-    return run, steps
-
-
-@pytest.mark.second
-def test_step_counts_of_torch_go_to_whoever_owns_the_parameter(tmp_path: Path) -> None:
-    saved = run_ranks(other_ranks, 4, str(tmp_path), False)
-    for run, steps in run_ranks(other_ranks, 2, str(tmp_path), True):
-        assert saved[0][0].differs(run) == [] and steps == saved[0][1] and len(steps) == 1
-
-
-@pytest.mark.long
-def test_a_split_master_becomes_a_plain_one_and_back(tmp_path: Path) -> None:
-    """The master stays the same; visible weights are rounded by the new scheme."""
-    split, wide = ({"precision": {"master": master}} for master in ("split", "fp32"))
-    for number, (source, target) in enumerate(
-        [(split, wide), (wide, split), (NARROW, split), (split, NARROW)]
-    ):
-        saved = run_ranks(save_one, 2, str(tmp_path / str(number)), config(3, "bf16", **source))[0]
-        for run, _, said in run_ranks(load_one, 2, str(tmp_path / str(number)), config(3, "bf16", **target)):
-            assert not any(what.startswith(("masters", "state")) for what in saved.differs(run))
-            assert "master" in said
+            assert ("random numbers" in said) == (world != ranks) and ("ranks" in said or world == ranks)
+            assert ("stage" in said) == (stage != other) and ("master" in said or not move.is_rounded)
 
 
 def shares(stage: int, replicate: int) -> Any:

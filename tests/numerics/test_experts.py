@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint_files import misplaced_chunks
 from tests.numerics.experts import EXPERTS, Network, accumulate, batch, config_of, error, reference
 from tests.numerics.runs import (
-    Run,
     gradients,
     make,
-    masters_and_states,
     require_alike,
     same,
     train,
     whole_values,
 )
 from tests.ranks.harness import on_ranks
-from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.inspect.check import compare
@@ -91,30 +86,31 @@ def test_the_gradient_is_the_average_and_stages_are_the_same_bits(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
 @on_ranks(2)
-def test_a_run_is_as_near_to_fp64_as_one_without(mode: str) -> None:
+def test_a_run_in_bf16_is_as_near_to_fp64_as_one_without() -> None:
+    """It is the products that err; one rounding more or less is another draw of the same."""
     expected = reference(2, MICRO)
     errors, losses = [], []
     for experts in (1, 2):
-        engine = engine_of(config(2, "ep2", mode, experts))
+        engine = engine_of(config(2, "ep2", "bf16", experts))
         accumulate(engine, MICRO)
         found = gradients(engine)
         errors.append({name: error(found[name], expected[name]) for name in expected})
         engine.zero_grad()
         losses.append(train(engine, 6, MICRO, data=batch).losses)
     (before, now), (without, spread) = errors, losses
-    if mode == "fp32":
-        assert max(now.values()) < 1e-6, now
-        # Rows of one expert meet in other products, so a sum may have another order.
-        assert without == pytest.approx(spread, rel=2e-6)
-    # In bf16 it is the products that err; one rounding more or less is another draw of the same.
     assert all(now[name] < before[name] + 5e-3 for name in now), now
     assert sum(now.values()) < 1.15 * sum(before.values())
     assert without[:MICRO] == pytest.approx(spread[:MICRO], rel=1e-2)
     assert sum(spread[-2:]) < sum(spread[:2])
 
 
+# Several ranks would share the blocks of a bias.
+NARROW = {
+    "gather": "mxfp8",
+    "reduce": {"wire": "fp8", "when": "every"},
+    "rules": [{"match": "*.bias", "gather": "fp32"}],
+}
 WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "Muon": ({"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}, 1e-5),
     "Adamax": ({}, 1e-5),
@@ -122,6 +118,7 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "8bit": ({"precision": {"state": "8bit"}}, 0.05),
     # Experts are rounded on the wire once for two ranks, as their sum leaves.
     "narrow wire": ({"precision": {"reduce": {"wire": "bf16", "when": "last"}}}, 0.05),
+    "narrow columns": ({"precision": NARROW}, 0.5),
 }
 """Name -> keys of the config, and the largest difference of updates relative to their size."""
 
@@ -281,29 +278,6 @@ def test_values_are_whole(stage: int) -> None:
     module = engine.module.layers[0].experts
     engine.destroy()
     assert "forward" not in module.__dict__
-
-
-def state(engine: Engine) -> Run:
-    masters, states = masters_and_states(engine)
-    return Run(masters=masters, states=states)
-
-
-@pytest.mark.long
-@on_ranks(4)
-def test_checkpoints_do_not_know_of_expert_parallelism(tmp_path: Path) -> None:
-    """A checkpoint of experts on several ranks loads into a run without, and back."""
-    saved = Run()
-    for number, (experts, stage) in enumerate(((2, 3), (1, 0), (2, 1))):
-        engine = engine_of(config(stage, "ep2 x 2", "bf16", experts))
-        if number:
-            Checkpoints(engine, tmp_path / str(number - 1), quiet=True).load()
-            require_alike(saved, state(engine))
-        else:
-            train(engine, 2, MICRO, data=batch)
-            saved = state(engine)
-        folder = tmp_path / str(number)
-        Checkpoints(engine, folder, quiet=True).save()
-        assert all(misplaced_chunks(each) == [] for each in folder.glob("step-*"))
 
 
 @pytest.mark.second

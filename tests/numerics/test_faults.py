@@ -1,7 +1,8 @@
 """A run that is killed at any moment and resumed has the bits of an undisturbed one.
 
 Ranks are killed with SIGKILL, at a random moment of training or when Python is about to touch a random file
-of a save: one of them, so that the others must notice, or all of them at once.
+of a save: one of them, so that the others must notice, or all of them at once. At chosen files they are
+killed in `tests/ranks/test_checkpoint_failures.py`.
 """
 
 from __future__ import annotations
@@ -101,14 +102,8 @@ def kill_and_resume(folder: Path, number: int, expected: list[Run]) -> int:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        pytest.param(range(2), id="a few", marks=pytest.mark.long),
-        pytest.param(range(2, 23), id="twenty", marks=pytest.mark.slow),
-    ],
-)
-def test_kills_change_nothing(numbers: range, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_kills_change_nothing(tmp_path: Path) -> None:
     expected = [run for run, *_ in run_ranks(life, WORLD, str(tmp_path / "alone"), 3, False, {})]
-    began = [kill_and_resume(tmp_path / str(number), number, expected) for number in numbers]
-    assert len(numbers) < 20 or len(set(began)) > 3, f"kills were not spread over the run: {began}"
+    began = [kill_and_resume(tmp_path / str(number), number, expected) for number in range(20)]
+    assert len(set(began)) > 3, f"kills were not spread over the run: {began}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
@@ -98,30 +98,63 @@ def assert_same(found: Tensor, wanted: Tensor, what: object) -> None:
     assert torch.equal(found, wanted), (what, torch.nonzero(found != wanted).flatten()[:8])
 
 
+DRAWN = [dtype for dtype in FLAT if NARROW[dtype].element is not Element.NF4]
+
+
+def draws_of(values: Tensor, number: int = 3, where: torch.device | None = None) -> narrow.Draws:
+    keys = block_keys(parameter_key("weight"), 7, -(-values.numel() // BLOCK))
+    return narrow.Draws(keys if where is None else keys.to(where), number)
+
+
+def require_definition(
+    dtype: DType, values: Tensor, number: int, outs: Iterable[torch.dtype], where: torch.device | None = None
+) -> None:
+    """Compare codes, decoded values, sums with decoded values, and drawn codes with the definition."""
+    packed, decoded = reference(dtype, values.float())
+    found, given = torch.full_like(packed, 0xA5, device=where), values.to(where or "cpu")
+    narrow.encode(dtype, given, found)
+    assert_same(found.cpu(), packed, (dtype, values.dtype, number))
+    for kind in outs:
+        out = torch.full_like(given, 3.0, dtype=kind)
+        narrow.decode(dtype, found, out)
+        assert_same(out.cpu(), decoded.to(kind), (dtype, values.dtype, number, kind))
+        held = (values.float() * 0.3).flip(0).to(kind)
+        out.copy_(held)
+        narrow.decode(dtype, found, out, add=True)
+        assert_same(out.cpu(), held + decoded.to(kind), (dtype, values.dtype, number, kind, "added"))
+    if NARROW[dtype].element is not Element.NF4:
+        packed, _ = reference(dtype, values.float(), draws_of(values, number))
+        narrow.encode(dtype, given, found, draws_of(values, number, where))
+        assert_same(found.cpu(), packed, (dtype, values.dtype, number, "drawn"))
+
+
 @compiled
 @pytest.mark.parametrize("kind", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", FLAT, ids=str)
 def test_compiled_equals_the_definition(dtype: DType, kind: torch.dtype) -> None:
     for number, values in enumerate(batches(dtype, kind)):
-        packed, decoded = reference(dtype, values.float())
-        found = torch.full_like(packed, 0xA5)
-        narrow.encode(dtype, values, found)
-        assert_same(found, packed, (dtype, kind, number))
-        for other in DTYPES:
-            out = torch.full_like(values, 3.0, dtype=other)
-            narrow.decode(dtype, found, out)
-            assert_same(out, decoded.to(other), (dtype, kind, number, other))
+        require_definition(dtype, values, number, DTYPES)
+
+
+@pytest.mark.parametrize("dtype", FLAT, ids=str)
+def test_without_compiled_code_the_definition_runs(dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    for number, values in enumerate(itertools.islice(batches(dtype, torch.float32), 8)):
+        require_definition(dtype, values, number, DTYPES)
 
 
 @compiled
 @pytest.mark.long
-def test_plain_loops_equal_the_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library for any processor has the same bits as the vectors of this one."""
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_plain_loops_equal_the_definition(
+    quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library for any processor has the same bits as the vectors of this one, compiled quickly too."""
     compiler = build.find_compiler()
     if compiler is None:
         pytest.skip("no C++ compiler on this machine")
     plain = build.native_flags(astuple(contraction()))[-1]
-    build.compile_library(compiler, [plain], tmp_path / "plain.so")
+    build.compile_library(compiler, [(*plain, *(["-O1"] if quick else []))], tmp_path / "plain.so")
     library = native.Library(tmp_path / "plain.so", "")
     monkeypatch.setattr(native, "library", lambda: library)
     for dtype in FLAT:
@@ -153,21 +186,6 @@ def test_any_code_and_scale_is_decoded(dtype: DType) -> None:
         patched.setattr(native, "library", lambda: None)
         narrow.decode(dtype, packed, plain)
     assert_same(out, plain, dtype)
-
-
-@pytest.mark.parametrize("fast", [pytest.param(True, marks=compiled), False])
-@pytest.mark.parametrize("dtype", FLAT, ids=str)
-def test_decoding_onto_a_sum_is_decoding_and_then_adding(
-    dtype: DType, fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not fast:
-        monkeypatch.setattr(native, "library", lambda: None)
-    for kind, values in itertools.product(DTYPES, batches(dtype, torch.float32)):
-        packed, decoded = reference(dtype, values)
-        out = (values * 0.3).flip(0).to(kind)
-        wanted = out + decoded.to(kind)
-        narrow.decode(dtype, packed, out, add=True)
-        assert_same(out, wanted, (dtype, kind))
 
 
 @compiled
@@ -215,25 +233,6 @@ def test_strided_values_are_taken() -> None:
         out = torch.zeros(512)
         narrow.decode(dtype, found, out[::2])
         assert torch.equal(found, packed) and torch.equal(out[::2], decoded)
-
-
-DRAWN = [dtype for dtype in FLAT if NARROW[dtype].element is not Element.NF4]
-
-
-def draws_of(values: Tensor, number: int = 3) -> narrow.Draws:
-    return narrow.Draws(block_keys(parameter_key("weight"), 7, -(-values.numel() // BLOCK)), number)
-
-
-@compiled
-@pytest.mark.parametrize("dtype", DRAWN, ids=str)
-def test_compiled_draws_equal_the_definition(dtype: DType) -> None:
-    for kind in DTYPES:
-        for number, values in enumerate(batches(dtype, kind)):
-            draws = draws_of(values, number)
-            packed, _ = reference(dtype, values.float(), draws)
-            found = torch.full_like(packed, 0xA5)
-            narrow.encode(dtype, values, found, draws)
-            assert_same(found, packed, (dtype, kind, number))
 
 
 @pytest.mark.parametrize("dtype", DRAWN, ids=str)

@@ -1,4 +1,4 @@
-"""Muon with AdamW has torch's own bits for every master scheme and slicing, and the same at every stage."""
+"""Muon with AdamW has torch's own bits for every master scheme and slicing; `test_stages.py` has its runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from tests.numerics.networks import GPT, WIDTH, Attention, batch
+from tests.numerics.networks import GPT, WIDTH, Attention
 from tests.numerics.pieces import Values, flat, gathered, owned
-from tests.numerics.runs import config, make, same, train
-from tests.ranks.harness import on_ranks
-from zerodrift.api import initialize, make_plan
+from tests.numerics.runs import config
+from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
 from zerodrift.optim import muon
 from zerodrift.optim.muon import MuonHyper
@@ -56,11 +55,6 @@ def network() -> GPT:
     torch.manual_seed(1)
     model.layers = nn.ModuleList(Block(WIDTH) for _ in range(2))
     return model
-
-
-def repeated(step: int, rank: int, micro: int) -> torch.Tensor:
-    """Return one of two batches in turn, which a model can learn."""
-    return batch(step % 2, rank, micro)
 
 
 def config_of(stage: int, mode: str, **rest: Any) -> dict[str, Any]:
@@ -181,6 +175,7 @@ def plain(plan: Plan, steps: int = 4) -> tuple[dict[str, torch.Tensor], dict[str
     return found, moments
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("world", [1, 3, 4])
 @pytest.mark.parametrize(
     ("mode", "precision"),
@@ -222,73 +217,6 @@ def test_a_bf16_moment_is_rounded_to_nearest_once_a_step() -> None:
         moment = moment.bfloat16().float()
     assert torch.equal(masters[name], weight[0])
     assert torch.equal(states["momentum_buffer"][name], moment[0])
-
-
-# --- training -----------------------------------------------------------------------------------------
-
-
-STAGES = (0, 1, 2, 3)
-
-
-STOCHASTIC = {"precision": {"state": "bf16-stochastic"}}
-ROUTER = {"precision": {"rules": [{"match": "*.router.weight", "optimizer": "Muon", "pin": "fp32"}]}}
-HYBRID = {"sharding": {"replicate": 2}}
-long, slow = pytest.mark.long, pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("world", "mode", "stages", "rest"),
-    [
-        *((2, mode, stages, {}) for mode, stages in (("fp32", (0, 3)), ("fp16", (1, 2)))),
-        (4, "bf16", (0, 3), {}),
-        *(pytest.param(world, "bf16", STAGES, {}, marks=slow) for world in (1, 2, 4)),
-        *(
-            pytest.param(4 if rest is HYBRID else 2, "bf16", stages, rest, marks=[long, *marks])
-            for rest in (STOCHASTIC, ROUTER, HYBRID)
-            for stages, marks in (((0, 3), []), (STAGES, [slow]))
-        ),
-    ],
-)
-@on_ranks(timeout=200)
-def test_all_stages_are_the_same_bits(
-    world: int, mode: str, stages: tuple[int, ...], rest: dict[str, Any]
-) -> list[str]:
-    runs = []
-    for stage in stages:
-        engine = make(config_of(stage, mode, **rest), network())
-        runs.append(train(engine, 3, data=repeated))
-        engine.destroy()
-    assert set(runs[0].states["layers.0.mlp.up"]) == {"momentum_buffer"}
-    assert set(runs[0].states["embed.weight"]) == {"exp_avg", "exp_avg_sq"}
-    return same(runs)
-
-
-# --- a caller's own optimizer -------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("stages", [(0, 3), pytest.param(STAGES, marks=pytest.mark.slow)], ids=str)
-@on_ranks(timeout=200)
-def test_an_own_matrix_optimizer_works_on_whole_parameters(
-    stages: tuple[int, ...], kind: str, world: int
-) -> list[str]:
-    """Train with a matrix optimizer of torch over some parameters, which the plan places whole."""
-    runs = []
-    for stage in stages:
-        model = GPT(tied=False)
-        of_blocks = [p for n, p in model.named_parameters() if n.startswith("layers.") and p.dim() == 2]
-        chosen, match = (of_blocks, "layers.*.weight") if kind == "Muon" else (model.parameters(), "*")
-        precision = {"mode": "bf16", "rules": [{"match": match, "placement": "whole"}]}
-        settings = {"precision": precision, "zero_optimization": {"stage": stage}}
-        optimizer = getattr(torch.optim, kind)(chosen, lr=0.02)
-        engine = initialize(model, optimizer, settings, device="cpu", quiet=True)
-        runs.append(train(engine, 10, data=repeated))
-        engine.destroy()
-    assert runs[0].losses[-1] < runs[0].losses[0] - 0.3
-    return same(runs)
 
 
 # --- the config's block -------------------------------------------------------------------------------

@@ -1,14 +1,13 @@
 """`offload_optimizer.device: cpu` changes no bit, on a CPU and with a separate host.
 
 A CPU plays both sides: with a way to copy, an updater treats the tensors of the engine as a device's and
-keeps images of its own. The copies, their order and their waits are those of a GPU. Two ways cover the
-behaviour of a device: one copies at once, the other at the last moment that is allowed.
+keeps images of its own. The copies, their order and their waits are those of a GPU, and happen at the last
+moment that is allowed. Streams of a device are in `tests/device`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -21,7 +20,7 @@ from tests.numerics.pieces import owned
 from tests.numerics.runs import Run, config, make, require_alike, train
 from tests.ranks.harness import on_ranks
 from zerodrift.api import make_plan
-from zerodrift.optim.offload import OffloadedUpdater, SideStreams, make_updater
+from zerodrift.optim.offload import OffloadedUpdater, make_updater
 from zerodrift.optim.updater import Owned, Updater
 from zerodrift.plan.table import Plan
 
@@ -78,12 +77,6 @@ class Ticket:
         self.copy()
 
 
-WAYS: dict[str, Callable[[], Any]] = {
-    "at once": lambda: SideStreams(torch.device("cpu")),
-    "late": Late,
-}
-
-
 def run(stage: int, device: str, rest: dict[str, Any], own: bool = False) -> Run:
     zero = {"stage": stage, "offload_optimizer": {"device": device, "pin_memory": True}}
     settings = config(stage, "bf16", 2, **{"zero_optimization": zero, **rest})
@@ -112,27 +105,24 @@ STATISTICS: dict[str, Any] = {"precision": {"statistics": True, "state": "bf16-s
 
 
 @pytest.mark.parametrize(
-    ("stage", "rest", "own"),
+    ("stage", "rest", "own", "late"),
     [
-        (0, {}, False),
-        (1, MUON, False),
-        (2, {}, True),
-        (3, STATISTICS, False),
-        pytest.param(3, MUON, False, marks=pytest.mark.slow),
+        (0, {}, False, False),
+        (1, MUON, False, True),
+        (2, {}, True, True),
+        (3, STATISTICS, False, True),
+        pytest.param(3, MUON, False, False, marks=pytest.mark.slow),
     ],
     ids=["0-adamw", "1-muon", "2-nadam", "3-statistics", "3-muon"],
 )
-@pytest.mark.parametrize("ways", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.long
 @on_ranks(2)
-def test_offload_changes_no_bit(stage: int, rest: dict[str, Any], own: bool, ways: int) -> None:
-    """The host is the CPU itself, or separate with each way to copy, or with one of them at each stage."""
+def test_offload_changes_no_bit(stage: int, rest: dict[str, Any], own: bool, late: bool) -> None:
+    """The host is the CPU itself, or a separate one with late copies."""
     plain = run(stage, "none", rest, own)
-    require_alike(plain, run(stage, "cpu", rest, own))
-    for way in list(WAYS.values()) if ways == 2 else [list(WAYS.values())[stage % 2]]:
-        told = functools.partial(make_updater, transfers=way())
-        with mock.patch("zerodrift.engine.native_executor.make_updater", told):
-            require_alike(plain, run(stage, "cpu", rest, own))
+    made = functools.partial(make_updater, transfers=Late() if late else None)
+    with mock.patch("zerodrift.engine.native_executor.make_updater", made):
+        require_alike(plain, run(stage, "cpu", rest, own))
 
 
 def plan_of(**rest: Any) -> Plan:

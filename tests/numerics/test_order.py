@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, diff, make, train
@@ -31,39 +30,19 @@ STEPS = 2
 WORLDS = (1, 2, 4)
 
 
-class Dropping(GPT):
-    """A GPT with dropout behind its embedding."""
+class Twice(GPT):
+    """A GPT whose blocks run twice, and the first one again at the end: they have several gradients."""
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        x = nn.functional.dropout(self.embed(tokens), 0.3, self.training)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
-class Recomputed(GPT):
-    """A GPT whose blocks run under a reentrant checkpoint; a block that runs twice has two gradients."""
-
-    def __init__(self, layers: int, times: int = 1) -> None:
-        super().__init__(layers)
-        self.times = times
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            for _ in range(self.times):
-                x = checkpoint(layer, x, use_reentrant=True)
-        if self.times > 1:  # the first block, after the others
-            x = checkpoint(self.layers[0], x, use_reentrant=True)
-        return self.head(self.norm(x))
+    def blocks(self) -> Iterable[nn.Module]:
+        return [block for block in self.layers for _ in range(2)] + [self.layers[0]]
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": lambda: GPT(layers=1),
     "moe": lambda: GPT(layers=1, moe=True),
-    "dropout": lambda: Dropping(layers=1),
-    "recomputed": lambda: Recomputed(layers=2),
-    "twice": lambda: Recomputed(layers=2, times=2),
+    "dropout": lambda: GPT(layers=1, dropout=0.3),
+    "recomputed": lambda: GPT(recompute=True),
+    "twice": lambda: Twice(recompute=True),
 }
 
 Loop = Callable[[Engine, int, Iterable[int]], "float | None"]
@@ -150,43 +129,13 @@ def require_same(cells: list[Cell], worlds: tuple[int, ...]) -> list[Any]:
     return first
 
 
-FEW = [
-    Cell(0, "every", "bf16", "moe"),
-    Cell(1, "every", "fp16", total=8),
-    Cell(2, "every", "bf16", "dropout", state="bf16-stochastic"),
-    Cell(3, "every", "autocast-bf16", "moe", total=8, state="8bit"),
-    Cell(3, "last", "bf16", "twice"),
-    Cell(3, "every", "bf16", replicate=2),
-    Cell(1, "last", "bf16", "recomputed", replicate=2, total=8),
-    Cell(3, "every", "bf16", "moe", precision={"gather": "fp8"}),
-]
-LIKE = {
-    1: replace(FEW[1], when="last"),
-    2: replace(FEW[2], when="last"),
-    4: replace(FEW[4], when="every"),
-    5: Cell(2, "every", "bf16", replicate=4),
-    7: replace(FEW[7], stage=1, when="last"),
-}
-"""Number of a cell -> another with the same bits."""
-
-
-@pytest.mark.long
-def test_one_two_and_four_ranks_are_the_same_bits() -> None:
-    """Cells that differ in stage or time alone agree too."""
-    told = require_same(FEW, WORLDS)
-    assert len({left for left, _ in told}) == len(FEW)
-    others = run_ranks(trained_all, 2, list(LIKE.values()), timeout=250)[0]
-    assert [told[number] for number in LIKE] == others
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("total", "worlds"), [(2, (1, 2)), (4, (2, 4))])
 def test_the_default_has_the_bits_of_the_tree(total: int, worlds: tuple[int, ...]) -> None:
     """A rank has one or two micro-batches, at every stage."""
     usual = [
         Cell(stage, "", mode, model, total, order="")
-        for mode in ("fp32", "bf16")
-        for model in ("dense", "moe", "dropout")
+        for mode, model in (("fp32", "dropout"), ("bf16", "moe"))
         for stage in range(4)
     ]
     asked = [replace(cell, stage=1, when="last", order="tree") for cell in usual[::4]]
@@ -208,86 +157,80 @@ class Averaged(GPT):
         return self.head(self.norm(nn.functional.dropout(self.layers[0](x), 0.3, self.training)))
 
 
-def backwards(engine: Engine, numbers: Iterable[int]) -> None:
-    for number in numbers:
-        torch.manual_seed(number)
-        engine.backward(engine(batch(0, number + 7 * engine.mesh.rank())))
-
-
-def reads_between(engine: Engine) -> None:
-    backwards(engine, [0])
-    assert engine.parameter("norm.weight").gradient.abs().sum() > 0
-    backwards(engine, [1])
-    engine.step()
-
-
-def assigns_between(engine: Engine) -> None:
-    backwards(engine, [0])
+def doubles(engine: Engine) -> None:
     parameter = engine.parameter("norm.weight")
     parameter.gradient = 2 * parameter.gradient
-    backwards(engine, [1])
-    engine.step()
 
 
-def adds_by_hand(engine: Engine) -> None:
-    backwards(engine, [0, 1])
+def puts(engine: Engine) -> None:
     for parameter in engine.module.parameters():
         parameter.grad = torch.full(parameter.shape, 0.25)
-    engine.step()
 
 
-def one_more(engine: Engine) -> None:
-    backwards(engine, [0, 1, 2, 5])
-    engine.step()
+def accumulates(count: int) -> Callable[[Engine], None]:
+    return lambda engine: setattr(engine.progress, "accumulation", count)
 
 
-def three_for_two(engine: Engine) -> None:
-    engine.progress.accumulation = 3
-    backwards(engine, [0, 1, 2])
-    engine.step()
-    engine.progress.accumulation = 2
+HABITS: dict[str, list[int | Callable[[Engine], object]]] = {
+    "a gradient that is read": [0, lambda engine: engine.parameter("norm.weight").gradient, 1, Engine.step],
+    "a gradient that is assigned": [0, doubles, 1, Engine.step],
+    "gradients by hand": [0, 1, puts, Engine.step],
+    "a micro-batch too many": [0, 1, 2, 5, Engine.step],
+    "three for two": [accumulates(3), 0, 1, 2, Engine.step, accumulates(2)],
+    "a step anew": [0, Engine.zero_grad, 1, 2, Engine.step],
+}
+"""Name -> numbers of micro-batches to go backward through, and calls of the engine between them."""
 
 
-def begins_anew(engine: Engine) -> None:
-    backwards(engine, [0])
-    engine.zero_grad()
-    backwards(engine, [1, 2])
-    engine.step()
+def follow(engine: Engine, habit: Iterable[int | Callable[[Engine], object]]) -> None:
+    for act in habit:
+        if callable(act):
+            act(engine)
+        else:
+            torch.manual_seed(act)
+            engine.backward(engine(batch(0, act + 7 * engine.mesh.rank())))
 
 
-HABITS = [reads_between, assigns_between, adds_by_hand, one_more, three_for_two, begins_anew]
-
-
-def habits() -> list[str]:
+def habits(stages: tuple[int, ...]) -> list[str]:
     """Return the stages and habits after which the default and the order of ranks differ in weights."""
     differs = []
-    for stage, habit in itertools.product(range(4), HABITS):
+    for stage, habit in itertools.product(stages, HABITS):
         found = []
         for order in ("auto", "rank"):
             written = config(stage, "fp32", 2, precision={"reduce": {"order": order}}, **MOMENTUM)
             engine = make(written, Averaged())
             assert engine.plan.policy.tree is (order == "auto")
             try:
-                habit(engine)
+                follow(engine, HABITS[habit])
             except UnsupportedError as error:
                 found.append({"": torch.zeros(())})
                 assert "order" not in str(error), error
                 engine.destroy()
                 continue
-            backwards(engine, [3, 4])  # and goes on by the tree
+            follow(engine, [3, 4])  # and goes on by the tree
             assert engine.step().updated
             with engine.gathered() as values:
                 found.append({name: value.clone() for name, value in values.items()})
             engine.destroy()
         one, other = found
         wrong = [n for n in one.keys() | other.keys() if not torch.allclose(one[n], other[n], 1e-5, 1e-7)]
-        differs += [f"stage {stage}, {habit.__name__}: {wrong}"] if wrong else []
+        differs += [f"stage {stage}, {habit}: {wrong}"] if wrong else []
     return differs
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_default_refuses_nothing_that_the_order_of_ranks_does_not(world: int) -> None:
-    assert run_ranks(habits, world, timeout=250) == [[]] * world
+@pytest.mark.parametrize(
+    ("world", "stages"),
+    [
+        (1, (0, 2)),
+        (2, (1, 3)),
+        *(pytest.param(world, (0, 1, 2, 3), marks=pytest.mark.slow) for world in (1, 2)),
+    ],
+)
+@on_ranks("world", timeout=250)
+def test_the_default_refuses_nothing_that_the_order_of_ranks_does_not(
+    world: int, stages: tuple[int, ...]
+) -> list[str]:
+    return habits(stages)
 
 
 @pytest.mark.long

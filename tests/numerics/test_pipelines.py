@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from tests.numerics.networks import GPT, VOCABULARY, batch
-from tests.numerics.runs import Run, config, make, masters_and_states, train
-from tests.ranks.harness import destroy_at_the_end, run_ranks
+from tests.numerics.runs import Run, config, make, masters_and_states, require_alike, train
+from tests.ranks.harness import destroy_at_the_end, on_ranks, run_ranks
 from tests.ranks.ways import WAYS
 from zerodrift.api import initialize
 from zerodrift.engine.engine import Engine
@@ -69,6 +69,7 @@ def train_stages(stage: int, schedule: str, weights: str | None, tied: bool = Fa
         run.norms.append(result.step.grad_norm)
     run.losses.append(engine.evaluate(data(7, rank)[:3]))
     run.masters, run.states = masters_and_states(engine)
+    engine.destroy()
     return run
 
 
@@ -80,58 +81,52 @@ def whole(stage: int, **precision: Any) -> Run:
     with torch.no_grad():
         rank = engine.mesh.rank("data")
         run.losses.append(sum(engine(tokens).item() for tokens in data(7, rank)[:3]) / 3)
+    engine.destroy()
     return run
 
 
-def every_way() -> dict[str, Run]:
-    return {f"{schedule} {weights}": train_stages(0, schedule, weights) for schedule, weights in WAYS}
+Case = tuple[int, str, str | None, dict[str, Any]]
+"""(stage, schedule, how late weight gradients are formed, keys of `precision`)"""
+
+FP8, INT8 = {"compute": "fp8"}, {"gather": "int8"}
+CASES: dict[int, list[Case]] = {
+    1: [
+        *((0, schedule, weights, {}) for schedule, weights in WAYS),
+        *((1, *way, FP8) for way in (("1f1b", None), ("zbv", "queue"), ("zbv", "autograd"))),
+        *((1, "1f1b", None, INT8), (3, "zbv", "queue", INT8)),
+    ],
+    # Stages 2 and 3 reduce every micro-batch.
+    2: [
+        *((0, "1f1b", None, {}), (1, "zbv", "queue", {})),
+        *((2, "interleaved-zero-bubble", "autograd", {}), (3, "1f1b", None, {})),
+    ],
+}
+"""Data ranks -> cases."""
+
+
+def in_pipelines(cases: list[Case]) -> list[Run]:
+    return [train_stages(stage, schedule, weights, **keys) for stage, schedule, weights, keys in cases]
+
+
+def in_one_process(cases: list[Case]) -> list[Run]:
+    kinds = {repr((stage, keys)): (stage, keys) for stage, _, _, keys in cases}
+    runs = {kind: whole(stage, **keys) for kind, (stage, keys) in kinds.items()}
+    return [runs[repr((stage, keys))] for stage, _, _, keys in cases]
 
 
 @pytest.mark.long
-def test_every_schedule_trains_the_bits_of_one_process() -> None:
-    """Each fp32 micro-batch of an untied model is computed and added in the same order."""
-    (alone,) = run_ranks(whole, 1, 0)
-    first, second = run_ranks(every_way, 2, timeout=120.0)
-    for way, seen in first.items():
-        assert alone.differs(seen) == seen.differs(second[way]) == [], way
-
-
-def in_fp8(alone: bool) -> list[Run]:
-    ways = [("1f1b", None), ("zbv", "queue"), ("zbv", "autograd")]
-    return [whole(1, compute="fp8")] if alone else [train_stages(1, *way, compute="fp8") for way in ways]
+@pytest.mark.parametrize("data_ranks", CASES)
+def test_every_schedule_trains_the_bits_of_one_process(data_ranks: int) -> None:
+    """Each fp32 micro-batch of an untied model is computed and added in the same order; gradients of two
+    pipelines are reduced among the ranks with the same pieces."""
+    cases = CASES[data_ranks]
+    expected = run_ranks(in_one_process, data_ranks, cases, timeout=120.0)
+    for rank, seen in enumerate(run_ranks(in_pipelines, 2 * data_ranks, cases, timeout=120.0)):
+        for case, one, other in zip(cases, expected[rank % data_ranks], seen, strict=True):
+            assert one.differs(other) == [], (rank, case)
 
 
 @pytest.mark.second
-def test_products_in_fp8_are_the_bits_of_one_process() -> None:
-    """Products for weight gradients agree too, which no queue defers."""
-    ((alone,),) = run_ranks(in_fp8, 1, True)
-    for found in run_ranks(in_fp8, 2, False, timeout=120.0):
-        assert [alone.differs(run) for run in found] == [[]] * 3
-    assert alone.differs(run_ranks(whole, 1, 1)[0])
-
-
-AT_STAGES = [
-    (0, "1f1b", None),
-    (1, "zbv", "queue"),
-    (2, "interleaved-zero-bubble", "autograd"),
-    (3, "1f1b", None),
-]
-"""(stage, schedule, how late weight gradients are formed); stages 2 and 3 reduce every micro-batch."""
-
-
-def over_stages() -> list[Run]:
-    return [train_stages(*what) for what in AT_STAGES]
-
-
-def whole_over_stages() -> list[Run]:
-    return [whole(stage) for stage, *_ in AT_STAGES]
-
-
-@pytest.mark.long
-def test_two_pipelines_train_the_bits_of_two_data_ranks_at_every_stage() -> None:
-    """Gradients of pp 2 x dp 2 are reduced among the ranks with the same pieces."""
-    expected = run_ranks(whole_over_stages, 2, timeout=120.0)
-    seen = run_ranks(over_stages, 4, timeout=120.0)
-    for rank in range(4):
-        for what, one, other in zip(AT_STAGES, expected[rank % 2], seen[rank], strict=True):
-            assert one.differs(other) == [], (rank, what)
+@on_ranks(2)
+def test_a_tied_matrix_is_gathered_narrow_on_both_ends() -> None:
+    require_alike(*(train_stages(stage, "1f1b", None, tied=True, **INT8) for stage in (1, 3)))

@@ -1,13 +1,15 @@
 """One rank has the bits of a loop by hand.
 
-fp32 mode beside plain PyTorch with torch's own optimizers, and bf16 mode beside bf16 weights with an fp32
-master. The loop here knows nothing of zerodrift but, for `split`, how it rounds.
+fp32 mode beside plain PyTorch with torch's own optimizers, and 16 bits beside rounded weights with an fp32
+master that is made from the values that were given. The loop here knows nothing of zerodrift but, for
+`split` and narrow gathers, how they round.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,21 +19,16 @@ from torch import Tensor, nn
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, make, require_alike, train
+from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
+from zerodrift.kernels.narrow import round_trip
 from zerodrift.optim.rounding import round_away
 
 STEPS = 6
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: small tensors on several threads of a busy machine take seconds."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Groups = list[dict[str, Any]]
 MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
@@ -100,9 +97,12 @@ def run_plainly(
     micro_batches: int = 1,
     clip: float = 0.0,
     steps: int = STEPS,
+    mode: str = "",
 ) -> Run:
-    """Run a loop by hand. With `rounding` the model has rounded parameters; the optimizer has not."""
-    run = Run()
+    """Run a loop by hand. With `rounding` the model has rounded parameters; the optimizer has not. In fp16
+    losses are scaled."""
+    run, scale = Run(), SCALE if mode == "fp16" else 1.0
+    under = torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast-bf16", cache_enabled=False)
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
     optimizer = make_optimizer(groups_of(masters))
     schedule = make_schedule(optimizer) if make_schedule else None
@@ -110,8 +110,9 @@ def run_plainly(
         for name, parameter in model.named_parameters():
             parameter.data = rounding(masters[name].detach()) if rounding else masters[name].detach()
         for micro in range(micro_batches):
-            loss = model(batch(step, micro=micro))
-            loss.backward()
+            with under:
+                loss = model(batch(step, micro=micro))
+            (loss * scale).backward()
             run.losses.append(loss.item())
             for name, parameter in model.named_parameters():
                 # An expert that got no token has no gradient, which here is a gradient of zero.
@@ -120,7 +121,7 @@ def run_plainly(
                 masters[name].grad = new if held is None else held + new
                 parameter.grad = None
         for master in masters.values():
-            master.grad /= micro_batches
+            master.grad /= micro_batches * scale
         if clip:
             nn.utils.clip_grad_norm_(masters.values(), clip)
         run.norms.append(tuple(group["lr"] for group in optimizer.param_groups))
@@ -214,23 +215,44 @@ def with_ties(model: nn.Module) -> nn.Module:
     return model
 
 
-def even(values: Tensor) -> Tensor:
-    return values.to(torch.bfloat16)
+SCALE = 1024.0
+"""Loss scale of the loops in fp16: a power of two, which rounds nothing."""
 
 
+def narrowed(values: Tensor) -> Tensor:
+    """Round matrices to blocks of fp8, decoded in bf16, and vectors as `split` does."""
+    return round_away(values) if values.dim() < 2 else round_trip(DType.FP8_128, values, torch.bfloat16)
+
+
+SCHEMES: dict[str, tuple[str, dict[str, Any], Callable[[Tensor], Tensor] | None]] = {
+    "bf16, fp32 master": ("bf16", {"master": "fp32"}, Tensor.bfloat16),
+    "bf16, split master": ("bf16", {"master": "split"}, round_away),
+    "bf16, gathered in fp8": ("bf16", {"gather": "fp8"}, narrowed),
+    "bf16, with statistics": ("bf16", {"statistics": True}, round_away),
+    "fp16": ("fp16", {}, Tensor.half),
+    "autocast": ("autocast-bf16", {}, None),
+}
+"""Name -> mode, precision, and how the loop rounds its parameters."""
+
+
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize(
-    ("master", "rounding"), [("fp32", even), ("split", round_away)], ids=["fp32", "split"]
-)
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM, NADAM], ids=["adamw", "momentum", "nadam"])
-def test_bf16_equals_bf16_weights_and_an_fp32_master(
-    optimizer: MakeOptimizer, master: str, rounding: Callable[[Tensor], Tensor], micro_batches: int
+def test_16_bits_equal_a_loop_with_an_fp32_master(
+    optimizer: MakeOptimizer, scheme: str, micro_batches: int
 ) -> None:
+    mode, precision, rounding = SCHEMES[scheme]
     mine, plain = pair(with_ties(GPT(tied=False)))
-    engine = engine_of(mine, "bf16", optimizer, micro_batches, precision={"master": master})
+    keys: dict[str, Any] = {"fp16": {"loss_scale": SCALE}} if mode == "fp16" else {}
+    engine = engine_of(mine, mode, optimizer, micro_batches, precision=precision, **keys)
     one = run_engine(engine, micro_batches=micro_batches)
-    other = run_plainly(plain, optimizer, rounding=rounding, micro_batches=micro_batches)
-    assert one.weights["layers.0.mlp.up.weight"].dtype is torch.bfloat16
+    other = run_plainly(plain, optimizer, rounding=rounding, micro_batches=micro_batches, mode=mode)
+    name = "layers.0.mlp.up.weight"
+    if rounding is None:  # the engine gathers in bf16 what autocast would round
+        one.weights = other.weights = {}
+    else:
+        assert one.weights[name].dtype is other.weights[name].dtype
     require_alike(one, other)
 
 
@@ -261,10 +283,24 @@ def test_the_uses_of_a_tied_weight_are_added_in_fp32() -> None:
     assert not torch.equal(*moments), "the two ways differ"
 
 
-@pytest.mark.parametrize("state", ["bf16", "bf16-stochastic"])
-def test_moments_that_an_optimizer_would_not_round_are_refused(state: str) -> None:
-    """torch's NAdam keeps its moments in fp32, so a plan with other moments is refused."""
+@pytest.mark.parametrize(
+    ("optimizer", "state", "beta2", "told"),
+    [
+        ("NAdam", "bf16", 0.999, "`state: bf16`: must be fp32"),
+        ("NAdam", "8bit", 0.999, "`state: 8bit`: must be fp32"),
+        ("NAdam", "fp32", 0.999, ""),
+        ("AdamW", "bf16", 0.999, r"param_groups\[0\].*0\.999"),
+        ("AdamW", "bf16", 0.98, ""),
+        ("AdamW", "bf16-stochastic", 0.999, ""),
+        ("AdamW", "8bit", 0.999, ""),
+    ],
+)
+def test_an_optimizer_of_torch_has_moments_that_follow_it_or_is_refused(
+    optimizer: str, state: str, beta2: float, told: str
+) -> None:
+    """NAdam keeps its moments in fp32; of AdamW the plan does not see the beta2."""
     model = GPT()
-    optimizer = NADAM([{"params": list(model.parameters())}])
-    with pytest.raises(UnsupportedError, match="state"):
-        make(config(0, "bf16", optimizer=None, precision={"state": state}), model, optimizer=optimizer)
+    own = getattr(torch.optim, optimizer)(model.parameters(), betas=(0.9, beta2))
+    written = config(0, "bf16", optimizer=None, precision={"state": state})
+    with pytest.raises(UnsupportedError, match=told) if told else contextlib.nullcontext():
+        make(written, model, optimizer=own).destroy()

@@ -1,4 +1,8 @@
-"""`compute: fp8`: products are those of a loop over fractions, and runs have the same bits everywhere."""
+"""`compute: fp8`: products are those of a loop over fractions.
+
+Runs with them have the same bits at every stage and on any number of ranks: `test_stages.py` and
+`test_order_families.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make, train
-from tests.numerics.test_order import WORLDS, Cell, require_same
-from tests.numerics.test_stages import MODES, train_alike
 from tests.ranks.harness import on_ranks
 from zerodrift.dtypes import DType
 from zerodrift.engine.step import products as engine_products
@@ -154,23 +156,32 @@ def test_long_sums_are_exact(length: int) -> None:
     assert products._exact_dot(of.codes, of.codes)[0].tolist() == list(map(float, exact))
 
 
-@pytest.mark.parametrize("sizes", [(5, 32, 48), (0, 16, 16), (7, 0, 16), (3, 21, 10)])
-@pytest.mark.parametrize("dtype", list(LAYOUT), ids=str)
-def test_torchs_scaled_product_differs_by_its_accumulator_alone(
-    dtype: torch.dtype, sizes: tuple[int, int, int]
-) -> None:
-    """A CPU, whose accumulator is fp32, makes the calls of a GPU: padding and places are right."""
+SIZES = [(5, 32, 48), (0, 16, 16), (7, 0, 16), (3, 21, 10)]
+"""(rows, summed length, columns)"""
+
+
+def require_near(scaled: Any, sizes: tuple[int, int, int], dtype: torch.dtype, of_sums: float) -> None:
+    """Compare a product with the definition, up to a share of the sum of magnitudes, and one rounding."""
     rows, length, columns = sizes
     left, right = operand(matrix(rows, length, 4)), operand(matrix(columns, length, 5))
     bias = matrix(1, columns, 6, dtype)[0]
-    found, exact = (of(left, right, dtype, bias) for of in (products.scaled_product, reference_product))
+    found, exact = (of(left, right, dtype, bias) for of in (scaled, reference_product))
     assert found.shape == exact.shape == (rows, columns)
     sums = reference_product(
         *(Operand(of.codes.float().abs().to(of.codes.dtype), of.scales) for of in (left, right)),
         torch.float32,
     )
-    allowed = length * 2.0**-23 * sums + exact.float().abs() * torch.finfo(dtype).eps
+    allowed = of_sums * sums + exact.float().abs() * torch.finfo(dtype).eps
     assert bool(((found.float() - exact.float()).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", list(LAYOUT), ids=str)
+def test_torchs_scaled_product_differs_by_its_accumulator_alone(
+    dtype: torch.dtype, sizes: tuple[int, int, int]
+) -> None:
+    """A CPU, whose accumulator is fp32, makes the calls of a GPU: padding and places are right."""
+    require_near(products.scaled_product, sizes, dtype, sizes[1] * 2.0**-23)
 
 
 def test_a_cpu_deviates_nowhere() -> None:
@@ -287,59 +298,6 @@ def stacked() -> GPT:
     torch.manual_seed(1)
     model.layers[0].mlp = Mixture(32)
     return model
-
-
-CELLS = [
-    Cell(stage, when, "bf16", "moe" if when == "every" else "recomputed", precision={"compute": "fp8"})
-    for stage in range(4)
-    for when in ("last", "every")
-]
-OTHERS = [
-    Cell(3, "every", "autocast-bf16", "dropout", precision={"compute": "fp8"}),
-    Cell(2, "last", "fp16", total=8, precision={"compute": "fp8-hp-grad-weight"}),
-    Cell(3, "every", precision={"compute": {"forward": "fp8", "grad_weight": "fp8"}}),
-    Cell(3, "every"),
-    Cell(3, "every", "bf16", stacked, precision={"compute": "fp8"}),
-    Cell(0, "last", "bf16", stacked, precision={"compute": "fp8"}),
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("cells", [[*CELLS[:2], *CELLS[6:]], pytest.param(CELLS, marks=pytest.mark.slow)])
-def test_stages_and_numbers_of_ranks_are_the_same_bits(cells: list[Cell]) -> None:
-    """Results agree on 1 and 4 ranks at stages 0 and 3, or on 2 at every stage."""
-    found = require_same([*cells, *OTHERS], WORLDS if cells is CELLS else WORLDS[::2])
-    assert all(found[place] == found[place % 2] for place in range(len(cells)))
-    assert found[-1] == found[-2] and len({left for left, _ in found}) == 2 + len(OTHERS) - 1
-
-
-@pytest.mark.second
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("compute", ["fp8", "fp8-hp-grad-weight"])
-@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
-@on_ranks(2, timeout=200)
-def test_all_stages_train_alike_in_every_mode(moe: bool, compute: str, mode: str) -> None:
-    fp8 = train_alike(mode, moe, compute=compute)
-    plain = train_alike(mode, moe, stages=(0,))
-    assert fp8 != plain, "fp8 changed nothing"
-    # The operands of a product are off by at most one part in 16 each, and by far less on average.
-    assert fp8 == pytest.approx(plain, rel=0.02)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("compute", ["fp8", pytest.param("fp8-hp-grad-weight", marks=pytest.mark.slow)])
-@on_ranks(1)
-def test_a_run_in_fp8_learns_as_one_in_bf16(compute: str) -> None:
-    """A run with one wrong product does not reach these losses."""
-    runs = {}
-    for each in ("bf16", compute):
-        engine = make(config(3, "bf16", precision={"compute": each}), GPT())
-        runs[each] = train(engine, 150).losses
-        engine.destroy()
-    last = {each: sum(losses[-10:]) / 10 for each, losses in runs.items()}
-    assert last["bf16"] < 0.5 * runs["bf16"][0]
-    assert last == pytest.approx(dict.fromkeys(last, last["bf16"]), rel=0.03)
 
 
 class Elsewhere(GPT):

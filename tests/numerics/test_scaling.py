@@ -113,8 +113,9 @@ NAMES = ("first.weight", "second.weight")
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16")
 
 
-def engine_of(stage: int, mode: str, hysteresis: int) -> Engine:
+def engine_of(stage: int, mode: str, hysteresis: int, **rest: Any) -> Engine:
     written = {
+        **rest,
         "precision": {"mode": mode},
         "zero_optimization": {"stage": stage},
         "gradient_clipping": 1.0,
@@ -181,10 +182,17 @@ def test_a_gradient_that_is_not_finite_changes_nothing_in_any_mode_or_stage(
 
 @on_ranks(2)
 def test_an_error_instead_names_the_parameter_and_leaves_the_engine_usable() -> None:
-    for mode in MODES:
-        engine = engine_of(3, mode, 2)
+    """An argument of the step asks for it, or a key."""
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        *((mode, {}, {"error_if_nonfinite": True}) for mode in MODES),
+        ("bf16", {"bf16": {"check_grad_overflow": False}}, {}),
+    ]
+    for mode, keys, asked in cases:
+        engine = engine_of(3, mode, 2, **keys)
+        before = everything(engine)
         engine.backward(engine(torch.ones(1, 300), inputs(math.nan)))
         with pytest.raises(NonFiniteError, match=r"`gradient`: must be finite.*second\.weight"):
-            engine.step(error_if_nonfinite=True)
+            engine.step(**asked)
+        require_alike(before, everything(engine))
         engine.backward(engine(torch.ones(1, 300), torch.ones(1, 300)))
         assert engine.step().updated

@@ -6,7 +6,8 @@ that are gathered with the root.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from tests.numerics import runs
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, finish, make, require_alike, same, train
 from tests.numerics.test_frozen import adapted
+from tests.numerics.test_muon import PARAMS, network
 from tests.ranks.harness import on_ranks
 from zerodrift import cost
 from zerodrift.checkpoint.checkpoints import Checkpoints
@@ -28,90 +31,152 @@ from zerodrift.plan import layout
 
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16")
 STAGES = (0, 1, 2, 3)
-FOUR = ((False, "fp16", STAGES), (True, "bf16", (0, 3)))
-"""Cells of `make test` on four ranks: (whether with experts, mode, stages)."""
 TWO, FEW, ENOUGH, MANY = 2, 3, 8, 50
 """Numbers of steps. The first few cover all differences between stages; the others are enough to learn."""
 
 
-def train_alike(
-    mode: str,
-    moe: bool,
-    stages: tuple[int, ...] = STAGES,
-    micro: int = 1,
-    steps: int = FEW,
-    **precision: Any,
-) -> list[float]:
-    """Train at several stages on this rank, require the same bits, and return the losses."""
-    found = []
-    for stage in stages:
-        engine = make(config(stage, mode, micro, precision=precision), GPT(moe=moe))
-        found.append(train(engine, steps, micro))
-        engine.destroy()
-    assert same(found) == [], same(found)
-    return found[0].losses
+@dataclass(frozen=True)
+class Kind:
+    """A model with keys of its config, to be trained in any mode on any number of ranks."""
+
+    model: Callable[[], nn.Module] = GPT
+    precision: dict[str, Any] = field(default_factory=dict)
+    micro: int = 1
+    stages: tuple[int, ...] = STAGES
+    is_near: bool = False
+    """Whether losses must differ from those without its precision, by two percent at most."""
+    rest: dict[str, Any] = field(default_factory=dict)
 
 
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
-@pytest.mark.parametrize("world", [1, 2])
-@on_ranks("world", timeout=200)
-def test_all_stages_are_the_same_bits_with_one_micro_batch(world: int, moe: bool, mode: str) -> None:
-    train_alike(mode, moe)
+MOE = partial(GPT, moe=True)
 
 
-@pytest.mark.second
-@pytest.mark.parametrize(
-    ("moe", "mode", "stages"),
-    [
-        *FOUR,
-        *(pytest.param(moe, mode, STAGES, marks=pytest.mark.slow) for moe in (False, True) for mode in MODES),
-    ],
+def on_ties() -> GPT:
+    """Return a model with every weight half-way between two bf16 values, where roundings differ."""
+    model = GPT()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            bits = parameter.view(torch.int32)
+            bits.copy_(bits & ~0xFFFF | 0x8000)
+    return model
+
+
+MUON = {"optimizer": {"type": "Muon", "params": PARAMS}}
+ON_ROUTERS = {"rules": [{"match": "*.router.weight", "optimizer": "Muon", "pin": "fp32"}]}
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+LION = {"type": "Lion", "params": {"lr": 3e-3}}
+
+
+def wire(dtype: str, when: str, rounding: str) -> Kind:
+    reduce = {"wire": dtype, "when": when, "rounding": rounding}
+    return Kind(MOE, {"reduce": reduce, "gather": "fp8"}, micro=2)
+
+
+KINDS: dict[str, Kind] = {
+    "dense": Kind(),
+    "experts": Kind(MOE),
+    "reduced at the end": Kind(MOE, {"reduce": {"when": "last"}}, micro=4),
+    "reduced every time": Kind(MOE, {"reduce": {"when": "every"}}, micro=4),
+    "whole gradients": Kind(micro=4, stages=(0, 1)),
+    "slices of gradients": Kind(micro=4, stages=(2, 3)),
+    "weights on ties": Kind(on_ties),
+    "drawn moments": Kind(on_ties, {"state": "bf16-stochastic"}),
+    "replicas": Kind(MOE, rest={"sharding": {"replicate": 2}}),
+    **{f"gathered in {each}": Kind(MOE, {"gather": each}, is_near=True) for each in ("fp8", "mxfp8", "int8")},
+    **{f"sent in {each}": wire(each, "every", "stochastic") for each in ("fp8", "mxfp8", "e5m2-128")},
+    **{f"sent in {each}": wire(each, "last", "nearest") for each in ("int8", "int4", "int4-64-bf16")},
+    "products in fp8": Kind(MOE, {"compute": "fp8"}, is_near=True),
+    "gradients of weights in bf16": Kind(precision={"compute": "fp8-hp-grad-weight"}, is_near=True),
+    "8-bit SGD": Kind(precision={"state": "8bit"}, rest={"optimizer": SGD}),
+    "8-bit Lion": Kind(precision={"state": "8bit"}, rest={"optimizer": LION}),
+    "Muon": Kind(network, rest=MUON),
+    "Muon, drawn": Kind(network, {"state": "bf16-stochastic"}, rest=MUON),
+    "Muon of routers": Kind(network, ON_ROUTERS, rest=MUON),
+}
+
+
+def train_kind(kind: Kind, mode: str, stage: int, steps: int) -> Run:
+    engine = make(config(stage, mode, kind.micro, precision=kind.precision, **kind.rest), kind.model())
+    run = train(engine, steps, kind.micro)
+    engine.destroy()
+    return run
+
+
+def train_alike(kind: Kind, mode: str, stages: Iterable[int], steps: int) -> Run:
+    """Train at several stages on this rank, require the same bits, and return the first run."""
+    runs = [train_kind(kind, mode, stage, steps) for stage in stages]
+    assert same(runs) == [], same(runs)
+    return runs[0]
+
+
+FOUR = (
+    *(("dense", "fp16"), ("experts", "bf16"), ("replicas", "fp32")),
+    *(("sent in int4", "bf16"), ("Muon", "bf16")),
 )
-@on_ranks(4, timeout=200)
-def test_all_stages_are_the_same_bits_on_four_ranks(moe: bool, mode: str, stages: tuple[int, ...]) -> None:
-    train_alike(mode, moe, stages)
+"""Kinds and modes of `make test` on four ranks."""
+
+
+def cells(world: int) -> Iterator[Any]:
+    """Yield the product of kinds and modes. On two ranks each kind is quick in one mode, in turn."""
+    for number, kind in enumerate(KINDS):
+        for mode in MODES:
+            quick = (kind, mode) in FOUR if world == 4 else mode == MODES[number % len(MODES)]
+            yield pytest.param(world, kind, mode, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("world", "kind", "mode"), [*cells(2), *cells(4)])
+@on_ranks("world", timeout=200)
+def test_all_stages_are_the_same_bits(world: int, kind: str, mode: str) -> None:
+    of = KINDS[kind]
+    run = train_alike(of, mode, of.stages, TWO if of.micro > 1 else FEW)
+    assert all(value.any() for state in run.states.values() for value in state.values())
+    if of.is_near:
+        plain = train_kind(replace(of, precision={}), mode, 0, FEW)
+        assert run.losses != plain.losses and run.losses == pytest.approx(plain.losses, rel=0.02), run.losses
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("world", "moe", "stages", "steps"),
+    ("world", "kind", "stages", "steps"),
     [
-        pytest.param(2, False, (0, 3), ENOUGH, id="2-dense"),
-        *(
-            pytest.param(world, moe, STAGES, MANY, id=f"{world}-{name}-all", marks=pytest.mark.slow)
-            for world in (1, 2, 4)
-            for moe, name in ((False, "dense"), (True, "moe"))
-        ),
+        (1, "experts", STAGES, ENOUGH),
+        (2, "dense", (0, 3), ENOUGH),
+        pytest.param(4, "experts", STAGES, MANY, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks("world", timeout=280)
 def test_a_run_that_learns_is_the_same_bits(
-    world: int, moe: bool, stages: tuple[int, ...], steps: int, mode: str
+    world: int, kind: str, stages: tuple[int, ...], steps: int, mode: str
 ) -> None:
-    losses = train_alike(mode, moe, stages, steps=steps)
+    losses = train_alike(KINDS[kind], mode, stages, steps).losses
     assert losses[-1] < losses[0] - 1.0, f"did not learn: {losses[0]} -> {losses[-1]}"
 
 
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("moe", "stages", "reduce"),
+    ("column", "value", "usual", "batches", "steps", "near"),
     [
-        (True, STAGES, {"reduce": {"when": "last"}}),
-        (True, STAGES, {"reduce": {"when": "every"}}),
-        (False, (0, 1), {}),
-        (False, (2, 3), {}),
+        ("state", "8bit", "fp32", 8, 200, {"abs": 0.1}),
+        ("compute", "fp8", "bf16", 150, 150, {"rel": 0.03}),
+        pytest.param(
+            *("compute", "fp8-hp-grad-weight", "bf16", 150, 150, {"rel": 0.03}), marks=pytest.mark.slow
+        ),
     ],
-    ids=["last", "every", "last by default", "every by default"],
 )
-@on_ranks(2, timeout=200)
-def test_all_stages_are_the_same_bits_when_they_reduce_alike(
-    moe: bool, stages: tuple[int, ...], reduce: dict[str, Any], mode: str
+@on_ranks(1, timeout=120)
+def test_a_narrow_column_learns_as_the_usual_one(
+    column: str, value: str, usual: str, batches: int, steps: int, near: dict[str, float]
 ) -> None:
-    train_alike(mode, moe, stages, micro=4, steps=TWO, **reduce)
+    """A run with one wrong product, or with moments that stand still, does not reach these losses."""
+    last = []
+    for each in (usual, value):
+        engine = make(config(3, "bf16", precision={column: each}))
+        losses = train(engine, steps, data=lambda step, rank, micro: batch(step % batches, rank)).losses
+        last.append(sum(losses[-steps // 10 :]) / (steps // 10))
+        engine.destroy()
+        assert last[-1] < 0.5 * losses[0], f"nothing was learned: {losses[0]} -> {last[-1]}"
+    assert last[1] == pytest.approx(last[0], **near), last
 
 
 def gradients(stage: int, replicate: int, extra: dict[str, Any]) -> list[dict[str, torch.Tensor]]:

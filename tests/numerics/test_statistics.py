@@ -1,4 +1,7 @@
-"""Update statistics are those of a plain fp64 computation, at every stage and for every number of slices."""
+"""Update statistics are those of a plain fp64 computation, at every stage and for every number of slices.
+
+That they change no bit: `test_plain_loops.py` and `test_fused.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,8 @@ import torch
 from torch import nn
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import config, finish, make, require_alike
+from tests.numerics.runs import config, finish, make
 from tests.ranks.harness import on_ranks, run_ranks
-from zerodrift.api import initialize
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 from zerodrift.report.updates import UpdateReport, combine_lines
@@ -27,8 +29,18 @@ def step(engine: Engine, number: int) -> None:
     engine.step()
 
 
+OWN = {"optimizer": None}
+"""Stands for an optimizer of torch that runs on views, and keeps its moments itself."""
+
+
+def engine_of(stage: int, mode: str, rest: dict[str, Any]) -> Engine:
+    model = GPT(moe=True, layers=1)
+    own = torch.optim.NAdam(model.parameters(), lr=1e-3) if rest.get("optimizer", "") is None else None
+    return make(config(stage, mode, 1, **rest), model, optimizer=own)
+
+
 def report(stage: int, mode: str, steps: int, rest: dict[str, Any]) -> UpdateReport:
-    engine = make(config(stage, mode, 1, **rest), GPT(moe=True, layers=1))
+    engine = engine_of(stage, mode, rest)
     for number in range(steps):
         step(engine, number)
     return engine.update_statistics()
@@ -48,8 +60,9 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
         ("bf16", on()),
         pytest.param("bf16", {**on(), **MUON}, marks=pytest.mark.slow),
         ("fp32", on(state="bf16-stochastic")),
+        ("bf16", {**on(), **OWN}),
     ],
-    ids=["split", "muon", "stochastic"],
+    ids=["split", "muon", "stochastic", "own"],
 )
 @pytest.mark.parametrize(
     ("on_two", "on_four"),
@@ -87,12 +100,13 @@ def muon(lr: float) -> dict[str, Any]:
         pytest.param("bf16", {**on(), **LION}, True, id="lion"),
         pytest.param("bf16", {**on(), **muon(0.02)}, True, id="muon"),
         pytest.param("bf16", {**on(master="same"), **muon(1e-4)}, False, id="muon-same"),
+        pytest.param("bf16", {**on(), **OWN}, True, id="own"),
     ],
 )
 @on_ranks(2)
 def test_a_report_is_what_full_values_say(mode: str, rest: dict[str, Any], exact: bool) -> None:
     """The last of three updates is checked by full values before and after it."""
-    engine = make(config(3, mode, 1, **rest))
+    engine = engine_of(3, mode, rest)
     for number in range(2):
         step(engine, number)
     before = finish(engine)
@@ -139,29 +153,6 @@ def test_state_that_underflows_is_seen() -> None:
     assert engine.update_statistics().line("weight").underflow_share == 0.5
 
 
-def own(stage: int) -> UpdateReport:
-    """Train with a class that runs on views."""
-    model = GPT()
-    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-3)
-    settings = {"precision": {"mode": "bf16", "statistics": True}, "zero_optimization": {"stage": stage}}
-    engine = initialize(model, optimizer, settings, device="cpu", quiet=True)
-    step(engine, 0)
-    before = finish(engine)
-    step(engine, 1)
-    after, found = finish(engine), engine.update_statistics()
-    for line in found.lines:
-        old, new = before.masters[line.name], after.masters[line.name]
-        assert line.moved == int((old != new).sum()) and line.lost == 0
-        assert line.unseen == line.moved - int((before.weights[line.name] != after.weights[line.name]).sum())
-        assert line.change_norm == pytest.approx((new.double() - old.double()).norm().item(), rel=1e-6)
-    return found
-
-
-def test_views_report_what_the_master_did() -> None:
-    found = [run_ranks(own, world, stage)[0] for world, stage in ((1, 0), (2, 1), (2, 3))]
-    assert found[0] == found[1] == found[2]
-
-
 @pytest.mark.parametrize(
     ("rest", "steps", "told"),
     [({}, 1, "Set `precision.statistics: true`"), (on(), 0, "must follow an update")],
@@ -176,17 +167,6 @@ def test_what_cannot_be_told_is_said(rest: dict[str, Any], steps: int, told: str
     assert bool(engine.updater.statistics) == bool(engine.plan.policy.statistics)
     with pytest.raises(UnsupportedError, match=told):
         engine.update_statistics()
-
-
-@on_ranks(2)
-def test_recording_changes_no_bit() -> None:
-    runs = []
-    for rest in ({}, on()):
-        engine = make(config(3, "bf16", 1, **rest))
-        for number in range(4):
-            step(engine, number)
-        runs.append(finish(engine))
-    require_alike(runs[0], runs[1])
 
 
 def test_the_table_shows_the_worst_first_and_everything_last() -> None:

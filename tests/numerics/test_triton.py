@@ -49,7 +49,8 @@ def python(*arguments: str, **variables: str) -> str:
 @pytest.mark.long
 def test_programs_equal_the_cpu_kernels_in_the_interpreter() -> None:
     said = python(
-        "-m", "pytest", "-q", "tests/gpu/test_programs.py", "-p", "no:cacheprovider", TRITON_INTERPRET="1"
+        *("-m", "pytest", "-q", "-m", "not slow", "tests/gpu/test_programs.py", "-p", "no:cacheprovider"),
+        TRITON_INTERPRET="1",
     )
     counts = re.search(r"(\d+) passed", said)
     assert counts is not None and int(counts[1]) > 25 and "skipped" not in said, said

@@ -1,4 +1,7 @@
-"""The definition of the updates has torch's bits for torch's algorithms, and follows the other formulas."""
+"""The definition of the updates has torch's bits for torch's algorithms, and follows the other formulas.
+
+`test_fused.py` compares the compiled path with the definition.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from torch import Tensor
 from zerodrift import optimizers
 from zerodrift.dtypes import DType
 from zerodrift.kernels.native import contraction, exact_sqrt, vector_root
-from zerodrift.optim.fused import update
 from zerodrift.optim.schemes import Scheme, allocate
 from zerodrift.optim.updates import Hyper, Root, UpdateStep, moment_count, reference_update
 from zerodrift.optimizers import Algorithm
@@ -44,7 +46,6 @@ CASES = [
     Case(torch.optim.SGD, optimizers.SGD, {"momentum": 0.9, "dampening": 0.2, "weight_decay": 0.05}),
     Case(torch.optim.SGD, optimizers.SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
 ]
-PATHS = [reference_update, update]
 
 
 def gradients(numel: int, steps: int) -> list[Tensor]:
@@ -58,7 +59,7 @@ def gradients(numel: int, steps: int) -> list[Tensor]:
     return made
 
 
-def differences(case: Case, path: Any, numel: int, root: Root, **kind: bool) -> dict[str, Tensor]:
+def differences(case: Case, numel: int, root: Root, **kind: bool) -> dict[str, Tensor]:
     """Return the places that differ from torch after 12 steps with a changing learning rate, by name."""
     start = torch.randn(numel, generator=torch.Generator().manual_seed(3))
     parameter = torch.nn.Parameter(start.clone())
@@ -71,7 +72,7 @@ def differences(case: Case, path: Any, numel: int, root: Root, **kind: bool) -> 
         parameter.grad = gradient.clone()
         plain.step()
         hyper = Hyper(rate, number, **case.numbers)
-        path(PLAIN, mine, gradient, UpdateStep(case.algorithm, (hyper,), number, root=root))
+        reference_update(PLAIN, mine, gradient, UpdateStep(case.algorithm, (hyper,), number, root=root))
     theirs = [parameter.detach()]
     theirs += [value for value in plain.state[parameter].values() if value is not None and value.dim() == 1]
     names = ["weight", "first", "second"]
@@ -80,22 +81,20 @@ def differences(case: Case, path: Any, numel: int, root: Root, **kind: bool) -> 
     return {name: torch.nonzero(one != other).flatten() for name, one, other in pairs}
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", [{}, {"foreach": True}], ids=["default", "foreach"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_torch_bit_for_bit(case: Case, kind: dict[str, bool], path: Any) -> None:
+def test_equals_torch_bit_for_bit(case: Case, kind: dict[str, bool]) -> None:
     """Lengths are arbitrary: torch's element-wise kernels compute an element alike in any place."""
-    found = differences(case, path, 256 * 5 + 37, Root.TORCH, **kind)
+    found = differences(case, 256 * 5 + 37, Root.TORCH, **kind)
     assert all(where.numel() == 0 for where in found.values()), found
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_torch_fused_bit_for_bit(case: Case, path: Any) -> None:
+def test_equals_torch_fused_bit_for_bit(case: Case) -> None:
     """The root is exact. The last elements of a tensor are left out: see [Note: roots]."""
     for rest in (0, 5):
-        found = differences(case, path, 256 * 5 + rest, Root.EXACT, fused=True)
+        found = differences(case, 256 * 5 + rest, Root.EXACT, fused=True)
         assert all((where >= 256 * 5).all() for where in found.values()), found
 
 
@@ -134,8 +133,7 @@ def test_the_vector_root_is_known_on_x86() -> None:
     assert root is not None
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_lion_is_its_formula(path: Any) -> None:
+def test_lion_is_its_formula() -> None:
     """The fp64 reference agrees to fp32 rounding as long as no direction is within rounding of zero."""
     numel, rate, decay, (beta1, beta2) = 512, 1e-2, 0.1, (0.9, 0.99)
     weight = torch.randn(numel, generator=torch.Generator().manual_seed(3))
@@ -143,7 +141,7 @@ def test_lion_is_its_formula(path: Any) -> None:
     weight, mean = weight.double(), torch.zeros(numel, dtype=torch.float64)
     for number, gradient in enumerate(gradients(numel, 10), 1):
         hyper = Hyper(rate, number, (beta1, beta2), weight_decay=decay)
-        path(PLAIN, mine, gradient, UpdateStep(optimizers.LION, (hyper,), number))
+        reference_update(PLAIN, mine, gradient, UpdateStep(optimizers.LION, (hyper,), number))
         wide = gradient.double()
         weight = weight * (1 - rate * decay) - rate * (beta1 * mean + (1 - beta1) * wide).sign()
         mean = beta2 * mean + (1 - beta2) * wide
@@ -151,8 +149,7 @@ def test_lion_is_its_formula(path: Any) -> None:
     torch.testing.assert_close(mine.moments[0].double(), mean, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_the_multiplier_is_one_product_in_fp32(path: Any) -> None:
+def test_the_multiplier_is_one_product_in_fp32() -> None:
     numel = 700
     gradient = gradients(numel, 1)[0]
     hyper = Hyper(1e-2)
@@ -160,14 +157,13 @@ def test_the_multiplier_is_one_product_in_fp32(path: Any) -> None:
     for given, multiplier in ((gradient, 0.37), (gradient * 0.37, 1.0)):
         mine = allocate(PLAIN, torch.ones(numel), 2)
         kept = given.clone()
-        path(PLAIN, mine, given, UpdateStep(optimizers.ADAMW, (hyper,), 1, multiplier))
+        reference_update(PLAIN, mine, given, UpdateStep(optimizers.ADAMW, (hyper,), 1, multiplier))
         assert torch.equal(given, kept), "the gradient is not the update's to change"
         found.append(mine.storage)
     assert torch.equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_groups_are_as_if_alone(path: Any) -> None:
+def test_groups_are_as_if_alone() -> None:
     """Interleaved blocks of three groups have the bits of three slices of one group each."""
     blocks = 12
     hypers = (Hyper(1e-2), Hyper(1e-3, 7, (0.8, 0.9), 1e-5, 0.3), Hyper(1e-1, maximize=True))
@@ -176,10 +172,10 @@ def test_groups_are_as_if_alone(path: Any) -> None:
     gradient = gradients(256 * blocks, 1)[0]
     step = UpdateStep(optimizers.ADAMW, hypers, 1)
     together = allocate(PLAIN, start.clone(), 2, groups=groups)
-    path(PLAIN, together, gradient, step)
+    reference_update(PLAIN, together, gradient, step)
     for number, hyper in enumerate(hypers):
         where = (groups == number).repeat_interleave(256)
         alone = allocate(PLAIN, start[where].clone(), 2)
-        path(PLAIN, alone, gradient[where].clone(), replace(step, hypers=(hyper,)))
+        reference_update(PLAIN, alone, gradient[where].clone(), replace(step, hypers=(hyper,)))
         assert torch.equal(together.storage[where], alone.storage)
         assert torch.equal(together.moments[1][where], alone.moments[1])

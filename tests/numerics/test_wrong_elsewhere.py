@@ -8,7 +8,6 @@ marked "elsewhere" are DeepSpeed 0.19.6's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,10 +16,9 @@ import torch
 from torch import nn
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import diff, make, require_alike, whole_values
+from tests.numerics.runs import diff, make
 from tests.ranks.harness import on_ranks
 from zerodrift.engine.engine import Engine
-from zerodrift.errors import ConfigError, NonFiniteError
 
 STAGES = (0, 1, 2, 3)
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16")
@@ -132,47 +130,40 @@ def test_a_16_bit_wire_rounds_once_and_is_summed_in_fp32() -> None:
         assert found == ([2048.0 if stage < 2 else 2049.5] * 8, [2049.0] * 8), found
 
 
-@pytest.mark.parametrize("mode", ["bf16", "autocast-bf16"])
-def test_a_dtype_that_cannot_hold_gradients_is_refused_with_its_reason(mode: str) -> None:
-    with pytest.raises(ConfigError, match="fp16 ends at 65504"):
-        make(probe_config(1, mode, gradient_accumulation_dtype="fp16"), Probe())
+UPDATES: dict[str, tuple[tuple[str, ...], Written, list[tuple[float, float]], float]] = {
+    # Elsewhere the loss is divided first: 1.00195 in bf16.
+    "divided after the sum": (MODES, {"gradient_accumulation_steps": 3}, 3 * [(1.0, 1.0)], 1.0),
+    # Elsewhere stages 1 and 2 keep only the last.
+    "several backwards": (("fp32", "bf16", "autocast-fp16"), {}, [(1.0, 1.0), (0.5, 1.0), (1.5, 1.0)], 3.0),
+    # Elsewhere stage 0 never multiplies the loss: the weight is -1/1024.
+    "a scaled loss": (("fp16", "autocast-fp16"), {"fp16": {"loss_scale": 1024}}, [(1.0, 1.0)], 1.0),
+    "below the least fp16": (
+        ("fp16", "autocast-fp16"),
+        {"fp16": {"loss_scale": 1024}},
+        [(2.0**-13, 2.0**-13)],
+        2.0**-26,
+    ),
+}
+"""Name -> modes, keys, (input, factor) of each backward before a step, and the gradient."""
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("name", "mode"), [(name, mode) for name, (modes, *_) in UPDATES.items() for mode in modes]
+)
 @on_ranks(2)
-def test_the_division_by_micro_batches_comes_after_the_sum(mode: str) -> None:
-    """Three gradients of 1 have the mean 1. Elsewhere the loss is divided first: 1.00195 in bf16."""
-    for engine in engines(mode, {"gradient_accumulation_steps": 3}):
-        found = updated(engine, [1.0, 1.0, 1.0])
-        assert found == [1.0] * 8, found
+def test_a_step_is_that_of_the_gradient(name: str, mode: str) -> None:
+    _, keys, backwards, expected = UPDATES[name]
+    for engine in engines(mode, keys):
+        for value, factor in backwards:
+            engine.backward(engine(row(value), factor))
+        gradient = engine.parameter(NAME).gradient.flatten().tolist()
+        assert engine.step().updated
+        assert (gradient, weight(engine)) == ([expected] * 8, [-expected] * 8), (gradient, weight(engine))
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast-fp16"])
-@on_ranks(2)
-def test_several_backwards_before_one_step_add_up(mode: str) -> None:
-    """1 + 0.5 + 1.5 = 3, as in a plain loop. Elsewhere stages 1 and 2 keep only the last."""
-    for engine in engines(mode):
-        for gradient in (1.0, 0.5, 1.5):
-            engine.backward(engine(row(gradient)))
-        gradients = engine.parameter(NAME).gradient.flatten().tolist()
-        engine.step()
-        assert (gradients, weight(engine)) == ([3.0] * 8, [-3.0] * 8), (gradients, weight(engine))
-
-
-# --- fp16 -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["fp16", "autocast-fp16"])
-@on_ranks(2)
-def test_the_loss_is_scaled_wherever_gradients_are_unscaled(mode: str) -> None:
-    """Elsewhere stage 0 never multiplies the loss: the weight is -1/1024 instead of -1. And 2^-26, below
-    the smallest fp16 number, arrives by the scale."""
-    for engine in engines(mode, {"fp16": {"loss_scale": 1024}}):
-        assert updated(engine, [1.0]) == [1.0] * 8
-        engine.parameter(NAME).master = torch.zeros(1, 8)
-        engine.backward(engine(row(2.0**-13), 2.0**-13))
-        assert engine.step().loss_scale == 1024.0
-        assert weight(engine) == [-(2.0**-26)] * 8
+# --- the norm -------------------------------------------------------------------------------------------
+# Gradients that are not finite: `test_scaling.py`. What masters and optimizers start from, elsewhere rounded
+# values and a step on zero gradients: `test_plain_loops.py`.
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -193,80 +184,6 @@ def test_norm_and_clip_are_of_the_true_gradient_at_every_stage(mode: str) -> Non
     # torch's own formula adds 1e-6 to the norm: 4e-6 of the result.
     assert found[4] == pytest.approx([-0.03125] * 16, rel=5e-6), found
     assert found[4:] == [found[4]] * 4, "the same bits at every stage"
-
-
-# --- gradients that are not finite ----------------------------------------------------------------------
-# That ranks skip together and share one scale, in every mode and at every stage: `test_scaling.py`.
-
-
-@pytest.mark.parametrize("check", [True, False])
-@on_ranks(2)
-def test_a_user_who_wants_no_skip_gets_an_error_not_an_update(check: bool) -> None:
-    for engine in engines("bf16", {"bf16": {"check_grad_overflow": check}}, stages=(3,)):
-        engine.backward(engine(row(math.inf)))
-        if check:
-            assert engine.step().skipped
-        else:
-            with pytest.raises(NonFiniteError, match=f"`gradient`: must be finite; got .*{NAME}"):
-                engine.step()
-        assert not any(weight(engine))
-
-
-# --- what an engine starts from -------------------------------------------------------------------------
-
-
-NORM = "norm.weight"
-
-
-@pytest.mark.parametrize(
-    ("mode", "master", "shown"),
-    [
-        ("fp32", None, torch.float32),
-        ("bf16", None, torch.bfloat16),
-        ("bf16", "fp32", torch.bfloat16),
-        ("fp16", None, torch.float16),
-        ("autocast-bf16", None, torch.float32),
-    ],
-)
-@on_ranks(2)
-def test_masters_are_made_from_the_bits_that_were_given(
-    mode: str, master: str | None, shown: torch.dtype
-) -> None:
-    """Elsewhere masters come from the rounded copy: off by up to 1.9e-3 for weights between -1 and 1."""
-    given = {name: parameter.detach() for name, parameter in GPT(seed=5).named_parameters()}
-    more: Written = {"precision": {"master": master}} if master else {}
-    for engine in engines(mode, more, lambda: GPT(seed=5)):
-        wrong = diff(given, whole_values(engine)["master"])
-        assert wrong == [], wrong
-        with engine.gathered([NORM]) as values:
-            assert values[NORM].dtype is shown
-
-
-def ones() -> Probe:
-    model = Probe()
-    nn.init.ones_(model.linear.weight)
-    return model
-
-
-@pytest.mark.parametrize("mode", MODES)
-@on_ranks(2)
-def test_the_optimizer_takes_no_step_when_it_is_built(mode: str) -> None:
-    """AdamW on a weight of 1 with decay. Elsewhere stage 0 in 16 bits steps on zero gradients: the weight
-    starts as 0.999, at step 1."""
-    adamw: Written = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}}
-    plain = nn.Parameter(torch.ones(1, 8))
-    optimizer = torch.optim.AdamW([plain], lr=0.01, weight_decay=0.1)
-    plain.grad = torch.full((1, 8), 0.5)
-    optimizer.step()
-    for engine in engines(mode, adamw, ones):
-        parameter = engine.parameter(NAME)
-        assert weight(engine) == [1.0] * 8 and not any(value.any() for value in parameter.state.values())
-        assert engine.global_steps == 0 and not engine.optimizer.state
-        engine.backward(engine(row(0.5)))
-        engine.step()
-        assert torch.equal(parameter.master, plain.detach())
-        moments = dict(parameter.state)
-        require_alike(moments, {key: optimizer.state[plain][key] for key in moments})
 
 
 # --- one engine after another ---------------------------------------------------------------------------
