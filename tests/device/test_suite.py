@@ -61,7 +61,6 @@ FILES = (
     "tests/ranks/test_failures.py",
     "tests/ranks/test_fsdp2.py",
     "tests/ranks/test_fsdp2_files.py",
-    "tests/ranks/test_learned_order.py",
     "tests/ranks/test_mesh.py",
     "tests/ranks/test_monitor.py",
     "tests/ranks/test_observe.py",
@@ -73,10 +72,8 @@ FILES = (
     "tests/ranks/test_pipeline_failures.py",
     "tests/ranks/test_pipelines.py",
     "tests/ranks/test_recorder.py",
-    "tests/ranks/test_traps_autograd.py",
-    "tests/ranks/test_traps_gradients.py",
-    "tests/ranks/test_traps_modules.py",
-    "tests/ranks/test_units_found.py",
+    "tests/ranks/test_traps.py",
+    "tests/ranks/test_units.py",
     "tests/ranks/test_values.py",
     "tests/ranks/test_watch.py",
     "tests/ranks/test_ways.py",
@@ -98,7 +95,6 @@ DIFFER = "ranks differ on purpose, and the strict carrier says so before the che
 DTENSORS = "DTensor's collectives ask a process group of C++ for a backend, and the strict one is in Python"
 FAKE = "has a process group of its own, whose other ranks are not there"
 FUSED = "torch asks a device for a fused cell of a recurrent layer, which no CPU has"
-LOADED = "a load of the module swaps parameters here, as on no GPU, and theirs name no dtype of gradients"
 PEERS = "needs DeepSpeed, and is about its files"
 SPARSE = "torch has sparse tensors on a CPU and on CUDA alone"
 SWAPPED = "a model without its weights is converted: as on no GPU, conversions swap parameters here"
@@ -107,8 +103,6 @@ WATCHDOG = "a wait is the stream's, so the host goes on; on a GPU it is NCCL's w
 
 LEFT_OUT = {
     "tests/check/test_wires.py": "FullyShardedDataParallel computes on CUDA, or on a CPU",
-    "tests/dropin/test_facts.py": COMMANDS,
-    "tests/dropin/test_scripts.py": COMMANDS,
     "tests/e2e/test_dropin_trainer.py": COMMANDS,
     "tests/e2e/test_grouping.py": COMMANDS,
     "tests/e2e/test_jobs.py": COMMANDS,
@@ -117,13 +111,11 @@ LEFT_OUT = {
     "tests/e2e/test_train.py": COMMANDS,
     "tests/e2e/test_train_launch.py": COMMANDS,
     "tests/e2e/test_train_pipeline.py": COMMANDS,
-    "tests/habits/test_habits.py::test_habit[stage3-bf16-a_rollback]": LOADED,
-    "tests/habits/test_habits.py::test_habit[stage3-bf16-a_state_dict_that_is_loaded]": LOADED,
     "tests/habits/test_habits.py::test_habit[stage3-bf16-a_thread]": THREAD,
     "tests/habits/test_habits.py::test_habit[stage3-bf16-recurrent_layers_in_blocks]": FUSED,
-    "tests/habits/test_habits.py::test_habit[stage3-fp32-a_recurrent_cell]": FUSED,
     "tests/habits/test_habits.py::test_habit[stage3-fp32-recurrent_layers]": FUSED,
     "tests/habits/test_habits.py::test_habit[stage3-fp32-sparse_gradients]": SPARSE,
+    "tests/habits/test_scripts.py": COMMANDS,
     "tests/ranks/test_collectives.py::test_sums_by_the_tree_are_its_bits_on_every_carrier": CARRIERS,
     "tests/ranks/test_collectives.py::test_halves_are_two_messages_where_slices_are_three": CARRIERS,
     "tests/ranks/test_collectives.py::test_operations_overlap_and_may_be_waited_for_in_any_order": CARRIERS,
@@ -133,7 +125,6 @@ LEFT_OUT = {
     "tests/ranks/test_collectives.py::test_a_rank_that_hangs_is_an_error_within_the_timeout": WATCHDOG,
     "tests/ranks/test_collectives.py::test_a_killed_rank_is_named_by_all_that_swap_nothing_with_it": WATCHDOG,
     "tests/ranks/test_deepspeed_checkpoints.py": PEERS,
-    "tests/ranks/test_deepspeed_resume.py": PEERS,
     "tests/ranks/test_dropin.py::test_an_init_may_initialise_what_is_below_it": SWAPPED,
     "tests/ranks/test_dropin.py::test_parameters_without_an_engine": SWAPPED,
     "tests/ranks/test_failures.py::test_what_ends_one_rank_ends_the_others_within_the_timeout[0-": WATCHDOG,
@@ -152,7 +143,7 @@ LEFT_OUT = {
 }
 """A file, or a test of `FILES` -> why it does not run on the device."""
 
-RANKS = re.compile(r"^from tests\.ranks(\.harness|\.plain)? import", re.MULTILINE)
+RANKS = re.compile(r"^from tests\.(ranks|ranks\.harness|habits\.cells) import", re.MULTILINE)
 
 
 def test_every_file_of_ranks_is_run_or_left_out() -> None:

@@ -5,6 +5,7 @@ Invariant: only a backward that reaches the gradients of parameters counts as on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,13 +43,20 @@ def a_backward_for_each_loss(loop: Loop) -> None:
         net.step()
 
 
-def losses_by_hand(loop: Loop) -> None:
-    """Call `loss.backward()` instead of the engine's own."""
+def by_hand(loop: Loop, backward: Callable[[Tensor, Tensor], None]) -> None:
+    """Call autograd instead of the engine's own backward."""
     net = loop.train(TwoHeads())
     for number in range(2):
-        one, two = net(loop.data(number))
-        (square(one) + square(two)).backward()
+        backward(*net(loop.data(number)))
         net.step()
+
+
+BY_HAND: dict[str, Any] = {
+    "losses_by_hand": lambda one, two: (square(one) + square(two)).backward(),
+    "torch_autograd_backward": lambda one, two: torch.autograd.backward([square(one), square(two)]),
+    # Of an output that is no scalar.
+    "a_gradient_that_is_given": lambda one, two: one.backward(gradient=torch.full_like(one, 0.5)),
+}
 
 
 def a_sum_over_micro_batches(loop: Loop) -> None:
@@ -90,6 +98,16 @@ def a_forward_between_forward_and_backward(loop: Loop, net: Trainer, x: Tensor) 
     return square(out)
 
 
+def two_forwards_and_two_backwards(loop: Loop) -> None:
+    """Run backwards in either order, after forwards whose saved views outlive the weights' memory."""
+    net = loop.train(Net(SavesWeights), 2)
+    for order in ((0, 1), (1, 0)):
+        losses = [square(net(loop.data(number))) for number in range(2)]
+        for number in order:
+            net.backward(losses[number])
+            net.step()
+
+
 def the_model_is_called_in_pieces(loop: Loop) -> None:
     """Take the loss of a part of the output, so that the head gets no gradient."""
 
@@ -104,24 +122,6 @@ def the_model_is_called_in_pieces(loop: Loop) -> None:
     fit(loop, net, lambda x: square(net(x)["states"][2]) + square(net(x)["out"]), seed=2)
 
 
-def a_gradient_that_is_given(loop: Loop) -> None:
-    """Call `backward(gradient=...)` on an output that is no scalar."""
-    net = loop.train(Net())
-    for number in range(2):
-        out = net(loop.data(number))
-        out.backward(gradient=torch.full_like(out, 0.5))
-        net.step()
-
-
-def torch_autograd_backward(loop: Loop) -> None:
-    """Call `torch.autograd.backward` on several outputs at once."""
-    net = loop.train(TwoHeads())
-    for number in range(2):
-        one, two = net(loop.data(number))
-        torch.autograd.backward([square(one), square(two)])
-        net.step()
-
-
 # --- gradients of other things --------------------------------------------------------------------------
 
 
@@ -133,14 +133,6 @@ def saliency(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     (found,) = torch.autograd.grad(out.float().sum(), x, retain_graph=True)
     loop.see("saliency", found)
     return square(out)
-
-
-@as_loss_of(Net)
-def adversarial_examples(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Train on FGSM examples, which need a gradient of the input."""
-    x.requires_grad_()
-    (found,) = torch.autograd.grad(square(net(x)), x)
-    return square(net((x + 0.1 * found.sign()).detach()))
 
 
 @as_loss_of(Net)
@@ -295,15 +287,11 @@ class Recomputed(Net):
         return checkpoint(block, x, *rest, use_reentrant=self.reentrant)
 
 
-def checkpointed_blocks_with_dropout(loop: Loop) -> None:
-    """Recompute with the same random numbers."""
+class Drops(Block):
+    """A block whose random numbers are the same when it is recomputed."""
 
-    class Drops(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(F.dropout(x, 0.3, self.training))
-
-    fit(loop, loop.train(Recomputed(False, Drops)))
-    fit(loop, loop.train(Recomputed(True, Drops)))
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.3, self.training))
 
 
 class CheckpointedPartOfABlock(Block):
@@ -312,6 +300,14 @@ class CheckpointedPartOfABlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         h = checkpoint(lambda y: F.gelu(self.up(y)), x, use_reentrant=False)
         return x + checkpoint(self.down, h, use_reentrant=False)
+
+
+class WeightOutsideUnderCheckpointing(Recomputed):
+    """A model that uses a block's weight in a function that is recomputed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.trunk(x)
+        return checkpoint(lambda h: F.linear(h, self.blocks[0].up.weight).tanh(), h, use_reentrant=False)
 
 
 class CheckpointsInCheckpoints(Block):
@@ -383,6 +379,34 @@ class Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+class Cube(torch.autograd.Function):
+    """A function that saves a view of a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad * weight**3, (grad * x * 3 * weight**2).sum(0)
+
+
+class SavesWeights(nn.Module):
+    """A block that saves weights in every way: whole, transposed, a slice, in a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.scale, self.table = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(self.norm(x)) * self.scale
+        x = x @ self.linear.weight[:, : WIDTH // 2] @ self.linear.weight.t()[: WIDTH // 2]
+        return Cube.apply(x, self.table[1:3].view(-1)[WIDTH:])
 
 
 class FunctionsOfAutograd(Block):
@@ -540,9 +564,10 @@ class NoGradAroundAPart(Net):
 FITTED: dict[str, Any] = {
     "a_map_over_samples": (lambda: MapOverSamples(), 2),
     "a_derivative_inside_the_model": (lambda: DerivativeInsideTheModel(Smooth), 2),
-    "checkpointed_blocks": (lambda: Recomputed(False), 3),
-    "reentrantly_checkpointed_blocks": (lambda: Recomputed(True), 3),
+    "checkpointed_blocks": (lambda: Recomputed(False, Drops), 3),
+    "reentrantly_checkpointed_blocks": (lambda: Recomputed(True, Drops), 3),
     "a_checkpointed_part_of_a_block": (lambda: Net(CheckpointedPartOfABlock), 2),
+    "a_weight_outside_under_checkpointing": (lambda: WeightOutsideUnderCheckpointing(False), 2),
     "checkpoints_in_checkpoints": (lambda: Recomputed(False, CheckpointsInCheckpoints), 2),
     "checkpointed_segments": (lambda: CheckpointedSegments(), 2),
     "functions_of_autograd": (lambda: Net(FunctionsOfAutograd), 2),
@@ -557,6 +582,7 @@ FITTED: dict[str, Any] = {
 
 HABITS = habits_of(
     globals(),
+    *each(by_hand, BY_HAND),
     *each(fitted, FITTED),
     Habit(a_backward_for_each_loss, close=ORDER, why="stage 3 reduces after every backward"),
 )

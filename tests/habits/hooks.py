@@ -57,25 +57,6 @@ def features_by_attribute(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     return square(out) + sum(square(block.kept) for block in net.module.blocks)
 
 
-def a_teacher_and_hooks(loop: Loop) -> None:
-    """Match the features of a frozen plain model beside the engine, by hooks on both."""
-    torch.manual_seed(3)
-    teacher = Net().to(loop.dtype).eval()
-    net = loop.train(Net())
-    caught: dict[str, Tensor] = {}
-    for name, module in (("student", net.module), ("teacher", teacher)):
-        module.blocks[1].down.register_forward_hook(
-            lambda module, args, out, name=name: caught.__setitem__(name, out)
-        )
-
-    def loss(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = teacher(x)
-        return square(net(x) - target) + square(caught["student"] - caught["teacher"])
-
-    fit(loop, net, loss)
-
-
 def hooks_that_read_weights(loop: Loop, put: Callable[[nn.Module, Callable[..., None]], Any]) -> None:
     """Read a block's weights before it runs, after it has run, and in its backward; they are whole."""
     net = loop.train(Net())
@@ -205,6 +186,14 @@ def hooks_after_accumulation(loop: Loop) -> None:
     loop.see("seen", seen)
 
 
+def a_hook_that_clears_a_gradient(loop: Loop) -> None:
+    """Remove a gradient as soon as it is there, as an optimizer inside the backward does."""
+    net = loop.train(Net())
+    weight = net.module.blocks[1].up.weight
+    weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    fit(loop, net)
+
+
 def hooks_that_come_and_go(loop: Loop) -> None:
     """Add and remove hooks between steps."""
     net = loop.train(Net())
@@ -214,22 +203,6 @@ def hooks_that_come_and_go(loop: Loop) -> None:
         fit(loop, net, steps=1, seed=number)
         handle.remove()
         loop.see("seen", seen)
-
-
-def a_hook_that_raises(loop: Loop) -> None:
-    """Raise an exception in a hook, and train on."""
-    net = loop.train(Net())
-
-    def fail(module: nn.Module, args: Any, out: Any) -> None:
-        raise KeyError("mine")
-
-    handle = net.module.blocks[1].register_forward_hook(fail)
-    try:
-        net(loop.data(0))
-    except KeyError as error:
-        loop.see("raised", str(error))
-    handle.remove()
-    fit(loop, net)
 
 
 HABITS = habits_of(globals(), *each(caught_in, CAUGHT), *each(hooks_that_read_weights, READERS))

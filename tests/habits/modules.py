@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of, refused_cases
-from tests.habits.networks import WIDTH, Block, Net, Parts, as_loss_of, fit, fitted, square, step_on
+from tests.habits.networks import ORDER, WIDTH, Block, Net, Parts, as_loss_of, fit, fitted, square, step_on
 
 # --- which blocks run, and how --------------------------------------------------------------------------
 
@@ -46,6 +47,72 @@ ORDERS: dict[str, Any] = {
     "blocks_that_run_again": lambda rank: [[0, 1, 1, 1, 2], [0, 0, 0], [2, 0, 2]],
 }
 """Name of the habit -> the blocks of each step on a rank."""
+
+
+class RecomputedSkips(Skips):
+    """A model that recomputes the blocks that it runs."""
+
+    order = [0, 1, 2]
+
+    def __init__(self, reentrant: bool, block: Any = Block) -> None:
+        super().__init__(block)
+        self.reentrant = reentrant
+
+    def through(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+        return checkpoint(block, x, use_reentrant=self.reentrant)
+
+
+class DecoderFirst(Skips):
+    """A model whose first blocks are a decoder, which uses the encoder's output everywhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x)
+        memory = h
+        for number in self.order:
+            memory = self.blocks[number](memory) if number else memory
+        return self.head(self.blocks[0](h + memory) if 0 in self.order else memory)
+
+
+class SumOfTowers(Skips):
+    """A model of towers without a graph behind their input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(sum((block(x) for block in self.chosen()), x))
+
+
+class PutsAside(Skips):
+    """A model that runs all blocks, and leaves out what some return."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x)
+        for number, block in enumerate(self.blocks):
+            made = block(h)
+            h = made if number in self.order else h
+        return self.head(h)
+
+
+def dropped(loop: Loop, make: Any) -> None:
+    """Drop half of the blocks at random on each rank, in every micro-batch."""
+    net = loop.train(make(), 2)
+    draw = random.Random(loop.rank)
+    for number in range(6):
+        net.module.order = [block for block in range(3) if draw.random() < 0.5]
+        fit(loop, net, steps=1, seed=number)
+
+
+DROPPED: dict[str, Any] = {
+    "blocks_that_each_rank_recomputes": lambda: RecomputedSkips(False),
+    "blocks_that_each_rank_recomputes_reentrantly": lambda: RecomputedSkips(True),
+    "a_decoder_that_comes_first": DecoderFirst,
+    "towers_that_each_rank_drops": SumOfTowers,
+    "blocks_whose_results_are_put_aside": PutsAside,
+}
+
+
+def a_block_that_runs_again_reentrantly(loop: Loop) -> None:
+    net = loop.train(RecomputedSkips(True))
+    net.module.order = [0, 1, 0, 2, 0]
+    fit(loop, net)
 
 
 class StochasticDepth(Block):
@@ -104,6 +171,12 @@ class ExpertsByRank(nn.Module):
         return x + out
 
 
+def experts_that_are_units(loop: Loop) -> None:
+    """Declare experts as units inside those of their blocks, which may be recomputed."""
+    for model in (Net(ExpertsByRank), RecomputedSkips(False, ExpertsByRank)):
+        fit(loop, loop.train(model, sharding={"units": ["blocks.*", "blocks.*.experts.*"]}), steps=3)
+
+
 class ForwardOfABlock(Net):
     """A model that calls `block.forward(x)`, without its hooks."""
 
@@ -141,6 +214,22 @@ class Auto(Net):
 def units_that_are_written(loop: Loop) -> None:
     """Declare the parts of blocks as units, as the refusal advises."""
     fit(loop, loop.train(Auto(Two), sharding={"units": ["blocks.*.*"]}), steps=3)
+
+
+def parts_by_themselves(loop: Loop) -> None:
+    """Call a block, parts of blocks and the head by themselves, with gradients and without."""
+    net = loop.train(Net())
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            loop.see("evaluated", net.module.blocks[0].up(x).clone())
+        parts = [
+            net.module.get_submodule(path)(x) for path in ("blocks.1", "blocks.1.up", "blocks.0", "head")
+        ]
+        loop.see("parts", parts)
+        return square(net(x)) + sum(map(square, parts))
+
+    fit(loop, net, loss)
 
 
 class Losses(Net):
@@ -223,6 +312,30 @@ class WeightOfABlockElsewhere(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.blocks[1].down.bias
+
+
+class PenaltyInTheForward(Net):
+    """A model that adds the squares of its blocks' weights to its loss itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return square(super().forward(x)) + 1e-3 * sum(square(p) for p in self.blocks.parameters())
+
+
+class SkipsBias(nn.Module):
+    """A layer that returns its bias for its caller to add: Megatron's skip_bias_add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return F.linear(x, self.linear.weight), self.linear.bias
+
+
+class BiasThatIsReturned(Net):
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        out, bias = block(x)
+        return torch.tanh(out + bias)
 
 
 def tied_by_hand() -> Net:
@@ -396,19 +509,6 @@ def recurrent_layers_in_blocks(loop: Loop) -> None:
     step_on(net, (square(net(loop.data(number, 2, 5, WIDTH))) for number in range(2)))
 
 
-def a_recurrent_cell(loop: Loop) -> None:
-    """Call a cell once per time step."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        h = torch.zeros(len(x), WIDTH, dtype=x.dtype)
-        for part in x.unbind(1):
-            h = self.cell(part, h)
-        return self.head(h)
-
-    net = loop.train(Parts(forward, cell=nn.GRUCell(WIDTH, WIDTH), head=nn.Linear(WIDTH, 3)))
-    fit(loop, net, lambda x: square(net(x.view(1, 4, WIDTH))))
-
-
 def attention(loop: Loop) -> None:
     """Train torch's own encoder layers, with masks."""
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
@@ -419,16 +519,6 @@ def attention(loop: Loop) -> None:
     net.module.eval()
     # With gradients, which keeps torch from a fast path of its own that hooks on modules turn off.
     loop.see("evaluated", net(loop.data(9, 2, 5, WIDTH), mask)[~mask])
-
-
-def an_encoder_and_a_decoder(loop: Loop) -> None:
-    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
-        return self.model(x, y, tgt_mask=nn.Transformer.generate_square_subsequent_mask(3).to(x.dtype))
-
-    model = nn.Transformer(WIDTH, 2, 2, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
-    net = loop.train(Parts(forward, model=model))
-    data = [(loop.data(number, 2, 5, WIDTH), loop.data(number + 5, 2, 3, WIDTH)) for number in range(2)]
-    step_on(net, (square(net(*pair)) for pair in data))
 
 
 def convolutions(loop: Loop) -> None:
@@ -580,6 +670,8 @@ FITTED: dict[str, Any] = {
     "lists_of_dicts": (lists_of_dicts, 2),
     "a_model_in_a_wrapper": (lambda: ModelInAWrapper(Net()), 2),
     "the_weight_of_a_block_elsewhere": (WeightOfABlockElsewhere, 2),
+    "a_penalty_in_the_forward": (PenaltyInTheForward, 2),
+    "a_bias_that_is_returned": (lambda: BiasThatIsReturned(SkipsBias), 2),
     "tied_by_hand": (tied_by_hand, 2),
     "one_block_in_two_places": (one_block_in_two_places, 2),
     "buffers_that_a_forward_updates": (lambda: Net(BuffersThatAForwardUpdates), 3),
@@ -597,6 +689,8 @@ FITTED: dict[str, Any] = {
 HABITS = habits_of(
     globals(),
     *each(ordered, ORDERS),
+    *each(dropped, DROPPED),
+    Habit(a_block_that_runs_again_reentrantly, close=ORDER, why="its uses are added in another order"),
     *each(fitted, FITTED),
     *refused_cases("its forward runs no hooks", fitted, TORCHSCRIPT),
     Habit(

@@ -6,8 +6,6 @@ Invariant: the caller sees every change that the model makes to its arguments.
 from __future__ import annotations
 
 import collections
-import io
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
@@ -98,17 +96,6 @@ def a_cache_that_blocks_write(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     one, two = net(x, cache, past), net(x + 1.0, cache, past=past)
     loop.see("cache", [sorted(cache), len(past), past])
     return square(one) + square(two)
-
-
-def a_cache_in_evaluation(loop: Loop) -> None:
-    """Generate with a cache."""
-    net = loop.train(Cached())
-    cache: dict[int, Tensor] = {}
-    x = loop.data(0)
-    with torch.no_grad():
-        for _ in range(3):
-            x = net(x, cache).tanh()
-    loop.see("generated", [x, cache])
 
 
 @dataclass
@@ -447,22 +434,6 @@ class BagHead(Net):
 def blocks_that_hand_on_objects(loop: Loop) -> None:
     """Hand only objects of an unknown class from block to block."""
     fit(loop, loop.train(BagHead()))
-
-
-def outputs_that_are_kept_and_saved(loop: Loop) -> None:
-    """Pickle and save the predictions of all steps after training."""
-    net = loop.train(Net())
-    kept = []
-    for number in range(3):
-        out = net(loop.data(number))
-        kept.append(out.detach())
-        net.backward(square(out))
-        net.step()
-    file = io.BytesIO()
-    torch.save(kept, file)
-    file.seek(0)
-    loop.see("saved", torch.load(file))
-    loop.see("pickled", pickle.loads(pickle.dumps(kept)))
 
 
 class Echo(Net):

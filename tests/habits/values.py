@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.habits.loop import Habit, Loop, Trainer, habits_of, refused, refused_cases
 from tests.habits.networks import (
     ORDER,
+    WIDTH,
     Block,
     Net,
     Parts,
@@ -174,6 +175,28 @@ def a_mask_on_weights(loop: Loop) -> None:
             full["blocks.1.up.weight"].tril_()
 
 
+def written_outside(loop: Loop, write: Callable[[nn.Linear], Any], **precision: str) -> None:
+    """Write between steps, outside of `gathered`: masters take the elements that changed."""
+    net = loop.train(Net(), precision=precision)
+    fit(loop, net, steps=1)
+    write(net.module.head)
+    fit(loop, net, seed=1)
+
+
+AWAY = "`head.weight`: must be"
+WRITES: dict[str, Any] = {
+    "a_write_through_data": (lambda head: head.weight.data.zero_(), AWAY),
+    "a_write_to_what_is_detached": (lambda head: head.weight.detach().copy_(torch.eye(WIDTH)), AWAY),
+    "a_write_of_one_element": (lambda head: head.weight.data[0, 3].fill_(-7.0), AWAY),
+    "a_write_of_the_signs_alone": (lambda head: head.weight.data.neg_(), AWAY),
+}
+
+
+def a_write_beside_a_whole_master(loop: Loop) -> None:
+    """Write one element where masters are no half of what is shown."""
+    written_outside(loop, WRITES["a_write_of_one_element"][0], master="fp32")
+
+
 # --- surgery --------------------------------------------------------------------------------------------
 
 
@@ -229,8 +252,8 @@ def gradients_that_are_set(loop: Loop) -> None:
 
 def a_gradient_that_is_added(loop: Loop) -> None:
     """Add noise, or weight decay by hand, after the backward."""
-    net = loop.train(Net())
-    for number in range(2):
+    net = loop.train(Net(), 2)
+    for number in range(4):
         net.backward(square(net(loop.data(number))))
         with net.gathered():
             for parameter in net.module.parameters():
@@ -246,6 +269,28 @@ def touched(loop: Loop, touch: Callable[[nn.Module], Any]) -> None:
     net.backward(square(net(loop.data(0))))
     touch(net.module)
     net.step()
+
+
+def set_on_one_rank(loop: Loop, before: bool) -> None:
+    """Set a gradient on one rank alone, after a backward or without one."""
+    net = loop.train(Net())
+    if before:
+        net.backward(square(net(loop.data(0))))
+    if loop.rank == 1:
+        net.module.blocks[2].down.bias.grad = torch.ones(WIDTH)
+    net.step()
+
+
+SET: dict[str, Any] = {
+    "a_gradient_that_is_set_on_one_rank": (False, "`blocks.2.down.bias` on some ranks only"),
+    "a_gradient_that_is_added_on_one_rank": (True, "must be set on every rank or on none"),
+}
+
+
+def frozen_on_one_rank(loop: Loop) -> None:
+    net = loop.train(Net())
+    net.module.blocks[0].requires_grad_(loop.rank == 0)
+    fit(loop, net)
 
 
 def scaled(module: nn.Module) -> None:
@@ -337,6 +382,7 @@ ABSENT = "no rank has the values"
 HABITS = habits_of(
     globals(),
     *refused(ABSENT, {a_penalty_outside_of_gathered: "`into.weight`: must be gathered"}, at=(3,)),
+    *refused(ABSENT, {a_write_beside_a_whole_master: AWAY}, at=(3,)),
     *refused(
         "the values are there for the forward alone",
         {
@@ -346,7 +392,13 @@ HABITS = habits_of(
         at=(3,),
         split=OUTSIDE,
     ),
+    *refused_cases(ABSENT, written_outside, WRITES, at=(3,), split=OUTSIDE),
     *refused_cases("the engine has the gradients", touched, TOUCHES),
+    *refused_cases("ranks would update different parameters", set_on_one_rank, SET),
+    *refused(
+        "ranks would update different parameters",
+        {frozen_on_one_rank: "must be trained on every rank or on none"},
+    ),
     *refused_cases("the plan is of the model as it was", operated, SURGERY),
     Habit(gradients_for_a_log, close=ORDER, why="what is looked at is reduced before the rest of its step"),
     Habit(a_gradient_that_is_added, close=ORDER, why="it is added after the ranks' sum"),

@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from tests.numerics.networks import GPT
-from tests.numerics.runs import config, make, train
+from tests.numerics.runs import config, finish, make, train
 from tests.ranks.harness import run_ranks
-from tests.ranks.plain import weights
 from zerodrift.api import make_plan
 from zerodrift.checkpoint import save as saving
 from zerodrift.checkpoint.checkpoints import Checkpoints
@@ -66,7 +65,7 @@ def alone(engine: Engine, change: Callable[[], Any]) -> None:
 
 
 def same(before: dict[str, torch.Tensor], engine: Engine) -> bool:
-    after = weights(engine)
+    after = finish(engine).weights
     return all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -87,7 +86,7 @@ def damaged(folder: str, harm: Callable[[Path], None]) -> Any:
     """Damage every file of the newest checkpoint in turn, and one that is only checked as it is read."""
     engine, checkpoints = two(folder)
     newest = Path(folder) / NEW
-    before = weights(engine)
+    before = finish(engine).weights
     messages = {}
     for path in sorted(newest.iterdir()):
         kept = path.read_bytes()
@@ -150,7 +149,7 @@ def refusals(folder: str) -> dict[str, str]:
         ("optimizer", config(3, "bf16", optimizer={"type": "SGD", "params": {"lr": 1e-3}}), GPT()),
     ):
         engine = make(written, model)
-        before = weights(engine)
+        before = finish(engine).weights
         messages[what] = refusal(Checkpoints(engine, folder, quiet=True).load)
         assert same(before, engine)
         engine.destroy()
@@ -366,7 +365,7 @@ def slow_disk(folder: str) -> Any:
         return real(*arguments)
 
     saving.write_items = waits  # type: ignore[assignment]
-    expected = weights(engine)
+    expected = finish(engine).weights
     checkpoints.save("beside")
     train(engine, 2)
     folder_of = CheckpointFolder(folder)

@@ -15,7 +15,6 @@ from torch import nn
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, diff, finish, make, require_alike
 from tests.ranks.harness import on_ranks, run_ranks
-from tests.ranks.plain import weights
 from zerodrift.api import make_plan
 from zerodrift.comm import watch
 from zerodrift.comm.mesh import start
@@ -84,7 +83,7 @@ def test_after_a_failure_the_next_step_is_as_if_nothing_was(stage: int) -> None:
     clean = make(config(stage, "fp32", 2), model)
     for number in range(3):
         step(clean, number)
-    expected = weights(clean)
+    expected = finish(clean).weights
     clean.destroy()
     for own in (False, True):
         model, bomb = mined()
@@ -103,7 +102,7 @@ def test_after_a_failure_the_next_step_is_as_if_nothing_was(stage: int) -> None:
             if where == "forward":
                 engine.zero_grad()  # the first micro-batch is still there, which a clean step has not
             step(engine, number, own)
-        assert diff(expected, weights(engine)) == [], own
+        assert diff(expected, finish(engine).weights) == [], own
         assert not any(unit.is_full for unit in engine.executor.units if stage == 3)
         engine.destroy()
 

@@ -130,68 +130,6 @@ def test_a_pin_is_seen_in_every_column(backend: str) -> None:
         assert found == [["float32"]] * 6 + [["same"], ["float32"]]
 
 
-def flags(backend: str) -> list[Any]:
-    return [flag(backend, enabled) for enabled in (True, False)]
-
-
-def flag(backend: str, enabled: bool) -> tuple[str, list[Finding], list[str]]:
-    """Train with DeepSpeed's `bf16.enabled`, at the default storage of each backend."""
-    written = {**config(3, "auto", 2, backend=backend), "bf16": {"enabled": enabled}}
-    del written["precision"]
-    model = GPT(tied=False)
-    given = {name: value.detach().clone() for name, value in model.named_parameters()}
-    assert any((value.bfloat16().float() != value).any() for value in given.values())
-    engine = make(written, model)
-    inexact = [name for name in given if not torch.equal(engine.parameter(name).master, given[name])]
-    seen = step(engine)
-    engine.destroy()
-    return compare.line(engine.plan, seen), compare.findings(engine.plan, seen), inexact
-
-
-@BACKENDS
-def test_bf16_is_bf16_compute_with_exact_masters_and_off_is_fp32_everywhere(backend: str) -> None:
-    for on, off in run_ranks(flags, 2, backend):
-        told, found, inexact = on
-        assert found == [] and inexact == []
-        assert " compute=bfloat16 " in told and " accumulate=float32 reduce=float32 " in told
-        assert told.endswith(f"master={'same' if backend == 'fsdp2' else 'split'} state=float32")
-        assert f"storage={'float32' if backend == 'fsdp2' else 'bfloat16'} " in told
-        told, found, inexact = off
-        assert found == [] and inexact == []
-        columns = dict(word.split("=") for word in told.split()[2:])
-        assert {columns.pop("master"), columns.pop("logits")} == {"same", "-"}
-        assert set(columns.values()) == {"float32"}, told
-
-
-def updated(backend: str) -> dict[str, float]:
-    """Return the distance of a step from torch's AdamW in fp64, in ulps of fp32 at the weight."""
-    engine = make({**config(3, "bf16", gradient_clipping=0.0), "backend": backend}, GPT(tied=False, layers=1))
-    settings = {key: engine.optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")}
-    before = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
-    engine.backward(engine(batch(0, engine.mesh.rank("data"))))
-    gradients = {name: engine.parameter(name).gradient for name in before}
-    assert engine.step().updated
-    worst, fractions = 0.0, []
-    for name, start in before.items():
-        wanted = start.double().requires_grad_()
-        wanted.grad = gradients[name].double()
-        torch.optim.AdamW([wanted], **settings).step()
-        after = engine.parameter(name).master
-        spacing = torch.finfo(torch.float32).eps * start.abs().clamp_min(settings["lr"]).double()
-        worst = max(worst, float(((after.double() - wanted.detach()).abs() / spacing).max()))
-        fractions.append(float((after.bfloat16().float() != after).float().mean()))
-    engine.destroy()
-    return {"worst": worst, "not bf16": min(fractions)}
-
-
-@BACKENDS
-def test_an_update_under_bf16_is_one_of_fp32(backend: str) -> None:
-    for found in run_ranks(updated, 2, backend):
-        # Two roundings of the weight, one of the step, each half an ulp; the gradient's own is no part of it.
-        assert found["worst"] < 4, found
-        assert found["not bf16"] > 0.5, found
-
-
 # --- planted: each is found, by name --------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.api import empty, initialize, load_weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError
@@ -294,11 +294,8 @@ def test_files_that_are_broken_for_one_rank_are_an_error_on_all(tmp_path: Path, 
     assert all(expected in text for text in told), told
 
 
+@on_ranks(2)
 def test_a_model_with_memory_on_one_rank_only_is_an_error_on_all() -> None:
-    run_ranks(lopsided, 2)
-
-
-def lopsided() -> None:
     with empty() if torch.distributed.get_rank() == 0 else contextlib.nullcontext():
         model = nn.Linear(300, 300)
     with pytest.raises(RankError, match="must be built alike on every rank"):
