@@ -101,6 +101,13 @@ SWAPPED = "a model without its weights is converted: as on no GPU, conversions s
 THREAD = "a thread begins on the first device without a default one, as on CUDA, and this one names none"
 WATCHDOG = "a wait is the stream's, so the host goes on; on a GPU it is NCCL's watchdog that notices"
 
+HABITS = {
+    "a_thread": THREAD,
+    "recurrent_layers": FUSED,
+    "recurrent_layers_in_blocks": FUSED,
+    "sparse_gradients": SPARSE,
+}
+
 LEFT_OUT = {
     "tests/check/test_wires.py": "FullyShardedDataParallel computes on CUDA, or on a CPU",
     "tests/e2e/test_dropin_trainer.py": COMMANDS,
@@ -111,12 +118,12 @@ LEFT_OUT = {
     "tests/e2e/test_train.py": COMMANDS,
     "tests/e2e/test_train_launch.py": COMMANDS,
     "tests/e2e/test_train_pipeline.py": COMMANDS,
-    "tests/habits/test_habits.py::test_habit[stage3-bf16-a_thread]": THREAD,
-    "tests/habits/test_habits.py::test_habit[stage3-bf16-recurrent_layers_in_blocks]": FUSED,
-    "tests/habits/test_habits.py::test_habit[stage3-fp32-recurrent_layers]": FUSED,
-    "tests/habits/test_habits.py::test_habit[stage3-fp32-sparse_gradients]": SPARSE,
+    **{
+        f"tests/habits/test_habits.py::test_habit[stage3-{mode}-{habit}]": why
+        for mode in ("fp32", "bf16")
+        for habit, why in HABITS.items()
+    },
     "tests/habits/test_scripts.py": COMMANDS,
-    "tests/ranks/test_collectives.py::test_sums_by_the_tree_are_its_bits_on_every_carrier": CARRIERS,
     "tests/ranks/test_collectives.py::test_halves_are_two_messages_where_slices_are_three": CARRIERS,
     "tests/ranks/test_collectives.py::test_operations_overlap_and_may_be_waited_for_in_any_order": CARRIERS,
     "tests/ranks/test_collectives.py::test_a_reduction_receives_a_window_however_large_it_is": CARRIERS,
@@ -136,7 +143,7 @@ LEFT_OUT = {
     "tests/ranks/test_own_optimizers.py::test_dtensors_are_whole_to_whoever_looks_at_them": DTENSORS,
     "tests/ranks/test_shared.py": CARRIERS,
     "tests/ranks/test_tensor_parallel.py": DTENSORS,
-    "tests/ranks/test_values.py::test_contexts_leave_what_was_there_and_what_was_kept[some]": SWAPPED,
+    "tests/ranks/test_values.py::test_a_context_that_fails_leaves_what_was_there[some]": SWAPPED,
     "tests/ranks/test_values.py::test_copies_are_plain_and_one_engine_follows_another": SWAPPED,
     "tests/ranks/test_waits.py": FAKE,
     "tests/ranks/test_watch.py::test_every_rank_says_where_the_others_are": DIFFER,

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -58,8 +58,7 @@ PATIENCE = 15.0
 """Time limit of one habit, which takes a twentieth of this. Four times as much on the stand-in."""
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """How and on how many ranks habits run."""
 
     stage: int

@@ -95,8 +95,8 @@ class OnDeepSpeed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss)
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        self.engine.backward(loss, **kwargs)
         self._loop.see("loss", loss)
 
     def masters(self) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ Invariant: only a backward that reaches the gradients of parameters counts as on
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,23 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
-from tests.habits.networks import ORDER, WIDTH, Block, Net, as_loss_of, fit, fitted, raises, square, step_on
+from tests.habits.networks import (
+    ORDER,
+    WIDTH,
+    Block,
+    Net,
+    as_loss_of,
+    block_of,
+    fit,
+    fitted,
+    net_of,
+    raises,
+    square,
+    step_on,
+)
+
+Smooth = block_of(lambda self, x: x + self.down(torch.tanh(self.up(x))))
+"""A block with an activation whose second derivative is exact."""
 
 # --- several losses, several backwards ------------------------------------------------------------------
 
@@ -184,7 +201,7 @@ def forces(loop: Loop) -> None:
                 (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
             return energy, force
 
-    net = loop.train(Energy(lambda: Smooth()))
+    net = loop.train(Energy(Smooth))
 
     def loss(x: Tensor) -> Tensor:
         energy, force = net(x)
@@ -194,13 +211,6 @@ def forces(loop: Loop) -> None:
     net.module.eval()
     with torch.no_grad():
         loop.see("energy", [value.detach() for value in net(loop.data(7))])
-
-
-class Smooth(Block):
-    """A block with an activation whose second derivative is exact."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 def a_gradient_of_parameters(loop: Loop) -> None:
@@ -234,13 +244,6 @@ def backward_by_inputs(loop: Loop) -> None:
 
 
 # --- torch.func -----------------------------------------------------------------------------------------
-
-
-class MapOverSamples(Net):
-    """A model with `vmap` inside."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.func.vmap(super().forward)(x)
 
 
 class DerivativeInsideTheModel(Net):
@@ -287,13 +290,6 @@ class Recomputed(Net):
         return checkpoint(block, x, *rest, use_reentrant=self.reentrant)
 
 
-class Drops(Block):
-    """A block whose random numbers are the same when it is recomputed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.dropout(x, 0.3, self.training))
-
-
 class CheckpointedPartOfABlock(Block):
     """A block that recomputes a part of itself."""
 
@@ -308,18 +304,6 @@ class WeightOutsideUnderCheckpointing(Recomputed):
     def forward(self, x: Tensor) -> Tensor:
         h = self.trunk(x)
         return checkpoint(lambda h: F.linear(h, self.blocks[0].up.weight).tanh(), h, use_reentrant=False)
-
-
-class CheckpointsInCheckpoints(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class CheckpointedSegments(Net):
-    """A model with `checkpoint_sequential` over several blocks at a time."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint_sequential(list(self.blocks), 2, self.into(x), use_reentrant=False))
 
 
 @as_loss_of(Net)
@@ -409,12 +393,9 @@ class SavesWeights(nn.Module):
         return Cube.apply(x, self.table[1:3].view(-1)[WIDTH:])
 
 
-class FunctionsOfAutograd(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + Straight.apply(Linear.apply(x, self.up.weight)) @ self.down.weight.T
-
-
 class Attribute(torch.autograd.Function):
+    """A product that keeps the weight as an attribute, as hand-written kernels do."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.x, ctx.weight = x.detach(), weight.detach()
@@ -423,13 +404,6 @@ class Attribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad @ ctx.weight, grad.T @ ctx.x
-
-
-class WeightsOnTheContext(Block):
-    """A block whose function keeps the weight as an attribute, as hand-written kernels do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + Attribute.apply(Attribute.apply(x, self.up.weight), self.down.weight)
 
 
 @as_loss_of(Net)
@@ -509,24 +483,6 @@ def a_block_that_changes_and_returns_its_input(loop: Loop) -> None:
     fit(loop, loop.train(Net(Half)))
 
 
-class Fills(Block):
-    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
-        y = super().forward(x)
-        rows[:, 0] = y[:, 0]
-        return y
-
-
-class FilledByBlocks(Net):
-    """A model whose blocks write their rows of one output tensor."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = torch.zeros(len(x), 3, WIDTH, dtype=x.dtype)
-        h = self.into(x)
-        for number, block in enumerate(self.blocks):
-            h = block(h, rows[:, number])
-        return self.head(h) + rows.sum((1, 2))[:, None]
-
-
 class FillsRow(Block):
     def forward(self, x: Tensor, row: Tensor) -> None:
         row.copy_(super().forward(x))
@@ -561,19 +517,39 @@ class NoGradAroundAPart(Net):
         return self.head(self.blocks[2](h)) + self.blocks[2](h.detach())
 
 
+DROPS = block_of(lambda self, x: Block.forward(self, F.dropout(x, 0.3, self.training)))
+"""A block whose random numbers are the same when it is recomputed."""
+
 FITTED: dict[str, Any] = {
-    "a_map_over_samples": (lambda: MapOverSamples(), 2),
+    "a_map_over_samples": (net_of(lambda self, x: torch.func.vmap(partial(Net.forward, self))(x)), 2),
     "a_derivative_inside_the_model": (lambda: DerivativeInsideTheModel(Smooth), 2),
-    "checkpointed_blocks": (lambda: Recomputed(False, Drops), 3),
-    "reentrantly_checkpointed_blocks": (lambda: Recomputed(True, Drops), 3),
+    "checkpointed_blocks": (lambda: Recomputed(False, DROPS), 3),
+    "reentrantly_checkpointed_blocks": (lambda: Recomputed(True, DROPS), 3),
     "a_checkpointed_part_of_a_block": (lambda: Net(CheckpointedPartOfABlock), 2),
     "a_weight_outside_under_checkpointing": (lambda: WeightOutsideUnderCheckpointing(False), 2),
-    "checkpoints_in_checkpoints": (lambda: Recomputed(False, CheckpointsInCheckpoints), 2),
-    "checkpointed_segments": (lambda: CheckpointedSegments(), 2),
-    "functions_of_autograd": (lambda: Net(FunctionsOfAutograd), 2),
-    "weights_on_the_context": (lambda: Net(WeightsOnTheContext), 2),
+    "checkpoints_in_checkpoints": (
+        lambda: Recomputed(
+            False, block_of(lambda self, x: checkpoint(partial(Block.forward, self), x, use_reentrant=False))
+        ),
+        2,
+    ),
+    "checkpointed_segments": (
+        net_of(lambda self, x: checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)),
+        2,
+    ),
+    "functions_of_autograd": (
+        lambda: Net(
+            block_of(lambda self, x: x + Straight.apply(Linear.apply(x, self.up.weight)) @ self.down.weight.T)
+        ),
+        2,
+    ),
+    "weights_on_the_context": (
+        lambda: Net(
+            block_of(lambda self, x: Attribute.apply(Attribute.apply(x, self.up.weight), self.down.weight))
+        ),
+        2,
+    ),
     "a_block_that_changes_its_input": (lambda: ChangesItsInput(Adds), 2),
-    "a_buffer_that_blocks_fill": (lambda: FilledByBlocks(Fills), 2),
     "a_buffer_that_blocks_fill_and_return_nothing": (lambda: FilledByRows(FillsRow), 3),
     "no_grad_around_a_part": (lambda: NoGradAroundAPart(), 2),
 }

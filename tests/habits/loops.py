@@ -17,7 +17,19 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
-from tests.habits.networks import ORDER, WIDTH, Block, Net, Parts, as_loss_of, fit, square, step_on, steps_of
+from tests.habits.networks import (
+    ORDER,
+    WIDTH,
+    Block,
+    Net,
+    Parts,
+    as_loss_of,
+    fit,
+    raises,
+    square,
+    step_on,
+    steps_of,
+)
 
 # --- micro-batches --------------------------------------------------------------------------------------
 
@@ -248,6 +260,16 @@ def failing(loop: Loop, error: BaseException) -> None:
             net.zero_grad()
             continue
         net.step()
+
+
+def a_forward_that_fails_between_micro_batches(loop: Loop) -> None:
+    """Catch an error of a forward: the micro-batches before it stay."""
+    net = loop.train(Fails(), 2)
+    for number in range(4):
+        if number % 2:
+            net.module.error = ValueError("mine")
+            raises(loop, "forward", partial(net, loop.data(90)))
+        fit(loop, net, steps=1, seed=number)
 
 
 def _fail(grad: Tensor) -> None:

@@ -13,10 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint
 
+from tests.habits.graphs import Recomputed
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of, refused_cases
-from tests.habits.networks import ORDER, WIDTH, Block, Net, Parts, as_loss_of, fit, fitted, square, step_on
+from tests.habits.networks import (
+    ORDER,
+    WIDTH,
+    Block,
+    Net,
+    Parts,
+    as_loss_of,
+    fit,
+    fitted,
+    net_of,
+    square,
+    step_on,
+)
 
 # --- which blocks run, and how --------------------------------------------------------------------------
 
@@ -49,17 +61,10 @@ ORDERS: dict[str, Any] = {
 """Name of the habit -> the blocks of each step on a rank."""
 
 
-class RecomputedSkips(Skips):
+class RecomputedSkips(Skips, Recomputed):
     """A model that recomputes the blocks that it runs."""
 
     order = [0, 1, 2]
-
-    def __init__(self, reentrant: bool, block: Any = Block) -> None:
-        super().__init__(block)
-        self.reentrant = reentrant
-
-    def through(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
-        return checkpoint(block, x, use_reentrant=self.reentrant)
 
 
 class DecoderFirst(Skips):
@@ -113,21 +118,6 @@ def a_block_that_runs_again_reentrantly(loop: Loop) -> None:
     net = loop.train(RecomputedSkips(True))
     net.module.order = [0, 1, 0, 2, 0]
     fit(loop, net)
-
-
-class StochasticDepth(Block):
-    """A block that drops samples, not blocks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        keep = (torch.rand(len(x), 1) > 0.5).to(x.dtype) if self.training else 1.0
-        return x + keep * (super().forward(x) - x)
-
-
-class RandomNumberOfBlocks(Net):
-    """A model with a depth from Python's own random numbers, the same on all ranks."""
-
-    def chosen(self) -> Any:
-        return self.blocks[: random.randint(1, 3)]
 
 
 class BlockThatNobodyCalls(Net):
@@ -243,17 +233,6 @@ def another_method_of_the_model(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     return net.module.loss(x)
 
 
-def lists_of_lists() -> nn.Module:
-    """Make a model whose blocks are lists of modules."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        for attention, feed in self.layers:
-            x = feed(attention(x))
-        return x
-
-    return Parts(forward, layers=nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2)))
-
-
 def lists_of_dicts() -> nn.Module:
     """Make a model whose blocks are dicts of modules, with a bare parameter beside."""
 
@@ -305,20 +284,6 @@ class ModelInAWrapper(nn.Module):
 
 
 # --- weights in several places --------------------------------------------------------------------------
-
-
-class WeightOfABlockElsewhere(Net):
-    """A model whose loss or parent reads a block's weight by itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.blocks[1].down.bias
-
-
-class PenaltyInTheForward(Net):
-    """A model that adds the squares of its blocks' weights to its loss itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return square(super().forward(x)) + 1e-3 * sum(square(p) for p in self.blocks.parameters())
 
 
 class SkipsBias(nn.Module):
@@ -464,14 +429,6 @@ def hypernetwork() -> nn.Module:
 
 
 # --- kinds of layers ------------------------------------------------------------------------------------
-
-
-def dropout(loop: Loop) -> None:
-    """Draw the same random numbers as plain torch."""
-    net = loop.train(Net(lambda: nn.Sequential(Block(), nn.Dropout(0.4))))
-    fit(loop, net)
-    net.module.eval()
-    loop.see("evaluated", net(loop.data(9)))
 
 
 def recurrent(kind: Any) -> nn.Module:
@@ -659,18 +616,23 @@ TORCHSCRIPT: dict[str, Any] = {
 }
 
 FITTED: dict[str, Any] = {
-    "stochastic_depth": (lambda: Net(StochasticDepth), 3),
-    "a_random_number_of_blocks": (RandomNumberOfBlocks, 4),
     "a_block_that_nobody_calls": (BlockThatNobodyCalls, 2),
     "experts_by_rank": (lambda: Net(ExpertsByRank), 3),
     "the_forward_of_a_block": (ForwardOfABlock, 2),
     "parts_of_blocks": (PartsOfBlocks, 2),
     "another_method_of_a_block": (lambda: Auto(Two), 2),  # `block.encode(x)` and `block.decode(x)`.
-    "lists_of_lists": (lists_of_lists, 2),
     "lists_of_dicts": (lists_of_dicts, 2),
     "a_model_in_a_wrapper": (lambda: ModelInAWrapper(Net()), 2),
-    "the_weight_of_a_block_elsewhere": (WeightOfABlockElsewhere, 2),
-    "a_penalty_in_the_forward": (PenaltyInTheForward, 2),
+    "the_weight_of_a_block_elsewhere": (
+        net_of(lambda self, x: Net.forward(self, x) + self.blocks[1].down.bias),
+        2,
+    ),
+    "a_penalty_in_the_forward": (
+        net_of(
+            lambda self, x: square(Net.forward(self, x)) + 1e-3 * sum(map(square, self.blocks.parameters()))
+        ),
+        2,
+    ),
     "a_bias_that_is_returned": (lambda: BiasThatIsReturned(SkipsBias), 2),
     "tied_by_hand": (tied_by_hand, 2),
     "one_block_in_two_places": (one_block_in_two_places, 2),

@@ -63,6 +63,16 @@ class Net(nn.Module):
         return self.head(self.trunk(x, *rest))
 
 
+def net_of(forward: Callable[..., Any]) -> Callable[..., Net]:
+    """Return a class of networks with another forward."""
+    return type("NetOf", (Net,), {"forward": forward})
+
+
+def block_of(forward: Callable[..., Any]) -> Callable[[], Block]:
+    """Return a class of blocks with another forward."""
+    return type("BlockOf", (Block,), {"forward": forward})
+
+
 class Seeded(Net):
     """A network that begins with the same values wherever it is made."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
-from tests.habits.networks import WIDTH, Block, Net, as_loss_of, fit, square
+from tests.habits.networks import WIDTH, Block, Net, as_loss_of, fit, net_of, square
 
 
 class Appends(Block):
@@ -249,12 +249,7 @@ class Inside:
     held: Any
 
 
-class Deep(Net):
-    def forward(self, batch: Any) -> Tensor:
-        return super().forward(batch.held.held.held.held.held)
-
-
-@as_loss_of(Deep)
+@as_loss_of(net_of(lambda self, batch: Net.forward(self, batch.held.held.held.held.held)))
 def dataclasses_in_dataclasses_as_a_batch(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Nest dataclasses deeper than objects of unknown classes are followed."""
     batch: Any = x if loop.plain else x.float()
@@ -386,14 +381,7 @@ OUTPUTS: dict[str, Any] = {
 """Name of the habit -> (function that wraps the output and its loss, function that finds the loss)."""
 
 
-class Stashes(Net):
-    """A model that returns nothing and keeps its loss as an attribute."""
-
-    def forward(self, x: Tensor) -> None:
-        self.loss = square(super().forward(x))
-
-
-@as_loss_of(Stashes)
+@as_loss_of(net_of(lambda self, x: setattr(self, "loss", square(Net.forward(self, x)))))
 def a_loss_that_is_stashed(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Call a model that returns None."""
     assert net(x) is None
@@ -436,12 +424,7 @@ def blocks_that_hand_on_objects(loop: Loop) -> None:
     fit(loop, loop.train(BagHead()))
 
 
-class Echo(Net):
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x), y
-
-
-@as_loss_of(Echo, 1)
+@as_loss_of(net_of(lambda self, x, y: (Net.forward(self, x), y)), 1)
 def an_input_is_the_output(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Return the model's input beside its output."""
     out, echo = net(x, x)

@@ -110,14 +110,7 @@ class Plain:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        if self._loop.deepspeed:
-            raise AssertionError("DeepSpeed's must not be called here")
         yield
-
-    coalesce_grad_reduction = no_sync
-
-    def set_gradient_accumulation_boundary(self, value: bool) -> None:
-        raise AssertionError("DeepSpeed's must not be called here")
 
     @contextlib.contextmanager
     def gathered(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from tests.habits.loop import Habit, Loop, differences, habits_of
+from tests.habits.loop import Habit, Loop, differences, differs, habits_of
 from tests.habits.networks import WIDTH, Seeded, fit, square
 
 
@@ -58,20 +58,29 @@ def arguments_a_file_and_a_loader(loop: Loop) -> None:
 
 
 def boundaries_that_the_script_sets(loop: Loop) -> None:
-    """Call `step` once, after the last of four micro-batches."""
-    adamw = torch.optim.AdamW((net := Seeded()).parameters(), lr=5e-3, weight_decay=0.1)
-    engine = loop.train(net, optimizer=adamw, gradient_accumulation_steps=4, gradient_clipping=0.5)
-    boundaries = []
-    for number in range(12):
-        engine.set_gradient_accumulation_boundary(number % 4 == 3)
-        engine.backward(square(engine(loop.data(number))))
-        boundaries.append(engine.is_gradient_accumulation_boundary())
-        if number % 4 == 3:
-            engine.step()
-            assert engine.was_step_applied()
-            loop.see("norm", float(engine.get_global_grad_norm()))
-    assert boundaries == [False, False, False, True] * 3
-    assert engine.global_steps == 3 and engine.train_batch_size() == 16 * dist.get_world_size()
+    """Call `step` once, after the last of four micro-batches; count them; or divide losses in the script."""
+    ends = []
+    for how in ("told", "counted", "divided"):
+        adamw = torch.optim.AdamW((net := Seeded()).parameters(), lr=5e-3, weight_decay=0.1)
+        engine = loop.train(net, optimizer=adamw, gradient_accumulation_steps=4, gradient_clipping=0.5)
+        for number in range(12):
+            is_last = number % 4 == 3
+            if how == "told":
+                engine.set_gradient_accumulation_boundary(is_last)
+            loss = square(engine(loop.data(number)))
+            if how == "divided":
+                engine.backward(loss / 4, scale_wrt_gas=False)
+            else:
+                engine.backward(loss)
+            assert engine.is_gradient_accumulation_boundary() is is_last
+            if how != "told" or is_last:
+                engine.step()
+                assert engine.was_step_applied() is is_last
+            if is_last:
+                loop.see("norm", float(engine.get_global_grad_norm()))
+        assert engine.global_steps == 3 and engine.train_batch_size() == 16 * dist.get_world_size()
+        ends.append(loop.weights(net))
+    assert not any(differs(ends[0], end, 0.0) for end in ends[1:])
 
 
 def a_scale_that_begins_too_high(loop: Loop) -> None:

@@ -1,7 +1,7 @@
 """Every habit at stages 0 and 3 and in fp32 and bf16, on two ranks; `__init__.py` defines habits.
 
 `make test` runs each at stage 3, which does everything that stage 0 does, and gathers and frees units
-besides; those of `values`, which write parameters, at stage 0 too.
+besides; those of `values`, which write parameters, at stage 0 too, unless they are refused at both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OF_PARAMETERS = {habit.name for habit in values.HABITS}
 
 def at(setting: Setting, habit: Habit) -> Any:
     """Return a test of a habit in a setting."""
-    if habit.name in OF_PARAMETERS:
+    if habit.name in OF_PARAMETERS and (not habit.refused or habit.at == (3,)):
         marks = [] if habit.split else [pytest.mark.cells(2)]
     else:
         marks = [pytest.mark.cells(1) if setting.stage else pytest.mark.slow]
