@@ -137,7 +137,7 @@ LEFT_OUT = {
     "tests/ranks/test_failures.py::test_what_ends_one_rank_ends_the_others_within_the_timeout[0-": WATCHDOG,
     "tests/ranks/test_failures.py::test_what_ends_one_rank_ends_the_others_within_the_timeout[3-k": WATCHDOG,
     "tests/ranks/test_failures.py::test_ranks_that_go_through_units_in_different_orders_are_told[3-": DIFFER,
-    "tests/ranks/test_fsdp2.py::test_two_ranks_see[parameters]": DTENSORS,
+    "tests/ranks/test_fsdp2.py::test_parameters_are_dtensors_with_the_given_bits": DTENSORS,
     "tests/ranks/test_harness.py": "about the ranks themselves, which are processes of the CPU",
     "tests/ranks/test_host.py": FAKE,
     "tests/ranks/test_own_optimizers.py::test_dtensors_are_whole_to_whoever_looks_at_them": DTENSORS,

@@ -11,23 +11,17 @@ import torch
 from tests.habits.loop import Habit, Loop, habits_of
 from tests.habits.networks import Seeded, fit, square
 
-TORCHS = ("Adagrad", "RMSprop", "NAdam", "Adadelta")
-
 
 def optimizers_of_torchs(loop: Loop) -> None:
-    """Train with `optimizer.type` set to classes of `torch.optim`."""
-    for name in TORCHS:
-        engine = loop.train(Seeded(), optimizer={"type": name, "params": {"lr": 0.01}})
+    """Train with `optimizer.type` set to classes of `torch.optim`, two of them over groups."""
+    for name in ("Adagrad", "RMSprop", "NAdam", "Adadelta", "SGD"):
+        net = Seeded()
+        head, into = list(net.head.parameters()), list(net.into.parameters())
+        groups = {"model_parameters": [{"params": head, "lr": 0.02}, {"params": into}]}
+        block = {"type": name, "params": {"lr": 0.01}}
+        engine = loop.train(net, optimizer=block, **(groups if name in ("RMSprop", "SGD") else {}))
         fit(loop, engine, steps=3)
-
-
-def an_optimizer_of_torchs_over_groups(loop: Loop) -> None:
-    """Train over `model_parameters` in groups with numbers of their own."""
-    net = Seeded()
-    groups = [{"params": list(net.head.parameters()), "lr": 0.02}, {"params": list(net.into.parameters())}]
-    engine = loop.train(net, optimizer={"type": "RMSprop", "params": {"lr": 0.01}}, model_parameters=groups)
-    fit(loop, engine, steps=3)
-    loop.see("rates", engine.get_lr())
+        loop.see("rates", engine.get_lr())
 
 
 def schedules_of_torchs(loop: Loop) -> None:

@@ -23,13 +23,20 @@ from tests.habits.script_gradients import ADAMW
 
 
 def another_engine_of_the_same_model(loop: Loop) -> None:
-    """Destroy an engine, which keeps the weights, and initialize the model again, twice."""
+    """Destroy an engine, which keeps the weights, and initialize the model again, twice.
+
+    A frozen part keeps its values and is trained by the next engine, and weights change in between.
+    """
     net = Seeded()
+    net.into.requires_grad_(False)
     for turn in range(3):
-        engine = loop.train(net)
+        engine = loop.train(net, optimizer=ADAMW)
         fit(loop, engine, seed=2 * turn)
         loop.end(engine)
         loop.see("weights", loop.weights(net))
+        net.into.requires_grad_(True)
+        with loop.deepspeed.zero.GatheredParameters([net.head.weight], modifier_rank=0):
+            net.head.weight.data.fill_(0.25)
 
 
 def a_model_that_is_given_again(loop: Loop) -> None:
@@ -37,17 +44,6 @@ def a_model_that_is_given_again(loop: Loop) -> None:
     net = Seeded()
     for turn in range(3):
         fit(loop, loop.train(net), seed=2 * turn)
-
-
-def weights_that_are_changed_between(loop: Loop) -> None:
-    """Change weights inside `GatheredParameters` between two engines."""
-    net = Seeded()
-    engine = loop.train(net)
-    fit(loop, engine, steps=1)
-    loop.end(engine)
-    with loop.deepspeed.zero.GatheredParameters([net.head.weight], modifier_rank=0):
-        net.head.weight.data.fill_(0.25)
-    fit(loop, loop.train(net), seed=1)
 
 
 def another_stage_afterwards(loop: Loop) -> None:
@@ -58,17 +54,6 @@ def another_stage_afterwards(loop: Loop) -> None:
         fit(loop, engine, steps=1, seed=turn)
         loop.end(engine)
     loop.see("weights", loop.weights(net))
-
-
-def a_frozen_part_in_both(loop: Loop) -> None:
-    """Freeze a part, which keeps its values, and train it with the next engine."""
-    net = Seeded()
-    net.into.requires_grad_(False)
-    engine = loop.train(net, optimizer=ADAMW)
-    fit(loop, engine)
-    loop.end(engine)
-    net.into.requires_grad_(True)
-    fit(loop, loop.train(net, optimizer=ADAMW), seed=2)
 
 
 # --- loading ------------------------------------------------------------------------------------------------

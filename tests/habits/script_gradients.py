@@ -123,28 +123,22 @@ def gradients_in_a_step_and_outside(loop: Loop) -> None:
     read()
 
 
-def frozen_and_thawed_with_adam(loop: Loop) -> None:
-    """Freeze and thaw; moments rest, and bias correction goes on from the parameter's own count."""
-    engine = loop.train(Seeded(), optimizer=ADAMW)
-    engine.module.into.requires_grad_(False)
+def frozen_and_thawed(loop: Loop, optimizer: dict[str, Any]) -> None:
+    """Freeze and thaw blocks and one bias: moments rest, and each parameter goes on by its own count."""
+    engine = loop.train(Seeded(), optimizer=optimizer)
+    net = engine.module
+    net.into.requires_grad_(False)
     fit(loop, engine)
-    engine.module.blocks[1].requires_grad_(False)
-    engine.module.into.requires_grad_(True)
+    net.blocks[1].requires_grad_(False)
+    net.head.bias.requires_grad_(False)
+    net.into.requires_grad_(True)
     fit(loop, engine, seed=2)
-    loop.see("rests", loop.weights(engine.module)["blocks.1.up.weight"])
-    engine.module.requires_grad_(True)
+    loop.see("rests", loop.weights(net)["blocks.1.up.weight"])
+    net.requires_grad_(True)
     fit(loop, engine, steps=3, seed=4)
 
 
-def frozen_and_thawed_with_momentum(loop: Loop) -> None:
-    """Freeze and thaw under SGD with momentum and decay; whole blocks, and one bias."""
-    engine = loop.train(Seeded(), optimizer=MOMENTUM)
-    fit(loop, engine)
-    engine.module.blocks.requires_grad_(False)
-    engine.module.head.bias.requires_grad_(False)
-    fit(loop, engine, seed=2)
-    engine.module.requires_grad_(True)
-    fit(loop, engine, seed=4)
+THAWED = {"frozen_and_thawed_with_adam": ADAMW, "frozen_and_thawed_with_momentum": MOMENTUM}
 
 
 def two_adversaries(loop: Loop) -> None:
@@ -179,7 +173,6 @@ HABITS = habits_of(
     *each(changed, CHANGES, stages=ZERO),
     Habit(gradients_that_are_read, stages=ZERO),
     Habit(gradients_in_a_step_and_outside, alike=ZERO, why="stages 1-2 raise, 3 has what was last"),
-    Habit(frozen_and_thawed_with_adam, alike=ZERO, why=MOVES),
-    Habit(frozen_and_thawed_with_momentum, alike=ZERO, why=MOVES),
+    *each(frozen_and_thawed, THAWED, alike=ZERO, why=MOVES),
     Habit(frozen_in_a_client_optimizer, alike=ZERO, why=MOVES),
 )

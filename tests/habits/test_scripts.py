@@ -20,7 +20,7 @@ from tests.habits.driven import OnDeepSpeed
 from tests.habits.loop import Habit, Seen, differences
 from tests.ranks.harness import run_ranks
 
-RUNNER = Path(__file__).parent / "under_deepspeed.py"
+RUNNER = Path(__file__).parent / "deepspeed_runner.py"
 SETTINGS = [Setting(stage, "fp32", ranks, scripts=True) for ranks in (2, 1) for stage in (3, 2, 1, 0)]
 
 

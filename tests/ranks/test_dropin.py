@@ -6,7 +6,6 @@ Whole scripts beside a plain loop, and beside DeepSpeed, are in `tests/habits`.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 
 import zerodrift.deepspeed as deepspeed
 from tests.habits.networks import WIDTH, Seeded, square
-from tests.ranks.harness import on_ranks, run_ranks
+from tests.ranks.harness import on_ranks
 from zerodrift.deepspeed.parameters.contexts import LENT
 from zerodrift.deepspeed.parameters.shards import shard_of
 from zerodrift.deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype
@@ -307,7 +306,9 @@ def test_a_parameters_communication_dtype_is_the_plans() -> None:
 # --- values -------------------------------------------------------------------------------------------------
 
 
-def masters_take_what_is_loaded(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_masters_take_what_is_loaded(stage: int) -> None:
     """Masters keep a value that is loaded in fp32 as it is; a value that is not loaded keeps every bit."""
     torch.manual_seed(1)
     engine = make(stage, bf16={"enabled": True})
@@ -323,7 +324,9 @@ def masters_take_what_is_loaded(stage: int) -> None:
     engine.destroy()
 
 
-def a_load_in_a_context_ends_with_it(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_load_in_a_context_ends_with_it(stage: int) -> None:
     """Weights that were loaded inside `GatheredParameters` do not come back with a later load."""
     engine = make(stage, bf16={"enabled": True})
     values = {name: torch.randn_like(value) for name, value in Seeded().state_dict().items()}
@@ -339,7 +342,9 @@ def a_load_in_a_context_ends_with_it(stage: int) -> None:
     engine.destroy()
 
 
-def a_model_in_slices_says_so(stage: int) -> None:
+@pytest.mark.parametrize("stage", [3])
+@on_ranks(2)
+def test_a_model_in_slices_says_so(stage: int) -> None:
     """A destroyed engine leaves a model in slices, which can be gathered, changed, and used again."""
     net = Seeded()
     engine = make(stage, net, bf16={"enabled": True})
@@ -367,7 +372,9 @@ def a_model_in_slices_says_so(stage: int) -> None:
         each.destroy()
 
 
-def data_in_pieces_is_nobody_elses(made: bool) -> None:
+@pytest.mark.parametrize("made", [False, True])
+@on_ranks(2)
+def test_data_in_pieces_is_nobody_elses(made: bool) -> None:
     """`param.data` in pieces has its shape, dtype and device, and cannot become another's."""
     with deepspeed.zero.Init(config_dict_or_path=config(3)):
         net = Seeded()
@@ -399,7 +406,9 @@ def data_in_pieces_is_nobody_elses(made: bool) -> None:
     engine.destroy()
 
 
-def what_is_held_is_read_only(made: bool) -> None:
+@pytest.mark.parametrize("made", [False, True])
+@on_ranks(2)
+def test_what_is_held_is_read_only(made: bool) -> None:
     """`param.ds_tensor` is read-only, and methods that would move values name an alternative."""
     with deepspeed.zero.Init(config_dict_or_path=config(3)):
         net = Seeded()
@@ -436,7 +445,9 @@ def what_is_held_is_read_only(made: bool) -> None:
     engine.destroy()
 
 
-def gradients_are_there_at_stage_0_and_named_elsewhere(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_gradients_are_there_at_stage_0_and_named_elsewhere(stage: int) -> None:
     engine = make(stage, bf16={"enabled": True})
     engine.backward(square(engine(data())))
     parameters = list(engine.module.parameters())
@@ -454,23 +465,3 @@ def gradients_are_there_at_stage_0_and_named_elsewhere(stage: int) -> None:
     engine.step()
     assert parameters[0].grad is None
     engine.destroy()
-
-
-FACTS: dict[Callable[..., None], tuple[object, ...]] = {
-    masters_take_what_is_loaded: (0, 2, 3),
-    a_load_in_a_context_ends_with_it: (0, 2, 3),
-    a_model_in_slices_says_so: (3,),
-    data_in_pieces_is_nobody_elses: (False, True),
-    what_is_held_is_read_only: (False, True),
-    gradients_are_there_at_stage_0_and_named_elsewhere: (0, 1, 3),
-}
-"""Fact that is checked on ranks -> stages, or engines, at which it holds."""
-
-
-@pytest.mark.parametrize(
-    ("fact", "of"),
-    [(fact, of) for fact, given in FACTS.items() for of in given],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_a_fact(fact: Callable[..., None], of: object) -> None:
-    run_ranks(fact, 2, of)

@@ -87,6 +87,7 @@ def test_every_stage_writes_what_the_engine_holds(tmp_path: Path, world: int) ->
             assert all(a.read_bytes() == b.read_bytes() for a, b in zip(files[0], other, strict=True))
 
 
+@pytest.mark.slow
 def test_replicas_write_different_slices(tmp_path: Path) -> None:
     run_ranks(cases, 4, str(tmp_path), [0, 3], {"sharding": {"replicate": 2}}, timeout=150)
 

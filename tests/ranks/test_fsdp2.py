@@ -40,8 +40,8 @@ def step(engine: Any, number: int = 0) -> float:
 # --- what a model becomes -----------------------------------------------------------------------------
 
 
-def parameters() -> None:
-    """Check that parameters are DTensors with the given bits."""
+@on_ranks(2)
+def test_parameters_are_dtensors_with_the_given_bits() -> None:
     model = GPT()
     given = {name: value.detach().clone() for name, value in model.named_parameters()}
     engine = make(fsdp2(3, "bf16"), model)
@@ -70,8 +70,8 @@ class Listed(nn.Module):
         return self.plain(x @ self.weights[0])
 
 
-def uncalled() -> None:
-    """Check that only pinned parameters are refused in a module that is not called."""
+@on_ranks(2)
+def test_pinned_parameters_of_a_module_that_is_not_called_are_refused() -> None:
     for pinned in ("*.norm*.*", "*.mlp.weights.*"):
         model = GPT(layers=1)
         model.layers[0].mlp = Listed()
@@ -145,7 +145,8 @@ def test_a_model_has_the_numbers_of_the_native_backend(name: str) -> None:
 # --- values in and out --------------------------------------------------------------------------------
 
 
-def loaded() -> None:
+@on_ranks(2)
+def test_a_state_dict_is_loaded_inside_a_context() -> None:
     for assign in (False, True):
         engine = make(fsdp2(3, "fp32"), GPT(layers=1))
         other = GPT(layers=1, seed=9)
@@ -163,8 +164,8 @@ def loaded() -> None:
         engine.destroy()
 
 
-def moved_parameter() -> None:
-    """Check that a parameter that left its place is named."""
+@on_ranks(2)
+def test_a_parameter_that_left_its_place_is_named() -> None:
     engine = make(fsdp2(), GPT(layers=1))
     step(engine)
     kept = engine.module.norm.weight
@@ -210,7 +211,7 @@ def switched_off(backend: str, stage: int) -> list[list[torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.slow)])
 @on_ranks(2, timeout=120)
 def test_what_is_frozen_for_a_forward_has_no_gradient_of_it(stage: int) -> None:
     native, theirs = (switched_off(backend, stage) for backend in ("native", "fsdp2"))
@@ -300,15 +301,15 @@ TRAVELS: list[tuple[int, int, dict[str, Any], dict[Any, int]]] = [
 ]
 
 
-def travels() -> None:
-    """Check that the collectives of a step are the plan's."""
+@on_ranks(2)
+def test_what_travels_is_the_plans() -> None:
     for stage, micro, precision, counts in TRAVELS:
         found = Counter(recorded(stage, micro, {"precision": precision} if precision else {}))
         assert {call: found[call] for call in counts} == counts, (stage, micro, precision)
 
 
-def held() -> None:
-    """Check that nothing stays gathered between steps."""
+@on_ranks(2)
+def test_nothing_stays_gathered_between_steps() -> None:
     for stage in (1, 3):
         engine = make(fsdp2(stage, "bf16"), GPT(layers=2))
         step(engine)
@@ -334,8 +335,8 @@ class Skipping(GPT):
         return self.head(self.norm(x))
 
 
-def disordered() -> None:
-    """Check that different orders are an error before any update."""
+@on_ranks(2)
+def test_different_orders_are_an_error_before_any_update() -> None:
     engine = make(fsdp2(3), Skipping())
     engine.backward(engine(batch(0)))
     with pytest.raises(RankError, match="same order"):
@@ -388,28 +389,11 @@ class Alone(nn.Module):
         return self.block(x).float().square().sum()
 
 
-def unscaled() -> None:
-    """Check that a plain backward needs the loss scale."""
+@on_ranks(2)
+def test_a_plain_backward_needs_the_loss_scale() -> None:
     engine = make(fsdp2(3, "fp16"), GPT(layers=1))
     with pytest.raises(UnsupportedError, match="must be scaled"):
         engine(batch(0)).backward()
     engine.scale(engine(batch(0, engine.mesh.rank()))).backward()
     engine.step()
     engine.destroy()
-
-
-ON_TWO_RANKS = [
-    parameters,
-    uncalled,
-    loaded,
-    moved_parameter,
-    travels,
-    held,
-    disordered,
-    unscaled,
-]
-
-
-@pytest.mark.parametrize("body", ON_TWO_RANKS)
-def test_two_ranks_see(body: Callable[[], None]) -> None:
-    run_ranks(body, 2)

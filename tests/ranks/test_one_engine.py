@@ -186,7 +186,13 @@ def test_what_is_assigned_to_a_parameter_is_what_is_read(executor: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(
+    "executor",
+    [
+        *("native 3", "fsdp2 3", "pipeline"),
+        *(pytest.param(e, marks=pytest.mark.slow) for e in ("native 0", "one stage")),
+    ],
+)
 @on_ranks(2)
 def test_what_cannot_be_written_is_one_error_on_every_rank(executor: str) -> None:
     engine = engine_of(executor, "bf16", frozen=FROZEN)

@@ -223,7 +223,7 @@ def test_dtensors_are_whole_to_whoever_looks_at_them(kind: str) -> None:
         assert max(off.values(), default=0.0) < 1e-4
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 2))])
 @on_ranks(2)
 def test_what_an_optimizer_inside_another_keeps_is_saved(stage: int, tmp_path: Path) -> list[str]:
     """Return the parameters that differ when an engine ends after two of four steps and another resumes."""

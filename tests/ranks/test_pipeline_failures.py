@@ -133,7 +133,7 @@ def waits_for_one_that_keeps_its_connections() -> tuple[str, float]:
         mesh.watch._cut = lambda: None  # type: ignore[method-assign]
     found = until_it_ends(lambda: _meet(mine, mesh))
     if mesh.rank() == 1:
-        time.sleep(4)  # the other one's wait must not end because this process does
+        time.sleep(3.2)  # the other one's wait must not end because this process does
     mine.stop()
     mesh.stop()
     return found

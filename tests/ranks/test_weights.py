@@ -111,7 +111,7 @@ def load(folder: Path, want: nn.Module, stage: int, scheme: str, replicate: int 
     return found
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("scheme", MASTERS)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("world", "replicate"), [(1, 1), (2, 1), (4, 1), (4, 2)])
@@ -212,7 +212,7 @@ def first_values() -> list[dict[str, torch.Tensor]]:
 
 def test_first_values_are_the_same_bits_at_every_stage_and_world_size() -> None:
     first, *others = [
-        values for world in (1, 2, 4) for rank in run_ranks(first_values, world) for values in rank
+        values for world in (1, 4) for rank in run_ranks(first_values, world) for values in rank
     ]
     for other in others:
         assert [name for name in first if not torch.equal(first[name], other[name])] == []

@@ -1,6 +1,6 @@
 """Run all scripts under DeepSpeed, on ranks of torchrun:
 
-torchrun --nproc-per-node=2 tests/habits/under_deepspeed.py FILE
+torchrun --nproc-per-node=2 tests/habits/deepspeed_runner.py FILE
 
 The records go to FILE: by script and stage, what the script has shown, or the text of the error.
 
