@@ -95,6 +95,7 @@ DIFFER = "ranks differ on purpose, and the strict carrier says so before the che
 DTENSORS = "DTensor's collectives ask a process group of C++ for a backend, and the strict one is in Python"
 FAKE = "has a process group of its own, whose other ranks are not there"
 FUSED = "torch asks a device for a fused cell of a recurrent layer, which no CPU has"
+LOADED = "a load of the module swaps parameters here, as on no GPU, and theirs name no dtype of gradients"
 PEERS = "needs DeepSpeed, and is about its files"
 SPARSE = "torch has sparse tensors on a CPU and on CUDA alone"
 SWAPPED = "a model without its weights is converted: as on no GPU, conversions swap parameters here"
@@ -132,6 +133,9 @@ LEFT_OUT = {
     "tests/ranks/test_collectives.py::test_a_rank_that_hangs_is_an_error_within_the_timeout": WATCHDOG,
     "tests/ranks/test_collectives.py::test_a_killed_rank_is_named_by_all_that_swap_nothing_with_it": WATCHDOG,
     "tests/ranks/test_deepspeed_checkpoints.py": PEERS,
+    "tests/ranks/test_dropin.py::test_a_load_in_a_context_ends_with_it": LOADED,
+    "tests/ranks/test_dropin.py::test_data_in_pieces_is_nobody_elses": SWAPPED,
+    "tests/ranks/test_dropin.py::test_masters_take_what_is_loaded": LOADED,
     "tests/ranks/test_dropin.py::test_an_init_may_initialise_what_is_below_it": SWAPPED,
     "tests/ranks/test_dropin.py::test_parameters_without_an_engine": SWAPPED,
     "tests/ranks/test_failures.py::test_what_ends_one_rank_ends_the_others_within_the_timeout[0-": WATCHDOG,
