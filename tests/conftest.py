@@ -28,7 +28,7 @@ os.environ.pop("COLUMNS", None)  # else the width of every report
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-SHARE_RANKS = ("device", "dropin", "e2e", "numerics", "models", "ranks")
+SHARE_RANKS = ("device", "e2e", "habits", "numerics", "models", "ranks")
 """Folders whose tests share ranks."""
 
 

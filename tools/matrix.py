@@ -67,9 +67,8 @@ SUITES: Mapping[str, Suite] = {
     "deepspeed": Suite(
         "checkpoints to and from DeepSpeed itself, and scripts that import it by name",
         (
-            *("tests/ranks/test_deepspeed_checkpoints.py", "tests/ranks/test_deepspeed_resume.py"),
-            *("tests/ranks/test_dropin_files.py", "tests/e2e/test_cli_convert.py"),
-            "tests/dropin/test_scripts.py",
+            *("tests/ranks/test_deepspeed_checkpoints.py", "tests/e2e/test_cli_convert.py"),
+            "tests/habits/test_scripts.py",
         ),
         "not gpu",
     ),

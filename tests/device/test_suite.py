@@ -38,11 +38,15 @@ SWAPPED = "a model without its weights is converted: as on no GPU, conversions s
 THREAD = "a thread begins on the first device without a default one, as on CUDA, and this one names none"
 WATCHDOG = "a wait is the stream's, so the host goes on; on a GPU it is NCCL's watchdog that notices"
 
+HABITS = {
+    "a_thread": THREAD,
+    "recurrent_layers": FUSED,
+    "recurrent_layers_in_blocks": FUSED,
+    "sparse_gradients": SPARSE,
+}
+
 LEFT_OUT = {
     "tests/check/test_wires.py": "FullyShardedDataParallel computes on CUDA, or on a CPU",
-    "tests/dropin/test_facts.py": COMMANDS,
-    "tests/dropin/test_scripts.py": COMMANDS,
-    "tests/e2e/test_dropin_trainer.py": COMMANDS,
     "tests/e2e/test_grouping.py": COMMANDS,
     "tests/e2e/test_jobs.py": COMMANDS,
     "tests/e2e/test_on_the_way.py": COMMANDS,
@@ -50,15 +54,13 @@ LEFT_OUT = {
     "tests/e2e/test_train.py": COMMANDS,
     "tests/e2e/test_train_launch.py": COMMANDS,
     "tests/e2e/test_train_pipeline.py": COMMANDS,
-    "tests/habits/test_habits.py::test_habit[stage3-bf16-a_rollback]": LOADED,
-    "tests/habits/test_habits.py::test_habit[stage3-bf16-a_state_dict_that_is_loaded]": LOADED,
-    "tests/habits/test_habits.py::test_habit[stage3-bf16-a_thread]": THREAD,
-    "tests/habits/test_habits.py::test_habit[stage3-bf16-recurrent_layers_in_blocks]": FUSED,
-    "tests/habits/test_habits.py::test_habit[stage3-fp32-a_recurrent_cell]": FUSED,
-    "tests/habits/test_habits.py::test_habit[stage3-fp32-recurrent_layers]": FUSED,
-    "tests/habits/test_habits.py::test_habit[stage3-fp32-sparse_gradients]": SPARSE,
+    **{
+        f"tests/habits/test_habits.py::test_habit[stage3-{mode}-{habit}]": why
+        for mode in ("fp32", "bf16")
+        for habit, why in HABITS.items()
+    },
+    "tests/habits/test_scripts.py": COMMANDS,
     "tests/numerics/test_faults.py": "random kills take minutes",
-    "tests/ranks/test_collectives.py::test_sums_by_the_tree_are_its_bits_on_every_carrier": CARRIERS,
     "tests/ranks/test_collectives.py::test_halves_are_two_messages_where_slices_are_three": CARRIERS,
     "tests/ranks/test_collectives.py::test_operations_overlap_and_may_be_waited_for_in_any_order": CARRIERS,
     "tests/ranks/test_collectives.py::test_a_reduction_receives_a_window_however_large_it_is": CARRIERS,
@@ -67,19 +69,21 @@ LEFT_OUT = {
     "tests/ranks/test_collectives.py::test_a_rank_that_hangs_is_an_error_within_the_timeout": WATCHDOG,
     "tests/ranks/test_collectives.py::test_a_killed_rank_is_named_by_all_that_swap_nothing_with_it": WATCHDOG,
     "tests/ranks/test_deepspeed_checkpoints.py": PEERS,
-    "tests/ranks/test_deepspeed_resume.py": PEERS,
+    "tests/ranks/test_dropin.py::test_a_load_in_a_context_ends_with_it": LOADED,
+    "tests/ranks/test_dropin.py::test_data_in_pieces_is_nobody_elses": SWAPPED,
+    "tests/ranks/test_dropin.py::test_masters_take_what_is_loaded": LOADED,
     "tests/ranks/test_dropin.py::test_an_init_may_initialise_what_is_below_it": SWAPPED,
     "tests/ranks/test_dropin.py::test_parameters_without_an_engine": SWAPPED,
     "tests/ranks/test_failures.py::test_what_ends_one_rank_ends_the_others_within_the_timeout[0-": WATCHDOG,
     "tests/ranks/test_failures.py::test_what_ends_one_rank_ends_the_others_within_the_timeout[3-k": WATCHDOG,
     "tests/ranks/test_failures.py::test_ranks_that_go_through_units_in_different_orders_are_told[3-": DIFFER,
-    "tests/ranks/test_fsdp2.py::test_two_ranks_see[parameters]": DTENSORS,
+    "tests/ranks/test_fsdp2.py::test_parameters_are_dtensors_with_the_given_bits": DTENSORS,
     "tests/ranks/test_harness.py": "about the ranks themselves, which are processes of the CPU",
     "tests/ranks/test_host.py": FAKE,
     "tests/ranks/test_own_optimizers.py::test_dtensors_are_whole_to_whoever_looks_at_them": DTENSORS,
     "tests/ranks/test_shared.py": CARRIERS,
     "tests/ranks/test_tensor_parallel.py": DTENSORS,
-    "tests/ranks/test_values.py::test_contexts_leave_what_was_there_and_what_was_kept[some]": SWAPPED,
+    "tests/ranks/test_values.py::test_a_context_that_fails_leaves_what_was_there[some]": SWAPPED,
     "tests/ranks/test_values.py::test_copies_are_plain_and_one_engine_follows_another": SWAPPED,
     "tests/ranks/test_watch.py::test_every_rank_says_where_the_others_are": DIFFER,
 }
@@ -88,7 +92,7 @@ LEFT_OUT = {
 
 def files_of_ranks() -> list[str]:
     """Return the files whose tests run on ranks, without units and the tests of the device itself."""
-    imports = re.compile(r"^from tests\.ranks(\.harness|\.plain)? import", re.MULTILINE)
+    imports = re.compile(r"^from tests\.(ranks|ranks\.harness|habits\.cells) import", re.MULTILINE)
     folders = [folder for folder in (ROOT / "tests").iterdir() if folder.name not in ("device", "unit")]
     files = sorted(file for folder in folders for file in folder.glob("test_*.py"))
     return [str(file.relative_to(ROOT)) for file in files if imports.search(file.read_text("utf-8"))]

@@ -1,4 +1,4 @@
-"""The engine as a trainer of habits, by its own calls."""
+"""The engine as a trainer of habits, by its own calls and by those of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Driven:
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        self._loop.see("loss", loss)
         self.engine.backward(loss, **kwargs)
+        self._loop.see("loss", loss)
 
     def step(self) -> bool:
         result = self.engine.step()
@@ -69,6 +69,38 @@ class Driven:
         masters = whole_values(self.engine)["master"]
         # Nobody holds an element of a parameter without elements.
         return {n: masters[n] if n in masters else self.engine.parameter(n).master for n in self._names}
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+ARGUMENTS = frozenset(("args", "config", "lr_scheduler", "model_parameters", "training_data"))
+"""Arguments of `deepspeed.initialize` that are no keys of a config."""
+
+
+class OnDeepSpeed:
+    """Trains a model with an engine of the drop-in, or of DeepSpeed, and has its other names."""
+
+    def __init__(self, loop: Loop, model: nn.Module, micro: int, config: dict[str, Any]) -> None:
+        names = ARGUMENTS if isinstance(config.get("optimizer", {}), dict) else {*ARGUMENTS, "optimizer"}
+        arguments = {name: config.pop(name) for name in names & config.keys()}
+        if not {"args", "config"} & arguments.keys():
+            arguments["config"] = loop.config(**config)
+        self.engine, _, self.loader, self.schedule = loop.deepspeed.initialize(model=model, **arguments)
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        self.engine.backward(loss, **kwargs)
+        self._loop.see("loss", loss)
+
+    def masters(self) -> dict[str, Tensor]:
+        return self._loop.weights(self.engine.module)
 
     def close(self) -> None:
         self.engine.destroy()

@@ -5,6 +5,8 @@ Invariant: only a backward that reaches the gradients of parameters counts as on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,23 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
-from tests.habits.networks import ORDER, WIDTH, Block, Net, as_loss_of, fit, fitted, raises, square, step_on
+from tests.habits.networks import (
+    ORDER,
+    WIDTH,
+    Block,
+    Net,
+    as_loss_of,
+    block_of,
+    fit,
+    fitted,
+    net_of,
+    raises,
+    square,
+    step_on,
+)
+
+Smooth = block_of(lambda self, x: x + self.down(torch.tanh(self.up(x))))
+"""A block with an activation whose second derivative is exact."""
 
 # --- several losses, several backwards ------------------------------------------------------------------
 
@@ -42,13 +60,20 @@ def a_backward_for_each_loss(loop: Loop) -> None:
         net.step()
 
 
-def losses_by_hand(loop: Loop) -> None:
-    """Call `loss.backward()` instead of the engine's own."""
+def by_hand(loop: Loop, backward: Callable[[Tensor, Tensor], None]) -> None:
+    """Call autograd instead of the engine's own backward."""
     net = loop.train(TwoHeads())
     for number in range(2):
-        one, two = net(loop.data(number))
-        (square(one) + square(two)).backward()
+        backward(*net(loop.data(number)))
         net.step()
+
+
+BY_HAND: dict[str, Any] = {
+    "losses_by_hand": lambda one, two: (square(one) + square(two)).backward(),
+    "torch_autograd_backward": lambda one, two: torch.autograd.backward([square(one), square(two)]),
+    # Of an output that is no scalar.
+    "a_gradient_that_is_given": lambda one, two: one.backward(gradient=torch.full_like(one, 0.5)),
+}
 
 
 def a_sum_over_micro_batches(loop: Loop) -> None:
@@ -90,6 +115,16 @@ def a_forward_between_forward_and_backward(loop: Loop, net: Trainer, x: Tensor) 
     return square(out)
 
 
+def two_forwards_and_two_backwards(loop: Loop) -> None:
+    """Run backwards in either order, after forwards whose saved views outlive the weights' memory."""
+    net = loop.train(Net(SavesWeights), 2)
+    for order in ((0, 1), (1, 0)):
+        losses = [square(net(loop.data(number))) for number in range(2)]
+        for number in order:
+            net.backward(losses[number])
+            net.step()
+
+
 def the_model_is_called_in_pieces(loop: Loop) -> None:
     """Take the loss of a part of the output, so that the head gets no gradient."""
 
@@ -104,24 +139,6 @@ def the_model_is_called_in_pieces(loop: Loop) -> None:
     fit(loop, net, lambda x: square(net(x)["states"][2]) + square(net(x)["out"]), seed=2)
 
 
-def a_gradient_that_is_given(loop: Loop) -> None:
-    """Call `backward(gradient=...)` on an output that is no scalar."""
-    net = loop.train(Net())
-    for number in range(2):
-        out = net(loop.data(number))
-        out.backward(gradient=torch.full_like(out, 0.5))
-        net.step()
-
-
-def torch_autograd_backward(loop: Loop) -> None:
-    """Call `torch.autograd.backward` on several outputs at once."""
-    net = loop.train(TwoHeads())
-    for number in range(2):
-        one, two = net(loop.data(number))
-        torch.autograd.backward([square(one), square(two)])
-        net.step()
-
-
 # --- gradients of other things --------------------------------------------------------------------------
 
 
@@ -133,14 +150,6 @@ def saliency(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     (found,) = torch.autograd.grad(out.float().sum(), x, retain_graph=True)
     loop.see("saliency", found)
     return square(out)
-
-
-@as_loss_of(Net)
-def adversarial_examples(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Train on FGSM examples, which need a gradient of the input."""
-    x.requires_grad_()
-    (found,) = torch.autograd.grad(square(net(x)), x)
-    return square(net((x + 0.1 * found.sign()).detach()))
 
 
 @as_loss_of(Net)
@@ -192,7 +201,7 @@ def forces(loop: Loop) -> None:
                 (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
             return energy, force
 
-    net = loop.train(Energy(lambda: Smooth()))
+    net = loop.train(Energy(Smooth))
 
     def loss(x: Tensor) -> Tensor:
         energy, force = net(x)
@@ -202,13 +211,6 @@ def forces(loop: Loop) -> None:
     net.module.eval()
     with torch.no_grad():
         loop.see("energy", [value.detach() for value in net(loop.data(7))])
-
-
-class Smooth(Block):
-    """A block with an activation whose second derivative is exact."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 def a_gradient_of_parameters(loop: Loop) -> None:
@@ -242,13 +244,6 @@ def backward_by_inputs(loop: Loop) -> None:
 
 
 # --- torch.func -----------------------------------------------------------------------------------------
-
-
-class MapOverSamples(Net):
-    """A model with `vmap` inside."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.func.vmap(super().forward)(x)
 
 
 class DerivativeInsideTheModel(Net):
@@ -295,17 +290,6 @@ class Recomputed(Net):
         return checkpoint(block, x, *rest, use_reentrant=self.reentrant)
 
 
-def checkpointed_blocks_with_dropout(loop: Loop) -> None:
-    """Recompute with the same random numbers."""
-
-    class Drops(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(F.dropout(x, 0.3, self.training))
-
-    fit(loop, loop.train(Recomputed(False, Drops)))
-    fit(loop, loop.train(Recomputed(True, Drops)))
-
-
 class CheckpointedPartOfABlock(Block):
     """A block that recomputes a part of itself."""
 
@@ -314,16 +298,12 @@ class CheckpointedPartOfABlock(Block):
         return x + checkpoint(self.down, h, use_reentrant=False)
 
 
-class CheckpointsInCheckpoints(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class CheckpointedSegments(Net):
-    """A model with `checkpoint_sequential` over several blocks at a time."""
+class WeightOutsideUnderCheckpointing(Recomputed):
+    """A model that uses a block's weight in a function that is recomputed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint_sequential(list(self.blocks), 2, self.into(x), use_reentrant=False))
+        h = self.trunk(x)
+        return checkpoint(lambda h: F.linear(h, self.blocks[0].up.weight).tanh(), h, use_reentrant=False)
 
 
 @as_loss_of(Net)
@@ -385,12 +365,37 @@ class Linear(torch.autograd.Function):
         return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-class FunctionsOfAutograd(Block):
+class Cube(torch.autograd.Function):
+    """A function that saves a view of a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad * weight**3, (grad * x * 3 * weight**2).sum(0)
+
+
+class SavesWeights(nn.Module):
+    """A block that saves weights in every way: whole, transposed, a slice, in a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.scale, self.table = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.randn(4, WIDTH))
+
     def forward(self, x: Tensor) -> Tensor:
-        return x + Straight.apply(Linear.apply(x, self.up.weight)) @ self.down.weight.T
+        x = self.linear(self.norm(x)) * self.scale
+        x = x @ self.linear.weight[:, : WIDTH // 2] @ self.linear.weight.t()[: WIDTH // 2]
+        return Cube.apply(x, self.table[1:3].view(-1)[WIDTH:])
 
 
 class Attribute(torch.autograd.Function):
+    """A product that keeps the weight as an attribute, as hand-written kernels do."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.x, ctx.weight = x.detach(), weight.detach()
@@ -399,13 +404,6 @@ class Attribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad @ ctx.weight, grad.T @ ctx.x
-
-
-class WeightsOnTheContext(Block):
-    """A block whose function keeps the weight as an attribute, as hand-written kernels do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + Attribute.apply(Attribute.apply(x, self.up.weight), self.down.weight)
 
 
 @as_loss_of(Net)
@@ -485,24 +483,6 @@ def a_block_that_changes_and_returns_its_input(loop: Loop) -> None:
     fit(loop, loop.train(Net(Half)))
 
 
-class Fills(Block):
-    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
-        y = super().forward(x)
-        rows[:, 0] = y[:, 0]
-        return y
-
-
-class FilledByBlocks(Net):
-    """A model whose blocks write their rows of one output tensor."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = torch.zeros(len(x), 3, WIDTH, dtype=x.dtype)
-        h = self.into(x)
-        for number, block in enumerate(self.blocks):
-            h = block(h, rows[:, number])
-        return self.head(h) + rows.sum((1, 2))[:, None]
-
-
 class FillsRow(Block):
     def forward(self, x: Tensor, row: Tensor) -> None:
         row.copy_(super().forward(x))
@@ -537,18 +517,39 @@ class NoGradAroundAPart(Net):
         return self.head(self.blocks[2](h)) + self.blocks[2](h.detach())
 
 
+DROPS = block_of(lambda self, x: Block.forward(self, F.dropout(x, 0.3, self.training)))
+"""A block whose random numbers are the same when it is recomputed."""
+
 FITTED: dict[str, Any] = {
-    "a_map_over_samples": (lambda: MapOverSamples(), 2),
+    "a_map_over_samples": (net_of(lambda self, x: torch.func.vmap(partial(Net.forward, self))(x)), 2),
     "a_derivative_inside_the_model": (lambda: DerivativeInsideTheModel(Smooth), 2),
-    "checkpointed_blocks": (lambda: Recomputed(False), 3),
-    "reentrantly_checkpointed_blocks": (lambda: Recomputed(True), 3),
+    "checkpointed_blocks": (lambda: Recomputed(False, DROPS), 3),
+    "reentrantly_checkpointed_blocks": (lambda: Recomputed(True, DROPS), 3),
     "a_checkpointed_part_of_a_block": (lambda: Net(CheckpointedPartOfABlock), 2),
-    "checkpoints_in_checkpoints": (lambda: Recomputed(False, CheckpointsInCheckpoints), 2),
-    "checkpointed_segments": (lambda: CheckpointedSegments(), 2),
-    "functions_of_autograd": (lambda: Net(FunctionsOfAutograd), 2),
-    "weights_on_the_context": (lambda: Net(WeightsOnTheContext), 2),
+    "a_weight_outside_under_checkpointing": (lambda: WeightOutsideUnderCheckpointing(False), 2),
+    "checkpoints_in_checkpoints": (
+        lambda: Recomputed(
+            False, block_of(lambda self, x: checkpoint(partial(Block.forward, self), x, use_reentrant=False))
+        ),
+        2,
+    ),
+    "checkpointed_segments": (
+        net_of(lambda self, x: checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)),
+        2,
+    ),
+    "functions_of_autograd": (
+        lambda: Net(
+            block_of(lambda self, x: x + Straight.apply(Linear.apply(x, self.up.weight)) @ self.down.weight.T)
+        ),
+        2,
+    ),
+    "weights_on_the_context": (
+        lambda: Net(
+            block_of(lambda self, x: Attribute.apply(Attribute.apply(x, self.up.weight), self.down.weight))
+        ),
+        2,
+    ),
     "a_block_that_changes_its_input": (lambda: ChangesItsInput(Adds), 2),
-    "a_buffer_that_blocks_fill": (lambda: FilledByBlocks(Fills), 2),
     "a_buffer_that_blocks_fill_and_return_nothing": (lambda: FilledByRows(FillsRow), 3),
     "no_grad_around_a_part": (lambda: NoGradAroundAPart(), 2),
 }
@@ -557,6 +558,7 @@ FITTED: dict[str, Any] = {
 
 HABITS = habits_of(
     globals(),
+    *each(by_hand, BY_HAND),
     *each(fitted, FITTED),
     Habit(a_backward_for_each_loss, close=ORDER, why="stage 3 reduces after every backward"),
 )

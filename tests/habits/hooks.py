@@ -44,6 +44,19 @@ def features_of_a_block(loop: Loop) -> None:
     fit(loop, net, loss)
 
 
+def with_hooks(put: Callable[[nn.Module, list[Any]], None]) -> Callable[[Loop], None]:
+    """Make a habit of a function that puts hooks on a model, which may append to what is seen."""
+
+    def run(loop: Loop) -> None:
+        net, seen = loop.train(Net()), list[Any]()
+        put(net.module, seen)
+        fit(loop, net)
+        loop.see("seen", seen)
+
+    run.__name__, run.__module__, run.__doc__ = put.__name__, put.__module__, put.__doc__
+    return run
+
+
 class KeepsFeatures(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.kept = torch.tanh(self.up(x))
@@ -55,25 +68,6 @@ def features_by_attribute(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Use a result that a block keeps, as attention keeps its weights."""
     out = net(x)
     return square(out) + sum(square(block.kept) for block in net.module.blocks)
-
-
-def a_teacher_and_hooks(loop: Loop) -> None:
-    """Match the features of a frozen plain model beside the engine, by hooks on both."""
-    torch.manual_seed(3)
-    teacher = Net().to(loop.dtype).eval()
-    net = loop.train(Net())
-    caught: dict[str, Tensor] = {}
-    for name, module in (("student", net.module), ("teacher", teacher)):
-        module.blocks[1].down.register_forward_hook(
-            lambda module, args, out, name=name: caught.__setitem__(name, out)
-        )
-
-    def loss(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = teacher(x)
-        return square(net(x) - target) + square(caught["student"] - caught["teacher"])
-
-    fit(loop, net, loss)
 
 
 def hooks_that_read_weights(loop: Loop, put: Callable[[nn.Module, Callable[..., None]], Any]) -> None:
@@ -99,15 +93,14 @@ READERS: dict[str, Any] = {
 }
 
 
-def a_hook_that_changes_input_and_output(loop: Loop) -> None:
+@with_hooks
+def a_hook_that_changes_input_and_output(module: nn.Module, seen: list[Any]) -> None:
     """Patch activations: the results of a hook replace input and output."""
-    net = loop.train(Net())
-    net.module.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
-    net.module.blocks[1].register_forward_hook(lambda module, args, out: out + 1.0)
-    net.module.blocks[2].register_forward_hook(
-        lambda module, args, kwargs, out: out * 0.5, with_kwargs=True, prepend=True
+    module.blocks[0].register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))
+    module.blocks[1].register_forward_hook(lambda m, args, out: out + 1.0)
+    module.blocks[2].register_forward_hook(
+        lambda m, args, kwargs, out: out * 0.5, with_kwargs=True, prepend=True
     )
-    fit(loop, net)
 
 
 def hooks_on_all_modules(loop: Loop) -> None:
@@ -126,27 +119,23 @@ def hooks_on_all_modules(loop: Loop) -> None:
     loop.see("seen", seen)
 
 
-def full_backward_hooks(loop: Loop) -> None:
+@with_hooks
+def full_backward_hooks(module: nn.Module, seen: list[Any]) -> None:
     """Read the gradients at a block's output and input."""
-    net = loop.train(Net())
-    seen: list[Any] = []
-    for number, block in enumerate(net.module.blocks):
+    for number, block in enumerate(module.blocks):
         block.register_full_backward_pre_hook(
-            lambda module, grads, n=number: seen.append((n, "out", grads[0].clone()))
+            lambda m, grads, n=number: seen.append((n, "out", grads[0].clone()))
         )
         block.register_full_backward_hook(
-            lambda module, into, out, n=number: seen.append((n, "in", into[0].clone(), out[0].clone()))
+            lambda m, into, out, n=number: seen.append((n, "in", into[0].clone(), out[0].clone()))
         )
-    fit(loop, net)
-    loop.see("seen", seen)
 
 
-def a_backward_hook_that_changes_gradients(loop: Loop) -> None:
+@with_hooks
+def a_backward_hook_that_changes_gradients(module: nn.Module, seen: list[Any]) -> None:
     """Reverse and scale gradients at a block's boundary."""
-    net = loop.train(Net())
-    net.module.blocks[1].register_full_backward_hook(lambda module, into, out: (-0.5 * into[0],))
-    net.module.blocks[2].register_full_backward_pre_hook(lambda module, out: (out[0] * 2,))
-    fit(loop, net)
+    module.blocks[1].register_full_backward_hook(lambda m, into, out: (-0.5 * into[0],))
+    module.blocks[2].register_full_backward_pre_hook(lambda m, out: (out[0] * 2,))
 
 
 def hooks_on_tensors(loop: Loop) -> None:
@@ -164,16 +153,13 @@ def hooks_on_tensors(loop: Loop) -> None:
         net.step()
 
 
-def hooks_on_parameters(loop: Loop) -> None:
+@with_hooks
+def hooks_on_parameters(module: nn.Module, seen: list[Any]) -> None:
     """Mask a weight's gradient."""
-    net = loop.train(Net())
     mask = torch.eye(WIDTH, dtype=torch.bool)
-    seen: list[int] = []
-    net.module.head.weight.register_hook(lambda grad: grad.masked_fill(mask.to(grad.device), 0.0))
-    net.module.blocks[1].up.weight.register_hook(lambda grad: seen.append(grad.numel()))
-    net.module.blocks[1].up.bias.register_hook(lambda grad: 2 * grad)
-    fit(loop, net)
-    loop.see("seen", seen)
+    module.head.weight.register_hook(lambda grad: grad.masked_fill(mask.to(grad.device), 0.0))
+    module.blocks[1].up.weight.register_hook(lambda grad: seen.append(grad.numel()))
+    module.blocks[1].up.bias.register_hook(lambda grad: 2 * grad)
 
 
 def hooks_before_the_engine(loop: Loop) -> None:
@@ -190,19 +176,23 @@ def hooks_before_the_engine(loop: Loop) -> None:
     loop.see("seen", seen)
 
 
-def hooks_after_accumulation(loop: Loop) -> None:
+@with_hooks
+def hooks_after_accumulation(module: nn.Module, seen: list[Any]) -> None:
     """Read or change accumulated gradients by `register_post_accumulate_grad_hook`."""
-    net = loop.train(Net())
-    seen: list[Any] = []
 
     def look(parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         seen.append([list(parameter.grad.shape), parameter.grad.clone()])
         parameter.grad.mul_(0.5)
 
-    net.module.blocks[1].down.weight.register_post_accumulate_grad_hook(look)
-    fit(loop, net)
-    loop.see("seen", seen)
+    module.blocks[1].down.weight.register_post_accumulate_grad_hook(look)
+
+
+@with_hooks
+def a_hook_that_clears_a_gradient(module: nn.Module, seen: list[Any]) -> None:
+    """Remove a gradient as soon as it is there, as an optimizer inside the backward does."""
+    weight = module.blocks[1].up.weight
+    weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 
 
 def hooks_that_come_and_go(loop: Loop) -> None:
@@ -214,22 +204,6 @@ def hooks_that_come_and_go(loop: Loop) -> None:
         fit(loop, net, steps=1, seed=number)
         handle.remove()
         loop.see("seen", seen)
-
-
-def a_hook_that_raises(loop: Loop) -> None:
-    """Raise an exception in a hook, and train on."""
-    net = loop.train(Net())
-
-    def fail(module: nn.Module, args: Any, out: Any) -> None:
-        raise KeyError("mine")
-
-    handle = net.module.blocks[1].register_forward_hook(fail)
-    try:
-        net(loop.data(0))
-    except KeyError as error:
-        loop.see("raised", str(error))
-    handle.remove()
-    fit(loop, net)
 
 
 HABITS = habits_of(globals(), *each(caught_in, CAUGHT), *each(hooks_that_read_weights, READERS))

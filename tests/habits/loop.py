@@ -1,6 +1,6 @@
 """The interface of a habit: a loop, a trainer of a model, and a record of values.
 
-Nothing here depends on zerodrift. The two trainers are `plain.py` and `driven.py`.
+Nothing here depends on zerodrift. The trainers are in `plain.py` and `driven.py`.
 
 Invariant: a habit does the same on every rank, on its own data.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,40 +25,9 @@ SHOWN = 4
 """Differences in a message; later ones follow from the first."""
 
 
-class Trainer(Protocol):
-    """The trainer of one model."""
-
-    module: nn.Module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None: ...
-
-    def step(self) -> bool:
-        """End a micro-batch; return whether the weights were updated."""
-
-    def zero_grad(self) -> None: ...
-
-    def no_sync(self) -> AbstractContextManager[None]: ...
-
-    def gathered(
-        self, names: Iterable[str] | None = None, write: bool = False
-    ) -> AbstractContextManager[dict[str, Tensor]]: ...
-
-    def gradient(self, name: str) -> Tensor:
-        """Return a gradient of this step so far, averaged."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-
-    def masters(self) -> dict[str, Tensor]:
-        """Return the masters by the names of the model."""
-
-    def close(self) -> None: ...
-
-
-MakeTrainer = Callable[["Loop", nn.Module, int, dict[str, Any]], Trainer]
+Trainer = Any
+"""The trainer of one model: `plain.Plain`, `driven.Driven`, or `driven.OnDeepSpeed` with the names of an
+engine of DeepSpeed's."""
 
 
 @dataclass
@@ -70,7 +39,11 @@ class Loop:
     rank: int
     plain: bool
     """Whether the trainer is plain torch."""
-    make: MakeTrainer
+    make: Callable[[Loop, nn.Module, int, dict[str, Any]], Trainer]
+    deepspeed: Any = None
+    """Scripts of DeepSpeed only: the package, which is DeepSpeed, the drop-in, or plain torch."""
+    folder: Path = Path()
+    """Scripts only: a folder of all ranks."""
     trainers: list[Trainer] = field(default_factory=list)
     seen: list[tuple[str, Any]] = field(default_factory=list)
 
@@ -83,6 +56,18 @@ class Loop:
         """Begin to train a model, with `micro` micro-batches per step; `config` is for the engine."""
         self.trainers.append(self.make(self, model, micro, config))
         return self.trainers[-1]
+
+    def config(self, **rest: Any) -> dict[str, Any]:
+        """Return a script's config, of SGD; keys of `zero_optimization` are added to the stage's."""
+        # DeepSpeed's persistent parameters race on gloo.
+        zero = {"stage": self.stage, "stage3_param_persistence_threshold": 0}
+        base = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        }
+        return {**base, **rest, "zero_optimization": {**zero, **rest.get("zero_optimization", {})}}
 
     def see(self, name: str, value: Any) -> None:
         """Record a value that must be equal under both trainers."""
@@ -101,6 +86,12 @@ class Loop:
         """Record the norm of a step, with one name for all that are not finite."""
         self.see("norm", norm if math.isfinite(norm) else math.inf)
 
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return copies of a script's parameters, whole."""
+        named = dict(model.named_parameters())
+        with self.deepspeed.zero.GatheredParameters(list(named.values())):
+            return {name: parameter.detach().clone() for name, parameter in named.items()}
+
     def finish(self) -> None:
         """Record the final state and end the trainers."""
         for number, trainer in enumerate(self.trainers):
@@ -108,8 +99,14 @@ class Loop:
                 self.see(f"master {number} {name}", master)
             for name, buffer in trainer.module.named_buffers():
                 self.see(f"buffer {number} {name}", buffer)
-        self.see("random state", torch.get_rng_state())
+        if self.deepspeed is None:
+            self.see("random state", torch.get_rng_state())
         self.close()
+
+    def end(self, trainer: Trainer) -> None:
+        """End one trainer before the others."""
+        self.trainers.remove(trainer)
+        trainer.close()
 
     def close(self) -> None:
         while self.trainers:
@@ -130,11 +127,17 @@ class Habit:
     split: str = ""
     """Words of the error at stage 0 in bf16, where the other half of a split master cannot follow a write."""
     why: str = ""
-    """Reason of a refusal or a tolerance."""
+    """Reason of a refusal or a tolerance, or what DeepSpeed does at other stages."""
     close: float = 0.0
     """Tolerance of a tensor, as a share of its largest value; 0 is bit for bit."""
     called: str = ""
     """Name of a row of a table."""
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    """Stages at which it runs."""
+    alike: tuple[int, ...] = (0, 1, 2, 3)
+    """Scripts only: the stages at which DeepSpeed does as plain torch does."""
+    own: bool = False
+    """Whether a script asserts its results itself, because plain torch lacks a name that it uses."""
 
     @property
     def name(self) -> str:
@@ -168,18 +171,20 @@ def refused(
 
 
 def refused_cases(
-    why: str, run: Callable[[Loop, Any], None], cases: dict[str, tuple[Any, str]]
+    why: str, run: Callable[[Loop, Any], None], cases: dict[str, tuple[Any, str]], **rest: Any
 ) -> list[Habit]:
     """Return habits of a table that are refused for one reason: name -> (value, words of the error)."""
     return [
-        Habit(lambda loop, case=case: run(loop, case), said, why=why, called=name)
+        Habit(lambda loop, case=case: run(loop, case), said, why=why, called=name, **rest)
         for name, (case, said) in cases.items()
     ]
 
 
-def each(run: Callable[[Loop, Any], None], cases: dict[str, Any]) -> list[Habit]:
+def each(run: Callable[[Loop, Any], None], cases: dict[str, Any], **rest: Any) -> list[Habit]:
     """Return a habit for each name of a table: the same script with other values."""
-    return [Habit(lambda loop, case=case: run(loop, case), called=name) for name, case in cases.items()]
+    return [
+        Habit(lambda loop, case=case: run(loop, case), called=name, **rest) for name, case in cases.items()
+    ]
 
 
 def snapshot(value: Any) -> Any:
@@ -193,16 +198,19 @@ def snapshot(value: Any) -> Any:
     return value
 
 
-def differences(plain: Loop, other: Loop, close: float) -> list[str]:
-    """List the differences between the records of two loops."""
-    names, others = [name for name, _ in plain.seen], [name for name, _ in other.seen]
+Seen = list[tuple[str, Any]]
+
+
+def differences(expected: Seen, seen: Seen, close: float) -> list[str]:
+    """List the differences between two records, of plain torch and of an engine."""
+    names, others = [name for name, _ in expected], [name for name, _ in seen]
     if names != others:
         both = itertools.zip_longest(names, others)
         at, (name, instead) = next((n, pair) for n, pair in enumerate(both) if pair[0] != pair[1])
         return [f"after {names[:at][-5:]} plain torch showed {name}, the engine {instead}"]
     found = [
         f"{name}: {problem}"
-        for (name, value), (_, value2) in zip(plain.seen, other.seen, strict=True)
+        for (name, value), (_, value2) in zip(expected, seen, strict=True)
         if (problem := differs(value, value2, max(NORM, close) if name == "norm" else close))
     ]
     return found if len(found) <= SHOWN else [*found[:SHOWN], f"and {len(found) - SHOWN} more"]

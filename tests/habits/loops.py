@@ -14,11 +14,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
-from tests.habits.networks import ORDER, WIDTH, Block, Net, Parts, as_loss_of, fit, square, step_on, steps_of
+from tests.habits.networks import (
+    ORDER,
+    WIDTH,
+    Block,
+    Net,
+    Parts,
+    as_loss_of,
+    fit,
+    raises,
+    square,
+    step_on,
+    steps_of,
+)
 
 # --- micro-batches --------------------------------------------------------------------------------------
 
@@ -83,40 +94,12 @@ def a_loss_that_is_not_finite(loop: Loop) -> None:
         loop.see("updated", net.step())
 
 
-def a_bad_loss_that_is_not_used(loop: Loop) -> None:
-    """Drop a bad loss by `zero_grad` and `continue`."""
-    net = loop.train(Net())
-    for number in range(3):
-        loss = square(net(loop.data(number, same=True)))
-        if number == 1:
-            net.zero_grad()
-            continue
-        net.backward(loss)
-        net.step()
-
-
 def batches_of_every_size(loop: Loop) -> None:
     """Use batches of other sizes on other ranks, and an empty one on one."""
     net = loop.train(Net())
     sizes = [pair[loop.rank] for pair in [(4, 2), (1, 7), (3, 0), (0, 5)]]
     data = [loop.data(number, size, WIDTH) for number, size in enumerate(sizes)]
     step_on(net, (net(x).float().square().sum() for x in data))
-
-
-def lengths_of_every_size(loop: Loop) -> None:
-    """Use sequences of other lengths on other ranks and in every batch."""
-    net = loop.train(Net())
-    lengths = [1 + number + 2 * loop.rank for number in range(3)]
-    step_on(net, (square(net(loop.data(number, 2, length, WIDTH))) for number, length in enumerate(lengths)))
-
-
-def a_data_loader(loop: Loop) -> None:
-    """Iterate over torch's own loader, whose batches are lists."""
-    net = loop.train(Net())
-    source = torch.Generator().manual_seed(loop.rank)
-    dataset = TensorDataset(loop.data(0, 10, WIDTH), loop.integers(0, WIDTH, 10))
-    batches = DataLoader(dataset, 4, shuffle=True, generator=source)
-    step_on(net, (nn.functional.cross_entropy(net(x).float(), y) for x, y in batches))
 
 
 # --- zero_grad, schedules, clipping ---------------------------------------------------------------------
@@ -201,19 +184,6 @@ def evaluation_between_micro_batches(loop: Loop, net: Trainer, x: Tensor) -> Ten
     return square(net(x))
 
 
-def evaluation_as_a_decorator(loop: Loop) -> None:
-    """Generate predictions in a function with `@torch.no_grad()`."""
-    net = loop.train(Net())
-
-    @torch.no_grad()
-    def predictions() -> Iterator[Tensor]:
-        yield from (net(loop.data(90 + number)) for number in range(3))
-
-    fit(loop, net)
-    loop.see("predictions", list(predictions()))
-    fit(loop, net, seed=3)
-
-
 def generation(loop: Loop) -> None:
     """Sample token by token, calling the module by itself."""
 
@@ -290,6 +260,16 @@ def failing(loop: Loop, error: BaseException) -> None:
             net.zero_grad()
             continue
         net.step()
+
+
+def a_forward_that_fails_between_micro_batches(loop: Loop) -> None:
+    """Catch an error of a forward: the micro-batches before it stay."""
+    net = loop.train(Fails(), 2)
+    for number in range(4):
+        if number % 2:
+            net.module.error = ValueError("mine")
+            raises(loop, "forward", partial(net, loop.data(90)))
+        fit(loop, net, steps=1, seed=number)
 
 
 def _fail(grad: Tensor) -> None:
@@ -418,18 +398,6 @@ def a_model_that_another_in_ddp_calls(loop: Loop) -> None:
         loop.see("loss", loss)
         loss.backward()
         fit(loop, teacher, steps=1, seed=number)
-
-
-def attributes_of_the_model(loop: Loop) -> None:
-    """Attach attributes to a module and change them in training."""
-    net = loop.train(Net())
-    net.module.step_count = 0
-    net.module.history = []
-    for number in steps_of(loop, net):
-        net.module.step_count += 1
-        net.module.history.append(number)
-        net.module.blocks[0].extra = torch.ones(3) * number
-    loop.see("attributes", [net.module.step_count, net.module.history, net.module.blocks[0].extra])
 
 
 def a_forward_that_is_patched(loop: Loop) -> None:

@@ -14,8 +14,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, parametrize
 
+from tests.habits.graphs import Recomputed
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of, refused_cases
-from tests.habits.networks import WIDTH, Block, Net, Parts, as_loss_of, fit, fitted, square, step_on
+from tests.habits.networks import (
+    ORDER,
+    WIDTH,
+    Block,
+    Net,
+    Parts,
+    as_loss_of,
+    fit,
+    fitted,
+    net_of,
+    square,
+    step_on,
+)
 
 # --- which blocks run, and how --------------------------------------------------------------------------
 
@@ -48,19 +61,63 @@ ORDERS: dict[str, Any] = {
 """Name of the habit -> the blocks of each step on a rank."""
 
 
-class StochasticDepth(Block):
-    """A block that drops samples, not blocks."""
+class RecomputedSkips(Skips, Recomputed):
+    """A model that recomputes the blocks that it runs."""
+
+    order = [0, 1, 2]
+
+
+class DecoderFirst(Skips):
+    """A model whose first blocks are a decoder, which uses the encoder's output everywhere."""
 
     def forward(self, x: Tensor) -> Tensor:
-        keep = (torch.rand(len(x), 1) > 0.5).to(x.dtype) if self.training else 1.0
-        return x + keep * (super().forward(x) - x)
+        h = self.into(x)
+        memory = h
+        for number in self.order:
+            memory = self.blocks[number](memory) if number else memory
+        return self.head(self.blocks[0](h + memory) if 0 in self.order else memory)
 
 
-class RandomNumberOfBlocks(Net):
-    """A model with a depth from Python's own random numbers, the same on all ranks."""
+class SumOfTowers(Skips):
+    """A model of towers without a graph behind their input."""
 
-    def chosen(self) -> Any:
-        return self.blocks[: random.randint(1, 3)]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(sum((block(x) for block in self.chosen()), x))
+
+
+class PutsAside(Skips):
+    """A model that runs all blocks, and leaves out what some return."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x)
+        for number, block in enumerate(self.blocks):
+            made = block(h)
+            h = made if number in self.order else h
+        return self.head(h)
+
+
+def dropped(loop: Loop, make: Any) -> None:
+    """Drop half of the blocks at random on each rank, in every micro-batch."""
+    net = loop.train(make(), 2)
+    draw = random.Random(loop.rank)
+    for number in range(6):
+        net.module.order = [block for block in range(3) if draw.random() < 0.5]
+        fit(loop, net, steps=1, seed=number)
+
+
+DROPPED: dict[str, Any] = {
+    "blocks_that_each_rank_recomputes": lambda: RecomputedSkips(False),
+    "blocks_that_each_rank_recomputes_reentrantly": lambda: RecomputedSkips(True),
+    "a_decoder_that_comes_first": DecoderFirst,
+    "towers_that_each_rank_drops": SumOfTowers,
+    "blocks_whose_results_are_put_aside": PutsAside,
+}
+
+
+def a_block_that_runs_again_reentrantly(loop: Loop) -> None:
+    net = loop.train(RecomputedSkips(True))
+    net.module.order = [0, 1, 0, 2, 0]
+    fit(loop, net)
 
 
 class BlockThatNobodyCalls(Net):
@@ -104,6 +161,12 @@ class ExpertsByRank(nn.Module):
         return x + out
 
 
+def experts_that_are_units(loop: Loop) -> None:
+    """Declare experts as units inside those of their blocks, which may be recomputed."""
+    for model in (Net(ExpertsByRank), RecomputedSkips(False, ExpertsByRank)):
+        fit(loop, loop.train(model, sharding={"units": ["blocks.*", "blocks.*.experts.*"]}), steps=3)
+
+
 class ForwardOfABlock(Net):
     """A model that calls `block.forward(x)`, without its hooks."""
 
@@ -143,6 +206,22 @@ def units_that_are_written(loop: Loop) -> None:
     fit(loop, loop.train(Auto(Two), sharding={"units": ["blocks.*.*"]}), steps=3)
 
 
+def parts_by_themselves(loop: Loop) -> None:
+    """Call a block, parts of blocks and the head by themselves, with gradients and without."""
+    net = loop.train(Net())
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            loop.see("evaluated", net.module.blocks[0].up(x).clone())
+        parts = [
+            net.module.get_submodule(path)(x) for path in ("blocks.1", "blocks.1.up", "blocks.0", "head")
+        ]
+        loop.see("parts", parts)
+        return square(net(x)) + sum(map(square, parts))
+
+    fit(loop, net, loss)
+
+
 class Losses(Net):
     def loss(self, x: Tensor) -> Tensor:
         return square(self(x))
@@ -152,17 +231,6 @@ class Losses(Net):
 def another_method_of_the_model(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Call `net.module.loss(x)`, with gradients."""
     return net.module.loss(x)
-
-
-def lists_of_lists() -> nn.Module:
-    """Make a model whose blocks are lists of modules."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        for attention, feed in self.layers:
-            x = feed(attention(x))
-        return x
-
-    return Parts(forward, layers=nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2)))
 
 
 def lists_of_dicts() -> nn.Module:
@@ -218,11 +286,21 @@ class ModelInAWrapper(nn.Module):
 # --- weights in several places --------------------------------------------------------------------------
 
 
-class WeightOfABlockElsewhere(Net):
-    """A model whose loss or parent reads a block's weight by itself."""
+class SkipsBias(nn.Module):
+    """A layer that returns its bias for its caller to add: Megatron's skip_bias_add."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.blocks[1].down.bias
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return F.linear(x, self.linear.weight), self.linear.bias
+
+
+class BiasThatIsReturned(Net):
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        out, bias = block(x)
+        return torch.tanh(out + bias)
 
 
 def tied_by_hand() -> Net:
@@ -353,14 +431,6 @@ def hypernetwork() -> nn.Module:
 # --- kinds of layers ------------------------------------------------------------------------------------
 
 
-def dropout(loop: Loop) -> None:
-    """Draw the same random numbers as plain torch."""
-    net = loop.train(Net(lambda: nn.Sequential(Block(), nn.Dropout(0.4))))
-    fit(loop, net)
-    net.module.eval()
-    loop.see("evaluated", net(loop.data(9)))
-
-
 def recurrent(kind: Any) -> nn.Module:
     """Make a model of recurrent layers and a matrix, with the state as input and output."""
 
@@ -396,19 +466,6 @@ def recurrent_layers_in_blocks(loop: Loop) -> None:
     step_on(net, (square(net(loop.data(number, 2, 5, WIDTH))) for number in range(2)))
 
 
-def a_recurrent_cell(loop: Loop) -> None:
-    """Call a cell once per time step."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        h = torch.zeros(len(x), WIDTH, dtype=x.dtype)
-        for part in x.unbind(1):
-            h = self.cell(part, h)
-        return self.head(h)
-
-    net = loop.train(Parts(forward, cell=nn.GRUCell(WIDTH, WIDTH), head=nn.Linear(WIDTH, 3)))
-    fit(loop, net, lambda x: square(net(x.view(1, 4, WIDTH))))
-
-
 def attention(loop: Loop) -> None:
     """Train torch's own encoder layers, with masks."""
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
@@ -419,16 +476,6 @@ def attention(loop: Loop) -> None:
     net.module.eval()
     # With gradients, which keeps torch from a fast path of its own that hooks on modules turn off.
     loop.see("evaluated", net(loop.data(9, 2, 5, WIDTH), mask)[~mask])
-
-
-def an_encoder_and_a_decoder(loop: Loop) -> None:
-    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
-        return self.model(x, y, tgt_mask=nn.Transformer.generate_square_subsequent_mask(3).to(x.dtype))
-
-    model = nn.Transformer(WIDTH, 2, 2, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
-    net = loop.train(Parts(forward, model=model))
-    data = [(loop.data(number, 2, 5, WIDTH), loop.data(number + 5, 2, 3, WIDTH)) for number in range(2)]
-    step_on(net, (square(net(*pair)) for pair in data))
 
 
 def convolutions(loop: Loop) -> None:
@@ -569,17 +616,24 @@ TORCHSCRIPT: dict[str, Any] = {
 }
 
 FITTED: dict[str, Any] = {
-    "stochastic_depth": (lambda: Net(StochasticDepth), 3),
-    "a_random_number_of_blocks": (RandomNumberOfBlocks, 4),
     "a_block_that_nobody_calls": (BlockThatNobodyCalls, 2),
     "experts_by_rank": (lambda: Net(ExpertsByRank), 3),
     "the_forward_of_a_block": (ForwardOfABlock, 2),
     "parts_of_blocks": (PartsOfBlocks, 2),
     "another_method_of_a_block": (lambda: Auto(Two), 2),  # `block.encode(x)` and `block.decode(x)`.
-    "lists_of_lists": (lists_of_lists, 2),
     "lists_of_dicts": (lists_of_dicts, 2),
     "a_model_in_a_wrapper": (lambda: ModelInAWrapper(Net()), 2),
-    "the_weight_of_a_block_elsewhere": (WeightOfABlockElsewhere, 2),
+    "the_weight_of_a_block_elsewhere": (
+        net_of(lambda self, x: Net.forward(self, x) + self.blocks[1].down.bias),
+        2,
+    ),
+    "a_penalty_in_the_forward": (
+        net_of(
+            lambda self, x: square(Net.forward(self, x)) + 1e-3 * sum(map(square, self.blocks.parameters()))
+        ),
+        2,
+    ),
+    "a_bias_that_is_returned": (lambda: BiasThatIsReturned(SkipsBias), 2),
     "tied_by_hand": (tied_by_hand, 2),
     "one_block_in_two_places": (one_block_in_two_places, 2),
     "buffers_that_a_forward_updates": (lambda: Net(BuffersThatAForwardUpdates), 3),
@@ -597,6 +651,8 @@ FITTED: dict[str, Any] = {
 HABITS = habits_of(
     globals(),
     *each(ordered, ORDERS),
+    *each(dropped, DROPPED),
+    Habit(a_block_that_runs_again_reentrantly, close=ORDER, why="its uses are added in another order"),
     *each(fitted, FITTED),
     *refused_cases("its forward runs no hooks", fitted, TORCHSCRIPT),
     Habit(

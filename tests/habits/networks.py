@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -60,6 +61,24 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         return self.head(self.trunk(x, *rest))
+
+
+def net_of(forward: Callable[..., Any]) -> Callable[..., Net]:
+    """Return a class of networks with another forward."""
+    return type("NetOf", (Net,), {"forward": forward})
+
+
+def block_of(forward: Callable[..., Any]) -> Callable[[], Block]:
+    """Return a class of blocks with another forward."""
+    return type("BlockOf", (Block,), {"forward": forward})
+
+
+class Seeded(Net):
+    """A network that begins with the same values wherever it is made."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        torch.manual_seed(7)
+        super().__init__(block)
 
 
 def square(out: Tensor) -> Tensor:

@@ -6,8 +6,6 @@ Invariant: the caller sees every change that the model makes to its arguments.
 from __future__ import annotations
 
 import collections
-import io
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
-from tests.habits.networks import WIDTH, Block, Net, as_loss_of, fit, square
+from tests.habits.networks import WIDTH, Block, Net, as_loss_of, fit, net_of, square
 
 
 class Appends(Block):
@@ -98,17 +96,6 @@ def a_cache_that_blocks_write(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     one, two = net(x, cache, past), net(x + 1.0, cache, past=past)
     loop.see("cache", [sorted(cache), len(past), past])
     return square(one) + square(two)
-
-
-def a_cache_in_evaluation(loop: Loop) -> None:
-    """Generate with a cache."""
-    net = loop.train(Cached())
-    cache: dict[int, Tensor] = {}
-    x = loop.data(0)
-    with torch.no_grad():
-        for _ in range(3):
-            x = net(x, cache).tanh()
-    loop.see("generated", [x, cache])
 
 
 @dataclass
@@ -262,12 +249,7 @@ class Inside:
     held: Any
 
 
-class Deep(Net):
-    def forward(self, batch: Any) -> Tensor:
-        return super().forward(batch.held.held.held.held.held)
-
-
-@as_loss_of(Deep)
+@as_loss_of(net_of(lambda self, batch: Net.forward(self, batch.held.held.held.held.held)))
 def dataclasses_in_dataclasses_as_a_batch(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Nest dataclasses deeper than objects of unknown classes are followed."""
     batch: Any = x if loop.plain else x.float()
@@ -399,14 +381,7 @@ OUTPUTS: dict[str, Any] = {
 """Name of the habit -> (function that wraps the output and its loss, function that finds the loss)."""
 
 
-class Stashes(Net):
-    """A model that returns nothing and keeps its loss as an attribute."""
-
-    def forward(self, x: Tensor) -> None:
-        self.loss = square(super().forward(x))
-
-
-@as_loss_of(Stashes)
+@as_loss_of(net_of(lambda self, x: setattr(self, "loss", square(Net.forward(self, x)))))
 def a_loss_that_is_stashed(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Call a model that returns None."""
     assert net(x) is None
@@ -449,28 +424,7 @@ def blocks_that_hand_on_objects(loop: Loop) -> None:
     fit(loop, loop.train(BagHead()))
 
 
-def outputs_that_are_kept_and_saved(loop: Loop) -> None:
-    """Pickle and save the predictions of all steps after training."""
-    net = loop.train(Net())
-    kept = []
-    for number in range(3):
-        out = net(loop.data(number))
-        kept.append(out.detach())
-        net.backward(square(out))
-        net.step()
-    file = io.BytesIO()
-    torch.save(kept, file)
-    file.seek(0)
-    loop.see("saved", torch.load(file))
-    loop.see("pickled", pickle.loads(pickle.dumps(kept)))
-
-
-class Echo(Net):
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x), y
-
-
-@as_loss_of(Echo, 1)
+@as_loss_of(net_of(lambda self, x, y: (Net.forward(self, x), y)), 1)
 def an_input_is_the_output(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Return the model's input beside its output."""
     out, echo = net(x, x)

@@ -5,6 +5,7 @@ Invariant: a read value is right or an error, and a written value stays.
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from tests.habits.loop import Habit, Loop, Trainer, habits_of, refused, refused_cases
 from tests.habits.networks import (
     ORDER,
+    WIDTH,
     Block,
     Net,
     Parts,
@@ -62,7 +64,7 @@ def an_average_of_weights(loop: Loop) -> None:
 
 
 def values_that_are_kept(loop: Loop) -> None:
-    """Use values of `gathered` after the context: print, clone, convert to numpy, pickle, save."""
+    """Use values of `gathered` after the context and more steps: print, convert to numpy, pickle, save."""
     from safetensors.torch import load, save
 
     net = loop.train(Net())
@@ -70,6 +72,9 @@ def values_that_are_kept(loop: Loop) -> None:
     with net.gathered() as full:
         kept = dict(full)
         state = net.module.state_dict()
+    if loop.plain:  # where they are the parameters themselves
+        kept, state = copy.deepcopy((kept, state))
+    fit(loop, net)
     for found in (kept, state):
         loop.see("kept", {name: found[name] for name in sorted(found)})
         loop.see("printed", repr(found["head.bias"])[:20])
@@ -79,7 +84,13 @@ def values_that_are_kept(loop: Loop) -> None:
     file.seek(0)
     loop.see("saved", torch.load(file)["head.weight"])
     loop.see("saved by others", load(save({name: value.detach() for name, value in state.items()})))
-    fit(loop, net)
+
+
+def a_write_to_what_is_shown(loop: Loop) -> None:
+    """Write in a context that only shows values."""
+    net = loop.train(Net())
+    with net.gathered() as full:
+        full["head.bias"].fill_(3.0)
 
 
 def a_gather_in_a_gather(loop: Loop) -> None:
@@ -174,6 +185,28 @@ def a_mask_on_weights(loop: Loop) -> None:
             full["blocks.1.up.weight"].tril_()
 
 
+def written_outside(loop: Loop, write: Callable[[nn.Linear], Any], **precision: str) -> None:
+    """Write between steps, outside of `gathered`: masters take the elements that changed."""
+    net = loop.train(Net(), precision=precision)
+    fit(loop, net, steps=1)
+    write(net.module.head)
+    fit(loop, net, seed=1)
+
+
+AWAY = "`head.weight`: must be"
+WRITES: dict[str, Any] = {
+    "a_write_through_data": (lambda head: head.weight.data.zero_(), AWAY),
+    "a_write_to_what_is_detached": (lambda head: head.weight.detach().copy_(torch.eye(WIDTH)), AWAY),
+    "a_write_of_one_element": (lambda head: head.weight.data[0, 3].fill_(-7.0), AWAY),
+    "a_write_of_the_signs_alone": (lambda head: head.weight.data.neg_(), AWAY),
+}
+
+
+def a_write_beside_a_whole_master(loop: Loop) -> None:
+    """Write one element where masters are no half of what is shown."""
+    written_outside(loop, WRITES["a_write_of_one_element"][0], master="fp32")
+
+
 # --- surgery --------------------------------------------------------------------------------------------
 
 
@@ -187,14 +220,70 @@ def operated(loop: Loop, change: Callable[[nn.Module], Any]) -> None:
     fit(loop, net, seed=3)
 
 
+def put(path: str, name: str, value: Callable[[], Any]) -> Callable[[nn.Module], Any]:
+    return lambda net: setattr(net.get_submodule(path), name, value())
+
+
+def rehung(net: nn.Module) -> None:
+    head, net.head = net.head, nn.Linear(WIDTH, WIDTH)
+    net.head.weight, net.head.bias = head.weight, head.bias
+
+
+def assigned(dtype: torch.dtype) -> Callable[[nn.Module], Any]:
+    return lambda net: setattr(net.head.weight, "data", torch.zeros(WIDTH, WIDTH, dtype=dtype))
+
+
+STAYS = "`head.weight`: must stay"
 SURGERY: dict[str, Any] = {
     "a_parameter_that_is_thawed": (
         lambda net: net.blocks[2].up.requires_grad_(True),
         "`blocks.2.up.weight`: must stay frozen",
     ),
     "a_model_that_is_cast": (lambda net: net.double(), "`into.weight`: must"),
+    "a_parameter_that_is_replaced": (
+        put("head", "weight", lambda: nn.Parameter(torch.zeros(WIDTH, WIDTH))),
+        STAYS,
+    ),
+    "a_parameter_of_another_dtype": (assigned(torch.float16), STAYS),
+    "a_head_that_is_replaced": (put("", "head", lambda: nn.Linear(8, 8).requires_grad_(False)), "`head."),
+    "a_module_that_is_added": (put("blocks.1", "extra", lambda: nn.Linear(8, 8)), "`blocks.1.extra."),
+    "a_parameter_that_is_added": (put("", "scale", lambda: nn.Parameter(torch.ones(8))), "`scale`"),
+    "parameters_that_are_elsewhere": (rehung, "`head"),
+    "a_module_that_is_removed": (lambda net: net.blocks.pop(1), "`blocks.1."),
 }
-"""Changes of modules; replaced, added and removed parameters are in `ranks/test_values.py`."""
+
+
+def memory_that_is_assigned(loop: Loop) -> None:
+    """Assign other memory to `.data`: the next step takes its values over where they rest whole."""
+    operated(loop, assigned(loop.dtype))
+
+
+def replaced_before_a_step(loop: Loop) -> None:
+    """Replace a parameter between backward and step."""
+    net = loop.train(Net())
+    net.backward(square(net(loop.data(0))))
+    net.module.head.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    net.step()
+
+
+def modules_that_come_and_wrap(loop: Loop) -> None:
+    """Add what has no parameters, and wrap modules that have some."""
+    net = loop.train(Net())
+    fit(loop, net)
+    net.module.dropout = nn.Dropout()
+    net.module.blocks[0] = Parts(lambda self, x: self.inside(x), inside=net.module.blocks[0])
+    net.module.head = nn.Sequential(net.module.head)
+    fit(loop, net, seed=3)
+
+
+def a_part_that_is_frozen_for_a_forward(loop: Loop) -> None:
+    """Switch training off for a forward without gradients, as for a reference policy."""
+    net = loop.train(Net())
+    for _ in steps_of(loop, net):
+        net.module.blocks.requires_grad_(False)
+        with torch.no_grad():
+            loop.see("reference", net(loop.data(9)))
+        net.module.blocks.requires_grad_(True)
 
 
 def a_model_that_is_moved_to_where_it_is(loop: Loop) -> None:
@@ -229,8 +318,8 @@ def gradients_that_are_set(loop: Loop) -> None:
 
 def a_gradient_that_is_added(loop: Loop) -> None:
     """Add noise, or weight decay by hand, after the backward."""
-    net = loop.train(Net())
-    for number in range(2):
+    net = loop.train(Net(), 2)
+    for number in range(4):
         net.backward(square(net(loop.data(number))))
         with net.gathered():
             for parameter in net.module.parameters():
@@ -246,6 +335,28 @@ def touched(loop: Loop, touch: Callable[[nn.Module], Any]) -> None:
     net.backward(square(net(loop.data(0))))
     touch(net.module)
     net.step()
+
+
+def set_on_one_rank(loop: Loop, before: bool) -> None:
+    """Set a gradient on one rank alone, after a backward or without one."""
+    net = loop.train(Net())
+    if before:
+        net.backward(square(net(loop.data(0))))
+    if loop.rank == 1:
+        net.module.blocks[2].down.bias.grad = torch.ones(WIDTH)
+    net.step()
+
+
+SET: dict[str, Any] = {
+    "a_gradient_that_is_set_on_one_rank": (False, "`blocks.2.down.bias` on some ranks only"),
+    "a_gradient_that_is_added_on_one_rank": (True, "must be set on every rank or on none"),
+}
+
+
+def frozen_on_one_rank(loop: Loop) -> None:
+    net = loop.train(Net())
+    net.module.blocks[0].requires_grad_(loop.rank == 0)
+    fit(loop, net)
 
 
 def scaled(module: nn.Module) -> None:
@@ -337,6 +448,7 @@ ABSENT = "no rank has the values"
 HABITS = habits_of(
     globals(),
     *refused(ABSENT, {a_penalty_outside_of_gathered: "`into.weight`: must be gathered"}, at=(3,)),
+    *refused(ABSENT, {a_write_beside_a_whole_master: AWAY}, at=(3,)),
     *refused(
         "the values are there for the forward alone",
         {
@@ -346,8 +458,17 @@ HABITS = habits_of(
         at=(3,),
         split=OUTSIDE,
     ),
+    *refused_cases(ABSENT, written_outside, WRITES, at=(3,), split=OUTSIDE),
     *refused_cases("the engine has the gradients", touched, TOUCHES),
+    *refused_cases("ranks would update different parameters", set_on_one_rank, SET),
+    *refused(
+        "ranks would update different parameters",
+        {frozen_on_one_rank: "must be trained on every rank or on none"},
+    ),
     *refused_cases("the plan is of the model as it was", operated, SURGERY),
+    *refused("the plan is of the model as it was", {replaced_before_a_step: STAYS}),
+    *refused("no rank has the values", {memory_that_is_assigned: STAYS}, at=(3,), split=OUTSIDE),
+    *refused("it would be lost", {a_write_to_what_is_shown: "`head.bias`: must be written inside"}),
     Habit(gradients_for_a_log, close=ORDER, why="what is looked at is reduced before the rest of its step"),
     Habit(a_gradient_that_is_added, close=ORDER, why="it is added after the ranks' sum"),
 )

@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from tests.numerics.networks import GPT
-from tests.numerics.runs import config, make, train
-from tests.ranks.harness import run_ranks
-from tests.ranks.plain import weights
+from tests.numerics.runs import config, diff, finish, make, train
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.api import make_plan
 from zerodrift.checkpoint import save as saving
 from zerodrift.checkpoint.checkpoints import Checkpoints
@@ -66,8 +65,7 @@ def alone(engine: Engine, change: Callable[[], Any]) -> None:
 
 
 def same(before: dict[str, torch.Tensor], engine: Engine) -> bool:
-    after = weights(engine)
-    return all(torch.equal(before[name], after[name]) for name in before)
+    return diff(before, finish(engine).weights) == []
 
 
 # --- damage -----------------------------------------------------------------------------------------------
@@ -83,27 +81,6 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-def damaged(folder: str, harm: Callable[[Path], None]) -> Any:
-    """Damage every file of the newest checkpoint in turn, and one that is only checked as it is read."""
-    engine, checkpoints = two(folder)
-    newest = Path(folder) / NEW
-    before = weights(engine)
-    messages = {}
-    for path in sorted(newest.iterdir()):
-        kept = path.read_bytes()
-        alone(engine, partial(harm, path))
-        messages[path.name] = refusal(checkpoints.load)
-        alone(engine, partial(path.write_bytes, kept))
-    unchanged = same(before, engine)
-    loaded = checkpoints.load(OLD)
-    train(engine, 1)
-    data = newest / "__1_0.distcp"
-    alone(engine, lambda: data.write_bytes(b"\0" * data.stat().st_size))
-    unseen = refusal(lambda: checkpoints.load(verify=False))
-    engine.destroy()
-    return messages, unchanged, loaded.step, unseen
-
-
 MANIFEST = "checkpoint.json`: must be the manifest that was written"
 LOST = f"must hold a checkpoint with the tag '{NEW}'; got {OLD}"
 
@@ -117,88 +94,98 @@ LOST = f"must hold a checkpoint with the tag '{NEW}'; got {OLD}"
     ],
     ids=["flipped", "cut", "removed"],
 )
+@on_ranks(2)
 def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(
     harm: Any, must: str, manifest: str, tmp_path: Path
 ) -> None:
-    results = run_ranks(damaged, 2, str(tmp_path), harm)
-    assert results[0] == results[1]
-    messages, unchanged, step, unseen = results[0]
-    assert unchanged and step == 1 and len(messages) == 11
-    assert NEW in unseen and "must be readable" in unseen, "an error, not a crash"
-    assert manifest in messages.pop("checkpoint.json")
-    for name, message in messages.items():
-        of_rank = re.fullmatch(r"rank-0000(\d)\.json", name)
+    """Every file of the newest checkpoint is damaged in turn, and one that is only checked as it is read."""
+    engine, checkpoints = two(str(tmp_path))
+    newest, before = tmp_path / NEW, finish(engine).weights
+    files = sorted(newest.iterdir())
+    assert len(files) == 11
+    for path in files:
+        kept = path.read_bytes()
+        alone(engine, partial(harm, path))
+        message = refusal(checkpoints.load)
+        alone(engine, partial(path.write_bytes, kept))
+        of_rank = re.fullmatch(r"rank-0000(\d)\.json", path.name)
         expected = f"must be what rank {of_rank[1]} wrote; got " if of_rank and harm in (flip, cut) else must
-        assert name in message and re.search(expected, message), message
-        assert "Load an older checkpoint" in message
+        if path.name == "checkpoint.json":
+            assert manifest in message, message
+        else:
+            assert path.name in message and re.search(expected, message), message
+            assert "Load an older checkpoint" in message
+    assert same(before, engine)
+    assert checkpoints.load(OLD).step == 1
+    train(engine, 1)
+    data = newest / "__1_0.distcp"
+    alone(engine, lambda: data.write_bytes(b"\0" * data.stat().st_size))
+    unseen = refusal(lambda: checkpoints.load(verify=False))
+    assert NEW in unseen and "must be readable" in unseen, "an error, not a crash"
 
 
 # --- something else ---------------------------------------------------------------------------------------
 
 
-def refusals(folder: str) -> dict[str, str]:
-    """Return the messages of loads with other models, other configs and other moments."""
-    engine, _ = two(folder)
+SCHEDULER = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
+OTHERS: list[tuple[str, dict[str, Any], Callable[[], GPT], tuple[str, ...]]] = [
+    (
+        "bf16",
+        {},
+        lambda: GPT(layers=1, width=48, tied=False),
+        (
+            "is of another model",
+            "`layers.0.mlp.up.weight`: must have shape [96, 48]; got [64, 32]",
+            "must hold no parameter that the model does not have; got `layers.1.",
+            "`embed.weight`: must have shape [61, 48]",
+            "norm.bias",
+        ),
+    ),
+    (
+        "bf16",
+        {},
+        lambda: GPT(tied=False),
+        ("must be one parameter under the names embed.weight; got embed.weight, head.weight",),
+    ),
+    ("bf16", SCHEDULER, GPT, ("`schedule`: must be none, as when it was saved; got WarmupLR",)),
+    ("fp16", {}, GPT, ("`loss scale`: must not be there", "allow=('loss_scale',)")),
+    ("bf16", SGD, GPT, ("`optimizer`: must be adamw",)),
+]
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_with_all_that_differs(tmp_path: Path) -> None:
+    engine, _ = two(str(tmp_path))
     engine.destroy()
-    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
-    messages = {}
-    for what, written, model in (
-        ("model", config(3, "bf16"), GPT(layers=1, width=48, tied=False)),
-        ("tie", config(3, "bf16"), GPT(tied=False)),
-        ("schedule", config(3, "bf16", scheduler=scheduler), GPT()),
-        ("scale", config(3, "fp16"), GPT()),
-        ("optimizer", config(3, "bf16", optimizer={"type": "SGD", "params": {"lr": 1e-3}}), GPT()),
-    ):
-        engine = make(written, model)
-        before = weights(engine)
-        messages[what] = refusal(Checkpoints(engine, folder, quiet=True).load)
+    for mode, rest, model, parts in OTHERS:
+        engine = make(config(3, mode, **rest), model())
+        before = finish(engine).weights
+        message = refusal(Checkpoints(engine, tmp_path, quiet=True).load)
+        assert all(part in message for part in parts), message
         assert same(before, engine)
         engine.destroy()
     engine = make(config(3, "bf16", 2))
-    checkpoints = Checkpoints(engine, f"{folder}/none", quiet=True)
+    checkpoints = Checkpoints(engine, tmp_path / "none", quiet=True)
     assert checkpoints.resume() is None
-    messages["nothing"] = refusal(checkpoints.load)
-    messages["path"] = refusal(lambda: checkpoints.load("../etc"))
+    assert "got no such folder" in refusal(checkpoints.load)
+    assert "must hold a checkpoint with the tag '../etc'" in refusal(lambda: checkpoints.load("../etc"))
     engine.backward(engine(torch.zeros(1, 4, dtype=torch.long)))
     engine.step()
     for call in (checkpoints.save, checkpoints.load):
         with pytest.raises(ZerodriftError, match="must be called between steps; got 1 micro-batch"):
             call()
-    engine.destroy()
-    return messages
-
-
-REFUSALS = {
-    "model": (
-        "is of another model",
-        "`layers.0.mlp.up.weight`: must have shape [96, 48]; got [64, 32]",
-        "must hold no parameter that the model does not have; got `layers.1.",
-        "`embed.weight`: must have shape [61, 48]",
-        "norm.bias",
-    ),
-    "tie": ("must be one parameter under the names embed.weight; got embed.weight, head.weight",),
-    "schedule": ("`schedule`: must be none, as when it was saved; got WarmupLR",),
-    "scale": ("`loss scale`: must not be there", "allow=('loss_scale',)"),
-    "optimizer": ("`optimizer`: must be adamw",),
-    "nothing": ("got no such folder",),
-    "path": ("must hold a checkpoint with the tag '../etc'",),
-}
-
-
-def test_what_does_not_fit_is_refused_with_all_that_differs(tmp_path: Path) -> None:
-    results = run_ranks(refusals, 2, str(tmp_path))
-    assert results[0] == results[1]
-    for what, parts in REFUSALS.items():
-        assert all(part in results[0][what] for part in parts), results[0][what]
 
 
 # --- a save that fails ------------------------------------------------------------------------------------
 
 
-def no_room(folder: str, asynchronous: bool) -> Any:
-    """Fill the disk on the last rank, in the middle of its file."""
-    engine, checkpoints = two(folder)
-    checkpoints = Checkpoints(engine, folder, quiet=True, asynchronous=asynchronous)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "beside training"])
+@on_ranks(2)
+def test_a_full_disk_leaves_what_was_there(asynchronous: bool, tmp_path: Path) -> None:
+    """The last rank has no space in the middle of its file."""
+    engine, _ = two(str(tmp_path))
+    checkpoints = Checkpoints(engine, tmp_path, quiet=True, asynchronous=asynchronous)
     checkpoints.load()
     train(engine, 1)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -215,57 +202,38 @@ def no_room(folder: str, asynchronous: bool) -> Any:
 
     message = refusal(save)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "must be written; got File too large" in message and "GB are free in" in message
     if engine.micro_batches:
         engine.step()  # the step that was told of it goes on
-    names = sorted(path.name for path in Path(folder).iterdir())
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["latest", OLD, NEW], "nothing of the failed save is left, nor a lock"
     checkpoints.save("after")
     checkpoints.wait()
-    loaded = checkpoints.load(NEW)
-    engine.destroy()
-    return message, names, loaded.step
+    assert checkpoints.load(NEW).step == 2
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "beside training"])
-def test_a_full_disk_leaves_what_was_there(asynchronous: bool, tmp_path: Path) -> None:
-    results = run_ranks(no_room, 2, str(tmp_path), asynchronous)
-    assert results[0] == results[1]
-    message, names, step = results[0]
-    assert "must be written; got File too large" in message and "GB are free in" in message
-    assert names == ["latest", OLD, NEW], "nothing of the failed save is left, nor a lock"
-    assert step == 2
-
-
-def refused_saves(folder: str) -> Any:
-    """Save an unpicklable state, beside another writer, and over another run's."""
-    engine, checkpoints = two(folder)
+@on_ranks(2)
+def test_a_folder_has_one_writer_and_states_that_can_be_read(tmp_path: Path) -> None:
+    """A state cannot be pickled; another process writes; the folder is another run's."""
+    engine, checkpoints = two(str(tmp_path))
     client = {"bad": object() if engine.mesh.rank() == 1 else 1}
-    unreadable = refusal(lambda: checkpoints.save("odd", client=client))
-    held = Lock.take(Path(folder)) if engine.mesh.rank() == 0 else None
+    assert "`client`: must be made of numbers" in refusal(lambda: checkpoints.save("odd", client=client))
+    held = Lock.take(tmp_path) if engine.mesh.rank() == 0 else None
     while_held = refusal(lambda: checkpoints.save("now"))
+    assert "must have one writer; got process" in while_held and "save to another folder" in while_held
     if held is not None:
         held.release()
     checkpoints.save("now")
     engine.destroy()
     engine = make(config(3, "bf16"))
-    other = Checkpoints(engine, folder, quiet=True)
+    other = Checkpoints(engine, tmp_path, quiet=True)
     not_mine = refusal(other.save)
-    at_once = refusal(lambda: train(engine, 1))
+    assert f"must hold checkpoints of this run alone; got {OLD}, now, {NEW} of another" in not_mine
+    assert refusal(lambda: train(engine, 1)) == not_mine, "with the first step, before work is lost"
     engine.zero_grad()
     other.load()
     train(engine, 1)
     other.save("mine-now")
-    engine.destroy()
-    return unreadable, while_held, not_mine, at_once
-
-
-def test_a_folder_has_one_writer_and_states_that_can_be_read(tmp_path: Path) -> None:
-    results = run_ranks(refused_saves, 2, str(tmp_path))
-    assert results[0] == results[1]
-    unreadable, while_held, not_mine, at_once = results[0]
-    assert "`client`: must be made of numbers" in unreadable
-    assert "must have one writer; got process" in while_held and "save to another folder" in while_held
-    assert f"must hold checkpoints of this run alone; got {OLD}, now, {NEW} of another" in not_mine
-    assert at_once == not_mine, "with the first step, before work is lost"
 
 
 # --- a rank that dies -------------------------------------------------------------------------------------
@@ -352,13 +320,13 @@ def test_a_rank_that_dies_costs_that_save_or_load_alone(
 # --- beside training --------------------------------------------------------------------------------------
 
 
-def slow_disk(folder: str) -> Any:
-    """Save beside training: the checkpoint appears some steps later, with the state of the save."""
-    engine, _ = two(folder)
-    checkpoints = Checkpoints(engine, folder, quiet=True, asynchronous=True)
+@on_ranks(2)
+def test_a_save_beside_training_is_of_the_state_that_was_saved(tmp_path: Path) -> None:
+    """On a slow disk the checkpoint appears some steps later."""
+    engine, _ = two(str(tmp_path / "run"))
+    checkpoints = Checkpoints(engine, tmp_path / "run", quiet=True, asynchronous=True)
     checkpoints.load()
-    real = saving.write_items
-    go = Path(folder).parent / "go"
+    real, go, tags = saving.write_items, tmp_path / "go", CheckpointFolder(tmp_path / "run").tags
 
     def waits(*arguments: Any) -> Any:
         while not go.exists():
@@ -366,46 +334,35 @@ def slow_disk(folder: str) -> Any:
         return real(*arguments)
 
     saving.write_items = waits  # type: ignore[assignment]
-    expected = weights(engine)
+    expected = finish(engine).weights
     checkpoints.save("beside")
     train(engine, 2)
-    folder_of = CheckpointFolder(folder)
-    early = folder_of.tags()
+    assert tags() == [OLD, NEW]
     engine.comm.barrier()
     go.touch()
     while checkpoints._pending is not None:
         train(engine, 1)
-    late = folder_of.tags()
+    assert set(tags()) == {OLD, NEW, "beside"}
     checkpoints.load("beside")
-    saved_state = same(expected, engine)
+    assert same(expected, engine)
     checkpoints.save("last")
     engine.destroy()  # waits for it
-    return early, late, folder_of.tags(), saved_state
+    assert set(tags()) == {OLD, NEW, "beside", "last"}
 
 
-def test_a_save_beside_training_is_of_the_state_that_was_saved(tmp_path: Path) -> None:
-    for early, late, last, same in run_ranks(slow_disk, 2, str(tmp_path / "c")):
-        assert early == [OLD, NEW] and set(late) == {OLD, NEW, "beside"}
-        assert set(last) == {OLD, NEW, "beside", "last"} and same
-
-
-def gives_up(folder: str) -> Any:
-    """End a run by an exception, without waiting for a pending save."""
-    engine, _ = two(folder)
-    checkpoints = Checkpoints(engine, folder, quiet=True, asynchronous=True)
+@on_ranks(2)
+def test_an_exception_gives_up_a_save_beside_training(tmp_path: Path) -> None:
+    """A run ends by an exception, without waiting for a pending save."""
+    engine, _ = two(str(tmp_path))
+    checkpoints = Checkpoints(engine, tmp_path, quiet=True, asynchronous=True)
     checkpoints.load()
     checkpoints.save("never")
-    try:
+    with pytest.raises(KeyboardInterrupt):
         try:
             raise KeyboardInterrupt
         finally:
             engine.destroy()
-    except KeyboardInterrupt:
-        return sorted(path.name for path in Path(folder).iterdir())
-
-
-def test_an_exception_gives_up_a_save_beside_training(tmp_path: Path) -> None:
-    run_ranks(gives_up, 2, str(tmp_path))
+    torch.distributed.barrier()
     left = {path.name for path in tmp_path.iterdir()}  # rank 1 may write while rank 0 removes the folder
     assert {name for name in left if not name.startswith(".writing-never@")} == {"latest", OLD, NEW}
 
@@ -413,25 +370,18 @@ def test_an_exception_gives_up_a_save_beside_training(tmp_path: Path) -> None:
 # --- what one rank reads ----------------------------------------------------------------------------------
 
 
-def only_one_sees(folder: str) -> Any:
-    """Show rank 1 another folder, as a file system that is behind does; all follow rank 0."""
-    engine, checkpoints = two(folder)
+@on_ranks(2)
+def test_one_rank_reads_latest_and_all_agree(tmp_path: Path) -> None:
+    """Rank 1 sees another folder, as on a file system that is behind; all follow rank 0."""
+    folder = tmp_path / "run"
+    engine, checkpoints = two(str(folder))
     if engine.mesh.rank() == 1:
         checkpoints._folder = CheckpointFolder(f"{folder}-not-yet")
     loaded = checkpoints.resume()
-    found = None if loaded is None else loaded.tag
-    latest = Path(folder) / "latest"
+    assert loaded is not None and loaded.tag == NEW
+    latest = folder / "latest"
     alone(engine, lambda: latest.write_bytes(b"\xff"))
-    message = refusal(checkpoints.resume)
-    alone(engine, lambda: (latest.unlink(), (latest.parent / NEW / "checkpoint.json").unlink()))
+    assert "what is no UTF-8" in refusal(checkpoints.resume)
+    alone(engine, lambda: (latest.unlink(), (folder / NEW / "checkpoint.json").unlink()))
     half = refusal(checkpoints.resume)
-    engine.destroy()
-    return found, message, half
-
-
-def test_one_rank_reads_latest_and_all_agree(tmp_path: Path) -> None:
-    results = run_ranks(only_one_sees, 2, str(tmp_path / "run"))
-    assert results[0] == results[1]
-    found, message, half = results[0]
-    assert found == NEW and "what is no UTF-8" in message
     assert f"got files of {NEW} without `checkpoint.json`" in half and "copied in part" in half

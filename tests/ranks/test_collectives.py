@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -49,14 +51,24 @@ def values_of(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch
 
 
 def expected(parts: Iterable[torch.Tensor], how: Sum, before: torch.Tensor) -> torch.Tensor:
-    """Sum in rank order, in the dtype of the sum; every step is one rounding of an fp64 result."""
+    """Sum in rank order or by the tree, in the dtype of the sum; every step is one rounding of an fp64
+    result."""
     first, *others = parts
-    total = first.to(how.dtype)
-    for part in others:
+    total = by_tree([first, *others], how.dtype) if how.order == "tree" else first.to(how.dtype)
+    for part in others if how.order != "tree" else ():
         total = (total.to(FP64) + part.to(FP64)).to(how.dtype)
     if not how.add:
         return total.to(before.dtype)
     return (before.to(FP64) + total.to(FP64)).to(before.dtype)
+
+
+def by_tree(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Sum neighbours first; a missing right half is skipped."""
+    sums = [part.to(dtype) for part in parts]
+    while len(sums) > 1:
+        pairs_of_sums = (sums[start : start + 2] for start in range(0, len(sums), 2))
+        sums = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs_of_sums]
+    return sums[0]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -71,83 +83,31 @@ def small_messages() -> None:
 # Sums
 
 
-def reduce_every_way(carrier: Carrier) -> list[str]:
-    """Return every case whose bits are not the reference's."""
-    comm = joined(carrier)
-    size, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
-    small_messages()
-    wrong = []
-    ways = itertools.cycle(((BF16, 700), (FP32, 1), (FP32, 700)))
-    for seed, ((wire, total), add) in enumerate(itertools.product(SUMS, (False, True))):
-        out, count = next(ways)
-        how = Sum(total, add)
-        every = [values_of(peer, count * size, wire, seed) for peer in range(size)]
-        mine = slice(rank * count, (rank + 1) * count)
-        before = values_of(99, count, out, seed)
-        got, full = before.clone(), every[rank].clone()
-        comm.reduce_scatter(got, full, "shard", how)
-        want = expected([part[mine] for part in every], how, before)
-        if not same_bits(got, want) or not same_bits(full, every[rank]):
-            wrong.append(f"{wire}>{total} into {out}, {how}, {count}")
-    return wrong
-
-
-def by_tree(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Sum neighbours first; a missing right half is skipped."""
-    sums = [part.to(dtype) for part in parts]
-    while len(sums) > 1:
-        pairs_of_sums = (sums[start : start + 2] for start in range(0, len(sums), 2))
-        sums = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs_of_sums]
-    return sums[0]
-
-
 def from_so_many_ranks(halving: int) -> None:
     """Set the least number of ranks for sums by halves, for the rest of this process."""
     collectives.HALVING = dict.fromkeys(collectives.HALVING, halving)
 
 
-def reduce_by_the_tree(ways: list[tuple[Carrier, int]]) -> list[str]:
-    wrong = []
-    for carrier, halving in ways:
-        comm = joined(carrier)
-        size, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
-        small_messages()
+def reduce_every_way(carrier: Carrier) -> list[str]:
+    """Return every case whose bits are not the reference's; sums by the tree may travel by halves."""
+    comm, wrong = joined(carrier), []
+    size, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
+    small_messages()
+    ways = itertools.cycle(((BF16, 700), (FP32, 1), (FP32, 700), (FP64, 3)))
+    cases = itertools.product(SUMS, (False, True), (("rank", 4), ("tree", 4), ("tree", 8)))
+    for seed, ((wire, total), add, (order, halving)) in enumerate(cases):
         from_so_many_ranks(halving)
-        for seed, ((wire, total), count) in enumerate(zip(SUMS, itertools.cycle((700, 1, 3)), strict=False)):
-            how = Sum(total, order="tree")
-            adding = Sum(total, add=True, order="tree")
-            every = [values_of(peer, count * size, wire, seed) for peer in range(size)]
-            want = by_tree(every, total)
-            got = every[rank].clone()
-            ahead, at_once = (torch.empty(count, dtype=wire) for _ in range(2))
-            held = values_of(99, count, wire, seed)
-            added = held.clone()
-            time.sleep(0.01 * (rank % 2))
-            handles = [
-                comm.start_reduce_scatter(ahead, got, "shard", how),
-                comm.start_reduce_scatter(added, got, "shard", adding),
-            ]
-            comm.reduce_scatter(at_once, got, "shard", how)
-            for handle in handles:
-                handle.wait()
-            unchanged = same_bits(got, every[rank])
-            comm.all_reduce(got, got, "shard", how)
-            mine = want.view(size, count)[rank]
-            sums = (held.to(FP64) + mine.to(FP64)).to(wire)
-            want, mine = want.to(wire), mine.to(wire)
-            good = [same_bits(one, other) for one, other in ((got, want), (ahead, mine), (at_once, mine))]
-            if not (all(good) and unchanged and same_bits(added, sums)):
-                wrong.append(f"{carrier} from {halving}: {wire}>{total}, {count}, {good}")
-        comm.mesh.stop()
+        out, count = next(ways)
+        how = Sum(total, add, order=order)  # type: ignore[arg-type]
+        every = [values_of(peer, count * size, wire, seed) for peer in range(size)]
+        mine = slice(rank * count, (rank + 1) * count)
+        before = values_of(99, count, out, seed)
+        got, full = before.clone(), every[rank].clone()
+        comm.start_reduce_scatter(got, full, "shard", how).wait()
+        want = expected([part[mine] for part in every], how, before)
+        if not same_bits(got, want) or not same_bits(full, every[rank]):
+            wrong.append(f"{wire}>{total} into {out}, {how}, {count}, halving {halving}")
     return wrong
-
-
-@pytest.mark.long
-def test_sums_by_the_tree_are_its_bits_on_every_carrier() -> None:
-    """Sums travel by halves from 4 ranks, and never by fewer."""
-    for world, halvings in ((2, [4]), (3, [4]), (4, [4, 8])):
-        ways = list(itertools.product(CARRIERS, halvings))
-        assert run_ranks(reduce_by_the_tree, world, ways) == [[]] * world
 
 
 def messages_of_a_sum(carrier: Carrier) -> list[tuple[int, int]]:
@@ -187,9 +147,9 @@ def reduce_all_every_way(carrier: Carrier) -> list[str]:
     size, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
     small_messages()
     wrong = []
-    cases = itertools.product(SUMS, (BF16, FP32), (7, 840, 841), (False, True))
-    for seed, ((wire, total), out, count, in_place) in enumerate(cases):
-        how = Sum(total)
+    cases = itertools.product(SUMS, (BF16, FP32), (7, 840, 841), (False, True), ("rank", "tree"))
+    for seed, ((wire, total), out, count, in_place, order) in enumerate(cases):
+        how = Sum(total, order=order)  # type: ignore[arg-type]
         every = [values_of(peer, count, wire, seed) for peer in range(size)]
         values = every[rank].clone()
         got = values if in_place else torch.empty(count, dtype=out)
@@ -227,30 +187,29 @@ def gather_every_way(carrier: Carrier) -> list[str]:
     return wrong
 
 
-def to_others() -> list[object]:
-    """Broadcast from sources that count along the axis, and pass objects round."""
+@on_ranks(4)
+def test_broadcasts_count_their_source_along_the_axis_and_objects_go_round() -> None:
     comm = joined(replicate=2, shard=2)
     rank = comm.mesh.rank()
-    found = []
-    for axis, source in (("world", 3), ("shard", 1), ("replicate", 0)):
+    sources: tuple[tuple[Any, int, float], ...] = (
+        ("world", 3, 3.0),
+        ("shard", 1, 1.0 if rank < 2 else 3.0),
+        ("replicate", 0, float(rank % 2)),
+    )
+    for axis, source, sent in sources:
         tensor = torch.full((1, 2), float(rank), dtype=BF16)
-        comm.broadcast(tensor, source, axis)  # type: ignore[arg-type]
-        found.append(tensor.flatten().tolist())
+        comm.broadcast(tensor, source, axis)
+        assert tensor.tolist() == [[sent, sent]], (axis, tensor)
     comm.barrier()
-    pair = comm.all_gather_object(rank, "shard")
-    return [found, comm.all_gather_object({"rank": rank}), pair, comm.broadcast_object(f"from {rank}", 2)]
-
-
-def test_broadcasts_count_their_source_along_the_axis_and_objects_go_round() -> None:
-    for rank, (sent, everyone, pair, told) in enumerate(run_ranks(to_others, 4)):
-        assert sent == [[source] * 2 for source in (3.0, 1.0 if rank < 2 else 3.0, float(rank % 2))]
-        assert everyone == [{"rank": peer} for peer in range(4)]
-        assert pair == ([0, 1] if rank < 2 else [2, 3]) and told == "from 2"
+    assert comm.all_gather_object(rank, "shard") == ([0, 1] if rank < 2 else [2, 3])
+    assert comm.all_gather_object({"rank": rank}) == [{"rank": peer} for peer in range(4)]
+    assert comm.broadcast_object(f"from {rank}", 2) == "from 2"
 
 
 # Handles
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
 @on_ranks(3)
@@ -280,26 +239,21 @@ def test_operations_overlap_and_may_be_waited_for_in_any_order(order: list[int],
         assert same_bits(sums[seed], expected(parts, Sum(FP32), sums[seed]))
 
 
-def keep_scratch() -> tuple[int, int]:
+@on_ranks(2)
+def test_a_reduction_receives_a_window_however_large_it_is() -> None:
     comm = joined("pairs")
     small_messages()
-    storage.LEAST = 1
-    for count in (10, 4000, 100, 4000, 10):
-        comm.reduce_scatter(torch.empty(count), torch.ones(2 * count, dtype=BF16), "shard", Sum(FP32))
+    with mock.patch.object(storage, "LEAST", 1):
+        for count in (10, 4000, 100, 4000, 10):
+            comm.reduce_scatter(torch.empty(count), torch.ones(2 * count, dtype=BF16), "shard", Sum(FP32))
     held = comm._pairs._scratch._free
-    sizes = len(held), sum(map(len, held))
-    largest = max(map(len, held))
-    comm.make_room(2 * largest, "shard")  # half of it is received
-    assert len(held) == sizes[0]
-    comm.make_room(2 * largest + 2, "shard")
+    sizes = list(map(len, held))
+    # The window, and a chunk in the dtype of the sum.
+    assert len(sizes) == 2 and sum(sizes) <= pairs.DEPTH * 512 + 2 * 512, sizes
+    comm.make_room(2 * max(sizes), "shard")  # half of it is received
+    assert len(held) == 2
+    comm.make_room(2 * max(sizes) + 2, "shard")
     assert not held
-    return sizes
-
-
-def test_a_reduction_receives_a_window_however_large_it_is() -> None:
-    for buffers, size in run_ranks(keep_scratch, 2):
-        assert buffers == 2
-        assert size <= pairs.DEPTH * 512 + 2 * 512  # the window, and a chunk in the dtype of the sum
 
 
 # Rows to other ranks
@@ -338,7 +292,7 @@ BODIES = [
 ]
 
 
-@pytest.mark.cells(1)
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize(("body", "world"), BODIES)
 def test_every_carrier_brings_every_bit(
@@ -424,6 +378,7 @@ def miss(name: str, carrier: Carrier, timeout: float, how: str) -> tuple[str, fl
     raise AssertionError("nobody noticed")
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "halving"])
 def test_a_killed_rank_is_an_error_on_the_others(name: str, carrier: Carrier) -> None:
@@ -435,7 +390,9 @@ def test_a_killed_rank_is_an_error_on_the_others(name: str, carrier: Carrier) ->
     assert "rank 1 must take part" in text
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize(
+    "carrier", ["pairs", *(pytest.param(carrier, marks=pytest.mark.slow) for carrier in ("shared", "native"))]
+)
 def test_a_killed_rank_is_named_by_all_that_swap_nothing_with_it(carrier: Carrier) -> None:
     """Rank 0 waits for rank 2, and rank 2 for the killed one; rank 1 for both."""
     for text, seconds, _ in run_ranks(miss, 4, "halving", carrier, 30.0, "killed", dying={3})[:3]:
@@ -444,7 +401,7 @@ def test_a_killed_rank_is_named_by_all_that_swap_nothing_with_it(carrier: Carrie
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("name", ["reduce_scatter", pytest.param("all_gather", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_is_an_error_within_the_timeout(name: str) -> None:
     for text, seconds, _ in run_ranks(miss, 3, name, "pairs", 1.5, "asleep")[:2]:
         # Of two that wait, one may hear that the other has given up before its own time is over.
@@ -457,28 +414,19 @@ def test_a_rank_that_hangs_is_an_error_within_the_timeout(name: str) -> None:
 # Agreement
 
 
-def compare(mine: list[str], theirs: list[list[str]]) -> list[str]:
-    """Return the errors of other rows and another digest on rank 2; at last all have the same."""
-    comm, said = joined(), []
-    for others in theirs:
-        odd = comm.mesh.rank() == 2
-        with pytest.raises(RankError) as caught:
-            comm.agree("b" if odd else "a", lambda odd=odd, others=others: others if odd else mine)
-        said.append(str(caught.value))
-    comm.agree("a", lambda: [f"rank {comm.mesh.rank()} is not asked"])
-    return said
-
-
+@on_ranks(3)
 def test_different_plans_are_an_error_everywhere_with_the_first_row_and_equal_ones_agree() -> None:
-    cases = {
-        "different ones from row 1 on: x fp32 on rank 0, x bf16 on rank 2.": ["w fp32", "x bf16"],
-        "from row 1 on: x fp32 on rank 0, nothing on rank 2.": ["w fp32"],
-        "different ones on ranks 0 and 2, though their 2 rows agree.": ["w fp32", "x fp32"],
-    }
-    found = run_ranks(compare, 3, ["w fp32", "x fp32"], list(cases.values()))
-    assert found[0] == found[1] == found[2]
-    for shown, said in zip(cases, found[0], strict=True):
-        assert shown in said
+    """Rank 2 has other rows and another digest; at last all have the same."""
+    comm, mine = joined(), ["w fp32", "x fp32"]
+    odd = comm.mesh.rank() == 2
+    for others, shown in (
+        (["w fp32", "x bf16"], "different ones from row 1 on: x fp32 on rank 0, x bf16 on rank 2."),
+        (["w fp32"], "from row 1 on: x fp32 on rank 0, nothing on rank 2."),
+        (mine, "different ones on ranks 0 and 2, though their 2 rows agree."),
+    ):
+        with pytest.raises(RankError, match=re.escape(shown)):
+            comm.agree("b" if odd else "a", lambda others=others: others if odd else mine)
+    comm.agree("a", lambda: [f"rank {comm.mesh.rank()} is not asked"])
 
 
 @pytest.mark.parametrize("world", [2, 3])

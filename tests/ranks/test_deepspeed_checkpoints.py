@@ -1,25 +1,36 @@
-"""Checkpoints of DeepSpeed are read without it, with the bits that its own tools read."""
+"""Checkpoints of DeepSpeed are read without it, with the bits that its own tools read, and trained on.
+
+Damaged ones are in `tests/unit/test_deepspeed_damage.py`.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import zerodrift as zd
+import zerodrift.deepspeed
+from tests.numerics.networks import batch
 from tests.ranks.harness import run_ranks
-from tests.ranks.saved_by_deepspeed import BETAS, DECAY, LR, STEPS, Case, Truth, save
+from tests.ranks.saved_by_deepspeed import BETAS, DECAY, EPS, LR, STEPS, Case, Truth, groups, model, save
+from tests.unit.deepspeed_layout import lay_out
+from zerodrift.api import initialize
 from zerodrift.checkpoint.folder import is_deepspeed
 from zerodrift.errors import CheckpointError
+from zerodrift.weights.converter import ConvertOptions, convert
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 
-pytestmark = pytest.mark.skipif(
+needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed, which is not installed"
 )
 
+MORE = 4
 CASES = [
     Case(0, "fp32", hard=False),
     Case(0, "bf16", hard=False),
@@ -29,35 +40,48 @@ CASES = [
     Case(1, "bf16"),
     Case(1, "fp16"),
     Case(2, "bf16"),
+    Case(2, "fp32"),
     Case(2, "fp32", {"round_robin_gradients": True}),
     Case(2, "bf16", {"elastic_checkpoint": True}),
     Case(3, "bf16"),
     Case(3, "fp16"),
     Case(3, "fp32", {"sub_group_size": 2000}),
 ]
-NAMES = [case.name for case in CASES]
+NAMELESS = Case(0, "fp32")
+"""A case whose moments nobody can name, since shapes are ambiguous: groups at stage 0, in fp32."""
+
+
+def near(case: Case) -> float:
+    """Return the tolerance of a loss of about 4. Gradients are the same sums in another order, the norm is
+    exact here and a float there, and Adam is another sequence of roundings: a few ulps (2^-22 at 4) per step
+    in fp32."""
+    return 2e-6 if case.dtype == "fp32" else 0.05
 
 
 def save_all(folder: str) -> list[Truth]:
-    return [save(case, f"{folder}/{case.name}") for case in CASES]
+    return [save(case, f"{folder}/{case.name}", MORE) for case in (*CASES, NAMELESS)]
+
+
+Saved = tuple[Path, dict[str, list[Truth]]]
+"""A folder with one per case, and its contents by case and rank."""
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Truth]]]:
-    """Save a folder per case, and return its contents."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
     folder = tmp_path_factory.mktemp("deepspeed")
-    truths = run_ranks(save_all, 2, str(folder), timeout=240)[0]
-    yield folder, dict(zip(NAMES, truths, strict=True))
+    ranks = run_ranks(save_all, 2, str(folder), timeout=240)
+    yield folder, dict(zip((case.name for case in (*CASES, NAMELESS)), zip(*ranks, strict=True), strict=True))
     shutil.rmtree(folder)
 
 
-Saved = tuple[Path, dict[str, Truth]]
+# --- what is read -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_weights_and_moments_are_bit_for_bit(saved: Saved, case: Case) -> None:
+@needs_deepspeed
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_weights_and_moments_are_bit_for_bit_and_the_rest_is_there(saved: Saved, case: Case) -> None:
     folder, truths = saved
-    truth, found = truths[case.name], open_deepspeed(folder / case.name)
+    truth, found = truths[case.name][0], open_deepspeed(folder / case.name)
     run = found.trained
     assert run and (run.stage, run.ranks, run.mode) == (case.stage, 2, case.dtype)
     assert truth.weights.keys() == {name for entry in found.entries for name in entry.names}
@@ -70,13 +94,7 @@ def test_weights_and_moments_are_bit_for_bit(saved: Saved, case: Case) -> None:
     for name, value in truth.buffers.items():
         assert torch.equal(found.buffers[name], value)
 
-
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_the_rest_of_the_run(saved: Saved, case: Case) -> None:
-    found = open_deepspeed(saved[0] / case.name)
-    run = found.trained
-    assert run and run.step == STEPS and run.samples == STEPS * 4
-    assert run.client == {"epoch": 7, "note": "hello"}
+    assert run.step == STEPS and run.samples == STEPS * 4 and run.client == {"epoch": 7, "note": "hello"}
     # FP16_Optimizer of stage 0 takes a step of zeros when it is made, and Adam counts it.
     assert run.updates == STEPS + (case.stage == 0 and case.dtype != "fp32")
     assert run.scaler == ({"scale": 256.0, "left": 2, "good": STEPS} if case.dtype == "fp16" else None)
@@ -89,6 +107,7 @@ def test_the_rest_of_the_run(saved: Saved, case: Case) -> None:
     assert next(entry.name for entry in found.entries if "head.weight" in entry.names) == "embed.weight"
 
 
+@needs_deepspeed
 def test_nothing_is_read_before_it_is_used(saved: Saved) -> None:
     """Values are views of the mapped files, not copies."""
     found = open_deepspeed(saved[0] / "1-bf16")
@@ -97,84 +116,171 @@ def test_nothing_is_read_before_it_is_used(saved: Saved) -> None:
     assert len(storages) <= 4, "one buffer per rank and group"
 
 
-def test_what_has_no_name_is_left_out_and_said(saved: Saved, tmp_path: Path) -> None:
-    """Shapes are ambiguous at stage 0 in fp32 with several groups and frozen parameters."""
-    run_ranks(save, 2, Case(0, "fp32"), str(tmp_path), timeout=90)
-    found = open_deepspeed(tmp_path)
+@needs_deepspeed
+def test_what_has_no_name_is_left_out_said_and_refused_until_allowed(saved: Saved, tmp_path: Path) -> None:
+    found = open_deepspeed(saved[0] / NAMELESS.name)
     assert not any(entry.moments for entry in found.entries)
     assert "Stage 0 saves the optimizer's state without names" in found.notes[0]
+    done = convert(saved[0] / NAMELESS.name, tmp_path / "ours")
+    assert any("allow=('optimizer',)" in note for note in done.notes)
+    engine = initialize(model(NAMELESS), None, ADAMW, device="cpu", quiet=True)
+    checkpoints = zd.Checkpoints(engine, tmp_path / "ours", quiet=True)
+    with pytest.raises(CheckpointError, match="optimizer"):
+        checkpoints.load()
+    assert checkpoints.load(allow=("optimizer",)).step == STEPS
+    engine.destroy()
 
 
-# --- bad input --------------------------------------------------------------------------------------------
+ADAMW = {"precision": {"mode": "fp32"}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
-@pytest.fixture
-def copy(saved: Saved, tmp_path: Path) -> Path:
-    shutil.copytree(saved[0] / "3-bf16", tmp_path / "run")
-    return tmp_path / "run"
+# --- what goes on -----------------------------------------------------------------------------------------
 
 
-def one(folder: Path, pattern: str) -> Path:
-    return next(iter(sorted((folder / f"global_step{STEPS}").glob(pattern))))
+def begun_with_zeros(case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    """Return a model of zeros, so that what is not loaded is seen, its optimizer, and keys of a config."""
+    made = model(case)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.zero_()
+    optimizer = torch.optim.AdamW(groups(made, case), lr=LR, betas=BETAS, eps=EPS)
+    return made, optimizer, {"gradient_clipping": 1.0 if case.hard else 0.0}
 
 
-def test_a_folder_is_recognised(copy: Path) -> None:
-    assert is_deepspeed(copy) and is_deepspeed(copy / f"global_step{STEPS}")
-    assert not is_deepspeed(copy.parent)
+def step(engine: Any, number: int) -> float:
+    loss = engine(batch(number, torch.distributed.get_rank()))
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
 
 
-def test_a_missing_rank(copy: Path) -> None:
-    one(copy, "*rank_1_*optim*").unlink()
-    one(copy, "*rank_1_*model*").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"2 problems[\s\S]*_optim_states.pt of each of 2 ranks[\s\S]*`1`"
+def resumed(folder: str, case: Case, stage: int) -> tuple[list[float], int, Any]:
+    """Resume the converted checkpoint and train on."""
+    made, optimizer, config = begun_with_zeros(case)
+    config |= {"precision": {"mode": case.dtype}, "zero_optimization": {"stage": stage}}
+    engine = initialize(made, optimizer, config, device="cpu", quiet=True)
+    loaded = zd.Checkpoints(engine, folder, quiet=True).load()
+    losses = [step(engine, number) for number in range(STEPS, STEPS + MORE)]
+    engine.destroy()
+    return losses, loaded.step, loaded.client
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("2-fp32", 1), ("2-fp32", 3), ("3-fp32-sub_group_size", 3), ("1-bf16", 1), ("0-fp32-plain", 0)],
+)
+def test_a_converted_run_goes_on_with_the_losses_of_deepspeed(
+    saved: Saved, name: str, stage: int, tmp_path: Path
+) -> None:
+    case = next(case for case in CASES if case.name == name)
+    done = convert(saved[0] / name, tmp_path / "ours")
+    assert not any("moments begin at zero" in note for note in done.notes)
+    for truth, found in zip(
+        saved[1][name], run_ranks(resumed, 2, str(tmp_path / "ours"), case, stage), strict=True
     ):
-        open_deepspeed(copy)
+        losses, at, client = found
+        assert at == STEPS and client == {"epoch": 7, "note": "hello"}
+        assert losses == pytest.approx(truth.losses, abs=near(case)) and losses[-1] != losses[0]
 
 
-def test_a_missing_optimizer(copy: Path) -> None:
-    for path in (copy / f"global_step{STEPS}").glob("*optim*"):
-        path.unlink()
-    with pytest.raises(CheckpointError, match=r"must hold a file .*_optim_states.pt of each of 2 ranks"):
-        open_deepspeed(copy)
+@needs_deepspeed
+def test_an_optimizer_by_name(saved: Saved, tmp_path: Path) -> None:
+    convert(saved[0] / "1-fp32", tmp_path / "ours", ConvertOptions(optimizer="Adam"))
+    engine = initialize(model(CASES[0]), None, ADAMW, device="cpu", quiet=True)
+    with pytest.raises(CheckpointError, match="must be adam, as when it was saved; got adamw"):
+        zd.Checkpoints(engine, tmp_path / "ours", quiet=True).load()
+    engine.destroy()
 
 
-def test_a_truncated_file(copy: Path) -> None:
-    path = one(copy, "*rank_1_*optim*")
-    path.write_bytes(path.read_bytes()[:-2000])
-    with pytest.raises(CheckpointError, match=r"rank_1_.*must be readable.*cut short or damaged"):
-        open_deepspeed(copy)
+def under_the_drop_in(folder: str, case: Case, stage: int) -> dict[str, Any]:
+    """Load DeepSpeed's checkpoint, train on, save beside it, and load both."""
+    made, optimizer, config = begun_with_zeros(case)
+    config |= {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    if case.dtype != "fp32":
+        config[case.dtype] = {"enabled": True}
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    arguments = {"model": made, "optimizer": optimizer, "config": config, "lr_scheduler": schedule}
+    engine, *_ = zerodrift.deepspeed.initialize(**arguments)
+    told: dict[str, Any] = {"loaded": engine.load_checkpoint(folder)}
+    told["counts"] = engine.global_steps, engine.global_samples
+    told["losses"] = [step(engine, STEPS + more) for more in range(MORE)]
+    engine.save_checkpoint(folder, "later", client_state={"epoch": 8})
+    after = step(engine, STEPS + MORE)
+    assert engine.load_checkpoint(folder) == (str(Path(folder) / "later"), {"epoch": 8})
+    assert step(engine, STEPS + MORE) == after
+    back = engine.load_checkpoint(folder, f"global_step{STEPS}", load_optimizer_states=False)
+    told["back"] = (back[1], step(engine, STEPS))
+    engine.destroy()
+    return told
 
 
-def test_files_of_another_save(saved: Saved, tmp_path: Path) -> None:
-    """Files of the same run, one step apart, have the right sizes and other values."""
-    shutil.copytree(saved[0] / "1-bf16", tmp_path / "run")
-    path = one(tmp_path / "run", "*rank_1_*optim*")
-    state = torch.load(path, weights_only=False)
-    for flat in state["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
-        flat.detach().add_(1.0)
-    torch.save(state, path)
-    with pytest.raises(CheckpointError, match=r"must have masters of .* that round to its weights"):
-        open_deepspeed(tmp_path / "run")
+@needs_deepspeed
+@pytest.mark.parametrize(("name", "stage"), [("2-fp32", 3), ("3-fp32-sub_group_size", 3), ("1-bf16", 1)])
+def test_the_drop_in_loads_what_deepspeed_saved_and_goes_on(
+    saved: Saved, name: str, stage: int, tmp_path: Path
+) -> None:
+    case, folder = next(case for case in CASES if case.name == name), tmp_path / "run"
+    shutil.copytree(saved[0] / name, folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*.pt")}
+    client = {"epoch": 7, "note": "hello"}
+    for truth, told in zip(
+        saved[1][name], run_ranks(under_the_drop_in, 2, str(folder), case, stage), strict=True
+    ):
+        assert told["loaded"] == (str(folder / f"global_step{STEPS}"), client)
+        assert told["counts"] == (STEPS, STEPS * 4)
+        assert told["losses"] == pytest.approx(truth.losses, abs=near(case))
+        assert told["back"] == (client, pytest.approx(truth.losses[0], abs=near(case)))
+    assert not list(folder.rglob(".zerodrift-*")), "nothing stays beside it"
+    assert {path: path.read_bytes() for path in before} == before, "and what was saved is as it was"
 
 
-def test_no_such_tag(copy: Path) -> None:
+# --- what is refused --------------------------------------------------------------------------------------
+
+
+def versioned(version: str | None) -> Callable[[Path], None]:
+    def harm(tag: Path) -> None:
+        for path in tag.glob("*model*"):
+            torch.save({**torch.load(path, weights_only=False), "ds_version": version}, path)
+
+    return harm
+
+
+def without(pattern: str) -> Callable[[Path], None]:
+    return lambda tag: [path.unlink() for path in tag.glob(pattern)] and None
+
+
+def with_file(name: str) -> Callable[[Path], None]:
+    return lambda tag: (tag / name).touch()
+
+
+REFUSED: list[tuple[Callable[[Path], Any], str]] = [
+    (without("*rank_1*"), r"2 problems[\s\S]*_optim_states.pt of each of 2 ranks[\s\S]*`1`"),
+    (without("*optim*"), r"must hold a file .*_optim_states.pt of each of 2 ranks"),
+    (with_file("layer_00-model_states.pt"), "a checkpoint of a DeepSpeed pipeline"),
+    (with_file("zero_pp_rank_0_mp_rank_01_model_states.pt"), "a checkpoint with tensor parallelism"),
+    (with_file("layer_0_expert_3_mp_rank_00_model_states.pt"), "a checkpoint with expert parallelism"),
+    *(
+        (versioned(version), "must be saved by DeepSpeed 0.10 or later")
+        for version in (None, "0.8.3", "soon")
+    ),
+    (lambda tag: (tag.parent / "latest").unlink(), r"`latest` that names a tag.*`global_step3`"),
+]
+
+
+@pytest.mark.parametrize(("harm", "told"), REFUSED)
+def test_what_cannot_be_read_is_refused_by_name(
+    harm: Callable[[Path], Any], told: str, tmp_path: Path
+) -> None:
+    folder = lay_out(tmp_path / "run", 3)
+    assert is_deepspeed(folder) and is_deepspeed(folder / "global_step3") and not is_deepspeed(tmp_path)
     with pytest.raises(CheckpointError, match=r"tag 'global_step4'.*Did you mean `global_step3`"):
-        open_deepspeed(copy, "global_step4")
-    (copy / "latest").unlink()
-    with pytest.raises(CheckpointError, match=r"`latest` that names a tag.*`global_step3`"):
-        open_deepspeed(copy)
-
-
-def test_code_in_a_file_is_not_run(copy: Path, tmp_path: Path) -> None:
-    path = one(copy, "*rank_0_*model*")
-    state = torch.load(path, weights_only=False)
-    torch.save({**state, "surprise": Surprise(str(tmp_path / "ran"))}, path)
-    with pytest.raises(CheckpointError, match=r"an object of `.*`, which only its own code can read"):
-        open_deepspeed(copy)
-    assert not (tmp_path / "ran").exists()
-    assert open_deepspeed(copy, trust=True).trained.client["surprise"] is None  # type: ignore[union-attr]
-    assert (tmp_path / "ran").exists()
+        open_deepspeed(folder, "global_step4")
+    versioned("0.21.0")(folder / "global_step3")
+    assert "newer than what this was tried with" in open_deepspeed(folder).notes[0]
+    harm(folder / "global_step3")
+    with pytest.raises(CheckpointError, match=told):
+        open_deepspeed(folder)
 
 
 class Surprise:
@@ -191,31 +297,11 @@ def touch(path: str) -> None:
     Path(path).touch()
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("layer_00-model_states.pt", "a checkpoint of a DeepSpeed pipeline"),
-        ("zero_pp_rank_0_mp_rank_01_model_states.pt", "a checkpoint with tensor parallelism"),
-        ("layer_0_expert_3_mp_rank_00_model_states.pt", "a checkpoint with expert parallelism"),
-    ],
-)
-def test_other_kinds_are_refused_by_name(copy: Path, name: str, what: str) -> None:
-    (copy / f"global_step{STEPS}" / name).touch()
-    with pytest.raises(CheckpointError, match=what):
-        open_deepspeed(copy)
-
-
-@pytest.mark.parametrize("version", [None, "0.8.3", "soon"])
-def test_an_unknown_version(copy: Path, version: str | None) -> None:
-    path = one(copy, "*rank_0_*model*")
-    state = torch.load(path, weights_only=False)
-    torch.save({**state, "ds_version": version}, path)
-    with pytest.raises(CheckpointError, match=r"must be saved by DeepSpeed 0.10 or later"):
-        open_deepspeed(copy)
-
-
-def test_a_newer_version_is_said(copy: Path) -> None:
-    for path in (copy / f"global_step{STEPS}").glob("*model*"):
+def test_code_in_a_file_runs_where_its_reader_says_so(tmp_path: Path) -> None:
+    """Elsewhere none runs: `tests/unit/test_foreign_files.py`."""
+    folder = lay_out(tmp_path / "run", 3)
+    for path in (folder / "global_step3").glob("*rank_0_*model*"):
         state = torch.load(path, weights_only=False)
-        torch.save({**state, "ds_version": "0.21.0"}, path)
-    assert "newer than what this was tried with" in open_deepspeed(copy).notes[0]
+        torch.save({**state, "surprise": Surprise(str(tmp_path / "ran"))}, path)
+    found = open_deepspeed(folder, trust=True).trained
+    assert found and found.client["surprise"] is None and (tmp_path / "ran").exists()

@@ -1,11 +1,11 @@
-"""The drop-in on ranks: models in pieces, full and local values, writes of one rank, boundaries, files."""
+"""The drop-in on ranks: models in pieces, full and local values, writes of one rank, boundaries.
+
+Whole scripts beside a plain loop, and beside DeepSpeed, are in `tests/habits`.
+"""
 
 from __future__ import annotations
 
-import copy
 import io
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,63 +13,34 @@ import torch
 from torch import nn
 
 import zerodrift.deepspeed as deepspeed
-from tests.ranks.harness import run_ranks
+from tests.habits.networks import WIDTH, Seeded, square
+from tests.ranks.harness import on_ranks
 from zerodrift.deepspeed.parameters.contexts import LENT
 from zerodrift.deepspeed.parameters.shards import shard_of
 from zerodrift.deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype
 from zerodrift.engine.habits.absent_parameter import AbsentParameter
-from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
-
-ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        nn.init.constant_(self.linear.bias, 0.5)  # of a child, in a parent's own __init__
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(x).tanh()
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(16, 3)
-        self.register_buffer("third", torch.tensor(1 / 3))
-        self.apply(self._set)
-
-    def _set(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.third
+from zerodrift.errors import ModelError, UnsupportedError
 
 
 def config(stage: int, **rest: Any) -> dict[str, Any]:
-    base = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "zero_optimization": {"stage": stage}}
+    adam = {"type": "AdamW", "params": {"lr": 1e-2}}
+    base = {"train_micro_batch_size_per_gpu": 4, "optimizer": adam, "zero_optimization": {"stage": stage}}
     return {**base, **rest}
 
 
 def make(stage: int = 3, model: nn.Module | None = None, **rest: Any) -> Any:
-    torch.manual_seed(0)
-    return deepspeed.initialize(model=model or Model(), config=config(stage, **rest))[0]
+    return deepspeed.initialize(model=model or Seeded(), config=config(stage, **rest))[0]
 
 
-def batch(step: int) -> torch.Tensor:
+def data(seed: int = 0) -> torch.Tensor:
     rank = deepspeed.comm.get_rank()
-    return torch.randn(2, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * seed + rank))
 
 
 def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     losses = []
-    for step in range(first, first + steps):
-        loss = engine(batch(step)).float().square().mean()
+    for number in range(first, first + steps):
+        loss = square(engine(data(number)))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -79,7 +50,35 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
 # --- zero.Init --------------------------------------------------------------------------------------------
 
 
-def in_pieces() -> None:
+class Filled(nn.Module):
+    """A block that initialises its child in its own `__init__`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        nn.init.constant_(self.linear.bias, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Model(Seeded):
+    """A model with a buffer, which initialises everything once more by `apply`."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.into, self.head = nn.Identity(), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(Filled() for _ in range(2))
+        self.register_buffer("third", torch.tensor(1 / 3))
+        self.apply(self._set)
+
+    def _set(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.1)
+
+
+@on_ranks(2)
+def test_a_model_in_pieces_trains_as_one_that_was_whole() -> None:
     rank = deepspeed.comm.get_rank()
     torch.manual_seed(0)
     plain = Model()
@@ -99,17 +98,13 @@ def in_pieces() -> None:
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine, theirs)  # rank 0's, bit for bit
     with pytest.raises(ModelError, match=r"forward of \w+`: must come after `deepspeed.initialize`"):
-        model(batch(0))
+        model(data())
     with deepspeed.zero.GatheredParameters(model.parameters()):
-        assert torch.equal(model(batch(0)), plain(batch(0)))
+        assert torch.equal(model(data()), plain(data()))
     engine = make(3, model)
     assert all(shard_of(parameter) is None for parameter in model.parameters())
     other = make(3, plain)
     assert train(engine, 3) == train(other, 3)
-
-
-def test_a_model_in_pieces_trains_as_one_that_was_whole() -> None:
-    run_ranks(in_pieces, 2)
 
 
 def bytes_of(state: Any) -> bytes:
@@ -122,8 +117,8 @@ class LoopsOfItsOwn(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 24) for _ in range(2))
-        self.tied = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 24) for _ in range(2))
+        self.tied = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
@@ -138,7 +133,8 @@ class LoopsOfItsOwn(nn.Module):
         self.layers[1].self_attn.bfloat16()
 
 
-def loops_of_its_own() -> None:
+@on_ranks(2)
+def test_an_init_may_initialise_what_is_below_it() -> None:
     torch.manual_seed(0)
     plain = LoopsOfItsOwn()
     torch.manual_seed(0)
@@ -152,11 +148,8 @@ def loops_of_its_own() -> None:
     make(3, model).destroy()
 
 
-def test_an_init_may_initialise_what_is_below_it() -> None:
-    run_ranks(loops_of_its_own, 2)
-
-
-def apply_outside() -> None:
+@on_ranks(2)
+def test_init_takes_a_module_and_cleans_up() -> None:
     """Apply `zero.Init` to a module with a frozen part, and check that an exception leaves no patch."""
     before = nn.Module.apply
     model = Model()
@@ -172,10 +165,6 @@ def apply_outside() -> None:
         assert shard_of(nn.Sequential(nn.Linear(2, 2))[0].weight) is None
 
 
-def test_init_takes_a_module_and_cleans_up() -> None:
-    run_ranks(apply_outside, 2)
-
-
 def test_init_refuses_what_is_not_here() -> None:
     with pytest.raises(UnsupportedError, match=r"zero.Init\(mpu\)"):
         deepspeed.zero.Init(mpu=object(), enabled=False)
@@ -186,7 +175,9 @@ def test_init_refuses_what_is_not_here() -> None:
 # --- GatheredParameters -----------------------------------------------------------------------------------
 
 
-def writing(stage: int) -> list[float]:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_one_ranks_values_become_everybodys_and_the_masters(stage: int) -> None:
     rank = deepspeed.comm.get_rank()
     engine = make(stage, bf16={"enabled": True})
     weight, bias = engine.module.head.weight, engine.module.head.bias
@@ -195,29 +186,18 @@ def writing(stage: int) -> list[float]:
         if rank == 1:
             bias.data.fill_(0.25)
             weight.data[0, 0] = 3.0
-    assert deepspeed.utils.safe_get_full_fp32_param(bias).tolist() == [0.25] * 3
+    assert deepspeed.utils.safe_get_full_fp32_param(bias).tolist() == [0.25] * WIDTH
     assert deepspeed.utils.safe_get_full_fp32_param(weight)[0, 0] == 3.0
     with deepspeed.zero.GatheredParameters(weight):
         assert weight[0, 0] == 3.0 and weight.dtype is torch.bfloat16
     with pytest.raises(ModelError, match="modifier_rank"), deepspeed.zero.GatheredParameters(bias):
         if rank == 0:  # the error is everybody's
             bias.data.add_(1)
-    losses = train(engine, 2, first=1)
-    engine.destroy()
-    return losses
+    assert all(loss == loss for loss in train(engine, 2, first=1))
 
 
-def test_one_ranks_values_become_everybodys_and_the_masters() -> None:
-    for stage in (0, 2):
-        for losses in run_ranks(writing, 2, stage):
-            assert all(loss == loss for loss in losses)
-
-
-def test_it_holds_where_parameters_are_sharded() -> None:
-    run_ranks(writing, 2, 3)
-
-
-def outside() -> None:
+@on_ranks(2)
+def test_parameters_without_an_engine() -> None:
     with deepspeed.zero.Init():
         linear = nn.Linear(4, 4)
     assert linear.to("cpu").weight is linear.weight
@@ -241,20 +221,18 @@ def outside() -> None:
             assert isinstance(linear.weight, AbsentParameter) is not enabled
 
 
-def test_parameters_without_an_engine() -> None:
-    run_ranks(outside, 2)
-
-
 # --- states -----------------------------------------------------------------------------------------------
 
 
-def states(stage: int) -> dict[str, Any]:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_full_and_local_states_agree(stage: int) -> None:
     engine = make(stage, gradient_accumulation_steps=2, bf16={"enabled": True})
-    weight = engine.module.blocks[1].linear.weight
+    weight = engine.module.blocks[1].up.weight
     utils = deepspeed.utils
     assert utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
     for step in range(2):
-        engine.backward(engine(batch(step)).float().square().mean())
+        engine.backward(square(engine(data(step))))
         gradient = utils.safe_get_full_grad(weight)
         if step == 0:
             engine.step()
@@ -279,69 +257,27 @@ def states(stage: int) -> dict[str, Any]:
     assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), moment)
     with pytest.raises(ModelError, match="as many values"):
         utils.safe_set_local_fp32_param(weight, torch.zeros(mine.numel() + 1))
-    found = {"gradient": gradient, "master": master, "moment": moment, "count": mine.numel()}
+    counts: list[Any] = [None, None]
+    torch.distributed.all_gather_object(counts, mine.numel())
+    assert sum(counts) == 2 * WIDTH * WIDTH
     assert utils.safe_get_full_grad(nn.Parameter(torch.zeros(1))) is None
-    engine.destroy()
-    return found
-
-
-def test_full_and_local_states_agree_at_every_stage() -> None:
-    runs = {stage: run_ranks(states, 2, stage) for stage in (1, 2, 3)}
-    for stage, ranks in runs.items():
-        assert sum(rank["count"] for rank in ranks) == 256, stage
-        for key in ("gradient", "master", "moment"):
-            assert torch.equal(ranks[0][key], ranks[1][key])
-    # Stages 2 and 3 reduce every micro-batch, 1 reduces their sum.
-    assert torch.equal(runs[2][0]["gradient"], runs[3][0]["gradient"])
-    torch.testing.assert_close(runs[1][0]["gradient"], runs[3][0]["gradient"], rtol=2e-2, atol=1e-6)
 
 
 # --- boundaries -------------------------------------------------------------------------------------------
 
 
-def by_hand(stage: int) -> dict[str, Any]:
-    """Train four micro-batches: counted, declared, divided by the caller, and two backwards to a step."""
-    runs: dict[str, Any] = {}
-    for how in ("counted", "told", "divided"):
-        engine = make(stage, gradient_accumulation_steps=4, gradient_clipping=0.0)
-        for step in range(4):
-            if how == "told":
-                engine.set_gradient_accumulation_boundary(step == 3)
-            loss = engine(batch(step)).square().mean()
-            if how == "divided":
-                engine.backward(loss / 4, scale_wrt_gas=False)
-            else:
-                returned = engine.backward(loss)
-                assert torch.equal(returned, loss.detach() / 4) and not returned.requires_grad
-            assert engine.is_gradient_accumulation_boundary() is (step == 3)
-            if how != "told" or step == 3:
-                engine.step()
-                assert engine.was_step_applied() is (step == 3)
-        runs[how] = (engine.get_global_grad_norm(), engine.module_state_dict()["head.weight"])
-        assert engine.global_steps == 1 and engine.global_samples == 16
-        engine.destroy()
-    return runs
-
-
-def test_however_the_boundary_is_set_the_step_is_the_same() -> None:
-    for stage in (1, 3):
-        for runs in run_ranks(by_hand, 2, stage):
-            for how in ("told", "divided"):
-                assert runs[how][0] == runs["counted"][0]
-                assert torch.equal(runs[how][1], runs["counted"][1])
-
-
-def waiting() -> None:
+@on_ranks(2)
+def test_no_sync_changes_when_and_not_what() -> None:
     engine = make(1, gradient_accumulation_steps=2)
     with engine.no_sync():
-        engine.backward(engine(batch(0)).square().mean())
+        engine.backward(square(engine(data(0))))
         with pytest.raises(UnsupportedError, match="outside"):
             engine.step()
         with pytest.raises(UnsupportedError, match="inside itself"), engine.no_sync():
             pass
     engine.micro_steps += 1
     engine.update_boundary()
-    engine.backward(engine(batch(1)).square().mean())
+    engine.backward(square(engine(data(1))))
     engine.step()
     assert engine.was_step_applied()
     weights = engine.module_state_dict()
@@ -352,14 +288,8 @@ def waiting() -> None:
     other.destroy()
 
 
-def test_no_sync_changes_when_and_not_what() -> None:
-    run_ranks(waiting, 2)
-
-
-# --- dtypes, files ----------------------------------------------------------------------------------------
-
-
-def wires() -> None:
+@on_ranks(2)
+def test_a_parameters_communication_dtype_is_the_plans() -> None:
     engine = make(2, torch_autocast={"enabled": True, "dtype": "bfloat16"}, communication_data_type="fp32")
     assert {get_comm_dtype(p) for p in engine.module.parameters()} == {torch.float32}
     assert not any(has_comm_dtype(p) for p in engine.module.parameters())
@@ -373,113 +303,165 @@ def wires() -> None:
     assert not has_comm_dtype(engine.module.head.weight)
 
 
-def test_a_parameters_communication_dtype_is_the_plans() -> None:
-    run_ranks(wires, 2)
+# --- values -------------------------------------------------------------------------------------------------
 
 
-def tags_that_differ(folder: str, mode: str) -> None:
-    engine = make(1, checkpoint={"tag_validation": mode})
-    tag = f"tag{deepspeed.comm.get_rank()}"
-    if mode == "FAIL":
-        with pytest.raises(AssertionError, match="the same on all ranks; got 'tag0', 'tag1'"):
-            engine.save_checkpoint(folder, tag=tag)
-    else:
-        engine.save_checkpoint(folder, tag=tag)
-        assert engine.load_checkpoint(folder)[0] == str(Path(folder) / "tag0")
-
-
-@pytest.mark.parametrize("mode", ["FAIL", "Warn"])
-def test_tags_that_differ_between_ranks(mode: str, tmp_path: Path) -> None:
-    run_ranks(tags_that_differ, 2, str(tmp_path), mode)
-
-
-def saved(folder: str, stage: int, other: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_masters_take_what_is_loaded(stage: int) -> None:
+    """Masters keep a value that is loaded in fp32 as it is; a value that is not loaded keeps every bit."""
+    torch.manual_seed(1)
     engine = make(stage, bf16={"enabled": True})
-    train(engine, 2)
-    rank = deepspeed.comm.get_rank()
-    engine.save_checkpoint(folder, client_state={"rank": rank})
-    goes_on = train(engine, 2, first=2)
-    engine.destroy()
-    engine = make(other, bf16={"enabled": True})
-    path, client = engine.load_checkpoint(folder)
-    assert client == {"rank": 0} and path == str(Path(folder) / "global_step2")
-    assert train(engine, 2, first=2) == goes_on
-    counts = (engine.global_steps, engine.micro_steps, engine.global_samples)
-    assert counts == (4, 4, 16)
-    engine.destroy()
-    engine = make(other, bf16={"enabled": True})
-    weights = engine.load_checkpoint(folder, tag="global_step2", load_optimizer_states=False)
-    assert weights[1] == {"rank": 0} and engine.global_steps == 2
-    head = engine.module.head.weight
-    assert deepspeed.utils.safe_get_full_optimizer_state(head, "exp_avg") is None
-    engine.destroy()
-    engine = make(other, bf16={"enabled": True})
-    engine.load_checkpoint(folder, load_module_only=True)
-    assert engine.global_steps == 0
-    with pytest.raises(CheckpointError, match="'global_step9'"):
-        engine.load_checkpoint(folder, tag="global_step9")
-    with pytest.raises(UnsupportedError, match="custom_load_fn"):
-        engine.load_checkpoint(folder, custom_load_fn=print)
-    consolidated = engine._zero3_consolidated_16bit_state_dict()
-    assert (consolidated is None) is (rank == 1)
-    if rank == 0:
-        masters = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
-        assert masters.keys() == consolidated.keys() == engine.module.state_dict().keys()
-        for name, value in consolidated.items():
-            assert torch.equal(masters[name].to(value.dtype), value), name
+    train(engine, 1)
+    kept = deepspeed.utils.safe_get_full_fp32_param(engine.module.head.weight)
+    other = {k: torch.randn_like(v) for k, v in Seeded().state_dict().items() if k != "head.weight"}
+    engine.module.load_state_dict(other, strict=False)
+    for name, parameter in engine.module.named_parameters():
+        expected = kept if name == "head.weight" else other[name]
+        assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(parameter), expected), name
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        assert torch.equal(engine.module.into.weight.float(), other["into.weight"].bfloat16().float())
     engine.destroy()
 
 
-def test_checkpoints_load_at_another_stage_and_in_part() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(saved, 2, folder, 3, 1)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_load_in_a_context_ends_with_it(stage: int) -> None:
+    """Weights that were loaded inside `GatheredParameters` do not come back with a later load."""
+    engine = make(stage, bf16={"enabled": True})
+    values = {name: torch.randn_like(value) for name, value in Seeded().state_dict().items()}
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        engine.module.load_state_dict(values)
+    train(engine, 1)
+    kept = deepspeed.utils.safe_get_full_fp32_param(engine.module.into.weight)
+    engine.module.load_state_dict({"head.weight": values["head.weight"]}, strict=False)
+    assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(engine.module.into.weight), kept)
+    assert torch.equal(
+        deepspeed.utils.safe_get_full_fp32_param(engine.module.head.weight), values["head.weight"]
+    )
+    engine.destroy()
 
 
-def taken_between_uses() -> None:
-    """Use a state dict on a rank that saves nothing as the saving rank does; no number comes of it."""
-    from safetensors.torch import save_file, save_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+@pytest.mark.parametrize("stage", [3])
+@on_ranks(2)
+def test_a_model_in_slices_says_so(stage: int) -> None:
+    """A destroyed engine leaves a model in slices, which can be gathered, changed, and used again."""
+    net = Seeded()
+    engine = make(stage, net, bf16={"enabled": True})
+    train(engine, 1)
+    with deepspeed.zero.GatheredParameters(list(net.parameters())):
+        weights = {name: p.detach().clone() for name, p in net.named_parameters()}
+    engine.destroy()
+    engine.destroy()
+    with pytest.raises(
+        ModelError, match=r"`into.weight`: must be gathered.*zero.GatheredParameters.*initialize"
+    ):
+        net(data().bfloat16())
+    with pytest.raises(ModelError, match="must be gathered"):
+        net.head.weight.sum()
+    with deepspeed.zero.GatheredParameters(list(net.parameters())):
+        assert all(torch.equal(p, weights[name]) for name, p in net.named_parameters())
+        assert net(data().bfloat16()).isfinite().all()
+    with pytest.raises(ModelError, match="must be gathered"):
+        net.head.weight.sum()
+    like = Seeded().bfloat16()
+    like.load_state_dict(weights)
+    engines = [make(3, each, bf16={"enabled": True}) for each in (net, like)]
+    assert train(engines[0], 1) == train(engines[1], 1)
+    for each in engines:
+        each.destroy()
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 32}
-    tied = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
-    engine = make(3, LlamaForCausalLM(tied))
-    module, name = engine.module, "model.norm.weight"
-    entries = module.state_dict()
-    assert {n: (v.shape, v.dtype) for n, v in entries.items()} == {
-        n: (v.shape, v.dtype) for n, v in LlamaForCausalLM(tied).state_dict().items()
-    }
-    value = entries[name]
-    with tempfile.TemporaryDirectory() as folder:
-        if hasattr(module, "should_save_on_this_rank"):  # older versions of transformers write on every rank
-            module.save_pretrained(folder, is_main_process=False)
-        assert not list(Path(folder).iterdir())
-        assert value.cpu().clone().half().view(2, 8)[1].shape == (8,) and copy.deepcopy(entries).keys()
-        assert torch.stack([value, torch.zeros(16)]).dtype == torch.float32
-        file, there, plain = Path(folder) / "file", torch.zeros(16), nn.Parameter(torch.zeros(16))
-        asked = {
-            "item": lambda: value.sum().item(),
-            "tolist": value.tolist,
-            "__bool__": lambda: bool(value[0] == value[0]),
-            "mul_": lambda: value.mul_(2),
-            "copy_": lambda: there.copy_(value),
-            "__setitem__": lambda: there.__setitem__(0, value[0]),
-            "pickle": lambda: torch.save(entries, file),
-            "is_contiguous": lambda: save_file({name: value}, file),
-            "clone": lambda: module.get_parameter(name).clone(),
-        }
-        for what, ask in asked.items():
-            with pytest.raises(ModelError, match=rf"`{name}`.*got `{what}`|`pickle` of") as error:
-                ask()
-            assert "zero.GatheredParameters" in str(error.value)
-        with pytest.raises(ModelError, match="must be gathered"):
-            save_model(module, str(file))
+
+@pytest.mark.parametrize("made", [False, True])
+@on_ranks(2)
+def test_data_in_pieces_is_nobody_elses(made: bool) -> None:
+    """`param.data` in pieces has its shape, dtype and device, and cannot become another's."""
+    with deepspeed.zero.Init(config_dict_or_path=config(3)):
+        net = Seeded()
+    engine = make(3, net) if made else None
+    parameter, other = net.head.weight, net.into.weight
+    told = parameter.data
+    assert (told.shape, told.dtype, told.device) == (parameter.shape, torch.float32, torch.device("cpu"))
+    assert told.numel() == parameter.numel() and not told.is_cuda and not told.is_meta
+    parameter.data = parameter.data
+    parameter.data = parameter.data.to("cpu")
+    for takes in (torch.zeros(WIDTH, WIDTH), torch.nn.Parameter(torch.zeros(2))):
         with pytest.raises(RuntimeError, match="incompatible tensor type"):
-            plain.data = value
-        assert not plain.any() and not there.any()
-    with deepspeed.zero.GatheredParameters(list(module.parameters())):
-        assert module.state_dict()[name].eq(1).all()
+            takes.data = parameter.data
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            takes.data = parameter.detach()
+        with pytest.raises((RuntimeError, ModelError)):
+            takes.detach().set_(parameter.data)
+    for wrong in (
+        lambda: setattr(parameter, "data", other.data),
+        lambda: torch.distributed.all_reduce(parameter.data),
+        lambda: torch.zeros(WIDTH, WIDTH).mul_(0.9).add_(parameter.data, alpha=0.1),
+        lambda: parameter.data.fill_(1.0),
+        lambda: parameter.data.sum().item(),
+    ):
+        with pytest.raises(ModelError, match="must be gathered"):
+            wrong()
+    engine = engine or make(3, net)
+    assert train(engine, 1) == train(make(3, Seeded()), 1)
     engine.destroy()
 
 
-def test_what_a_state_dict_takes_between_uses_has_no_values() -> None:
-    run_ranks(taken_between_uses, 2)
+@pytest.mark.parametrize("made", [False, True])
+@on_ranks(2)
+def test_what_is_held_is_read_only(made: bool) -> None:
+    """`param.ds_tensor` is read-only, and methods that would move values name an alternative."""
+    with deepspeed.zero.Init(config_dict_or_path=config(3)):
+        net = Seeded()
+    engine = make(3, net) if made else None
+    weight = net.head.weight
+    held = weight.ds_tensor
+    before = held.clone()
+    assert (
+        type(before) is torch.Tensor and held.ds_numel == held.numel() and torch.equal(held.float(), before)
+    )
+    torch.zeros_like(before).copy_(held).add_(1.0)
+    for write in (
+        lambda: held.add_(1.0),
+        lambda: held.data[:1].fill_(1.0),
+        lambda: held.__setitem__(0, 1.0),
+        lambda: torch.add(before, 1.0, out=held.detach()),
+        lambda: setattr(held, "data", before),
+        lambda: torch._foreach_add_([held], 1.0),
+        lambda: torch.distributed.all_reduce(held),
+    ):
+        with pytest.raises(UnsupportedError, match=r"`param.ds_tensor`.*`modifier_rank`"):
+            write()
+    for name in ("all_gather", "partition"):
+        with pytest.raises(UnsupportedError, match=rf"`param.{name}`.*GatheredParameters"):
+            getattr(weight, name)()
+    with pytest.raises(UnsupportedError, match=r"engine.backward"):
+        weight.reduce_gradients_at_owner()
+    assert torch.equal(weight.ds_tensor, before)
+    engine = engine or make(3, net)
+    train(engine, 1)
+    assert (not before.numel()) or not torch.equal(
+        weight.ds_tensor, before
+    )  # it is what the engine holds now
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_gradients_are_there_at_stage_0_and_named_elsewhere(stage: int) -> None:
+    engine = make(stage, bf16={"enabled": True})
+    engine.backward(square(engine(data())))
+    parameters = list(engine.module.parameters())
+    if stage:
+        with pytest.raises(ModelError, match=r"`into.weight`: its gradient must be read from the engine"):
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    else:
+        before = deepspeed.utils.safe_get_full_grad(parameters[0])
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+        after = deepspeed.utils.safe_get_full_grad(parameters[0])
+        torch.testing.assert_close(after, before * (1e-3 / (norm + 1e-6)))
+        assert parameters[0].grad.dtype is torch.float32
+        deepspeed.utils.safe_set_full_grad(parameters[0], before)
+        torch.testing.assert_close(parameters[0].grad, before)
+    engine.step()
+    assert parameters[0].grad is None
+    engine.destroy()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import zerodrift as zd
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.checkpoint.files import new_folder
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, RankError
@@ -76,37 +76,25 @@ def _compare(engine: Engine, folder: Path) -> None:
     assert torch.equal(plan["scale"], torch.tensor(0.3333333))
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_every_stage_writes_what_the_engine_holds(root: Path, world: int) -> None:
-    run_ranks(cases, world, str(root), [0, 1, 2, 3], {}, timeout=120)
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_stage_writes_what_the_engine_holds(tmp_path: Path, world: int) -> None:
+    run_ranks(cases, world, str(tmp_path), [0, 1, 2, 3], {}, timeout=120)
     # One micro-batch: every stage has the same bits, so the files are the same.
     for kind in ("plan", "fp32", "half"):
-        files = [sorted((root / str(stage) / kind).iterdir()) for stage in range(4)]
+        files = [sorted((tmp_path / str(stage) / kind).iterdir()) for stage in range(4)]
         for other in files[1:]:
             assert [path.name for path in other] == [path.name for path in files[0]]
             assert all(a.read_bytes() == b.read_bytes() for a, b in zip(files[0], other, strict=True))
 
 
-def test_replicas_write_different_slices(root: Path) -> None:
-    run_ranks(cases, 4, str(root), [0, 3], {"sharding": {"replicate": 2}}, timeout=150)
+@pytest.mark.slow
+def test_replicas_write_different_slices(tmp_path: Path) -> None:
+    run_ranks(cases, 4, str(tmp_path), [0, 3], {"sharding": {"replicate": 2}}, timeout=150)
 
 
-def test_each_rank_writes_its_share(root: Path) -> None:
-    counts = run_ranks(shares, 2, str(root), timeout=60)
-    total = sum(value.nbytes for value in tensors(root / "model").values())
-    assert sum(counts) == total
-    assert max(counts) < 0.75 * total
-    frozen = tensors(root / "model")["layers.0.norm1.weight"]
-    assert frozen.dtype is torch.float32 and torch.equal(frozen, torch.ones(32))
-
-
-def shares(root: str) -> int:
-    """Return the bytes that a rank writes, and check that a frozen row is its storage, widened."""
+@on_ranks(2)
+def test_each_rank_writes_its_share(tmp_path: Path) -> None:
+    """A frozen row is its storage, widened."""
     writers: list[SafetensorsWriter] = []
 
     class Watched(SafetensorsWriter):
@@ -116,14 +104,18 @@ def shares(root: str) -> int:
 
     exporting.SafetensorsWriter = Watched  # type: ignore[assignment,misc]
     engine = train_engine(3)
-    zd.export(engine, Path(root) / "model", dtype="fp32")
-    row = engine.plan.row("layers.0.norm1.weight")
+    zd.export(engine, tmp_path / "model", dtype="fp32")
+    counts = engine.comm.all_gather_object(writers[-1].written)
+    found = tensors(tmp_path / "model")
+    total = sum(value.nbytes for value in found.values())
+    assert sum(counts) == total and max(counts) < 0.75 * total
+    row, frozen = engine.plan.row("layers.0.norm1.weight"), found["layers.0.norm1.weight"]
     assert row is not None and row.columns.update is None
-    return writers[-1].written
+    assert frozen.dtype is torch.float32 and torch.equal(frozen, torch.ones(32))
 
 
-def left(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
+def left(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in tmp_path.iterdir())
 
 
 def check_refusals(root: str) -> None:
@@ -154,14 +146,14 @@ def check_refusals(root: str) -> None:
     zd.export(engine, folder / "before", overwrite=True)
 
 
-def test_errors_are_everybodys_and_leave_nothing(root: Path) -> None:
-    for file in (root / "there" / "thing", root / "before" / "thing.safetensors"):
+def test_errors_are_everybodys_and_leave_nothing(tmp_path: Path) -> None:
+    for file in (tmp_path / "there" / "thing", tmp_path / "before" / "thing.safetensors"):
         file.parent.mkdir()
         file.touch()
-    run_ranks(check_refusals, 2, str(root), timeout=60)
-    assert left(root / "there") == ["thing"] and not (root / "before" / "thing.safetensors").exists()
-    assert left(root) == ["before", "machine0", "machine1", "there"]
-    assert left(root / "machine0") == left(root / "machine1") == []
+    run_ranks(check_refusals, 2, str(tmp_path), timeout=60)
+    assert left(tmp_path / "there") == ["thing"] and not (tmp_path / "before" / "thing.safetensors").exists()
+    assert left(tmp_path) == ["before", "machine0", "machine1", "there"]
+    assert left(tmp_path / "machine0") == left(tmp_path / "machine1") == []
 
 
 def killed(root: str, dying: int) -> str:
@@ -176,35 +168,27 @@ def killed(root: str, dying: int) -> str:
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-def test_a_killed_rank_leaves_no_folder(root: Path, dying: int) -> None:
-    found = run_ranks(killed, 2, str(root), dying, timeout=60, dying=[dying])
+def test_a_killed_rank_leaves_no_folder(tmp_path: Path, dying: int) -> None:
+    found = run_ranks(killed, 2, str(tmp_path), dying, timeout=60, dying=[dying])
     assert found[1 - dying], "the other rank raises"
-    assert not (root / "model").exists()
+    assert not (tmp_path / "model").exists()
     if dying == 1:
-        assert left(root) == [], "rank 0 cleans up"
+        assert left(tmp_path) == [], "rank 0 cleans up"
     # What the death of rank 0 left behind goes with the next export.
-    run_ranks(again, 2, str(root), timeout=60)
-    assert left(root) == ["model"]
-    assert tensors(root / "model")
+    run_ranks(again, 2, str(tmp_path), timeout=60)
+    assert left(tmp_path) == ["model"]
+    assert tensors(tmp_path / "model")
 
 
 def again(root: str) -> None:
     zd.export(train_engine(3), Path(root) / "model")
 
 
-def test_one_writer_at_a_time(root: Path) -> None:
-    with new_folder(root / "model") as first:
-        with pytest.raises(CheckpointError, match="must have one writer; got process"):
-            new_folder(root / "model")
-        first.publish()
-    assert left(root) == ["model"] and left(root / "model") == []
-
-
-def test_a_replacement_that_never_came_is_undone(root: Path) -> None:
-    (root / ".model.old-4f1c09ab").mkdir()
-    (root / ".model.old-4f1c09ab" / "file").touch()
-    (root / ".model.old-mine").mkdir()
+def test_a_replacement_that_never_came_is_undone(tmp_path: Path) -> None:
+    (tmp_path / ".model.old-4f1c09ab").mkdir()
+    (tmp_path / ".model.old-4f1c09ab" / "file").touch()
+    (tmp_path / ".model.old-mine").mkdir()
     with pytest.raises(CheckpointError, match="must not be there"):
-        new_folder(root / "model")
-    assert left(root) == [".model.old-mine", "model"], "a name that no writer gives is somebody else's"
-    assert left(root / "model") == ["file"]
+        new_folder(tmp_path / "model")
+    assert left(tmp_path) == [".model.old-mine", "model"], "a name that no writer gives is somebody else's"
+    assert left(tmp_path / "model") == ["file"]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, WIDTH, batch
-from tests.numerics.runs import config, make, train
+from tests.numerics.runs import config, diff, make, train
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.dtypes import DType
 from zerodrift.engine.shards import Shards
@@ -25,6 +25,9 @@ from zerodrift.errors import ModelError, RankError, UnsupportedError
 
 def fsdp2(stage: int = 3, mode: str = "fp32", micro: int = 1, **rest: Any) -> dict[str, Any]:
     return config(stage, mode, micro, backend="fsdp2", **rest)
+
+
+ROUTERS = [{"match": "*.router.*", "pin": "fp32"}]
 
 
 def step(engine: Any, number: int = 0) -> float:
@@ -37,8 +40,8 @@ def step(engine: Any, number: int = 0) -> float:
 # --- what a model becomes -----------------------------------------------------------------------------
 
 
-def parameters() -> None:
-    """Check that parameters are DTensors with the given bits."""
+@on_ranks(2)
+def test_parameters_are_dtensors_with_the_given_bits() -> None:
     model = GPT()
     given = {name: value.detach().clone() for name, value in model.named_parameters()}
     engine = make(fsdp2(3, "bf16"), model)
@@ -55,60 +58,6 @@ def parameters() -> None:
     engine.destroy()
 
 
-class Wide(GPT):
-    """A model whose root has a tied embedding that stays fp32, and wide layers that do not."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=1)
-        self.norm = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
-
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens).bfloat16()
-        return self.head(self.norm(self.layers[0](x)))
-
-
-def pinned_and_tied() -> list[list[float]]:
-    """Train a tied parameter that differs from its unit: its two modules are one group."""
-    found = []
-    precision = {"storage": "fp32", "rules": [{"match": "embed.weight", "pin": "fp32"}]}
-    for backend in ("native", "fsdp2"):
-        engine = make(config(3, "bf16", backend=backend, precision=precision), Wide())
-        if backend == "fsdp2":
-            assert ("embed", "head") in [unit.spec.paths for unit in engine.executor.units]
-        found.append([step(engine, number) for number in range(3)])
-        engine.destroy()
-    return found
-
-
-@on_ranks(2)
-def test_a_tied_parameter_of_its_own_kind() -> bool:
-    native, other = pinned_and_tied()
-    return native != other
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.plain = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.plain(sum(expert(x).to(x.dtype) for expert in self.experts))
-
-
-def containers() -> None:
-    """Check that the children of a container are groups, and the container is not."""
-    model = GPT(layers=1)
-    model.layers[0].mlp = Experts()
-    precision = {"rules": [{"match": "*.experts.*", "pin": "fp32"}]}
-    engine = make(fsdp2(3, "bf16", precision=precision), model)
-    step(engine)
-    made = [unit.spec.paths for unit in engine.executor.units]
-    assert ("layers.0.mlp.experts.0",) in made and ("layers.0.mlp.experts.1",) in made
-    assert ("layers.0.mlp.experts",) not in made
-    engine.destroy()
-
-
 class Listed(nn.Module):
     """A model with parameters in a container that is never called."""
 
@@ -121,8 +70,8 @@ class Listed(nn.Module):
         return self.plain(x @ self.weights[0])
 
 
-def uncalled() -> None:
-    """Check that only pinned parameters are refused in a module that is not called."""
+@on_ranks(2)
+def test_pinned_parameters_of_a_module_that_is_not_called_are_refused() -> None:
     for pinned in ("*.norm*.*", "*.mlp.weights.*"):
         model = GPT(layers=1)
         model.layers[0].mlp = Listed()
@@ -134,49 +83,70 @@ def uncalled() -> None:
             step(make(written, model))
 
 
-def lora(backend: str) -> list[float]:
+class Wide(GPT):
+    """A model whose root has a tied embedding that stays fp32, and wide layers that do not."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.norm = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens).bfloat16()
+        return self.head(self.norm(self.layers[0](x)))
+
+
+class Recomputed(GPT):
+    """A GPT with activation checkpointing of its blocks."""
+
+    def __init__(self, reentrant: bool, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.reentrant = reentrant
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+def lora() -> GPT:
     model = GPT(layers=2).requires_grad_(False)
     for layer in model.layers:
         layer.attention.out.requires_grad_(True)
-    engine = make(config(3, "bf16", backend=backend, precision={"storage": "fp32"}), model)
-    losses = [step(engine, number) for number in range(3)]
-    with engine.gathered(["layers.0.mlp.up.weight"]) as values:
-        frozen = values["layers.0.mlp.up.weight"].float().sum().item()
-    engine.destroy()
-    return [*losses, frozen]
+    return model
 
 
+MODELS: dict[str, tuple[Callable[[], nn.Module], list[dict[str, Any]]]] = {
+    "a tied weight of its own kind, whose two modules are one group": (
+        Wide,
+        [{"match": "embed.weight", "pin": "fp32"}],
+    ),
+    "frozen parameters": (lora, []),
+    "recomputed blocks": (partial(Recomputed, False, layers=1, moe=True), ROUTERS),
+    "reentrantly recomputed blocks": (partial(Recomputed, True, layers=1, moe=True), ROUTERS),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
-def test_frozen_parameters() -> bool:
-    return lora("native") != lora("fsdp2")
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
-def test_experts_without_a_token_count_as_zero(stage: int) -> bool:
-    return picky("native", stage) != picky("fsdp2", stage)
+def test_a_model_has_the_numbers_of_the_native_backend(name: str) -> None:
+    make_model, rules = MODELS[name]
+    found = []
+    for backend in ("native", "fsdp2"):
+        written = config(3, "bf16", 2, backend=backend, precision={"storage": "fp32", "rules": rules})
+        engine = make(written, make_model())
+        run = train(engine, 2, 2)
+        found.append((run.losses, run.masters))
+        engine.destroy()
+    (losses, native), (others, fsdp2) = found
+    assert losses == others and diff(native, fsdp2) == []
 
 
 # --- values in and out --------------------------------------------------------------------------------
 
 
-def write_values() -> None:
-    engine = make(fsdp2(3, "bf16", 2), GPT(layers=1))
-    rank = engine.mesh.rank()
-    before = engine.parameter("layers.0.mlp.up.weight").master
-    with engine.gathered(write=True) as values:
-        assert values["layers.0.mlp.up.weight"].dtype is torch.bfloat16
-        engine.module.norm.weight.data.fill_(2.0 + rank)  # rank 0's is everybody's
-        values["layers.0.mlp.up.weight"][0, 0] = 5.0
-        engine.module.layers[0].mlp.down.bias = nn.Parameter(torch.full((WIDTH,), 3.0))
-    after = engine.parameter("layers.0.mlp.up.weight").master
-    assert after[0, 0] == 5.0 and torch.equal(after.flatten()[1:], before.flatten()[1:])
-    assert torch.equal(engine.parameter("norm.weight").master, torch.full((WIDTH,), 2.0))
-    assert torch.equal(engine.parameter("layers.0.mlp.down.bias").master, torch.full((WIDTH,), 3.0))
-    assert isinstance(engine.module.norm.weight, DTensor)
-
-
-def loaded() -> None:
+@on_ranks(2)
+def test_a_state_dict_is_loaded_inside_a_context() -> None:
     for assign in (False, True):
         engine = make(fsdp2(3, "fp32"), GPT(layers=1))
         other = GPT(layers=1, seed=9)
@@ -194,8 +164,8 @@ def loaded() -> None:
         engine.destroy()
 
 
-def moved_parameter() -> None:
-    """Check that a parameter that left its place is named."""
+@on_ranks(2)
+def test_a_parameter_that_left_its_place_is_named() -> None:
     engine = make(fsdp2(), GPT(layers=1))
     step(engine)
     kept = engine.module.norm.weight
@@ -241,7 +211,7 @@ def switched_off(backend: str, stage: int) -> list[list[torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.slow)])
 @on_ranks(2, timeout=120)
 def test_what_is_frozen_for_a_forward_has_no_gradient_of_it(stage: int) -> None:
     native, theirs = (switched_off(backend, stage) for backend in ("native", "fsdp2"))
@@ -317,7 +287,7 @@ def reduces(wire: DType = DType.FP32) -> Any:
 
 
 REPLICAS = ("all_reduce", DType.FP32, DType.FP32, "replicate")
-ROUTER = {"rules": [{"match": "norm.*", "pin": "fp32"}]}
+NORM = {"rules": [{"match": "norm.*", "pin": "fp32"}]}
 
 
 TRAVELS: list[tuple[int, int, dict[str, Any], dict[Any, int]]] = [
@@ -327,19 +297,19 @@ TRAVELS: list[tuple[int, int, dict[str, Any], dict[Any, int]]] = [
     (1, 3, {}, {gathers(): 3, reduces(): 3}),
     (0, 2, {}, {gathers(): 0, REPLICAS: 3}),
     (3, 1, {"reduce": {"wire": "bf16"}}, {reduces(DType.BF16): 3, reduces(): 0}),
-    (3, 1, ROUTER, {gathers(DType.FP32): 1, reduces(): 4}),
+    (3, 1, NORM, {gathers(DType.FP32): 1, reduces(): 4}),
 ]
 
 
-def travels() -> None:
-    """Check that the collectives of a step are the plan's."""
+@on_ranks(2)
+def test_what_travels_is_the_plans() -> None:
     for stage, micro, precision, counts in TRAVELS:
         found = Counter(recorded(stage, micro, {"precision": precision} if precision else {}))
         assert {call: found[call] for call in counts} == counts, (stage, micro, precision)
 
 
-def held() -> None:
-    """Check that nothing stays gathered between steps."""
+@on_ranks(2)
+def test_nothing_stays_gathered_between_steps() -> None:
     for stage in (1, 3):
         engine = make(fsdp2(stage, "bf16"), GPT(layers=2))
         step(engine)
@@ -355,58 +325,6 @@ def held() -> None:
 # --- traps --------------------------------------------------------------------------------------------
 
 
-class Recomputed(GPT):
-    """A GPT with activation checkpointing of its blocks."""
-
-    def __init__(self, reentrant: bool, **rest: Any) -> None:
-        super().__init__(**rest)
-        self.reentrant = reentrant
-
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.head(self.norm(x))
-
-
-def recomputed() -> list[list[float]]:
-    found = []
-    written = fsdp2(3, "bf16", 2, precision={"rules": [{"match": "*.router.*", "pin": "fp32"}]})
-    for kind in (GPT, partial(Recomputed, False), partial(Recomputed, True)):
-        engine = make(written, kind(layers=1, moe=True))
-        run = train(engine, 2, 2)
-        found.append([*run.losses, *(float(f"{norm:.14g}") for norm in run.norms)])
-        engine.destroy()
-    return found
-
-
-@pytest.mark.long
-@on_ranks(2)
-def test_activation_checkpointing_changes_nothing() -> bool:
-    plain, *others = recomputed()
-    return any(other != plain for other in others)
-
-
-class Picky(nn.Module):
-    """A model with an expert for each rank that the other never calls, and one that none calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts[torch.distributed.get_rank()](x)
-
-
-def picky(backend: str, stage: int) -> list[list[float]]:
-    model = GPT(layers=1)
-    model.layers[0].mlp = Picky()
-    engine = make(config(stage, "bf16", 2, backend=backend, precision={"storage": "fp32"}), model)
-    run = train(engine, 3, 2)
-    engine.destroy()
-    return [run.losses, run.masters["layers.0.mlp.experts.1.weight"].flatten().tolist()]
-
-
 class Skipping(GPT):
     """A GPT whose two blocks run in different orders on two ranks."""
 
@@ -417,34 +335,12 @@ class Skipping(GPT):
         return self.head(self.norm(x))
 
 
-def disordered() -> None:
-    """Check that different orders are an error before any update."""
+@on_ranks(2)
+def test_different_orders_are_an_error_before_any_update() -> None:
     engine = make(fsdp2(3), Skipping())
     engine.backward(engine(batch(0)))
     with pytest.raises(RankError, match="same order"):
         engine.step()
-
-
-def callers_optimizer(kind: str) -> None:
-    """Compare a caller's optimizer of two groups with the native backend."""
-    found = []
-    for backend in ("native", "fsdp2"):
-        model = GPT(layers=1)
-        decay, plain = ([p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
-        groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "lr": 1e-2}]
-        optimizer = getattr(torch.optim, kind)(groups, lr=1e-3)
-        written = config(3, "fp32", backend=backend)
-        del written["optimizer"]
-        engine = make(written, model, optimizer=optimizer)
-        assert engine.optimizer is optimizer and len(optimizer.param_groups) == 2
-        found.append([step(engine, number) for number in range(4)])
-        engine.destroy()
-    assert found[0] == pytest.approx(found[1], rel=2e-6)
-
-
-def own_optimizers() -> None:
-    callers_optimizer("AdamW")
-    callers_optimizer("RMSprop")
 
 
 class Twice(nn.Module):
@@ -493,31 +389,11 @@ class Alone(nn.Module):
         return self.block(x).float().square().sum()
 
 
-def unscaled() -> None:
-    """Check that a plain backward needs the loss scale."""
+@on_ranks(2)
+def test_a_plain_backward_needs_the_loss_scale() -> None:
     engine = make(fsdp2(3, "fp16"), GPT(layers=1))
     with pytest.raises(UnsupportedError, match="must be scaled"):
         engine(batch(0)).backward()
     engine.scale(engine(batch(0, engine.mesh.rank()))).backward()
     engine.step()
     engine.destroy()
-
-
-ON_TWO_RANKS = [
-    parameters,
-    containers,
-    uncalled,
-    write_values,
-    loaded,
-    moved_parameter,
-    travels,
-    held,
-    disordered,
-    own_optimizers,
-    unscaled,
-]
-
-
-@pytest.mark.parametrize("body", ON_TWO_RANKS)
-def test_two_ranks_see(body: Callable[[], None]) -> None:
-    run_ranks(body, 2)

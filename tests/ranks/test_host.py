@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -27,9 +26,8 @@ from tests.ranks.harness import on_ranks
 from zerodrift import initialize
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.checkpoint.manifest import MANIFEST
-from zerodrift.comm import collectives, mesh
+from zerodrift.comm import collectives
 from zerodrift.engine.engine import Engine
-from zerodrift.mesh import MeshShape
 
 pytestmark = pytest.mark.fresh_ranks
 BLOCKS = 2
@@ -53,21 +51,6 @@ def like_gpus() -> None:
         return work
 
     collectives.Collectives.__init__, dist.all_reduce = carried, summed  # type: ignore[method-assign]
-
-
-def shapes() -> Iterator[MeshShape]:
-    for shard, replicate, pipeline, expert, tensor in itertools.product(
-        (1, 2, 4), (1, 3), (1, 3), (1, 2), (1, 2)
-    ):
-        if shard % expert == 0 and (expert == 1 or (pipeline, tensor) == (1, 1)):
-            yield MeshShape(shard, replicate, pipeline, expert, tensor)
-
-
-def test_the_lines_that_need_a_group_are_those_of_all_ranks() -> None:
-    for shape in shapes():
-        for axis in mesh.AXES:
-            every = dict.fromkeys(mesh._line(shape, rank, axis) for rank in range(shape.world))
-            assert list(mesh._lines(shape, axis)) == [line for line in every if len(line) > 1], (shape, axis)
 
 
 def alone_like_gpus() -> None:

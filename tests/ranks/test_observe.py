@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from tests.numerics.networks import GPT, WIDTH, batch
-from tests.numerics.runs import config, make
+from tests.numerics.runs import config, diff, make, masters
 from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.backends.adapters import ReduceScatter
 from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import PrecisionError
 from zerodrift.inspect.check import compare
-from zerodrift.inspect.check.compare import Finding
 from zerodrift.inspect.trace.engine import observe
 from zerodrift.inspect.trace.records import EngineRecord, merged
 from zerodrift.plan import Plan
@@ -37,11 +36,14 @@ def step(engine: Engine) -> EngineRecord:
     return merged(engine.comm.all_gather_object(seen))
 
 
-def watched(stage: int, mode: str, rest: dict[str, Any]) -> tuple[str, list[Finding], set[str]]:
+def require_columns(stage: int, mode: str, rest: dict[str, Any], line: str, missing: set[str]) -> None:
+    """Watch a step: no finding, the columns of the line, and these columns not seen of some parameter."""
     engine = make(config(stage, mode, micro_batches=2, **rest), GPT(tied=False))
     seen = step(engine)
-    engine.destroy()
-    return compare.line(engine.plan, seen), compare.findings(engine.plan, seen), unseen(engine.plan, seen)
+    assert compare.findings(engine.plan, seen) == []
+    told = compare.line(engine.plan, seen)
+    assert line in told, told
+    assert unseen(engine.plan, seen) == missing
 
 
 def unseen(plan: Plan, seen: EngineRecord) -> set[str]:
@@ -90,24 +92,27 @@ ON_FSDP2 = [
     [("native", case) for case in CASES] + [("fsdp2", case) for case in ON_FSDP2],
     ids=lambda v: v if isinstance(v, str) else f"{v[0]}-{v[1]}",
 )
+@on_ranks(2)
 def test_every_column_is_seen_and_is_as_declared(backend: str, case: tuple[Any, ...]) -> None:
-    stage, mode, rest, line, unseen = case
+    stage, mode, rest, line, missing = case
     if backend == "fsdp2":
         line = f"storage=float32 {line} master=same state=float32"
-    for told, found, missing in run_ranks(watched, 2, stage, mode, {"backend": backend, **rest}):
-        assert found == []
-        assert told == f"precision: backend={backend} {line}"
-        assert missing == unseen
+    line = f"precision: backend={backend} {line}"
+    require_columns(stage, mode, {"backend": backend, **rest}, line, missing)
 
 
+@on_ranks(4)
 def test_copies_of_a_sharded_model_are_seen_on_both_axes() -> None:
     rest = {"backend": "fsdp2", "sharding": {"replicate": 2}, "precision": {"reduce": "bf16"}}
-    for told, found, missing in run_ranks(watched, 4, 3, "bf16", rest):
-        assert found == [] and missing == set()
-        assert "reduce=bfloat16>float32" in told
+    require_columns(3, "bf16", rest, "reduce=bfloat16>float32", set())
 
 
-def pinned(backend: str) -> list[list[str]]:
+BACKENDS = pytest.mark.parametrize("backend", ["native", "fsdp2"])
+
+
+@BACKENDS
+@on_ranks(2)
+def test_a_pin_is_seen_in_every_column(backend: str) -> None:
     rules = [{"match": "layers.*.mlp.router.weight", "pin": "fp32"}]
     model = GPT(moe=True)
     model.layers[1].requires_grad_(backend == "native")
@@ -117,79 +122,8 @@ def pinned(backend: str) -> list[list[str]]:
     if backend == "fsdp2":
         frozen = "layers.1.mlp.experts.0.up.weight"
         assert seen.seen(frozen, "gather") and not seen.seen(frozen, "grad") | seen.seen(frozen, "state")
-    engine.destroy()
-    return [sorted(seen.seen("layers.0.mlp.router.weight", column)) for column in compare.COLUMNS]
-
-
-BACKENDS = pytest.mark.parametrize("backend", ["native", "fsdp2"])
-
-
-@BACKENDS
-def test_a_pin_is_seen_in_every_column(backend: str) -> None:
-    for found in run_ranks(pinned, 2, backend):
-        assert found == [["float32"]] * 6 + [["same"], ["float32"]]
-
-
-def flags(backend: str) -> list[Any]:
-    return [flag(backend, enabled) for enabled in (True, False)]
-
-
-def flag(backend: str, enabled: bool) -> tuple[str, list[Finding], list[str]]:
-    """Train with DeepSpeed's `bf16.enabled`, at the default storage of each backend."""
-    written = {**config(3, "auto", 2, backend=backend), "bf16": {"enabled": enabled}}
-    del written["precision"]
-    model = GPT(tied=False)
-    given = {name: value.detach().clone() for name, value in model.named_parameters()}
-    assert any((value.bfloat16().float() != value).any() for value in given.values())
-    engine = make(written, model)
-    inexact = [name for name in given if not torch.equal(engine.parameter(name).master, given[name])]
-    seen = step(engine)
-    engine.destroy()
-    return compare.line(engine.plan, seen), compare.findings(engine.plan, seen), inexact
-
-
-@BACKENDS
-def test_bf16_is_bf16_compute_with_exact_masters_and_off_is_fp32_everywhere(backend: str) -> None:
-    for on, off in run_ranks(flags, 2, backend):
-        told, found, inexact = on
-        assert found == [] and inexact == []
-        assert " compute=bfloat16 " in told and " accumulate=float32 reduce=float32 " in told
-        assert told.endswith(f"master={'same' if backend == 'fsdp2' else 'split'} state=float32")
-        assert f"storage={'float32' if backend == 'fsdp2' else 'bfloat16'} " in told
-        told, found, inexact = off
-        assert found == [] and inexact == []
-        columns = dict(word.split("=") for word in told.split()[2:])
-        assert {columns.pop("master"), columns.pop("logits")} == {"same", "-"}
-        assert set(columns.values()) == {"float32"}, told
-
-
-def updated(backend: str) -> dict[str, float]:
-    """Return the distance of a step from torch's AdamW in fp64, in ulps of fp32 at the weight."""
-    engine = make({**config(3, "bf16", gradient_clipping=0.0), "backend": backend}, GPT(tied=False, layers=1))
-    settings = {key: engine.optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")}
-    before = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
-    engine.backward(engine(batch(0, engine.mesh.rank("data"))))
-    gradients = {name: engine.parameter(name).gradient for name in before}
-    assert engine.step().updated
-    worst, fractions = 0.0, []
-    for name, start in before.items():
-        wanted = start.double().requires_grad_()
-        wanted.grad = gradients[name].double()
-        torch.optim.AdamW([wanted], **settings).step()
-        after = engine.parameter(name).master
-        spacing = torch.finfo(torch.float32).eps * start.abs().clamp_min(settings["lr"]).double()
-        worst = max(worst, float(((after.double() - wanted.detach()).abs() / spacing).max()))
-        fractions.append(float((after.bfloat16().float() != after).float().mean()))
-    engine.destroy()
-    return {"worst": worst, "not bf16": min(fractions)}
-
-
-@BACKENDS
-def test_an_update_under_bf16_is_one_of_fp32(backend: str) -> None:
-    for found in run_ranks(updated, 2, backend):
-        # Two roundings of the weight, one of the step, each half an ulp; the gradient's own is no part of it.
-        assert found["worst"] < 4, found
-        assert found["not bf16"] > 0.5, found
+    found = [sorted(seen.seen("layers.0.mlp.router.weight", column)) for column in compare.COLUMNS]
+    assert found == [["float32"]] * 6 + [["same"], ["float32"]]
 
 
 # --- planted: each is found, by name --------------------------------------------------------------------
@@ -316,48 +250,30 @@ class WideNorm(torch.nn.LayerNorm):
         return torch.nn.functional.layer_norm(x.float(), shape, weight, bias).to(x.dtype)
 
 
-def seen_of_a_wide_norm() -> set[str]:
-    network = GPT(tied=False)
-    network.layers[0].norm1 = WideNorm(WIDTH)
-    return step(make(config(3, "bf16", 2), network)).seen("layers.0.norm1.weight", "compute")
-
-
+@on_ranks(2)
 def test_a_gather_computes_with_no_parameter() -> None:
     """A gather writes a unit's values where the first of its parameters begins."""
-    assert run_ranks(seen_of_a_wide_norm, 2) == [{"float32"}] * 2
+    network = GPT(tied=False)
+    network.layers[0].norm1 = WideNorm(WIDTH)
+    seen = step(make(config(3, "bf16", 2), network)).seen("layers.0.norm1.weight", "compute")
+    assert seen == {"float32"}, seen
 
 
-def stop_observing(backend: str) -> bool:
-    """Check that a watched run has the same bits, and leaves nothing of the observer behind."""
+@BACKENDS
+@on_ranks(2)
+def test_looking_changes_nothing(backend: str) -> None:
+    """A watched run has the same bits, and nothing of the observer is left behind."""
     runs = []
     for watch in (False, True):
         engine = make(config(3, "bf16", 2, backend=backend), GPT(layers=1))
         (step if watch else advance)(engine)
         assert "update" not in vars(engine.updater) and "step" not in vars(engine.updater)
-        runs.append({row.name: engine.parameter(row.name).master for row in engine.plan.rows})
+        runs.append(masters(engine))
         engine.destroy()
-    return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
-
-
-@BACKENDS
-def test_looking_changes_nothing(backend: str) -> None:
-    assert all(run_ranks(stop_observing, 2, backend))
+    assert diff(*runs) == []
 
 
 # --- a pipeline -------------------------------------------------------------------------------------------
-
-
-def piecewise(schedule: str, weights: str | None, keep: str) -> tuple[str, list[Finding], set[str], set[str]]:
-    rules = {"rules": [{"match": "layers.1.mlp.router.weight", "pin": "fp32"}]}
-    written = config(3, "bf16", COUNT, precision=rules, sharding={"keep_gathered": keep})
-    engine = pipeline(written, schedule, weights, GPT(LAYERS, moe=True))
-    with observe(engine) as seen:
-        engine.train_batch(data(0, engine.mesh.rank("data")))
-    whole = merged(engine.comm.all_gather_object(seen))
-    engine.destroy()
-    without = {row.name for row in engine.plan.rows if not whole.seen(row.name, "grad") or len(row.names) > 1}
-    found = compare.findings(engine.plan, whole)
-    return compare.line(engine.plan, whole), found, unseen(engine.plan, whole), without
 
 
 @pytest.mark.parametrize(
@@ -368,15 +284,22 @@ def piecewise(schedule: str, weights: str | None, keep: str) -> tuple[str, list[
         pytest.param("zbv", "autograd", "step", marks=pytest.mark.slow),
     ],
 )
+@on_ranks(4)
 def test_a_pipeline_is_seen_on_every_stage(schedule: str, weights: str | None, keep: str) -> None:
+    rules = {"rules": [{"match": "layers.1.mlp.router.weight", "pin": "fp32"}]}
+    written = config(3, "bf16", COUNT, precision=rules, sharding={"keep_gathered": keep})
+    engine = pipeline(written, schedule, weights, GPT(LAYERS, moe=True))
+    with observe(engine) as seen:
+        engine.train_batch(data(0, engine.mesh.rank("data")))
+    whole = merged(engine.comm.all_gather_object(seen))
+    assert compare.findings(engine.plan, whole) == []
+    assert unseen(engine.plan, whole) <= {"grad"}, "each column of every parameter, wherever it is"
     grad = "bfloat16" if weights == "queue" else "bfloat16,float32"  # late ones, the router's too, are not
-    for told, found, unseen, without in run_ranks(piecewise, 4, schedule, weights, keep):
-        assert found == []
-        assert unseen <= {"grad"}, "each column of every parameter, wherever it is"
-        assert told == (
-            "precision: backend=native storage=bfloat16,float32 gather=bfloat16,float32 "
-            f"compute=bfloat16,float32 logits=- grad={grad} accumulate=float32 reduce=float32 "
-            "master=split,same state=float32"
-        )
-        if weights == "queue":
-            assert "layers.0.attention.qkv.weight" in without, "it is formed in the dtype that it is added in"
+    told = compare.line(engine.plan, whole)
+    assert told == (
+        "precision: backend=native storage=bfloat16,float32 gather=bfloat16,float32 "
+        f"compute=bfloat16,float32 logits=- grad={grad} accumulate=float32 reduce=float32 "
+        "master=split,same state=float32"
+    ), told
+    if weights == "queue":  # it is formed in the dtype that it is added in
+        assert not whole.seen("layers.0.attention.qkv.weight", "grad")

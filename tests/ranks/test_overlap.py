@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.numerics.experts import EXPERTS, WIDTH, Layer
 from tests.numerics.runs import Run, config, masters_and_states
 from tests.numerics.test_pipelines import pipeline
-from tests.ranks.harness import on_ranks, run_ranks
+from tests.ranks.harness import on_ranks
 from tests.ranks.test_failures import Bomb
 from tests.ranks.test_pipeline_failures import SOON, until_it_ends
 from zerodrift.comm.collectives import Handle
@@ -208,8 +208,10 @@ def test_where_a_piece_exchanges_nothing_one_comes_after_the_other() -> None:
     assert (len(pairs_of(dense=(0, 1))) > 0) == (torch.distributed.get_rank() > 1)
 
 
-def one_raises(where: str) -> list[tuple[str, float]]:
-    """Raise on rank 1 in the first pair of a second step, after its first exchange."""
+@pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
+@on_ranks(4)
+def test_what_raises_in_a_pair_ends_all_ranks_with_that_one_error(where: str) -> None:
+    """Rank 1 raises in the first pair of a second step, after its first exchange."""
     engine = engine_of()
     batches = data(0, engine.mesh.rank("data"))
     engine.train_batch(batches)
@@ -226,15 +228,10 @@ def one_raises(where: str) -> list[tuple[str, float]]:
 
     engine.executor._schedules.clear()
     engine.executor.turns.run = pair
-    found = [until_it_ends(lambda: engine.train_batch(batches)) for _ in range(2)]
+    first, seconds = until_it_ends(lambda: engine.train_batch(batches))
+    again, more = until_it_ends(lambda: engine.train_batch(batches))
     engine.destroy()
     assert all(thread.name != "zerodrift-turn" for thread in threading.enumerate())
-    return found
-
-
-@pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
-def test_what_raises_in_a_pair_ends_all_ranks_with_that_one_error(where: str) -> None:
-    for rank, ((first, seconds), (again, more)) in enumerate(run_ranks(one_raises, 4, where)):
-        said = f"got Boom: {where} on rank 1"
-        assert first == f"Boom: {where}" if rank == 1 else said in first, first
-        assert said in again and seconds < SOON and more < SOON
+    said = f"got Boom: {where} on rank 1"
+    assert first == f"Boom: {where}" if engine.mesh.rank() == 1 else said in first, first
+    assert said in again and seconds < SOON and more < SOON, again

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from tests.numerics.networks import GPT
-from tests.numerics.runs import config, diff, gradients, make
+from tests.numerics.runs import config, diff, gradients
 from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS, data, pipeline
 from tests.ranks.harness import on_ranks, run_ranks
 from tests.ranks.ways import WAYS
-from tests.unit.test_late_products import Own
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError
 from zerodrift.pipeline.cut import Parts
@@ -124,45 +123,6 @@ def test_hooks_on_weights_hold_under_every_schedule() -> None:
             engine.accumulate(data(0, 0))
             wrong = diff(alone, gradients(engine))
             assert wrong == [], (schedule, weights, later, wrong)
-
-
-PINNED: list[dict[str, Any]] = [{"match": pattern, "pin": "fp32"} for pattern in ("*.up.*", "*.qkv.*")]
-
-
-def of_classes() -> nn.Module:
-    """Return a model with pinned layers, layers of a class of their own, and others."""
-    model = GPT(LAYERS, tied=False)
-    for name, parameter in model.named_parameters():
-        if "down" in name:
-            parameter.__class__ = Own
-    return model
-
-
-WRITTEN = config(0, "bf16", COUNT, precision={"rules": PINNED})
-
-
-def classes_alone() -> dict[str, torch.Tensor]:
-    engine = make(WRITTEN, of_classes())
-    for tokens in data(0, 0):
-        engine.backward(engine(tokens))
-    return gradients(engine)
-
-
-def test_weights_of_another_class_have_their_gradients_under_every_schedule() -> None:
-    """Pinned weights agree bit for bit; a queue does not round the products of the others to bf16."""
-    (alone,) = run_ranks(classes_alone, 1)
-    run_ranks(classes_everywhere, 2, alone, timeout=120)
-
-
-def classes_everywhere(alone: dict[str, torch.Tensor]) -> None:
-    for schedule, weights in WAYS[3:]:
-        engine = pipeline(WRITTEN, schedule, weights, of_classes())
-        engine.accumulate(data(0, 0))
-        seen, pinned = gradients(engine), {row.name for row in engine.plan.rows if row.columns.pinned}
-        engine.destroy()
-        off = {name: float((seen[name] - value).norm() / value.norm()) for name, value in alone.items()}
-        far = [name for name, error in off.items() if error > (0.0 if name in pinned else 3e-3)]
-        assert far == [] and len(pinned) >= 2 * LAYERS, (schedule, weights, far)
 
 
 class Shortens(nn.Module):

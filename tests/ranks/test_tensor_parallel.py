@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -83,18 +81,15 @@ def run(
 
 
 CLIPPED = {"optimizer": SGD, "gradient_clipping": 0.1}
-slow = pytest.mark.slow
+PLAIN = {"optimizer": SGD}
+SLOW = [
+    *((2, 3, "fp32", 1, PLAIN), (2, 2, "fp32", 2, CLIPPED), (2, 3, "fp32", 1, {})),
+    *((4, 0, "fp32", 2, PLAIN), (4, 1, "fp32", 2, PLAIN), (4, 2, "fp32", 2, CLIPPED)),
+    *((4, 3, "fp32", 1, CLIPPED), (4, 3, "fp32", 1, {})),
+]
 CASES = [
-    pytest.param(2, 3, "fp32", 1, {"optimizer": SGD}, marks=slow),
-    (2, 0, "fp32", 2, {"optimizer": SGD}),
-    (4, 3, "bf16", 2, {"optimizer": SGD}),
-    *(
-        pytest.param(2, stage, "fp32", micro, rest, marks=slow)
-        for stage, micro, rest in ((2, 2, CLIPPED), (3, 1, {}))
-    ),
-    *(pytest.param(4, stage, "fp32", 2, {"optimizer": SGD}, marks=slow) for stage in (0, 1)),
-    *(pytest.param(4, stage, "fp32", micro, CLIPPED, marks=slow) for stage, micro in ((2, 2), (3, 1))),
-    pytest.param(4, 3, "fp32", 1, {}, marks=slow),
+    *((2, 0, "fp32", 2, PLAIN), (4, 3, "bf16", 2, PLAIN)),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]
 
 
@@ -186,21 +181,20 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all() -> None:
 # --- what is refused ------------------------------------------------------------------------------------
 
 
-def refusal(what: str) -> str:
+def divided_otherwise(what: str) -> str:
+    """Make an engine of a model that is divided in a way that cannot be run, and return its error."""
     ranks, model = torch.distributed.get_world_size(), network()
-    sizes, names = {"layout": ((2, ranks // 2), ("tp", "dp")), "alone": ((1, ranks), ("dp", "tp"))}.get(
-        what, ((ranks // 2, 2), ("dp", "tp"))
-    )
-    if what in ("native", "nothing"):
+    if what in ("native", "nothing", "files"):
         divided(model, ranks)
     else:
+        sizes = {"layout": (2, ranks // 2), "alone": (1, ranks)}.get(what, (ranks // 2, 2))
+        names = ("tp", "dp") if what == "layout" else ("dp", "tp")
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)["tp"]
-        if what == "uneven":
-            parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
-        else:
-            parallelize_module(model.layers[0].mlp, mesh, STYLES)
+        styles = {"head": ColwiseParallel(output_layouts=Replicate())} if what == "uneven" else STYLES
+        parallelize_module(model if what == "uneven" else model.layers[0].mlp, mesh, styles)
     try:
-        make(config(3, "fp32", backend="native" if what in ("native", "alone") else "fsdp2"), model)
+        backend = "native" if what in ("native", "alone") else "fsdp2"
+        make(config(3, "fp32", backend=backend), model, **({"weights": "nowhere"} if what == "files" else {}))
     except (ConfigError, MeshError, ModelError) as error:
         return str(error)
     return ""
@@ -210,6 +204,7 @@ TOLD = {
     "native": "`backend`: must be fsdp2 for a model whose parameters are DTensors",
     "layout": "must be a DTensor over ranks [0, 1] here; got one over [0, 2]",
     "uneven": "`head.weight`: must be divided evenly over 2 ranks; got 61 along dimension 0",
+    "files": "`weights`: must be read where parameters are plain tensors; got DTensors",
     "nothing": "",
 }
 
@@ -217,24 +212,11 @@ TOLD = {
 @on_ranks(4)
 def test_what_cannot_be_run_is_refused_by_name() -> None:
     for what, told in TOLD.items():
-        found = refusal(what)
+        found = divided_otherwise(what)
         assert bool(told) == bool(found), (what, found)
         assert told in found or torch.distributed.get_rank(), (what, found)
 
 
 def test_dtensors_of_one_rank_are_refused_on_the_native_backend_too() -> None:
-    (found,) = run_ranks(refusal, 1, "alone")
+    (found,) = run_ranks(divided_otherwise, 1, "alone")
     assert "`layers.0.mlp.up.weight`: must be a plain tensor on the native backend; got a DTensor" in found
-
-
-def unread(folder: str) -> str:
-    with pytest.raises(ModelError) as caught:
-        make(config(3, "fp32", backend="fsdp2"), divided(network(), 2), weights=folder)
-    return str(caught.value)
-
-
-def test_files_are_read_before_a_model_is_divided(tmp_path: Path) -> None:
-    plain = {name: value.detach().clone() for name, value in network().named_parameters()}
-    save_file(plain, tmp_path / "model.safetensors")
-    for found in run_ranks(unread, 2, str(tmp_path)):
-        assert "`weights`: must be read where parameters are plain tensors; got DTensors" in found

@@ -5,6 +5,7 @@ There is no GPU here: ranks get a stand-in with the outcome of its first program
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 from unittest import mock
 
@@ -12,8 +13,7 @@ import pytest
 import torch
 
 from tests.numerics.runs import config, make, train
-from tests.ranks.harness import on_ranks, run_ranks
-from tests.ranks.test_own_optimizers import listen
+from tests.ranks.harness import on_ranks
 from zerodrift.api import make_plan
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import start
@@ -24,42 +24,47 @@ from zerodrift.optim import fused
 from zerodrift.optim.updates import reference_update
 
 
-def agree(obstacles: list[str | None], offload: bool = False) -> tuple[str, list[str], list[str]]:
-    """Return, on a rank with its own obstacle, the agreed way, the log, and the collectives."""
+def listen() -> list[str]:
+    """Collect zerodrift's log from here on."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zerodrift").addHandler(handler)
+    return heard
+
+
+REFERENCE, FUSED = "reference_update", "update"
+SLOWER = "updates run in plain PyTorch everywhere, several times slower"
+CASES: list[tuple[list[str | None], bool, str, list[str]]] = [
+    (["no Triton", None, None], False, REFERENCE, [f"zerodrift: no Triton, on rank 0 of 3; {SLOWER}"]),
+    ([None, None, "no Triton"], False, REFERENCE, [f"zerodrift: no Triton, on rank 2 of 3; {SLOWER}"]),
+    (
+        ["no driver", "no driver", "no compiler"],
+        False,
+        REFERENCE,
+        [f"zerodrift: no driver; no compiler, on rank 0, 1, 2 of 3; {SLOWER}"],
+    ),
+    ([None, None, None], False, FUSED, []),
+    # An offloaded optimizer updates on CPUs, whose ways leave the same bits.
+    (["no driver", None, None], True, FUSED, []),
+]
+"""(each rank's obstacle, whether the optimizer is offloaded, the agreed way, what rank 0 logs)."""
+
+
+@on_ranks(3)
+def test_any_rank_that_cannot_run_programs_keeps_all_from_it_and_rank_0_says_why() -> None:
     comm = Collectives(start(lambda world: MeshShape(shard=world), device="cpu"))
     comm.mesh.device = torch.device("cuda", 0)
-    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}} if offload else {"stage": 3}
-    written = config(3, "bf16", zero_optimization=zero)
-    plan = make_plan(written, torch.nn.Linear(8, 8), world_size=len(obstacles))
-    mine, heard = obstacles[comm.mesh.rank()], listen()
-    with mock.patch.object(device, "obstacle", lambda where: mine), comm.record() as recorded:
-        way = update.choose_update_function(plan, comm)
-    assert way in (fused.update, reference_update)
-    return way.__name__, heard, [str(entry) for entry in recorded]
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_a_rank_that_cannot_run_programs_keeps_all_from_it(number: int) -> None:
-    """Any one rank decides; rank 0 logs it once."""
-    obstacles = [None if rank != number else "Triton is not installed" for rank in range(3)]
-    found = run_ranks(agree, 3, obstacles)
-    assert [way for way, _, _ in found] == ["reference_update"] * 3
-    told = (
-        f"zerodrift: Triton is not installed, on rank {number} of 3; updates run in plain PyTorch "
-        "everywhere, several times slower"
-    )
-    assert [said for _, said, _ in found] == [[told], [], []]
-
-
-def test_reasons_are_said_once_each() -> None:
-    (_, said, _), *_ = run_ranks(agree, 3, ["no driver", "no driver", "no compiler"])
-    assert said[0].startswith("zerodrift: no driver; no compiler, on rank 0, 1, 2 of 3; ")
-
-
-@pytest.mark.parametrize(("obstacles", "offload"), [([None, None], False), (["no driver", None], True)])
-def test_where_all_can_or_need_not_nothing_is_said(obstacles: list[str | None], offload: bool) -> None:
-    """An offloaded optimizer updates on CPUs, whose ways leave the same bits."""
-    assert run_ranks(agree, 2, obstacles, offload) == [("update", [], [])] * 2
+    heard = listen()
+    for obstacles, offload, expected, told in CASES:
+        zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}} if offload else {"stage": 3}
+        plan = make_plan(config(3, "bf16", zero_optimization=zero), torch.nn.Linear(8, 8), world_size=3)
+        heard.clear()
+        mine = obstacles[comm.mesh.rank()]
+        with mock.patch.object(device, "obstacle", lambda where: mine), comm.record() as recorded:  # noqa: B023
+            way = update.choose_update_function(plan, comm)
+        assert way is (fused.update if expected == FUSED else reference_update), obstacles
+        assert heard == (told if comm.mesh.rank() == 0 else []) and list(recorded) == [], (heard, recorded)
 
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-3}}}

@@ -138,14 +138,12 @@ class WeightQueue:
         self._open = []
         self.ended += 1
 
-    def drain(self, micro_batches: int | None = None) -> int:
-        """Form what waits, oldest first: everything, or the gradients of so many micro-batches that have
-        ended. Returns the number of gradients."""
+    def drain(self) -> int:
+        """Form what waits, oldest first. Returns the number of gradients."""
         before = self.formed
-        for _ in range(len(self._closed) if micro_batches is None else min(micro_batches, len(self._closed))):
+        while self._closed:
             self._form_all(self._closed.popleft())
-        if micro_batches is None:
-            self._form_all(self._open)
+        self._form_all(self._open)
         return self.formed - before
 
     def clear(self) -> int:

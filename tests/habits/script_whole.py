@@ -11,91 +11,102 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from tests.dropin.parameters import Net
-from tests.dropin.script import WIDTH, Run, Script, square
+from tests.habits.loop import Habit, Loop, differences, differs, habits_of
+from tests.habits.networks import WIDTH, Seeded, fit, square
 
 
-def arguments_a_file_and_a_loader(run: Run) -> None:
+def arguments_a_file_and_a_loader(loop: Loop) -> None:
     """Pass a script's arguments, a config file with a schedule, and data for a loader of `initialize`."""
     warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
     adamw = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-    path = run.folder / "config.json"
-    if run.rank == 0:
-        path.write_text(json.dumps(run.config(gradient_clipping=1.0, optimizer=adamw, scheduler=warmup)))
+    path = loop.folder / "config.json"
+    if loop.rank == 0:
+        path.write_text(json.dumps(loop.config(gradient_clipping=1.0, optimizer=adamw, scheduler=warmup)))
     dist.barrier()
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
-    parser = run.deepspeed.add_config_arguments(parser)
+    parser = loop.deepspeed.add_config_arguments(parser)
     model = nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.LayerNorm(48), nn.Linear(48, 4))
     inputs = torch.randn(48, 16)
     labels = (inputs @ torch.randn(16, 4)).argmax(-1)
-    engine, optimizer, loader, schedule = run.deepspeed.initialize(
+    engine = loop.train(
+        model,
         args=parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)]),
-        model=model,
         model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
         training_data=torch.utils.data.TensorDataset(inputs, labels),
     )
-    run.engines.append(engine)
     losses, norms, rates = [], [], []
     for _ in range(2):
-        for x, y in loader:
+        for x, y in engine.loader:
             loss = F.cross_entropy(engine(x), y)
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
             norms.append(float(engine.get_global_grad_norm()))
             rates.append(engine.get_lr()[0])
-    run.tell("losses, norms, rates", [losses, norms, rates, schedule.get_last_lr()])
-    run.tell("counts", [engine.global_steps, engine.global_samples, len(loader)])
+    loop.see("norms, rates", [norms, rates, engine.schedule.get_last_lr()])
+    loop.see("counts", [engine.global_steps, engine.global_samples, len(engine.loader)])
     assert sum(losses[-3:]) < sum(losses[:3])
-    assert rates[0] == 0.0 and rates[-1] == optimizer.param_groups[0]["lr"] and abs(rates[-1] - 1e-2) < 1e-9
-    assert engine.global_steps == 2 * len(loader) == engine.global_samples // (4 * dist.get_world_size())
+    assert (
+        rates[0] == 0.0
+        and rates[-1] == engine.optimizer.param_groups[0]["lr"]
+        and abs(rates[-1] - 1e-2) < 1e-9
+    )
+    assert (
+        engine.global_steps == 2 * len(engine.loader) == engine.global_samples // (4 * dist.get_world_size())
+    )
 
 
-def boundaries_that_the_script_sets(run: Run) -> None:
-    """Call `step` once, after the last of four micro-batches."""
-    adamw = torch.optim.AdamW((net := Net()).parameters(), lr=5e-3, weight_decay=0.1)
-    engine = run.engine(net, optimizer=adamw, gradient_accumulation_steps=4, gradient_clipping=0.5)
-    boundaries = []
-    for number in range(12):
-        engine.set_gradient_accumulation_boundary(number % 4 == 3)
-        loss = square(engine(run.data(number)))
-        engine.backward(loss)
-        boundaries.append(engine.is_gradient_accumulation_boundary())
-        run.tell("loss", loss)
-        if number % 4 == 3:
-            engine.step()
-            assert engine.was_step_applied()
-            run.tell("norm", float(engine.get_global_grad_norm()))
-    assert boundaries == [False, False, False, True] * 3
-    assert engine.global_steps == 3 and engine.train_batch_size() == 16 * dist.get_world_size()
+def boundaries_that_the_script_sets(loop: Loop) -> None:
+    """Call `step` once, after the last of four micro-batches; count them; or divide losses in the script."""
+    ends = []
+    for how in ("told", "counted", "divided"):
+        adamw = torch.optim.AdamW((net := Seeded()).parameters(), lr=5e-3, weight_decay=0.1)
+        engine = loop.train(net, optimizer=adamw, gradient_accumulation_steps=4, gradient_clipping=0.5)
+        for number in range(12):
+            is_last = number % 4 == 3
+            if how == "told":
+                engine.set_gradient_accumulation_boundary(is_last)
+            loss = square(engine(loop.data(number)))
+            if how == "divided":
+                engine.backward(loss / 4, scale_wrt_gas=False)
+            else:
+                engine.backward(loss)
+            assert engine.is_gradient_accumulation_boundary() is is_last
+            if how != "told" or is_last:
+                engine.step()
+                assert engine.was_step_applied() is is_last
+            if is_last:
+                loop.see("norm", float(engine.get_global_grad_norm()))
+        assert engine.global_steps == 3 and engine.train_batch_size() == 16 * dist.get_world_size()
+        ends.append(loop.weights(net))
+    assert not any(differs(ends[0], end, 0.0) for end in ends[1:])
 
 
-def a_scale_that_begins_too_high(run: Run) -> None:
+def a_scale_that_begins_too_high(loop: Loop) -> None:
     """Train in fp16 with a dynamic scale: the first steps are skipped, and the scale rises again."""
     fp16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 4, "hysteresis": 1}
     adam = {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}
     model = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 1))
-    engine = run.engine(model, optimizer=adam, gradient_clipping=1.0, fp16=fp16)
+    engine = loop.train(model, optimizer=adam, gradient_clipping=1.0, fp16=fp16)
     assert engine.fp16_enabled() and engine.optimizer.dynamic_loss_scale
     scales, overflows = [2.0**24], []
     for step in range(24):
-        x = run.data(step)
+        x = loop.data(step)
         loss = F.mse_loss(engine(x.half()).float(), x.sum(-1, keepdim=True))
         engine.backward(loss)
         engine.step()
-        run.tell("loss", loss)
         scales.append(float(engine.optimizer.cur_scale))
         overflows.append(bool(engine.optimizer.overflow))
         assert engine.skipped_steps == sum(overflows)
-    run.tell("scales", [scales, overflows, engine.global_steps])
+    loop.see("scales", [scales, overflows, engine.global_steps])
     for before, after, overflow in zip(scales, scales[1:], overflows, strict=False):
         assert after == before / 2 if overflow else after in (before, 2 * before)
     assert overflows[0] and not all(overflows) and engine.global_steps == len(overflows)
-    run.end(engine)  # weights begin elsewhere: from what fp16 left of them
+    loop.end(engine)  # weights begin elsewhere: from what fp16 left of them
 
 
-class Ranked(Net):
+class Ranked(Seeded):
     """A model with other initial values of one parameter on each rank."""
 
     def __init__(self) -> None:
@@ -106,74 +117,75 @@ class Ranked(Net):
         return super().forward(x * self.factor)
 
 
-def values_that_are_whole(run: Run) -> None:
+def values_that_are_whole(loop: Loop) -> None:
     """Read gradients, masters and moments of parameters in pieces, and write into a running engine."""
-    utils, last = run.deepspeed.utils, dist.get_world_size() - 1
+    utils, last = loop.deepspeed.utils, dist.get_world_size() - 1
     momentum = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
-    with run.deepspeed.zero.Init(config_dict_or_path=run.config()):
+    with loop.deepspeed.zero.Init(config_dict_or_path=loop.config()):
         net = Ranked()
-    assert run.weights(net)["factor"].tolist() == [1.0] * WIDTH, "rank 0's values are everybody's"
-    engine = run.engine(net, optimizer=momentum)
+    assert loop.weights(net)["factor"].tolist() == [1.0] * WIDTH, "rank 0's values are everybody's"
+    engine = loop.train(net, optimizer=momentum)
     weight, bias = engine.module.blocks[1].up.weight, engine.module.blocks[0].down.bias
     for step in range(6):
-        engine.backward(square(engine(run.data(step))))
-        run.tell("gradient", utils.safe_get_full_grad(weight))
+        engine.backward(square(engine(loop.data(step))))
+        loop.see("gradient", utils.safe_get_full_grad(weight))
         engine.step()
-        run.tell("norm", float(engine.get_global_grad_norm()))
+        loop.see("norm", float(engine.get_global_grad_norm()))
         if step == 3:  # into the master too, as DeepSpeed wants it
-            with run.deepspeed.zero.GatheredParameters([bias], modifier_rank=last):
-                if run.rank == last:
+            with loop.deepspeed.zero.GatheredParameters([bias], modifier_rank=last):
+                if loop.rank == last:
                     bias.data.fill_(0.125)
             utils.safe_set_full_fp32_param(bias, torch.full((WIDTH,), 0.125))
-    run.tell("master", utils.safe_get_full_fp32_param(weight))
-    run.tell("moment", utils.safe_get_full_optimizer_state(weight, "momentum_buffer"))
-    assert list(weight.ds_shape) == [12, 6]
+    loop.see("master", utils.safe_get_full_fp32_param(weight))
+    loop.see("moment", utils.safe_get_full_optimizer_state(weight, "momentum_buffer"))
+    assert list(weight.ds_shape) == [2 * WIDTH, WIDTH]
 
 
-def a_run_that_is_resumed(run: Run) -> None:
+def a_run_that_is_resumed(loop: Loop) -> None:
     """Resume in the middle of a schedule, with a client state, from DeepSpeed's files and fp32 weights."""
     decay = {"total_num_steps": 12, "warmup_max_lr": 2e-3, "warmup_num_steps": 4}
     config: dict[str, Any] = {
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.05, "torch_adam": True}},
         "scheduler": {"type": "WarmupDecayLR", "params": decay},
     }
-    folder = str(run.folder)
-    engine = run.engine(Net(), **config)
+    folder = str(loop.folder)
+    engine = loop.train(Seeded(), **config)
     assert engine.load_checkpoint(folder) == (None, None)
-    run.train(engine, 5)
+    fit(loop, engine, steps=5)
     engine.save_checkpoint(folder, client_state={"epoch": 3, "seen": [1, 2, 3]})
     engine.save_checkpoint(folder, tag="chosen", save_latest=False)
     engine.save_16bit_model(folder, "weights.bin")
-    run.train(engine, 4, first=5)
-    after = [run.told[f"loss {step}"] for step in range(5, 9)]
-    run.end(engine)
-    engine = run.engine(Net(), **config)
+    fit(loop, engine, steps=4, seed=5)
+    after = loop.seen[-4:]
+    loop.end(engine)
+    engine = loop.train(Seeded(), **config)
     path, client = engine.load_checkpoint(folder)
     assert (client["epoch"], client["seen"]) == (3, [1, 2, 3])
-    run.train(engine, 4, first=5)
-    assert [run.told[f"loss {step}'"] for step in range(5, 9)] == after
-    run.tell("rate", engine.get_lr())
+    fit(loop, engine, steps=4, seed=5)
+    assert not differences(after, loop.seen[-4:], 0.0)
+    loop.see("rate", engine.get_lr())
     assert engine.global_steps == 9 and path.startswith(folder)
-    names = {each.name for each in run.folder.iterdir()}
+    names = {each.name for each in loop.folder.iterdir()}
     # 0.19.7 and 0.19.8 write one more, which docs/migrating.md names.
     wanted = {"latest", "global_step5", "chosen", "weights.bin", "zero_to_fp32.py"}
     assert names - {"zero_to_torch.py"} == wanted
-    assert (run.folder / "latest").read_text().strip() == "global_step5"
-    masters = run.deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
-    weights = torch.load(run.folder / "weights.bin", weights_only=True)
+    assert (loop.folder / "latest").read_text().strip() == "global_step5"
+    masters = loop.deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+    weights = torch.load(loop.folder / "weights.bin", weights_only=True)
     assert {str(value.dtype) for value in weights.values()} == {"torch.float32"}
-    run.tell("weights", weights)
-    run.tell("masters", dict(masters))
+    loop.see("weights", weights)
+    loop.see("masters", dict(masters))
 
 
 TWO, THREE = (2, 3), (3,)
 OTHERS = "other stages were not compared"
 
-SCRIPTS = (
-    Script(arguments_a_file_and_a_loader, stages=(1, 3), alike=(1,), why=OTHERS, own=True),
-    Script(boundaries_that_the_script_sets, stages=TWO, alike=(2,), why=OTHERS, own=True),
+HABITS = habits_of(
+    globals(),
+    Habit(arguments_a_file_and_a_loader, stages=(1, 3), alike=(1,), why=OTHERS, own=True),
+    Habit(boundaries_that_the_script_sets, stages=TWO, alike=(2,), why=OTHERS, own=True),
     # Masters start from the model's bits here, and from fp16-rounded ones there.
-    Script(a_scale_that_begins_too_high, stages=TWO, alike=(2,), why=OTHERS, own=True, close=1e-3),
-    Script(values_that_are_whole, stages=THREE, own=True),
-    Script(a_run_that_is_resumed, stages=TWO, alike=(2,), why=OTHERS, own=True),
+    Habit(a_scale_that_begins_too_high, stages=TWO, alike=(2,), why=OTHERS, own=True, close=1e-3),
+    Habit(values_that_are_whole, stages=THREE, own=True),
+    Habit(a_run_that_is_resumed, stages=TWO, alike=(2,), why=OTHERS, own=True),
 )

@@ -1,4 +1,7 @@
-"""Uses of a module beside training: evaluate, generate, load, copy, keep two, delete."""
+"""Traps of an engine over a module: held memory, versions, parameters without values, the end.
+
+The numbers of training, beside a plain loop, are in `tests/habits`.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from tests.habits.networks import WIDTH, Net, square
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import config, make
-from tests.ranks.plain import differs, on_every_cell, pair, weights
+from tests.numerics.runs import config, finish, make
+from tests.ranks.harness import run_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.habits.parameter_guard import LostParameters
 from zerodrift.errors import ModelError, UnsupportedError
@@ -29,52 +32,126 @@ def sharded(engine: Engine, stage: int) -> bool:
     return stage == 3 and engine.mesh.size("shard") > 1
 
 
-# --- forwards without a backward ----------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
-def raises(error: type[BaseException]) -> Callable[..., None]:
-    def hook(*called: Any) -> None:
-        raise error
+class Wanders(nn.Module):
+    """A block with another graph in each forward: more nodes, fewer, others, and one that saves several."""
 
-    return hook
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls % 4 == 0:
+            return self.linear(x) * self.other.weight[0]
+        if self.calls % 4 == 1:
+            return self.linear(self.norm(self.other(x)).tanh())
+        if self.calls % 4 == 2:
+            return torch.einsum("ab,cb,db->ad", x, self.linear.weight, self.other.weight) * x[0] ** 3
+        return self.other(self.norm(x)) + self.linear(x).tanh()
 
 
-def calls_of_parts(stage: int) -> Any:
-    """Call a unit, or a part of one, by itself, also after a failed forward: each gathers itself."""
-    engine, plain = pair(GPT(tied=False), stage)
-    for raised in (ValueError, KeyboardInterrupt):
-        handle = engine.module.layers[1].mlp.up.register_forward_hook(raises(raised))
-        with pytest.raises(raised):
-            engine(batch(0))
-        handle.remove()
-    x = torch.ones(1, 3, 32)
-    problems, losses = [], [torch.zeros(()), torch.zeros(())]
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            engine.eval()(batch(0))
-        if sharded(engine, stage) and any(unit.is_full for unit in engine.executor.units):
-            problems.append(f"an evaluation in {context.__name__} leaves units gathered")
-    assert not engine.module.training and engine.train().module.training
-    for path in ("layers.1", "layers.1.mlp.up", "layers.0.mlp", "norm"):
-        found, expected = engine.module.get_submodule(path)(x), plain.get_submodule(path)(x)
-        if not torch.equal(found, expected):
-            problems.append(path)
-        losses = [loss + out.square().mean() for loss, out in zip(losses, (found, expected), strict=True)]
-    with torch.no_grad():
-        engine.module.layers[0].attention.out(x)
-    engine.backward(engine(batch(0)) + losses[0])
-    (plain(batch(0)) + losses[1]).backward()
-    problems += differs(engine, plain)
-    if sharded(engine, stage) and any(unit.is_full for unit in engine.executor.units):
-        problems.append("something stays gathered")
+class Loss(Net):
+    """A network that returns a loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return square(super().forward(x))
+
+
+def data(seed: int = 0) -> torch.Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def no_unit_stays_gathered(stage: int) -> Any:
+    """Run forwards whose saved tensors are never all where the one before had them, parts of the model, and
+    evaluations: what was gathered for them is freed."""
+    torch.manual_seed(1)
+    engine = make(config(stage, "fp32"), Loss(Wanders))
+    problems = []
+    for step in range(6):
+        loss = engine(data(step))
+        held = [
+            segment.number
+            for unit in engine.executor.units
+            for segment in unit.gathering
+            if unit.spec.name and segment.full.untyped_storage().nbytes()
+        ]
+        problems += [f"step {step}: segments {held} hold memory after a forward"] if held else []
+        engine.backward(loss + square(engine.module.blocks[1](data())))
+        engine.zero_grad()
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                engine.eval()(data())
+            if sharded(engine, stage) and any(unit.is_full for unit in engine.executor.units):
+                problems.append(f"an evaluation in {context.__name__} leaves units gathered")
+        engine.train()
+    return problems
+
+
+def no_sync_holds_the_reduction_back(stage: int) -> Any:
+    engine = make(config(stage, "fp32", precision={"reduce": {"when": "last"}}), Loss())
+    with engine.comm.record() as log, engine.no_sync():
+        engine.backward(engine(data()))
+    return [entry for entry in log if entry.op == "reduce_scatter"]
+
+
+# --- versions -----------------------------------------------------------------------------------------------
+
+
+def a_change_in_place_between_forward_and_backward_is_caught(stage: int) -> Any:
+    """Change a weight by hand, or by a step: an error, as in plain torch. Gathers must not count."""
+    engine = make(config(stage, "fp32"), Loss())
+
+    def written_by_value() -> None:
+        with engine.gathered(["blocks.1.up.weight"], write=True) as values, torch.no_grad():
+            values["blocks.1.up.weight"].mul_(2.0)
+
+    def written_by_parameter() -> None:
+        with torch.no_grad(), engine.gathered():
+            engine.module.blocks[1].up.weight.mul_(1.0)
+
+    def stepped() -> None:
+        engine.backward(engine(data()))
+        engine.step()
+
+    problems = []
+    for change in (written_by_value, written_by_parameter, stepped):
+        loss = engine(data(1))
+        change()
+        if not is_refused(engine, loss):
+            problems.append(f"{change.__name__}: was not caught")
+
+    loss = engine(data())
+    with engine.gathered():
+        pass
+    for unit in engine.executor.units:
+        unit.gather()
+        unit.release()
+    engine.backward(loss)
+    engine.step()
     engine.destroy()
     return problems
+
+
+def is_refused(engine: Any, loss: torch.Tensor) -> bool:
+    try:
+        engine.backward(loss)
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+    return False
+
+
+# --- parameters without values ------------------------------------------------------------------------------
 
 
 def reading_a_sharded_parameter(stage: int) -> Any:
     """Read a parameter's metadata, and require an error that names it for every read or write of values.
     Gathered, it is an ordinary parameter."""
-    engine, plain = pair(GPT(), stage)
+    engine, plain = make(config(stage, "fp32"), GPT()), GPT()
     name, model, other = "layers.0.mlp.up.weight", engine.module, plain.layers[0].mlp.up.weight
     parameter = model.layers[0].mlp.up.weight
     problems = []
@@ -145,9 +222,6 @@ USES: list[Callable[[nn.Parameter], Any]] = [
 """Ways to read or write a parameter's values."""
 
 
-# --- loading ------------------------------------------------------------------------------------------------
-
-
 def loading(stage: int) -> Any:
     """Load a model and a part: an error outside of `gathered(write=True)`; inside, masters follow."""
     other = GPT(seed=9)
@@ -177,38 +251,7 @@ def loading(stage: int) -> Any:
     return problems
 
 
-def detached_parameters(stage: int) -> Any:
-    """Take a parameter out of its segment; the next forward and the next step name it."""
-    engine = make(config(stage, "fp32"), GPT())
-    module = engine.module.layers[1].attention.out
-    held, data = module.weight, module.weight.data
-    problems = []
-
-    def replaced() -> None:
-        module.weight = nn.Parameter(torch.zeros(32, 32))
-
-    def moved() -> None:
-        module.weight.data = torch.zeros(32, 32)
-
-    def cast() -> None:
-        module.weight.data = torch.zeros(32, 32, dtype=torch.bfloat16)
-
-    # Where values rest whole, the next step takes over other memory: `tests/dropin/parameters.py`.
-    for change in (replaced, cast, *([moved] if stage == 3 and dist.get_world_size() > 1 else [])):
-        change()
-        for act in (lambda: engine(batch(0)), engine.step):
-            with pytest.raises(ModelError, match=r"`layers.1.attention.out.weight`: must stay"):
-                act()
-        module.weight = held
-        held.data = data
-    engine.backward(engine(batch(0)))
-    if not engine.step().updated:
-        problems.append("back in place, it goes on")
-    engine.destroy()
-    return problems
-
-
-# --- copies, other engines, the end -------------------------------------------------------------------------
+# --- the end ------------------------------------------------------------------------------------------------
 
 
 def an_engine_that_is_destroyed_is_gone(stage: int) -> Any:
@@ -240,7 +283,7 @@ def held(module: nn.Module) -> list[Any]:
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
-# --- autocast around ----------------------------------------------------------------------------------
+# --- autocast around ----------------------------------------------------------------------------------------
 
 
 def autocast_of_the_user(stage: int) -> Any:
@@ -271,7 +314,7 @@ def autocast_of_the_user(stage: int) -> Any:
         told = [str(w.message) for w in caught if "autocast around the engine" in str(w.message)]
         if len(told) != (outer is torch.float16):
             return f"{outer}: {told}"
-        runs.append((losses, weights(engine)))
+        runs.append((losses, finish(engine).weights))
         engine.destroy()
     for losses, values in runs[1:]:
         if losses != runs[0][0]:
@@ -281,13 +324,27 @@ def autocast_of_the_user(stage: int) -> Any:
     return ""
 
 
-test_traps_of_modules = on_every_cell(
-    [
-        calls_of_parts,
-        reading_a_sharded_parameter,
-        loading,
-        detached_parameters,
-        an_engine_that_is_destroyed_is_gone,
-        autocast_of_the_user,
-    ]
+CHECKS: list[Callable[[int], Any]] = [
+    no_unit_stays_gathered,
+    no_sync_holds_the_reduction_back,
+    a_change_in_place_between_forward_and_backward_is_caught,
+    reading_a_sharded_parameter,
+    loading,
+    an_engine_that_is_destroyed_is_gone,
+    autocast_of_the_user,
+]
+
+
+def run_all(stage: int) -> list[str]:
+    """Run every check at a stage on this rank, and return the findings."""
+    problems = {check.__name__: check(stage) for check in CHECKS}
+    return [f"{name}: {problem}" for name, problem in problems.items() if problem]
+
+
+@pytest.mark.parametrize(
+    ("world", "stage"),
+    [(1, 0), (2, 3), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, 3), (2, 0)))],
 )
+def test_traps(world: int, stage: int) -> None:
+    for found in run_ranks(run_all, world, stage):
+        assert found == [], found

@@ -1,7 +1,12 @@
-"""Units are found in containers of called modules; undetected uses are an error that names the units."""
+"""Units are found in containers of called modules, and their order is learned.
+
+The native backend gathers a parameter wherever it is used, and needs no names: `tests/habits/modules.py`.
+`fully_shard` lays parameters out by itself, so what it cannot find is an error that names the units.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +17,8 @@ from torch.nn.functional import linear
 
 from tests.numerics.runs import config, make
 from tests.ranks.harness import on_ranks
+from zerodrift import make_plan
+from zerodrift.engine.step.traversal import sort_by_pairs
 from zerodrift.errors import ModelError
 
 WIDTH = 8
@@ -76,21 +83,28 @@ NAMED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], list[str]]] = {
 }
 
 
-def norm(
-    model: nn.Module, units: list[str], stage: int = 3, backend: str = "native"
-) -> tuple[float | str, list[str]]:
-    written = config(stage, "fp32", backend=backend, sharding={"units": units} if units else {})
+FSDP2 = {"backend": "fsdp2"}
+
+
+@pytest.mark.parametrize("rest", [{}, FSDP2], ids=["native", "fsdp2"])
+@pytest.mark.parametrize("name", FOUND)
+def test_units_are_found(name: str, rest: dict[str, Any]) -> None:
+    block, call, unit = FOUND[name]
+    plan = make_plan(config(3, "fp32", **rest), Net(block, call), 2)
+    assert unit in [found.name for found in plan.units]
+
+
+def norm(model: nn.Module, written: dict[str, Any]) -> float | str:
+    """Return the norm of a step, or the error of the model."""
     engine = make(written, model)
     try:
         torch.manual_seed(engine.mesh.rank())
         engine.backward(engine(torch.randn(4, WIDTH)))
-        value: float | str | None = engine.step().grad_norm
+        return engine.step().grad_norm or 0.0
     except ModelError as error:
-        value = str(error)
-    names = [unit.name for unit in engine.plan.units]
-    engine.destroy()
-    assert value is not None
-    return value, names
+        return str(error)
+    finally:
+        engine.destroy()
 
 
 def with_other_values(b: Any, x: torch.Tensor) -> torch.Tensor:
@@ -98,42 +112,27 @@ def with_other_values(b: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.func.functional_call(b, {name: value * 2 for name, value in b.named_parameters()}, (x,))
 
 
-@pytest.mark.parametrize("backend", ["native", "fsdp2"])
 @on_ranks(2, timeout=120.0)
-def test_units_are_found_or_named(backend: str) -> list[str]:
-    """The native backend gathers a parameter wherever it is used outside of its block, and needs no names.
-
-    It has the bits of stage 0. `fully_shard` lays parameters out by itself, and on some processors the
-    last bit of a product depends on the place of its matrices."""
-    native = backend == "native"
+def test_fully_shard_has_the_norm_of_stage_0_or_names_what_it_cannot_find() -> list[str]:
+    cases: list[tuple[str, Callable[[], nn.Module], Any, list[str], str]] = [
+        *((name, block, call, [], "") for name, (block, call, _) in FOUND.items()),
+        *((name, Block, call, [], json.dumps(units)) for name, (call, units) in NAMED.items()),
+        *((f"{name}, named", Block, call, units, "") for name, (call, units) in NAMED.items()),
+        ("outside", Block, lambda b, x: linear(b(x), b.a.weight), [], "linear(b(x), b.a.weight)"),
+        ("other values", Block, with_other_values, [], "`blocks.0."),
+    ]
     problems = []
-
-    def compare(
-        what: str,
-        block: Callable[[], nn.Module],
-        call: Any,
-        units: list[str],
-        word: str = "",
-        near: float = 0.0,
-    ) -> list[str]:
-        """Compare with stage 0; with a word, backend fsdp2 must refuse with it."""
-        whole, _ = norm(Net(block, call), [], stage=0)
-        value, names = norm(Net(block, call), units, backend=backend)
-        if word and not native:
-            good = isinstance(value, str) and word in value
+    for name, block, call, units, word in cases:
+        found = norm(Net(block, call), config(3, "fp32", sharding={"units": units} if units else {}, **FSDP2))
+        if word:
+            good = isinstance(found, str) and word in found
         else:
-            good = value == pytest.approx(whole, rel=near if native else 1e-12, abs=0.0)
-        if not good:
-            problems.append(f"{what}: {value} for {whole}, {names}")
-        return names
-
-    for name, (block, call, unit) in FOUND.items():
-        if unit not in compare(name, block, call, []):
-            problems.append(f"{name}: no unit {unit}")
-    for name, (call, globs) in NAMED.items():
-        compare(name, Block, call, [], f"`sharding.units: {globs}`".replace("'", '"'))
-        compare(f"{name}, named", Block, call, globs)
-    outside = "linear(b(x), b.a.weight)"
-    compare("a weight used outside", Block, lambda b, x: linear(b(x), b.a.weight), [], outside, 1e-6)
-    compare("called with other values", Block, with_other_values, [], "`blocks.0.", 1e-6)
+            good = found == pytest.approx(norm(Net(block, call), config(0, "fp32")), rel=1e-12)
+        problems += [] if good else [f"{name}: {found}"]
     return problems
+
+
+def test_an_order_keeps_what_it_may_and_is_none_where_there_is_none() -> None:
+    assert sort_by_pairs([3, 1, 2], []) == [3, 1, 2]
+    assert sort_by_pairs([0, 1, 2, 3], [(2, 0), (3, 2)]) == [1, 3, 2, 0]
+    assert sort_by_pairs([0, 1, 2], [(0, 1), (1, 2), (2, 0)]) is None

@@ -1,0 +1,178 @@
+"""Scripts that use `param.grad` between backward and step, or freeze and thaw parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.habits.loop import Habit, Loop, each, habits_of
+from tests.habits.networks import Seeded, fit, square
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
+ZERO = (0,)
+MOMENTUM = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
+
+
+def grads(engine: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in engine.module.named_parameters()}
+
+
+def gradients_that_are_read(loop: Loop) -> None:
+    """Read `p.grad` after every backward; before the last micro-batch it is of this rank alone."""
+    engine = loop.train(Seeded(), gradient_accumulation_steps=3)
+    for step in range(6):
+        engine.backward(square(engine(loop.data(step))))
+        found = grads(engine)
+        loop.see("grads", found if (step + 1) % 3 == 0 or loop.rank == 0 else None)
+        engine.step()
+        loop.see("none", [p.grad is None for p in engine.module.parameters()] if (step + 1) % 3 == 0 else 0)
+
+
+def clip(engine: Any, loop: Loop, step: int) -> None:
+    """Call `clip_grad_norm_` on the module's parameters, as in plain torch."""
+    loop.see("norm", nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-2).float())
+    loop.see("clipped", grads(engine))
+
+
+def clip_by_value(engine: Any, loop: Loop, step: int) -> None:
+    """Call `clip_grad_value_` before the last of two micro-batches."""
+    if step % 2:
+        nn.utils.clip_grad_value_(engine.module.parameters(), 1e-3)
+
+
+def scale_by_hand(engine: Any, loop: Loop, step: int) -> None:
+    """Write by `p.grad.mul_`, `p.grad.data` and `p.grad = ...`, each on some parameters."""
+    for number, parameter in enumerate(engine.module.parameters()):
+        if number % 3 == 0:
+            parameter.grad.mul_(0.5)
+        elif number % 3 == 1:
+            parameter.grad.data.clamp_(-1e-3, 1e-3)
+        else:
+            parameter.grad = parameter.grad * 2
+
+
+def drop_the_head(engine: Any, loop: Loop, step: int) -> None:
+    """Set `p.grad = None` for the head, as DINO does at first; its values and momentum stay."""
+    for parameter in engine.module.head.parameters() if step in (0, 2) else ():
+        parameter.grad = None
+
+
+def add_noise(engine: Any, loop: Loop, step: int) -> None:
+    """Add noise to `p.grad`, the same on all ranks, and a penalty's gradient by hand."""
+    for parameter in engine.module.parameters():
+        parameter.grad += 1e-2 * torch.ones_like(parameter) + 1e-2 * parameter.detach()
+
+
+def zero_a_block(engine: Any, loop: Loop, step: int) -> None:
+    """Zero the gradients of a block; the engine clips the rest."""
+    for parameter in engine.module.blocks[0].parameters():
+        parameter.grad.zero_()
+
+
+def replace_unread(engine: Any, loop: Loop, step: int) -> None:
+    """Assign to a `p.grad` that nothing has read, before and after the last micro-batch."""
+    for parameter in engine.module.head.parameters():
+        parameter.grad = 1e-2 * (step + 1) * torch.ones_like(parameter)
+
+
+Change = Callable[[Any, Loop, int], None]
+
+
+def changed(loop: Loop, case: tuple[Change, int, dict[str, Any]]) -> None:
+    """Change `param.grad` between the backward and the step of so many micro-batches."""
+    change, count, config = case
+    engine = loop.train(Seeded(), **config)
+    for step in range(count):
+        engine.backward(square(engine(loop.data(step))))
+        change(engine, loop, step)
+        engine.step()
+
+
+CHANGES: dict[str, tuple[Change, int, dict[str, Any]]] = {
+    "gradients_clip": (clip, 3, {"optimizer": ADAMW}),
+    "gradients_clip_by_value": (clip_by_value, 4, {"gradient_accumulation_steps": 2}),
+    "gradients_scale_by_hand": (scale_by_hand, 3, {}),
+    "gradients_drop_the_head": (drop_the_head, 4, {"optimizer": ADAMW}),
+    "gradients_add_noise": (add_noise, 3, {}),
+    "gradients_zero_a_block": (zero_a_block, 3, {"gradient_clipping": 0.02}),
+    "gradients_replace_unread": (replace_unread, 4, {"gradient_accumulation_steps": 2}),
+}
+
+
+def gradients_in_a_step_and_outside(loop: Loop) -> None:
+    """Call `safe_get_full_grad` before a backward, after it, after the step, and after `zero_grad`."""
+    engine = loop.train(Seeded(), gradient_accumulation_steps=2)
+    parameter = engine.module.head.weight
+
+    def read() -> None:
+        loop.see("gradient", loop.deepspeed.utils.safe_get_full_grad(parameter))
+
+    read()
+    for micro in range(4):
+        engine.backward(square(engine(loop.data(micro))))
+        if micro % 2:
+            read()
+        engine.step()
+        if micro % 2:
+            read()
+    engine.backward(square(engine(loop.data(4))))
+    engine.zero_grad()
+    read()
+
+
+def frozen_and_thawed(loop: Loop, optimizer: dict[str, Any]) -> None:
+    """Freeze and thaw blocks and one bias: moments rest, and each parameter goes on by its own count."""
+    engine = loop.train(Seeded(), optimizer=optimizer)
+    net = engine.module
+    net.into.requires_grad_(False)
+    fit(loop, engine)
+    net.blocks[1].requires_grad_(False)
+    net.head.bias.requires_grad_(False)
+    net.into.requires_grad_(True)
+    fit(loop, engine, seed=2)
+    loop.see("rests", loop.weights(net)["blocks.1.up.weight"])
+    net.requires_grad_(True)
+    fit(loop, engine, steps=3, seed=4)
+
+
+THAWED = {"frozen_and_thawed_with_adam": ADAMW, "frozen_and_thawed_with_momentum": MOMENTUM}
+
+
+def two_adversaries(loop: Loop) -> None:
+    """Train one of two halves at a time, as generator and discriminator, with accumulation."""
+    engine = loop.train(Seeded(), gradient_accumulation_steps=2)
+    for step in range(8):
+        turn = step // 2 % 2 == 0
+        engine.module.blocks.requires_grad_(turn)
+        engine.module.head.requires_grad_(not turn)
+        fit(loop, engine, steps=1, seed=step)
+
+
+def frozen_in_a_client_optimizer(loop: Loop) -> None:
+    """Freeze parameters of groups that the script made itself."""
+    net = Seeded()
+    groups = [
+        {"params": net.blocks.parameters()},
+        {"params": [*net.into.parameters(), *net.head.parameters()], "lr": 1e-2},
+    ]
+    engine = loop.train(net, optimizer=torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1))
+    fit(loop, engine, steps=1)
+    engine.module.blocks[2].requires_grad_(False)
+    fit(loop, engine, seed=1)
+    engine.module.blocks[2].requires_grad_(True)
+    fit(loop, engine, seed=3)
+
+
+MOVES = "a frozen parameter goes on by its moments and its decay, and its count of steps with the others'"
+
+HABITS = habits_of(
+    globals(),
+    *each(changed, CHANGES, stages=ZERO),
+    Habit(gradients_that_are_read, stages=ZERO),
+    Habit(gradients_in_a_step_and_outside, alike=ZERO, why="stages 1-2 raise, 3 has what was last"),
+    *each(frozen_and_thawed, THAWED, alike=ZERO, why=MOVES),
+    Habit(frozen_in_a_client_optimizer, alike=ZERO, why=MOVES),
+)
