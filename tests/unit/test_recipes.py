@@ -13,6 +13,7 @@ from torch import nn
 
 from zerodrift import optimizers
 from zerodrift.deepspeed.initialization import optimizer_over
+from zerodrift.deepspeed.tools.optimizers import FusedLion
 from zerodrift.errors import UnsupportedError
 from zerodrift.optim.flat import algorithm_of, arguments
 from zerodrift.optim.updates import Root
@@ -50,18 +51,22 @@ def test_a_block_is_one_of_our_updates(
     assert found is algorithm and numbers["weight_decay"] == decay
     assert all(numbers[key] == params[key] for key in ("momentum", "nesterov", "betas") if key in params)
     assert not {"adam_w_mode", "fp32_optimizer_states"} & numbers.keys()
-    if algorithm is optimizers.LION or "fp32_optimizer_states" in params:
-        return  # no class of torch's has these
     # The drop-in passes `model_parameters` in groups; types are read in any case, as in a config.
     made = optimizer_over(kind.lower(), dict(params), [{"params": [nn.Parameter(torch.zeros(2))]}])
     known = algorithm_of(made)
-    assert known is not None and known[0] is algorithm
+    if algorithm is optimizers.LION:  # which torch does not have
+        assert isinstance(made, FusedLion)
+    else:
+        assert known is not None and known[0] is algorithm
     assert made.param_groups[0]["weight_decay"] == decay
 
 
 def test_groups_have_updates_of_single_elements_alone() -> None:
+    weights = [nn.Parameter(torch.zeros(2, 2))]
+    with pytest.raises(UnsupportedError, match=r"`optimizer.params.maximize`: must be left out where"):
+        optimizer_over("AdamW", {"maximize": True}, weights)
     with pytest.raises(UnsupportedError, match=r"must be AdamW, Adam, SGD or Lion where"):
-        optimizer_over("Muon", {}, [nn.Parameter(torch.zeros(2, 2))])
+        optimizer_over("Muon", {}, weights)
 
 
 @pytest.mark.parametrize(

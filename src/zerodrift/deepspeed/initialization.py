@@ -9,6 +9,7 @@ Invariant: all ranks refuse the same arguments, before anything is allocated.
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from zerodrift.alias import run_settings
 from zerodrift.api import initialize as make_engine
 from zerodrift.api import print_plan
 from zerodrift.comm import raise_on_all_ranks
-from zerodrift.config import Config, load
+from zerodrift.config import Config, load, shown
 from zerodrift.deepspeed.checkpointed_engine import tag_validation
 from zerodrift.deepspeed.config import MANAGED, with_additions, written_config
 from zerodrift.deepspeed.engine import DeepSpeedEngine, end_engine, end_engines_of
@@ -32,6 +33,7 @@ from zerodrift.deepspeed.tools.optimizers import OVER_PARAMETERS, require_states
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError, first_line
 from zerodrift.optim import SCHEDULES, TORCH_DECAY
 from zerodrift.optimizers import ADAMW, TYPES, algorithm_for, either
+from zerodrift.policy import ANY
 
 Path = str | os.PathLike[str]
 
@@ -189,4 +191,9 @@ def optimizer_over(kind: str, params: dict[str, Any], parameters: list[Any]) -> 
     params.pop("adam_w_mode", None)
     if params.pop("torch_adam", False) and algorithm is ADAMW:
         params.setdefault("weight_decay", TORCH_DECAY)
-    return make(parameters, **params)
+    taken = inspect.signature(make).parameters
+    for key in params.keys() - taken.keys():
+        if key not in ANY:
+            must, do = "must be left out where `model_parameters` are groups", "Pass an optimizer."
+            raise UnsupportedError(f"optimizer.params.{key}", must, got=shown(params[key]), do=do)
+    return make(parameters, **{key: value for key, value in params.items() if key in taken})

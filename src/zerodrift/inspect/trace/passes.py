@@ -21,13 +21,13 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from zerodrift.inspect.trace import operations
-from zerodrift.inspect.trace.losses import is_product
 from zerodrift.inspect.trace.model import is_compiled
 from zerodrift.inspect.trace.operations import floating, is_from_script, line_of_script
 from zerodrift.inspect.trace.parameter import PLAIN, LiveParameter, local
 from zerodrift.inspect.trace.records import Column, dtype_name
 from zerodrift.inspect.trace.script import ScriptWatch
 from zerodrift.inspect.trace.state import WatchState, guarded
+from zerodrift.inspect.trace.values import is_product
 
 CallKind = tuple[Any, ...]  # see [Note: once is enough]
 

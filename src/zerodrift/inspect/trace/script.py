@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
-from zerodrift.inspect.trace.losses import NARROW, LossWatch
 from zerodrift.inspect.trace.operations import (
     VIEWS,
     anything_compiled,
@@ -30,8 +29,8 @@ from zerodrift.inspect.trace.operations import (
 )
 from zerodrift.inspect.trace.parameter import LiveParameter, Owners, local, sample
 from zerodrift.inspect.trace.records import dtype_name
-from zerodrift.inspect.trace.running import MadeTensor, RunningWatch
 from zerodrift.inspect.trace.state import OptimizedPart, WatchState, guarded
+from zerodrift.inspect.trace.values import NARROW, LossWatch, MadeTensor, RunningWatch
 
 _MOVES = frozenset(("add", "add_", "addcdiv_", "addcmul_", "lerp", "lerp_", "sub_"))
 """Operations whose result is an average, if they read a weight and another tensor of its shape."""

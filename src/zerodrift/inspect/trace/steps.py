@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerodrift.inspect.trace.losses import NARROW
 from zerodrift.inspect.trace.model import LiveModel
 from zerodrift.inspect.trace.operations import line_of_script
 from zerodrift.inspect.trace.parameter import LiveParameter, local, sample
 from zerodrift.inspect.trace.records import dtype_name, narrowest
 from zerodrift.inspect.trace.script import ScriptWatch
 from zerodrift.inspect.trace.state import OptimizedPart, Patches, WatchState, guarded
+from zerodrift.inspect.trace.values import NARROW
 from zerodrift.startup import when_imported
 
 
