@@ -600,7 +600,7 @@ RUNNING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "a sum": lambda total, x: total + x,
     "through fp32": lambda mean, x: (mean.float() * 0.9 + x.float() * 0.1).to(mean.dtype),
 }
-"""What a script assigns to a value that it keeps from one step to the next."""
+"""Assignments of a script to a value that it keeps from one step to the next."""
 
 
 def running(kind: str, dtype: torch.dtype) -> zerodrift.Observation:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zerodrift.deepspeed as deepspeed
@@ -215,7 +216,8 @@ def test_a_state_dict_of_the_models_own(stage: int) -> None:
 @on_ranks(2)
 def test_what_a_state_dict_takes_between_uses_has_no_values(tmp_path: Path) -> None:
     """Use a state dict on a rank that saves nothing as the saving rank does; no number comes of it."""
-    root = str(tmp_path)
+    root = tmp_path / str(dist.get_rank())
+    root.mkdir()
     from safetensors.torch import save_file, save_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -229,11 +231,11 @@ def test_what_a_state_dict_takes_between_uses_has_no_values(tmp_path: Path) -> N
     }
     value = entries[name]
     if hasattr(module, "should_save_on_this_rank"):  # older versions of transformers write on every rank
-        module.save_pretrained(root, is_main_process=False)
-    assert not list(Path(root).iterdir())
+        module.save_pretrained(str(root), is_main_process=False)
+    assert not list(root.iterdir())
     assert value.cpu().clone().half().view(2, 8)[1].shape == (8,) and copy.deepcopy(entries).keys()
     assert torch.stack([value, torch.zeros(16)]).dtype == torch.float32
-    file, there, plain = Path(root) / "file", torch.zeros(16), nn.Parameter(torch.zeros(16))
+    file, there, plain = root / "file", torch.zeros(16), nn.Parameter(torch.zeros(16))
     asked = {
         "item": lambda: value.sum().item(),
         "tolist": value.tolist,
