@@ -42,7 +42,7 @@ FIRST = mmap.PAGESIZE
 """The place of the first span, after the token."""
 GROWTH = 1 << 20
 """The fewest bytes by which the memory grows."""
-KEPT = 16 << 20
+KEPT = 64 << 20
 """Bytes that are kept between steps."""
 _NAME = "zerodrift"
 _TOKEN = slice(0, 16)
