@@ -132,5 +132,22 @@ def test_how_ranks_end_is_how_the_run_ends(
 ) -> None:
     launcher = launch.Launcher.__new__(launch.Launcher)
     launcher._ranks = [ended(tmp_path, number, code, None) for number, code in enumerate(codes)]
-    launcher._asked, launcher._count = list(asked), 2
+    launcher._asked, launcher._failed, launcher._count = list(asked), [], 2
     assert launcher._watch() == ends
+
+
+def test_a_rank_that_the_launcher_had_to_kill_is_not_the_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "GRACE", 0.2)
+    launcher = launch.Launcher.__new__(launch.Launcher)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True)"
+    process = subprocess.Popen([sys.executable, "-c", f"{deaf}; time.sleep(60)"], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()  # it hears no SIGTERM any more
+    deaf_rank = launch._Rank(0, process, tmp_path / "0.failure", tmp_path / "0.txt")
+    launcher._ranks = [deaf_rank, ended(tmp_path, 1, -signal.SIGKILL, None)]
+    launcher._asked, launcher._failed, launcher._count = [], [], 2
+    with pytest.raises(ZerodriftError, match=r"`rank 1`: all 2 ranks must live to the end; .* SIGKILL"):
+        launcher._watch()
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()

@@ -197,6 +197,8 @@ class Launcher:
         self._count = count
         self._asked: list[int] = []
         """Signals that were passed on."""
+        self._failed: list[_Rank] = []
+        """Ranks that failed, in the order in which that was seen. Those that are ended for it come last."""
         self._read, self._write = os.pipe()
         logs.mkdir(parents=True, exist_ok=True)
         threads_of_rank = threads or os.environ.get("OMP_NUM_THREADS") or _threads(count)
@@ -250,14 +252,15 @@ class Launcher:
     def _watch(self) -> int:
         deadline: float | None = None
         while any(rank.process.poll() is None for rank in self._ranks):
-            ended = [rank.process.poll() or 0 for rank in self._ranks]
-            if deadline is None and any(code and not _is_in_order(code) for code in ended):
+            self._see_failures()
+            if deadline is None and self._failed:
                 deadline = time.monotonic() + GRACE
                 if not self._asked:
                     self._send(signal.SIGTERM)
             if deadline is not None and time.monotonic() > deadline:
                 self._send(signal.SIGKILL)
             time.sleep(0.05)
+        self._see_failures()
         codes = [rank.process.returncode for rank in self._ranks]
         if not any(codes):
             return 0
@@ -269,7 +272,14 @@ class Launcher:
         if self._asked and {*codes} <= {128 + self._asked[0], -self._asked[0]}:
             announce(EARLY, self._asked[0])
             return 128 + self._asked[0]
-        raise _first_failure([rank for rank in self._ranks if rank.process.returncode], self._count)
+        in_order_too = [rank for rank in self._ranks if rank.process.returncode and rank not in self._failed]
+        raise _first_failure([*self._failed, *in_order_too], self._count)
+
+    def _see_failures(self) -> None:
+        for rank in self._ranks:
+            code = rank.process.poll() or 0
+            if code and not _is_in_order(code) and rank not in self._failed:
+                self._failed.append(rank)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._asked.append(number)
