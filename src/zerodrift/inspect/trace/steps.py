@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -79,8 +78,9 @@ class StepWatch:
         if getattr(optimizer, "_optimizer_step_post_hooks", None):  # one of the script's may copy weights
             hooks.append(optimizer.register_step_post_hook(self._has_updated))
             optimizer._optimizer_step_post_hooks.move_to_end(hooks[0].id, last=False)
-        outer = itertools.takewhile(lambda each: each[0] is not optimizer, self._under_way)
-        self._under_way = [*outer, (optimizer, hooks)]
+        while any(each is optimizer for each, _ in self._under_way):  # its last step has raised
+            self._leave()
+        self._under_way.append((optimizer, hooks))
         if getattr(optimizer, "_optimizer_step_pre_hooks", None):  # one of the script's may round gradients
             hooks.append(optimizer.register_step_pre_hook(self._is_given))
         else:
@@ -123,12 +123,8 @@ class StepWatch:
     @guarded
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         state, pairs = self.state, self._updated(optimizer)  # its closure may have run the first forward
-        while self._under_way:
-            ended, hooks = self._under_way.pop()
-            for hook in hooks:
-                hook.remove()
-            if ended is optimizer:
-                break
+        while self._under_way and self._leave() is not optimizer:
+            pass
         self._script.in_step = is_inside = bool(self._under_way)
         for tensor, updated in pairs:
             held = _states(optimizer, tensor)
@@ -160,6 +156,13 @@ class StepWatch:
                 state.counts[what] = state.counts.get(what, 0) + state.counts.pop(optimizer)
             state.has_stepped(what, min(since, arrived or since))
         self._script.enter()
+
+    def _leave(self) -> Any:
+        """Take away the innermost optimizer that is under way, and our hooks on it."""
+        optimizer, hooks = self._under_way.pop()
+        for hook in hooks:
+            hook.remove()
+        return optimizer
 
     def _see_number(self, key: Any, value: Any) -> None:
         if isinstance(value, torch.Tensor) and value.dtype in NARROW and not value.dim():
