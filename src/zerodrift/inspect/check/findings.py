@@ -234,8 +234,9 @@ def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
     given: dict[str, list[str]] = {}
     for parameter in model.parameters if len(processes) > 1 else ():
         given.setdefault(_kind_of_gradient(parameter.name, model, processes), []).append(parameter.name)
-    kept = _own_of_ranks(processes, model)
-    given["own"] = [name for name in given.get("own", ()) if name not in kept]
+    if "own" in given:
+        kept = _own_of_ranks(processes, model)
+        given["own"] = [name for name in given["own"] if name not in kept]
     ranks, micro_batches = len(processes), processes[0].micro_batches
     what = "What the optimizer was given is the gradient of its own rank, not the average: each rank trains "
     what += "on its part of the batch."
@@ -265,11 +266,12 @@ def _own_of_ranks(processes: Sequence[ProcessRecord], model: ModelRecord) -> set
             kept.add(parameter.name)
         if len({each.facts.get("began") for each in alike}) > 1:
             apart.add(parameter.name.rpartition(".")[0])
-    names = [p.name for p in model.parameters if p.name.rpartition(".")[0] in apart]
-    others = (p.name for p in model.parameters if p.name not in names)
-    is_averaged = any(_kind_of_gradient(name, model, processes) in ("mean", "sum") for name in others)
-    own = [name for name in names if _kind_of_gradient(name, model, processes) in ("own", "")]
-    return kept.union(own if is_averaged else ())
+    if apart:
+        names = [p.name for p in model.parameters if p.name.rpartition(".")[0] in apart]
+        others = (p.name for p in model.parameters if p.name.rpartition(".")[0] not in apart)
+        if any(_kind_of_gradient(name, model, processes) in ("mean", "sum") for name in others):
+            kept.update(n for n in names if _kind_of_gradient(n, model, processes) in ("own", ""))
+    return kept
 
 
 def _rounded_gradients(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
@@ -362,7 +364,8 @@ def _spread(ratios: Sequence[float], of: Callable[[Iterable[float]], float]) -> 
 
 
 def _ranks_differ(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
-    rank, kept = processes[0].rank, _own_of_ranks(processes, model)
+    rank = processes[0].rank
+    kept = _own_of_ranks(processes, model) if len(processes) > 1 else set()
     for other in processes[1:]:
         same = same_model(other, model, processes[0])
         if same is None:

@@ -11,9 +11,10 @@ stack of modes only, and left only from the top.
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,7 +215,7 @@ class CopyWatch:
         moved = moved and any(t.numel() >= result.numel() for t in inputs[1:] if isinstance(t, torch.Tensor))
         scaled = name == "add_" and bool(self._scaled.of(result))
         if (moved and source.parameters) or (is_in_place and (scaled or name == "lerp_")):
-            if self._may_average(result):
+            if self._may_average(result, self._trained_storages):
                 self._averages_in(result, name, source)
             return True
         if source.is_mixed and source.parameters and name in _MOVES:
@@ -284,28 +285,32 @@ class CopyWatch:
                     if parameter in source.parameters and parameter.arrived:
                         self.updates.by_hand(parameter)
         self.updates.end_step()
+        trained = functools.cache(self._trained_storages)  # the same for all that rests now
         for made, name, line, source in self._made:
             average = made.tensor()
-            if average is not None and self._may_average(average):
+            if average is not None and self._may_average(average, trained):
                 self._averages_in(average, name, source, line)
         self._made.clear()
-        running = self.running.rests(self.state.process.steps, self._may_average)
+        running = self.running.rests(
+            self.state.process.steps, lambda value: self._may_average(value, trained)
+        )
         for number, (value, result) in enumerate(running):
             self._averages_in(value, result.operation, result.source, result.line, number)
         self._sources.forget_freed()
         self._scaled.forget_freed()
 
-    def _may_average(self, tensor: torch.Tensor) -> bool:
+    def _may_average(self, tensor: torch.Tensor, trained: Callable[[], set[int]]) -> bool:
         """Return False for weights that train, and for their gradients."""
         if any(parameter.arrived for parameter in self.state.memory.all_of(tensor)):
             return False
-        storage = _storage(tensor)
-        for model in self.state.models:
-            for parameter in model.parameters:
-                for held in (parameter.gradient, parameter.tensor() if parameter.arrived else None):
-                    if held is not None and _storage(held) == storage:
-                        return False
-        return True
+        return _storage(tensor) not in trained()
+
+    def _trained_storages(self) -> set[int]:
+        """Return the storages of weights that train, and of all gradients."""
+        parameters = [parameter for model in self.state.models for parameter in model.parameters]
+        held = [parameter.gradient for parameter in parameters]
+        held += [parameter.tensor() for parameter in parameters if parameter.arrived]
+        return {_storage(each) for each in held if each is not None}
 
     def _averages_in(
         self, tensor: torch.Tensor, name: str, source: Source, line: str | None = None, number: int = -1
@@ -377,6 +382,9 @@ class ScriptWatch:
         self.in_step = False  # whether an optimizer's step is under way
         self._mode = every_operation(self._called, compiled=False)
         self._is_entered = False
+        self._scaled: Owners[LiveParameter] = Owners()
+        """Memory of the gradients with a loss scale in them, as the last backward left it."""
+        self._looked_after = 0  # backward passes that there had been when it was filled
 
     def enter(self) -> None:
         state = self.state
@@ -415,9 +423,13 @@ class ScriptWatch:
         clips, times = _CLIPS.fullmatch(name), name.removeprefix("_foreach_") in ("mul_", "div_")
         if not clips and not times:
             return
-        read = {_storage(each) for each in _flat(args) if isinstance(each, torch.Tensor)}
-        gradients = [(each, each.gradient) for each in self.state.scaled]
-        held = {each for each, gradient in gradients if gradient is not None and _storage(gradient) in read}
+        if self._looked_after != self.state.passes:
+            self._looked_after, self._scaled = self.state.passes, Owners()
+            for parameter in self.state.scaled:
+                if (gradient := parameter.gradient) is not None:
+                    self._scaled.put(gradient, parameter)
+        tensors = (each for each in _flat(args) if isinstance(each, torch.Tensor))
+        held = {owner for each in tensors for owner in self._scaled.all_of(each)} & self.state.scaled
         if clips:
             if held:
                 self.state.event("clipped_scaled", line_of_script())
