@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -37,10 +38,12 @@ from zerodrift.policy import DeterminismNeed, remedy
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Size of cuBLAS's workspace, which decides between algorithms; read when CUDA is first used."""
+COMPILER, COMPILED = "torch._inductor.config", "TORCHINDUCTOR_DETERMINISTIC"
+"""The module that holds the compiler's switch, and the variable that it reads when it is imported."""
 
 _RAISED = re.compile(r"^(.+?) does not have a deterministic implementation")
 _users: set[Determinism] = set()
-_before: tuple[bool, bool, bool, bool] | None = None
+_before: tuple[int, bool, bool, str | None] | None = None
 
 
 # --- the switches -------------------------------------------------------------------------------------------
@@ -66,12 +69,12 @@ class Determinism:
         require_deterministic_kernels(model, self._device.type, need)
         if _before is None:
             fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-            warns = torch.is_deterministic_algorithms_warn_only_enabled()
-            enabled = torch.are_deterministic_algorithms_enabled()
-            _before = enabled, warns, fills, torch.backends.cudnn.benchmark
-            if not enabled:
+            mode = torch.get_deterministic_debug_mode()
+            _before = mode, fills, torch.backends.cudnn.benchmark, os.environ.get(COMPILED)
+            if not mode:
                 torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-            torch.use_deterministic_algorithms(True)
+            _set_mode(2)
+            os.environ[COMPILED] = "1"
             torch.backends.cudnn.benchmark = False
         if self._device.type == "cuda":
             os.environ.setdefault(WORKSPACE, ":4096:8")
@@ -84,11 +87,24 @@ class Determinism:
         _users.discard(self)
         if _users or _before is None:
             return
-        enabled, warns, fills, times = _before
+        mode, fills, times, compiled = _before
         _before = None
-        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+        _set_mode(mode)
+        os.environ.pop(COMPILED, None)
+        if compiled is not None:
+            os.environ[COMPILED] = compiled
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = times
+
+
+def _set_mode(mode: int) -> None:
+    """Set torch's mode for deterministic operations, and its compiler's if that is imported.
+
+    `torch.use_deterministic_algorithms` imports the compiler, which takes a second and 97 MiB on every rank.
+    """
+    torch.set_deterministic_debug_mode(mode)
+    if compiler := sys.modules.get(COMPILER):
+        compiler.deterministic = mode > 0  # type: ignore[attr-defined]
 
 
 def cuda_switches() -> dict[str, str]:
