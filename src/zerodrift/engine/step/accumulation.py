@@ -16,6 +16,9 @@ from zerodrift.dtypes import BLOCK
 from zerodrift.kernels import HostBuffers
 from zerodrift.plan import Row
 
+CACHED = 1 << 20
+"""Bytes of a buffer that stays in cache from one pass over it to the next."""
+
 
 class BufferPool:
     """Flat buffers that segments take turns in."""
@@ -82,8 +85,9 @@ class LandingLayout:
         self, landing: torch.Tensor, arrived: list[torch.Tensor | None], *, negative_zeros: bool
     ) -> None:
         """Write every element: gradients, and zeros for the rest. On a CPU, negative zeros become positive
-        ones unless `negative_zeros`, which costs nothing there."""
-        if not negative_zeros and landing.is_cpu:
+        ones unless `negative_zeros`, which costs next to nothing there."""
+        makes_positive = landing.is_cpu and not negative_zeros
+        if makes_positive and landing.nbytes > CACHED:
             self._fill_without_negative_zeros(landing, arrived)
             return
         self._gaps = self._gaps or [_zeros(length, landing) for length in self._lengths[:-1:2]]
@@ -96,6 +100,8 @@ class LandingLayout:
         end = landing.numel() - self._lengths[-1]
         torch.cat(pieces, out=landing[:end])
         landing[end:].zero_()
+        if makes_positive:
+            landing.add_(0.0)
 
     def _fill_without_negative_zeros(self, landing: torch.Tensor, arrived: list[torch.Tensor | None]) -> None:
         parts = landing.split(self._lengths)
