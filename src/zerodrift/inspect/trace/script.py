@@ -370,6 +370,7 @@ _STEPS = 3  # steps after which it is not watched again
 
 _CLIPS = re.compile(r"(_foreach_)?(clamp|norm|linalg_vector_norm|pow|square)(_max|_maximum|_min|_minimum)?_?")
 """Operations that read a gradient to clip it."""
+_COPIES = ("cat", "stack", "clone", "_to_copy", "abs")  # their result is as large as what they read
 
 
 class ScriptWatch:
@@ -384,6 +385,7 @@ class ScriptWatch:
         self._is_entered = False
         self._scaled: Owners[LiveParameter] = Owners()
         """Memory of the gradients with a loss scale in them, as the last backward left it."""
+        self._scaled_copies: Owners[list[bool]] = Owners()  # whether a copy still has the scale in it
         self._looked_after = 0  # backward passes that there had been when it was filled
 
     def enter(self) -> None:
@@ -415,26 +417,32 @@ class ScriptWatch:
         if not self.in_step:
             self.losses.computed(name, args, kwargs, out, None)
             if self.state.scaled:
-                self._scaled_computed(name, args)
+                self._scaled_computed(name, args, out)
         self.copies.computed(name, args, kwargs, out, self.in_step)
 
-    def _scaled_computed(self, name: str, args: Any) -> None:
+    def _scaled_computed(self, name: str, args: Any, out: Any) -> None:
         """Note that gradients with a loss scale in them are clipped, and those that the script unscales."""
         clips, times = _CLIPS.fullmatch(name), name.removeprefix("_foreach_") in ("mul_", "div_")
-        if not clips and not times:
+        if not clips and not times and name not in _COPIES:
             return
         if self._looked_after != self.state.passes:
-            self._looked_after, self._scaled = self.state.passes, Owners()
+            self._looked_after, self._scaled, self._scaled_copies = self.state.passes, Owners(), Owners()
             for parameter in self.state.scaled:
                 if (gradient := parameter.gradient) is not None:
                     self._scaled.put(gradient, parameter)
-        tensors = (each for each in _flat(args) if isinstance(each, torch.Tensor))
+        tensors = [each for each in _flat(args) if isinstance(each, torch.Tensor)]
         held = {owner for each in tensors for owner in self._scaled.all_of(each)} & self.state.scaled
-        if clips:
-            if held:
+        copies = [copy for each in tensors for copy in self._scaled_copies.all_of(each)]
+        if times:
+            if not (isinstance(args[1], (int, float)) and 1 / 8 < abs(args[1]) < 8):
+                self.state.scaled -= held
+                for copy in copies:
+                    copy[0] = False
+        elif held or any(is_scaled for (is_scaled,) in copies):
+            if clips:
                 self.state.event("clipped_scaled", line_of_script())
-        elif not (isinstance(args[1], (int, float)) and 1 / 8 < abs(args[1]) < 8):
-            self.state.scaled -= held
+            else:
+                self._scaled_copies.put(out, [True])
 
     def record(self) -> None:
         """Hand over what was seen, once the run is over."""
