@@ -62,10 +62,15 @@ class Variant:
 _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+_V4_BYTES = _V4 | {"avx512vbmi", "avx512_vnni"}
 _ALWAYS, _NEVER = (True, True, True), (False, False, False)
 
 VARIANTS: dict[str, tuple[Variant, ...]] = {
     "x86_64": (
+        # 8-bit moments are looked up and compared as bytes, which the levels above leave to single elements.
+        Variant(
+            "x86-64-v4-bytes", ("-march=x86-64-v4", "-mavx512vbmi", "-mavx512vnni", _WIDE), _V4_BYTES, _ALWAYS
+        ),
         Variant("x86-64-v4", ("-march=x86-64-v4", _WIDE), _V4, _ALWAYS),
         Variant("x86-64-v3", ("-march=x86-64-v3",), _V3, _ALWAYS),
         # torch contracts with AVX2 alone, so the lower level is the one without.
