@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,24 +104,7 @@ def cost(**more: float) -> list[UpdateCost]:
     return [replace(UpdateCost("head.weight", 0.0, 0.0, 0.0, "fp32"), **more)]
 
 
-class Tying(nn.Module):
-    """A stand-in for a model of `transformers` whose config ties its embeddings."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(tie_word_embeddings=True)
-        self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-        if tied:
-            self.head.weight = self.words.weight
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.words
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-
-TWO, ONE, HELD = Tying(False), Tying(True), Decoder()
+HELD = Decoder()
 
 
 HELD.register_buffer("table", HELD.table.bfloat16())
@@ -160,8 +142,6 @@ HELD.register_buffer("table", HELD.table.bfloat16())
         (plan(), {"gradients": [USED, UNUSED]}, None),  # an expert without tokens
         (plan(), {"gradients": [USED, UNUSED], "ran": RAN}, ("no gradient", "blocks.1.up.weight")),
         (plan(model=HELD), {"model": HELD}, ("narrow buffer", "table")),
-        (plan(model=TWO), {"model": TWO}, ("untied", "head.weight")),
-        (plan(model=ONE), {"model": ONE}, None),
     ],
 )
 def test_a_defect_is_found_and_its_healthy_twin_is_not(

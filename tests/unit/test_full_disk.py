@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
@@ -28,10 +27,7 @@ from zerodrift.checkpoint.folder import CheckpointFolder
 from zerodrift.checkpoint.manifest import verified
 from zerodrift.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.job import Job
-from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.start import train
-from zerodrift.train.report.metrics import Metrics
 from zerodrift.weights.converter import convert
 
 
@@ -120,7 +116,7 @@ def every_write(
 
 
 def names(folder: Path) -> Callable[[], list[str]]:
-    return lambda: sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return lambda: sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new tag", "the same tag"])
@@ -166,10 +162,8 @@ def small(tmp_path: Path) -> Iterator[Path]:
     command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
     if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("needs to mount a file system, which only root can")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def fill(place: Path, leave: int) -> Path:
@@ -196,7 +190,7 @@ def test_what_other_writers_write(alone: None, small: Path, tmp_path: Path) -> N
         partial(to_fp32, safe_serialization=True),
         partial(engine.save_checkpoint, small / "run"),
     ]
-    for leave in (0, 20_000, 100_000):
+    for leave in (0, 100_000):
         big = fill(small, leave)
         for write in writers:
             with no_room():
@@ -209,7 +203,7 @@ def test_what_other_writers_write(alone: None, small: Path, tmp_path: Path) -> N
 def test_a_trainer(small: Path, tmp_path: Path) -> None:
     """The disk is full at any of its files: data, metrics, plan, checkpoint, export, report."""
     file = job(tmp_path, steps=2)
-    for leave in (0, 8_000, 40_000, 150_000, 300_000):
+    for leave in (0, 8_000, 150_000):
         big = fill(small, leave)
         with no_room():
             train(str(file), (f"run.folder={small}/run", "run.device=cpu"), 1)
@@ -218,18 +212,3 @@ def test_a_trainer(small: Path, tmp_path: Path) -> None:
             verified(small / "run" / "checkpoints" / tag)
         shutil.rmtree(small / "run", ignore_errors=True)
         shutil.rmtree(small / "cache", ignore_errors=True)
-
-
-def test_the_metrics_of_a_run(disk: Disk, tmp_path: Path) -> None:
-    """A line that did not fit is an error when it is written, and is skipped by readers."""
-    from zerodrift.checkpoint.files import full_disk_named
-
-    job = Job(model={"source": "m"}, data={"train": "text"})
-    metrics = Metrics(RunFolder(tmp_path / "run"), job, 0)
-    metrics.write("step", {"step": 1})
-    disk.left = 0
-    with pytest.raises(ZerodriftError, match="No space left on device"), full_disk_named(tmp_path / "run"):
-        metrics.write("step", {"step": 2})
-    disk.left = None
-    with contextlib.suppress(OSError):
-        metrics.close()

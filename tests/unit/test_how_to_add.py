@@ -127,67 +127,6 @@ refused(
 """
 
 
-A_HALVING_SCHEDULE: Edits = {
-    "optim/schedules.py": (
-        (
-            "\nSCHEDULES: dict[str, type] = {\n",
-            "\nclass Halving(Schedule):\n"
-            "    def __init__(self, optimizer, every, last_batch_iteration=-1):\n"
-            "        self.optimizer, self.every = _optimizer_in(optimizer), every\n"
-            '        self.whole = [group["lr"] for group in self.optimizer.param_groups]\n'
-            "        self.begin(last_batch_iteration)\n"
-            "\n"
-            "    def get_lr(self):\n"
-            "        halvings = (self.last_batch_iteration + 1) // self.every\n"
-            "        return [rate * 0.5**halvings for rate in self.whole]\n"
-            "\n"
-            "\n"
-            'SCHEDULES: dict[str, type] = {\n    "Halving": Halving,\n',
-        ),
-    ),
-    "policy/arguments.py": (
-        ('    "WarmupLR": _takes', '    "Halving": {"every": STEPS},\n    "WarmupLR": _takes'),
-        ('    "OneCycle": ("cycle_min_lr",', '    "Halving": ("every",),\n    "OneCycle": ("cycle_min_lr",'),
-    ),
-    "config/schema.py": (('"""WarmupLR, WarmupDecayLR,', '"""Halving, WarmupLR, WarmupDecayLR,'),),
-}
-
-USE_SCHEDULE = """
-import tempfile
-
-config = {
-    "precision": {"mode": "fp32"},
-    "gradient_clipping": 0,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-    "scheduler": {"type": "Halving", "params": {"every": 2}},
-}
-model = nn.Linear(8, 8, bias=False)
-expected = model.weight.detach().clone()
-engine = zerodrift.initialize(model, config=config, device="cpu", quiet=True)
-with tempfile.TemporaryDirectory() as folder:
-    for number, batch in enumerate(torch.randn(6, 4, 8)):
-        if number == 3:
-            zerodrift.Checkpoints(engine, folder).save("third")
-            engine.destroy()
-            model = nn.Linear(8, 8, bias=False)
-            engine = zerodrift.initialize(model, config=config, device="cpu", quiet=True)
-            zerodrift.Checkpoints(engine, folder).load("third")
-        engine.backward(engine(batch).square().sum())
-        engine.step()
-        leaf = expected.clone().requires_grad_()
-        (batch @ leaf.T).square().sum().backward()
-        expected = expected - 0.5 * 0.5 ** (number // 2) * leaf.grad
-        assert torch.equal(engine.parameter("weight").master, expected), number
-assert "Halving, WarmupLR" in render_config()
-for params in ({}, {"every": 0}):
-    wrong = {**config, "scheduler": {"type": "Halving", "params": params}}
-    refused(
-        lambda: make_plan(wrong, nn.Linear(2, 2), world_size=1),
-        "`scheduler.params.every`: must be ",
-    )
-"""
-
-
 def recipe(title: str) -> str:
     """Return a paragraph of CONTRIBUTING, up to the conditions that few changes meet."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -198,7 +137,6 @@ def recipe(title: str) -> str:
 RECIPES: dict[str, tuple[Edits, str]] = {
     "A column value": (E5M2_IN_GATHERS, USE_E5M2),
     "An optimizer": (SIGN_OF_A_TRACE, USE_TOY),
-    "A schedule": (A_HALVING_SCHEDULE, USE_SCHEDULE),
 }
 
 

@@ -25,11 +25,9 @@ def test_one_checkpoint(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 100
     for line in (
         "step       7, 1 skipped",
-        "plan       mode bf16, stage 3, shard 4",
         "optimizer  adamw, lr 0.001, schedule WarmupLR",
         "complete   yes, by sizes",
         "weights     fp32   3        6048      23.6 KiB",
-        "weights     bf16   1        1         2 B",
         "exp_avg_sq  fp32   3        6048      23.6 KiB",
         "layers.*.up.weight  x2  64 x 32  fp32   exp_avg, exp_avg_sq",
         "embed.weight            61 x 32  fp32   exp_avg, exp_avg_sq  (tied to head.weight)",
