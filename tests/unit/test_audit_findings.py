@@ -1,4 +1,4 @@
-"""Findings of an audit, each beside a healthy twin; variants of a policy, advised rules, and the command."""
+"""Findings of an audit, each beside a healthy twin; variants of a policy, candidates, and the command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import nn
 from typer.testing import CliRunner, Result
 
@@ -25,16 +24,9 @@ from zerodrift.inspect.audit.findings import find_defects
 from zerodrift.inspect.audit.report import Audit
 from zerodrift.inspect.audit.results import (
     AuditFinding,
-    Bytes,
     CellReplay,
     Estimate,
-    FormatAdvice,
-    FormatGoal,
-    FormatPoint,
     GradientLine,
-    Place,
-    Point,
-    Recommendation,
     UpdateCost,
 )
 from zerodrift.inspect.audit.rounding import Rounding
@@ -150,17 +142,6 @@ def test_a_defect_is_found_and_its_healthy_twin_is_not(
     assert kinds(told(of, **seen)) == ([] if found is None else [found])
 
 
-def test_what_weighs_most_is_first() -> None:
-    wild, calm = place(error=1e-4, module="head"), place(error=1e-4)
-    found = told(
-        plan(buffers="bf16"), gradients=[line(accumulate=1e-2)], planned_places=[place(saturated=1)],
-        own_places=[(calm, 1e-4), (wild, float("nan"))],
-    )  # fmt: skip
-    order = [each.kind for each in found]
-    assert order[:3] == ["overflow", "narrow code", "narrow code"] and "not finite" in found[1].what
-    assert {*order[3:]} == {"accumulate", "narrow buffer"} and found[1].where == "head at a.py:7"
-
-
 def test_what_values_tell_of_their_dtype() -> None:
     values = torch.randn(500, generator=torch.Generator().manual_seed(0))
     narrowed = {"": values, "bf16": values.bfloat16(), "fp16": values.half().float()}
@@ -225,38 +206,6 @@ def test_candidates_are_unpinned_modules_in_the_order_of_what_an_element_is_wort
     assert found[2].names == tuple(f"blocks.{n}.up.{kind}" for n in range(2) for kind in ("weight", "bias"))
     pinned = plan(rules=[{"match": "norm.*", "pin": "fp32"}])
     assert candidates(pinned, {"norm.weight": 1.0}) == []
-
-
-def test_rules_are_printed_as_they_load_however_long_a_name_is() -> None:
-    rules = tuple({"match": f"model.{'layers.' * count}x.weight", "storage": "int8"} for count in (1, 6, 12))
-    start = FormatPoint(NONE, Bytes(1, 1, 1, 1))
-    advice = FormatAdvice(FormatGoal("bytes", 1.0, False), 1.0, start, (), (), start, None, rules)
-    shown = Audit(*("",) * 3, *(1, 1), NONE, NONE, 1.0, *((),) * 5, formats=advice).text()
-    assert yaml.safe_load(shown[shown.index("precision:") : shown.index("gradients   norm")]) == {
-        "precision": {"rules": [dict(rule) for rule in rules]}
-    }
-
-
-@pytest.mark.parametrize("width", [50, 80, 120])
-def test_an_audit_fits_the_terminal_and_says_what_it_leaves_out(width: int) -> None:
-    name = "model.layers.*.block_sparse_moe.experts.*.down_projection.weight"
-    drift, none = Drift(0.5, -0.1, 2.0, 0.1, 4096, 0.25, 1234567, 9999999), Drift(*(0.0,) * 4, 1, 0.0, 0, 0)
-    choice, bytes_ = Choice(name, "compute", (name,)), Bytes(10**9, 2 * 10**9, 10**8, 10**9)
-    points = Point("bf16", (), drift, bytes_), Point("bf16_autocast", ((name, (name,), None),), none, bytes_)
-    audit = Audit(
-        "a model " * 20, "d" * 64, "bf16", 8, 4, drift, none, 0.999, (Estimate(choice, 0.1, 0.01),),
-        (CellReplay(choice, drift, none),),
-        (Place(f"model.{name}", "scaled_dot_product_attention", "modeling.py:123", "bf16", 0.2, 0.1, 1.0),),
-        (GradientLine(name, 0.9, 0.123, 1.0, 1.0, 0.01, 0.02),), (UpdateCost(name, 0.123, 0.1, 0.1, "bf16"),),
-        findings=(AuditFinding("lost updates", name * 3, "many words " * 20, "Do " * 40, 1.0),),
-        recommendation=Recommendation(0.01, "rest", points, points[1], 1, ({"match": "a", "pin": "fp32"},)),
-    )  # fmt: skip
-    lines = audit.text(width=width).splitlines()
-    assert max(map(len, lines)) <= width
-    figures = ["rest", "wire"] if width < 80 else ["flips", "rest", "peak", "wire", "compute"]
-    assert ["mode", "left", *figures, "pins"] in [line.split() for line in lines]
-    left_out = [line for line in lines if line.startswith("80 columns also show: ")]
-    assert bool(left_out) is (width < 80)
 
 
 HERE = "tests.unit.test_audit_findings"

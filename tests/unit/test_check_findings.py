@@ -201,47 +201,19 @@ def test_what_says_nothing_is_refused_by_name(text: str, tmp_path: Path) -> None
         unexpected(write_expected(tmp_path, text), records())
 
 
-def test_several_models_need_a_table(tmp_path: Path) -> None:
-    (process,) = records()
-    process.models *= 2
-    with pytest.raises(ConfigError, match="several models"):
-        unexpected(write_expected(tmp_path, json.dumps(CONFIG)), [process])
-
-
 # --- what mends it ------------------------------------------------------------------------------------
 
 
-LIBRARIES: dict[str, dict[str, Any]] = {
-    "torch": {},
-    "fully_shard": {"layout": "sharded on dim 0 over 2 ranks"},
-    "FullyShardedDataParallel": {"wrappers": ("FullyShardedDataParallel",)},
-    "DeepSpeed": {"wrappers": ("DeepSpeedEngine",)},
-    "transformers": {"libraries": {"accelerate": "1", "transformers.trainer": "5"}},
-    "accelerate": {"libraries": {"accelerate": "1"}},
-    "Lightning": {"libraries": {"lightning": "2"}},
+LIBRARIES: dict[str, tuple[dict[str, Any], str]] = {
+    "torch": ({}, "model.float()"),
+    "fully_shard": ({"layout": "sharded on dim 0 over 2 ranks"}, "reduce_dtype=torch.float32"),
+    "FullyShardedDataParallel": ({"wrappers": ("FullyShardedDataParallel",)}, "reduce_dtype=torch.float32"),
+    "DeepSpeed": ({"wrappers": ("DeepSpeedEngine",)}, '"torch_autocast": {'),
+    "transformers": ({"libraries": {"transformers.trainer": "5"}}, "TrainingArguments(bf16=True)"),
+    "accelerate": ({"libraries": {"accelerate": "1"}}, 'Accelerator(mixed_precision="bf16")'),
+    "Lightning": ({"libraries": {"lightning": "2"}}, 'Trainer(precision="bf16-mixed")'),
 }
-NAMES = {"router-in-16-bits": ("layers.3.router.weight", "layers.4.router.weight")}
-SAID: dict[Kind, dict[str, str]] = {
-    "no-master": {
-        "*": "model.float()",
-        "DeepSpeed": '"bf16_master_weights_and_grads": false',
-        "transformers": "TrainingArguments(bf16=True)",
-        "accelerate": 'Accelerator(mixed_precision="bf16")',
-        "Lightning": 'Trainer(precision="bf16-mixed")',
-    },
-    "wire-in-16-bits": {
-        "fully_shard": "reduce_dtype=torch.float32",
-        "FullyShardedDataParallel": "reduce_dtype=torch.float32",
-        "DeepSpeed": '"communication_data_type": "fp32"',
-    },
-    "rounded-before-accumulation": {
-        "fully_shard": "reduce_dtype=torch.float32",
-        "FullyShardedDataParallel": "# no `with model.no_sync():`",
-        "DeepSpeed": '"grad_accum_dtype": "fp32"',
-    },
-    "loss-in-16-bits": {"*": "logits.float()"},
-    "router-in-16-bits": {"*": "router.weight.float()"},
-}
+"""Library -> what a run under it looks like, and a line that mends it there."""
 
 
 def narrow_run(layout: str = "", wrappers: tuple[str, ...] = (), **rest: Any) -> ProcessRecord:
@@ -254,18 +226,17 @@ def narrow_run(layout: str = "", wrappers: tuple[str, ...] = (), **rest: Any) ->
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_block_says_what_mends_a_finding_and_loads(library: str) -> None:
-    run = narrow_run(**LIBRARIES[library])
-    for kind, said in SAID.items():
-        found = RunFinding(kind, None, NAMES.get(kind, ()), "what.", "do.")
-        blocks = dict(mending([run], [found]))
-        expected = said.get(library, said.get("*", ""))
-        assert expected in blocks.get(library, ""), (kind, blocks)
-        assert all(len(line) <= 78 for text in blocks.values() for line in text.splitlines())
-        if "zerodrift" in blocks:
-            config = load(json.loads(blocks["zerodrift"]))
-            assert resolve(config, mesh_for(config, 2)).mode.name == "BF16"
-        assert ('"match": "layers.*.router.weight"' in str(blocks)) is (kind in NAMES)
-    assert mending([run], []) == []
+    facts, line = LIBRARIES[library]
+    kinds: tuple[Kind, ...] = ("no-master", "wire-in-16-bits", "loss-in-16-bits", "router-in-16-bits")
+    names = ("layers.3.router.weight", "layers.4.router.weight")
+    found = [RunFinding(kind, None, names, "what.", "do.") for kind in kinds]
+    blocks = dict(mending([narrow_run(**facts)], found))
+    assert line in blocks[library] and "logits.float()" in blocks[library]
+    assert all(len(line) <= 78 for text in blocks.values() for line in text.splitlines())
+    assert '"match": "layers.*.router.weight"' in blocks["zerodrift"]
+    config = load(json.loads(blocks["zerodrift"]))
+    assert resolve(config, mesh_for(config, 2)).mode.name == "BF16"
+    assert mending([narrow_run(**facts)], []) == []
 
 
 def test_findings_with_one_mending_stand_together_and_the_costliest_first() -> None:

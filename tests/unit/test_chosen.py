@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.chosen import Cell, covering, factors
+from tests.chosen import Cell, covering
 
 PRODUCT = [
     dict(zip(("stage", "mode", "world"), values, strict=True))
@@ -24,13 +24,3 @@ def test_every_combination_is_held_by_few_cells(strength: int, most: int) -> Non
     chosen = [PRODUCT[number] for number in covering(PRODUCT, strength, "a test")]
     assert holds(chosen, strength) == holds(PRODUCT, strength)
     assert len(chosen) <= most
-
-
-@pytest.mark.parametrize("pair", [("one", 2)])
-@pytest.mark.parametrize("alone", [None])
-def test_a_tuple_is_several_factors(
-    request: pytest.FixtureRequest, pair: tuple[str, int], alone: None
-) -> None:
-    assert isinstance(request.node, pytest.Function)
-    assert factors(request.node) == {"pair.0": "'one'", "pair.1": "2", "alone": "None"}
-    assert request.node.get_closest_marker("quick"), "a unit is always quick"

@@ -29,32 +29,22 @@ STACKS = [parameter(f"model.layers.{i}.mlp.experts.up", (4, 8, 16)) for i in ran
 EXPERTS = ModelSpec("stacked", (parameter("model.embed.weight", (32, 8)), *STACKS))
 
 
-def plan(
-    stage: int,
-    world: int = 2,
-    model: ModelSpec | None = None,
-    keep: str | None = None,
-    when: str | None = None,
-    **rest: Any,
-) -> Plan:
-    made: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **rest}
-    if keep:
-        made["sharding"] = {"keep_gathered": keep, **made.get("sharding", {})}
-    if when:
-        made["precision"] = {"reduce": {"when": when}}
-    return make_plan(made, model or moe(layers=4), world)
+def plan(stage: int, world: int = 2, model: ModelSpec | None = None, **rest: Any) -> Plan:
+    written: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **rest}
+    return make_plan(written, model or moe(layers=4), world)
 
 
 def plans() -> Iterator[tuple[str, Plan]]:
     for stage, (place, keep) in itertools.product(range(4), enumerate(KEEPS)):
         when = WHENS[(stage + place) % len(WHENS)]  # any two of the three meet
-        label, ways = f"stage {stage}, {keep}, {when}", {"keep": keep, "when": when}
-        yield label, plan(stage, **ways)  # type: ignore[arg-type]
-        yield f"{label}, replicas", plan(stage, 4, sharding={"replicate": 2}, **ways)
-        yield f"{label}, experts", plan(stage, 4, EXPERTS, experts={"ranks": 2}, **ways)
+        label, shape = f"stage {stage}, {keep}, {when}", {"keep_gathered": keep}
+        rest = {"precision": {"reduce": {"when": when}}}
+        yield label, plan(stage, sharding=shape, **rest)
+        yield f"{label}, replicas", plan(stage, 4, sharding={"replicate": 2, **shape}, **rest)
+        yield f"{label}, experts", plan(stage, 4, EXPERTS, experts={"ranks": 2}, sharding=shape, **rest)
         for schedule in ("gpipe", "zbv") if keep == "step" else ():
             block = {"stages": 2, "schedule": schedule}
-            yield f"{label}, {schedule}", plan(stage, 4, pipeline=block, **ways)
+            yield f"{label}, {schedule}", plan(stage, 4, pipeline=block, sharding=shape, **rest)
     nested = [parameter(f"layers.{i}.{name}", (8, 8)) for i in range(3) for name in ("a.w", "mlp.b.w", "c")]
     units = {"units": ["layers.*", "layers.*.mlp"]}
     yield "nested", plan(3, 2, ModelSpec("nested", tuple(nested)), sharding=units)

@@ -15,21 +15,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.models.planted_sides import PlainDecoder, PlantedSide, head_in_fp32, lively, named_first, token_ids
-from zerodrift.api import make_plan
+from tests.models.planted_sides import PlantedSide, head_in_fp32, lively, named_first, token_ids
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError, UnsupportedError, ZerodriftError
-from zerodrift.inspect.audit.tokens import parse_ids, read_ids, read_recorded
 from zerodrift.inspect.audit.tokens import parse_recorded as recorded
+from zerodrift.inspect.audit.tokens import read_ids, read_recorded
 from zerodrift.inspect.drift.attribution import SamplerSide, SideComparison, compare_sides, share, token_drift
 from zerodrift.inspect.drift.sampler import parse_sampler_dtypes as sampler
-from zerodrift.inspect.drift.sampler import read_sampler_dtypes, roles_of
+from zerodrift.inspect.drift.sampler import read_sampler_dtypes
 from zerodrift.inspect.drift.tensor_status import judge, neighbours
 from zerodrift.inspect.drift.text import comparison_json, comparison_text
-from zerodrift.inspect.drift.trainer import TrainerSide, config_from_table
+from zerodrift.inspect.drift.trainer import TrainerSide
 from zerodrift.inspect.drift.trainer import load_trainer as trainer
-from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord
-from zerodrift.model.sources import describe
 from zerodrift.optim.rounding import round_away
 
 FP32, BF16, AUTOCAST = ({"precision": {"mode": mode}} for mode in ("fp32", "bf16", "autocast-bf16"))
@@ -161,15 +158,6 @@ def test_a_wrong_table_is_refused(data: Any, says: str, tmp_path: Path) -> None:
     assert says in str(caught.value)
 
 
-def test_parts_of_models_have_their_roles() -> None:
-    found = roles_of(describe(lively("plain-moe")))
-    assert found["embed.weight"] == "embedding" and found["head.weight"] == "head"
-    assert found["layers.0.norm1.weight"] == found["norm.weight"] == "norms"
-    assert found["layers.0.mlp.router.weight"] == "router" and found["layers.0.attn.q.weight"] == "attention"
-    assert found["layers.1.mlp.experts.2.bias"] == "experts"
-    assert roles_of(describe(PlainDecoder()))["layers.0.mlp.0.weight"] == "mlp"
-
-
 def test_ids_come_from_every_kind_of_file(tmp_path: Path) -> None:
     rows, tensor = [[1, 2, 3], [4, 5, 6]], torch.tensor([[1, 2, 3], [4, 5, 6]])
     np.save(tmp_path / "a.npy", tensor.numpy().astype(np.int32))
@@ -177,19 +165,15 @@ def test_ids_come_from_every_kind_of_file(tmp_path: Path) -> None:
     save_file({"tokens": tensor}, tmp_path / "a.safetensors")
     (tmp_path / "a.json").write_text(json.dumps(rows))
     (tmp_path / "a.jsonl").write_text('{"tokens": [1, 2, 3], "logprobs": [null, -1.0, -2]}\n[4, 5, 6]\n\n')
-    assert all(
-        read_ids(tmp_path / f"a.{end}") == rows for end in ("npy", "pt", "safetensors", "json", "jsonl")
-    )
-    assert parse_ids([7, 8]) == [[7, 8]] and parse_ids([[1, 2], [3, 4, 5]]) == [[1, 2], [3, 4, 5]]
+    for end in ("npy", "pt", "safetensors", "json", "jsonl"):
+        assert read_ids(tmp_path / f"a.{end}") == rows
 
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.json", '{"a": 1}', "must be a list of token ids"),
         ("a.json", "[[1, 2.5]]", "`{}[0]`: must be a list of token ids"),
         ("a.json", "[[1]]", "must be at least two tokens"),
-        ("a.txt", "1 2", "must end in .npy"),
         ("a.pt", "text", "must hold a tensor of token ids"),
     ],
 )
@@ -213,7 +197,6 @@ SGLANG = [[None, 1, None], [-1.0, 2, None], [-2.0, 3, None]]
         ([{"prompt_logprobs": VLLM}], [-1.0, -2.0]),
         ([{"input_token_logprobs": SGLANG}], [-1.0, -2.0]),
     ],
-    ids=["all", "all but the first", "some", "vLLM", "SGLang"],
 )
 def test_recorded_numbers_of_every_form_are_read(rows: Any, read: list[Any], tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -224,9 +207,7 @@ def test_recorded_numbers_of_every_form_are_read(rows: Any, read: list[Any], tmp
     ("rows", "says"),
     [
         ([[-1.0]], "`recorded[0]`: must have 2 log-probabilities: one for every token but the first; got 1"),
-        ([[-1.0, -1.0], [-1.0]], "must have 1 sequences"),
         ([[0.5, -1.0]], "`recorded[0][1]`: must be a finite log-probability, 0 or below; got 0.5"),
-        ([[None, None]], "null for every token"),
         ([{"tokens": [1, 2, 4], "logprobs": [-1.0, -1.0]}], "must be of the tokens that are compared"),
         ([[[-1.0, 2], [-2.0, 4]]], "numbers or null"),  # of another token
     ],
@@ -238,36 +219,6 @@ def test_recorded_numbers_that_do_not_fit_are_refused(rows: Any, says: str) -> N
 
 
 # --- the trainer's side -------------------------------------------------------------------------------------
-
-
-def record(name: str, storage: str, compute: str, numel: int = 64) -> ParameterRecord:
-    parameter = ParameterRecord(name, (numel,), "torch.nn.modules.linear.Linear", True)
-    parameter.add("storage", storage, "the parameter")
-    parameter.add("compute", compute, "linear")
-    return parameter
-
-
-def test_what_was_seen_of_a_run_is_a_config() -> None:
-    mixed = ModelRecord(
-        "M", [record("a", "bfloat16", "bfloat16", 999), record("gate[0]", "float32", "float32")]
-    )
-    assert config_from_table(mixed) == {
-        "precision": {"mode": "bf16", "rules": [{"match": "gate[[]0]", "storage": "fp32", "compute": "fp32"}]}
-    }
-    autocast = ModelRecord(
-        "M", [record("a", "float32", "bfloat16", 999), record("norm", "float32", "float32")]
-    )
-    assert config_from_table(autocast) == {"precision": {"mode": "autocast-bf16"}}
-    with pytest.raises(ConfigError, match="compute dtype was seen"):
-        config_from_table(ModelRecord("M", []))
-
-
-def test_a_plan_is_a_trainers_side(tmp_path: Path) -> None:
-    model = lively("plain")
-    plan = make_plan({"precision": {"mode": "bf16", "rules": [{"match": "head.*", "pin": "fp32"}]}}, model)
-    (tmp_path / "plan.json").write_text(json.dumps({**plan.to_json(), "digest": ""}))
-    side = trainer(tmp_path / "plan.json", model)
-    assert side.plan.policy.rules == plan.policy.rules and side.head == "head"
 
 
 def test_under_autocast_a_sampler_has_one_dtype() -> None:

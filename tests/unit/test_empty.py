@@ -221,13 +221,3 @@ def test_what_cannot_be_computed_again_is_said(fill: Callable[..., None], told: 
         fill(first, other)
     assert recipe.find_obstacle(first) == ""
     assert recipe.find_obstacle(other) == f"`copy_` with {told}"
-
-
-def test_a_long_computation_that_uses_each_of_its_parts_twice_is_done_once() -> None:
-    with empty(), torch.no_grad():
-        model = blank(3)
-        made = torch.ones(3, device=model.x.device)
-        for _ in range(600):
-            made = (made + made) / 2
-        model.x.copy_(made)
-    assert torch.equal(play(model.x), torch.ones(3))

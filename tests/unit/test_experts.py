@@ -15,7 +15,6 @@ from zerodrift.model.spec import ParameterSpec
 from zerodrift.optim import keys_of_blocks
 from zerodrift.plan.schedule import collectives
 from zerodrift.record import decode, encode
-from zerodrift.report.explanation import explain
 
 COUNT = 6
 
@@ -73,17 +72,6 @@ def test_a_rank_pays_for_its_own_experts_only() -> None:
     assert "expert_shard" in {line.axis for line in spread.traffic}
     # bf16 storage, two extra bytes of master, two moments in fp32: 12 bytes for each that went elsewhere.
     assert without.rest.total - spread.rest.total == pytest.approx(12 * experts / 2, rel=0.05)
-
-
-def test_an_explanation_says_who_has_what() -> None:
-    found = explain(plan(2), "model.layers.0.mlp.experts.down_proj")
-    assert found.shape == (6, 48, 48) and found.divided
-    assert all(each.rank % 2 == (each.start >= found.numel // 2) for each in found.slices)
-    ends = [0, *(each.stop for each in found.slices)]
-    assert [each.start for each in found.slices] == ends[:-1] and ends[-1] == found.numel
-    # Globs say which.
-    made = plan({"ranks": 2, "parameters": ["*.layers.1.*.gate_up*", "*.layers.1.*.down_proj"]})
-    assert {row.name.split(".")[2] for row in made.rows if row.parts > 1} == {"1"}
 
 
 MORE = "model.layers.0.mlp.experts"

@@ -193,19 +193,6 @@ def test_a_put_gradient_that_does_not_fit_names_the_parameter(value: Any, told: 
         queue.drain()
 
 
-def test_what_cannot_be_put_is_refused_where_it_is_put() -> None:
-    module = nn.Linear(8, 6)
-    queue = defer_weight_grads(module)
-    frozen, ones = nn.Linear(8, 6).requires_grad_(False), torch.ones(6, 8)
-    for weight, form, told in (
-        (frozen.weight, lambda dtype: ones, "`put`: must be given a parameter that is trained; got"),
-        (module.weight * 2, lambda dtype: ones, "the result of an operation"),
-        (module.weight, ones, "`weight`: must come with a function"),
-    ):
-        with pytest.raises(ModelError, match=told):
-            queue.put(weight, form)  # type: ignore[arg-type]
-
-
 def test_one_tensor_that_is_put_several_times_is_added_as_often() -> None:
     module = nn.Linear(2, 2)
     queue, value = defer_weight_grads(module), torch.ones(2, 2)
