@@ -77,14 +77,6 @@ def test_what_is_cut_and_what_is_not_learned_is_counted(tmp_path: Path) -> None:
         made(tmp_path, data(jsonl(tmp_path / "c.jsonl", rows[2:])))
 
 
-def test_a_prompt_is_a_question_or_bare_text() -> None:
-    letters = ByteTokenizer()
-    assert rendering.prompt_tokens("Hi", letters, False) == ([*b"Hi"], {letters.end})
-    assert rendering.prompt_tokens("", letters, False) == ([letters.end], {letters.end})
-    given, ends = rendering.prompt_tokens("Hi", letters, True)
-    assert given == [*b"<|user|>\nHi", letters.end, *b"<|assistant|>\n"] and ends == {letters.end}
-
-
 def test_only_what_the_assistant_says_is_learned() -> None:
     talk = chat.Conversation(tuple(TALK), "a talk")
     tokens, learned = rendering.encode_conversation(talk, ByteTokenizer(), learn_all=False)

@@ -6,8 +6,6 @@ import gzip
 import itertools
 import json
 import os
-import shutil
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,20 +84,6 @@ def test_half_a_file_is_an_error_wherever_that_shows(name: str, tmp_path: Path) 
         else:  # between two rows; of the last cell of a CSV nobody knows how long it was
             cut = found[:-1] if name == "a.csv" and whole[at - 1 : at] != b"\n" else found
             assert name in ("a.jsonl", "a.csv") and cut == wanted[: len(cut)]
-
-
-@pytest.mark.parametrize("kind", ["json", "jsonl", "csv"])
-def test_a_file_is_read_piece_by_piece(kind: str, tmp_path: Path) -> None:
-    file, text = tmp_path / f"large.{kind}", "long " * 200
-    parts = {"json": ("[", ", ", "]"), "jsonl": ("", "\n", ""), "csv": ("text,n\n", "\n", "")}
-    head, between, end = parts[kind]
-    one = f"{text},7" if kind == "csv" else json.dumps({"text": text, "n": 7})
-    file.write_text(head + between.join([one] * 2000) + end)
-    tracemalloc.start()
-    assert sum(len(row["text"]) for _, row in rows_in(file, formats.format_of(file))) == 2000 * len(text)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert file.stat().st_size > 2e6 and most < 1e6
 
 
 @pytest.mark.parametrize(
@@ -285,15 +269,3 @@ def test_a_file_that_changes_while_it_is_packed_leaves_no_blocks(
     with pytest.raises(ConfigError, match=r"a\.txt.*must stay as it is while it is read"):
         made(tmp_path, data(file))
     assert not list((tmp_path / "cache").glob("*/blocks.json"))
-
-
-def test_what_a_killed_maker_left_is_removed(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", WRITTEN)
-    key = made(tmp_path, data(file)).key
-    cache = tmp_path / "cache"
-    shutil.rmtree(cache / key)
-    (cache / f"{key}.0123").mkdir()
-    (cache / f"{key}.0123" / "half").write_text("of a map")
-    (cache / "another.0123").mkdir()
-    made(tmp_path, data(file))
-    assert {path.name for path in cache.iterdir() if path.is_dir()} == {key, "another.0123"}
