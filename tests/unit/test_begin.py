@@ -1,4 +1,4 @@
-"""A user's first steps: examples and pages in the package, and the doctor's facts about a machine."""
+"""A user's first steps: examples and pages in the package, and what the doctor finds on a machine."""
 
 from __future__ import annotations
 
@@ -81,28 +81,3 @@ def test_the_doctor_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None
     text = doctor.doctor_text(found, color=False, width=60)
     assert "slow or missing" in text and "mode: fp32" in " ".join(text.split()) and "[hf]" in text
     assert max(map(len, text.splitlines())) <= 60
-
-
-def test_the_doctor_names_the_troubles_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = doctor.torch
-    monkeypatch.setattr(doctor, "usable_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(doctor.device, "obstacle", lambda where: "no C compiler")
-    on_cpu = doctor.products.deviation(torch.device("cpu"), length=64, size=16)
-    monkeypatch.setattr(doctor.products, "deviation", lambda gpu: on_cpu)
-    for of, name, value in [
-        (torch.accelerator, "device_count", 1),
-        (torch.accelerator, "get_memory_info", (9 << 30, 80 << 30)),
-        (torch.accelerator, "memory_reserved", 0),
-        (torch.cuda, "get_device_name", "NVIDIA H100"),
-        (torch.cuda, "get_device_capability", (9, 0)),
-        (torch.cuda, "is_bf16_supported", True),
-    ]:
-        monkeypatch.setattr(of, name, lambda *args, value=value, **choices: value)
-    facts = [*doctor._gpus({"NVIDIA_TF32_OVERRIDE": "1"}), *doctor._kernels()]
-    found = {fact.what: fact.note for fact in facts if fact.bad and fact.what != "CPU updates"}
-    wrong = {
-        "TF32": "unset NVIDIA_TF32_OVERRIDE",
-        "cuda:0 memory": "other processes have 71.0 GiB: end them",
-        "GPU updates": "several times slower: no C compiler",
-    }
-    assert found.keys() == wrong.keys() and all(wrong[what] in found[what] for what in wrong)

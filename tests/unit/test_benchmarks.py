@@ -1,26 +1,18 @@
-"""Claimed figures on pages were measured: each is a cell of a file in `bench/results`.
-
-The scripts run by hand, and seldom, so their imports are checked.
-"""
+"""Claimed figures on pages were measured: each is a cell of a file in `bench/results`."""
 
 from __future__ import annotations
 
-import argparse
-import ast
 import datetime
 import importlib
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "bench" / "results").glob("*.json"))
-SCRIPTS = sorted((ROOT / "bench").glob("*.py"))
 
 
 @pytest.fixture
@@ -29,29 +21,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(ROOT / "bench")
     names = ("again", "benchmarks", "claims", "plots", "result")
     return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-
-
-def test_what_is_printed_is_kept_in_full(
-    bench: SimpleNamespace,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ["/somewhere/bench/step.py", "--only", "a b", "--save", "x", "--beside=nothing", "--rounds", "2"]
-    monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(bench.result, "RESULTS", tmp_path)
-    options = argparse.Namespace(beside="nothing", save=None)
-    result = bench.result.Result.begin("Two ranks", options, "torch", "no-such-package")
-    table = result.table({"engine": "<12", "ms": ".1f", "part": ".0%", "said": "<4"}, "first")
-    table.row("ours", 1 / 3, 0.5, "[one], two")
-    table.row("theirs", None, 1, "-")
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "Two ranks" and "no-such-package not installed" in printed[1]
-    assert printed[-2].split() == ["ours", "0.3", "50%", "[one],", "two"]
-    assert printed[-1].split() == ["theirs", "-", "100%", "-"]
-    result.save("x")
-    found = bench.result.read(tmp_path / "x.json")
-    assert found == result and found.command == "python bench/step.py --only 'a b' --rounds 2"
 
 
 def test_a_result_says_how_it_was_made(bench: SimpleNamespace) -> None:
@@ -125,41 +94,3 @@ def test_pictures_are_those_of_the_results(bench: SimpleNamespace) -> None:
     for name, picture in drawn.items():
         assert f"(img/{name})" in page
         assert (ROOT / "docs" / "img" / name).read_text(encoding="utf-8") == picture, "run `make docs`"
-
-
-def test_names_of_the_package_that_scripts_import_are_there() -> None:
-    for path in SCRIPTS:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zerodrift"):
-                module = importlib.import_module(node.module or "")
-                missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
-                assert not missing, (path, node.module, missing)
-
-
-def test_each_way_of_a_part_to_end_is_told_and_none_ends_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    kit = importlib.import_module("gpu")
-
-    def shell(name: str, command: str, seconds: float = 30, **rest: Any) -> Any:
-        return kit.Part(name, ["sh", "-c", command], seconds, **rest)
-
-    listed = [
-        shell("good", "echo '= 3 passed in 1 s ='"),
-        shell("bad", "echo no such kernel; exit 1"),
-        shell("full", "echo CUDA out of memory; exit 1"),
-        shell("hangs", "sleep 60", seconds=0.1),
-        shell("idle", "echo '= 3 skipped in 1 s ='", says=" passed"),
-        shell("large", "echo never", gigabytes=100),
-    ]
-    done = kit.run_all(listed, tmp_path, 100, memory=80, say=lambda line: None)
-    assert {part.name: part.outcome for part in done} == {
-        "good": "ok, 3 passed in 1 s",
-        "bad": "failed: no such kernel",
-        "full": "failed: out of memory",
-        "hangs": "failed: not done in its time",
-        "idle": "failed: nothing passed",
-        "large": "left out: needs 100 GB, 80 are free",
-    }
-    assert [part.name for part in done if part.failed] == ["bad", "full", "hangs", "idle"]

@@ -13,9 +13,6 @@ import itertools
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -47,8 +44,6 @@ from zerodrift.checkpoint.manifest import (
 from zerodrift.checkpoint.state import load, packed
 from zerodrift.errors import CheckpointError, UnsupportedError
 from zerodrift.files import is_locked, locked
-from zerodrift.inspect.check import launch
-from zerodrift.inspect.check.launch import HELD
 from zerodrift.mesh import MeshShape
 from zerodrift.record import encode
 
@@ -233,41 +228,32 @@ def test_a_lock_that_was_broken_is_not_taken_back(tmp_path: Path) -> None:
     assert (tmp_path / files.LOCK).read_text() == text
 
 
-HOLD = """
-import pathlib, sys, time
-from zerodrift.files import locked
-with locked(pathlib.Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_lock_goes_with_its_process_and_so_does_a_check_that_is_waited_for(tmp_path: Path) -> None:
-    path = tmp_path / HELD
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        assert is_locked(path)
-        waiting = threading.Thread(target=launch._wait_for_others, args=(tmp_path,))
-        waiting.start()
-        waiting.join(0.2)
-        assert waiting.is_alive()
-        holder.send_signal(signal.SIGKILL)
-    waiting.join(10)
-    assert not waiting.is_alive()
-    assert not is_locked(path)
-
-
 def _without_locks(*_: Any) -> None:
     raise OSError(errno.ENOSYS, "Function not implemented")
 
 
-def test_where_there_are_no_locks_nobody_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either the file system has none, or the whole system."""
+def test_a_lock_is_held_until_it_is_left_and_stops_nobody_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either the file system has no locks, or the whole system."""
+    path, order = tmp_path / "lock", []
+
+    def second() -> None:
+        with locked(path):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    with locked(path):
+        assert is_locked(path)
+        thread.start()
+        thread.join(0.05)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"] and not is_locked(path)
     for owner, name, value in ((fcntl, "flock", _without_locks), (plain_files, "fcntl", None)):
         monkeypatch.setattr(owner, name, value)
-        with locked(tmp_path / "lock"), locked(tmp_path / "lock"):
-            assert is_locked(tmp_path / "lock")
+        with locked(path), locked(path):
+            assert is_locked(path)
 
 
 # --- values of the state of a script -------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Keys: those of DeepSpeed are all in the table, which `load` obeys, and each that we use is on a page."""
+"""Every key of DeepSpeed is in the table, which `load` obeys."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.unit.tools import load_tool
-from zerodrift.config import deepspeed, fields
-from zerodrift.config.deepspeed import ENTRIES, SECTIONS, Entry
+from zerodrift.config import deepspeed
+from zerodrift.config.deepspeed import ENTRIES, Entry
 from zerodrift.config.loader import load
-from zerodrift.config.schema import Config
 from zerodrift.errors import ConfigError
 
-reference = load_tool("config_page")
 KEYS = Path(__file__).parent / "data" / "deepspeed_keys.txt"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "deepspeed").iterdir())
 
@@ -49,27 +46,6 @@ def test_every_key_of_deepspeed_is_in_the_table_and_known_to_load() -> None:
             assert load(nested(key, None)).keys, key
         except ConfigError as error:
             assert "must be a key of" not in str(error), key
-
-
-# --- in agreement with the schema -------------------------------------------------------------------
-
-
-def schema_keys() -> set[str]:
-    """Return the schema's keys in DeepSpeed blocks that hold a value."""
-    return {
-        f"{key.path}.*" if fields.is_free(key.kind) else key.path
-        for key in fields.every_key(Config)
-        if key.path.partition(".")[0] not in reference.OURS and fields.block_of(key.kind) is None
-    }
-
-
-def test_fields_of_deepspeed_blocks_are_the_used_keys() -> None:
-    used = {entry.key for entry in ENTRIES.values() if entry.fate == "used"}
-    known = {key.path for key in fields.every_key(Config)}
-    assert schema_keys() <= used <= schema_keys() | known
-    assert not {key.removesuffix(".*") for key in ENTRIES.keys() - used} & known
-    keys = [entry.key for section in SECTIONS for entry in section.entries]
-    assert len(keys) == len(set(keys)) == len(ENTRIES)
 
 
 # --- obeyed -----------------------------------------------------------------------------------------
@@ -131,21 +107,6 @@ def test_a_block_is_refused_as_a_whole_and_must_be_one() -> None:
             load(nested(key, 3))
         for nothing in (None, {}):
             assert load(nested(key, nothing)).keys[0].status == "ignored"
-
-
-def test_compression_is_refused_by_technique() -> None:
-    groups = {"wq1": {"params": {"start_bits": 8}, "modules": ["attention"]}}
-    shared = {"enabled": True, "schedule_offset": 0}
-    block = {
-        "weight_quantization": {"shared_parameters": shared, "different_groups": groups},
-        "row_pruning": {"shared_parameters": {"enabled": False}, "different_groups": {}},
-    }
-    with pytest.raises(ConfigError) as caught:
-        load({"compression_training": block})
-    assert "weight_quantization.shared_parameters.enabled`" in str(caught.value)
-    assert "row_pruning" not in str(caught.value)
-    shared["enabled"] = False
-    assert all(use.status == "ignored" for use in load({"compression_training": block}).keys)
 
 
 # --- what users copy --------------------------------------------------------------------------------

@@ -39,27 +39,3 @@ def test_numbers_are_compared_only_where_both_are_there_and_finite(doors: Any) -
     assert why(0, [1.0, 2.0]) == "" and why(0, [1.0, math.nan, math.inf]) == "2 of 3 losses are not finite"
     assert why(0, []) == "wrote no losses" and why(3, [math.nan]) == "exit code 3"
     assert why(None, []).startswith("not done in")
-
-
-def test_saved_files_are_compared_by_names_shapes_and_norms(doors: Any) -> None:
-    compare, two = doors.door_methods.compare_files, {"w": [[2], 1.0]}
-    assert compare(two, {"w": [[2], 1.0001]}) == ""
-    assert compare({"w": [[0], 0.0]}, two) == "`w` is [0] and [2] on DeepSpeed"
-    assert "the norm of `w` is 1 and 2" in compare(two, {"w": [[2], 2.0]})
-    assert "only in the files of DeepSpeed" in compare({}, two)
-
-
-def test_the_tests_of_another_package_count_where_deepspeed_passes_them(doors: Any) -> None:
-    suites = doors.door_suites
-    there = dict.fromkeys(("f.py::a", "f.py::b", "g.py::d"), ("passed", "")) | {"f.py::c": ("failed", "x")}
-    gone = "ImportError: cannot import name 'X' from 'deepspeed.y'"
-    lacks = "AttributeError: 'E' object has no attribute 'z'"
-    here = {"f.py::a": ("passed", ""), "f.py::b": ("failed", lacks), "f.py::c": ("passed", "")}
-    here["g.py"] = "failed", gone
-    assert suites.compare("S", here, there) == [
-        suites.SuiteResult("S", "f.py", 2, 1, 1, {"no `z`": 1}),
-        suites.SuiteResult("S", "g.py", 1, 0, 0, {"no `X`": 1}),
-    ]
-    assert "| S | `f.py` | 2 | 1 of 2 | 1: no `z` |" in suites.table(suites.compare("S", here, there))
-    absent = "NotHereError: `engine._x`: must be a name of the drop-in"
-    assert suites.reason(("failed", absent)) == "asks for the private `engine._x`"

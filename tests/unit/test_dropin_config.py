@@ -1,10 +1,9 @@
-"""The drop-in reads a config as DeepSpeed does: spellings, files that are no JSON, names of torch."""
+"""The drop-in reads a config as DeepSpeed does: spellings of offload, Hjson, and keys that stand twice."""
 
 from __future__ import annotations
 
 import base64
 import enum
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +59,6 @@ def test_hjson(text: str, value: Any, tmp_path: Path) -> None:
                 zerodrift.load(written_config(None, way, None))
         else:
             assert written_config(None, way, None) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("{a: 1 // one\n}", r"pip install 'zerodrift\[hjson\]'"), ('{"train_batch_size": 4, ]', "line 1")],
-)
-def test_a_file_that_is_no_json_is_told_by_the_first_reader(
-    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "hjson" in said:
-        monkeypatch.setitem(sys.modules, "hjson", None)
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=f"must be valid JSON.*{said}"):
-        written_config(None, str(tmp_path / "config.json"), None)
 
 
 def test_a_key_that_a_file_has_twice_is_refused(tmp_path: Path) -> None:

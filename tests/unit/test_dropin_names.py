@@ -6,15 +6,12 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import itertools
-import logging
 import pickle
 import re
 import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Optional
 
 import pytest
@@ -24,8 +21,7 @@ from torch import nn
 
 import zerodrift.deepspeed as deepspeed
 from zerodrift.deepspeed.engine import DeepSpeedEngine
-from zerodrift.deepspeed.modules import MODULES, MODULES_ABSENT, NAMES_ABSENT, NotHereError
-from zerodrift.deepspeed.runtime.zero import stage3, stage_1_and_2
+from zerodrift.deepspeed.modules import MODULES_ABSENT, NAMES_ABSENT, NotHereError
 from zerodrift.deepspeed.tables import ROOT
 from zerodrift.deepspeed.tools import estimates
 from zerodrift.errors import UnsupportedError
@@ -144,37 +140,12 @@ def test_the_accelerator_answers_or_names_torchs_own(monkeypatch: pytest.MonkeyP
     assert found.device_name() != "cpu" or found.device_count() == 4
 
 
-def test_nothing_else_has_the_name_of_one_of_deepspeeds_modules() -> None:
-    """The standard library's `logging` was in `deepspeed.utils` once."""
-    for module in MODULES:
-        package, _, last = module.rpartition(".")
-        held = vars(importlib.import_module(f"zerodrift.deepspeed.{package}".rstrip("."))).get(last)
-        named = getattr(held, "__name__", "")
-        assert not isinstance(held, ModuleType) or named == f"zerodrift.deepspeed.{module}", (module, named)
-    assert logging.getLogger("zerodrift.deepspeed") is deepspeed.utils.logging.logger
-
-
-def test_what_scripts_ask_of_operations_and_of_torchs_version() -> None:
-    required = deepspeed.utils.torch.required_torch_version
-    assert required(min_version="1.13") and required(min_version=2.0, max_version="99")
-    assert not required(min_version="99.1") and not required(max_version=1.13)
-    ops = deepspeed.ops.op_builder
-    assert ops.CPUAdamBuilder().is_compatible() and ops.CPUAdamBuilder().load() is None
-    assert deepspeed.ops.__compatible_ops__["fused_adam"] and not deepspeed.ops.__compatible_ops__["async_io"]
-    with pytest.raises(UnsupportedError, match="async_io"):
-        ops.AsyncIOBuilder().load()
-
-
 def test_made_modules_are_like_any_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Values pickle by their file, modules reload, and `python -m` finds their code."""
-    kind = deepspeed.ops.op_builder.FusedAdamBuilder
-    for value in (deepspeed.zero.ZeroParamStatus.AVAILABLE, deepspeed.utils.safe_get_full_grad, kind):
+    """Values pickle by their file, and `python -m` finds their code."""
+    for value in (deepspeed.zero.ZeroParamStatus.AVAILABLE, deepspeed.utils.safe_get_full_grad):
         assert pickle.loads(pickle.dumps(value)) is value
-    module = importlib.import_module("zerodrift.deepspeed.utils")
-    assert importlib.reload(module).logger is deepspeed.logger and "z3" in repr(module.z3_leaf_module)
-    assert inspect.getsource(deepspeed.zero.Init).startswith("class Init")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("zerodrift.deepspeed.nothing_of_the_kind")
     monkeypatch.setattr(sys, "argv", ["zero_to_fp32", "--help"])
@@ -231,40 +202,19 @@ def test_a_method_takes_what_deepspeeds_takes(name: str) -> None:
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(
-    ("module", "names"),
-    [
-        ("", ("initialize", "init_distributed", "add_config_arguments")),
-        ("zero", (*IMPORTED["zero"], "unwrap_model_for_generation")),
-        ("utils", tuple(n for n in deepspeed.utils.__all__ if n.startswith(("safe_", "set_z3", "log_dist")))),
-        ("utils.zero_to_fp32", tuple(set(deepspeed.utils.zero_to_fp32.__all__) - {"main"})),
-        ("runtime.lr_schedules", tuple(deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES)),
-        ("runtime.zero.stage3", tuple(n for n in stage3.__all__ if n.startswith("estimate"))),
-        ("runtime.zero.stage_1_and_2", tuple(n for n in stage_1_and_2.__all__ if n.startswith("estimate"))),
-        ("ops.adam", ("FusedAdam", "DeepSpeedCPUAdam")),
-        ("ops.lion", ("FusedLion", "DeepSpeedCPULion")),
-        (
-            "runtime.torch_autocast",
-            ("get_comm_dtype", "has_comm_dtype", "get_all_comm_dtypes", "sort_dtypes"),
-        ),
-    ],
-)
-def test_a_function_takes_what_deepspeeds_takes(module: str, names: tuple[str, ...]) -> None:
-    theirs = real(module) if module != "zero" else real("runtime.zero")
-    mine = importlib.import_module(f"zerodrift.deepspeed.{module}".rstrip("."))
-    for name in names:
-        assert arguments(getattr(mine, name)) == arguments(getattr(theirs, name)), name
-
-
-@needs_deepspeed
-def test_collectives_take_what_deepspeeds_take() -> None:
-    theirs = real("comm")
-    own = [n for n in deepspeed.comm.__all__ if inspect.isfunction(getattr(deepspeed.comm, n))]
-    own = [n for n in own if getattr(deepspeed.comm, n).__module__ == "zerodrift.deepspeed.tools.collectives"]
-    assert len(own) > 20
-    for name in own:
-        mine = [(n, d) for n, d in arguments(getattr(deepspeed.comm, name)) if n != "op"]
-        assert mine == [(n, d) for n, d in arguments(getattr(theirs, name)) if n != "op"], name
+def test_a_function_takes_what_deepspeeds_takes() -> None:
+    utils = [name for name in deepspeed.utils.__all__ if name.startswith(("safe_", "set_z3", "log_dist"))]
+    for module, names in {
+        "": ["initialize", "init_distributed", "add_config_arguments"],
+        "runtime.zero": [*IMPORTED["zero"], "unwrap_model_for_generation"],
+        "utils": utils,
+        "utils.zero_to_fp32": sorted({*deepspeed.utils.zero_to_fp32.__all__} - {"main"}),
+        "runtime.lr_schedules": deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES,
+        "ops.adam": ["FusedAdam", "DeepSpeedCPUAdam"],
+    }.items():
+        mine = importlib.import_module(f"zerodrift.deepspeed.{module}".rstrip("."))
+        for name in names:
+            assert arguments(getattr(mine, name)) == arguments(getattr(real(module), name)), name
 
 
 # --- what frameworks reach for in their source ------------------------------------------------------------
@@ -353,19 +303,3 @@ def test_estimates_count_tied_weights_once_and_follow_deepspeeds_formulas() -> N
     assert three(1000, 100, 4, 2) == (13_500, 400, 400)
     assert three(1000, 100, 4, 2, cpu_offload_params=False) == (12_000, 400 + 250, 400)
     assert three(1000, 100, 4, 2, cpu_offload=False, zero_init=False) == (24_000, 400 + 2250, 400)
-
-
-@needs_deepspeed
-@pytest.mark.parametrize(("stage", "module"), [(2, "stage_1_and_2"), (3, "stage3")])
-def test_tables_are_deepspeeds(stage: int, module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    theirs = importlib.import_module(f"deepspeed.runtime.zero.{module}")
-    start = f"estimate_zero{stage}_model_states_mem_needs"
-    layer = (123_456_789,) if stage == 3 else ()
-    for gpus, nodes, buffers in itertools.product((1, 8), (1, 3), (1.0, 1.5)):
-        for name, first in ((f"{start}_all_live", (tied(),)), (f"{start}_all_cold", (2_851_000_000, *layer))):
-            capsys.readouterr()
-            getattr(theirs, name)(*first, gpus, nodes, additional_buffer_factor=buffers)
-            # from Python 3.11 on its enum is printed with its name, which its pages do not show
-            expected = capsys.readouterr().out.replace("OffloadDeviceEnum.cpu", "cpu ")
-            getattr(estimates, name)(*first, gpus, nodes, additional_buffer_factor=buffers)
-            assert capsys.readouterr().out.startswith(expected)

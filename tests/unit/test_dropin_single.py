@@ -7,7 +7,6 @@ import base64
 import contextlib
 import copy
 import gc
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -229,12 +228,8 @@ def test_the_optimizer_is_live() -> None:
     step(engine)
     schedule.step()
     assert engine.get_lr() == [5e-3]
-    assert optimizer.cur_scale == optimizer.loss_scale == 1.0 and optimizer.overflow is False
-    assert not hasattr(optimizer, "bit16_groups")
     optimizer.set_lr(0.25)
     assert engine.get_lr() == [0.25] and optimizer.get_lr() == 0.25
-    # The config's optimizer has the model's parameters, as a caller's has.
-    assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, engine.module.parameters())]
     with pytest.raises(UnsupportedError, match=r"add_param_group`: must be called before the engine"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     engine.destroy()
@@ -304,50 +299,6 @@ def test_batch_numbers_can_change_between_steps() -> None:
     assert engine.gradient_accumulation_steps() == 3
     losses = [step(engine) for _ in range(3)]
     assert losses[0] == losses[1] == losses[2] and engine.global_steps == 1
-
-
-def test_a_loss_of_two_engines_trains_both_with_the_calls_of_older_scripts() -> None:
-    inputs = torch.ones(2, 4)
-    alone, *_ = make(BF16)
-    alone.backward(alone(inputs).float().square().mean())
-    alone.step()
-    pair = [make(BF16)[0] for _ in range(2)]
-    sum(engine(inputs).float().square().mean() for engine in pair).backward()
-    for engine in pair:
-        engine._backward_epilogue()
-    for engine in pair:
-        engine.step()
-        assert same(masters(engine), masters(alone))
-
-
-@pytest.mark.parametrize(
-    ("block", "marked", "warns"),
-    [
-        ({"names": ["2"]}, ["2"], False),
-        ({"classes": ["torch.nn.modules.linear.Linear"]}, ["0", "2"], False),
-        ({"names": ["2", "head"]}, ["2"], True),
-        (None, [], False),
-    ],
-)
-def test_leaf_modules_of_the_config_are_marked(
-    block: Any, marked: list[str], warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine, optimizer, *_ = make({**CONFIG, "zero_optimization": {"stage": 3, "leaf_module": block}})
-    modules = [engine.module.get_submodule(path) for path in marked]
-    assert deepspeed.utils.get_z3_leaf_modules(engine.module) == modules
-    held = {module: [*map(id, parameters)] for module, parameters in optimizer.leaf_parameters.items()}
-    assert held == {module: [*map(id, module.parameters())] for module in modules}
-    assert ("leaf_module" in caplog.text) is warns
-    engine.destroy()
-    assert not any(map(deepspeed.utils.z3_leaf_parameter, engine.module.parameters()))
-
-
-def test_groups_without_deepspeeds_experts_are_as_they_were() -> None:
-    moe, parameters = importlib.import_module("zerodrift.deepspeed.moe.utils"), list(model().parameters())
-    group = {"params": parameters, "name": "all"}
-    assert moe.split_params_into_different_moe_groups_for_optimizer(group) == [group]
-    assert moe.configure_moe_param_groups(parameters) == [{"params": parameters, "name": "dense-params"}]
-    assert moe.split_params_into_shared_and_expert_params(parameters) == (parameters, [])
 
 
 # --- files ------------------------------------------------------------------------------------------------
@@ -434,8 +385,7 @@ def test_keys_with_dots_are_the_keys_that_they_name(caplog: pytest.LogCaptureFix
     assert "`zero_optimization.reduce_bucket_size: 1024` is in its block as 5, which holds" in caplog.text
 
 
-@pytest.mark.parametrize("mode", [{}, {"torch_autocast": {"enabled": True}}, {"bf16": {"enabled": True}}])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("stage", "mode"), [(0, {}), (0, {"bf16": {"enabled": True}}), (1, {})])
 def test_without_zero_the_optimizer_passes_for_the_callers(stage: int, mode: dict[str, Any]) -> None:
     net = model()
     mine = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -443,12 +393,9 @@ def test_without_zero_the_optimizer_passes_for_the_callers(stage: int, mode: dic
     engine, optimizer, *_ = make(config, model=net, optimizer=mine)
     passes = stage == 0 and "bf16" not in mode
     assert isinstance(optimizer, torch.optim.AdamW) is passes
-    assert (optimizer == mine) is passes and (mine == optimizer) is passes
-    assert (hash(optimizer) == hash(mine)) is passes and (mine in [optimizer]) is passes
+    assert (optimizer == mine) is (mine == optimizer) is (mine in [optimizer]) is passes
     assert optimizer == engine.optimizer and isinstance(optimizer, DeepSpeedOptimizer)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    zero12 = importlib.import_module("zerodrift.deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
-    assert isinstance(optimizer, zero12) is (stage == 1)
 
 
 def test_the_optimizer_steps_as_the_engine_does_but_for_the_schedule() -> None:

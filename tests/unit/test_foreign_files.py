@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,14 @@ import torch
 import zerodrift as zd
 from tests.checkpoint_files import seal
 from tests.unit.deepspeed_layout import lay_out, values
-from tests.unit.sources import PATHS, name_of, tree
+from tests.unit.sources import PATHS, name_of, source, tree
 from zerodrift.api import initialize
 from zerodrift.checkpoint.folder import CheckpointFolder, latest_text, read_latest
 from zerodrift.checkpoint.inspection import inspect
 from zerodrift.checkpoint.manifest import read_manifest, write_manifest
 from zerodrift.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zerodrift.errors import ZerodriftError
-from zerodrift.weights.converter import ConvertOptions, convert
+from zerodrift.weights.converter import convert
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 
 TAG = "step-00000003"
@@ -148,7 +147,8 @@ def test_nothing_in_a_deepspeed_file_runs(what: str, pattern: str, tmp_path: Pat
 def test_every_place_that_unpickles_is_restricted() -> None:
     """The source is searched: a new place needs an entry here with its reason."""
     found = set()
-    for path in PATHS:
+    risky = re.compile("pickle|marshal|shelve|dill|joblib|dcp|eval|exec|torch.load|FileSystemReader")
+    for path in (path for path in PATHS if risky.search(source(path))):
         for node in ast.walk(tree(path)):
             if not isinstance(node, ast.Call):
                 continue
@@ -202,61 +202,6 @@ def test_a_manifest_names_files_that_are_in_its_folder(ours: Path, engine: Any, 
         with pytest.raises(ZerodriftError, match="must name files that are in it"):
             convert(ours, tmp_path / "out")
         assert not inspect(tag, verify=True).complete  # type: ignore[union-attr]
-
-
-# --- what lies where something is expected --------------------------------------------------------------
-
-
-def odd_places(tmp_path: Path) -> dict[str, Path]:
-    fifo, loop = tmp_path / "fifo", tmp_path / "loop"
-    os.mkfifo(fifo)
-    loop.symlink_to(loop)
-    (tmp_path / "file").write_text("text")
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    return {
-        "a pipe": fifo,
-        "a device": Path("/dev/null"),
-        "a device that never ends": Path("/dev/zero"),
-        "a link to itself": loop,
-        "a link to nothing": tmp_path / "dangling",
-        "a long name": tmp_path / ("a" * 5000),
-        "a NUL": Path("a\0b"),
-        "below a file": tmp_path / "file" / "more",
-        "a file": tmp_path / "file",
-        "nothing": tmp_path / "nothing",
-    }
-
-
-OTHERS: dict[str, Callable[[Any, Path, Path], object]] = {
-    "inspect": lambda engine, path, out: inspect(path),
-    "convert a tag": lambda engine, path, out: convert(path, out, ConvertOptions(tag="x")),
-    "DeepSpeed's": lambda engine, path, out: open_deepspeed(path),
-    "weights": lambda engine, path, out: zd.load_weights(engine, path),
-}
-
-
-def test_whatever_is_given_for_a_checkpoint_is_one_error(engine: Any, tmp_path: Path) -> None:
-    """The error comes at once: nothing waits for the other end of a pipe."""
-    ended = threading.Event()
-    threading.Timer(60, lambda: ended.is_set() or os._exit(99)).start()
-    for what, path in odd_places(tmp_path).items():
-        for name, read in {**READERS, **OTHERS}.items():
-            if name == "resume" and what in ("nothing", "below a file"):
-                continue  # where a run may begin
-            with pytest.raises(ZerodriftError) as error:
-                read(engine, path, tmp_path / "out")
-            assert len(str(error.value)) < 1500, what
-    ended.set()
-
-
-def test_whatever_is_given_to_write_to_is_one_error(engine: Any, ours: Path, tmp_path: Path) -> None:
-    for what, path in odd_places(tmp_path).items():
-        if what in ("nothing", "a link to nothing"):
-            continue
-        checkpoints = zd.Checkpoints(engine, path, quiet=True)
-        for write in (partial(convert, ours, path), partial(zd.export, engine, path), checkpoints.save):
-            with pytest.raises(ZerodriftError):
-                write()
 
 
 LATESTS = {

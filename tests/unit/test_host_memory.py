@@ -33,15 +33,6 @@ def test_what_is_there_stays() -> None:
     assert torch.equal(flat, torch.arange(3 * mmap.PAGESIZE, dtype=torch.int32))
 
 
-def test_nothing_happens_where_the_system_refuses() -> None:
-    pages, asked = Pages(), []
-    pages._ask = lambda *args: asked.append(args) or -1
-    for _ in range(2):
-        pages.ready(torch.zeros(10))
-    assert len(asked) == 1
-    Pages().ready(torch.empty(0))
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere buffers are torch's")
 def test_a_buffer_that_is_given_back_is_the_next_one_that_fits_and_never_that_of_two() -> None:
     buffers, count = HostBuffers(), 1 << 20

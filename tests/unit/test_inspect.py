@@ -1,10 +1,8 @@
-"""`zerodrift inspect` shows the contents of a checkpoint as text and as JSON, without torch."""
+"""`zerodrift inspect` shows the contents of a checkpoint as text and as JSON."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,11 +49,6 @@ def test_a_folder_of_them(tmp_path: Path) -> None:
     assert document["complete"] and document["latest"] == "step-00000002"
     assert one["manifest"]["step"] == 1 and one["holdings"][0]["elements"] == 6048
     assert one["kin"][1]["pattern"] == "layers.*.up.weight"
-    code = (
-        "import sys; from zerodrift.checkpoint.inspection import inspect; inspect(sys.argv[1], verify=True)"
-    )
-    check = "\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code + check, str(tmp_path / "step-00000001")], check=True)
 
 
 @pytest.mark.long
