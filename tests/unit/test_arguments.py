@@ -87,6 +87,11 @@ def test_what_an_argument_cannot_be_is_refused_in_the_plan(block: str, kind: str
         planned(block, kind, {**needed(kind), "Lr": 1})
 
 
+def test_nesterov_is_refused_without_momentum() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.nesterov"):
+        planned("optimizer", "SGD", {"lr": 0.1, "nesterov": True})
+
+
 @pytest.mark.parametrize(("block", "kind"), TABLES)
 def test_what_it_can_be_is_built(block: str, kind: str) -> None:
     for key, value in (

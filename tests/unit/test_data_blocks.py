@@ -117,7 +117,7 @@ def test_of_one_text_the_last_blocks_are_held_out_and_never_all(tmp_path: Path) 
 
 
 def test_marks_and_counts_are_split_with_the_blocks(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "one.jsonl", [{"messages": TALK}] * 40)
+    file = jsonl(tmp_path / "one.jsonl", [{"messages": TALK[: 2 if n % 3 else 4]} for n in range(40)])
     whole = made(tmp_path, data(file, block=64)).train
     parts = made(tmp_path, data(file, block=64, validation=0.05))
     assert parts.validation is not None and len(parts.train) + len(parts.validation) == len(whole)

@@ -5,14 +5,14 @@ The package is copied, the files that the recipe names are edited, and a process
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from tests.ranks.harness import forks, redirect
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,9 +23,12 @@ EDITS: dict[str, tuple[str, str]] = {
     ),
 }
 """File of the package -> a text, and its replacement."""
-"""First lines of the uses below."""
 
 USE = """
+import sys
+from pathlib import Path
+
+import zerodrift
 from tests.unit.models import moe
 from tests.unit.tools import load_tool
 from zerodrift import ConfigError, cost, load, make_plan
@@ -44,6 +47,7 @@ except ConfigError as error:
     assert "`precision.grad`: must be fp32, bf16 or fp16" in str(error)
 else:
     raise AssertionError("taken")
+assert Path(zerodrift.__file__).parent == Path(sys.argv[1])
 """
 
 
@@ -63,22 +67,7 @@ def test_the_files_of_a_recipe_are_enough(tmp_path: Path) -> None:
         text = (package / name).read_text(encoding="utf-8")
         assert text.count(there) == 1, f"{name}: {there!r}"
         (package / name).write_text(text.replace(there, instead), encoding="utf-8")
-    said = tmp_path / "said"
-    process = forks().Process(target=_use, args=(USE, tmp_path, said))
-    process.start()
-    process.join(timeout=300)
-    process.kill()
-    assert process.exitcode == 0, said.read_text()[-3000:]
-
-
-def _use(code: str, folder: Path, said: Path) -> None:
-    """Run code with the package in a folder, in a process that has everything else imported."""
-    redirect(said, said)
-    for name in list(sys.modules):
-        if name.split(".")[0] in ("zerodrift", "tests"):
-            del sys.modules[name]
-    sys.path[:0] = [str(folder), str(ROOT)]
-    exec(compile(code, "use", "exec"), {"__name__": "use"})
-    import zerodrift
-
-    assert Path(zerodrift.__file__).parent == folder / "zerodrift"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", USE, str(package)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
