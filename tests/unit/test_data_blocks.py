@@ -187,6 +187,12 @@ def test_each_set_gives_its_share_of_every_step(tmp_path: Path) -> None:
         assert torch.equal(again.tokens, steps[number].tokens), "by the number of the step alone"
 
 
+def test_what_is_held_out_is_of_every_set(tmp_path: Path) -> None:
+    held = made(tmp_path, mixed(tmp_path, a=1, b=3).model_copy(update={"validation": 0.3})).validation
+    assert held is not None
+    assert {chr(int(row[0])) for row in parts_of(held, *range(len(held)))[0]} == {"a", "b"}
+
+
 @pytest.mark.parametrize("weights", [(1, 1), (1, 1000), (0.001, 5, 2), (3, 2, 1)])
 def test_shares_add_up_and_leave_nobody_out(weights: tuple[float, ...]) -> None:
     counts = (40, 10, 3)[: len(weights)]

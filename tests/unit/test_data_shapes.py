@@ -204,6 +204,8 @@ REFUSED: dict[str, tuple[File, str]] = {
         r"a\.jsonl:1: messages\[0\]: content\[0\].*'image_url'",
     ),
     "an image beside it": (row(messages=[HI, YO], images=["a.png"]), r"a\.jsonl:1.*`images`"),
+    "null": (row(messages=[turn("user", None), YO]), r"messages\[0\]: content.*got null"),
+    "an odd weight": (row(messages=[HI, {**YO, "weight": 0.5}]), r"weight.*must be 0 or 1"),
     "nothing to say": (row(messages=[HI, {"role": "assistant"}]), r"messages\[1\].*got `role`"),
     "an unknown role": (row(messages=[turn("boss", "Hi"), YO]), r"messages\[0\]: role.*got 'boss'"),
     "a key that no template writes": (row(messages=[HI, {**YO, "mood": "glad"}]),

@@ -253,6 +253,11 @@ def test_schedules_come_as_objects_functions_or_blocks() -> None:
     step(engine)
     assert engine.get_lr() == [pytest.approx(1e-3)]
     engine.destroy()
+    increments: list[int] = []
+    engine, *_ = make(lr_scheduler=SimpleNamespace(step=lambda increment=1: increments.append(increment)))
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step(lr_kwargs={"increment": 16})
+    assert increments == [16]
 
 
 def test_deepspeeds_own_optimizers_are_torchs_with_bf16_moments_where_the_config_has_them() -> None:
