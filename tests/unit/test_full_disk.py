@@ -163,6 +163,7 @@ def test_a_trainer(small: Path, tmp_path: Path) -> None:
             train(str(file), (f"run.folder={small}/run", "run.device=cpu"), 1)
         for tag in CheckpointFolder(small / "run" / "checkpoints").tags():
             verified(small / "run" / "checkpoints" / tag)
+        assert [path for path in (small / "cache").glob("*.*") if path.is_dir()] == []
         (small / "big").unlink()
         for folder in ("run", "cache"):
             shutil.rmtree(small / folder, ignore_errors=True)
