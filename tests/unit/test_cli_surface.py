@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,11 +122,9 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     ("line", "said"),
     [
         ("plan", ""),
-        ("plan config.yaml --model x --world-size 0", ""),
         ("support --json --markdown", ""),
         ("paln", "No such command: 'paln'. Did you mean `plan`?"),
         ("export", "`zerodrift convert` writes the weights"),
-        ("frobnicate", "`zerodrift --help` lists all."),
         ("check --step 3", "No such option: --step. Did you mean `--steps`?"),
         ("check --quick x", "No such option: --quick.\n"),
     ],
@@ -168,9 +167,5 @@ def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setenv("TERM", "xterm")
             patch.setenv(*variable)
-            patch.setattr(
-                sys,
-                "stdout",
-                SimpleNamespace(isatty=lambda is_terminal=is_terminal: is_terminal, encoding="utf-8"),
-            )
+            patch.setattr(sys, "stdout", SimpleNamespace(isatty=partial(bool, is_terminal), encoding="utf-8"))
             assert streams.color() is colored, variable

@@ -21,7 +21,6 @@ TREE = DeterminismNeed("precision.reduce.order", "tree", "rank")
     ("said", "do"),
     [
         ("grid_sampler_2d_backward_cuda", "`gather`"),
-        ("_histc_cuda with floating point input", "`bincount`"),
         ("something_new_cuda", "Use another operation in the model"),
     ],
 )

@@ -290,6 +290,8 @@ def test_getters_and_names_of_the_optimizer_tell_what_the_plan_does() -> None:
     step(engine)
     assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
     assert engine.get_global_grad_norm().item() == engine.running.grad_norm
+    engine.tput_timer.update_epoch_count()  # as DeepSpeed-Chat does
+    assert engine.tput_timer.epoch_count == 1 and engine.sparse_tensor_module_names == set()
     fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 7}
     engine, optimizer, *_ = make({**CONFIG, "fp16": fp16})
     assert optimizer.needs_scaler() and optimizer.loss_scaler.dynamic
@@ -304,6 +306,17 @@ def test_batch_numbers_can_change_between_steps() -> None:
     assert engine.gradient_accumulation_steps() == 3
     losses = [step(engine) for _ in range(3)]
     assert losses[0] == losses[1] == losses[2] and engine.global_steps == 1
+
+
+def test_a_loss_of_two_engines_trains_both_with_the_calls_of_older_scripts() -> None:
+    alone, *pair = (make(BF16)[0] for _ in range(3))
+    step(alone)
+    sum(engine(torch.ones(2, 4)).float().square().mean() for engine in pair).backward()
+    for engine in pair:
+        engine._backward_epilogue()
+    for engine in pair:
+        engine.step()
+        assert same(masters(engine), masters(alone))
 
 
 # --- files ------------------------------------------------------------------------------------------------
