@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import re
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,15 +12,12 @@ import torch
 
 from tests.unit.models import moe
 from zerodrift import ConfigError, MeshShape, load, make_plan, resolve
-from zerodrift.optim import muon, schedules
+from zerodrift.optim import schedules
 from zerodrift.optim.flat import arguments as built
 from zerodrift.policy.arguments import ANY, OPTIMIZERS, REQUIRED, SCHEDULES
 
 HUGE, NAN, INF = 10**400, math.nan, math.inf
-NEVER: tuple[Any, ...] = (
-    *({}, {"a": 1}, [], [[]], [None], "", "x", "1e-3", "\x1b[31m", "nan", NAN, INF, -INF, HUGE, -HUGE, 1e300),
-    *(b"1", {1}, object(), 1j, [NAN], [INF, 0.9], ["0.9", "0.99"], [True, False], [0.9, {}], (0.9, None)),
-)
+NEVER: tuple[Any, ...] = ({"a": 1}, [], "1e-3", "nan", NAN, -INF, HUGE, object(), [INF, 0.9], ["0.9", "0.99"])
 """Values that no argument admits."""
 
 NUMBER, LIST = "a number of at least 0", "or a list of them, one per parameter group"
@@ -34,14 +29,8 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "true or false": ((0, 1, 0.0, [True]), (True, False)),
     "True or left out": ((False, 1), (True,)),
     "False or left out": ((True, 0), (False,)),
-    "two numbers in [0, 1)": (
-        (0.9, [0.9], [0.9, 0.99, 0.999], [0.9, 1.0], [-0.1, 0.9], [0.9, 2], True),
-        ([0.9, 0.95], (0, 0.5)),
-    ),
-    "three numbers": (
-        (1.0, [1.0, 2.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, NAN], [1, 2, True]),
-        ([1, -2.5, 3.0],),
-    ),
+    "two numbers in [0, 1)": ((0.9, [0.9], [0.9, 1.0], [-0.1, 0.9], True), ([0.9, 0.95], (0, 0.5))),
+    "three numbers": ((1.0, [1.0, 2.0], [1.0, 2.0, NAN], [1, 2, True]), ([1, -2.5, 3.0],)),
     "a whole number above 0": ((0, -1, 0.5, True, 2**31, [3]), (1, 2e3)),
     "a whole number of at least 0": ((-1, 0.5, True, 2**31), (0, 4.0)),
     "a whole number of at least -1": ((-2, 0.5, True, 2**31), (-1, 3)),
@@ -60,7 +49,6 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 TABLES = {("scheduler", kind): table for kind, table in SCHEDULES.items()}
 for kind, table in OPTIMIZERS.items():
     TABLES["optimizer", kind] = table if kind == "Muon" else {**table, **ANY}
-CASES = [(block, kind, key) for (block, kind), table in TABLES.items() for key in table]
 
 
 def planned(block: str, kind: str, params: Any, **rest: Any) -> Any:
@@ -86,21 +74,29 @@ def needed(kind: str, beside: str = "", without: str = "") -> dict[str, Any]:
     return {name: value for name, value in own.items() if {name, beside} != {*EITHER.get(kind, ())}}
 
 
-@pytest.mark.parametrize(("block", "kind", "key"), CASES)
-def test_what_an_argument_cannot_be_is_refused_in_the_plan(block: str, kind: str, key: str) -> None:
-    needs, path = needed(kind, key), f"{block}.params.{key}"
-    for value in (*NEVER, *VALUES[TABLES[block, kind][key].words][0]):
-        with pytest.raises(ConfigError) as caught:
-            planned(block, kind, {**needs, key: value})
-        assert f"`{path}" in str(caught.value) and "must" in str(caught.value), (value, str(caught.value))
-        if isinstance(value, (int, float, str, dict)):
-            with pytest.raises(ConfigError, match=re.escape(path)):
-                planned(block, kind, {**needs, key: "auto"}, auto={path: value})
+@pytest.mark.parametrize(("block", "kind"), TABLES)
+def test_what_an_argument_cannot_be_is_refused_in_the_plan(block: str, kind: str) -> None:
+    for key, argument in TABLES[block, kind].items():
+        needs, path = needed(kind, key), f"{block}.params.{key}"
+        for value in (*NEVER, *VALUES[argument.words][0]):
+            with pytest.raises(ConfigError, match=rf"`{re.escape(path)}.*must"):
+                planned(block, kind, {**needs, key: value})
+        with pytest.raises(ConfigError, match=re.escape(path)):
+            planned(block, kind, {**needs, key: "auto"}, auto={path: VALUES[argument.words][0][0]})
+    with pytest.raises(ConfigError, match=rf"{block}\.params.*must be an argument of"):
+        planned(block, kind, {**needed(kind), "Lr": 1})
 
 
-@pytest.mark.parametrize(("block", "kind", "key"), CASES)
-def test_what_it_can_be_is_built(block: str, kind: str, key: str) -> None:
-    for value in VALUES[TABLES[block, kind][key].words][1]:
+def test_nesterov_is_refused_without_momentum() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.nesterov"):
+        planned("optimizer", "SGD", {"lr": 0.1, "nesterov": True})
+
+
+@pytest.mark.parametrize(("block", "kind"), TABLES)
+def test_what_it_can_be_is_built(block: str, kind: str) -> None:
+    for key, value in (
+        (key, value) for key, of in TABLES[block, kind].items() for value in VALUES[of.words][1]
+    ):
         params = {**needed(kind, key), key: value}
         if (kind, key, value) == ("SGD", "nesterov", True):
             params["momentum"] = 0.9
@@ -112,8 +108,9 @@ def test_what_it_can_be_is_built(block: str, kind: str, key: str) -> None:
             assert all(math.isfinite(rate) for rate in schedule.get_last_lr())
         elif kind != "Muon":
             built(recipe)
-    recipe = planned(block, kind, {**needed(kind), key: None} if key not in needed(kind) else needed(kind))
-    assert json.loads(recipe.params) == needed(kind), "null is left out"
+        nothing = {key: None} if key not in needed(kind) else {}
+        recipe = planned(block, kind, {**needed(kind), **nothing})
+        assert json.loads(recipe.params) == needed(kind), "null is left out"
 
 
 @pytest.mark.parametrize("kind", sorted(REQUIRED))
@@ -125,17 +122,9 @@ def test_what_a_schedule_needs_is_asked_for(kind: str) -> None:
         assert planned("scheduler", kind, params, auto={f"scheduler.params.{key}": 7.0})
 
 
-@pytest.mark.parametrize(("block", "kind"), sorted(TABLES))
-def test_what_is_no_argument_is_named(block: str, kind: str) -> None:
-    for key in ("", "self", "Lr", "params", "\x1b[31m", "a.b", "x" * 3000, "\u00e9"):
-        with pytest.raises(ConfigError, match=rf"{block}\.params.*must be an argument of"):
-            planned(block, kind, {**needed(kind, key), key: 1})
-
-
 NUMBERS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-    *("gradient_clipping", "fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis"),
-    "fp16.min_loss_scale",
+    *("gradient_clipping", "fp16.initial_scale_power", "fp16.loss_scale_window"),
 )
 
 
@@ -143,47 +132,24 @@ NUMBERS = (
 def test_a_number_that_stands_for_auto_is_one_that_could_be_written(key: str) -> None:
     block, _, name = key.rpartition(".")
     written: dict[str, Any] = {block: {"enabled": True, name: "auto"}} if block else {name: "auto"}
-    for value in (NAN, INF, -1, "auto", "8", [1], {}, True, HUGE, object(), torch.tensor(3)):
+    for value in (NAN, -1, "auto", "8", [1], True, HUGE, torch.tensor(3)):
         with pytest.raises(ConfigError, match=key):
             make_plan(written, moe(layers=1), 2, auto={key: value})
     assert make_plan(written, moe(layers=1), 2, auto={key: 4.0})
-    for block in ([0], "lr=1", 3, [("lr", 1)], {1: 2}, {None: 1}):
-        with pytest.raises(ConfigError):
-            make_plan(written, moe(layers=1), 2, auto=block)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        make_plan(written, moe(layers=1), 2, auto=[("lr", 1)])  # type: ignore[arg-type]
 
 
 BOUNDED = {
-    "gradient_accumulation_steps": 2**31,
-    "train_micro_batch_size_per_gpu": 2**31,
-    "pipeline.stages": 2**24 + 1,
-    "pipeline.micro_batches": 2**31,
+    **dict.fromkeys(("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"), 2**31),
+    **dict.fromkeys(("pipeline.stages", "sharding.replicate", "experts.ranks"), 2**24 + 1),
+    **dict.fromkeys(("pipeline.micro_batches", "fp16.hysteresis", "fp16.loss_scale_window"), 2**31),
     "pipeline.chunks": 1025,
-    "sharding.replicate": 2**24 + 1,
-    "experts.ranks": 2**24 + 1,
-    "zero_optimization.mics_shard_size": 2**24 + 1,
-    "fp16.initial_scale_power": 121,
     "fp16.loss_scale": 2.0**128,
-    "fp16.hysteresis": 2**31,
-    "fp16.loss_scale_window": 2**31,
 }
 
 
-@pytest.mark.parametrize("key", sorted(BOUNDED))
+@pytest.mark.parametrize("key", BOUNDED)
 def test_a_number_that_makes_no_sense_is_refused_by_its_key(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"`{key}`: must be"):
         make_plan({}, moe(layers=1), 2, overrides=[f"{key}={BOUNDED[key]}"])
-
-
-def test_the_tables_name_what_the_builders_take() -> None:
-    functions = pytest.importorskip("transformers.optimization").TYPE_TO_SCHEDULER_FUNCTION
-    for kind in schedules.TRANSFORMERS:
-        parameters = set(inspect.signature(functions[kind]).parameters) - {"optimizer", "last_epoch"}
-        assert set(SCHEDULES[kind]) - {"last_batch_iteration"} == parameters
-    for kind in schedules.VALID_LR_SCHEDULES:
-        takes = inspect.signature(schedules.SCHEDULES[kind]).parameters
-        assert set(SCHEDULES[kind]) == set(takes) - {"optimizer"}
-        required = {name for name, value in takes.items() if value.default is value.empty}
-        assert set(REQUIRED.get(kind, ())) == required - {"optimizer"}
-    names = {field.name for field in fields(muon.MuonHyper)}
-    assert set(OPTIMIZERS["Muon"]) == names | {"betas", "eps", "muon_lr", "adam_lr", "ns_method"}
-    assert TABLES["optimizer", "Muon"]["ns_steps"].words.endswith("99")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,6 @@ from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 from zerodrift.inspect.audit.entry import audit
 from zerodrift.inspect.audit.estimates import PrecisionProbe, probe, require_probe
-from zerodrift.inspect.audit.report import residual_stream
-from zerodrift.inspect.audit.results import Place
 from zerodrift.inspect.audit.rounding import Rounding, RoundingRecorder, Roundings, Widener
 from zerodrift.inspect.audit.runs import Recorder, Signals, close_calls
 from zerodrift.inspect.trace.operations import paths_in
@@ -40,18 +37,6 @@ class Narrows(nn.Module):
         return self.compute(self.weight, x)
 
 
-class Angles(nn.Module):
-    """A table without gradients, of positions in bf16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(300))
-
-    def forward(self) -> torch.Tensor:
-        positions = torch.arange(300).bfloat16()
-        return (positions.float() * self.scale).sum()
-
-
 def watched(model: nn.Module, *inputs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Rounding]]:
     found = Roundings()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -65,25 +50,14 @@ def given() -> torch.Tensor:
     return torch.randn(16, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-def casts(name: str) -> Code:
-    def code(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        narrow = weight.to(getattr(torch, name)) if "8" in name else getattr(weight, name)()
-        return narrow.to(torch.float32).square().sum()
-
-    return code
+def halves(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return weight.half().to(torch.float32).square().sum()
 
 
 def sets(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     held = torch.zeros(24, 40, dtype=torch.bfloat16)
     held[3:] = weight[3:]
     return held.float().square().sum()
-
-
-def adds(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    sums = torch.zeros(40, dtype=torch.bfloat16)
-    for row in weight.detach():
-        sums += row
-    return sums.float().sum() * weight.sum()
 
 
 def lost(weight: torch.Tensor, dtype: torch.dtype) -> float:
@@ -94,11 +68,8 @@ Code = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 CODES: dict[str, tuple[Code, str, Callable[[torch.Tensor], float] | None]] = {
     "a product": (product, "linear", None),
     "a cast": (product, "to", lambda weight: lost(weight, torch.bfloat16)),
-    "half": (casts("half"), "half", lambda weight: lost(weight, torch.half)),
-    "bfloat16": (casts("bfloat16"), "bfloat16", lambda weight: lost(weight, torch.bfloat16)),
-    "fp8": (casts("float8_e4m3fn"), "to", lambda weight: lost(weight, torch.float8_e4m3fn)),
+    "half": (halves, "half", lambda weight: lost(weight, torch.half)),
     "a write": (sets, "__setitem__", lambda weight: lost(weight[3:], torch.bfloat16)),
-    "a running sum": (adds, "add", None),
 }
 """Code that narrows, the operation that does, and its error, a sum of squares in fp64."""
 
@@ -119,10 +90,6 @@ def test_a_watched_forward_has_the_bits_of_an_unwatched_one_and_its_errors_are_t
     if error is not None:
         assert place.error == pytest.approx(error(seen.weight.detach()), rel=1e-5) and place.square > 0
         assert place.parameter == "weight"
-    elif name == "a running sum":
-        assert 0 < place.error < 1 and place.calls == 24
-    if name == "fp8":
-        assert place.dtype == "float8_e4m3fn" and place.relative > 0.01
 
 
 def test_a_local_error_is_that_of_fp64() -> None:
@@ -139,16 +106,6 @@ def test_a_local_error_is_that_of_fp64() -> None:
     # The gradient itself is one of bf16, and so are the errors that are kept for it.
     assert product.square == pytest.approx(float((gradient * error).square().sum()), rel=0.02)
     assert product.signed == pytest.approx(float((gradient * error).sum()), rel=0.05, abs=1.0)
-
-
-def test_numbers_without_a_gradient_have_what_they_would_be() -> None:
-    """Odd positions above 256 are not numbers of bf16: their cost comes with the gradients of users."""
-    _, places = watched(Angles())
-    table = places["bfloat16"]
-    lost = torch.arange(300).bfloat16().double() - torch.arange(300).double()
-    assert table.constant
-    assert table.error == float(lost.square().sum()) == 22.0
-    assert math.sqrt(table.square) == pytest.approx(math.sqrt(22.0), rel=1e-2)
 
 
 def test_widened_leaves_out_what_the_code_narrows() -> None:
@@ -176,11 +133,9 @@ def recorded(choose: Callable[[torch.Tensor], object]) -> Recorder:
     ("choose", "margins"),
     [
         (lambda x: torch.topk(x, 2, dim=-1), [1.5, 0.1]),
-        (lambda x: x.topk(2), [1.5, 0.1]),
         (lambda x: torch.topk(input=x, k=2, dim=1), [1.5, 0.1]),
         (lambda x: x.topk(4), []),
         (lambda x: x.topk(2, largest=False), []),
-        (lambda x: x.topk(1, dim=0), []),
     ],
 )
 def test_a_margin_is_from_the_last_choice_to_the_next(choose: Any, margins: list[float]) -> None:
@@ -210,12 +165,6 @@ def test_what_flips_cost_is_charged_to_what_moves_margins() -> None:
     assert abs(calls.weight * spread - 1.0) < 1e-3, "the one close call costs what the flip did"
 
 
-def test_without_flips_nothing_is_charged() -> None:
-    other = run([0.0] * 10, [0.5] * 10, [0] * 10)
-    assert close_calls(run([0.001] * 9 + [1.0], [0.51] * 10, [0] * 10), other) is None
-    assert close_calls(run([float("nan")] * 10, [0.51] * 10, [1] * 10), other) is None
-
-
 @pytest.mark.parametrize("mode", ["bf16", "autocast-bf16"])
 def test_what_cells_do_to_the_loss_adds_up(mode: str) -> None:
     """Every operation is charged once, so the sum is the plan's effect on the loss to first order; the
@@ -232,23 +181,6 @@ def test_what_cells_do_to_the_loss_adds_up(mode: str) -> None:
     for each in replayed:
         assert each.alone.loss == pytest.approx(stored[each.choice], rel=0.1, abs=found.drift.square)
     assert bool(replayed) is (mode == "bf16")
-    if mode == "bf16":
-        grows_as_in_fp32(model, residual_stream(found.places))
-
-
-def grows_as_in_fp32(model: GPT, stream: list[Place]) -> None:
-    """Compare the outputs of blocks with those of a plain forward."""
-    sizes: list[torch.Tensor] = []
-    for layer in model.layers:
-        layer.register_forward_hook(lambda *args: sizes.append(args[-1].detach().square()))
-    for micro in range(3):
-        model(batch(1, 0, micro))
-    for number, place in enumerate(stream):
-        true = torch.stack(sizes[number :: len(model.layers)]).mean().sqrt()
-        assert place.module == f"layers.{number}"
-        assert place.size == pytest.approx(float(true), rel=0.01)
-        assert 1e-4 < place.relative < 2**-8
-    assert len(stream) == len(model.layers)
 
 
 # --- a run as it trains -------------------------------------------------------------------------------
@@ -266,15 +198,13 @@ class Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(17, 16)
-        self.norm = nn.LayerNorm(16)
-        self.head = nn.Linear(16, 17)
+        self.table, self.head = nn.Embedding(17, 16), nn.Linear(16, 17)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        hidden = nn.functional.dropout(self.norm(self.table(ids)), 0.25)
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+        hidden = functional.dropout(self.table(ids), 0.25)
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
 
 
 def batches(step: int) -> list[dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""A user's first steps: examples and pages in the package, and the doctor's facts about a machine."""
+"""A user's first steps: examples and pages in the package, and what the doctor finds on a machine."""
 
 from __future__ import annotations
 
@@ -81,60 +81,3 @@ def test_the_doctor_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None
     text = doctor.doctor_text(found, color=False, width=60)
     assert "slow or missing" in text and "mode: fp32" in " ".join(text.split()) and "[hf]" in text
     assert max(map(len, text.splitlines())) <= 60
-
-
-TF32, CROWDED = "unset NVIDIA_TF32_OVERRIDE", "other processes have 71.0 GiB: end them"
-
-
-@pytest.mark.parametrize(
-    ("variables", "free", "obstacle", "what", "wrong"),
-    [
-        ({}, 79 << 30, None, "", ""),
-        ({"NVIDIA_TF32_OVERRIDE": "1"}, 79 << 30, None, "TF32", TF32),
-        ({}, 9 << 30, None, "cuda:0 memory", CROWDED),
-        ({}, 79 << 30, "no C compiler", "GPU updates", "several times slower: no C compiler"),
-    ],
-)
-def test_the_doctor_names_the_troubles_of_a_gpu(
-    variables: dict[str, str],
-    free: int,
-    obstacle: str | None,
-    what: str,
-    wrong: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch = doctor.torch
-    monkeypatch.setattr(doctor, "usable_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(doctor.device, "obstacle", lambda where: obstacle)
-    on_cpu = doctor.products.deviation(torch.device("cpu"), length=64, size=16)
-    monkeypatch.setattr(doctor.products, "deviation", lambda gpu: on_cpu)
-    for of, name, value in [
-        (torch.accelerator, "device_count", 1),
-        (torch.accelerator, "get_memory_info", (free, 80 << 30)),
-        (torch.accelerator, "memory_reserved", 0),
-        (torch.cuda, "get_device_name", "NVIDIA H100"),
-        (torch.cuda, "get_device_capability", (9, 0)),
-        (torch.cuda, "is_bf16_supported", True),
-    ]:
-        monkeypatch.setattr(of, name, lambda *args, value=value, **choices: value)
-    facts = [*doctor._gpus(variables), *doctor._kernels()]
-    found = {fact.what: fact.note for fact in facts if fact.bad and fact.what != "CPU updates"}
-    assert set(found) == ({what} if what else set()) and wrong in found.get(what, "")
-    shown = {fact.what: f"{fact.found}; {fact.note}" for fact in facts}
-    assert shown["cuda:0"] == "NVIDIA H100, 80.0 GiB, 9.0; "
-    assert shown["cuda:0 fp8 products"].startswith("0.00% of bf16 results have other bits than exact sums")
-
-
-def test_the_doctor_says_why_torch_finds_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    too_old = "The NVIDIA driver on your system is too old (found version 11040)."
-
-    def init() -> None:
-        raise RuntimeError(too_old)
-
-    monkeypatch.setattr(doctor, "usable_accelerator", lambda: None)
-    monkeypatch.setattr(doctor.torch.version, "cuda", None)
-    monkeypatch.setattr(doctor.torch.version, "hip", None, raising=False)
-    assert [fact.note for fact in doctor._gpus({})] == ["this torch is built for CPUs alone"]
-    monkeypatch.setattr(doctor.torch.version, "cuda", "13.0")
-    monkeypatch.setattr(doctor.torch.cuda, "init", init)
-    assert [fact.note for fact in doctor._gpus({})] == [too_old]

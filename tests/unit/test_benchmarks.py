@@ -1,27 +1,18 @@
-"""Claimed figures on pages were measured: each is a cell of a file in `bench/results`.
-
-The scripts run by hand, and seldom, so their imports are checked.
-"""
+"""Claimed figures on pages were measured: each is a cell of a file in `bench/results`."""
 
 from __future__ import annotations
 
-import argparse
-import ast
 import datetime
 import importlib
-import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "bench" / "results").glob("*.json"))
-SCRIPTS = sorted((ROOT / "bench").glob("*.py"))
 
 
 @pytest.fixture
@@ -32,97 +23,15 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
-def test_what_is_printed_is_kept_in_full(
-    bench: SimpleNamespace,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ["/somewhere/bench/step.py", "--only", "a b", "--save", "x", "--beside=nothing", "--rounds", "2"]
-    monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(bench.result, "RESULTS", tmp_path)
-    options = argparse.Namespace(beside="nothing", save=None)
-    result = bench.result.Result.begin("Two ranks", options, "torch", "no-such-package")
-    table = result.table({"engine": "<12", "ms": ".1f", "part": ".0%", "said": "<4"}, "first")
-    table.row("ours", 1 / 3, 0.5, "[one], two")
-    table.row("theirs", None, 1, "-")
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "Two ranks" and "no-such-package not installed" in printed[1]
-    assert printed[-2].split() == ["ours", "0.3", "50%", "[one],", "two"]
-    assert printed[-1].split() == ["theirs", "-", "100%", "-"]
-    result.save("x")
-    found = bench.result.read(tmp_path / "x.json")
-    assert found == result and found.command == "python bench/step.py --only 'a b' --rounds 2"
-
-
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_a_result_says_how_it_was_made(bench: SimpleNamespace, path: Path) -> None:
-    result = bench.result.read(path)
-    assert path.read_text() == result.json(), "as `save` writes it"
-    assert datetime.date.fromisoformat(result.date) <= datetime.date.today()
-    assert result.title and result.beside and "cores" in result.machine and "torch" in result.versions
-    assert result.tables and all(table.rows for table in result.tables)
-    for table in result.tables:
-        assert all(len(table.texts(row)) == len(table.columns) for row in table.rows)
-    if result.command:
-        assert bench.again.Benchmark(result.command.split(), path.stem, None).arguments("nothing")
-        script, *_ = re.findall(r"bench/\w+\.py", result.command)
-        text = (ROOT / script).read_text()
-        for option in re.findall(r"(?<= )--[a-z-]+", result.command.partition(script)[2]):
-            assert f'"{option}"' in text or 'f"--{name}"' in text, option
-
-
-def test_every_benchmark_is_run_again(bench: SimpleNamespace) -> None:
-    found = {each.name: each for each in bench.again.benchmarks()}
-    scripts = {word for each in found.values() for word in each.words if word.startswith("bench/")}
-    printing = (path for path in (ROOT / "bench").glob("*.py") if ".save(options.save)" in path.read_text())
-    assert scripts >= {f"bench/{path.name}" for path in printing} and len(scripts) > 12
-    assert found["step-bf16"].words == ["python", "bench/step.py", "--dtype", "bf16"]
-    assert found["plan_scale"].arguments("nothing")[1:] == ["bench/plan_scale.py"]
-
-
-def test_a_round_goes_on_and_says_what_is_left_out_and_missed(
-    bench: SimpleNamespace,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The first round is stopped in its third benchmark; one that is named always runs."""
-    ran: list[str] = []
-    stops = [False]
-
-    def one(command: list[str], **_: Any) -> Any:
-        name = command[command.index("--save") + 1] if "--save" in command else command[1]
-        stops[0] = len(ran) == 2 and not stops[0]
-        if stops[0]:
-            raise KeyboardInterrupt
-        ran.append(name)
-        return SimpleNamespace(returncode=0)
-
-    chosen = [
-        each for each in bench.again.benchmarks() if each.name in ("gpu-step", "host", "qlora", "step-bf16")
-    ]
-    chosen.append(bench.again.Benchmark(["python", "bench/step.py"], "step-memory", None))
-    monkeypatch.setattr(bench.again, "benchmarks", lambda: chosen)
-    monkeypatch.setattr(bench.again, "usable_accelerator", lambda: None)
-    monkeypatch.setattr(bench.again, "_is_installed", lambda name: name != "deepspeed")
-    assert "needs deepspeed" in bench.again.obstacle(chosen[3], False)
-    monkeypatch.setattr(bench.again, "_is_installed", lambda name: True)
-    monkeypatch.setattr(bench.again, "ROUND", tmp_path / "runs" / "bench.json")
-    monkeypatch.setattr(bench.again.subprocess, "run", one)
-    monkeypatch.setattr(sys, "argv", ["again.py"])
-    assert bench.again.main() == 130 and ran == ["host", "step-bf16"]
-    assert "gpu-step is left out: it needs a GPU\nqlora is left out" in capsys.readouterr().out
-    assert bench.again.main() == 0 and ran[2:] == ["step-memory", "tools/refresh.py"]
-    said = capsys.readouterr().out
-    assert "these ran before the last stop: host, step-bf16\n" in said
-    result = json.loads((ROOT / "bench/results/step-memory.json").read_text())
-    (peak,) = (row[3] for row in result["tables"][0]["rows"] if row[0] == "zd-3")
-    missed = "missed: MiB at the peak of a step at stage 3, 92M parameters, fp32, two ranks"
-    assert f"{missed}: {peak:.0f}" in said
-    monkeypatch.setattr(sys, "argv", ["again.py", "--only", "host"])
-    assert bench.again.main() == 0 and ran[4:] == ["host", "tools/refresh.py"]
-    assert not (tmp_path / "runs" / "bench.json").exists()
+def test_a_result_says_how_it_was_made(bench: SimpleNamespace) -> None:
+    for path in RESULTS:
+        result = bench.result.read(path)
+        assert path.read_text() == result.json(), "as `save` writes it"
+        assert datetime.date.fromisoformat(result.date) <= datetime.date.today()
+        assert result.title and result.beside and "cores" in result.machine and "torch" in result.versions
+        assert result.tables and all(table.rows for table in result.tables), path
+        for table in result.tables:
+            assert all(len(table.texts(row)) == len(table.columns) for row in table.rows)
 
 
 def test_a_claim_is_held_to_its_limit_and_what_is_missed_is_shown_as_missed(bench: SimpleNamespace) -> None:
@@ -146,7 +55,6 @@ def test_a_claim_is_held_to_its_limit_and_what_is_missed_is_shown_as_missed(benc
 CLAIMS = {
     "README.md": ("host", "ms", "26.6"),
     "docs/benchmarks.md": ("persistent", "tensors", "12.00"),
-    "docs/updates.md": ("persistent", "tensors", "12.00"),
 }
 """Page -> a result that it claims, one of its columns, and a figure on the page."""
 
@@ -186,48 +94,3 @@ def test_pictures_are_those_of_the_results(bench: SimpleNamespace) -> None:
     for name, picture in drawn.items():
         assert f"(img/{name})" in page
         assert (ROOT / "docs" / "img" / name).read_text(encoding="utf-8") == picture, "run `make docs`"
-
-
-def test_names_of_the_package_that_scripts_import_are_there() -> None:
-    for path in SCRIPTS:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zerodrift"):
-                module = importlib.import_module(node.module or "")
-                missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
-                assert not missing, (path, node.module, missing)
-
-
-# --- on a GPU ---------------------------------------------------------------------------------------------
-
-
-def test_each_way_of_a_part_to_end_is_told_and_none_ends_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    kit = importlib.import_module("gpu")
-
-    def python(name: str, code: str, seconds: float = 30, **rest: Any) -> Any:
-        return kit.Part(name, [sys.executable, "-c", code], seconds, **rest)
-
-    listed = [
-        python("good", "print('= 3 passed in 1 s =')"),
-        python("bad", "raise SystemExit('no such kernel')"),
-        python("full", "raise RuntimeError('CUDA out of memory')"),
-        python("hangs", "import time; time.sleep(60)", seconds=0.5),
-        python("idle", "print('= 3 skipped in 1 s =')", says=" passed"),
-        python("large", "print('never')", gigabytes=100),
-        python("quiet", "pass"),
-    ]
-    done = kit.run_all(listed, tmp_path, 100, memory=80, say=lambda line: None)
-    assert {part.name: part.outcome for part in done} == {
-        "good": "ok, 3 passed in 1 s",
-        "bad": "failed: no such kernel",
-        "full": "failed: out of memory",
-        "hangs": "failed: not done in its time",
-        "idle": "failed: nothing passed",
-        "large": "left out: needs 100 GB, 80 are free",
-        "quiet": "ok",
-    }
-    assert [part.name for part in done if part.failed] == ["bad", "full", "hangs", "idle"]
-    (late,) = kit.run_all([python("late", "pass")], tmp_path, 0, memory=80, say=lambda line: None)
-    assert late.outcome == "left out: no time left" and not late.failed

@@ -46,9 +46,9 @@ def test_the_code_is_the_dynamic_one(code: Code) -> None:
 
 @pytest.mark.parametrize("code", Code)
 def test_what_was_read_is_written_back_as_it_was(code: Code) -> None:
-    """All codes under two thousand scales, the ends among them, keep their codes and scales bit for bit."""
-    codes = torch.arange(256).to(torch.uint8).repeat(2000)
-    scales = 2.0 ** (torch.rand(2000, generator=generator()) * 221 - 95.5)
+    """All codes under five hundred scales, the ends among them, keep their codes and scales bit for bit."""
+    codes = torch.arange(256).to(torch.uint8).repeat(500)
+    scales = 2.0 ** (torch.rand(500, generator=generator()) * 221 - 95.5)
     scales[:4] = torch.tensor([LEAST_SCALE, LARGEST_SCALE, 1.0, 0.1])
     again, same = encode(code, decode(code, codes, scales))
     assert torch.equal(again, codes)
@@ -72,9 +72,9 @@ def test_a_value_goes_to_the_nearest_code_or_to_one_beside_it(code: Code) -> Non
 
 
 @pytest.mark.parametrize("code", Code)
-@pytest.mark.parametrize("part", [0.77, 0.1234, 0.011, 3.3e-4, 4e-6])
+@pytest.mark.parametrize("part", [0.77, 0.011, 4e-6])
 def test_rounding_at_random_keeps_the_mean(code: Code, part: float) -> None:
-    blocks = 2048
+    blocks = 512
     values = torch.full((blocks, BLOCK), part)
     values[:, 0] = 1.0
     found = decode(code, *encode(code, values.flatten(), draws(blocks, 9))).view(blocks, BLOCK)

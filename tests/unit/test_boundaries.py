@@ -1,4 +1,4 @@
-"""Boundaries: modules that compute in a dtype of their own, their outputs, their reasons, and the report."""
+"""Boundaries: modules that compute in a dtype of their own, and what they return."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from tests.unit.test_checkpoint_folder import manifest
 from zerodrift.checkpoint.differences import CheckpointDifference, CurrentRun, differences
 from zerodrift.dtypes import DType
 from zerodrift.model.spec import ModelSpec, OwningModule
-from zerodrift.plan.bill import cost
 from zerodrift.plan.boundaries import boundaries_of_piece
 from zerodrift.plan.table import Plan
-from zerodrift.report import plan_html as page
-from zerodrift.report import terminal
-from zerodrift.report.explanation import explain
-from zerodrift.report.rows import group_rows
 
 
 def pinned(model: ModelSpec, *patterns: str | dict[str, Any], mode: str = "bf16", **rest: Any) -> Plan:
@@ -43,7 +38,7 @@ def of(*names: str, klass: str = "models.Layer", **known: Any) -> ModelSpec:
 # --- where ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp16", "autocast-bf16", "autocast-fp16"])
+@pytest.mark.parametrize("mode", ["fp16", "autocast-bf16"])
 def test_pinned_routers_norms_and_heads(mode: str) -> None:
     found = boundaries(moe(layers=2), "*.gate.weight", "*norm.weight", "lm_head.*", mode=mode)
     lookup = "-" if "autocast" in mode else mode
@@ -110,10 +105,8 @@ DOWN = {"match": "m.down.*", "output": "input"}
     ("names", "rules", "path", "output", "why"),
     [
         (("m.weight",), (), "m", "keep", "one matrix"),
-        (("m.weight", "m.bias"), (), "m", "keep", "one matrix"),
         (("m.norm_scale", "m.bias"), (), "m", "input", "no matrix"),
         (("m.up.weight", "m.down.weight"), (), "m", "input", "several matrices"),
-        *(((f"m.{name}.weight", "other.weight"), (), "m", "keep", "one matrix") for name in ("wq", "fc1")),
         (("m.up.weight",), (KEEP,), "m", "keep", "precision.rules[1]: 'm.up.*'"),
         (("m.up.weight",), (INPUT,), "m", "input", "precision.rules[1]: 'm.up.*'"),
         (("m.up.weight", "m.down.weight"), (KEEP, DOWN), "m", "keep", "precision.rules[1]: 'm.up.*'"),
@@ -132,10 +125,8 @@ def test_what_is_returned_unless_told(
 # --- names alone ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "patterns", [["*.gate.*"], ["*norm*"], ["model.layers.1.*"], ["*embed*", "lm_head*"]]
-)
-def test_from_names_a_model_of_lists_is_as_from_classes(patterns: list[str]) -> None:
+def test_from_names_a_model_of_lists_is_as_from_classes() -> None:
+    patterns = ("*.gate.*", "*norm*", "model.layers.1.*")
     containers = frozenset({"model.layers", *(f"model.layers.{n}.mlp.experts" for n in range(3))})
     owners = [tuple(OwningModule(owner.path, "") for owner in each.owners) for each in moe().parameters]
     nameless = [replace(each, owners=mine) for each, mine in zip(moe().parameters, owners, strict=True)]
@@ -154,17 +145,6 @@ def test_from_names_a_model_of_lists_is_as_from_classes(patterns: list[str]) -> 
 GATES, EMBED = "*.gate.weight", "*embed*"
 
 
-def test_the_digest_holds_them_and_their_json_is_read() -> None:
-    made = pinned(moe(), GATES, EMBED)
-    assert Plan.from_json(made.to_json()) == made
-    for change in ({"path": "x"}, {"dtype": DType.FP16}, {"output": "input"}, {"lookup": None}):
-        first = replace(made.boundaries[0], **change)
-        assert replace(made, boundaries=(first, *made.boundaries[1:])).digest != made.digest
-    assert replace(made, boundaries=()).digest != made.digest
-    assert not any(columns.get("output") == "auto" for columns in made.to_json()["columns"])
-    assert {each.output for each in made.boundaries} == {"keep"}, "decided in the plan"
-
-
 def of_pieces(made: Plan) -> list[list[str]]:
     return [[each.path for each in boundaries_of_piece(made, piece)] for piece in (0, 1)]
 
@@ -176,27 +156,6 @@ def test_a_piece_of_a_pipeline_has_those_of_its_modules_and_a_module_that_is_cut
     assert first & last == set() and first | last == {each.path for each in made.boundaries}
     assert "model.layers.1.mlp.gate" in first and {"model.layers.2.mlp.gate", "model.norm"} <= last
     assert of_pieces(pinned(moe(layers=4), "model.*", **cut)) == [["model"], ["model"]]
-    # And a piece whose parameters are all pinned has none that the whole model has not.
-    made = pinned(moe(layers=4), "model.layers.2.*", "model.layers.3.*", **cut)
-    assert of_pieces(made) == [[], ["model.layers.2", "model.layers.3"]]
-
-
-# --- printed ----------------------------------------------------------------------------------------------
-
-
-def test_a_plan_its_page_and_an_explanation_show_boundaries_where_there_are_any() -> None:
-    """Their text is on docs/plan.md."""
-    for made, shown in ((pinned(moe(layers=4), GATES, EMBED), True), (pinned(moe()), False)):
-        table = group_rows(made)
-        text = terminal.plan_text(made, cost(made), table, color=False)
-        assert ("floating inputs of the model are cast to bf16" in text) is shown
-        html = page.plan_page(made, cost(made), table)
-        assert ("Boundaries</h2>" in html and "mlp.<wbr>gate x4" in html) is shown
-        told = terminal.explanation_text(explain(made, "lm_head.weight"), made.digest, color=False)
-        assert "boundary" not in told
-    made = pinned(of("m.gate", "m.up"), "m.gate")
-    told = terminal.explanation_text(explain(made, "m.gate"), made.digest, color=False)
-    assert "boundary none: no module around it casts its inputs" in " ".join(told.split())
 
 
 # --- in a checkpoint --------------------------------------------------------------------------------------

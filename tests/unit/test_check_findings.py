@@ -66,10 +66,8 @@ LAST = [[0.3, 5.0, -0.1, -1.0]] * 2
 LEFT_OUT = ModelRecord("M", [parameter(optimized=False)], trained=False)
 CASES: dict[str, tuple[list[ProcessRecord], list[str]]] = {
     "the mean": (ranks_with([MEAN] * 2), []),
-    "a part of the mean": (ranks_with([[value / 65536 for value in MEAN]] * 2), []),
     "the sum": (ranks_with([[2 * value for value in MEAN]] * 2), ["not-averaged"]),
     "the own gradient": (ranks_with([*OWNS]), ["not-averaged"]),
-    "the own one, and nothing on the other rank": (ranks_with([OWNS[0], NOTHING]), ["not-averaged"]),
     "the mean, and nothing on the other rank": (ranks_with([MEAN, NOTHING]), []),
     "the last of four": (ranks_with(LAST, "DeepSpeedEngine", micro_batches=4), ["not-accumulated"]),
     "neither, of one": (ranks_with(LAST, "DeepSpeedEngine"), []),
@@ -80,7 +78,6 @@ CASES: dict[str, tuple[list[ProcessRecord], list[str]]] = {
         ["no-master", "upcast-without-effect"]),
     "bf16 without a master": (columns("bfloat16", "bfloat16", "same"), ["no-master"]),
     "bf16 with a master": (columns("bfloat16", "float32", "float32"), []),
-    "fp32": (columns("float32", "float32", "same"), []),
 }  # fmt: skip
 
 
@@ -111,7 +108,6 @@ BF16 = {
     **dict.fromkeys(("accumulate", "reduce", "master", "state"), "float32"),
 }
 """A bf16 run with fp32 masters and sums."""
-BF16 = dict.fromkeys(("storage", "compute", "grad"), "bfloat16")
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 4,
@@ -205,48 +201,19 @@ def test_what_says_nothing_is_refused_by_name(text: str, tmp_path: Path) -> None
         unexpected(write_expected(tmp_path, text), records())
 
 
-def test_several_models_need_a_table(tmp_path: Path) -> None:
-    (process,) = records()
-    process.models *= 2
-    with pytest.raises(ConfigError, match="several models"):
-        unexpected(write_expected(tmp_path, json.dumps(CONFIG)), [process])
-
-
 # --- what mends it ------------------------------------------------------------------------------------
 
 
-LIBRARIES: dict[str, dict[str, Any]] = {
-    "torch": {},
-    "fully_shard": {"layout": "sharded on dim 0 over 2 ranks"},
-    "FullyShardedDataParallel": {"wrappers": ("FullyShardedDataParallel",)},
-    "DeepSpeed": {"wrappers": ("DeepSpeedEngine",)},
-    "transformers": {"libraries": {"accelerate": "1", "transformers.trainer": "5"}},
-    "accelerate": {"libraries": {"accelerate": "1"}},
-    "Lightning": {"libraries": {"lightning": "2"}},
+LIBRARIES: dict[str, tuple[dict[str, Any], str]] = {
+    "torch": ({}, "model.float()"),
+    "fully_shard": ({"layout": "sharded on dim 0 over 2 ranks"}, "reduce_dtype=torch.float32"),
+    "FullyShardedDataParallel": ({"wrappers": ("FullyShardedDataParallel",)}, "reduce_dtype=torch.float32"),
+    "DeepSpeed": ({"wrappers": ("DeepSpeedEngine",)}, '"torch_autocast": {'),
+    "transformers": ({"libraries": {"transformers.trainer": "5"}}, "TrainingArguments(bf16=True)"),
+    "accelerate": ({"libraries": {"accelerate": "1"}}, 'Accelerator(mixed_precision="bf16")'),
+    "Lightning": ({"libraries": {"lightning": "2"}}, 'Trainer(precision="bf16-mixed")'),
 }
-NAMES = {"router-in-16-bits": ("layers.3.router.weight", "layers.4.router.weight")}
-SAID: dict[Kind, dict[str, str]] = {
-    "no-master": {
-        "*": "model.float()",
-        "DeepSpeed": '"bf16_master_weights_and_grads": false',
-        "transformers": "TrainingArguments(bf16=True)",
-        "accelerate": 'Accelerator(mixed_precision="bf16")',
-        "Lightning": 'Trainer(precision="bf16-mixed")',
-    },
-    "wire-in-16-bits": {
-        "fully_shard": "reduce_dtype=torch.float32",
-        "FullyShardedDataParallel": "reduce_dtype=torch.float32",
-        "DeepSpeed": '"communication_data_type": "fp32"',
-    },
-    "rounded-before-accumulation": {
-        "fully_shard": "reduce_dtype=torch.float32",
-        "FullyShardedDataParallel": "# no `with model.no_sync():`",
-        "DeepSpeed": '"grad_accum_dtype": "fp32"',
-    },
-    "loss-in-16-bits": {"*": "logits.float()"},
-    "average-in-16-bits": {"*": "copy.deepcopy(model).float()"},
-    "router-in-16-bits": {"*": "router.weight.float()"},
-}
+"""Library -> what a run under it looks like, and a line that mends it there."""
 
 
 def narrow_run(layout: str = "", wrappers: tuple[str, ...] = (), **rest: Any) -> ProcessRecord:
@@ -259,35 +226,17 @@ def narrow_run(layout: str = "", wrappers: tuple[str, ...] = (), **rest: Any) ->
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_block_says_what_mends_a_finding_and_loads(library: str) -> None:
-    run = narrow_run(**LIBRARIES[library])
-    for kind, said in SAID.items():
-        found = RunFinding(kind, None, NAMES.get(kind, ()), "what.", "do.")
-        blocks = dict(mending([run], [found]))
-        expected = said.get(library, said.get("*", ""))
-        assert expected in blocks.get(library, ""), (kind, blocks)
-        assert all(len(line) <= 78 for text in blocks.values() for line in text.splitlines())
-        if "zerodrift" in blocks:
-            config = load(json.loads(blocks["zerodrift"]))
-            assert resolve(config, mesh_for(config, 2)).mode.name == "BF16"
-        assert ('"match": "layers.*.router.weight"' in str(blocks)) is (kind in NAMES)
-    assert mending([run], []) == []
-
-
-@pytest.mark.parametrize(
-    ("library", "unit"),
-    [
-        ("fully_shard", "fully_shard(router, mp_policy=wide)"),
-        ("FullyShardedDataParallel", "units = CustomPolicy(is_unit)"),
-    ],
-)
-def test_a_router_that_is_gathered_in_16_bits_gets_a_unit_of_its_own(library: str, unit: str) -> None:
-    run = narrow_run(**LIBRARIES[library])
-    found = [RunFinding("router-in-16-bits", None, NAMES["router-in-16-bits"], "what.", "do.")]
-    assert unit not in mending([run], found)[0][1]
-    run.models[0].parameters[0].add("gather", "bfloat16", "")
-    after = mending([run], found)[0][1]
-    assert unit in after.splitlines() and "router.weight.float()" not in after
-    assert run_findings([run])[-1].do.startswith("Give the router a unit of its own in fp32")
+    facts, line = LIBRARIES[library]
+    kinds: tuple[Kind, ...] = ("no-master", "wire-in-16-bits", "loss-in-16-bits", "router-in-16-bits")
+    names = ("layers.3.router.weight", "layers.4.router.weight")
+    found = [RunFinding(kind, None, names, "what.", "do.") for kind in kinds]
+    blocks = dict(mending([narrow_run(**facts)], found))
+    assert line in blocks[library] and "logits.float()" in blocks[library]
+    assert all(len(line) <= 78 for text in blocks.values() for line in text.splitlines())
+    assert '"match": "layers.*.router.weight"' in blocks["zerodrift"]
+    config = load(json.loads(blocks["zerodrift"]))
+    assert resolve(config, mesh_for(config, 2)).mode.name == "BF16"
+    assert mending([narrow_run(**facts)], []) == []
 
 
 def test_findings_with_one_mending_stand_together_and_the_costliest_first() -> None:
@@ -296,15 +245,11 @@ def test_findings_with_one_mending_stand_together_and_the_costliest_first() -> N
                    "module": "", "greatest": 8.0}]  # fmt: skip
     found = run_findings([run])
     assert [finding.kind for finding in found] == ["no-master", "loss-in-16-bits", "router-in-16-bits"]
-    costs = [finding.cost for finding in found]
-    assert costs == sorted(costs, reverse=True) and costs == [0.75, 8 / 256, 1 / 256]
-    text = run_text([run], found, (), color=False)
-    assert (
-        text.index("1  Keep the weights in fp32") < text.index("no-master") < text.index("2  Cast the logits")
-    )
-    assert max(map(len, text.splitlines())) <= 80
-    narrow = run_text([run], found, (), color=False, width=60)
-    table, _, config = narrow.partition("\nconfig")
-    assert max(map(len, table.splitlines())) <= 60 and "storage bf16  gather " in table
-    assert "logits.float(), targets)  # loss-in-16-bits" in config
+    assert [finding.cost for finding in found] == [0.75, 8 / 256, 1 / 256]
+    for width in (60, 80):
+        text = run_text([run], found, (), color=False, width=width)
+        first, second = text.index("1  Keep the weights in fp32"), text.index("2  Cast the logits")
+        assert first < text.index("no-master") < second
+        table, _, config = text.partition("\nconfig")
+        assert max(map(len, table.splitlines())) <= width and "logits.float()" in config
     assert "logits.float()" in run_page([run], found, (), "python a.py")

@@ -1,67 +1,27 @@
-"""The command line's surface: a frozen list of verbs and options, exit codes, speed of `--help`."""
+"""The command line's surface: help and its speed, exit codes, suggestions and colour."""
 
 from __future__ import annotations
 
 import os
 import re
 import resource
-import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
 from typer.main import get_command
 
 from zerodrift import __version__, cli
-from zerodrift.__main__ import main as console_script
-from zerodrift.cli import plan as planning
 from zerodrift.cli import streams
-from zerodrift.errors import ConfigError, UnsupportedError
-from zerodrift.report import report_width
+from zerodrift.errors import UnsupportedError
 
 ROOT = Path(__file__).parents[2]
-
-SURFACE_TEXT = {
-    "": "--help, --install-completion, --show-completion, --version",
-    "data": "--debug, --help, --set, JOB",
-    "plan": (
-        "--auto, --debug, --device, --help, --html, --inputs, --json, --micro-batches, --model, --recompute, "
-        "--rows, --set, --simulate, --sweep, --tokens, --trace, --world-size, CONFIG"
-    ),
-    "explain": "--auto, --debug, --help, --json, --model, --set, --world-size, CONFIG, PARAM",
-    "convert": (
-        "--debug, --dtype, --help, --max-shard-size, --merge, --model, --optimizer, --overwrite, "
-        "--tag, --to, --trust, SOURCE, TARGET"
-    ),
-    "audit": (
-        "--batches, --budget, --confirm, --data, --debug, --help, --html, --json, --model, --narrow, "
-        "--of, --set, --weights, JOB_OR_CONFIG"
-    ),
-    "check": (
-        "-- COMMAND..., --debug, --expect, --help, --html, --json, --keep-going, --save, --steps, --timeout"
-    ),
-    "diff": "--debug, --help, A, B",
-    "doctor": "--debug, --help, --json",
-    "drift": (
-        "--auto, --bar, --debug, --help, --json, --loaded, --model, --recorded, --sampler, --sent, "
-        "--set, --tokens, --weights, CONFIG"
-    ),
-    "examples": "--copy, --debug, --help, [FOLDER]",
-    "help": "--debug, --help, [NAME]",
-    "inspect": "--debug, --help, --json, --verify, CHECKPOINT",
-    "replay": "--debug, --from, --help, --nproc, --to, RUN",
-    "run": "-- COMMAND..., --as, --config, --debug, --help, --pin, --plan, --quiet, --set",
-    "sample": "--chat, --debug, --help, --prompt, --seed, --temperature, --tokens, --top, RUN",
-    "support": "--debug, --help, --json, --markdown",
-    "evaluate": "--debug, --help, --nproc, --set, JOB",
-    "train": "--debug, --dry-run, --help, --nproc, --plan, --set, JOB",
-}
-SURFACE = {verb: text.split(", ") for verb, text in SURFACE_TEXT.items()}
-"""Verb -> its options and arguments. A new one is a decision: add it here and to the docs."""
 
 HEAVY = ("torch", "transformers", "numpy", "yaml", "zerodrift.config.schema", "zerodrift.plan")
 """Modules that no help text may import. Typer itself may import pydantic to describe options."""
@@ -74,29 +34,26 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def surface() -> Iterator[tuple[str, list[str]]]:
-    group = get_command(cli.app)
-    for name, command in [("", group), *group.commands.items()]:  # type: ignore[attr-defined]
-        context = command.make_context("zerodrift", [], resilient_parsing=True)
-        found = []
-        for parameter in command.get_params(context):
-            long = [text for text in parameter.opts if text.startswith("--")]
-            found.append(long[0] if long else parameter.metavar or parameter.name)
-        yield name, sorted(found)
+def options(verb: str, command: Any) -> list[str]:
+    """Return the options and arguments of a verb."""
+    context = command.make_context(verb, [], resilient_parsing=True)
+    found = []
+    for parameter in command.get_params(context):
+        long = [text for text in parameter.opts if text.startswith("--")]
+        found.append(long[0] if long else parameter.metavar or parameter.name)
+    return found
 
 
-def test_the_surface_is_what_was_decided() -> None:
-    assert dict(surface()) == SURFACE
-
-
-# --- help -------------------------------------------------------------------------------------------
+GROUP: Any = get_command(cli.app)
+SURFACE = {verb: options(verb, command) for verb, command in [("", GROUP), *GROUP.commands.items()]}
+"""Verb -> its options and arguments."""
 
 
 def test_the_version_and_help_take_less_than_half_a_second() -> None:
     """Processor time counts, which a busy machine does not change much; on an idle one it is the clock's."""
     assert run("--version").stdout == f"zerodrift {__version__}\n"
     took = []
-    for _ in range(3):
+    while not took or (min(took) > 0.5 and len(took) < 3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert run("--help").returncode == 0
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -136,28 +93,12 @@ def test_help_fits_the_screen_and_imports_nothing_heavy() -> None:
     assert re.findall(r"<(?:str|path|list)|\[\[|\}\.\.\.", done.stdout) == []
 
 
-@pytest.mark.parametrize("verb", sorted(SURFACE.keys() - {""}))
-def test_help_of_a_verb_has_examples_that_it_takes(verb: str) -> None:
-    command = get_command(cli.app).commands[verb]  # type: ignore[attr-defined]
-    text = (command.help or "").partition("Example")[2].replace("\\\n", " ")
-    given = [
-        shlex.split(line, comments=True) for line in re.findall(r"^ *(zerodrift .*)", text, re.MULTILINE)
-    ]
-    assert given
-    for _, name, *arguments in given:
-        assert name == verb
-        command.make_context(verb, [part for part in arguments if part not in (">", "support.md")])
-
-
 def test_help_says_what_every_option_does_and_names_files_that_are_there() -> None:
     found = []
-    for command in get_command(cli.app).commands.values():  # type: ignore[attr-defined]
+    for command in GROUP.commands.values():
         found += re.findall(r"examples/[\w./-]+", command.help or "")
         assert all(parameter.help for parameter in command.params), command.name
     assert found and [path for path in found if not (ROOT / path).exists()] == []
-
-
-# --- exit codes -------------------------------------------------------------------------------------
 
 
 Shown = Callable[..., tuple[int | str | None, str, str]]
@@ -181,20 +122,11 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     ("line", "said"),
     [
         ("plan", ""),
-        ("plan config.yaml", ""),
-        ("plan config.yaml --model x --world-size 0", ""),
-        ("plan config.yaml --model x --micro-batches none", ""),
-        ("plan config.yaml --model x --no-such-option", ""),
         ("support --json --markdown", ""),
-        ("explain config.yaml --model x", ""),
         ("paln", "No such command: 'paln'. Did you mean `plan`?"),
         ("export", "`zerodrift convert` writes the weights"),
-        ("eval", "Did you mean `evaluate`?"),
-        ("frobnicate", "`zerodrift --help` lists all."),
         ("check --step 3", "No such option: --step. Did you mean `--steps`?"),
-        ("train --nprocs 2", "No such option: --nprocs. Did you mean `--nproc`?"),
         ("check --quick x", "No such option: --quick.\n"),
-        ("--verion", "No such option: --verion. Did you mean `--version`?"),
     ],
 )
 def test_wrong_usage_exits_2_and_suggests_the_nearest(line: str, said: str, shown: Shown) -> None:
@@ -204,17 +136,11 @@ def test_wrong_usage_exits_2_and_suggests_the_nearest(line: str, said: str, show
 
 @pytest.mark.parametrize("verb", ["check", "run"])
 def test_a_command_may_stand_without_dashes_before_it(verb: str) -> None:
-    command = get_command(cli.app).commands[verb]  # type: ignore[attr-defined]
+    command = GROUP.commands[verb]
     words = ["torchrun", "--nproc-per-node", "2", "train.py", "--debug"]
     for before in ([], ["--"]):
         context = command.make_context(verb, ["--debug", *before, *words])
         assert context.params["command"] == words and context.params["debug"]
-
-
-def test_help_lists_commands_and_prints_their_help(shown: Shown) -> None:
-    texts = [shown(*line.split())[1] for line in ("help plan", "plan -h", "help")]
-    assert texts[0] == texts[1]
-    assert re.search(r"^plan +Show every dtype", texts[2], re.MULTILINE)
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -233,63 +159,13 @@ def test_a_refusal_is_a_message_and_our_own_mistakes_are_not_hidden(
         raise AssertionError("a broken promise")
 
 
-# --- streams ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("terminal", "environment", "colored"),
-    [
-        (True, {}, True),
-        (True, {"NO_COLOR": "1"}, False),
-        (True, {"NO_COLOR": ""}, True),
-        (True, {"TERM": "dumb"}, False),
-        (False, {}, False),
-        (False, {"FORCE_COLOR": "1"}, False),
-    ],
-)
-def test_colour_is_for_terminals(
-    terminal: bool, environment: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("NO_COLOR", "TERM"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: terminal, encoding="utf-8"))
-    assert streams.color() is colored
-
-
-def test_piped_output_is_100_columns_without_colour_in_the_characters_of_its_stream() -> None:
-    done = run("support", FORCE_COLOR="1", COLUMNS="", PYTHONIOENCODING="ascii")
-    assert done.returncode == 0 and "\x1b" not in done.stdout
-    lines = done.stdout.splitlines()
-    assert done.stdout.isascii() and 90 < max(map(len, lines)) <= 100
-
-
-@pytest.mark.parametrize("width", [60, 80])
-def test_columns_of_the_environment_are_the_width_of_piped_output(
-    width: int, shown: Shown, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for line in ("", "examples", "help", "help command"):
-        lines = shown(*line.split(), columns=width)[1].splitlines()
-        assert lines and max(map(len, lines)) <= width, line
-    for columns, found in ((str(width), width), ("9", 50), ("900", 120), ("x", 100)):
-        monkeypatch.setenv("COLUMNS", columns)
-        assert report_width() == found
-
-
-def test_auto_is_a_number_per_key() -> None:
-    given = ["train_batch_size=256", "optimizer.params.lr=1e-4"]
-    assert planning.numbers(given) == {"train_batch_size": 256.0, "optimizer.params.lr": 1e-4}
-    for text in ("a", "=1", "a=b"):
-        with pytest.raises(ConfigError, match="--auto"):
-            planning.numbers(["a=1", text])
-
-
-def test_ctrl_c_before_a_verb_has_begun_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("zerodrift.cli.main", interrupted)
-    with pytest.raises(SystemExit) as stopped:
-        console_script()
-    assert stopped.value.code == streams.INTERRUPTED
+def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal, variable, colored in (
+        *((True, ("NO_COLOR", ""), True), (True, ("NO_COLOR", "1"), False), (True, ("TERM", "dumb"), False)),
+        *((False, ("NO_COLOR", ""), False), (False, ("FORCE_COLOR", "1"), False)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv("TERM", "xterm")
+            patch.setenv(*variable)
+            patch.setattr(sys, "stdout", SimpleNamespace(isatty=partial(bool, is_terminal), encoding="utf-8"))
+            assert streams.color() is colored, variable

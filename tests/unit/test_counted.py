@@ -18,7 +18,6 @@ from zerodrift.plan.bill import sent_bytes, stage_cost
 from zerodrift.plan.schedule import (
     collectives,
     count_collectives,
-    gathered_bytes,
     most_gathered_bytes,
     prefetch_budget,
     prefetch_ends,
@@ -30,32 +29,22 @@ STACKS = [parameter(f"model.layers.{i}.mlp.experts.up", (4, 8, 16)) for i in ran
 EXPERTS = ModelSpec("stacked", (parameter("model.embed.weight", (32, 8)), *STACKS))
 
 
-def plan(
-    stage: int,
-    world: int = 2,
-    model: ModelSpec | None = None,
-    keep: str | None = None,
-    when: str | None = None,
-    **rest: Any,
-) -> Plan:
-    made: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **rest}
-    if keep:
-        made["sharding"] = {"keep_gathered": keep, **made.get("sharding", {})}
-    if when:
-        made["precision"] = {"reduce": {"when": when}}
-    return make_plan(made, model or moe(layers=4), world)
+def plan(stage: int, world: int = 2, model: ModelSpec | None = None, **rest: Any) -> Plan:
+    written: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **rest}
+    return make_plan(written, model or moe(layers=4), world)
 
 
 def plans() -> Iterator[tuple[str, Plan]]:
     for stage, (place, keep) in itertools.product(range(4), enumerate(KEEPS)):
         when = WHENS[(stage + place) % len(WHENS)]  # any two of the three meet
-        label, ways = f"stage {stage}, {keep}, {when}", {"keep": keep, "when": when}
-        yield label, plan(stage, **ways)  # type: ignore[arg-type]
-        yield f"{label}, replicas", plan(stage, 4, sharding={"replicate": 2}, **ways)
-        yield f"{label}, experts", plan(stage, 4, EXPERTS, experts={"ranks": 2}, **ways)
-        for schedule in ("gpipe", "zbv") if keep != "never" else ():
+        label, shape = f"stage {stage}, {keep}, {when}", {"keep_gathered": keep}
+        rest = {"precision": {"reduce": {"when": when}}}
+        yield label, plan(stage, sharding=shape, **rest)
+        yield f"{label}, replicas", plan(stage, 4, sharding={"replicate": 2, **shape}, **rest)
+        yield f"{label}, experts", plan(stage, 4, EXPERTS, experts={"ranks": 2}, sharding=shape, **rest)
+        for schedule in ("gpipe", "zbv") if keep == "step" else ():
             block = {"stages": 2, "schedule": schedule}
-            yield f"{label}, {schedule}", plan(stage, 4, pipeline=block, **ways)
+            yield f"{label}, {schedule}", plan(stage, 4, pipeline=block, sharding=shape, **rest)
     nested = [parameter(f"layers.{i}.{name}", (8, 8)) for i in range(3) for name in ("a.w", "mlp.b.w", "c")]
     units = {"units": ["layers.*", "layers.*.mlp"]}
     yield "nested", plan(3, 2, ModelSpec("nested", tuple(nested)), sharding=units)
@@ -73,7 +62,7 @@ def bill(calls: Iterator[tuple[Any, int]], mesh: MeshShape) -> Counter[tuple[str
 @pytest.mark.long
 def test_what_is_counted_is_what_is_walked() -> None:
     for label, made in plans():
-        for stage, count in itertools.product(range(made.mesh.pipeline), (1, 2, 3, 5)):
+        for stage, count in itertools.product(range(made.mesh.pipeline), (1, 2, 5)):
             walked = Counter(collectives(made, stage, count))
             folded: Counter[Any] = Counter()
             for call, times in count_collectives(made, stage, count):
@@ -89,31 +78,24 @@ def test_what_is_counted_is_what_is_walked() -> None:
             assert priced == bill(((call, 1) for call in collectives(made, stage, count)), made.mesh), label
 
 
-@pytest.mark.parametrize("count", [10**6, 2**31 - 1])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_any_number_of_micro_batches_is_counted_at_once(stage: int, count: int) -> None:
-    before = time.process_time()
-    made = plan(stage, gradient_accumulation_steps=count)
-    for line, seven, eight in zip(
-        cost(made).traffic, cost(made, 7).traffic, cost(made, 8).traffic, strict=True
-    ):
-        assert line.count == seven.count + (count - 7) * (eight.count - seven.count)
-        assert line.bytes == seven.bytes + (count - 7) * (eight.bytes - seven.bytes)
-    assert time.process_time() - before < 1
-
-
-def test_thousands_of_units_and_a_million_ranks_are_counted_at_once() -> None:
-    stacked = [parameter(f"layers.{i}.mlp.weight", (64, 64)) for i in range(5000)]
-    before = time.process_time()
+def test_any_number_of_micro_batches_units_and_ranks_is_counted_at_once() -> None:
+    count, before = 2**31 - 1, time.process_time()
+    for stage in (0, 3):
+        made = plan(stage, gradient_accumulation_steps=count)
+        lines = (cost(made, number).traffic for number in (count, 7, 8))
+        for line, seven, eight in zip(*lines, strict=True):
+            assert line.count == seven.count + (count - 7) * (eight.count - seven.count)
+            assert line.bytes == seven.bytes + (count - 7) * (eight.bytes - seven.bytes)
+    stacked = [parameter(f"layers.{i}.mlp.weight", (64, 64)) for i in range(1000)]
     made = plan(3, 10**6, ModelSpec("deep", tuple(stacked)))
     assert cost(made, 10**6).wire > 0
-    assert time.process_time() - before < 8
+    assert time.process_time() - before < 4
 
 
-@pytest.mark.parametrize("count", [0, -1, True, 2.5, "3", float("nan")])
-def test_no_number_of_micro_batches_is_an_error(count: Any) -> None:
-    with pytest.raises(ConfigError, match=r"`micro_batches`: must be a whole number of at least 1"):
-        cost(plan(3), count)
+def test_no_number_of_micro_batches_is_an_error() -> None:
+    for count in (0, True, 2.5, "3", float("nan")):
+        with pytest.raises(ConfigError, match=r"`micro_batches`: must be a whole number of at least 1"):
+            cost(plan(3), count)  # type: ignore[arg-type]
 
 
 # --- units that are gathered ahead ------------------------------------------------------------------------
@@ -141,16 +123,9 @@ def test_one_is_always_ahead_and_no_more_than_fit(sizes: list[int], space: int) 
     assert most_gathered_bytes(sizes, space) <= max(pairs, space)
 
 
-def test_by_default_the_peak_is_that_of_two_neighbours() -> None:
-    made = blocks_of([8, 1, 1, 1, 1, 8, 8, 1])
-    sizes = [gathered_bytes(made, unit) for unit in made.units if unit.name]
-    assert [size >> 10 for size in sizes] == [8, 1, 1, 1, 1, 8, 8, 1]
-    assert prefetch_budget(made) == 16 << 10
-    assert cost(made).peak.gathered == 16 << 10
-    assert prefetch_ends(sizes, prefetch_budget(made)) == (5, 6, 6, 6, 6, 7, 8, 8)
-
-
 def test_the_config_says_how_much_else() -> None:
+    made = blocks_of([8, 1, 1, 1, 1, 8, 8, 1])
+    assert cost(made).peak.gathered == prefetch_budget(made) == 16 << 10, "two neighbours"
     near, far = blocks_of([8, 4, 4, 4], prefetch=1), blocks_of([8, 4, 4, 4], prefetch=20 << 10)
     assert cost(near).peak.gathered == 12 << 10 and cost(far).peak.gathered == 20 << 10
     assert near.digest != far.digest

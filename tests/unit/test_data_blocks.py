@@ -24,7 +24,6 @@ from zerodrift.train.data.sampling import (
     MixtureSampler,
     blocks_of,
     divide_by_weight,
-    permute,
 )
 from zerodrift.train.data.tokenizer import ByteTokenizer
 from zerodrift.train.loop.model import check_positions
@@ -62,12 +61,10 @@ def test_what_is_cut_and_what_is_not_learned_is_counted(tmp_path: Path) -> None:
     assert reading.cut_tokens == sum(max(0, len(text.encode()) + 1 - 16) for text in TEXTS) > 0
     chats = jsonl(tmp_path / "a.jsonl", [{"prompt": "q" * 20, "completion": "answer"}] * 4)
     longest = len(b"<|user|>\n<|assistant|>\n" + b"q" * 20 + b"answer") + 2
-    cut = f"4 conversations cut at the end of a block, by {{}} tokens in all; the longest has {longest}"
-    with pytest.raises(ConfigError, match=r"Raise `data\.block`\.") as raised:
+    with pytest.raises(ConfigError, match=r"Raise `data\.block`\."):
         made(tmp_path, data(chats, block=24, format="chat"))
-    assert cut.format(4 * (longest - 24)) in raised.value.got
     facts = dict(made(tmp_path, data(chats, block=48, format="chat")).sets[0].counts.facts())
-    assert facts["too long"] == cut.format(4 * (longest - 48)) and "left out" not in facts
+    assert f"by {4 * (longest - 48)} tokens in all" in facts["too long"] and "left out" not in facts
     assert facts["look at"].startswith("most conversations are cut, 4 of 4: raise `data.block`")
     asked = {"prompt": "a question that fills the whole block by itself", "completion": "?"}
     rows = [asked, {"prompt": "q", "completion": "answer"}, {"messages": TALK[:1]}]
@@ -78,14 +75,6 @@ def test_what_is_cut_and_what_is_not_learned_is_counted(tmp_path: Path) -> None:
     ]
     with pytest.raises(ConfigError, match=r"nothing to learn.*Name more files"):
         made(tmp_path, data(jsonl(tmp_path / "c.jsonl", rows[2:])))
-
-
-def test_a_prompt_is_a_question_or_bare_text() -> None:
-    letters = ByteTokenizer()
-    assert rendering.prompt_tokens("Hi", letters, False) == ([*b"Hi"], {letters.end})
-    assert rendering.prompt_tokens("", letters, False) == ([letters.end], {letters.end})
-    given, ends = rendering.prompt_tokens("Hi", letters, True)
-    assert given == [*b"<|user|>\nHi", letters.end, *b"<|assistant|>\n"] and ends == {letters.end}
 
 
 def test_only_what_the_assistant_says_is_learned() -> None:
@@ -128,7 +117,7 @@ def test_of_one_text_the_last_blocks_are_held_out_and_never_all(tmp_path: Path) 
 
 
 def test_marks_and_counts_are_split_with_the_blocks(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "one.jsonl", [{"messages": TALK}] * 40)
+    file = jsonl(tmp_path / "one.jsonl", [{"messages": TALK[: 2 if n % 3 else 4]} for n in range(40)])
     whole = made(tmp_path, data(file, block=64)).train
     parts = made(tmp_path, data(file, block=64, validation=0.05))
     assert parts.validation is not None and len(parts.train) + len(parts.validation) == len(whole)
@@ -166,7 +155,7 @@ def test_a_file_is_not_trained_on_and_validated_with(tmp_path: Path) -> None:
 # --- several sets -----------------------------------------------------------------------------------
 
 
-WORDS = ["an", "evening", "of", "long", "words", "and", "short", "ones", "without", "end"]
+WORDS = ["an", "evening", "of", "long", "words", "without", "end"]
 
 
 def texts(count: int, first: str) -> list[dict[str, Any]]:
@@ -198,6 +187,12 @@ def test_each_set_gives_its_share_of_every_step(tmp_path: Path) -> None:
         assert torch.equal(again.tokens, steps[number].tokens), "by the number of the step alone"
 
 
+def test_what_is_held_out_is_of_every_set(tmp_path: Path) -> None:
+    held = made(tmp_path, mixed(tmp_path, a=1, b=3).model_copy(update={"validation": 0.3})).validation
+    assert held is not None
+    assert {chr(int(row[0])) for row in parts_of(held, *range(len(held)))[0]} == {"a", "b"}
+
+
 @pytest.mark.parametrize("weights", [(1, 1), (1, 1000), (0.001, 5, 2), (3, 2, 1)])
 def test_shares_add_up_and_leave_nobody_out(weights: tuple[float, ...]) -> None:
     counts = (40, 10, 3)[: len(weights)]
@@ -209,18 +204,6 @@ def test_shares_add_up_and_leave_nobody_out(weights: tuple[float, ...]) -> None:
         drawn = [sampler.at(turn * sum(counts) + place) for place in range(sum(counts))]
         of = Counter(int(np.searchsorted(ends, at, side="right")) for at in drawn)
         assert tuple(of[number] for number in range(len(counts))) == given
-
-
-def test_what_is_held_out_is_of_every_set_and_what_is_read_of_each_is_told(tmp_path: Path) -> None:
-    written = mixed(tmp_path, a=1, b=3).model_copy(update={"validation": 0.3})
-    prepared = made(tmp_path, written)
-    assert prepared.validation is not None
-    first = {chr(int(row[0])) for row in parts_of(prepared.validation, *range(len(prepared.validation)))[0]}
-    assert first == {"a", "b"}
-    told = [fact for _, fact in prepared.facts()]
-    assert "text, 25.0% of training" in told and "text, 75.0% of training" in told
-    other = mixed(tmp_path, a=1, b=2)
-    assert made(tmp_path, other).key != made(tmp_path, mixed(tmp_path, a=1, b=3)).key
 
 
 # --- documents that share a block --------------------------------------------------------------------
@@ -329,37 +312,28 @@ def test_a_model_that_does_not_keep_documents_apart_is_named(model: torch.nn.Mod
 
 def test_a_block_is_no_longer_than_the_positions_of_the_model() -> None:
     transformers = pytest.importorskip("transformers")
-    gpt2 = {"n_positions": 32, "n_layer": 1, "n_embd": 8, "n_head": 1}
-    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-    llama = {"max_position_embeddings": 32, **dict(zip(names, (1, 8, 8, 1), strict=True))}
-    for kind, sizes in (("gpt2", gpt2), ("llama", llama)):
-        config = transformers.AutoConfig.for_model(kind, vocab_size=257, **sizes)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        check_positions(model, 32)
-        with pytest.raises(ModelError, match=r"data\.block.*at most the 32 positions"):
-            check_positions(model, 33)
+    config = transformers.GPT2Config(n_positions=32, n_layer=1, n_embd=8, n_head=1, vocab_size=257)
+    model = transformers.GPT2LMHeadModel(config)
+    check_positions(model, 32)
+    with pytest.raises(ModelError, match=r"data\.block.*at most the 32 positions"):
+        check_positions(model, 33)
 
 
 # --- the blocks of a step ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000])
+@pytest.mark.parametrize("count", [1, 2, 3, 17, 4096])
 def test_an_epoch_has_every_block_once_in_an_order_of_its_own(count: int) -> None:
     epochs = [
         [BlockSampler(count, seed).at(epoch * count + place) for place in range(count)]
-        for seed, epoch in ((3, 0), (3, 1), (4, 0), (3, 0))
+        for seed, epoch in ((3, 0), (3, 1), (4, 0))
     ]
-    assert all(sorted(found) == list(range(count)) for found in epochs) and epochs[0] == epochs[3]
-    if count == 1000:
+    assert all(sorted(found) == list(range(count)) for found in epochs)
+    if count == 4096:
         assert epochs[0] != epochs[1] and epochs[0] != epochs[2]
-
-
-def test_an_order_looks_like_chance() -> None:
-    order = np.array([permute(place, 4096, key=99) for place in range(4096)])
-    assert abs(np.corrcoef(order, np.arange(4096))[0, 1]) < 0.05
-    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
-    gaps = np.abs(np.diff(order))
-    assert 0.28 < gaps.mean() / 4096 < 0.39, "two random places are a third apart"
+        order = np.array(epochs[0])
+        assert abs(np.corrcoef(order, np.arange(count))[0, 1]) < 0.05
+        assert 0.28 < np.abs(np.diff(order)).mean() / count < 0.39, "two random places are a third apart"
 
 
 @pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 2, 6), (2, 3, 2), (4, 1, 3), (6, 2, 1)])

@@ -9,17 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.cells import cell_len
 
 from tests.unit.data_files import TALK, arrow_stream, data, jsonl, made, stream, tree
-from tests.unit.letters import byte_tokenizer
 from zerodrift.errors import ConfigError
 from zerodrift.train.data import documents
-from zerodrift.train.data.tokenizer import TransformersTokenizer
 from zerodrift.train.job_file import read_job
 from zerodrift.train.report.summary import preview
 
-TEXT, ROW = "a text to train on " * 9, [{"text": "a"}]
 TEXT, ROW = "a text to train on " * 9, [{"text": "a"}]
 
 
@@ -81,41 +77,21 @@ def test_a_folder_that_may_be_read_in_two_ways_or_none_is_asked_about(kind: str,
             assert counts(tmp_path, folder, **rest).files == count
 
 
-@pytest.mark.parametrize(
-    ("columns", "words"),
-    [
-        ({"id": "1", "content": "x" * 40}, ""),
-        ({"n": 3, "story": "x" * 40}, ""),
-        ({"a": "b", "c": "d"}, "`a`, `c`"),
-    ],
-)
-def test_a_column_of_another_name_is_found_or_asked_for(
-    columns: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [columns])
-    if words:
-        with pytest.raises(ConfigError, match=rf"in one column; got {words}.*`data\.field`"):
-            made(tmp_path, data(file))
-        return
+def test_a_column_of_another_name_is_found_or_asked_for(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"n": 3, "story": "x" * 40}])
     assert bytes(stream(made(tmp_path, data(file)).train)[:16].tolist()) == b"x" * 16
+    file = jsonl(tmp_path / "b.jsonl", [{"a": "b", "c": "d"}])
+    with pytest.raises(ConfigError, match=r"in one column; got `a`, `c`.*`data\.field`"):
+        made(tmp_path, data(file))
 
 
-WROTE = (
-    "runs/a/job.json",
-    "runs/a/plan.json",
-    "runs/a/report.html",
-    "cache/digests.json",
-    "cache/0/blocks.json",
-)
+WROTE = ("runs/a/job.json", "runs/a/plan.json", "cache/digests.json", "cache/0/blocks.json")
 READ: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "what training wrote is no data": ({"a.txt": TEXT, **dict.fromkeys(WROTE, "{}")},
         *(1, ("cache, which training wrote", "runs/a, which training wrote"))),
     "splits of texts": ({f"wiki.{name}.txt": TEXT for name in ("train", "test", "valid")},
         *(1, ("1 file of the split `test`", "1 file of the split `validation`"))),
-    "programs are no splits": (
-        {"train.py": TEXT, "test.py": TEXT, "README.md": TEXT, "package.json": '{"name": "code"}'},
-        *(3, ("package.json",)),
-    ),
+    "programs are no splits": ({"train.py": TEXT, "test.py": TEXT, "a.json": "{}"}, 2, ("a.json",)),
 }  # fmt: skip
 
 
@@ -154,7 +130,7 @@ def test_what_an_editor_adds_is_no_token(suffix: str, tmp_path: Path) -> None:
         assert found[: len(text.encode())].tolist() == [*text.encode()]
 
 
-@pytest.mark.parametrize("name", ["", "x" * 5000, "~nobody-here/a.txt", "a\0b", "/dev/zero", "/dev/null"])
+@pytest.mark.parametrize("name", ["", "x" * 5000, "a\0b", "/dev/zero"])
 @pytest.mark.timeout(30)
 def test_a_name_of_no_files_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.train.*must name files"):
@@ -170,11 +146,6 @@ ASKED = {"prompt": "Hi", "completion": "Yo"}
         ([ASKED], {"field": "body"}, r"a\.jsonl:1.*must have a text in `body`; got `prompt`"),
         ([ASKED], {"field": "prompt", "format": "chat"}, r"data\.field.*conversations"),
         ([ASKED], {"messages": "dialog"}, "must have `dialog`, which `data.messages` names; got `prompt`"),
-        (
-            [ASKED, {"prompt": "Hi"}],
-            {"format": "text"},
-            r"a\.jsonl:2.*must have a text in `completion`; got `pro",
-        ),
         ([ASKED], {"format": "tokens"}, r"a\.jsonl.*must be a map of token numbers"),
     ],
 )
@@ -196,12 +167,13 @@ def test_what_may_not_be_meant_is_noted(tmp_path: Path) -> None:
     chats = jsonl(tmp_path / "chats.jsonl", [{"messages": turns} for turns in (TALK, TALK, silent)])
     once = jsonl(tmp_path / "held.jsonl", [{"messages": turns} for turns in (TALK, TALK[:3])])
     found = made(tmp_path, data(chats, block=64, validation=str(once)))
-    plain = "written with `<|role|>` in front of each turn: the tokenizer has no chat template"
-    assert found.sets[0].counts.notes()[-1] == "1 conversation like another one"
-    assert "1 conversation with an answer of nothing, which is not learned" in found.sets[0].counts.notes()
-    assert found.sets[1].counts.notes() == [f"2 conversations {plain}", "1 conversation trained on as well"]
-    trained, held = (text for _, text in found.lines())
-    assert "trained on as well" in held and "trained on as well" not in trained and "held out" not in trained
+    notes, held = (each.counts.notes() for each in found.sets)
+    assert {*notes} > {
+        "1 conversation like another one",
+        "1 conversation with an answer of nothing, which is not learned",
+    }
+    assert held[-1] == "1 conversation trained on as well" not in notes
+    assert "the tokenizer has no chat template" in held[0]
     (tmp_path / "cache" / found.sets[1].key / documents.DIGESTS).write_bytes(b"1234")
     with pytest.raises(ConfigError, match="must hold the blocks that were written"):
         made(tmp_path, data(chats, block=64, validation=str(once)))
@@ -216,21 +188,6 @@ def test_one_file_is_read_once_by_whatever_path(tmp_path: Path) -> None:
     assert reading.files == 1 and "a.txt, which is " in reading.beside[0]
 
 
-def test_the_last_number_of_a_tokenizer_is_its_vocabulary(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    folder = byte_tokenizer(tmp_path)
-    plain = TransformersTokenizer(folder)
-    file = folder / "tokenizer.json"
-    written = json.loads(file.read_text())
-    word, last = max(written["model"]["vocab"].items(), key=lambda item: item[1])
-    written["model"]["vocab"][word] = last + 1000
-    for added in written.get("added_tokens", []):
-        added["id"] += 1000 if added["id"] == last else 0
-    file.write_text(json.dumps(written))
-    assert TransformersTokenizer(folder).vocabulary == plain.vocabulary + 1000
-    assert TransformersTokenizer(folder).fingerprint != plain.fingerprint
-
-
 # --- what is shown ------------------------------------------------------------------------------------
 
 
@@ -241,35 +198,20 @@ CHATS: list[dict[str, Any]] = [
 ]
 
 
-def preview_of(folder: Path, color: bool = False, width: int = 80, **data: Any) -> str:
+def preview_of(folder: Path, color: bool = False, **data: Any) -> str:
     file = jsonl(folder / "a.jsonl", CHATS)
     written = {"train": str(file), "block": 128, "validation": 0.2, "seed": 2, "format": "chat", **data}
     job, _ = read_job({"model": {"source": "a:b"}, "data": written, "run": {"folder": str(folder / "run")}})
-    return preview(job, color=color, width=width)
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
-def test_it_fits_the_screen_and_says_what_was_read(width: int, tmp_path: Path) -> None:
-    text = preview_of(tmp_path, width=width)
-    assert max(map(cell_len, text.split("\n"))) <= max(width, 40)
-    words = " ".join(text.split())
-    assert "1 file, 11 conversations" in words and "`prompt` and `completion` (10)" in words
-    assert "1 conversation without a turn of the assistant to learn" in words
-    assert "1 block with nothing to learn" in words and "columns `id`" in words
-    assert "held out" in words and text.count("\nblock ") == 3
+    return preview(job, color=color, width=80)
 
 
 def test_what_is_learned_is_marked_with_and_without_colour(tmp_path: Path) -> None:
     plain = preview_of(tmp_path)
+    words = " ".join(plain.split())
+    assert "1 file, 11 conversations" in words and "`prompt` and `completion` (10)" in words
+    assert "1 conversation without a turn of the assistant to learn" in words and "columns `id`" in words
     assert plain.count("  [[Antwort.\n  Antwort.\n  Antwort.\n  <end>]]\n") == 3
     assert "\x1b" not in plain and r"\x1b[31m" in plain, "what is in data does not rule a terminal"
-    colored = preview_of(tmp_path, color=True)
-    assert "\x1b[32m[[Antwort." in colored
+    assert "\x1b[32m[[Antwort." in preview_of(tmp_path, color=True)
     packed = preview_of(tmp_path, pack=True, attend="document", block=512)
     assert "--- another document ---" in packed and "[[Antwort." in packed
-
-
-def test_what_is_wrong_with_a_job_is_told_here_too() -> None:
-    job, _ = read_job({"model": {"source": "a:b"}, "data": {"train": "x"}, "run": {"evaluate_every": 2}})
-    with pytest.raises(ConfigError, match="must go with data"):
-        preview(job, color=False, width=80)

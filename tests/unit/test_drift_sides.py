@@ -15,21 +15,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.models.planted_sides import PlainDecoder, PlantedSide, head_in_fp32, lively, named_first, token_ids
-from zerodrift.api import make_plan
+from tests.models.planted_sides import PlantedSide, head_in_fp32, lively, named_first, token_ids
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError, UnsupportedError, ZerodriftError
-from zerodrift.inspect.audit.tokens import parse_ids, read_ids, read_recorded
 from zerodrift.inspect.audit.tokens import parse_recorded as recorded
+from zerodrift.inspect.audit.tokens import read_ids, read_recorded
 from zerodrift.inspect.drift.attribution import SamplerSide, SideComparison, compare_sides, share, token_drift
-from zerodrift.inspect.drift.sampler import KEYS, read_sampler_dtypes, roles_of
 from zerodrift.inspect.drift.sampler import parse_sampler_dtypes as sampler
+from zerodrift.inspect.drift.sampler import read_sampler_dtypes
 from zerodrift.inspect.drift.tensor_status import judge, neighbours
 from zerodrift.inspect.drift.text import comparison_json, comparison_text
-from zerodrift.inspect.drift.trainer import TrainerSide, config_from_table
+from zerodrift.inspect.drift.trainer import TrainerSide
 from zerodrift.inspect.drift.trainer import load_trainer as trainer
-from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord
-from zerodrift.model.sources import describe
 from zerodrift.optim.rounding import round_away
 
 FP32, BF16, AUTOCAST = ({"precision": {"mode": mode}} for mode in ("fp32", "bf16", "autocast-bf16"))
@@ -67,16 +64,13 @@ bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
         (through(bf16), "rounded", "rounded to bf16"),
         (through(fp16), "rounded", "rounded to fp16"),
         (through(bf16, fp32), "rounded-otherwise", "bf16 on the way"),
-        (through(fp16, bf16), "rounded-otherwise", "fp16 on the way"),
         (one_row, "rounded-otherwise", "16 of 256 elements, in slice 3"),
         (lambda t: (t.view(torch.int32) & -65536).view(fp32).bfloat16(), "rounded-otherwise", "cut off"),
         (lambda t: neighbours(t, bf16)[1], "rounded-otherwise", "stochastic"),
         (lambda t: t.T.contiguous(), "transposed", "exchanged"),
         (lambda t: t.roll(1, 0).bfloat16(), "permuted", "dimension 0"),
-        (lambda t: t.roll(1, 1), "permuted", "dimension 1"),
         (lambda t: matrix(1).half(), "another-tensor", "`b`"),
         (lambda t: 0.5 * t, "scaled", "times 0.5"),
-        (torch.zeros_like, "other-values", "all zero"),
         (lambda t: t + 1e-3, "other-values", "256 of 256"),
         (lambda t: torch.where(t > 2, math.nan, t), "not-finite", "inf or nan"),
     ],
@@ -153,9 +147,7 @@ def test_a_table_is_read() -> None:
     [
         ({"haed": "fp32"}, "Did you mean `head`"),
         ({"head": "fp8_e4m3"}, "`head`: must be fp32, bf16 or fp16; got 'fp8_e4m3'"),
-        ({"head": 32}, "`head`: must be"),
         ({"tensors": ["a"]}, "must be a block of globs"),
-        (["head"], "must hold a block of keys"),
         ("compute: bf16\ncompute: fp32\n", "must be written once"),
     ],
 )
@@ -166,20 +158,6 @@ def test_a_wrong_table_is_refused(data: Any, says: str, tmp_path: Path) -> None:
     assert says in str(caught.value)
 
 
-def test_every_key_is_on_the_page() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "drift.md").read_text(encoding="utf-8")
-    assert [key for key in KEYS if f"| `{key}` | " not in page] == []
-
-
-def test_parts_of_models_have_their_roles() -> None:
-    found = roles_of(describe(lively("plain-moe")))
-    assert found["embed.weight"] == "embedding" and found["head.weight"] == "head"
-    assert found["layers.0.norm1.weight"] == found["norm.weight"] == "norms"
-    assert found["layers.0.mlp.router.weight"] == "router" and found["layers.0.attn.q.weight"] == "attention"
-    assert found["layers.1.mlp.experts.2.bias"] == "experts"
-    assert roles_of(describe(PlainDecoder()))["layers.0.mlp.0.weight"] == "mlp"
-
-
 def test_ids_come_from_every_kind_of_file(tmp_path: Path) -> None:
     rows, tensor = [[1, 2, 3], [4, 5, 6]], torch.tensor([[1, 2, 3], [4, 5, 6]])
     np.save(tmp_path / "a.npy", tensor.numpy().astype(np.int32))
@@ -187,23 +165,16 @@ def test_ids_come_from_every_kind_of_file(tmp_path: Path) -> None:
     save_file({"tokens": tensor}, tmp_path / "a.safetensors")
     (tmp_path / "a.json").write_text(json.dumps(rows))
     (tmp_path / "a.jsonl").write_text('{"tokens": [1, 2, 3], "logprobs": [null, -1.0, -2]}\n[4, 5, 6]\n\n')
-    assert all(
-        read_ids(tmp_path / f"a.{end}") == rows for end in ("npy", "pt", "safetensors", "json", "jsonl")
-    )
-    assert parse_ids([7, 8]) == [[7, 8]] and parse_ids([[1, 2], [3, 4, 5]]) == [[1, 2], [3, 4, 5]]
+    for end in ("npy", "pt", "safetensors", "json", "jsonl"):
+        assert read_ids(tmp_path / f"a.{end}") == rows
 
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.json", '{"a": 1}', "must be a list of token ids"),
         ("a.json", "[[1, 2.5]]", "`{}[0]`: must be a list of token ids"),
         ("a.json", "[[1]]", "must be at least two tokens"),
-        ("a.json", "[]", "must hold sequences"),
-        ("a.json", "[[1, 2", "must be JSON"),
-        ("a.txt", "1 2", "must end in .npy"),
         ("a.pt", "text", "must hold a tensor of token ids"),
-        ("a.npy", "text", "must hold a tensor of token ids"),
     ],
 )
 def test_a_file_without_ids_is_refused(name: str, content: str, says: str, tmp_path: Path) -> None:
@@ -211,8 +182,6 @@ def test_a_file_without_ids_is_refused(name: str, content: str, says: str, tmp_p
     with pytest.raises(ModelError) as caught:
         read_ids(tmp_path / name)
     assert says.format(tmp_path / name) in str(caught.value)
-    with pytest.raises(ModelError, match="No such file"):
-        read_ids(tmp_path / f"none{Path(name).suffix}" if name != "a.txt" else tmp_path / "none.json")
 
 
 VLLM = [None, {"2": {"logprob": -1.0, "rank": 1}, "9": {"logprob": -3}}, {"3": {"logprob": -2.0}}]
@@ -228,7 +197,6 @@ SGLANG = [[None, 1, None], [-1.0, 2, None], [-2.0, 3, None]]
         ([{"prompt_logprobs": VLLM}], [-1.0, -2.0]),
         ([{"input_token_logprobs": SGLANG}], [-1.0, -2.0]),
     ],
-    ids=["all", "all but the first", "some", "vLLM", "SGLang"],
 )
 def test_recorded_numbers_of_every_form_are_read(rows: Any, read: list[Any], tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -239,11 +207,7 @@ def test_recorded_numbers_of_every_form_are_read(rows: Any, read: list[Any], tmp
     ("rows", "says"),
     [
         ([[-1.0]], "`recorded[0]`: must have 2 log-probabilities: one for every token but the first; got 1"),
-        ([[-1.0, -1.0], [-1.0]], "must have 1 sequences"),
-        ([[-1.0, math.nan]], "`recorded[0][2]`: must be a finite log-probability"),
         ([[0.5, -1.0]], "`recorded[0][1]`: must be a finite log-probability, 0 or below; got 0.5"),
-        ([[None, None]], "null for every token"),
-        ([["a", "b"]], "must be a list of numbers or null"),
         ([{"tokens": [1, 2, 4], "logprobs": [-1.0, -1.0]}], "must be of the tokens that are compared"),
         ([[[-1.0, 2], [-2.0, 4]]], "numbers or null"),  # of another token
     ],
@@ -255,36 +219,6 @@ def test_recorded_numbers_that_do_not_fit_are_refused(rows: Any, says: str) -> N
 
 
 # --- the trainer's side -------------------------------------------------------------------------------------
-
-
-def record(name: str, storage: str, compute: str, numel: int = 64) -> ParameterRecord:
-    parameter = ParameterRecord(name, (numel,), "torch.nn.modules.linear.Linear", True)
-    parameter.add("storage", storage, "the parameter")
-    parameter.add("compute", compute, "linear")
-    return parameter
-
-
-def test_what_was_seen_of_a_run_is_a_config() -> None:
-    mixed = ModelRecord(
-        "M", [record("a", "bfloat16", "bfloat16", 999), record("gate[0]", "float32", "float32")]
-    )
-    assert config_from_table(mixed) == {
-        "precision": {"mode": "bf16", "rules": [{"match": "gate[[]0]", "storage": "fp32", "compute": "fp32"}]}
-    }
-    autocast = ModelRecord(
-        "M", [record("a", "float32", "bfloat16", 999), record("norm", "float32", "float32")]
-    )
-    assert config_from_table(autocast) == {"precision": {"mode": "autocast-bf16"}}
-    with pytest.raises(ConfigError, match="compute dtype was seen"):
-        config_from_table(ModelRecord("M", []))
-
-
-def test_a_plan_is_a_trainers_side(tmp_path: Path) -> None:
-    model = lively("plain")
-    plan = make_plan({"precision": {"mode": "bf16", "rules": [{"match": "head.*", "pin": "fp32"}]}}, model)
-    (tmp_path / "plan.json").write_text(json.dumps({**plan.to_json(), "digest": ""}))
-    side = trainer(tmp_path / "plan.json", model)
-    assert side.plan.policy.rules == plan.policy.rules and side.head == "head"
 
 
 def test_under_autocast_a_sampler_has_one_dtype() -> None:
@@ -318,8 +252,8 @@ def compared(side: TrainerSide | None = None, ids: Any = IDS, **known: Any) -> S
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [("plain-moe", FP32), ("plain-moe", BF16), ("llama-tied", BF16)],
-    ids=["plain-moe-fp32", "plain-moe-bf16", "llama-tied-bf16"],
+    [("plain-moe", FP32), ("llama-tied", BF16)],
+    ids=["plain-moe-fp32", "llama-tied-bf16"],
 )
 def test_sides_that_are_the_same_are_exactly_zero_apart(
     name: str, config: dict[str, Any], tmp_path: Path
@@ -395,36 +329,18 @@ def test_flips_are_counted_apart_and_tokens_that_were_not_recorded_are_left_out(
 # --- what cannot be compared --------------------------------------------------------------------------------
 
 
-class WithoutLoss(nn.Module):
+class OtherLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(96, 8)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return self.embed(input_ids)
-
-
-class OtherLoss(WithoutLoss):
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         return self.embed(input_ids).square().mean()
 
 
-class Bare(WithoutLoss):
-    """A model of embeddings and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 96)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        logits = self.head(self.embed(input_ids))[:, :-1]
-        return nn.functional.cross_entropy(logits.reshape(-1, 96), labels[:, 1:].reshape(-1))
-
-
-def changed(part: str, change: Callable[[Tensor], Any]) -> nn.Module:
+def infinite() -> nn.Module:
     model = lively("plain")
-    with torch.no_grad():
-        change(model.get_parameter(f"{part}.weight"))
+    model.get_parameter("norm.weight").data[3] = math.inf
     return model
 
 
@@ -450,41 +366,21 @@ def of_model(make: Callable[[], nn.Module], table: dict[str, Any]) -> Callable[[
 REFUSED: list[tuple[type[ZerodriftError], Callable[[Path], SideComparison], str]] = [
     (ConfigError, lambda path: compared(), "`the other side`: must be given"),
     (ModelError, renamed, "must have the names of the trainer's model"),
-    (ModelError, renamed, "layers.0.attention.k.weight"),
     (ModelError, sent(**{"norm.weight": torch.ones(31)}), "`norm.weight`: must have shape [32]; got [31]"),
     (UnsupportedError, sent(**PACKED), "packed"),
-    (ModelError, lambda path: compared(sent=path), "test_what_cannot_be_compared"),  # an empty folder
-    (ModelError, lambda path: compared(loaded=path / "none"), "none"),
     (ModelError, sent(**SEVEN_SCALES), "must have a floating scale for all of it"),
     (
         ModelError,
         lambda path: compared(sampler=KV, ids=[[1, 2, 96]]),
         "`tokens[0][2]`: must be a token of the model, from 0 to 95; got 96",
     ),
-    (
-        NonFiniteError,
-        of_model(lambda: changed("norm", lambda w: w[3].fill_(math.inf)), KV),
-        "`norm.weight`: must be finite",
-    ),
-    (
-        NonFiniteError,
-        of_model(lambda: changed("norm", lambda w: w.fill_(3e38)), KV),
-        "`tokens[0]`: must have finite log-probabilities",
-    ),
-    (ModelError, of_model(WithoutLoss, {"embedding": "bf16"}), "must return a loss"),
+    (NonFiniteError, of_model(infinite, KV), "`norm.weight`: must be finite"),
     (ModelError, of_model(OtherLoss, {"embedding": "bf16"}), "must take its loss from `cross_entropy`"),
     (
         ConfigError,
         lambda path: compared(sampler={"router": "bf16"}),
         "`router`: must be of a parameter of the model; got none of that role",
     ),
-    (
-        ConfigError,
-        lambda path: compared(sampler={"tensors": {"*.nothing": "bf16"}}),
-        "`tensors.*.nothing`: must match a parameter",
-    ),
-    (ConfigError, of_model(Bare, KV), "`sampler.kv`: must be something that the model does"),
-    (ConfigError, of_model(Bare, {"buffers": "bf16"}), "a model without floating-point buffers"),
     (
         UnsupportedError,
         lambda path: compared(plain(AUTOCAST), sampler={"head": "bf16"}),
@@ -505,32 +401,18 @@ def test_what_cannot_be_compared_is_refused(
 # --- text and JSON ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> SideComparison:
+def test_text_and_json_name_faults_and_have_no_number_that_is_none(tmp_path: Path) -> None:
     model, name = lively("plain-moe"), "layers.1.mlp.experts.0.weight"
     changed = {name: model.state_dict()[name].T.contiguous(), "norm.weight": torch.full((32,), math.inf)}
-    changed["layers.0.attn.q.weight"] = torch.zeros(32, 32)
-    sent = folder_of(model, tmp_path_factory.mktemp("sides") / "a", **changed)
-    return compared(plain(FP32, "plain-moe"), sent=sent, sampler={"kv": "bf16"})
-
-
-@pytest.mark.parametrize("width", [80, 100])
-def test_text_fits_its_width_and_names_faults_first(width: int, faulty: SideComparison) -> None:
-    fine = compared(plain(FP32, "plain-moe"), sampler={"router": "bf16", "kv": "bf16"})
+    sent = folder_of(model, tmp_path / "a", **changed)
+    faulty = compared(plain(FP32, "plain-moe"), sent=sent, sampler={"kv": "bf16"})
     source = [("trainer", "c.yaml, " + "a/long/path/" * 12)]
-    texts = [comparison_text(found, source, color=False, width=width) for found in (faulty, fine)]
-    assert all(max(map(len, text.splitlines())) <= width and "\x1b" not in text for text in texts)
-    text = texts[0]
+    text = comparison_text(faulty, source, color=False, width=80)
+    assert max(map(len, text.splitlines())) <= 80
     assert text.index("not what was trained") < text.index("what explains it")
-    summary = "3 tensors not what was trained; 22 of 22 tokens without a finite log-probability"
+    summary = "2 tensors not what was trained; 22 of 22 tokens without a finite log-probability"
     assert summary in " ".join(text.split()) and "layers.1.mlp.experts.0.weight  transposed" in text
-
-
-def test_json_has_everything_and_no_number_that_is_none(faulty: SideComparison) -> None:
     data = json.loads(comparison_json(faulty), parse_constant=pytest.fail)
-    tensors = data["tensors"]
-    kinds = {each["kind"] for each in tensors["not_as_trained"]}
-    assert kinds == {"transposed", "other-values", "not-finite"}
+    assert {each["kind"] for each in data["tensors"]["not_as_trained"]} == {"transposed", "not-finite"}
     assert data["within"] is False and data["drift"]["mean_abs"] is None
-    assert tensors["digests"].keys() == lively("plain-moe").state_dict().keys()
-    assert all(len(set(each.values())) <= 2 for each in tensors["digests"].values())
+    assert data["tensors"]["digests"].keys() == model.state_dict().keys()

@@ -1,23 +1,18 @@
-"""The drop-in reads a config as DeepSpeed does: spellings, files that are no JSON, names of torch."""
+"""The drop-in reads a config as DeepSpeed does: spellings of offload, Hjson, and keys that stand twice."""
 
 from __future__ import annotations
 
 import base64
 import enum
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import zerodrift
-import zerodrift.deepspeed as deepspeed
 from zerodrift.deepspeed.config import written_config
-from zerodrift.deepspeed.engine import OWN
-from zerodrift.deepspeed.initialization import TORCH_CLASSES, _without_drop_in_keys
+from zerodrift.deepspeed.initialization import _without_drop_in_keys
 from zerodrift.errors import ConfigError
-from zerodrift.optimizers import TORCH_OPTIMIZERS, TORCH_SCHEDULES
 
 
 class Device(str, enum.Enum):
@@ -44,13 +39,6 @@ def test_offload_in_every_spelling(zero: dict[str, Any], offloads: bool) -> None
     assert written == {**zero, "stage": 3}  # what the caller has is as it was
 
 
-def test_why_nothing_moves_is_said() -> None:
-    found = zerodrift.load({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
-    (use,) = [use for use in found.keys if use.path.endswith("offload_param.device")]
-    assert use.status == "ignored"
-    assert use.because.startswith("parameters rest on their device, which changes")
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -73,43 +61,8 @@ def test_hjson(text: str, value: Any, tmp_path: Path) -> None:
             assert written_config(None, way, None) == value
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("{a: 1 // one\n}", r"pip install 'zerodrift\[hjson\]'"), ('{"train_batch_size": 4, ]', "line 1")],
-)
-def test_a_file_that_is_no_json_is_told_by_the_first_reader(
-    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "hjson" in said:
-        monkeypatch.setitem(sys.modules, "hjson", None)
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=f"must be valid JSON.*{said}"):
-        written_config(None, str(tmp_path / "config.json"), None)
-
-
-def test_a_plan_knows_the_classes_that_only_torch_has() -> None:
-    """The command `plan` imports no torch, so it has their names; those that need a function are left out."""
-    needs_function = {"LambdaLR", "MultiplicativeLR", "ChainedScheduler", "SequentialLR", "_LRScheduler"}
-    for block, known in (("optimizer", TORCH_OPTIMIZERS), ("scheduler", TORCH_SCHEDULES)):
-        module, base, own = TORCH_CLASSES[block]
-        kinds = {name: kind for name, kind in vars(module).items() if isinstance(kind, type)}
-        names = {name for name, kind in kinds.items() if issubclass(kind, base) and kind is not base}
-        ours = {name for name in names if {name, name.lower()} & own.keys()}
-        assert names - ours - needs_function == set(known)
-
-
 def test_a_key_that_a_file_has_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"bf16": {"enabled": true}, "fp16": {}, "bf16": {}}')
     with pytest.raises(ConfigError, match="`bf16`: must be written once"):
         zerodrift.load(_without_drop_in_keys(written_config(None, str(path), None)))
-
-
-def test_messages_name_what_the_drop_ins_engine_has() -> None:
-    """Every `engine.x` in a text of the rooms that the drop-in's engine uses exists there."""
-    source = Path(zerodrift.__file__).parent
-    rooms = ("engine", "optim", "plan", "policy", "comm", "deepspeed", "experts")
-    texts = [path.read_text() for room in rooms for path in (source / room).rglob("*.py")]
-    told = {name for text in texts for name in re.findall(r'"[^"\n]*`engine\.([a-z_]+)', text)}
-    has = {*dir(deepspeed.DeepSpeedEngine), *OWN, "optimizer", "module", "micro_batches"}
-    assert "gathered" in told and told <= has, sorted(told - has)

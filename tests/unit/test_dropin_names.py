@@ -6,15 +6,12 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import itertools
-import logging
 import pickle
 import re
 import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Optional
 
 import pytest
@@ -24,41 +21,29 @@ from torch import nn
 
 import zerodrift.deepspeed as deepspeed
 from zerodrift.deepspeed.engine import DeepSpeedEngine
-from zerodrift.deepspeed.modules import MODULES, MODULES_ABSENT, NAMES_ABSENT, NotHereError
-from zerodrift.deepspeed.runtime.zero import stage3, stage_1_and_2
+from zerodrift.deepspeed.modules import MODULES_ABSENT, NAMES_ABSENT, NotHereError
 from zerodrift.deepspeed.tables import ROOT
 from zerodrift.deepspeed.tools import estimates
 from zerodrift.errors import UnsupportedError
 
 _IMPORTED = """
 accelerator: get_accelerator
-accelerator.abstract_accelerator: DeepSpeedAccelerator
-accelerator.real_accelerator: get_accelerator
 comm: all_reduce get_rank init_distributed ReduceOp
 "": checkpointing __git_hash__ __git_branch__ logger log_dist
 checkpointing:
-comm.comm: init_distributed all_reduce
-constants: TORCH_DISTRIBUTED_DEFAULT_PORT
-git_version_info: version git_hash installed_ops compatible_ops
 launcher.runner: DEEPSPEED_ENVIRONMENT_NAME main
 moe.layer: MoE
 moe.utils: is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer
 ops: __compatible_ops__
 ops.op_builder: ALL_OPS CPUAdamBuilder FusedAdamBuilder AsyncIOBuilder
-ops.transformer: DeepSpeedTransformerLayer
-runtime.base_optimizer: DeepSpeedOptimizer
 runtime.activation_checkpointing.checkpointing: checkpoint configure
 runtime.fp16.loss_scaler: LossScaler DynamicLossScaler
 runtime.pipe.module: PipelineModule LayerSpec
-runtime.sequence_parallel.ulysses_sp: UlyssesSPAttentionHF
 runtime.zero.config: ZeroStageEnum DeepSpeedZeroConfig
 runtime.zero.offload_config: OffloadDeviceEnum DeepSpeedZeroOffloadOptimizerConfig
-runtime.zero.parameter_offload: DeepSpeedZeRoOffload
 runtime.zero.stage3: DeepSpeedZeroOptimizer_Stage3
 runtime.zero.stage_1_and_2: DeepSpeedZeroOptimizer
 utils.tensor_fragment: safe_get_full_fp32_param fragment_address
-utils.torch: required_torch_version
-utils.z3_leaf_module: set_z3_leaf_modules
 ops.adam: DeepSpeedCPUAdam FusedAdam
 ops.lion: DeepSpeedCPULion FusedLion
 pipe: PipelineModule LayerSpec
@@ -66,13 +51,9 @@ runtime.config: DeepSpeedConfigError ADAM_OPTIMIZER
 runtime.dataloader: DeepSpeedDataLoader RepeatingLoader
 runtime.engine: DeepSpeedEngine
 runtime.lr_schedules: WarmupLR VALID_LR_SCHEDULES
-runtime.torch_autocast: get_comm_dtype has_comm_dtype
-runtime.utils: see_memory_usage
 runtime.zero: Init GatheredParameters
 runtime.zero.partition_parameters: ZeroParamStatus GatheredParameters
 utils: safe_get_full_grad RepeatingLoader logger set_z3_leaf_modules
-utils.groups: get_data_parallel_world_size
-runtime.zero.utils: ZeRORuntimeException apply_to_tensors_only
 utils.logging: logger log_dist set_log_level_from_string
 utils.zero_to_fp32: get_fp32_state_dict_from_zero_checkpoint
 zero: Init GatheredParameters register_external_parameter
@@ -80,14 +61,7 @@ zero: Init GatheredParameters register_external_parameter
 
 IMPORTED = {module: tuple((names or "").split()) for module, names in yaml.safe_load(_IMPORTED).items()}
 IMPORTED |= dict.fromkeys(
-    (
-        *("ops.adam.cpu_adam", "ops.adam.fused_adam", "ops.lion.cpu_lion", "ops.lion.fused_lion"),
-        *("ops.lamb.fused_lamb", "monitor.csv_monitor", "checkpoint.ds_to_universal", "env_report"),
-        "runtime.data_pipeline.data_sampling.data_analyzer",
-        "runtime.data_pipeline.data_routing.helper",
-        "runtime.data_pipeline.curriculum_scheduler",
-    ),
-    ("__doc__",),
+    ("ops.adam.cpu_adam", "ops.lamb.fused_lamb", "runtime.data_pipeline.curriculum_scheduler"), ("__doc__",)
 )
 """Modules and names that scripts and tutorials import."""
 
@@ -111,17 +85,7 @@ def test_what_scripts_import_is_there(module: str, names: tuple[str, ...]) -> No
     at: Any = deepspeed
     for part in filter(None, module.split(".")):
         at = getattr(at, part)
-    # A function has this name too.
-    assert at.__name__.startswith("zerodrift.deepspeed") or module == "utils.z3_leaf_module"
-
-
-def test_the_log_of_collectives_is_empty_and_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(deepspeed.comm.logger, "warning", said.append)
-    deepspeed.comm.configure(enabled=True, prof_all=True)
-    deepspeed.comm.reset_log()
-    assert deepspeed.comm.log_summary() is None and deepspeed.comm.log_summary(return_dict=True) == {}
-    assert len(said) == 2 and "zerodrift plan" in said[0]
+    assert at.__name__.startswith("zerodrift.deepspeed")
 
 
 def test_an_absent_name_can_be_imported_and_says_no_when_it_is_used() -> None:
@@ -132,8 +96,7 @@ def test_an_absent_name_can_be_imported_and_says_no_when_it_is_used() -> None:
         PipelineModule(layers=[])
 
     class Mine(PipelineModule, torch.nn.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
-            raise AssertionError("is not reached")
+        pass
 
     assert issubclass(Mine, PipelineModule) and not issubclass(torch.nn.Linear, PipelineModule)
     with pytest.raises(UnsupportedError, match=r"`deepspeed.pipe.PipelineModule`.*stage: 3"):
@@ -143,16 +106,17 @@ def test_an_absent_name_can_be_imported_and_says_no_when_it_is_used() -> None:
         deepspeed.init_inference(model=None)
 
 
-@pytest.mark.parametrize("module", sorted(NAMES_ABSENT.keys() | MODULES_ABSENT.keys()))
-def test_every_absent_name_says_what_to_use(module: str) -> None:
-    names = {**NAMES_ABSENT.get(module, {})}
-    if module in MODULES_ABSENT:
-        names["AnyName"] = MODULES_ABSENT[module]
-    there = importlib.import_module(f"zerodrift.deepspeed.{'' if module == ROOT else module}".rstrip("."))
-    for name, instead in names.items():
-        assert instead.endswith(".") and getattr(there, name) is getattr(there, name), name
-        with pytest.raises(UnsupportedError, match=f"{name}.*{re.escape(instead)}"):
-            getattr(there, name)()
+def test_every_absent_name_says_what_to_use() -> None:
+    for module in NAMES_ABSENT.keys() | MODULES_ABSENT.keys():
+        names = {**NAMES_ABSENT.get(module, {})}
+        if module in MODULES_ABSENT:
+            names["AnyName"] = MODULES_ABSENT[module]
+        path = "zerodrift.deepspeed" if module == ROOT else f"zerodrift.deepspeed.{module}"
+        there = importlib.import_module(path)
+        for name, instead in names.items():
+            assert instead.endswith(".") and getattr(there, name) is getattr(there, name), name
+            with pytest.raises(UnsupportedError, match=f"{name}.*{re.escape(instead)}"):
+                getattr(there, name)()
 
 
 def test_an_unknown_name_is_an_attribute_error_with_the_nearest() -> None:
@@ -176,38 +140,12 @@ def test_the_accelerator_answers_or_names_torchs_own(monkeypatch: pytest.MonkeyP
     assert found.device_name() != "cpu" or found.device_count() == 4
 
 
-def test_nothing_else_has_the_name_of_one_of_deepspeeds_modules() -> None:
-    """The standard library's `logging` was in `deepspeed.utils` once."""
-    for module in MODULES:
-        package, _, last = module.rpartition(".")
-        held = vars(importlib.import_module(f"zerodrift.deepspeed.{package}".rstrip("."))).get(last)
-        named = getattr(held, "__name__", "")
-        assert not isinstance(held, ModuleType) or named == f"zerodrift.deepspeed.{module}", (module, named)
-    assert logging.getLogger("zerodrift.deepspeed") is deepspeed.utils.logging.logger
-
-
-def test_what_scripts_ask_of_operations_and_of_torchs_version() -> None:
-    required = deepspeed.utils.torch.required_torch_version
-    assert required(min_version="1.13") and required(min_version=2.0, max_version="99")
-    assert not required(min_version="99.1") and not required(max_version=1.13)
-    ops = deepspeed.ops.op_builder
-    assert ops.CPUAdamBuilder().is_compatible() and ops.CPUAdamBuilder().load() is None
-    assert deepspeed.ops.__compatible_ops__["fused_adam"] and not deepspeed.ops.__compatible_ops__["async_io"]
-    with pytest.raises(UnsupportedError, match="async_io"):
-        ops.AsyncIOBuilder().load()
-
-
 def test_made_modules_are_like_any_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Values pickle by their file, modules reload, and `python -m` finds their code."""
+    """Values pickle by their file, and `python -m` finds their code."""
     for value in (deepspeed.zero.ZeroParamStatus.AVAILABLE, deepspeed.utils.safe_get_full_grad):
         assert pickle.loads(pickle.dumps(value)) is value
-    kind = deepspeed.ops.op_builder.FusedAdamBuilder
-    assert pickle.loads(pickle.dumps(kind)) is kind
-    module = importlib.import_module("zerodrift.deepspeed.utils")
-    assert importlib.reload(module).logger is deepspeed.logger and "z3" in repr(module.z3_leaf_module)
-    assert inspect.getsource(deepspeed.zero.Init).startswith("class Init")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("zerodrift.deepspeed.nothing_of_the_kind")
     monkeypatch.setattr(sys, "argv", ["zero_to_fp32", "--help"])
@@ -264,40 +202,19 @@ def test_a_method_takes_what_deepspeeds_takes(name: str) -> None:
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(
-    ("module", "names"),
-    [
-        ("", ("initialize", "init_distributed", "add_config_arguments")),
-        ("zero", (*IMPORTED["zero"], "unwrap_model_for_generation")),
-        ("utils", tuple(n for n in deepspeed.utils.__all__ if n.startswith(("safe_", "set_z3", "log_dist")))),
-        ("utils.zero_to_fp32", tuple(set(deepspeed.utils.zero_to_fp32.__all__) - {"main"})),
-        ("runtime.lr_schedules", tuple(deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES)),
-        ("runtime.zero.stage3", tuple(n for n in stage3.__all__ if n.startswith("estimate"))),
-        ("runtime.zero.stage_1_and_2", tuple(n for n in stage_1_and_2.__all__ if n.startswith("estimate"))),
-        ("ops.adam", ("FusedAdam", "DeepSpeedCPUAdam")),
-        ("ops.lion", ("FusedLion", "DeepSpeedCPULion")),
-        (
-            "runtime.torch_autocast",
-            ("get_comm_dtype", "has_comm_dtype", "get_all_comm_dtypes", "sort_dtypes"),
-        ),
-    ],
-)
-def test_a_function_takes_what_deepspeeds_takes(module: str, names: tuple[str, ...]) -> None:
-    theirs = real(module) if module != "zero" else real("runtime.zero")
-    mine = importlib.import_module(f"zerodrift.deepspeed.{module}".rstrip("."))
-    for name in names:
-        assert arguments(getattr(mine, name)) == arguments(getattr(theirs, name)), name
-
-
-@needs_deepspeed
-def test_collectives_take_what_deepspeeds_take() -> None:
-    theirs = real("comm")
-    own = [n for n in deepspeed.comm.__all__ if inspect.isfunction(getattr(deepspeed.comm, n))]
-    own = [n for n in own if getattr(deepspeed.comm, n).__module__ == "zerodrift.deepspeed.tools.collectives"]
-    assert len(own) > 20
-    for name in own:
-        mine = [(n, d) for n, d in arguments(getattr(deepspeed.comm, name)) if n != "op"]
-        assert mine == [(n, d) for n, d in arguments(getattr(theirs, name)) if n != "op"], name
+def test_a_function_takes_what_deepspeeds_takes() -> None:
+    utils = [name for name in deepspeed.utils.__all__ if name.startswith(("safe_", "set_z3", "log_dist"))]
+    for module, names in {
+        "": ["initialize", "init_distributed", "add_config_arguments"],
+        "runtime.zero": [*IMPORTED["zero"], "unwrap_model_for_generation"],
+        "utils": utils,
+        "utils.zero_to_fp32": sorted({*deepspeed.utils.zero_to_fp32.__all__} - {"main"}),
+        "runtime.lr_schedules": deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES,
+        "ops.adam": ["FusedAdam", "DeepSpeedCPUAdam"],
+    }.items():
+        mine = importlib.import_module(f"zerodrift.deepspeed.{module}".rstrip("."))
+        for name in names:
+            assert arguments(getattr(mine, name)) == arguments(getattr(real(module), name)), name
 
 
 # --- what frameworks reach for in their source ------------------------------------------------------------
@@ -351,11 +268,13 @@ def test_what_a_framework_reaches_for_is_there(framework: str) -> None:
     spec = importlib.util.find_spec(framework)
     if spec is None or spec.origin is None:
         pytest.skip(f"{framework} is not installed")
-    names: set[str] = set()
+    names, seen = set[str](), set[bytes]()
     for path in Path(spec.origin).parent.rglob("*.py"):
-        text = path.read_text(errors="replace")
-        if "deepspeed" in text and "test" not in path.parts:
+        text = path.read_bytes()
+        uses = {*re.findall(rb"deepspeed\.[\w.]+|from deepspeed.*", text)}
+        if uses - seen and "test" not in path.parts:  # most models say what another said
             names |= set(names_used(ast.parse(text)))
+            seen |= {use for use in uses if not use.endswith(b"(")}
     own = {name for name in names if not name.startswith("deepspeed.transformers")} - THEIRS
     assert own, "it reaches for nothing, and this test sees nothing"
     assert sorted(name for name in own if not there(name)) == []
@@ -386,26 +305,3 @@ def test_estimates_count_tied_weights_once_and_follow_deepspeeds_formulas() -> N
     assert three(1000, 100, 4, 2) == (13_500, 400, 400)
     assert three(1000, 100, 4, 2, cpu_offload_params=False) == (12_000, 400 + 250, 400)
     assert three(1000, 100, 4, 2, cpu_offload=False, zero_init=False) == (24_000, 400 + 2250, 400)
-
-
-def test_a_table_names_every_way(capsys: pytest.CaptureFixture[str]) -> None:
-    stage3.estimate_zero3_model_states_mem_needs_all_live(tied(), num_gpus_per_node=2)
-    told = capsys.readouterr().out
-    assert "HW: Setup with 1 node, 2 GPUs per node.\nSW: Model with 0M total params, 0M largest" in told
-    assert told.count("zero_init=") == 6 and told.rstrip().endswith("has the bytes of a config.")
-
-
-@needs_deepspeed
-@pytest.mark.parametrize(("stage", "module"), [(2, "stage_1_and_2"), (3, "stage3")])
-def test_tables_are_deepspeeds(stage: int, module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    theirs = importlib.import_module(f"deepspeed.runtime.zero.{module}")
-    start = f"estimate_zero{stage}_model_states_mem_needs"
-    layer = (123_456_789,) if stage == 3 else ()
-    for gpus, nodes, buffers in itertools.product((1, 8), (1, 3), (1.0, 1.5)):
-        for name, first in ((f"{start}_all_live", (tied(),)), (f"{start}_all_cold", (2_851_000_000, *layer))):
-            capsys.readouterr()
-            getattr(theirs, name)(*first, gpus, nodes, additional_buffer_factor=buffers)
-            # from Python 3.11 on its enum is printed with its name, which its pages do not show
-            expected = capsys.readouterr().out.replace("OffloadDeviceEnum.cpu", "cpu ")
-            getattr(estimates, name)(*first, gpus, nodes, additional_buffer_factor=buffers)
-            assert capsys.readouterr().out.startswith(expected)

@@ -7,7 +7,6 @@ import base64
 import contextlib
 import copy
 import gc
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,25 +128,20 @@ NO_SIZE = {"optimizer": CONFIG["optimizer"]}
 OF_ARGUMENTS: list[tuple[type[Exception], str, Any]] = [
     (MeshError, "dist_init_required", lambda: make(dist_init_required=False)),
     (UnsupportedError, "`mpu`", lambda: make(mpu=MPU)),
-    (UnsupportedError, "`mesh_param`", lambda: make(mesh_param=(1, 2))),
     (ConfigError, "zeropp_loco_param", lambda: make(LOSSY)),
     (ConfigError, r"zero_optimization.stagge", lambda: make({**CONFIG, "zero_optimization.stagge": 3})),
     (ConfigError, "`fail`; got 'strict'", lambda: make(NO_MODE)),
     (ConfigError, "must be given", lambda: deepspeed.initialize(model=model())),
-    (ConfigError, "nowhere", lambda: make("nowhere.json")),
     (ModelError, "`model`", lambda: deepspeed.initialize(config=CONFIG)),
     (UnsupportedError, "bias_correction", lambda: FUSED(model().parameters(), bias_correction=False)),
     (ConfigError, "train_micro_batch_size_per_gpu", lambda: make(NO_SIZE, training_data=DATA)),
-    (ValueError, "No modules", lambda: deepspeed.utils.set_z3_leaf_modules(model(), [nn.GRU])),
 ]
 OF_AN_ENGINE: list[tuple[type[Exception], str, Any]] = [
     (UnsupportedError, r"`engine.compile`.*torch.compile", lambda e: e.compile()),
     (NotHereError, r"`engine.offload_states`", lambda e: e.offload_states()),
-    (NotHereError, "gradient_clipping", lambda e: e.gradient_clippin()),
     (NotHereError, r"`engine.train_batch`.*for each micro-batch", lambda e: e.train_batch(iter([DATA]))),
     (ValueError, "multiple", lambda e: e.set_train_batch_size(5)),
     (UnsupportedError, "num_local_io_workers", lambda e: e.deepspeed_io(DATA, num_local_io_workers=2)),
-    (UnsupportedError, "keep_vars", lambda e: e.module_state_dict(keep_vars=True)),
     (UnsupportedError, "a closure", lambda e: e.optimizer.step(lambda: None)),
     (UnsupportedError, "after the last backward of a step; got 0 backwards", lambda e: e.optimizer.step()),
     (UnsupportedError, "another engine's", lambda e: make(optimizer=e.optimizer)),
@@ -234,12 +228,8 @@ def test_the_optimizer_is_live() -> None:
     step(engine)
     schedule.step()
     assert engine.get_lr() == [5e-3]
-    assert optimizer.cur_scale == optimizer.loss_scale == 1.0 and optimizer.overflow is False
-    assert not hasattr(optimizer, "bit16_groups")
     optimizer.set_lr(0.25)
     assert engine.get_lr() == [0.25] and optimizer.get_lr() == 0.25
-    # The config's optimizer has the model's parameters, as a caller's has.
-    assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, engine.module.parameters())]
     with pytest.raises(UnsupportedError, match=r"add_param_group`: must be called before the engine"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     engine.destroy()
@@ -263,7 +253,6 @@ def test_schedules_come_as_objects_functions_or_blocks() -> None:
     step(engine)
     assert engine.get_lr() == [pytest.approx(1e-3)]
     engine.destroy()
-
     increments: list[int] = []
     engine, *_ = make(lr_scheduler=SimpleNamespace(step=lambda increment=1: increments.append(increment)))
     engine.backward(engine(torch.ones(2, 4)).sum())
@@ -278,17 +267,13 @@ def test_deepspeeds_own_optimizers_are_torchs_with_bf16_moments_where_the_config
     engine, *_ = make(BARE, model=net, optimizer=deepspeed.ops.lion.FusedLion(net.parameters(), lr=1e-3))
     assert step(engine) > step(engine)
     low = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
-    for bf16 in (dict.fromkeys(low, True), None):
-        net = model()
-        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), fp32_optimizer_states=False)
-        if bf16:
-            engine, *_ = make({**BARE, "bf16": bf16}, model=net, optimizer=optimizer)
-            assert step(engine) > step(engine)
-            assert {row.columns.update.state.dtype for row in engine.running.plan.rows} == {DType.BF16}
-            continue
-        with pytest.raises(UnsupportedError, match="where the config has fp32 moments"):
-            make(BARE, model=net, optimizer=optimizer)
-        assert not any(module._forward_pre_hooks for module in net.modules())  # no engine is left
+    net = model()
+    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), fp32_optimizer_states=False)
+    with pytest.raises(UnsupportedError, match="where the config has fp32 moments"):
+        make(BARE, model=net, optimizer=optimizer)
+    engine, *_ = make({**BARE, "bf16": dict.fromkeys(low, True)}, model=net, optimizer=optimizer)
+    assert step(engine) > step(engine)
+    assert {row.columns.update.state.dtype for row in engine.running.plan.rows} == {DType.BF16}
 
 
 # --- the engine -------------------------------------------------------------------------------------------
@@ -299,20 +284,14 @@ def test_getters_and_names_of_the_optimizer_tell_what_the_plan_does() -> None:
     assert engine.bfloat16_enabled() and not engine.fp16_enabled() and engine.zero_optimization()
     assert engine.get_data_types() == (torch.bfloat16, torch.float32)
     assert engine.gradient_clipping() == 0.7 and engine.optimizer_name() == "adamw"
-    assert engine.get_mom() == [(0.9, 0.999)] and engine.loss_scale() == 0
-    assert not engine.amp_enabled() and engine.dp_world_size == 1 and engine.local_rank == 0
+    assert engine.get_mom() == [(0.9, 0.999)] and engine.loss_scale() == 0 and engine.dp_world_size == 1
     engine.module.custom = 7
     assert engine.custom == 7 and len(list(engine.parameters())) == 4
-    assert not optimizer.needs_scaler() and optimizer.loss_scaler.cur_scale == 1.0
-    assert optimizer._global_grad_norm == 0.0
     step(engine)
     assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
     assert engine.get_global_grad_norm().item() == engine.running.grad_norm
     engine.tput_timer.update_epoch_count()  # as DeepSpeed-Chat does
     assert engine.tput_timer.epoch_count == 1 and engine.sparse_tensor_module_names == set()
-    with pytest.raises(NotHereError, match="Time the loop"):
-        engine.tput_timer.avg_samples_per_sec()
-    engine.empty_partition_cache()
     fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 7}
     engine, optimizer, *_ = make({**CONFIG, "fp16": fp16})
     assert optimizer.needs_scaler() and optimizer.loss_scaler.dynamic
@@ -330,62 +309,14 @@ def test_batch_numbers_can_change_between_steps() -> None:
 
 
 def test_a_loss_of_two_engines_trains_both_with_the_calls_of_older_scripts() -> None:
-    inputs = torch.ones(2, 4)
-    alone, *_ = make(BF16)
-    alone.backward(alone(inputs).float().square().mean())
-    alone.step()
-    pair = [make(BF16)[0] for _ in range(2)]
-    sum(engine(inputs).float().square().mean() for engine in pair).backward()
+    alone, *pair = (make(BF16)[0] for _ in range(3))
+    step(alone)
+    sum(engine(torch.ones(2, 4)).float().square().mean() for engine in pair).backward()
     for engine in pair:
         engine._backward_epilogue()
     for engine in pair:
         engine.step()
         assert same(masters(engine), masters(alone))
-
-
-@pytest.mark.parametrize(
-    ("block", "marked", "warns"),
-    [
-        ({"names": ["2"]}, ["2"], False),
-        ({"name_suffixes": "0"}, ["0"], False),
-        ({"classes": ["torch.nn.modules.linear.Linear"]}, ["0", "2"], False),
-        ({"names": ["2", "head"]}, ["2"], True),
-        (None, [], False),
-    ],
-)
-def test_leaf_modules_of_the_config_are_marked(
-    block: Any, marked: list[str], warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine, optimizer, *_ = make({**CONFIG, "zero_optimization": {"stage": 3, "leaf_module": block}})
-    modules = [engine.module.get_submodule(path) for path in marked]
-    assert deepspeed.utils.get_z3_leaf_modules(engine.module) == modules
-    held = {module: [*map(id, parameters)] for module, parameters in optimizer.leaf_parameters.items()}
-    assert held == {module: [*map(id, module.parameters())] for module in modules}
-    assert ("leaf_module" in caplog.text) is warns
-    engine.destroy()
-    assert not any(map(deepspeed.utils.z3_leaf_parameter, engine.module.parameters()))
-
-
-def test_leaf_modules_of_a_script_are_marked_by_class_name_and_suffix() -> None:
-    utils, net = deepspeed.utils, model()
-    assert utils.set_z3_leaf_modules(net, [nn.Tanh]) == [net[1]] == utils.get_z3_leaf_modules(net)
-    utils.unset_z3_leaf_modules(net, ["Tanh"])
-    for mark in (utils.set_z3_leaf_modules_by_name, utils.set_z3_leaf_modules_by_suffix):
-        assert mark(net, ["1", "head"]) == ([net[1]], ["head"])
-        assert utils.get_z3_leaf_modules(net) == [net[1]]
-        assert mark(net, ["1"], flag=False) == ([net[1]], []) and not utils.z3_leaf_module(net[1])
-
-
-def test_groups_without_deepspeeds_experts_are_as_they_were() -> None:
-    moe, parameters = importlib.import_module("zerodrift.deepspeed.moe.utils"), list(model().parameters())
-    group = {"params": parameters, "name": "all"}
-    for given in (group, [group], (group,)):
-        assert moe.split_params_into_different_moe_groups_for_optimizer(given) == [group]
-    assert moe.configure_moe_param_groups(parameters) == [{"params": parameters, "name": "dense-params"}]
-    assert moe.configure_moe_param_groups([group]) == [group]
-    assert moe.split_params_into_shared_and_expert_params(parameters) == (parameters, [])
-    with pytest.raises(ValueError, match="group type"):
-        moe.split_params_into_different_moe_groups_for_optimizer("group")
 
 
 # --- files ------------------------------------------------------------------------------------------------
@@ -472,8 +403,7 @@ def test_keys_with_dots_are_the_keys_that_they_name(caplog: pytest.LogCaptureFix
     assert "`zero_optimization.reduce_bucket_size: 1024` is in its block as 5, which holds" in caplog.text
 
 
-@pytest.mark.parametrize("mode", [{}, {"torch_autocast": {"enabled": True}}, {"bf16": {"enabled": True}}])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("stage", "mode"), [(0, {}), (0, {"bf16": {"enabled": True}}), (1, {})])
 def test_without_zero_the_optimizer_passes_for_the_callers(stage: int, mode: dict[str, Any]) -> None:
     net = model()
     mine = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -481,12 +411,9 @@ def test_without_zero_the_optimizer_passes_for_the_callers(stage: int, mode: dic
     engine, optimizer, *_ = make(config, model=net, optimizer=mine)
     passes = stage == 0 and "bf16" not in mode
     assert isinstance(optimizer, torch.optim.AdamW) is passes
-    assert (optimizer == mine) is passes and (mine == optimizer) is passes
-    assert (hash(optimizer) == hash(mine)) is passes and (mine in [optimizer]) is passes
+    assert (optimizer == mine) is (mine == optimizer) is (mine in [optimizer]) is passes
     assert optimizer == engine.optimizer and isinstance(optimizer, DeepSpeedOptimizer)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    zero12 = importlib.import_module("zerodrift.deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
-    assert isinstance(optimizer, zero12) is (stage == 1)
 
 
 def test_the_optimizer_steps_as_the_engine_does_but_for_the_schedule() -> None:
@@ -503,10 +430,6 @@ def test_the_optimizer_steps_as_the_engine_does_but_for_the_schedule() -> None:
         return found
 
     assert losses(True) == losses(False)
-    engine, optimizer, *_ = make({**CONFIG, "gradient_accumulation_steps": 2})
-    engine.backward(engine(torch.ones(2, 4)).sum())
-    with pytest.raises(UnsupportedError, match="got 1 backwards"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -46,18 +45,6 @@ def test_parameters_have_no_memory_and_all_else_is_as_ever() -> None:
             assert getattr(ours, known) == getattr(there, known)
 
 
-def test_outside_of_the_context_nothing_is_different() -> None:
-    with empty():
-        nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="boom"), empty():
-        raise RuntimeError("boom")
-    torch.manual_seed(0)
-    linear = nn.Linear(4, 4)
-    assert not linear.weight.is_meta and not copy.deepcopy(linear).weight.is_meta
-    torch.manual_seed(0)
-    assert torch.equal(nn.Linear(4, 4).weight, linear.weight)
-
-
 def one(make: Callable[[], torch.Tensor]) -> nn.Module:
     module = nn.Module()
     module.x = nn.Parameter(make())
@@ -72,9 +59,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "zeros, then a row": lambda x: (nn.init.zeros_(x), x.data[1].fill_(2.0)),
     "eye": nn.init.eye_,
     "setitem": lambda x: (x.data.zero_(), x.data.__setitem__((slice(None), 2), 1.0)),
-    "copy of values": lambda x: x.data.copy_(torch.arange(x.numel()).view(x.shape)),
     "out of an operation": lambda x: torch.full(x.shape, 7.0, out=x.data),
-    "data set": lambda x: setattr(x, "data", torch.full(tuple(x.shape), 9.0)),
     "a transposed view": lambda x: (x.data.zero_(), x.data.t()[0].fill_(4.0)),
 }
 
@@ -96,9 +81,7 @@ def test_writes_without_chance_give_the_same_bits(what: str) -> None:
 RANDOM: dict[str, Callable[[torch.Tensor], object]] = {
     "normal": lambda x: nn.init.normal_(x, 1.0, 0.5),
     "kaiming": lambda x: nn.init.kaiming_uniform_(x, a=5**0.5),
-    "truncated": lambda x: nn.init.trunc_normal_(x, std=0.02),
     "orthogonal": nn.init.orthogonal_,
-    "sparse": lambda x: nn.init.sparse_(x, 0.3),
     "method": lambda x: x.data.normal_().clamp_(-1, 1),
 }
 
@@ -124,23 +107,15 @@ def test_writes_with_chance_are_what_torch_draws_from_the_same_seed(what: str) -
 
 def test_a_draw_that_torch_refuses_is_refused_inside_too() -> None:
     """Without memory a valid draw is only recorded; an invalid one must still raise."""
-    x = blank(40, 30).x
-    with empty():
-        bare = blank(40, 30).x
-        for parameter in (x, bare):
-            with torch.no_grad(), pytest.raises(RuntimeError, match="std"):
-                parameter.normal_(0.0, -1.0)
-            with pytest.raises(RuntimeError, match="std"):
-                nn.init.normal_(parameter, 0.0, -1.0)
-            with pytest.raises(RuntimeError, match="leaf"):
-                parameter.normal_()
     with empty(), torch.no_grad():
         bare = blank(40, 30).x
+        with pytest.raises(RuntimeError, match="std"):
+            bare.normal_(0.0, -1.0)
         assert bare.normal_(mean=2.0, std=0) is bare
     assert torch.equal(play(bare), torch.full((40, 30), 2.0))
 
 
-@pytest.mark.parametrize("factory", [torch.zeros, torch.ones, torch.randn, torch.rand])
+@pytest.mark.parametrize("factory", [torch.zeros, torch.randn])
 def test_what_is_made_with_values_keeps_them(factory: Callable[..., torch.Tensor]) -> None:
     with empty():
         model = one(lambda: factory(300, 300))
@@ -233,20 +208,11 @@ def reads_the_other(one: nn.Parameter, other: nn.Parameter) -> None:
     other.copy_(one * 2)
 
 
-def writes_in_place(one: nn.Parameter, other: nn.Parameter) -> None:
-    one.fill_(1)
-    made = torch.zeros(4, device=one.device)
-    kept = made[1:]
-    made += 1
-    other[1:].copy_(kept)
-
-
 @pytest.mark.parametrize(
     ("fill", "told"),
     [
         (shares_random_numbers, "random numbers that another parameter has too"),
         (reads_the_other, "a tensor that has no memory"),
-        (writes_in_place, "a tensor that has no memory"),
     ],
 )
 def test_what_cannot_be_computed_again_is_said(fill: Callable[..., None], told: str) -> None:
@@ -255,13 +221,3 @@ def test_what_cannot_be_computed_again_is_said(fill: Callable[..., None], told: 
         fill(first, other)
     assert recipe.find_obstacle(first) == ""
     assert recipe.find_obstacle(other) == f"`copy_` with {told}"
-
-
-def test_a_long_computation_that_uses_each_of_its_parts_twice_is_done_once() -> None:
-    with empty(), torch.no_grad():
-        model = blank(3)
-        made = torch.ones(3, device=model.x.device)
-        for _ in range(600):
-            made = (made + made) / 2
-        model.x.copy_(made)
-    assert torch.equal(play(model.x), torch.ones(3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
@@ -11,27 +10,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import zerodrift as zd
-import zerodrift.deepspeed as deepspeed
 from tests.e2e.jobs import job
 from tests.unit.deepspeed_layout import lay_out
 from tests.unit.test_foreign_files import CONFIG, network, snapshot
 from zerodrift.api import initialize
 from zerodrift.checkpoint.folder import CheckpointFolder
 from zerodrift.checkpoint.manifest import verified
-from zerodrift.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.job import Job
-from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.start import train
-from zerodrift.train.report.metrics import Metrics
 from zerodrift.weights.converter import convert
 
 
@@ -93,14 +85,6 @@ def engine() -> Iterator[Any]:
     made.destroy()
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Destroy the process group that the drop-in makes."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def every_write(
     disk: Disk, work: Callable[[], object], unchanged: Callable[[], object], left: Callable[[], object]
 ) -> int:
@@ -120,7 +104,7 @@ def every_write(
 
 
 def names(folder: Path) -> Callable[[], list[str]]:
-    return lambda: sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return lambda: sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new tag", "the same tag"])
@@ -166,70 +150,20 @@ def small(tmp_path: Path) -> Iterator[Path]:
     command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
     if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("needs to mount a file system, which only root can")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def fill(place: Path, leave: int) -> Path:
-    """Fill the disk up to `leave` bytes."""
-    free = shutil.disk_usage(place).free
-    (place / "big").write_bytes(b"\0" * max(0, free - leave))
-    return place / "big"
-
-
-def no_room() -> Any:
-    return pytest.raises(ZerodriftError, match=r"No space left on device.* GB are free in")
-
-
-def test_what_other_writers_write(alone: None, small: Path, tmp_path: Path) -> None:
-    """Errors of torch's and safetensors' own writers say little by themselves."""
-    model = torch.nn.Linear(300, 300)
-    engine = deepspeed.initialize(model=model, config={**CONFIG, "train_micro_batch_size_per_gpu": 1})[0]
-    engine.save_checkpoint(tmp_path / "run")
-    to_fp32 = partial(convert_zero_checkpoint_to_fp32_state_dict, tmp_path / "run", small / "fp32")
-    writers: list[Callable[[], object]] = [
-        partial(engine.save_16bit_model, small / "model", "weights.bin"),
-        partial(engine.save_16bit_model, small / "model", "weights.safetensors"),
-        to_fp32,
-        partial(to_fp32, safe_serialization=True),
-        partial(engine.save_checkpoint, small / "run"),
-    ]
-    for leave in (0, 20_000, 100_000):
-        big = fill(small, leave)
-        for write in writers:
-            with no_room():
-                write()
-        assert {path.name for path in small.rglob("*") if path.is_file()} == {"big"}
-        big.unlink()
-    engine.destroy()
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def test_a_trainer(small: Path, tmp_path: Path) -> None:
     """The disk is full at any of its files: data, metrics, plan, checkpoint, export, report."""
     file = job(tmp_path, steps=2)
-    for leave in (0, 8_000, 40_000, 150_000, 300_000):
-        big = fill(small, leave)
-        with no_room():
+    for leave in (0, 8_000, 150_000):
+        (small / "big").write_bytes(b"\0" * (shutil.disk_usage(small).free - leave))
+        with pytest.raises(ZerodriftError, match=r"No space left on device.* GB are free in"):
             train(str(file), (f"run.folder={small}/run", "run.device=cpu"), 1)
-        big.unlink()
         for tag in CheckpointFolder(small / "run" / "checkpoints").tags():
             verified(small / "run" / "checkpoints" / tag)
-        shutil.rmtree(small / "run", ignore_errors=True)
-        shutil.rmtree(small / "cache", ignore_errors=True)
-
-
-def test_the_metrics_of_a_run(disk: Disk, tmp_path: Path) -> None:
-    """A line that did not fit is an error when it is written, and is skipped by readers."""
-    from zerodrift.checkpoint.files import full_disk_named
-
-    job = Job(model={"source": "m"}, data={"train": "text"})
-    metrics = Metrics(RunFolder(tmp_path / "run"), job, 0)
-    metrics.write("step", {"step": 1})
-    disk.left = 0
-    with pytest.raises(ZerodriftError, match="No space left on device"), full_disk_named(tmp_path / "run"):
-        metrics.write("step", {"step": 2})
-    disk.left = None
-    with contextlib.suppress(OSError):
-        metrics.close()
+        assert [path for path in (small / "cache").glob("*.*") if path.is_dir()] == []
+        (small / "big").unlink()
+        for folder in ("run", "cache"):
+            shutil.rmtree(small / folder, ignore_errors=True)

@@ -74,8 +74,6 @@ def test_two_kinds_in_one_module_and_a_parameter_without_dimensions() -> None:
 LAST, EVERY = ({"accumulate": "bf16", "reduce": {"when": when}} for when in ("last", "every"))
 COLUMNS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"storage": "bf16"}, {"storage": "fp32"}, "precision.storage"),
-    ({"storage": "bf16", "master": "split"}, {"master": "same"}, "precision.storage"),
-    ({"storage": "bf16", "accumulate": "bf16"}, {"accumulate": "fp32"}, "precision.storage"),
     ({"gather": "fp32"}, {"gather": "bf16"}, "precision.gather"),
     ({"state": "bf16-stochastic"}, {"state": "fp32"}, "precision.state"),
     (EVERY, LAST, "precision.reduce.when"),

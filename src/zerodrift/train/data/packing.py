@@ -7,6 +7,7 @@ without a learned token, which is counted as left out. The counts are kept besid
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -199,8 +200,10 @@ class PartWriter:
         return {"blocks": len(labels), "labels": int(labels.sum())}
 
     def release(self) -> None:
-        for file in self._files:
-            file.close()
+        """Close the files, also those behind one whose last bytes do not fit on the disk."""
+        with contextlib.ExitStack() as stack:
+            for file in self._files:
+                stack.callback(file.close)
 
     def _flush(self) -> None:
         """Write the whole blocks of the stream; the rest waits for more."""

@@ -319,9 +319,10 @@ def _make_blocks(
             if not (folder / INDEX).is_file():
                 raise
     finally:
-        for writer in writers:
-            writer.release()
-        shutil.rmtree(beside, ignore_errors=True)
+        with contextlib.ExitStack() as stack:  # all of it, also where a disk is too full to close a file
+            stack.callback(shutil.rmtree, beside, ignore_errors=True)
+            for writer in writers:
+                stack.callback(writer.release)
 
 
 def tokens_of(
