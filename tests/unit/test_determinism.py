@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from zerodrift.engine.habits.determinism import (
+    COMPILED,
+    COMPILER,
+    Determinism,
     nondeterministic_operation,
     require_deterministic_kernels,
 )
@@ -68,3 +74,19 @@ def test_switches_of_other_packages_are_set_or_asked_for(
     else:
         require_deterministic_kernels(made, "cuda", TREE, held)
         assert held == after
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_the_compiler_is_switched_and_not_imported(monkeypatch: pytest.MonkeyPatch, imported: bool) -> None:
+    compiler = SimpleNamespace(deterministic=False)
+    monkeypatch.delitem(sys.modules, COMPILER, raising=False)
+    if imported:
+        monkeypatch.setitem(sys.modules, COMPILER, compiler)
+    model = nn.Linear(1, 1)
+    determinism = Determinism(model, torch.device("cpu"))
+    determinism.ask(TREE)
+    assert torch.are_deterministic_algorithms_enabled() and os.environ[COMPILED] == "1"
+    assert compiler.deterministic is imported and (COMPILER in sys.modules) is imported
+    determinism.release()
+    assert not torch.are_deterministic_algorithms_enabled() and COMPILED not in os.environ
+    assert not compiler.deterministic
