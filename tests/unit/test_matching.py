@@ -181,28 +181,10 @@ def test_transposed_and_chunked_reads(
         out = torch.full((420,), 99.0, dtype=dtype)
         for box in within(layout.boxes(), start, stop):
             read.read(found, box, out)
-        assert torch.equal(out[start:stop], flat[start:stop])
+        assert read._buffer.numel() <= chunk and torch.equal(out[start:stop], flat[start:stop])
         assert bool((out[:start] == 99).all()) and bool((out[stop:] == 99).all())
         assert read.count >= 4 * (stop - start)
         read.close()
-
-
-def test_a_plain_read_counts_what_it_reads_and_holds_no_more_than_a_chunk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader, "CHUNK", 256)
-    tensor = torch.randn(1000)
-    (found,) = list_tensors(write(tmp_path, {"x": tensor}))
-    boxes = Layout.of(0, (1000,)).boxes()
-    seen: list[int] = []
-    read = SafetensorsReader(seen.append)
-    same, cast = torch.empty(1000), torch.empty(1000, dtype=torch.bfloat16)
-    read.read(found, boxes[0], same)
-    assert torch.equal(same, tensor) and read.count == sum(seen) == 4000
-    assert read._buffer.numel() == 0  # straight to its place
-    read.read(found, boxes[0], cast)
-    assert torch.equal(cast, tensor.bfloat16()) and read.count == 8000
-    assert 0 < read._buffer.numel() <= 256
 
 
 def test_a_file_that_is_cut_short_after_its_header_was_read(tmp_path: Path) -> None:
