@@ -36,9 +36,6 @@ def broken():
 def leaves():
     sys.exit("usage: ...")
 
-def needs(size):
-    return nn.Linear(size, size)
-
 def nothing():
     return {{"model": 1}}
 
@@ -46,8 +43,6 @@ class Builders:
     @staticmethod
     def small():
         return nn.Linear(1, 1)
-
-NUMBER = 3
 """
 
 
@@ -85,9 +80,7 @@ def test_a_module_is_read_and_a_factory_is_called_on_the_meta_device(factory: st
     [
         ("broken", "when it is called without arguments; got RuntimeError: no such size."),
         ("leaves", "got SystemExit: usage: ..."),
-        ("needs", "got TypeError: needs() missing 1 required positional argument"),
         ("nothing", "must return a torch.nn.Module; got dict."),
-        ("NUMBER", "`NUMBER` must be callable; got int."),
         ("bulid", "must have `bulid`; got none. Did you mean `build`?"),
     ],
 )
@@ -103,16 +96,12 @@ def test_a_file_that_trains_when_it_is_imported_is_told_what_to_do(factory: str,
         (tmp_path / f"{factory}_{number}.py").write_text(text)
         told = refusal(f"{factory}_{number}.py:model")
         assert said in told and "put the model into a function, as in `train.py:make_model`" in told
-    Path("factory_with_a_hole.py").write_text("import no_such_room\n")
-    assert "No module named 'no_such_room'" in refusal("factory_with_a_hole:build")
     Path("factory_with_a_slip.py").write_text("def f(:\n")
     assert "SyntaxError" in refusal("factory_with_a_slip:f")
-    Path(f"{factory}_long.py").write_text("def f():\n    raise ValueError('x' * 10_000)\n")
-    assert len(refusal(f"{factory}_long:f")) < 1000, "a long cause is cut"
     assert "must be importable; got ModuleNotFoundError" in refusal("no_such_room.at_all:build")
 
 
-@pytest.mark.parametrize("text", ["build", "a:b:c", "a b:c", ":c", "a:", "a.:c"])
+@pytest.mark.parametrize("text", ["build", "a:b:c", ":c"])
 def test_a_factory_has_one_form(text: str) -> None:
     with pytest.raises(ModelError, match=r"must be written `package.module:callable`"):
         from_factory(text)
@@ -121,7 +110,6 @@ def test_a_factory_has_one_form(text: str) -> None:
 def test_what_fits_no_form_lists_the_forms(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"")
     for model, got in (
-        ("nowhere", "got no such file or folder"),
         (Path("nowhere.safetensors"), "got no such file or folder"),
         (str(tmp_path), "got a folder with neither a config nor safetensors files"),
         (tmp_path / "weights.bin", "got a file that ends in '.bin'"),
@@ -130,14 +118,6 @@ def test_what_fits_no_form_lists_the_forms(tmp_path: Path) -> None:
     ):
         text = refusal(model)
         assert got in text and all(form in text for form in ACCEPTED), text
-
-
-def test_a_hub_name_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    hub = "`hf download some-org/Some-Model-7B --local-dir Some-Model-7B`"
-    assert hub in refusal("some-org/Some-Model-7B")
-    Path("runs").mkdir()
-    assert "hf download" not in refusal("runs/one")
 
 
 def weights(folder: Path) -> Path:
@@ -242,9 +222,6 @@ def test_a_tied_parameter_is_one_with_all_its_names() -> None:
     assert names(nn.ModuleList([block, nn.Linear(2, 2, bias=False), block])) == [
         *(("0.0.weight", "2.0.weight"), ("0.0.bias", "2.0.bias"), ("0.1.weight", "2.1.weight"), ("1.weight",))
     ]
-    inner = Tied()
-    nested = nn.ModuleDict({"first": inner, "deep": nn.ModuleDict({"again": inner.head})})
-    assert names(nested)[0] == ("first.embed.weight", "first.head.weight", "deep.again.weight")
 
 
 def test_a_declared_tie_counts_on_the_meta_device() -> None:
@@ -275,9 +252,9 @@ def unknown() -> nn.Module:
     return model
 
 
-def quantised(kind: str) -> nn.Module:
-    model = nn.Linear(4, 4)
-    model.weight = type(kind, (nn.Parameter,), {})(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+def quantised() -> nn.Module:
+    model, codes = nn.Linear(4, 4), torch.zeros(8, 1, dtype=torch.uint8)
+    model.weight = type("Params4bit", (nn.Parameter,), {})(codes, requires_grad=False)
     return model
 
 
@@ -294,12 +271,8 @@ def split() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dtypes": (unknown, "2 problems.*torch.uint16 in `0.weight`, `1.weight`.*torch.complex128 in `2.weight`"),
-    "nf4": (lambda: quantised("Params4bit"), "`weight`: must be a plain tensor.*`precision.frozen: nf4`"),
-    "int8": (lambda: quantised("Int8Params"), "Int8Params of bitsandbytes.*`precision.frozen: int8`"),
-    "lazy": (
-        lambda: nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()),
-        "0.weight`.*1.running_mean",
-    ),
+    "nf4": (quantised, "`weight`: must be a plain tensor.*`precision.frozen: nf4`"),
+    "lazy": (lambda: nn.LazyLinear(3), "`weight`"),
     "one memory": (split, "`head.weight`: must be the same Parameter as `embed.weight`"),
     "a tie": (wide, r"`head.weight`: must be like `embed.weight`.*\(6, 4\).*\(6, 5\)"),
 }
@@ -310,9 +283,3 @@ def test_what_cannot_be_described_is_refused_by_name(case: str) -> None:
     model, said = REFUSED[case]
     with pytest.raises(ModelError, match=re.compile(said, re.DOTALL)):
         from_module(model())
-
-
-def test_a_lazy_module_is_described_once_it_has_shapes() -> None:
-    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
-    model(torch.zeros(2, 5))
-    assert from_module(model).parameters[0].shape == (3, 5)
