@@ -45,7 +45,7 @@ def tree_text(numbers: Iterable[int]) -> Any:
 
 
 def test_additions_are_the_tree_and_what_waits_is_counted() -> None:
-    for count in range(1, 70):
+    for count in range(1, 40):
         names = {number: str(number) for number in range(count)}
         for left, right in additions(count):
             names[left] = f"({names[left]} {names.pop(right)})"
@@ -77,8 +77,7 @@ def by_halves(of_ranks: list[torch.Tensor]) -> list[torch.Tensor]:
     return [exchange.incoming + exchange.kept for exchange in turn]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
-@pytest.mark.parametrize("count", [1, 7, 256])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (4, 7), (8, 256), (64, 7)])
 def test_halving_adds_by_the_tree(ranks: int, count: int) -> None:
     seeded, numel = torch.Generator().manual_seed(ranks + count), ranks * count
     scales = torch.randint(-6, 7, (ranks, numel), generator=seeded)
@@ -87,14 +86,14 @@ def test_halving_adds_by_the_tree(ranks: int, count: int) -> None:
     found = torch.cat(by_halves(full))
     assert torch.equal(found, level_by_level(full))
     assert torch.equal(torch.stack(full), before), "only read"
-    if numel > 100 and ranks > 2:
+    if numel > 100:
         assert not torch.equal(found, one_by_one(torch.stack(full), torch.float32, "rank"))
 
 
 @pytest.mark.parametrize("when", WHENS)
 def test_the_dealing_makes_the_tree_or_says_no(when: When) -> None:
     """Sums are added in the turns of the engine; `is_tree` is true exactly if these make the tree."""
-    for micro_batches, shard, replicate in itertools.product(range(1, 9), range(1, 6), range(1, 5)):
+    for micro_batches, shard, replicate in itertools.product(range(1, 7), range(1, 5), range(1, 5)):
         mesh = MeshShape(shard, replicate)
         dealt = [micro_batches_of_rank(when, micro_batches, mesh, rank) for rank in range(mesh.data)]
         total = micro_batches * mesh.data
@@ -152,12 +151,10 @@ def test_numbers_of_ranks_that_make_no_tree_are_refused_with_those_that_do() -> 
     ("precision", "rest", "word"),
     [
         ({"reduce": {"order": "tree", "wire": "bf16"}}, {}, "another dtype than the sum"),
-        ({"accumulate": "bf16", "allow_narrow": True, **TREE}, {}, "another dtype than the sum"),
         (TREE, {"prescale_gradients": True}, "before the reduction"),
         (TREE, {"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         (TREE, {"backend": "fsdp2"}, "backend fsdp2"),
         (TREE, {"pipeline": {**ZBV, "weight_grads": "queue"}}, "from a queue"),
-        (TREE, {"pipeline": ZBV, "sharding": {"keep_gathered": "micro-batch"}}, "from a queue"),
         (TREE, {"experts": {"ranks": 2}}, "expert parallelism"),
         ({"rules": [{"match": "*norm*", **TREE}]}, {}, "precision.rules[0].reduce.order"),
         ({"reduce": {"order": "native", "wire": "bf16"}}, {}, "a carrier adds in the dtype that travels"),
@@ -187,25 +184,17 @@ def test_weights_tied_across_a_pipeline_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("ranks", "count", "config", "why"),
     [
-        (1, 1, {}, ""),
         (4, 1, {"mode": "fp16"}, ""),
         (4, 2, {"stage": 3}, ""),
         (8, 1, {"stage": 2, "sharding": {"replicate": 2}}, ""),
-        (2, 1, {"mode": "autocast-bf16", "reduce": "fp32"}, ""),
-        (64, 4, {"stage": 3}, ""),
         (128, 8, {"stage": 2, "pipeline": {"stages": 2}}, ""),
         (64, 4, {"stage": 1}, "2 sums of whole gradients"),
         (64, 4, {"stage": 3, "sharding": {"replicate": 2}}, "2 sums of slices of gradients"),
         (2, 3, {}, "3 micro-batches on each of 2 ranks make no whole nodes of the tree; 1, 3 or 6 ranks do"),
-        (2, 8, {}, "3 sums of whole gradients, the order of ranks keeps 1"),
-        (2, 4, {"stage": 3}, "2 sums of slices of gradients"),
         (4, 2, {"pipeline": {"stages": 2}}, "2 sums of whole gradients"),
         (2, 1, {"mode": "autocast-bf16"}, "autocast"),
         (2, 1, {"reduce": "bf16"}, "another dtype than the sum"),
-        (4, 1, {"prescale_gradients": True}, "before the reduction"),
-        (4, 1, {"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         (4, 1, {"backend": "fsdp2"}, "backend fsdp2"),
-        (4, 4, {"pipeline": ZBV}, "from a queue"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -227,20 +216,6 @@ def test_the_default_is_the_tree_where_sums_make_one(
             if row.columns.update is not None:
                 assert row.columns.update.reduce.order == order
                 assert f"order {order}: {decision.why}" in row.columns.reasons()["reduce"]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "rest", "told"),
-    [
-        (4, {}, "rank 0 takes 0 to 3, rank 1 takes 4 to 7, ..., rank 3 takes 12 to 15; 2 accumulators"),
-        (2, {"stage": 3}, "rank 1 takes 1, 3, ..., 7;"),
-        (1, {}, "one tree over 4 micro-batches, the same bits on any number of ranks: rank 0 takes 0 to 3"),
-        (4, {"pipeline": {"stages": 2}}, "data rank 1 takes 4 to 7; 3 accumulators"),
-        (2, {"pipeline": ZBV}, "4 accumulators"),
-    ],
-)
-def test_the_plan_says_who_takes_what(ranks: int, rest: dict[str, Any], told: str) -> None:
-    assert told in dict(facts(plan(ranks, 4, TREE, **rest)))["order"]
 
 
 def test_seeds_never_change() -> None:

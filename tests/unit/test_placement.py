@@ -16,9 +16,8 @@ from zerodrift.plan.layout import Packed, pack
 from zerodrift.policy.decisions import Placement
 from zerodrift.policy.parameters import not_hidden
 from zerodrift.report.explanation import explain
-from zerodrift.report.plan_html import plan_page
 from zerodrift.report.rows import group_rows
-from zerodrift.report.terminal import explanation_text, plan_text
+from zerodrift.report.terminal import plan_text
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
 
@@ -47,7 +46,7 @@ SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
 
 
 @given(SIZES, st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whole_parameters_are_never_cut_and_never_overlap(sizes: list[int], slices: int) -> None:
     parameters = [parameter(f"p{n}", (size,)) for n, size in enumerate(sizes)]
     packed = pack(parameters, slices, "whole")
@@ -71,9 +70,7 @@ def test_a_stack_is_cut_between_matrices_and_blocks(count: int, shape: tuple[int
     packed = pack([parameter("w", (count, *shape))], slices, "matrices")
     each, matrix = packed.padded // slices, math.prod(shape)
     assert packed.offsets == (0,) and packed.numel == count * matrix <= packed.padded
-    if slices > 1:
-        assert each % matrix == 0
-    assert each % BLOCK == 0
+    assert each % BLOCK == 0 and (slices == 1 or each % matrix == 0)
 
 
 def test_longest_first_is_what_lies_where() -> None:
@@ -143,16 +140,12 @@ def test_the_padding_is_in_the_cost_and_in_a_note() -> None:
         ("layers.0.q_proj.weight", (8, 8), LINEAR, ""),
         ("h.0.c_fc.weight", (8, 8), "transformers.pytorch_utils.Conv1D", ""),
         ("layers.0.experts.gate_up_proj", (4, 8, 8), "models.Experts", ""),
-        ("layers.0.experts.gate_up_proj_bias", (4, 8), "models.Experts", "a bias"),
         ("layers.0.q_norm.weight", (4, 8), "models.Norm", "a norm"),
         ("layers.0.mlp.gate.weight", (4, 8), "models.TopK", "a router"),
-        ("layers.0.mlp.router.classifier.weight", (4, 8), LINEAR, "an output head"),
         ("tokens.weight", (9, 8), EMBEDDING, "an embedding"),
-        ("model.embed_tokens.weight", (9, 8), "", "an embedding"),
         ("lm_head.weight", (9, 8), LINEAR, "an output head"),
         ("stem.conv.weight", (8, 3, 3, 3), "torch.nn.modules.conv.Conv2d", "a convolution"),
         ("layers.0.norm.weight", (8,), "models.Norm", "a vector, no matrix"),
-        ("scale", (), "M", "a single number"),
     ],
 )
 def test_the_rule(name: str, shape: tuple[int, ...], klass: str, expected: str) -> None:
@@ -173,10 +166,11 @@ def test_the_rule_is_printed_and_can_be_overruled() -> None:
     assert "embeddings" in decided["optimizer"].why and decided["optimizer"].value.startswith("Muon")
     row = made.row(out)
     assert row is not None and row.columns.reasons()["optimizer"] == "precision.rules[1]: '*.o_proj.weight'"
-    # Without Muon nothing is said of it.
-    made = plan(optimizer={"type": "AdamW", "params": {}})
-    assert all(row.columns.options() == {} for row in made.rows)
-    assert not any(decision.key == "optimizer" for decision in made.policy.decisions)
+    text = plan_text(made, cost(made), group_rows(made), color=False)
+    assert "whole, Muon" in text and "a rank's slice holds whole parameters" in text
+    assert len(explain(made, gate).slices) == 1, "one rank owns all of it"
+    whole = plan(world=1, rules=[{"match": "*", "placement": "whole"}])
+    assert plan(world=1).digest != whole.digest, "also where the offsets are the same"
 
 
 @pytest.mark.parametrize(
@@ -194,21 +188,3 @@ def test_what_cannot_be_is_refused(rule: dict[str, Any], rest: dict[str, Any], m
         plan(rules=[rule], **rest)
     # The bound on beta2 is about second moments, which Muon has not.
     assert plan(rules=[{"match": "*.q_proj.weight", "state": "bf16"}], **MUON)
-
-
-# --- what a report says -------------------------------------------------------------------------------
-
-
-def test_every_report_shows_placement_and_optimizer() -> None:
-    made = plan(world=5, **MUON)
-    bill, table = cost(made), group_rows(made)
-    text = plan_text(made, bill, table, color=False)
-    assert "whole, Muon" in text and "a rank's slice holds whole parameters" in text
-    assert "whole: a rank's slice never ends inside it" in plan_page(made, bill, table).replace("&#x27;", "'")
-    found = explain(made, "model.layers.0.self_attn.q_proj.weight")
-    assert {cell.column: cell.value for cell in found.options} == {"placement": "whole", "optimizer": "Muon"}
-    assert len(found.slices) == 1, "one rank owns all of it"
-    shown = explanation_text(found, made.digest, color=False)
-    assert "Muon works on whole matrices" in shown and "Muon's rule: a hidden matrix" in shown
-    whole = plan(world=1, rules=[{"match": "*", "placement": "whole"}])
-    assert plan(world=1).digest != whole.digest, "also where the offsets are the same"
