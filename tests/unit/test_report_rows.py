@@ -14,7 +14,7 @@ from tests.unit import handmade
 from zerodrift.plan.table import Plan
 from zerodrift.policy.decisions import Columns
 from zerodrift.report import figures
-from zerodrift.report.rows import Line, group_rows, list_rows, ranges, template
+from zerodrift.report.rows import Line, group_rows, template
 
 BF16, FP32 = handmade.columns(), handmade.pinned()
 
@@ -72,7 +72,7 @@ names = st.one_of(
 kinds = st.tuples(st.sampled_from([(4,), (2, 3)]), st.sampled_from([BF16, FP32]))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.dictionaries(names, kinds, min_size=1, max_size=40))
 def test_patterns_expand_to_every_row_once(model: dict[str, tuple[tuple[int, ...], Columns]]) -> None:
     plan = handmade.plan([handmade.param(name, shape, of) for name, (shape, of) in model.items()])
@@ -87,11 +87,6 @@ def test_patterns_expand_to_every_row_once(model: dict[str, tuple[tuple[int, ...
     assert [line.rows[0] for line in table.lines] == sorted(line.rows[0] for line in table.lines)
     assert sum(item.tensors for item in table.sets) == len(plan.rows)
     assert sum(item.numel for item in table.sets) == sum(row.numel for row in plan.rows)
-
-
-@given(st.sets(st.integers(0, 60), min_size=1))
-def test_ranges_can_be_read_back(numbers: set[int]) -> None:
-    assert sorted(spelled_out(ranges(numbers))) == sorted(numbers)
 
 
 # --- examples ---------------------------------------------------------------------------------------
@@ -114,24 +109,14 @@ def test_a_mixture_of_experts_is_a_dozen_lines() -> None:
             ["layers.3-7.up.weight", "layers.0-2.up.weight"],
         ),
         (
-            [
-                *(f"layers.{n}.mlp.up.weight" for n in range(2)),
-                *(f"layers.{n}.mlp.experts.{e}.up.weight" for n in (2, 3) for e in range(2)),
-                *(f"layers.{n}.norm.weight" for n in range(4)),
-            ],
-            [],
-            ["layers.0-1.mlp.up.weight", "layers.2-3.mlp.experts.*.up.weight", "layers.*.norm.weight"],
-        ),
-        (
             [f"layers.{n}.attention.weight" for n in range(0, 12, 2)],
             [f"layers.{n}.attention.weight" for n in range(1, 12, 2)],
             ["layers.0-10:2.attention.weight", "layers.1-11:2.attention.weight"],
         ),
         (["a.0.b.0", "a.0.b.1", "a.1.b.0"], [], ["a.0.b.*", "a.1.b.0"]),
         (["experts.w1.weight", "experts.w2.weight"], [], ["experts.w1.weight", "experts.w2.weight"]),
-        (["layers.0.up.weight"], [], ["layers.0.up.weight"]),
     ],
-    ids=["layers differ", "a star is every number", "every second", "no pattern", "digits", "one layer"],
+    ids=["layers differ", "every second", "no pattern", "digits"],
 )
 def test_names_become_patterns(bf16: list[str], fp32: list[str], shown: list[str]) -> None:
     rows = [handmade.param(name, (4, 4), of) for names, of in ((bf16, BF16), (fp32, FP32)) for name in names]
@@ -145,40 +130,20 @@ def test_names_shared_by_all_layers_are_one_pattern() -> None:
     assert (line.pattern, line.also) == ("layers.0.up.weight", ("layers.1-11.up.weight",))
 
 
-def test_a_letter_means_the_same_in_every_view() -> None:
-    plan = handmade.moe(layers=2)
-    whole = group_rows(plan)
-    gate = next(index for index, row in enumerate(plan.rows) if row.name.endswith("gate.weight"))
-    part = list_rows(plan, [gate])
-    (shown,) = part.shown()
-    line = next(line for line in whole.lines if gate in line.rows)
-    assert shown.letter == whole.sets[line.set].letter
-    assert part.lines[0].pattern == plan.rows[gate].name
-
-
 # --- numbers ----------------------------------------------------------------------------------------------
 
 
 SHOWN: list[tuple[Callable[..., str], dict[Any, str]]] = [
-    (figures.elements, {0: "0", 9999: "9999", 10_000: "10.0K", 131_072_000: "131M", 999_499: "999K"}),
-    (figures.elements, {999_500: "1.00M", 46_702_792_704: "46.7B", 1_000_000_000_000: "1.00T"}),
-    (figures.size, {0: "0 B", 999: "999 B", 1000: "0.977 KiB", 1024: "1.00 KiB", 1 << 30: "1.00 GiB"}),
-    (figures.size, {1_567_890_123: "1.46 GiB", 1 << 60: "1024 PiB"}),
-    (figures.percent, {0.0: "0%", 1.0: "100%", 0.000123: "0.0123%", 0.5: "50.0%", 0.973: "97.3%"}),
-    (figures.percent, {0.99984: "99.98%", 0.9999998: "99.99998%", 1.7: "170%"}),
+    (figures.elements, {0: "0", 10_000: "10.0K", 999_499: "999K", 999_500: "1.00M", 46_702_792_704: "46.7B"}),
+    (figures.size, {0: "0 B", 999: "999 B", 1000: "0.977 KiB", 1 << 30: "1.00 GiB", 1 << 60: "1024 PiB"}),
+    (figures.percent, {0.0: "0%", 1.0: "100%", 0.000123: "0.0123%", 0.5: "50.0%", 0.9999998: "99.99998%"}),
     (figures.significant, {9.996: "10.0", 0.0123: "0.0123", 123456.0: "123456", 0.0: "0", -1.5: "-1.50"}),
-    (figures.shape, {(4096, 14336): "4096 x 14336", (): "scalar"}),
 ]
 
 
 @pytest.mark.parametrize(("show", "texts"), SHOWN)
 def test_a_number_is_shown(show: Callable[..., str], texts: dict[Any, str]) -> None:
     assert {number: show(number) for number in texts} == texts
-
-
-@given(st.floats(1e-12, 1 - 1e-12))
-def test_a_part_is_neither_nothing_nor_all(ratio: float) -> None:
-    assert 0.0 < float(figures.percent(ratio).rstrip("%")) < 100.0
 
 
 @given(st.integers(1, 10**17))

@@ -7,14 +7,12 @@ import string
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.unit import handmade
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.mesh import MeshShape
-from zerodrift.plan.bill import Peak, RestingBytes, cost
+from zerodrift.plan.bill import cost
 from zerodrift.plan.table import BufferRow, Plan
 from zerodrift.policy.decisions import (
     COLUMNS,
@@ -58,22 +56,16 @@ def check(text: str, width: int = 100) -> None:
 
 
 PLANS = {
-    "mixture of experts": handmade.moe(),
-    "one parameter": handmade.plan([handmade.param("weight", (3, 4), BF16)], MeshShape()),
-    "a scalar": handmade.plan([handmade.param("scale", (), BF16)], MeshShape()),
+    "mixture of experts": handmade.moe(layers=4),
     "an empty parameter": handmade.plan([handmade.param("nothing", (0, 4), BF16)], MeshShape()),
     "long name": handmade.plan([handmade.param(LONG, (4, 4), BF16), handmade.param("b", (4,), BF16)]),
-    "long component": handmade.plan([handmade.param("x" * 300, (4, 4), BF16)]),
-    "wide shape": handmade.plan([handmade.param("conv.weight", (123456,) * 9, BF16)]),
     "long tied names": handmade.plan([handmade.param(LONG, (4, 4), BF16, "b" + LONG, "c" + LONG)]),
-    "fp16, wire and sum differ": handmade.plan([handmade.param("weight", (4, 4), NARROW)]),
     "widest of everything": handmade.plan(
         [handmade.param("a", (4, 4), NARROW), handmade.param("b", (4,), ODD)]
     ),
     "frozen": handmade.plan(
         [handmade.param("a", (4, 4), handmade.frozen()), handmade.param("b", (4, 4), BF16)]
     ),
-    "long source": replace(handmade.moe(layers=1), source="/a/path/" + "x" * 200),
     "many sets": handmade.plan(
         [handmade.param(f"layer_{n}.weight", (4, 4), handmade.columns(why=f"rule {n}")) for n in range(60)]
     ),
@@ -91,9 +83,6 @@ PLANS = {
         notes=["note " * 50, "x" * 150],
     ),
     "markup": handmade.plan([handmade.param("[red]a[/red].[bold].weight", (4, 4), BF16)]),
-    "long boundary": handmade.plan(
-        [handmade.param("a", (4,), BF16)], boundaries=[handmade.boundary(LONG), handmade.boundary("x" * 150)]
-    ),
 }
 
 
@@ -101,7 +90,7 @@ PLANS = {
 def test_a_plan_fits_any_terminal_and_shows_every_cell_and_note_in_full(name: str) -> None:
     plan = PLANS[name]
     table = group_rows(plan)
-    for width in (50, 80, 100):
+    for width in (50, 100):
         text = plan_text(plan, width=width)
         check(text, width)
         assert all(cell in text for item in table.shown() for cell in item.columns.cells().values())
@@ -119,27 +108,13 @@ def test_a_plan_fits_any_terminal_and_shows_every_cell_and_note_in_full(name: st
     check(terminal.explanation_text(explain(plan, plan.rows[0].name), plan.digest, color=False))
 
 
-def test_colour_adds_nothing_but_colour() -> None:
-    plan = handmade.moe(layers=2)
-    colored = plan_text(plan, color=True)
-    assert "\x1b[" in colored
-    bare = re.sub(r"\x1b\[[0-9;]*m", "", colored)
-    assert [line.rstrip() for line in bare.splitlines()] == plan_text(plan).splitlines()
-
-
 def test_the_whole_story_is_there() -> None:
-    plan = handmade.moe()
+    plan = handmade.moe(layers=4)
     text = plan_text(plan)
     for words in (
-        plan.digest[:12],
-        "mixtral-8x7b",
-        "model.layers.*.block_sparse_moe.experts.*.w1.weight x256",
-        "14336 x 4096",
-        "model.embed_tokens.weight = lm_head.weight",
-        "  pinned  ",
-        "precision.rules[0]: '*.gate.weight'",
-        "padding 0.",
-        "1 buffer kept as fp32",
+        *(plan.digest[:12], "mixtral-8x7b", "14336 x 4096", "model.embed_tokens.weight = lm_head.weight"),
+        *("model.layers.*.block_sparse_moe.experts.*.w1.weight x32", "precision.rules[0]: '*.gate.weight'"),
+        *("  pinned  ", "1 buffer kept as fp32"),
     ):
         assert words in text
     for decision in plan.policy.decisions:
@@ -147,28 +122,15 @@ def test_the_whole_story_is_there() -> None:
         words = f"{decision.value} {decision.why}".split()
         assert all(word in text for word in words), "long ones are wrapped"
     assert all(key in text for key, _ in plan.policy.ignored)
-    (line,) = (line for line in text.splitlines() if "gate.weight x32" in line)
+    (line,) = (line for line in text.splitlines() if "gate.weight x4" in line)
     assert line.startswith(" * "), "pins are marked without colour"
     assert "[red]a[/red].[bold].weight" in plan_text(PLANS["markup"]), "brackets are no markup"
-
-
-def test_a_cost_of_nothing_is_shown_too() -> None:
-    plan = PLANS["an empty parameter"]
-    nothing = {"rest": RestingBytes(0, 0, 0, 0, 0), "peak": Peak(0, 0, 0, 0, 0), "traffic": ()}
-    bill = replace(cost(plan), parameters=0, **nothing)
-    text = terminal.plan_text(plan, bill, group_rows(plan), color=False)
-    check(text)
-    assert "nothing is sent" in text
+    colored = plan_text(plan, color=True)
+    bare = re.sub(r"\x1b\[[0-9;]*m", "", colored)
+    assert bare != colored and [line.rstrip() for line in bare.splitlines()] == text.splitlines()
 
 
 # --- eliding ----------------------------------------------------------------------------------------
-
-
-@given(st.text("ab.", max_size=120), st.integers(8, 80))
-def test_elided_text_fits_and_short_text_is_kept(text: str, width: int) -> None:
-    short = terminal.elide(text, width)
-    assert len(short) <= width
-    assert (short == text) == (len(text) <= width)
 
 
 def test_elided_names_stay_different() -> None:
@@ -221,11 +183,8 @@ def test_slices_cover_the_parameter_once_and_a_long_list_is_shortened_in_the_mid
     ("query", "offered"),
     [
         ("model.layers.1.block_sparse_moe.gaet.weight", "`model.layers.1.block_sparse_moe.gate.weight`"),
-        ("model.norm", "`model.norm.weight`"),
         ("q_proj", "`model.layers.0.self_attn.q_proj.weight`"),
         ("model.layers.99.self_attn.q_proj.weight", "`model.layers.0.self_attn.q_proj.weight`"),
-        ("lm_haed.weight", "Did you mean"),
-        ("zzz", "zerodrift plan"),
     ],
 )
 def test_an_unknown_name_offers_the_nearest(query: str, offered: str) -> None:
@@ -233,9 +192,7 @@ def test_an_unknown_name_offers_the_nearest(query: str, offered: str) -> None:
         explain(handmade.moe(layers=2), query)
 
 
-@pytest.mark.parametrize(
-    ("query", "offered"), [("*.gaet.*", "*.gate.*"), ("gate", "*gate*"), ("zzz", "both ends")]
-)
+@pytest.mark.parametrize(("query", "offered"), [("*.gaet.*", "*.gate.*"), ("gate", "*gate*")])
 def test_a_glob_matches_by_every_name_or_offers_another(query: str, offered: str) -> None:
     plan = handmade.moe(layers=2)
     (tied,) = matching(plan, "*head*", "--rows")

