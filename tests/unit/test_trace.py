@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,9 +17,8 @@ from zerodrift.errors import ModelError
 from zerodrift.inspect.check.compare import computes, hidden, nondeterministic
 from zerodrift.inspect.trace.dry_run import NORMS, ONE_DTYPE, trace
 from zerodrift.model.inputs import Inputs, inputs_for
-from zerodrift.model.sources import build_runnable
 from zerodrift.plan.table import Plan
-from zerodrift.plan.trace import Refusal, Trace, TracedOperation, TracedTensor
+from zerodrift.plan.trace import Trace, TracedOperation, TracedTensor
 from zerodrift.report.trace import hidden_lines, trace_text
 
 WIDTH = 16
@@ -101,34 +99,18 @@ REFUSED: dict[str, Call] = {
     "native_group_norm": lambda x, y: F.group_norm(y, 2, x[0], x[0]),
     "native_batch_norm": lambda x, y: F.batch_norm(y, None, None, x[0], x[0], training=True),
 }
-BEFORE: dict[str, Call] = {
-    "prelu": lambda x, y: F.prelu(x, y[0]),
-    "lerp": lambda x, y: torch.lerp(x, y, 0.5),
-    "bilinear": lambda x, y: F.bilinear(x, x, y[None]),
-    "attention": lambda x, y: F.scaled_dot_product_attention(x[None, None], y[None, None], y[None, None]),
-    "convolution": lambda x, y: F.conv1d(x[None], x[..., None], y[0]),
-}
-"""Calls that torch refuses without values too, or a function before it runs an operation."""
 ACCEPTED: dict[str, Call] = {
     "add": lambda x, y: x + y,
     "where": lambda x, y: torch.where(x > 0, x, y),
-    "cat": lambda x, y: torch.cat([x, y]),
-    "outer": lambda x, y: torch.outer(x[0], y[0]),
     "copy": lambda x, y: x.clone().copy_(y),
     "layer_norm": lambda x, y: F.layer_norm(x, (4,), y[0], y[0]),
-    "group_norm": lambda x, y: F.group_norm(x, 2, y[0], y[0]),
     "batch_norm": lambda x, y: F.batch_norm(x, None, None, y[0], y[0], training=True),
-    "rms_norm": lambda x, y: F.rms_norm(x, (4,), y[0]),
     "mse_loss": lambda x, y: F.mse_loss(x, y),
-    "masked_fill": lambda x, y: x.masked_fill(x > 0, y[0, 0]),
-    "maximum": lambda x, y: torch.maximum(x, y),
-    "addcmul": lambda x, y: torch.addcmul(x, y, y),
-    "solve_triangular": lambda x, y: torch.linalg.solve_triangular(y, x, upper=True),
 }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("call", [*REFUSED.values(), *BEFORE.values()], ids=[*REFUSED, *BEFORE])
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
 def test_what_torch_refuses_is_refused_without_values(call: Call) -> None:
     x = torch.eye(4)
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -278,7 +260,7 @@ def test_a_constant_in_fp32_makes_the_next_product_refused_and_under_autocast_a_
     assert torch.ones(2).sum().item() == 2.0, "nothing of the run stays"
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp16", "autocast-bf16"])
+@pytest.mark.parametrize("mode", ["bf16", "autocast-bf16"])
 def test_a_pinned_router_computes_in_fp32_however_it_is_used(mode: str) -> None:
     for shares in (lambda m, x: m.router(x), lambda m, x: F.linear(x, m.router.weight * 2)):
         assert set(computes(traced(router(shares), mode, rules=PIN))["router.weight"]) == {"fp32"}
@@ -312,7 +294,6 @@ def test_control_flow_of_the_model_itself_names_the_model_and_the_line(middle: M
         (lambda x: x * x.sum().item(), "one number of a tensor"),
         (lambda x: x[x > 0], "which elements are not zero"),
         (lambda x: {}["nothing there"], "KeyError: 'nothing there'"),
-        (lambda x: sys.exit(3), "SystemExit: 3"),
     ],
 )
 def test_what_cannot_be_followed_is_one_error_with_module_and_line(does: Any, what: str) -> None:
@@ -356,13 +337,11 @@ def number() -> int:
 
 
 NORM = [{"match": "norm.*", "pin": "fp32", "output": "input"}]
-GIVEN = {"pictures": "0 2 x 3 x 8 x 8 float32", "named": "pictures 2 x 3 x 8 x 8 float32, scale"}
 
 
-@pytest.mark.parametrize("function", GIVEN)
-def test_a_function_gives_inputs(function: str) -> None:
-    given = inputs_for(Pictures(), f"{__name__}:{function}")
-    assert given.words == f"{__name__}:{function}: {GIVEN[function]}"
+def test_a_function_gives_inputs() -> None:
+    given = inputs_for(Pictures(), f"{__name__}:named")
+    assert given.words == f"{__name__}:named: pictures 2 x 3 x 8 x 8 float32, scale"
     shown = traced(Pictures(), inputs=given, rules=NORM)
     assert shown.loss == "the sum of what the model returns" and shown.refused is None
 
@@ -377,17 +356,6 @@ def test_a_function_gives_inputs(function: str) -> None:
 def test_inputs_that_do_not_fit_are_one_error(inputs: Callable[[], Inputs], told: str) -> None:
     with pytest.raises(ModelError, match=told):
         traced(Pictures(), "fp32", inputs())
-
-
-def stack() -> nn.Module:
-    """Make experts too large for a test's machine."""
-    model = nn.Module()
-    model.experts = nn.Parameter(torch.empty(1 << 12, 1 << 14, 1 << 14))
-    return model
-
-
-def test_a_model_larger_than_any_memory_can_be_run() -> None:
-    assert next(build_runnable(f"{__name__}:stack").parameters()).is_meta
 
 
 # --- traces that are written by hand ---------------------------------------------------------------------
@@ -450,18 +418,11 @@ WHOLE = [cast("3 int64", "4 fp32", line="moe.py:1"), op("histc", "4 fp32", "5 fp
     [
         ([op("grid_sampler_2d_backward", "1 fp32, 2 fp32", "3 fp32, 4 fp32", backward=True)], "`gather`"),
         ([op("_adaptive_avg_pool2d_backward", "1 fp32", "3 fp32")], "refused by torch under"),
-        ([op("adaptive_max_pool3d_backward", "1 fp32", "3 fp32")], "which torch does not notice"),
         ([op("histc", "1 fp32", "3 fp32")], "whole numbers"),
         ([op("bincount", "1 int64, 2 fp32", "3 fp32")], "`index_add`"),
-        ([op("median", "1 fp32", "3 fp32, 4 int64")], "`kthvalue`"),
-        ([op("nll_loss2d_forward", "1 fp32, 2 int64", "3 fp32 0, 4 fp32 0")], "flat"),
-        ([op("put_", "1 fp32, 2 int64, 3 fp32", "1 fp32")] * 3, "`index_put`"),
         (WHOLE, ""),
         ([op("bincount", "1 int64", "3 int64")], ""),
-        ([op("median", "1 fp32", "3 fp32 0")], ""),
-        ([op("nll_loss2d_forward", "1 fp32, 2 int64", "3 fp32 3, 4 fp32 0")], ""),
         ([op("cumsum", "1 fp32", "3 fp32"), op("index_add_", "1 fp32", "1 fp32")], ""),
-        ([op("_scaled_dot_product_flash_attention_for_cpu_backward", "1 bf16", "3 bf16")], ""),
     ],
 )
 def test_operations_without_the_same_bits_are_named_for_cuda_alone(
@@ -498,10 +459,6 @@ PROMOTIONS: dict[str, tuple[list[TracedOperation], list[tuple[str, str, str]]]] 
          cast("8 fp32", "9 bf16", "autocast")],
         rounded("makes fp32, rounded to bf16 by autocast"),
     ),
-    "three times, once told": (
-        [ADD, *[cast("5 fp32", f"{n} bf16", "autocast") for n in (6, 7, 8)]],
-        rounded("makes fp32, rounded to bf16 by autocast"),
-    ),
     "in place": ([op("add_", "3 bf16, 4 fp32", "3 bf16")], rounded("is rounded to bf16 in place")),
     "a write": (
         [ADD, op("copy_", "9 bf16, 5 fp32", "9 bf16", cast_by="the model")],
@@ -510,15 +467,12 @@ PROMOTIONS: dict[str, tuple[list[TracedOperation], list[tuple[str, str, str]]]] 
     "written over": (
         [ADD, op("mm", "3 bf16, 3 bf16", "5 bf16"), cast("5 bf16", "6 fp16")], [],
     ),
-    "never rounded": ([ADD], []),
     "asked for": ([cast("3 bf16", "5 fp32"), cast("5 fp32")], []),
     "a number": (
         [op("mul", "3 bf16, 4 fp32 0", "5 bf16"), cast("5 bf16", "6 fp32")], [],
     ),
-    "a number in where": ([op("where", "2 bool, 3 fp32, 4 bf16 0", "5 fp32"), cast("5 fp32")], []),
     "inside torch": ([ADD, cast("5 fp32", "6 bf16", "torch")], []),
     "backward": ([ADD, op("zero_", "5 fp32", "5 fp32", backward=True)], []),
-    "whole": ([op("add", "3 int64, 4 fp32", "5 fp32"), cast("5 fp32")], []),
 }  # fmt: skip
 
 
@@ -538,7 +492,6 @@ CHOSEN = [op("mm", "0 fp32", "211 fp32"), *(op("mm", f"{100 + n} fp32", "201 fp3
 COLUMNS: dict[str, tuple[list[TracedOperation], dict[str, Any], list[tuple[str, str, str]]]] = {
     "a cast of a pinned parameter, and what it computes in": (
         [*used(), cast("0 fp32", "7 bf16"), op("mm", "3 bf16, 7 bf16", "8 bf16")], {}, [CAST, NARROW]),
-    "a cast of its copy": ([*used(), op("clone", "0 fp32", "7 fp32"), cast("7 fp32", "8 bf16")], {}, [CAST]),
     "what a pinned module keeps": (
         [*used(), cast("211 fp32", "7 bf16", "autocast")], {"kept": {211: "router"}},
         [("pin cast", "router", KEPT)]),
@@ -547,8 +500,6 @@ COLUMNS: dict[str, tuple[list[TracedOperation], dict[str, Any], list[tuple[str, 
         {"kept": {211: "router"}}, []),
     "a parameter that is used wider": (
         [*used(), cast("100 bf16", "7 fp32"), op("add", "7 fp32", "8 fp32")], {}, [WIDE]),
-    "autocast chooses between its dtypes": (
-        [*CHOSEN, cast("100 fp32", "7 bf16", "autocast"), MULTIPLIED], {"mode": "autocast-bf16"}, []),
     "and a pin does not": (
         [*CHOSEN, cast("0 fp32", "7 bf16", "autocast"), MULTIPLIED], {"mode": "autocast-bf16"},
         [(*CAST[:2], "cast from fp32 to bf16 by autocast"), NARROW]),
@@ -562,18 +513,9 @@ def test_a_column_that_is_not_as_planned_is_found(case: str) -> None:
     operations, how, told = COLUMNS[case]
     seen = hidden(plan_of_net(how.get("mode", "bf16")), written(operations, kept=how.get("kept", {})))
     assert [(each.kind, each.name, each.what) for each in seen] == told
-    if told == [WIDE]:
-        assert seen[0].do.endswith("nothing is lost.")
 
 
-def test_a_refusal_is_the_first_finding_and_nothing_is_called_unused() -> None:
-    refused = Refusal("layers.3", "linear", ("bf16", "fp32"), "its operands must have one dtype", "net.py:4")
-    (told,) = hidden(plan_of_net(), written([], refused=refused))
-    assert told.what == "torch refuses `linear` of bf16 and fp32: its operands must have one dtype"
-    assert (told.name, told.line) == ("layers.3", "net.py:4") and "The step ends there" in told.do
-
-
-@pytest.mark.parametrize("width", [50, 60, 80, 100, 120])
+@pytest.mark.parametrize("width", [50, 100])
 def test_the_text_fits_the_terminal_whatever_the_names(width: int) -> None:
     long = ".".join(["a_very_long_name_of_a_module_indeed"] * 6)
     made = written([

@@ -17,13 +17,11 @@ import pytest
 from zerodrift.api import empty
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, ZerodriftError
-from zerodrift.train.data.conversation import read_conversation
 from zerodrift.train.data.files import find
-from zerodrift.train.data.tokenizer import tokenizer
 from zerodrift.train.job import Data, Lora, Model
-from zerodrift.train.job_file import every_path, for_a_job, read_job, worded_for_a_job
+from zerodrift.train.job_file import every_path, read_job
 from zerodrift.train.loop.model import check_causal, source_of
-from zerodrift.train.loop.run_folder import RunFolder, model_at, require_writable
+from zerodrift.train.loop.run_folder import model_at, require_writable
 
 
 def least(**more: Any) -> dict[str, Any]:
@@ -68,9 +66,6 @@ def test_what_is_written_and_what_is_not(
             id="keys, with their nearest matches",
         ),
         pytest.param(
-            {"data": {}}, ["`model`: must be given", "`data.train`: must be given: a string"], id="none"
-        ),
-        pytest.param(
             {
                 "model": {"source": 3, "compile": "yes"},
                 "data": {"train": 5, "block": "16", "format": "txt"},
@@ -85,9 +80,6 @@ def test_what_is_written_and_what_is_not(
                 "`config`: must be a block of keys or a string; got 7.",
             ],
             id="values, with what a config says of such",
-        ),
-        pytest.param(
-            least(data={"train": "x", "block": 2**63 - 1}), ["at most 16,777,216"], id="a block beyond memory"
         ),
         pytest.param(
             least(model={"source": "x", "base": "nf4"}, config={"precision": {"frozen": "int8"}}),
@@ -126,33 +118,8 @@ def test_a_config_file_is_read_and_overridden(tmp_path: Path) -> None:
         read_job(least(config=str(file)))
 
 
-def test_a_job_survives_its_folder(tmp_path: Path) -> None:
-    job, _ = read_job(least(run={"folder": str(tmp_path)}, auto={"a": 0.1}), ["data.validation=0.1"])
-    RunFolder(tmp_path).save_job(job)
-    assert RunFolder(tmp_path).load_job() == job
-    with pytest.raises(ConfigError, match="must be the folder of a run"):
-        RunFolder(tmp_path / "none").load_job()
-
-
 ODD = (
-    *(
-        0,
-        -1,
-        2**31,
-        2**63 - 1,
-        2**63,
-        10**30,
-        10**400,
-        math.nan,
-        math.inf,
-        1e308,
-        -0.0,
-        True,
-        None,
-        "",
-        "no",
-        "1e-5",
-    ),
+    *(0, -1, 2**63, 10**400, math.nan, math.inf, 1e308, True, None, "", "no", "1e-5"),
     *({}, [], {1: 2}, {1}, [["a"]], b"x", object(), "\ud800", "\0", "\x1b[31m" * 900),
 )
 ENDLESS = ("x" * 10**6, ["a"] * 10**5, functools.reduce(lambda made, _: [made], range(10_000), []))
@@ -176,13 +143,12 @@ def test_odd_values_are_read_or_refused_at_once(key: str) -> None:
         assert time.process_time() - begun < 1.0
 
 
-@pytest.mark.parametrize("key", ["run.folder", "data.cache"])
-@pytest.mark.parametrize("place", ["file", "file/below", "/proc/none", "/dev/null/below"])
-def test_a_folder_that_cannot_be_written_is_refused_by_its_key(key: str, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["file/below", "/proc/none"])
+def test_a_folder_that_cannot_be_written_is_refused_by_its_key(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=rf"`{key}`: must be a folder that can be written; got "):
-        require_writable(key, tmp_path / place)
-    require_writable(key, tmp_path / "new" / "one")
+    with pytest.raises(ConfigError, match=r"`run\.folder`: must be a folder that can be written; got "):
+        require_writable("run.folder", tmp_path / place)
+    require_writable("run.folder", tmp_path / "new" / "one")
 
 
 # --- what is refused before anything is read --------------------------------------------------------------
@@ -196,10 +162,7 @@ SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "in
     [
         ("bert", {}, False),
         ("bert", {"is_decoder": True}, True),
-        ("roberta", {}, False),
-        ("xlm", {"emb_dim": 8, "n_layers": 1, "n_heads": 1}, False),
         ("llama", {"num_key_value_heads": 1}, True),
-        ("bart", {"d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 1}, True),
     ],
 )
 def test_an_encoder_is_no_language_model(kind: str, more: dict[str, Any], fine: bool) -> None:
@@ -212,32 +175,15 @@ def test_an_encoder_is_no_language_model(kind: str, more: dict[str, Any], fine: 
         check_causal(model, kind)
 
 
-def test_advice_names_what_a_job_has(tmp_path: Path) -> None:
-    """The library's advice about arguments is translated to keys."""
-    said = "Pass --auto a.b=... on the command line, or auto={'a.b': ...} in Python."
-    assert for_a_job(said) == "Set it in the job's `auto`: `--set 'auto={a.b: NUMBER}'`."
-    with pytest.raises(ConfigError) as caught, worded_for_a_job():
-        raise ConfigError("optimizer.params.lr", "must be a number", got="'auto'", do=said)
-    assert caught.value.do == for_a_job(said) and str(caught.value).endswith(for_a_job(said))
-    with pytest.raises(ConfigError, match=r"Set `run.device: cpu`."), worded_for_a_job():
-        raise ConfigError("run.device", "must be there", do="Set `run.device: cpu`.")
-
-
-def asisting() -> None:
-    read_conversation({"messages": [{"role": "asistant", "content": "Yo"}]}, "messages", "a row")
-
-
 @pytest.mark.parametrize(
     ("call", "near"),
     [
         (lambda here: find(f"{here}/chats.jsonl", Data(train="x"), "data.train"), "chat.jsonl"),
         (lambda here: source_of(Model(source=f"{here}/tinyy")), "tiny"),
-        (lambda here: tokenizer(f"{here}/tinny", ""), "tiny"),
         (lambda here: model_at(here / "runs" / "jobb"), "runs/job"),
-        (lambda here: asisting(), "assistant"),
         (lambda here: find(f"{here}/tiny", Data(train="x"), "data.train"), ""),  # what is there
     ],
-    ids=["data", "a model", "a tokenizer", "a run", "a role", "nothing"],
+    ids=["data", "a model", "a run", "nothing"],
 )
 def test_a_name_beside_is_offered(call: Callable[[Path], object], near: str, tmp_path: Path) -> None:
     (tmp_path / "runs" / "job").mkdir(parents=True)
@@ -245,5 +191,4 @@ def test_a_name_beside_is_offered(call: Callable[[Path], object], near: str, tmp
     (tmp_path / "chat.jsonl").touch()
     with pytest.raises((ConfigError, ModelError)) as raised:
         call(tmp_path)
-    path = near if near in ("", "assistant") else tmp_path / near
-    assert raised.value.do == (f"Did you mean `{path}`?" if near else "")
+    assert raised.value.do == (f"Did you mean `{tmp_path / near}`?" if near else "")

@@ -18,7 +18,6 @@ from tests.unit.models import moe
 from zerodrift import dtypes
 from zerodrift.config import fields
 from zerodrift.config.schema import Config, DTypeKey, ExportKey, Frozen, GatherKey, Product, Storage, WireKey
-from zerodrift.train.job_file import read_job
 
 COLUMNS = """storage: bf16, gather: bf16, compute: bf16, grad: bf16, accumulate: fp32, master: split,
    reduce: {wire: bf16, sum: fp32, when: every, order: rank, feedback: false, rounding: nearest},
@@ -138,11 +137,6 @@ def test_a_typed_config_is_the_dict_and_the_file(case: str, tmp_path: Path) -> N
         "file": str(path),
         "typed": typed(Config, written),
         "blocks of dicts": Config(**written),
-        "in another order": dict(reversed(written.items())),
-        "some blocks typed": {
-            name: typed(fields.fields(Config)[name], value) if place % 2 else value
-            for place, (name, value) in enumerate(written.items())
-        },
     }
     mesh = zd.mesh_for(written, world)
     policy = zd.resolve(written, mesh)
@@ -164,35 +158,19 @@ def test_overrides_come_after_what_is_typed() -> None:
     assert zd.make_plan(loaded, MODEL).digest != zd.make_plan(config, MODEL).digest
 
 
-def test_a_job_and_the_drop_in_take_one(tmp_path: Path) -> None:
-    config = zd.Config(precision=zd.Precision(mode="bf16"))
-    job = {"model": {"source": "m"}, "data": {"train": "d"}, "config": config}
-    assert read_job(job)[1].precision.mode == "bf16"
-    pytest.importorskip("torch")
-    from zerodrift.deepspeed.config import written_config
-
-    assert written_config(None, config, None) == {"precision": {"mode": "bf16"}}
-
-
 # --- refused -----------------------------------------------------------------------------------------------
 
 
 FP16 = zd.Fp16(enabled=True)
 BF16 = zd.Bf16(enabled=True)
-ALONE, RULES = zd.MeshShape(), {"precision": {"rules": [zd.Precision(storage="bf16")]}}
+ALONE = zd.MeshShape()
 REFUSED: dict[str, Callable[[], Any]] = {
-    'Precision: `mode`: must be "auto", "fp32", "bf16", "fp16", "autocast-bf16" or "autocast-fp16"; got '
-    "'bf17'. Did you mean `bf16`?": lambda: zd.Precision(mode="bf17"),  # type: ignore[arg-type]
     "Config: `precision.reduce.wire`: must": lambda: zd.Config(precision={"reduce": {"wire": "bf17"}}),  # type: ignore
     "Config: `precision.mod`: must be a field": lambda: zd.Config(precision={"mod": "bf16"}),  # type: ignore[arg-type]
     "Rule: `class_`: must be a string; got 3.": lambda: zd.Rule(class_=3, pin="fp32"),  # type: ignore[arg-type]
-    "`Rule`: must say which parameters": lambda: zd.Rule(pin="fp32"),
     "`Rule`: must set something: a column, `pin` or `output`": lambda: zd.Rule(match="*"),
-    "Optimizer: `type`: must be given: a string. AdamW, ": lambda: zd.Optimizer(),  # type: ignore[call-arg]
     "Config: `bf16`: must be a block of keys; got Fp16": lambda: zd.Config(bf16=FP16),  # type: ignore[arg-type]
     "config: `bf16`: must be a block of keys; got a `Fp16`. Write `Bf16": lambda: zd.load({"bf16": FP16}),
-    "config: `precision.rules[0]`: must be a block of keys; got a": lambda: zd.load(RULES),
-    'config: `backend`: must be "native" or "fsdp2"; got a': lambda: zd.load({"backend": zd.Sharding()}),
     "`Precision`: must get its fields by name; got 1 without.": lambda: zd.Precision("bf16"),  # type: ignore[misc]
     "`Config.backend`: must be given when it is made": lambda: setattr(zd.Config(), "backend", "fsdp2"),
     "`bf16.enabled`: must not be true together": lambda: zd.resolve(zd.Config(bf16=BF16, fp16=FP16), ALONE),
@@ -232,21 +210,14 @@ CHECKED = """
 import zerodrift.config.schema as zd
 
 zd.Config(
-    precision=zd.Precision(mode="bf16", storage="bf16", reduce=zd.Reduce(wire="bf16"), rules=[
-        zd.Rule(match="*.router.*", pin="fp32"), zd.Rule(class_="torch.nn.LayerNorm", output="input"),
-    ]),
-    sharding=zd.Sharding(units=["layers.*"]),
-    zero_optimization=zd.ZeroOptimization(stage=3),
+    precision=zd.Precision(reduce=zd.Reduce(wire="bf16"), rules=[zd.Rule(match="*", pin="fp32")]),
     optimizer=zd.Optimizer(type="AdamW", params={"lr": 1e-3}),
     gradient_clipping="auto",
 )
 zd.Precision(mode="bf17")
-zd.Precision(accumulate=3)
 zd.Precision(mod="bf16")
 zd.Config(precision=zd.Sharding())
-zd.Rule(match="x", pin="bf16")
 """
-
 MYPY = """
 [mypy]
 follow_imports = silent
@@ -255,16 +226,14 @@ follow_imports = skip
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_type_checker_knows_the_fields(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "checked.py").write_text(CHECKED)
     (tmp_path / "mypy.ini").write_text(MYPY)
-    source = Path(zd.__file__).parents[1]
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "checked.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={"MYPYPATH": str(source)}, capture_output=True, text=True, check=False
-    )
+    env = {"MYPYPATH": str(Path(zd.__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     first = CHECKED.splitlines().index('zd.Precision(mode="bf17")') + 1
     found = re.findall(r"^checked\.py:(\d+): error", done.stdout, re.MULTILINE)
-    assert [int(line) for line in found] == [*range(first, first + 5)], done.stdout + done.stderr
+    assert [int(line) for line in found] == [*range(first, first + 3)], done.stdout + done.stderr
