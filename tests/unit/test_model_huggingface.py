@@ -232,20 +232,15 @@ def test_an_entry_holds_until_a_file_behind_it_changes(
     source, entry = tmp_path / "model.py", tmp_path / "models" / "entry.json"
     source.write_text("x")
     monkeypatch.setattr(huggingface, "_imported", lambda: [str(source)])
-    assert huggingface.read_description(entry) is None
     huggingface.write_description(entry, SPEC)
     assert huggingface.read_description(entry) == SPEC
     whole = entry.read_text()
-    changed = (whole.replace('"bf16"', '"bf17"'), whole.replace("names", "nomen"))
-    for damaged in (whole[:-9], "[]", "{}", *changed):
+    for damaged in (whole[:-9], "{}", whole.replace('"bf16"', '"bf17"')):
         entry.write_text(damaged)
         assert huggingface.read_description(entry) is None
     entry.write_text(whole)
     source.write_text("xy")
     assert huggingface.read_description(entry) is None
-    source.unlink()
-    assert huggingface.read_description(entry) is None
-    assert not list(entry.parent.glob("*.new"))
 
 
 def test_an_entry_is_found_by_all_that_it_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

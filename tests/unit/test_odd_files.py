@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.refusals import write
-from zerodrift import ConfigError, ModelError, ZerodriftError, describe, load
-from zerodrift.cli.plan import write_file
+from zerodrift import ConfigError, ModelError, describe, load
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.schema import Config
 from zerodrift.train.job_file import read_job
@@ -80,18 +79,11 @@ def test_what_is_no_file_is_one_error_at_once(kind: str, reader: str, tmp_path: 
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize(
-    "part", ["config.json", "model.safetensors", "model.safetensors.index.json", "a.html"]
-)
+@pytest.mark.parametrize("part", ["config.json", "model.safetensors", "model.safetensors.index.json"])
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(part: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / part)
-    if part == "a.html":
-        with pytest.raises(ZerodriftError, match=r"`--html`: must be a file that can be written.*a pipe"):
-            write_file(tmp_path / part, "text")
-        return
-    for path in (tmp_path, tmp_path / part):
-        with pytest.raises(ModelError):
-            describe(path)
+    with pytest.raises(ModelError):
+        describe(tmp_path)
 
 
 LAUGHS = "a: &a [1, 2, 3]\n" + "".join(
@@ -175,7 +167,6 @@ VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=4)),
     max_leaves=15,
 )
-PATHS = sorted({*(key.path.replace("[]", "[0]") for key in fields.every_key(Config)), *deepspeed.ENTRIES})
 
 
 def loads_or_says(source: Any, *overrides: str) -> None:
@@ -193,13 +184,6 @@ def loads_or_says(source: Any, *overrides: str) -> None:
 def test_anything_loads_or_is_a_config_error(source: Any) -> None:
     if not (isinstance(source, str) and os.path.exists(source)):
         loads_or_says(source)
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.sampled_from(PATHS), st.text(alphabet="*&![]{}:,-'\"|>%@#= \n\t0123456789abefln.", max_size=12))
-def test_any_override_loads_or_is_a_config_error(path: str, value: str) -> None:
-    loads_or_says({}, f"{path}={value}")
-    loads_or_says({}, value)
 
 
 @pytest.fixture(scope="module")

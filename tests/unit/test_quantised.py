@@ -157,26 +157,3 @@ def test_a_plan_of_nf4_has_the_shapes_behind_the_codes(tmp_path: Path) -> None:
     spec = describe(from_bitsandbytes(tmp_path, "nested"))
     assert [(p.name, p.shape, p.trained) for p in spec.parameters] == [("weight", (24, 64), True)]
     assert spec.checkpoint == (("weight", DType.NF4_64),)
-
-
-def test_blocks_of_a_run_are_written_copied_and_stored_alone() -> None:
-    values = torch.randn(512, generator=torch.Generator().manual_seed(0))
-    run, other = (PackedRun.empty(DType.FP8_128, 512) for _ in range(2))
-    run.encode(0, values[:256]), run.encode(256, values[256:450])
-    assert torch.equal(run.values()[:256], narrow.round_trip(DType.FP8_128, values[:256]))
-    assert run.values()[450:].count_nonzero() == 0
-    assert torch.equal(run.values(torch.bfloat16), run.values().bfloat16())
-    other.set_records(0, run.records(0, 512))
-    assert torch.equal(other.data, run.data)
-    part = torch.empty(100)
-    run.decode(128, part)
-    assert torch.equal(part, run.values()[128:228])
-    changed = run.values()
-    run.store(changed)
-    assert torch.equal(run.data, other.data)
-    changed[300] = 9.0
-    run.store(changed)
-    differs = (run.codes != other.codes).any(1) | (run.scales != other.scales).any(1)
-    assert differs.nonzero().view(-1).tolist() == [2]
-    with pytest.raises(AssertionError, match="begins no block"):
-        run.encode(64, values[:64])

@@ -19,10 +19,6 @@ from zerodrift.report.rows import Line, group_rows, template
 BF16, FP32 = handmade.columns(), handmade.pinned()
 
 
-def patterns(plan: Plan) -> list[str]:
-    return [line.pattern for line in group_rows(plan).lines]
-
-
 def numbers_at(plan: Plan, prefix: str) -> set[int]:
     """Return all numbers of the plan after a template, at its next component."""
     found = set()
@@ -98,29 +94,6 @@ def test_a_mixture_of_experts_is_a_dozen_lines() -> None:
     assert lines["model.layers.*.self_attn.q_proj.weight"].count == 32
     assert lines["model.layers.*.block_sparse_moe.experts.*.w1.weight"].count == 256
     assert lines["model.embed_tokens.weight"].also == ("lm_head.weight",)
-
-
-@pytest.mark.parametrize(
-    ("bf16", "fp32", "shown"),
-    [
-        (
-            [f"layers.{n}.up.weight" for n in range(3, 8)],
-            [f"layers.{n}.up.weight" for n in range(3)],
-            ["layers.3-7.up.weight", "layers.0-2.up.weight"],
-        ),
-        (
-            [f"layers.{n}.attention.weight" for n in range(0, 12, 2)],
-            [f"layers.{n}.attention.weight" for n in range(1, 12, 2)],
-            ["layers.0-10:2.attention.weight", "layers.1-11:2.attention.weight"],
-        ),
-        (["a.0.b.0", "a.0.b.1", "a.1.b.0"], [], ["a.0.b.*", "a.1.b.0"]),
-        (["experts.w1.weight", "experts.w2.weight"], [], ["experts.w1.weight", "experts.w2.weight"]),
-    ],
-    ids=["layers differ", "every second", "no pattern", "digits"],
-)
-def test_names_become_patterns(bf16: list[str], fp32: list[str], shown: list[str]) -> None:
-    rows = [handmade.param(name, (4, 4), of) for names, of in ((bf16, BF16), (fp32, FP32)) for name in names]
-    assert sorted(patterns(handmade.plan(rows))) == sorted(shown)
 
 
 def test_names_shared_by_all_layers_are_one_pattern() -> None:

@@ -25,7 +25,6 @@ from zerodrift.policy.decisions import (
 )
 from zerodrift.report import terminal
 from zerodrift.report.explanation import explain, matching
-from zerodrift.report.frame import elide_distinct
 from zerodrift.report.rows import group_rows, list_rows
 from zerodrift.report.terminal import brief_text
 
@@ -128,20 +127,6 @@ def test_the_whole_story_is_there() -> None:
     colored = plan_text(plan, color=True)
     bare = re.sub(r"\x1b\[[0-9;]*m", "", colored)
     assert bare != colored and [line.rstrip() for line in bare.splitlines()] == text.splitlines()
-
-
-# --- eliding ----------------------------------------------------------------------------------------
-
-
-def test_elided_names_stay_different() -> None:
-    names = [f"model.layers.*.{name}layernorm.weight" for name in ("input_", "post_attention_")]
-    names += [f"model.layers.*.{part}.experts.*.up_proj.weight" for part in ("mlp", "shared_mlp")]
-    for width in (40, 36, 34):
-        short = elide_distinct(names, [width] * 4)
-        assert len({*short}) == 4 and max(map(len, short)) <= width
-        assert all("layernorm" in name for name in short[:2])
-    name = "model.language_model.layers.*.block_sparse_moe.experts.*.down_proj.weight"
-    assert terminal.elide(name, 50) == "model.language_model....experts.*.down_proj.weight"
 
 
 # --- one parameter ----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from tests.numerics.networks import GPT, LENGTH, VOCABULARY, WIDTH
-from tests.unit.models import moe, parameter
+from tests.unit.models import moe
 from zerodrift import (
     ConfigError,
     ModelSpec,
@@ -31,13 +30,9 @@ from zerodrift.inspect.simulate.cluster import (
     read_cluster,
 )
 from zerodrift.inspect.simulate.simulation import (
-    Simulation,
-    fewest_ranks,
-    fullest_memory,
     simulate,
     sweep,
 )
-from zerodrift.inspect.simulate.streams import Streams
 from zerodrift.inspect.simulate.work import CountedOperation, UnitWork, Work, count_work
 from zerodrift.model.inputs import Inputs
 from zerodrift.pipeline.schedules import timeline
@@ -77,19 +72,6 @@ def work(made: Plan, flops: int = 10**9) -> Work:
     """Return work in which a forward of a block takes a millisecond on `cluster()`."""
     blocks = {each.name: unit(flops) for each in made.units if each.name}
     return Work(blocks, unit(flops), unit(flops), 8, "8 tokens", DType.FP32)
-
-
-# --- streams ----------------------------------------------------------------------------------------------
-
-
-def test_what_travels_is_hidden_behind_what_is_computed_and_slows_it() -> None:
-    streams = Streams(cluster(compute_beside_link=0.5))
-    first, second = streams.send(3.0, "forward", "a"), streams.send(1.0, "forward", "b")
-    assert (first, second) == (3.0, 4.0), "one after the other"
-    streams.compute(3.0)
-    assert streams.now == 5.0, "4 s at half the pace, then 1 s more"
-    streams.wait(streams.send(1.0, "forward", "a"), "forward", "a")
-    assert streams.now == 6.0 and streams.waited == {("a", "forward"): 1.0} and streams.computed == 5.0
 
 
 # --- collectives --------------------------------------------------------------------------------------------
@@ -168,43 +150,6 @@ def test_a_pipeline_waits_as_long_as_its_order_says(schedule: str) -> None:
     assert found.seconds == pytest.approx(found.computed + found.exposed + found.idle)
 
 
-def stacked(layers: int) -> ModelSpec:
-    stacks = [parameter(f"model.layers.{i}.mlp.experts.up", (4, 8, 16)) for i in range(layers)]
-    return ModelSpec("stacked", (parameter("model.embed.weight", (32, 8)), *stacks))
-
-
-def exchanged(found: Simulation) -> float:
-    return sum(each.seconds for each in found.waited if each.what == "exchange")
-
-
-def in_turns(size: int) -> tuple[Simulation, Simulation]:
-    """Simulate DualPipeV in turns, and one after the other; a third of a block is its experts."""
-    block = {"stages": 2, "schedule": "dualpipev", "micro_batches": 8}
-    made = plan(4, stacked(4), stage=0, experts={"ranks": 2}, pipeline=block)
-    order = timeline(made)
-    assert order is not None and len(order.paired) == 22
-    third = {CountedOperation(10**9, DType.FP32, 0): 1}
-    blocks = {each.name: UnitWork((third,) * 3, (third,) * 3, 0, 0, size, size) for each in made.units}
-    amount = Work(
-        {name: each for name, each in blocks.items() if name}, NONE, NONE, 8, "8 tokens", DType.FP32
-    )
-    fast = cluster(network={"gb_per_s": 1e9})
-    apart = dataclasses.replace(order, paired=frozenset())
-    return simulate(made, amount, fast, timeline=order), simulate(made, amount, fast, timeline=apart)
-
-
-def test_in_turns_what_travels_is_beside_what_is_computed() -> None:
-    size = 1 << 20  # half of it to the other rank, in half a millisecond: less than a part takes
-    together, apart = in_turns(size)
-    for found in (together, apart):
-        assert found.seconds == pytest.approx(found.computed + found.exposed + found.idle)
-        assert sum(what == "exchange" for what, _, _ in found.sent) == 8 * 2 * 4
-    one, pairs = size / 2 / 1e9, 11  # on each of the two ranks
-    assert exchanged(apart) == pytest.approx(64 * one)
-    assert exchanged(together) == pytest.approx((64 - 4 * pairs) * one), "all that pairs exchange is hidden"
-    assert together.seconds < apart.seconds
-
-
 # --- how much a model computes --------------------------------------------------------------------------
 
 
@@ -261,25 +206,6 @@ def test_a_sweep_ranks_what_fits_and_says_why_others_do_not() -> None:
     refused = [tried.refused for tried in others if not tried.simulation]
     assert all("must be `rank` with a wire" in text for text in refused) and refused
     assert {tried.choice.recompute for tried in fit} == {False, True}
-
-
-def test_the_fewest_ranks_are_the_last_half_that_fits() -> None:
-    def plan_on(ranks: int) -> Plan:
-        if ranks == 8:
-            raise ConfigError("train_batch_size", "must divide")
-        return plan(ranks)
-
-    peaks = {ranks: cost(plan(ranks)).peak.total for ranks in (1, 2, 4)}
-
-    def fewest(room: float, ranks: int = 16) -> int | None:
-        made = work(plan(2))
-        kept = fullest_memory(plan(2), made, cluster(), False, None)
-        more = kept.total - kept.plan
-        small = cluster(device={**FAST["device"], "memory_gb": (room + more) / 1e9})
-        return fewest_ranks(plan_on, lambda made: None, made, small, ranks, False)
-
-    assert [fewest(peaks[ranks]) for ranks in (4, 2, 1)] == [4, 2, 1]
-    assert fewest(peaks[2], ranks=12) == 3 and fewest(0) is None
 
 
 # --- clusters -------------------------------------------------------------------------------------------

@@ -175,12 +175,3 @@ def test_infinities_and_what_is_no_number_stay_so(path: str, order: Order) -> No
             out[[1, 2, *range(4, 8)]], want[[1, 2, *range(4, 8)]]
         )
         assert out[4].signbit()
-
-
-def test_a_slice_of_what_is_wider_is_summed(path: str) -> None:
-    """The rows are not contiguous."""
-    wide = parts_of(9, 300, FP32)
-    for order in ("rank", "tree"):
-        out = torch.empty(100)
-        fold(out, wide[:, 50:150], Sum(FP32, order=order))  # type: ignore[arg-type]
-        assert same_bits(out, one_by_one(wide[:, 50:150], FP32, order))  # type: ignore[arg-type]

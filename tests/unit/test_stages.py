@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from tests.numerics.networks import GPT, batch
@@ -19,8 +18,7 @@ from tests.unit.test_plan import at
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.mesh import MeshShape
-from zerodrift.model.sources import describe
-from zerodrift.model.spec import ModelSpec, OwningModule
+from zerodrift.model.spec import ModelSpec
 from zerodrift.pipeline.cut import AbsentModule, Parts, PassThrough, prune
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.bill import cost, stage_cost
@@ -28,22 +26,15 @@ from zerodrift.plan.check import find_violations
 from zerodrift.plan.stages import (
     Action,
     Timeline,
-    activation_width,
-    crossings,
-    even_by_cost,
     names_of,
     part,
     pieces_of,
-    products,
     rank_of,
 )
 from zerodrift.plan.table import Plan
 from zerodrift.policy import pipelining
 from zerodrift.policy.decisions import Pipelining
 from zerodrift.policy.pipelining import V_SHAPED
-from zerodrift.report.summary import pipeline_facts as facts
-from zerodrift.report.summary import pipeline_legend as legend
-from zerodrift.report.summary import pipeline_order as order
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 
@@ -80,24 +71,6 @@ def test_blocks_are_dealt_evenly_by_count_or_by_cost() -> None:
     # The head, tied to an embedding of 32 x 8, costs as much as four blocks.
     by_cost = cut("1f1b", tied(8), split="cost")
     assert [unit.stage for unit in by_cost.units if unit.name] == [0] * 6 + [1] * 2
-
-
-@pytest.mark.parametrize(
-    ("costs", "count", "after"),
-    [([5, 1, 1, 1, 1, 9], 3, 0), ([3, 1, 4, 1, 5], 2, 6), ([2], 1, 9)],
-)
-def test_no_way_to_deal_by_cost_has_a_cheaper_dearest_piece(costs: list[int], count: int, after: int) -> None:
-    def dearest(sizes: list[int]) -> int:
-        ends = list(itertools.accumulate(sizes))
-        sums = [sum(costs[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-        return max([*sums[:-1], sums[-1] + after])
-
-    found = even_by_cost(costs, count, after)
-    ways = [
-        [b - a for a, b in itertools.pairwise((0, *inner, len(costs)))]
-        for inner in itertools.combinations(range(1, len(costs)), count - 1)
-    ]
-    assert found in ways and dearest(found) == min(map(dearest, ways))
 
 
 # --- parts ------------------------------------------------------------------------------------------
@@ -148,25 +121,6 @@ def test_the_bill_is_that_of_the_dearest_stage() -> None:
     assert {line.axis for line in bills[0].traffic} == {"shard", "ends", "pipeline"}
 
 
-KLASS = "transformers.models.llama.modeling_llama.LlamaRMSNorm"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "stages", "count"),
-    [("1f1b", 4, 3), ("interleaved", 2, 3), ("zbv", 2, 2), ("dualpipev", 4, 6)],
-)
-def test_what_a_token_costs_between_ranks(schedule: str, stages: int, count: int) -> None:
-    """The cost is known for models of `transformers`, and reported as unknown for others."""
-    model = tied(4 * stages, ("model.embed_tokens.weight", "lm_head.weight"))
-    embedding, *others = model.parameters
-    owned = [replace(each, owners=(OwningModule(each.owners[0].path, KLASS),)) for each in others]
-    made = cut(schedule, replace(model, parameters=(embedding, *owned)), stages)
-    assert (crossings(made), activation_width(made)) == (count, 8)
-    assert activation_width(cut(schedule, model, stages)) is None
-    said = dict(facts(made, None))["travels"]
-    assert said.startswith(f"16 B per token over each of {count} boundaries") and "8 values in bf16" in said
-
-
 # --- time -------------------------------------------------------------------------------------------
 
 
@@ -174,42 +128,6 @@ def steps(made: Plan) -> Timeline:
     found = timeline(made)
     assert found is not None
     return found
-
-
-def mixture(dense: tuple[int, ...] = ()) -> ModelSpec:
-    """Return eight blocks, some without experts."""
-    stacks = [
-        parameter(f"layers.{number}.mlp.{'up' if number in dense else 'experts.up'}", (4, 8, 16))
-        for number in range(8)
-    ]
-    return ModelSpec("mixture", (parameter("embed.weight", (32, 8)), *stacks))
-
-
-@pytest.mark.parametrize(
-    ("dense", "more", "pieces"),
-    [
-        ((), {}, {(0, 3), (1, 2), (2, 1), (3, 0)}),
-        ((0,), {}, {(0, 3), (1, 2), (2, 1), (3, 0)}),
-        ((0, 1), {}, {(1, 2), (2, 1)}),
-        ((), {"experts": {"ranks": 1}}, set()),
-        ((), {"zero_optimization": {"stage": 3}, "sharding": {"keep_gathered": "micro-batch"}}, set()),
-    ],
-)
-def test_pairs_go_on_in_turns_where_both_pieces_exchange(
-    dense: tuple[int, ...], more: dict[str, Any], pieces: set[tuple[int, int]]
-) -> None:
-    block = {"stages": 2, "schedule": "dualpipev", "micro_batches": 6}
-    written = at(2, **{"pipeline": block, "experts": {"ranks": 2}, **more})
-    made = steps(plan(written, mixture(dense), world=4))
-    found = {
-        (action.piece, after.piece)
-        for rank in made.ranks
-        for action, after in itertools.pairwise(rank)
-        if action in made.paired and (action.kind, after.kind) == ("F", "B")
-    }
-    assert found == pieces
-    assert len(made.paired) == sum(line.count("+") for _, line in order(made))
-    assert ("+" in legend(made)) == bool(pieces)
 
 
 def test_known_bubbles() -> None:
@@ -288,30 +206,6 @@ def test_a_config_without_a_pipeline_keeps_its_digest_and_says_nothing_of_one() 
     assert one.policy.pipeline is None and "pipeline" not in one.to_json()["policy"]
     assert [segment for segment in one.to_json()["segments"] if len(segment) > 5] == []
     assert part(one, 0) is one
-
-
-def test_of_experts_those_count_that_a_token_uses() -> None:
-    """The module, its router, or the model's config gives the number of stacked or listed experts."""
-
-    def block_of(experts: nn.Module, **said: int) -> nn.Module:
-        block = nn.Module()
-        block.gate, block.experts = nn.Linear(4, 8), experts
-        for key, value in said.items():
-            setattr(block, key, value)
-        return block
-
-    stacked = nn.Module()
-    stacked.up = nn.Parameter(torch.zeros(8, 6, 4))
-    listed = nn.ModuleList(nn.Linear(4, 6) for _ in range(8))
-    routed = block_of(stacked)
-    routed.gate.top_k = 2
-    for made in (block_of(stacked, top_k=2), block_of(listed, num_experts_per_tok=2), routed):
-        used = {each.name: each.used for each in describe(made).parameters}
-        assert used.pop("gate.weight") == used.pop("gate.bias") == (1, 1)
-        assert set(used.values()) == {(2, 8)}
-        costs = [products(each) for each in describe(made).parameters if "experts" in each.name]
-        assert sum(costs) == 2 * 6 * 4
-    assert {each.used for each in describe(block_of(stacked)).parameters} == {(1, 1)}, "nobody says"
 
 
 # --- pieces of a module -----------------------------------------------------------------------------------

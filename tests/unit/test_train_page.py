@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,6 @@ from tests.unit.models import moe
 from tests.unit.test_report_page import read as read_page
 from zerodrift.api import make_plan
 from zerodrift.inspect.trace.operations import forward_flops
-from zerodrift.report.charts import (
-    smooth_values,
-    stretches,
-)
 from zerodrift.train.job import Job
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.report.display import Display, LineState, clock, line
@@ -34,15 +29,6 @@ def step(number: int, loss: float = 2.0, skipped: bool = False) -> StepMetrics:
     return StepMetrics(
         number, loss, 1.5, 1e-3, 1.0, number * 64, number / 10, number * 0.5, 128.0, 1 << 28, skipped
     )
-
-
-def test_many_points_become_few_and_no_peak_is_lost() -> None:
-    found = stretches([(float(x), 100.0 if x == 777 else 1.0) for x in range(5000)])
-    assert len(found) <= 240
-    assert max(each.high for each in found) == 100.0 and min(each.low for each in found) == 1.0
-    means = smooth_values([float(value) for value in range(50)], 5)
-    assert all(0 <= mean <= 49 for mean in means)
-    assert means[25] == pytest.approx(25.0, abs=0.01), "it runs neither ahead nor behind"
 
 
 # --- the page ------------------------------------------------------------------------------------------
@@ -145,17 +131,6 @@ def test_the_flops_of_a_forward_are_those_of_its_products() -> None:
             model(torch.ones(5, 8)).sum().backward()
     assert sum(flops) == 2 * 5 * (8 * 16 + 16 * 4)
     assert [readable(flops) for flops in (0, 1.5e9, 4.2e13)] == ["0 FLOP/s", "1.5 GFLOP/s", "42 TFLOP/s"]
-
-
-def test_a_million_steps_are_a_hundred_megabytes_at_most() -> None:
-    tracemalloc.start()
-    lines, line = RunLines(), {"kind": "step", **asdict(step(1))}
-    for number in range(10_000):
-        lines.add({**line, "step": number, "loss": None if number == 7 else 0.5})
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert held < 100 * 10_000 * 1.15, "arrays grow by an eighth"
-    assert len(lines.steps("loss")) == 9_999 and lines.last("step") == 9_999.0
 
 
 # --- metrics and lines ---------------------------------------------------------------------------------

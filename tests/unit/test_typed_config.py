@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,22 +57,6 @@ zero_allow_untested_optimizer: false
 scheduler: {{type: WarmupLR, params: {{warmup_num_steps: 10}}}}
 steps_per_print: 10""",
     ),
-    "bf16": (
-        4,
-        """
-bf16: {enabled: true, bf16_master_weights_and_grads: true, bf16_optimizer_states: true,
-       check_grad_overflow: false}
-data_types: {grad_accum_dtype: bf16, param_dtype: bf16, buffer_dtype: bf16}
-precision: {rules: [{match: "*.gate.*", pin: fp32, output: keep}]}
-zero_optimization: {stage: 1, mics_shard_size: 2, fp32_pinned_parameters: [norm]}""",
-    ),
-    "fp16": (
-        2,
-        """
-fp16: {enabled: true, auto_cast: true, loss_scale: 0, initial_scale_power: 12, loss_scale_window: 500,
-       hysteresis: 3, consecutive_hysteresis: true, min_loss_scale: 2.0,
-       fp16_master_weights_and_grads: false}""",
-    ),
     "autocast": (
         2,
         """
@@ -80,16 +64,8 @@ torch_autocast: {enabled: true, dtype: bf16, lower_precision_safe_modules: [torc
 precision: {rules: [{match: "*.q_proj.*", optimizer: Muon}]}
 optimizer: {type: Muon, params: {lr: 0.02}}""",
     ),
-    "pipeline": (
-        4,
-        """
-precision: {mode: bf16}
-pipeline: {stages: 2, schedule: interleaved-zero-bubble, micro_batches: 4, chunks: 2, split: layers,
-           weight_grads: autograd}""",
-    ),
-    "experts": (4, 'experts: {ranks: 2, parameters: ["*.stacked.*"]}'),
 }
-"""Configs that have every key between them, with their numbers of ranks."""
+"""Configs with keys of every type, with their numbers of ranks."""
 
 
 MODEL = moe(layers=4)
@@ -107,24 +83,7 @@ def typed(kind: Any, value: Any) -> Any:
     return value
 
 
-def paths(value: Any, path: str = "") -> Iterator[str]:
-    """Yield every written key; those below `params` are not the schema's."""
-    if isinstance(value, dict) and not path.endswith("params"):
-        for name, inner in value.items():
-            here = f"{path}.{name}" if path else name
-            yield here
-            yield from paths(inner, here)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from paths(inner, f"{path}[]")
-
-
 # --- the same as a dict ------------------------------------------------------------------------------------
-
-
-def test_every_key_is_written_below() -> None:
-    written = {path for _, text in WRITTEN.values() for path in paths(yaml.safe_load(text))}
-    assert written == {key.path for key in fields.every_key(Config)}
 
 
 @pytest.mark.parametrize("case", WRITTEN)
@@ -143,9 +102,8 @@ def test_a_typed_config_is_the_dict_and_the_file(case: str, tmp_path: Path) -> N
     for way, config in ways.items():
         assert zd.mesh_for(config, world) == mesh, way
         assert zd.resolve(config, mesh) == policy, way
-        if "experts" not in written:  # this model stacks none
-            made, plain = (zd.make_plan(each, MODEL, world) for each in (config, written))
-            assert made.digest == plain.digest, way
+        made, plain = (zd.make_plan(each, MODEL, world) for each in (config, written))
+        assert made.digest == plain.digest, way
 
 
 def test_overrides_come_after_what_is_typed() -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
-import stat
 import sys
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -126,57 +123,8 @@ def test_without_verl_or_with_one_that_has_no_engines_an_error_says_so(
 # --- environments -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def environment() -> Any:
-    return load_tool("environment")
-
-
 def test_every_package_is_pinned_with_hashes() -> None:
     lock = (ROOT / "requirements" / "lock.txt").read_text()
     blocks = [block for block in re.split(r"\n(?=\S)", lock) if not block.startswith("#")]
     assert len(blocks) > 80
     assert not [block for block in blocks if not re.match(r"[\w.-]+==\S+[^\n]*\\\n\s+--hash=sha256:", block)]
-
-
-def test_what_pyproject_asks_for_is_locked() -> None:
-    """No import of the tests depends on the day."""
-    if sys.version_info < (3, 11):
-        pytest.skip("tomllib is new in 3.11")
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    names = {re.match(r"[\w-]+", each)[0].lower() for each in asked} - {"zerodrift"}  # type: ignore[index]
-    texts = [(ROOT / "requirements" / name).read_text() for name in ("lock.txt", "torch.txt")]
-    pinned = set(re.findall(r"^([\w-]+)==", "\n".join(texts), re.MULTILINE))
-    assert names <= pinned, names - pinned
-    assert {"pip", "setuptools", "triton"} <= pinned
-
-
-def play(tmp_path: Path) -> Path:
-    """Put a script in Python's place: it records its arguments, and fails on `second` as long as it may."""
-    python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/sh\necho "$*" >> {tmp_path}/ran\n'
-        f'mkdir -p {tmp_path}/home/bin\ncp "$0" {tmp_path}/home/bin/python\n'
-        f'for last; do :; done\n[ "$last" != second ] || [ -e {tmp_path}/works ] || exit 1\n'
-    )
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    return python
-
-
-def test_an_environment_is_made_once(tmp_path: Path, environment: Any) -> None:
-    """It is made again for another request, or if it was not completed."""
-    home, python = tmp_path / "home", str(play(tmp_path))
-    asked = (home, python, ["--pre", "torch"], ["first"], ["second"])
-    with pytest.raises(environment.SetupError, match="is not set up"):
-        environment.make_environment(*asked)
-    (tmp_path / "works").touch()
-    (tmp_path / "ran").unlink()
-    assert environment.make_environment(*asked) == home / "bin" / "python"
-    ends = [line.split()[-2:] for line in (tmp_path / "ran").read_text().splitlines()]
-    assert ends[0] == ["--clear", str(home)] and ends[1:3] == [["--upgrade", "pip"], ["--pre", "torch"]]
-    assert [end[-1] for end in ends[3:]] == ["first", "second"]
-    for again, ran in ((asked, 5), (asked[:-1], 9)):
-        assert environment.make_environment(*again)
-        assert len((tmp_path / "ran").read_text().splitlines()) == ran
