@@ -154,10 +154,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, "ds.json", json.dumps(source))
     message = refusal(path, "nonsense")
     assert message.startswith(f"{path}: 10 problems\n  1. ")
-    zero = "zero_optimization."
-    wrong = f"{zero}stage {zero}overlap_com {zero}zeropp_loco_param gradient_cliping bf16.enabled"
-    wrong += " amp.enabled precision.rules[0] precision.rules[0].pin steps_per_print overrides"
-    for where in wrong.split():
+    for where in ("zero_optimization.overlap_com", "amp.enabled", "precision.rules[0].pin", "overrides"):
         assert f". `{where}`: must " in message
 
 

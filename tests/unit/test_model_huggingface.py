@@ -14,7 +14,6 @@ from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ModelError
 from zerodrift.model import describe, huggingface
 from zerodrift.model.huggingface import from_hf
-from zerodrift.model.inputs import inputs_for
 from zerodrift.model.module import from_module
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
 from zerodrift.record import encode
@@ -166,26 +165,6 @@ def test_a_model_type_that_is_missing_or_unknown(tmp_path: Path, model_type: Any
 def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("raise SystemExit('it ran')\n")
     assert from_hf(folder(tmp_path, "llama", **AUTO)).parameters
-
-
-def test_a_lora_model_keeps_mixed_dtypes_and_frozen_weights(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    config = transformers.AutoConfig.from_pretrained(folder(tmp_path, "llama"))
-    base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    named = dict(model.named_parameters())
-    trained = {name for name, parameter in named.items() if parameter.requires_grad}
-    for name in trained:
-        named[name].data = named[name].data.float()
-    spec = from_module(model)
-    found = {parameter.name: parameter for parameter in spec.parameters}
-    assert 0 < len(trained) < len(found) and found.keys() == named.keys()
-    for name, parameter in found.items():
-        dtype = DType.FP32 if name in trained else DType.BF16
-        assert (parameter.trained, parameter.dtype) == (name in trained, dtype)
-        assert (parameter.shape, parameter.owners[0].path) == (named[name].shape, name.rpartition(".")[0])
-    wanted = inputs_for(base)  # before adapters are added, and with them
-    assert inputs_for(model).kwargs.keys() == wanted.kwargs.keys() == {"input_ids", "labels"}
 
 
 # --- cached descriptions ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import zerodrift
 from zerodrift.errors import ModelError, ZerodriftError
 from zerodrift.inspect.trace.model import LiveModel
 from zerodrift.inspect.trace.parameter import LiveParameter, Samples
-from zerodrift.inspect.trace.records import COLUMNS, ParameterRecord, narrow_name
+from zerodrift.inspect.trace.records import COLUMNS, ParameterRecord
 from zerodrift.startup import when_imported
 
 
@@ -219,26 +219,6 @@ def test_a_module_that_is_called_later_and_a_parameter_that_is_used_later_are_se
     assert cells["ways.1.weight"] == cells["bare.1"] == ("bfloat16",)
 
 
-@pytest.mark.parametrize("anew", [True, False], ids=["made anew", "two of one model"])
-def test_steps_are_those_of_parameters_not_of_optimizers(anew: bool) -> None:
-    model = net()
-    parts = [model.embed.parameters(), [*model.norm.parameters(), *model.head.parameters()]]
-    optimizers = [torch.optim.SGD(parts[0], 0.1), torch.optim.AdamW(parts[1])]
-    with zerodrift.observe(model) as seen:
-        for _ in range(3):
-            if anew:
-                train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), steps=1)
-                continue
-            model(torch.randint(16, (4, 3))).sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    (found,) = seen.models
-    assert (seen.process.steps, seen.process.micro_batches) == (3, 2 if anew else 1)
-    assert all(parameter.dtypes("master") == ("same",) for parameter in found.parameters)
-    assert found.parameters[-1].dtypes("state") == ("float32",)
-    assert anew or found.parameters[0].unseen["state"] == "SGD keeps none"
-
-
 def test_samples_are_elements_of_what_passes_by() -> None:
     whole = torch.arange(60.0).reshape(6, 10)
     one = Samples(60)
@@ -255,23 +235,6 @@ def test_samples_are_elements_of_what_passes_by() -> None:
     own, used = one.end()
     assert own == []
     assert used == [50.0 + place - 13 if 13 <= place < 33 else None for place in one.places]
-
-
-def test_one_tensor_under_two_names_is_one_line() -> None:
-    model = net()
-    model.head.weight = model.embed.weight
-    tied = head_of(watched(model))
-    assert tied.name == "embed.weight" and tied.also == ("head.weight",)
-
-
-def test_a_file_shows_what_was_exported(tmp_path: Any) -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with zerodrift.observe(model) as seen:
-        train(model, optimizer, steps=1)
-        torch.save({"model": {k: v.bfloat16() for k, v in model.state_dict().items()}}, tmp_path / "m.pt")
-    assert head_of(seen).dtypes("export") == ("bfloat16",)
-    assert "narrow-export" in {finding.kind for finding in seen.findings()}
 
 
 @pytest.mark.long
@@ -318,29 +281,3 @@ def test_a_module_that_is_only_asked_for_is_still_waited_for(
     assert importlib.util.find_spec("asked_for_first") is not None and seen == []
     module = importlib.import_module("asked_for_first")
     assert seen == [module, module] and len(sys.meta_path) == before - 2 and module.VALUE == 1
-
-
-# --- other libraries' narrow weights -----------------------------------------------------------------------
-
-
-FOUR_BITS = {"quant_type": "nf4", "blocksize": 64}
-
-
-@pytest.mark.parametrize(
-    ("library", "name", "attributes", "told"),
-    [
-        ("bitsandbytes", "Params4bit", {**FOUR_BITS, "bnb_quantized": True}, "nf4-64"),
-        ("bitsandbytes", "Int8Params", {"dtype": torch.int8}, "int8-row"),
-        ("bitsandbytes", "Int8Params", {"dtype": torch.float16}, ""),
-        ("torchao", "Float8Tensor", {"block_size": [1, 64]}, "fp8-row"),
-        ("torchao", "Int8Tensor", {"block_size": [1, 64], "qdata": torch.zeros(1).char()}, "int8-row"),
-        ("torchao", "MXTensor", {"block_size": 32, "elem_dtype": torch.float8_e4m3fn}, "mxfp8"),
-        ("torchao", "Int4Tensor", {"block_size": [1, 128]}, "int4-128"),
-        ("transformer_engine", "Float8BlockwiseQTensor", {"_is_2D_scaled": False}, "fp8-1x128"),
-        ("mine", "Float8Tensor", {}, ""),
-    ],
-)
-def test_a_narrow_weight_is_named_by_its_class(library: str, name: str, attributes: Any, told: str) -> None:
-    """The names of the class and of its library are all that decides."""
-    known = {"qdata": torch.zeros(1).to(torch.float8_e4m3fn), "shape": (64, 64), **attributes}
-    assert narrow_name(type(name, (), {"__module__": f"{library}.tensor", **known})()) == told

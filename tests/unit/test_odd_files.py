@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,15 +33,6 @@ def fifo(folder: Path) -> str:
     return str(folder / "pipe.json")
 
 
-def listening(folder: Path) -> str:
-    with socket.socket(socket.AF_UNIX) as made:
-        # A path of a socket is short; the folder of a test is not.
-        here = os.open(folder, os.O_RDONLY)
-        made.bind(f"/proc/self/fd/{here}/socket.json")
-        os.close(here)
-    return str(folder / "socket.json")
-
-
 def loop(inside: Path) -> str:
     (inside / "loop.json").symlink_to("loop.json")
     return str(inside / "loop.json")
@@ -56,7 +46,6 @@ def printable(error: Exception, most: int) -> bool:
 
 NONE: dict[str, Callable[[Path], str]] = {
     "pipe": fifo,
-    "socket": listening,
     "folder": str,
     "loop": loop,
     "nothing": lambda inside: str(inside / "nobody" / "here.json"),
@@ -74,7 +63,7 @@ NONE: dict[str, Callable[[Path], str]] = {
 def test_what_is_no_file_is_one_error_at_once(kind: str, reader: str, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, ModelError)) as caught:
         READERS[reader](NONE[kind](tmp_path))
-    words = {"pipe": "a pipe", "socket": "a socket", "endless": "a device"}
+    words = {"pipe": "a pipe", "endless": "a device"}
     assert printable(caught.value, 2000) and words.get(kind, "") in str(caught.value)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,15 +12,13 @@ import torch
 from tests.unit.models import at, moe
 from tests.unit.test_squares import one_by_one
 from zerodrift.api import make_plan
-from zerodrift.comm.fold import additions, carries, halving_exchanges, leftovers
+from zerodrift.comm.fold import halving_exchanges
 from zerodrift.engine.habits.determinism import seed_of
 from zerodrift.errors import ConfigError
 from zerodrift.mesh import MeshShape
-from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.table import Plan
 from zerodrift.policy import order
 from zerodrift.policy.order import WHENS, When, micro_batches_of_rank
-from zerodrift.policy.resolver import mesh_for, resolve
 from zerodrift.report.summary import facts
 
 
@@ -42,25 +39,6 @@ class _Name(str):
 
 def tree_text(numbers: Iterable[int]) -> Any:
     return level_by_level([_Name(number) for number in numbers])
-
-
-def test_additions_are_the_tree_and_what_waits_is_counted() -> None:
-    for count in range(1, 40):
-        names = {number: str(number) for number in range(count)}
-        for left, right in additions(count):
-            names[left] = f"({names[left]} {names.pop(right)})"
-        assert names == {0: tree_text(range(count))}
-        waiting: set[int] = set()
-        most = 0
-        for number in range(count):
-            waiting.add(number)
-            for _, right in carries(number):
-                waiting.remove(right)
-            most = max(most, len(waiting))
-        assert most == order.accumulators(count)
-        for _, right in leftovers(count):
-            waiting.remove(right)
-        assert waiting == {0}
 
 
 def by_halves(of_ranks: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -129,11 +107,8 @@ def refusal(ranks: int, accumulation: int, precision: dict[str, Any], **rest: An
 
 def test_numbers_of_ranks_that_make_no_tree_are_refused_with_those_that_do() -> None:
     told = refusal(2, 3, TREE)
-    for said in (
-        *("precision.reduce.order", "3 micro-batches on each of 2 ranks"),
-        "Use 1, 3 or 6 ranks for these 6 micro-batches; or set `reduce.when: every` for all",
-    ):
-        assert said in told
+    assert "precision.reduce.order" in told and "3 micro-batches on each of 2 ranks" in told
+    assert "Use 1, 3 or 6 ranks for these 6 micro-batches; or set `reduce.when: every` for all" in told
     for ranks in (1, 3, 6):
         plan(ranks, 6 // ranks, TREE)
     told = refusal(3, 2, TREE, stage=3)
@@ -173,12 +148,8 @@ def test_weights_tied_across_a_pipeline_are_refused_by_name() -> None:
     told = r"(?s)reduce\.order.*model\.embed_tokens\.weight tied to lm_head\.weight"
     with pytest.raises(ConfigError, match=told):
         make_plan(config, moe(tie=True), 2)
-    embedding, *others = moe(tie=True).parameters
-    frozen = ModelSpec("frozen", (replace(embedding, trained=False), *others))
-    for model in (moe(), frozen):
-        make_plan(config, model, 2)
+    make_plan(config, moe(), 2)
     make_plan({**config, "pipeline": ZBV}, moe(layers=4, tie=True), 2)
-    make_plan({**config, "pipeline": {"stages": 1}}, moe(tie=True), 2)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +211,3 @@ def test_each_order_has_its_columns() -> None:
         update = row.columns.update
         assert update is not None
         assert update.reduce.wire is update.reduce.sum is update.accumulate.dtype
-    experts = at(1) | {"experts": {"ranks": 2}}
-    assert any("expert parallelism" in each.why for each in resolve(experts, mesh_for(experts, 4)).decisions)
-    tied = make_plan(at(0) | {"pipeline": {"stages": 2, "micro_batches": 2}}, moe(tie=True), 2)
-    assert "weights tied across ranks" in dict(facts(tied))["order"]

@@ -43,12 +43,9 @@ def test_small_segments_of_blocks_are_gathered_with_the_root_on_many_ranks() -> 
         return plan(at(3, precision={"mode": "bf16", "rules": rules}, **rest), model, world)
 
     few, many = made(128), made(1024)
-    for each, home in ((few, "layers."), (many, "")):
-        assert all(each.units[row.unit].name.startswith(home) for row in each.rows if row.name in norms)
+    assert all(few.units[row.unit].name.startswith("layers.") for row in few.rows if row.name in norms)
     assert [row.name for row in many.rows if row.name in norms and many.units[row.unit].name == ""] == norms
     assert len(few.segments) - len(many.segments) == 3
-    assert any("4 small parameters of blocks are gathered with" in note for note in many.notes)
-    assert not any("small parameters" in note for note in few.notes)
     named = made(1024, sharding={"units": ["layers.*"]})
     assert len(named.segments) == len(few.segments), "what a config names is gathered together"
     # A thousand blocks that are all small would gather the whole model at once.
@@ -225,13 +222,6 @@ def test_the_order_of_a_stage_3_step() -> None:
     ]
 
 
-def test_replicas_are_summed_once_per_step() -> None:
-    made = plan(at(3, sharding={"replicate": 2}), moe(layers=2), world=4)
-    calls = [c for c in collectives(made, 0, 4) if c.axis == "replicate"]
-    assert [c.segment for c in calls] == [2, 1, 0]
-    assert all(c.numel == made.segments[c.segment].padded // 2 for c in calls)
-
-
 def large(stage: int, written: dict[str, Any] | None = None) -> Plan:
     """Return a plan of one block of 2^20 elements and no root, for which the formulas of a step are exact."""
     model = spec(parameter("layers.0.a.w", (1024, 1024)))
@@ -273,11 +263,6 @@ def test_the_peak_holds_two_units_and_two_gradients() -> None:
     assert bill.peak.gradient == (1 + 2) * 4 * 2**20  # as autograd leaves one; what two are reduced from
     assert bill.peak.accumulate == 4 * 2**20
     assert bill.peak.wire == 2 * (3 + 1) * 2**20  # of two: three quarters received, one summed
-    with_root = spec(parameter("head.w", (4096, 1024)), *model.parameters)
-    bill = cost(plan(at(3) | in_turn, with_root, world=4))
-    # The last gradients are the root's. No block is gathered then, and one is under way.
-    assert bill.peak.gathered == 4 * 2 * 2**20
-    assert bill.peak.gradient == (4 + 4 + 1) * 4 * 2**20 and bill.peak.wire == (3 + 1) * 2**20
     waiting = cost(plan(at(1) | in_turn, model, world=4), 2)
     assert waiting.peak.accumulate == 4 * 4 * 2**20 + 4 * 2**20
     assert cost(plan(at(0) | in_turn, model, world=4), 2).peak.accumulate == 4 * 4 * 2**20

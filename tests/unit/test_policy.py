@@ -235,28 +235,23 @@ def test_loss_scale_keys() -> None:
     assert (scale.initial, scale.window, scale.hysteresis, scale.minimum) == (256.0, 50, 3, 4.0)
     static = policy({"fp16": {"enabled": True, "loss_scale": 128}}).loss_scale
     assert static is not None and not static.dynamic and static.initial == 128.0
-    auto = policy({"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale_window": 7}})
-    assert auto.loss_scale is not None and auto.loss_scale.window == 7
     assert policy({"bf16": {"enabled": True}}).loss_scale is None
 
 
 @pytest.mark.parametrize(
-    ("written", "world", "shape"),
+    ("written", "shape"),
     [
-        ({}, 8, (8, 1, 1)),
-        ({"sharding": {"replicate": 2}}, 8, (4, 2, 1)),
-        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, 8, (2, 4, 1)),
-        ({"pipeline": {"stages": 4}}, 8, (2, 1, 4)),
-        ({"sharding": {"replicate": 3}}, 8, None),
+        ({}, (8, 1, 1)),
+        ({"sharding": {"replicate": 2}}, (4, 2, 1)),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, (2, 4, 1)),
+        ({"pipeline": {"stages": 4}}, (2, 1, 4)),
     ],
 )
-def test_meshes(written: dict[str, Any], world: int, shape: tuple[int, int, int] | None) -> None:
-    if shape is None:
-        with pytest.raises(MeshError, match="must"):
-            mesh_for(load(written), world)
-        return
-    mesh = mesh_for(load(written), world)
+def test_meshes(written: dict[str, Any], shape: tuple[int, int, int]) -> None:
+    mesh = mesh_for(load(written), 8)
     assert (mesh.shard, mesh.replicate, mesh.pipeline) == shape
+    with pytest.raises(MeshError, match="must"):
+        mesh_for(load({"sharding": {"replicate": 3}}), 8)
 
 
 SECONDARY = "`sharding.secondary`"
@@ -269,18 +264,16 @@ STAGE3 = {"zero_optimization": {"stage": 3}}
         ({**STAGE3, "sharding": {"secondary": 4}}, 4, "second copy of the blocks over 4 of 8 ranks"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, 2, "second copy"),
         ({**STAGE3, "sharding": {"secondary": 4}, "experts": {"ranks": 2}}, 4, ", of experts over 2"),
-        ({**STAGE3, "sharding": {"secondary": 2}, "experts": {"ranks": 2}}, 2, ", not of experts"),
         ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}, 1, "none"),
         ({**STAGE3, "sharding": {"secondary": 3}}, None, "must divide the 8 ranks of a shard group; got 3"),
         ({**STAGE3, "sharding": {"secondary": 2, "keep_gathered": "step"}}, None, "stay gathered"),
-        ({**STAGE3, "sharding": {"secondary": 2}, "pipeline": {"stages": 2}}, None, "a pipeline always"),
         (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "sharding": {"secondary": 4}},
             *(None, "must agree with `zero_optimization.zero_hpz_partition_size`, which says 2; got 4"),
         ),
     ],
 )
-def test_a_second_copy(written: dict[str, Any], ranks: int | None, decided: str | None) -> None:
+def test_a_second_copy(written: dict[str, Any], ranks: int | None, decided: str) -> None:
     if ranks is None:
         with pytest.raises(ZerodriftError, match=decided) as caught:
             policy(written, mesh_for(load(written), 8))
@@ -289,7 +282,7 @@ def test_a_second_copy(written: dict[str, Any], ranks: int | None, decided: str 
     mesh = mesh_for(load(written), 8)
     decisions = [one for one in policy(written, mesh).decisions if one.key == "secondary"]
     assert mesh.secondary == ranks
-    assert (decided is None) == (decisions == []) and all(decided in one.value for one in decisions)
+    assert decisions and all(decided in one.value for one in decisions)
 
 
 # --- one module, one compute dtype ------------------------------------------------------------------
@@ -319,18 +312,11 @@ def test_a_weight_that_is_pinned_without_its_bias_is_refused() -> None:
 
 def layers() -> ModelSpec:
     """Return a model with one parameter of each kind for a narrow export."""
-    found = {
-        "embed.weight": ((96, 256), "Embedding"),
-        "up.weight": ((256, 256), "Linear"),
-        "cut.weight": ((192, 256), "Linear"),
-        "rest.weight": ((320, 256), "Linear"),
-        "turned.weight": ((256, 512), "Conv1D"),
-        "experts.down_proj": ((4, 256, 128), "Experts"),
-        "mlp.gate.weight": ((4, 256), "Linear"),
-        "norm.weight": ((256,), "LayerNorm"),
-        "lm_head.weight": ((96, 256), "Linear"),
-    }
-    return ModelSpec("layers", tuple(parameter(name, *of) for name, of in found.items()))
+    linear = {"up": 256, "cut": 192, "rest": 320, "mlp.gate": 4, "lm_head": 96}
+    found = [parameter(f"{name}.weight", (size, 256), "Linear") for name, size in linear.items()]
+    found += [parameter("embed.weight", (96, 256), "Embedding"), parameter("norm.weight", (256,), NORM)]
+    found.append(parameter("turned.weight", (256, 512), "Conv1D"))
+    return ModelSpec("layers", (*found, parameter("experts.down_proj", (4, 256, 128), "Experts")))
 
 
 def exports(export: str, *rules: dict[str, str]) -> dict[str, tuple[str, str]]:
@@ -353,8 +339,6 @@ def test_a_narrow_export_is_for_linear_layers(export: str, narrow: set[str]) -> 
     wide = {"embed.weight": "an embedding", "turned.weight": "a matrix of Conv1D, no `nn.Linear`"}
     for name, word in wide.items():
         assert found[name][1].endswith(f"is for linear layers, and this is {word}"), found[name]
-    if export == "fp8-128x128":
-        assert "a dimension of 192, which `transformers` reads in tiles of 96" in found["cut.weight"][1]
 
 
 def test_a_rule_narrows_what_a_library_reads_and_nothing_else() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections import OrderedDict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -59,16 +58,9 @@ def test_json_yaml_and_dict_give_the_same_config(name: str, text: str, tmp_path:
     found = load(path)
     assert found == load(str(path)) == load(BOTH)
     assert found.zero_optimization.stage == 3 and found.precision.rules[0].pin is DType.FP32
-
-
-def test_any_mapping_will_do_and_is_copied_and_left_as_it_is() -> None:
-    source = OrderedDict(optimizer=MappingProxyType({"type": "SGD", "params": {"lr": [0.1]}}))
-    config = load(source)
-    source["optimizer"]["params"]["lr"].append(3)
-    assert config.optimizer is not None and config.optimizer.params == {"lr": [0.1]}
-    changed = copy.deepcopy(BOTH)
-    load(changed, ["zero_optimization.stage=1", "bf16.enabled=false"])
-    assert changed == BOTH
+    before = copy.deepcopy(BOTH)
+    load(MappingProxyType(BOTH), ["zero_optimization.stage=1", "bf16.enabled=false"])
+    assert before == BOTH, "left as it is"
 
 
 # --- files that cannot be read ----------------------------------------------------------------------
@@ -177,7 +169,6 @@ precision:
 def test_hjson_is_read_wherever_its_package_is(
     name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JSON with comments and missing or trailing commas too, as DeepSpeed reads them."""
     pytest.importorskip("hjson")
     path = write(tmp_path, name, text)
     assert load(path).steps_per_print == 2

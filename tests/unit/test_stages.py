@@ -19,7 +19,7 @@ from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import ModelSpec
-from zerodrift.pipeline.cut import AbsentModule, Parts, PassThrough, prune
+from zerodrift.pipeline.cut import Parts, prune
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.bill import cost, stage_cost
 from zerodrift.plan.check import find_violations
@@ -214,20 +214,6 @@ def test_a_config_without_a_pipeline_keeps_its_digest_and_says_nothing_of_one() 
 def names(model: nn.Module) -> list[frozenset[str]]:
     plan = make_plan({"pipeline": {"stages": 3, "schedule": "gpipe"}}, model, 3)
     return [names_of(plan, piece) for piece in range(3)]
-
-
-def test_a_piece_has_the_models_own_modules_and_changes_nothing_of_it() -> None:
-    model = GPT(6)
-    before = {name: id(module) for name, module in model.named_modules()}
-    first, middle, last = (prune(model, each, PARTS) for each in names(model))
-    assert {name: id(module) for name, module in model.named_modules()} == before
-    assert middle.get_submodule("layers.2") is model.layers[2]
-    assert isinstance(middle.get_submodule("layers.0"), PassThrough)
-    assert isinstance(first.get_submodule("norm"), AbsentModule)
-    assert last.get_submodule("head").weight is first.get_submodule("embed").weight  # tied, by both names
-    called: list[str] = []
-    first.register_forward_pre_hook(lambda module, args: called.append("first"))
-    assert not model._forward_pre_hooks and not last._forward_pre_hooks
 
 
 def test_what_another_piece_has_and_a_wrong_path_of_layers_are_refused() -> None:

@@ -53,13 +53,6 @@ def test_a_cell_says_what_really_happens(mode: str) -> None:
             assert bool(cell.reason) == (cell.status != "yes"), label(cell)
 
 
-def test_sums_in_fp32_always_run_and_those_of_bf16_are_never_fp16() -> None:
-    for mode in ("bf16", "fp16"):
-        cells = [c for c in TABLE if (c.backend, c.mode, c.accumulate) == ("native", mode, "fp32")]
-        assert len(cells) == 8 and {c.status for c in cells} == {"yes"}
-    assert {c.status for c in TABLE if (c.mode, c.accumulate) == ("bf16", "fp16")} == {"no"}
-
-
 # --- state ------------------------------------------------------------------------------------------
 
 
@@ -118,12 +111,6 @@ def test_frozen_is_for_linear_layers_and_a_rule_comes_before_it(stage: int) -> N
     )
     kept = ("model.embed_tokens.weight", f"{layer}mlp.gate.weight", f"{layer}self_attn.o_proj.weight")
     assert {found[name] for name in (*kept, "model.norm.weight")} == {"fp32"}
-
-
-def test_a_narrow_storage_travels_as_it_rests() -> None:
-    rule = {"match": "lm_head.weight", "storage": "nf4", "gather": "bf16"}
-    with pytest.raises(ConfigError, match="`gather` must be the storage format, nf4-64"):
-        storages(rules=[rule])
 
 
 # --- printed: the table is on docs/support.md, where `test_docs.py` compares it -----------------------------

@@ -320,16 +320,11 @@ def test_a_function_gives_inputs() -> None:
     assert shown.loss == "the sum of what the model returns" and shown.refused is None
 
 
-@pytest.mark.parametrize(
-    ("inputs", "told"),
-    [
-        (lambda: Inputs((), {"images": pictures()}, ""), "must run on tensors without values; got TypeErr"),
-        (lambda: inputs_for(Pictures(), f"{__name__}:number"), "a dict of arguments, a tuple of them, or a "),
-    ],
-)
-def test_inputs_that_do_not_fit_are_one_error(inputs: Callable[[], Inputs], told: str) -> None:
-    with pytest.raises(ModelError, match=told):
-        traced(Pictures(), "fp32", inputs())
+def test_inputs_that_do_not_fit_are_one_error() -> None:
+    with pytest.raises(ModelError, match="must run on tensors without values; got TypeErr"):
+        traced(Pictures(), "fp32", Inputs((), {"images": pictures()}, ""))
+    with pytest.raises(ModelError, match="a dict of arguments, a tuple of them, or a "):
+        inputs_for(Pictures(), f"{__name__}:number")
 
 
 # --- findings ------------------------------------------------------------------------------------------

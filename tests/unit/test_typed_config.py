@@ -19,52 +19,26 @@ from zerodrift import dtypes
 from zerodrift.config import fields
 from zerodrift.config.schema import Config, DTypeKey, ExportKey, Frozen, GatherKey, Product, Storage, WireKey
 
-COLUMNS = """storage: bf16, gather: bf16, compute: bf16, grad: bf16, accumulate: fp32, master: split,
-   reduce: {wire: bf16, sum: fp32, when: every, order: rank, feedback: false, rounding: nearest},
-   state: bf16-stochastic, export: fp32"""
-PRODUCTS = "{forward: fp8, grad_input: fp8, grad_weight: bf16, pad: true}"
-WRITTEN: dict[str, tuple[int, str]] = {
-    "products": (
-        1,
-        f"""
-precision: {{mode: bf16, compute: {PRODUCTS}, rules: [{{match: "*.q_proj.weight", compute: {PRODUCTS}}}]}}
-""",
-    ),
-    "most keys": (
-        4,
-        f"""
+MOST = """
 precision:
-  {{{COLUMNS},
-   mode: bf16, frozen: nf4, buffers: keep, allow_narrow: false, statistics: true,
-   rules: [{{{COLUMNS}, match: "*.experts.*", class: torch.nn.Linear, placement: sliced}}]}}
-sharding: {{replicate: 2, units: ["model.layers.*"], keep_gathered: micro-batch, prefetch: 1048576,
-           secondary: 1, accumulator: keep}}
-backend: native
-gradient_accumulation_dtype: fp32
-communication_data_type: bf16
-zero_optimization: {{stage: 3, offload_optimizer: {{device: none}}, load_from_fp32_weights: true,
-                    zero_quantized_weights: false, zero_quantized_gradients: false,
-                    zero_quantized_nontrainable_weights: false, zero_hpz_partition_size: 0}}
+  {storage: bf16, compute: bf16, accumulate: fp32, master: split, state: bf16-stochastic, frozen: nf4,
+   mode: bf16, reduce: {wire: bf16, sum: fp32, when: every, order: rank}, buffers: keep, allow_narrow: false,
+   rules: [{match: "*.experts.*", class: torch.nn.Linear, placement: sliced, master: fp32}]}
+sharding: {replicate: 2, units: ["model.layers.*"], keep_gathered: micro-batch, prefetch: 1048576}
+zero_optimization: {stage: 3, offload_optimizer: {device: none}, load_from_fp32_weights: true}
 gradient_clipping: 0.5
-prescale_gradients: false
-gradient_predivide_factor: 2.0
-gradient_allreduce_op: mean
 train_batch_size: 32
 train_micro_batch_size_per_gpu: 4
-gradient_accumulation_steps: 2
-optimizer: {{type: AdamW, params: {{lr: 0.001, betas: [0.9, 0.95]}}}}
-zero_allow_untested_optimizer: false
-scheduler: {{type: WarmupLR, params: {{warmup_num_steps: 10}}}}
-steps_per_print: 10""",
-    ),
-    "autocast": (
-        2,
-        """
+optimizer: {type: AdamW, params: {lr: 0.001, betas: [0.9, 0.95]}}
+scheduler: {type: WarmupLR, params: {warmup_num_steps: 10}}"""
+AUTOCAST = """
 torch_autocast: {enabled: true, dtype: bf16, lower_precision_safe_modules: [torch.nn.Linear]}
 precision: {rules: [{match: "*.q_proj.*", optimizer: Muon}]}
-optimizer: {type: Muon, params: {lr: 0.02}}""",
-    ),
-}
+optimizer: {type: Muon, params: {lr: 0.02}}"""
+FP16_BLOCK = (
+    "fp16: {enabled: true, loss_scale: 0, initial_scale_power: 12, hysteresis: 3, min_loss_scale: 2.0}"
+)
+WRITTEN = {"most keys": (4, MOST), "autocast": (2, AUTOCAST), "fp16": (2, FP16_BLOCK)}
 """Configs with keys of every type, with their numbers of ranks."""
 
 
