@@ -31,13 +31,6 @@ class Frozen:
     x: Any
 
 
-class Slots:
-    __slots__ = ("unset", "x")
-
-    def __init__(self, x: Any) -> None:
-        self.x = x
-
-
 class Output(collections.OrderedDict):  # type: ignore[type-arg]
     """A dict whose items are attributes too, like the outputs of models."""
 
@@ -54,7 +47,6 @@ MUTABLE = {
     "set": lambda x: {x},
     "dataclass": Batch,
     "frozen dataclass": Frozen,
-    "slots": Slots,
     "namespace": lambda x: types.SimpleNamespace(x=x),
     "model output": lambda x: Output(x=x),
     "distribution": lambda x: torch.distributions.Normal(x, torch.ones_like(x)),
@@ -64,7 +56,6 @@ FIXED = {
     "tuple": lambda x: (x, None),
     "named": lambda x: Pair(x, 1),
     "frozenset": lambda x: frozenset([x]),
-    "proxy": lambda x: types.MappingProxyType({"x": x}),
     "packed": lambda x: nn.utils.rnn.pack_sequence([x]),
     "returned": lambda x: torch.max(x.expand(2, 3), 0),
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +17,6 @@ from zerodrift.errors import ModelError, ZerodriftError
 from zerodrift.inspect.trace.model import LiveModel
 from zerodrift.inspect.trace.parameter import LiveParameter, Samples
 from zerodrift.inspect.trace.records import COLUMNS, ParameterRecord
-from zerodrift.startup import when_imported
 
 
 class Net(nn.Module):
@@ -267,17 +264,3 @@ def test_what_never_ran_and_what_is_no_optimizer_are_refused_and_reading_comes_a
         pass
     with pytest.raises(ZerodriftError, match="after the `with`"), zerodrift.observe(net()) as seen:
         seen.table()
-
-
-def test_a_module_that_is_only_asked_for_is_still_waited_for(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "asked_for_first.py").write_text("VALUE = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    seen: list[Any] = []
-    for _ in range(2):
-        when_imported("asked_for_first", seen.append)
-    before = len(sys.meta_path)
-    assert importlib.util.find_spec("asked_for_first") is not None and seen == []
-    module = importlib.import_module("asked_for_first")
-    assert seen == [module, module] and len(sys.meta_path) == before - 2 and module.VALUE == 1

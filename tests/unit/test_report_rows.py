@@ -96,13 +96,6 @@ def test_a_mixture_of_experts_is_a_dozen_lines() -> None:
     assert lines["model.embed_tokens.weight"].also == ("lm_head.weight",)
 
 
-def test_names_shared_by_all_layers_are_one_pattern() -> None:
-    """ALBERT has one parameter with a name per layer."""
-    also = [f"layers.{n}.up.weight" for n in range(1, 12)]
-    (line,) = group_rows(handmade.plan([handmade.param("layers.0.up.weight", (4, 4), BF16, *also)])).lines
-    assert (line.pattern, line.also) == ("layers.0.up.weight", ("layers.1-11.up.weight",))
-
-
 # --- numbers ----------------------------------------------------------------------------------------------
 
 
@@ -117,9 +110,3 @@ SHOWN: list[tuple[Callable[..., str], dict[Any, str]]] = [
 @pytest.mark.parametrize(("show", "texts"), SHOWN)
 def test_a_number_is_shown(show: Callable[..., str], texts: dict[Any, str]) -> None:
     assert {number: show(number) for number in texts} == texts
-
-
-@given(st.integers(1, 10**17))
-def test_something_never_reads_as_nothing(count: int) -> None:
-    assert float(figures.elements(count).rstrip("KMBTQ")) > 0
-    assert float(figures.size(count).split()[0]) > 0

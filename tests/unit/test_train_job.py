@@ -7,7 +7,6 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import pytest
 from zerodrift.api import empty
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, ZerodriftError
-from zerodrift.train.data.files import find
-from zerodrift.train.job import Data, Lora, Model
+from zerodrift.train.job import Lora
 from zerodrift.train.job_file import every_path, read_job
-from zerodrift.train.loop.model import check_causal, source_of
-from zerodrift.train.loop.run_folder import model_at, require_writable
+from zerodrift.train.loop.model import check_causal
+from zerodrift.train.loop.run_folder import require_writable
 
 
 def least(**more: Any) -> dict[str, Any]:
@@ -155,22 +153,3 @@ def test_an_encoder_is_no_language_model(kind: str, more: dict[str, Any], fine: 
     told = pytest.raises(ModelError, match=rf"must be a causal language model.*an encoder \({kind}\)")
     with contextlib.nullcontext() if fine else told:
         check_causal(model, kind)
-
-
-@pytest.mark.parametrize(
-    ("call", "near"),
-    [
-        (lambda here: find(f"{here}/chats.jsonl", Data(train="x"), "data.train"), "chat.jsonl"),
-        (lambda here: source_of(Model(source=f"{here}/tinyy")), "tiny"),
-        (lambda here: model_at(here / "runs" / "jobb"), "runs/job"),
-        (lambda here: find(f"{here}/tiny", Data(train="x"), "data.train"), ""),  # what is there
-    ],
-    ids=["data", "a model", "a run", "nothing"],
-)
-def test_a_name_beside_is_offered(call: Callable[[Path], object], near: str, tmp_path: Path) -> None:
-    (tmp_path / "runs" / "job").mkdir(parents=True)
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "chat.jsonl").touch()
-    with pytest.raises((ConfigError, ModelError)) as raised:
-        call(tmp_path)
-    assert raised.value.do == (f"Did you mean `{tmp_path / near}`?" if near else "")
