@@ -1,12 +1,17 @@
-"""Text reports: never wider than 100 columns, complete without colour, and every dtype in full."""
+"""Text reports: as wide as the terminal, complete, and every row once, in an exact pattern."""
 
 from __future__ import annotations
 
 import re
 import string
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.unit import handmade
 from zerodrift.dtypes import DType
@@ -16,6 +21,7 @@ from zerodrift.plan.bill import cost
 from zerodrift.plan.table import BufferRow, Plan
 from zerodrift.policy.decisions import (
     COLUMNS,
+    Columns,
     ComponentSpec,
     Decision,
     Master,
@@ -23,13 +29,13 @@ from zerodrift.policy.decisions import (
     Reduction,
     State,
 )
-from zerodrift.report import terminal
+from zerodrift.report import figures, terminal
 from zerodrift.report.explanation import explain, matching
-from zerodrift.report.rows import group_rows, list_rows
+from zerodrift.report.rows import Line, group_rows, list_rows, template
 from zerodrift.report.terminal import brief_text
 
 LONG = ".".join(["a_rather_long_module_name"] * 9) + ".weight"
-BF16 = handmade.columns()
+BF16, FP32 = handmade.columns(), handmade.pinned()
 NARROW = handmade.columns(
     DType.FP16,
     why="mode fp16",
@@ -171,3 +177,99 @@ def test_a_glob_matches_by_every_name_or_offers_another() -> None:
     for query in ("model.layers.99.self_attn.q_proj.weight", "q_proj"):
         with pytest.raises(ModelError, match=r"`model\.layers\.0\.self_attn\.q_proj\.weight`"):
             explain(plan, query)
+
+
+# --- groups of rows ---------------------------------------------------------------------------------
+
+
+def numbers_at(plan: Plan, prefix: str) -> set[int]:
+    """Return all numbers of the plan after a template, at its next component."""
+    found = set()
+    for row in plan.rows:
+        for name in row.names:
+            parts = name.split(".")
+            for place, part in enumerate(parts):
+                if part.isdecimal() and template(".".join(parts[:place])) == prefix:
+                    found.add(int(part))
+    return found
+
+
+def spelled_out(text: str) -> list[int]:
+    """Invert `ranges`."""
+    found: list[int] = []
+    for part in text.split(","):
+        span, _, step = part.partition(":")
+        low, _, high = span.partition("-")
+        found += range(int(low), int(high or low) + 1, int(step or 1))
+    return found
+
+
+def expanded(plan: Plan, line: Line) -> list[str]:
+    """Return the names that a line's pattern stands for, from its text alone."""
+    first = plan.rows[line.rows[0]].name
+    choices = []
+    for place, (part, original) in enumerate(zip(line.pattern.split("."), first.split("."), strict=True)):
+        if not original.isdecimal():
+            choices.append([part])
+        elif part == "*":
+            prefix = template(".".join(first.split(".")[:place]))
+            choices.append([str(number) for number in sorted(numbers_at(plan, prefix))])
+        else:
+            choices.append([str(number) for number in spelled_out(part)])
+    return [".".join(parts) for parts in product(*choices)]
+
+
+# --- laws -------------------------------------------------------------------------------------------
+
+layer, expert = st.integers(0, 5), st.integers(0, 3)
+names = st.one_of(
+    st.sampled_from(["embed.weight", "norm.weight"]),
+    st.builds("layers.{}.norm.weight".format, layer),
+    st.builds("layers.{}.mlp.experts.{}.up.weight".format, layer, expert),
+    st.builds("{}.{}".format, layer, expert),
+)
+kinds = st.tuples(st.sampled_from([(4,), (2, 3)]), st.sampled_from([BF16, FP32]))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.dictionaries(names, kinds, min_size=1, max_size=40))
+def test_patterns_expand_to_every_row_once(model: dict[str, tuple[tuple[int, ...], Columns]]) -> None:
+    plan = handmade.plan([handmade.param(name, shape, of) for name, (shape, of) in model.items()])
+    table = group_rows(plan)
+    for line in table.lines:
+        assert sorted(expanded(plan, line)) == sorted(plan.rows[index].name for index in line.rows)
+        assert {plan.rows[index].shape for index in line.rows} == {line.shape}
+        assert {plan.rows[index].columns for index in line.rows} == {table.sets[line.set].columns}
+        assert line.numel == sum(plan.rows[index].numel for index in line.rows)
+    covered = [index for line in table.lines for index in line.rows]
+    assert sorted(covered) == list(range(len(plan.rows)))
+    assert [line.rows[0] for line in table.lines] == sorted(line.rows[0] for line in table.lines)
+    assert sum(item.tensors for item in table.sets) == len(plan.rows)
+    assert sum(item.numel for item in table.sets) == sum(row.numel for row in plan.rows)
+
+
+# --- examples ---------------------------------------------------------------------------------------
+
+
+def test_a_mixture_of_experts_is_a_dozen_lines() -> None:
+    lines = {line.pattern: line for line in group_rows(handmade.moe(layers=32, experts=8)).lines}
+    assert len(lines) == 12
+    assert lines["model.layers.*.self_attn.q_proj.weight"].count == 32
+    assert lines["model.layers.*.block_sparse_moe.experts.*.w1.weight"].count == 256
+    assert lines["model.embed_tokens.weight"].also == ("lm_head.weight",)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------
+
+
+SHOWN: list[tuple[Callable[..., str], dict[Any, str]]] = [
+    (figures.elements, {0: "0", 10_000: "10.0K", 999_499: "999K", 999_500: "1.00M", 46_702_792_704: "46.7B"}),
+    (figures.size, {0: "0 B", 999: "999 B", 1000: "0.977 KiB", 1 << 30: "1.00 GiB", 1 << 60: "1024 PiB"}),
+    (figures.percent, {0.0: "0%", 1.0: "100%", 0.000123: "0.0123%", 0.5: "50.0%", 0.9999998: "99.99998%"}),
+    (figures.significant, {9.996: "10.0", 0.0123: "0.0123", 123456.0: "123456", 0.0: "0", -1.5: "-1.50"}),
+]
+
+
+@pytest.mark.parametrize(("show", "texts"), SHOWN)
+def test_a_number_is_shown(show: Callable[..., str], texts: dict[Any, str]) -> None:
+    assert {number: show(number) for number in texts} == texts

@@ -22,7 +22,6 @@ from zerodrift.plan.trace import Trace
 from zerodrift.report.trace import trace_text
 
 WIDTH = 16
-aten: Any = torch.ops.aten
 
 
 def plan_of(model: nn.Module, mode: str = "bf16", **precision: Any) -> Plan:

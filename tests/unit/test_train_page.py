@@ -1,4 +1,4 @@
-"""Reports of a run: curves, the page, lines of metrics, the live line, and what a replay found."""
+"""Reports of a run: the page, lines of metrics, and the live line."""
 
 from __future__ import annotations
 
