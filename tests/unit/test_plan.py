@@ -220,6 +220,10 @@ def test_the_order_of_a_stage_3_step() -> None:
         "reduce reduce_scatter fp32 0",
         "norm all_reduce int64 -1",
     ]
+    made = plan(at(3, sharding={"replicate": 2}), moe(layers=2), world=4)
+    calls = [c for c in collectives(made, 0, 4) if c.axis == "replicate"]
+    assert [c.segment for c in calls] == [2, 1, 0], "replicas are summed once per step"
+    assert all(c.numel == made.segments[c.segment].padded // 2 for c in calls)
 
 
 def large(stage: int, written: dict[str, Any] | None = None) -> Plan:

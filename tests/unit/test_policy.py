@@ -161,6 +161,7 @@ PARAM_FP32, SUMS_FP32 = ({"data_types": {key: "fp32"}} for key in ("param_dtype"
 REFUSED = [
     (at(1, "fp32", accumulate="bf16"), at(1, "fp32", accumulate="bf16", allow_narrow=True), "allow_narrow"),
     (at(1, accumulate="fp16"), at(1, accumulate="bf16"), "65504"),
+    (at(1, accumulate="fp16", allow_narrow=True), at(1), "65504"),
     (at(1, "fp16", master="split"), at(1, master="split"), "split"),
     (at(1, grad="fp32"), at(1, grad="bf16"), "accumulate"),
     (at(1, "autocast-bf16", gather="bf16"), at(3, gather="bf16"), "stage 3"),
@@ -443,6 +444,10 @@ AUTOCAST = {"enabled": True, "dtype": "bf16"}
         ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype"),
         ({"precision": {"mode": "bf16"}, "bf16": {"enabled": False}}, "bf16.enabled"),
         ({"precision": {"mode": "fp32"}, "bf16": {"enabled": True}}, "bf16.enabled"),
+        ({"precision": {"mode": "bf16"}, "fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"fp16": {"enabled": True}, "torch_autocast": AUTOCAST}, "fp16.enabled"),
+        ({"precision": {"mode": "fp32"}, "torch_autocast": {"enabled": True}}, "precision.mode"),
+        (config(precision=LOW_MODE, torch_autocast={"enabled": False}), "torch_autocast.enabled"),
         (config(precision=LOW_MODE, torch_autocast={"dtype": "fp16"}), "torch_autocast.dtype"),
     ],
     ids=str,

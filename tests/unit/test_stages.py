@@ -175,6 +175,7 @@ MICRO, COUNT = "`pipeline.micro_batches`: must be", "gradient_accumulation_steps
 KEPT = {"sharding": {"keep_gathered": "micro-batch"}}
 BLOCKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"schedule": "1f1b", "micro_batches": 1}, {}, f"{MICRO} at least 2 with"),
+    ({"schedule": "dualpipev", "micro_batches": 3}, {}, f"{MICRO} at least 4 with"),
     ({"schedule": "interleaved", "micro_batches": 5}, {}, f"{MICRO} a multiple .* 2, .* Use 4 or 6"),
     ({"schedule": "zbv", "chunks": 3}, {}, "`pipeline.chunks`: must be 2 with schedule zbv; got 3"),
     ({"weight_grads": "queue"}, {}, "`pipeline.weight_grads`: must be left out with schedule gpipe"),
