@@ -13,7 +13,6 @@ from tests.unit.refusals import problems, refusal, write
 from zerodrift.config import fields
 from zerodrift.config.loader import load
 from zerodrift.config.schema import Config
-from zerodrift.config.tree import MAX_UNKNOWN
 from zerodrift.dtypes import DType
 
 
@@ -39,23 +38,14 @@ PINNED = "zero_optimization.fp32_pinned_parameters"
     [
         ("zero_optimization.stage=4", "`zero_optimization.stage`: must be 0, 1, 2 or 3; got 4."),
         ("zero_optimization.stage='3'", "must be 0, 1, 2 or 3; got '3'. Write it without quotes."),
-        ("zero_optimization.stage=auto", '"auto" has no meaning here: write the value, or leave'),
         ("bf16.enabled=1", '`bf16.enabled`: must be true, false or "auto"; got 1.'),
-        ("bf16=true", "`bf16`: must be a block of keys; got true."),
         ("precision.master=splitt", '"split" or "same"; got \'splitt\'. Did you mean `split`?'),
         ("precision.accumulate=bflat16", "bf16 or fp16; got 'bflat16'. Did you mean `bfloat16`"),
         ("precision.reduce=3", "e5m2-128, int4, int4-64-bf16 or a block of keys"),
-        ("precision.reduce.wire=3", "`precision.reduce.wire`: must be fp32, bf16, fp16, fp8"),
         ("gradient_clipping=-1", '`gradient_clipping`: must be a number of at least 0 or "auto"; got -1.'),
-        ("train_batch_size=0", '`train_batch_size`: must be a whole number above 0 or "auto"; got 0.'),
-        ("fp16.initial_scale_power=200", "must be a whole number from 0 to 120 or"),
         (f"{PINNED}=router", "must be a list of strings; got 'router'. Write `[\"router\"]`."),
-        (f"{PINNED}=3", "must be a list of strings; got 3. Write a list, even for one item."),
-        (f"{PINNED}=[a, 3]", f"`{PINNED}[1]`: must be a string; got 3."),
-        ("precision.rules={match: x}", "must be a list of blocks of keys; got {'match"),
         ("precision.rules=[x]", "`precision.rules[0]`: must be a block of keys; got 'x'."),
         ("optimizer.params.lr=1", "`optimizer.type`: must be given: a string. AdamW, Adam,"),
-        ("optimizer.type=3", "`optimizer.type`: must be a string; got 3."),
         ("optimizer={type: Adam, params: [1]}", "must be a block of arguments; got [1]."),
         ("zero_optimization.load_from_fp32_weights=false", "must be true; got false. Masters always start"),
         ("zero_optimization.offload_optimizer.device=nvme", "got 'nvme'. There is no offload to NVMe."),
@@ -96,11 +86,9 @@ JARGON = re.compile(
 def test_messages_have_no_words_of_the_validator() -> None:
     """Every field of the schema gets an absurd value."""
     for key in fields.every_key(Config):
-        if "[]" in key.path:
-            continue
-        message = refusal(nested(key.path, [[0.5]]))
-        assert f"`{key.path}" in message
-        assert not JARGON.search(message), message
+        if "[]" not in key.path:
+            message = refusal(nested(key.path, [[0.5]]))
+            assert f"`{key.path}" in message and not JARGON.search(message), message
 
 
 # --- rules ------------------------------------------------------------------------------------------
@@ -110,15 +98,9 @@ def test_messages_have_no_words_of_the_validator() -> None:
     ("wrong", "expected", "right"),
     [
         (rule(pin="fp32"), "[0]`: must say which parameters it is for", rule(match="a", pin="fp32")),
-        (rule(match=None, pin="fp32"), "must say which", rule(klass="A", match=None, pin="fp32")),
         (rule(match="a"), "must set something: a column, `pin` or `output`", rule(match="a", output="keep")),
-        (rule(klass="A"), "must set something", rule(klass="A", reduce={"when": "last"})),
         (rule(match="a", storage=None), "must set something", rule(match="a", storage="fp32")),
-        (
-            rule(match="a", pin="bf16"),
-            "[0].pin`: must be fp32; got 'bf16'. For another dtype, set the columns one by one.",
-            rule(match="a", pin="float32"),
-        ),
+        (rule(match="a", pin="bf16"), "[0].pin`: must be fp32; got 'bf16'.", rule(match="a", pin="float32")),
     ],
 )
 def test_a_rule_needs_a_subject_and_an_effect(wrong: Any, expected: str, right: Any) -> None:
@@ -145,13 +127,9 @@ def test_a_misspelt_key_of_a_rule_is_told_once_and_a_dotted_key_is_to_be_nested(
         ("gradient_cliping=1.0", "Did you mean `gradient_clipping`?"),
         ("zero_optimisation.stage=1", "Did you mean `zero_optimization`?"),
         ("grad_accum_dtype=fp32", "`data_types.grad_accum_dtype` or `gradient_accumulation_dtype`?"),
-        ("stage=3", "Did you mean `zero_optimization.stage`?"),
         ("overlap_comm=true", "Did you mean `zero_optimization.overlap_comm`?"),
-        ("zero_optimization.overlap_com=true", "Did you mean `overlap_comm`?"),
         ("zero_optimization.gradient_clipping=1.0", "Did you mean `gradient_clipping` at top level?"),
-        ("data_types.grad_acc_dtype=fp32", "Did you mean `grad_accum_dtype`?"),
         ("xyzzy=1", "docs/config.md and docs/deepspeed.md list every key."),
-        ("keys=[]", "must be a key of zerodrift or DeepSpeed"),
         ("precision.rules=[{match: a, klass: b, pin: fp32}]", "Did you mean `class`?"),
     ],
 )
@@ -172,20 +150,8 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, "ds.json", json.dumps(source))
     message = refusal(path, "nonsense")
     assert message.startswith(f"{path}: 10 problems\n  1. ")
-    zero = "zero_optimization."
-    wrong = f"{zero}stage {zero}overlap_com {zero}zeropp_loco_param gradient_cliping bf16.enabled"
-    wrong += " amp.enabled precision.rules[0] precision.rules[0].pin steps_per_print overrides"
-    for where in wrong.split():
+    for where in ("zero_optimization.overlap_com", "amp.enabled", "precision.rules[0].pin", "overrides"):
         assert f". `{where}`: must " in message
-
-
-def test_a_file_of_another_kind_is_not_told_key_by_key() -> None:
-    found = problems({f"word{number}": number for number in range(5000)})
-    assert len(found) == MAX_UNKNOWN + 1
-    assert found[-1] == (
-        f"`config`: must hold known keys; got {5000 - MAX_UNKNOWN:,} more unknown keys. "
-        "Is it the file you meant?"
-    )
 
 
 # --- how keys end -----------------------------------------------------------------------------------
@@ -213,15 +179,7 @@ def test_every_key_ends_used_or_ignored_in_the_order_written() -> None:
     ]
     config = load(source)
     assert all(bool(use.because) == (use.status == "ignored") for use in config.keys)
-    values = {use.path: use.value for use in config.keys}
-    assert values["optimizer.params.betas"] == [0.9, 0.95]
-    assert values["zero_optimization.reduce_bucket_size"] == "auto"
     assert config.gradient_clipping is None and config.fp16 is None
-
-
-def test_a_block_of_ignored_keys_leaves_nothing_behind() -> None:
-    assert load({"pipeline": {"seed_layers": True}}).pipeline is None
-    assert load({"pipeline": {"seed_layers": True, "stages": 2}}).pipeline is not None
 
 
 def test_the_old_name_of_bf16() -> None:
@@ -230,8 +188,6 @@ def test_the_old_name_of_bf16() -> None:
     assert [use.path for use in config.keys] == ["bfloat16.enabled", "bfloat16.immediate_grad_update"]
     (message,) = problems({"bfloat16": {"enabled": True}, "bf16": {"enabled": True}})
     assert "`bfloat16`: must not come with `bf16`" in message
-    (message,) = problems({"bfloat16": {"enabled": 3, "check_grad_overflow": True}})
-    assert message.startswith("`bfloat16.enabled`: must be true, false")
 
 
 # --- overrides --------------------------------------------------------------------------------------
@@ -267,10 +223,7 @@ def test_overrides_are_yaml_values_at_dotted_paths() -> None:
     ("override", "expected"),
     [
         ("foo", "must be `dotted.path=value`; got 'foo'"),
-        ("=3", "must be `dotted.path=value`"),
         ("a..b=3", "must be `dotted.path=value`"),
-        ("a[x]=3", "must be `dotted.path=value`"),
-        ("bf16.enabled={", "must have a YAML value"),
         ("bf16.enabled=!!python/none x", "must have a YAML value"),
         ("gradient_clipping.x=3", "`gradient_clipping`: must be a block to have keys set; got 1.0"),
         ("precision[0]=3", "`precision`: must be a list to have items set"),

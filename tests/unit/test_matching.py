@@ -96,21 +96,17 @@ def test_everything_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("strict", "missing", "extra"),
-    [(True, True, True), (False, False, False), (["inner.*"], False, True), (["extra.?"], True, False)],
+    [(True, True, True), (["inner.*"], False, True), (["extra.?"], True, False)],
 )
 def test_strictness_is_by_pattern(tmp_path: Path, strict: Strict, missing: bool, extra: bool) -> None:
     tensors = state() | {"extra.a": torch.zeros(2)}
     del tensors["inner.weight"]
-    folder = write(tmp_path, tensors)
-    if not (missing or extra):
-        files = open_(folder, strict)
-        assert files.match.missing == ["inner.weight"] and files.match.unexpected == ["extra.a"]
-        return
-    text = refusal(folder, strict)
+    text = refusal(write(tmp_path, tensors), strict)
     assert ("inner.weight" in text) == missing and ("extra.a" in text) == extra
+    files = open_(tmp_path, strict=False)
+    assert files.match.missing == ["inner.weight"] and files.match.unexpected == ["extra.a"]
     text = refusal(write(tmp_path, state()), ["iner.weight"])
-    assert "`strict`: must match a name in the model or in the files; got 'iner.weight'" in text
-    assert "Did you mean `inner.weight`" in text
+    assert "must match a name in the model or in the files; got 'iner.weight'. Did you mean" in text
 
 
 def test_what_a_model_declares_is_allowed(tmp_path: Path) -> None:
@@ -143,9 +139,7 @@ def test_tied_names(tmp_path: Path) -> None:
 def test_quantized_tensors_and_buffers_that_would_be_rounded_are_refused_by_name(tmp_path: Path) -> None:
     tensors = state()
     tensors["inner.weight"] = tensors["inner.weight"].to(torch.float8_e4m3fn)
-    files = open_(write(tmp_path, tensors))
-    want = tensors["inner.weight"].float().view(-1)
-    assert torch.equal(filled(files, "inner.weight", 16), want)
+    write(tmp_path, tensors)
     tensors["inner.weight_scale_inv"] = torch.ones(3, 3)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     text = refusal(write(tmp_path, tensors), strict=False)
@@ -181,28 +175,10 @@ def test_transposed_and_chunked_reads(
         out = torch.full((420,), 99.0, dtype=dtype)
         for box in within(layout.boxes(), start, stop):
             read.read(found, box, out)
-        assert torch.equal(out[start:stop], flat[start:stop])
+        assert read._buffer.numel() <= chunk and torch.equal(out[start:stop], flat[start:stop])
         assert bool((out[:start] == 99).all()) and bool((out[stop:] == 99).all())
         assert read.count >= 4 * (stop - start)
         read.close()
-
-
-def test_a_plain_read_counts_what_it_reads_and_holds_no_more_than_a_chunk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader, "CHUNK", 256)
-    tensor = torch.randn(1000)
-    (found,) = list_tensors(write(tmp_path, {"x": tensor}))
-    boxes = Layout.of(0, (1000,)).boxes()
-    seen: list[int] = []
-    read = SafetensorsReader(seen.append)
-    same, cast = torch.empty(1000), torch.empty(1000, dtype=torch.bfloat16)
-    read.read(found, boxes[0], same)
-    assert torch.equal(same, tensor) and read.count == sum(seen) == 4000
-    assert read._buffer.numel() == 0  # straight to its place
-    read.read(found, boxes[0], cast)
-    assert torch.equal(cast, tensor.bfloat16()) and read.count == 8000
-    assert 0 < read._buffer.numel() <= 256
 
 
 def test_a_file_that_is_cut_short_after_its_header_was_read(tmp_path: Path) -> None:

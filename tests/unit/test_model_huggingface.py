@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +12,8 @@ import pytest
 
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ModelError
-from zerodrift.files import cache_folder
 from zerodrift.model import describe, huggingface
 from zerodrift.model.huggingface import from_hf
-from zerodrift.model.inputs import inputs_for
 from zerodrift.model.module import from_module
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
 from zerodrift.record import encode
@@ -63,7 +60,7 @@ T5 = {"architectures": ["T5ForConditionalGeneration"], "d_ff": 48}
 LOADED: list[tuple[str, dict[str, Any]]] = [
     *((model_type, {}) for model_type in CONFIGS),
     ("ernie4_5_moe", ERNIE),
-    *(("t5", T5 | {"dtype": dtype}) for dtype in ("float16", "bfloat16", "float32")),
+    ("t5", T5 | {"dtype": "float16"}),
 ]
 """Models that are loaded, some of which keep parameters in fp32, each in some versions."""
 
@@ -95,20 +92,11 @@ def test_the_spec_is_that_of_the_loaded_model(tmp_path: Path, model_type: str, c
         assert owner.klass == f"{klass.__module__}.{klass.__qualname__}"
 
 
-def test_tied_embeddings_are_one_parameter_also_where_the_tie_is_not_yet_made(tmp_path: Path) -> None:
+def test_tied_embeddings_are_one_parameter(tmp_path: Path) -> None:
     (embedding, *_) = from_hf(folder(tmp_path, "llama")).parameters
     assert embedding.names == ("model.embed_tokens.weight", "lm_head.weight")
     apart = from_hf(folder(tmp_path, "llama", tie_word_embeddings=False)).parameters
     assert [apart[place].names for place in (0, -1)] == [("model.embed_tokens.weight",), ("lm_head.weight",)]
-    before = "transformers 4 and 5.0 tie as they build"
-    initialization = pytest.importorskip("transformers.initialization", reason=before)
-    if not hasattr(initialization, "no_tie_weights"):
-        pytest.skip(before)
-    config = transformers.AutoConfig.from_pretrained(folder(tmp_path, "llama"))
-    with torch.device("meta"), initialization.no_tie_weights():
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    assert model.lm_head.weight is not model.model.embed_tokens.weight
-    assert from_module(model).parameters == from_hf(tmp_path).parameters
 
 
 def test_the_dtype_is_the_configs_else_the_checkpoints_else_fp32(tmp_path: Path) -> None:
@@ -155,9 +143,8 @@ def test_a_config_that_is_not_json_and_a_broken_checkpoint_beside_one(tmp_path: 
     assert from_hf(path).checkpoint == ()
     path.write_text('{\n  "model_type": llama\n}')
     assert "config.json`: must be JSON; got Expecting value at line 2, column 17." in refusal(tmp_path)
-    path.write_text("[]")
-    assert "must be a JSON object; got list" in refusal(path)
-    assert "No such file" in refusal(tmp_path / "other.json")
+    text = refusal(folder(tmp_path / "other", "llama", hidden_act="no-such-activation"))
+    assert "config.json`: must be a config that " in text and "\n" not in text
 
 
 AUTO = {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
@@ -167,9 +154,7 @@ AUTO = {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.
     ("model_type", "said"),
     [
         (None, "got no such key. Is it the config of a model?"),
-        (7, "got 7."),
         ("lama", "got 'lama'. Did you mean `llama`"),
-        ("qqqqqqqq", "got 'qqqqqqqq'. Upgrade `transformers`"),
     ],
 )
 def test_a_model_type_that_is_missing_or_unknown(tmp_path: Path, model_type: Any, said: str) -> None:
@@ -182,56 +167,8 @@ def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
     assert from_hf(folder(tmp_path, "llama", **AUTO)).parameters
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"num_attention_heads": "four"}, {"hidden_act": "no-such-activation"}, {"dtype": "no_such_dtype"}],
-)
-def test_a_config_that_cannot_be_built_says_why_in_a_line(tmp_path: Path, changed: dict[str, Any]) -> None:
-    text = refusal(folder(tmp_path, "llama", **changed))
-    with pytest.raises(Exception) as theirs:
-        transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
-    assert "config.json`: must be a config that " in text and "\n" not in text
-    assert f"; got {theirs.type.__name__}" in text
-
-
-def test_building_is_silent_and_leaves_logging_alone(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    from_hf(folder(tmp_path, "llama", no_such_key=3, rope_parameters={"rope_type": "default", "odd": 1}))
-    refusal(folder(tmp_path, "llama", hidden_act="no-such-activation"))
-    captured = capfd.readouterr()
-    assert (captured.out, captured.err, logging.get_verbosity()) == ("", "", before)
-
-
-def test_a_lora_model_keeps_mixed_dtypes_and_frozen_weights(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    config = transformers.AutoConfig.from_pretrained(folder(tmp_path, "llama"))
-    base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    named = dict(model.named_parameters())
-    trained = {name for name, parameter in named.items() if parameter.requires_grad}
-    for name in trained:
-        named[name].data = named[name].data.float()
-    spec = from_module(model)
-    found = {parameter.name: parameter for parameter in spec.parameters}
-    assert 0 < len(trained) < len(found) and found.keys() == named.keys()
-    for name, parameter in found.items():
-        dtype = DType.FP32 if name in trained else DType.BF16
-        assert (parameter.trained, parameter.dtype) == (name in trained, dtype)
-        assert (parameter.shape, parameter.owners[0].path) == (named[name].shape, name.rpartition(".")[0])
-    tied = [parameter.names for parameter in spec.parameters if len(parameter.names) > 1]
-    assert [len({model.get_parameter(name) for name in names}) for names in tied] == [1]
-    wanted = inputs_for(base)  # before adapters are added, and with them
-    assert inputs_for(model).kwargs.keys() == wanted.kwargs.keys() == {"input_ids", "labels"}
-
-
 # --- cached descriptions ----------------------------------------------------------------------------------
 
-
-pytest.importorskip("transformers")
 
 DESCRIBE = """
 import json, sys
@@ -245,8 +182,8 @@ print(json.dumps([specs, sorted({"torch", "transformers"} & sys.modules.keys())]
 
 
 def test_a_model_is_described_again_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    families = [*LOADED, ("gpt2", {}), ("mamba", {}), ("vit", {"architectures": None})]
-    paths = [str(folder(tmp_path / str(at), *of[:1], **of[1])) for at, of in enumerate(families)]
+    families = [("llama", {}), ("t5", T5), ("vit", {"architectures": None})]
+    paths = [str(folder(tmp_path / str(at), kind, **changed)) for at, (kind, changed) in enumerate(families)]
     whole = [encode(from_hf(path)) for path in paths]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with monkeypatch.context() as patched:
@@ -258,13 +195,10 @@ def test_a_model_is_described_again_without_torch(tmp_path: Path, monkeypatch: p
     assert json.loads(done.stdout) == [whole, []]
 
 
+OWNERS = (OwningModule("", "x.Y"), OwningModule("b", ""))
 SPEC = ModelSpec(
     "Tiny",
-    (
-        ParameterSpec(
-            ("a", "b"), (2, 3), DType.BF16, (OwningModule("", "x.Y"), OwningModule("b", "")), used=(1, 2)
-        ),
-    ),
+    (ParameterSpec(("a", "b"), (2, 3), DType.BF16, OWNERS, used=(1, 2)),),
     checkpoint=(("a", DType.FP16),),
     containers=frozenset({"layers", "heads"}),
     shared=(("b", "a"),),
@@ -277,29 +211,15 @@ def test_an_entry_holds_until_a_file_behind_it_changes(
     source, entry = tmp_path / "model.py", tmp_path / "models" / "entry.json"
     source.write_text("x")
     monkeypatch.setattr(huggingface, "_imported", lambda: [str(source)])
-    assert huggingface.read_description(entry) is None
     huggingface.write_description(entry, SPEC)
     assert huggingface.read_description(entry) == SPEC
     whole = entry.read_text()
-    changed = (whole.replace('"bf16"', '"bf17"'), whole.replace("names", "nomen"))
-    for damaged in (whole[:-9], "[]", "{}", *changed):
+    for damaged in (whole[:-9], "{}", whole.replace('"bf16"', '"bf17"')):
         entry.write_text(damaged)
         assert huggingface.read_description(entry) is None
     entry.write_text(whole)
     source.write_text("xy")
     assert huggingface.read_description(entry) is None
-    source.unlink()
-    assert huggingface.read_description(entry) is None
-    assert not list(entry.parent.glob("*.new"))
-
-
-def test_old_entries_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface, "CACHED", 2)
-    for at, name in enumerate(("a", "b", "c")):
-        huggingface.write_description(tmp_path / "models" / f"{name}.json", SPEC)
-        os.utime(tmp_path / "models" / f"{name}.json", (at, at))
-    huggingface.write_description(tmp_path / "models" / "d.json", SPEC)
-    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["c.json", "d.json"]
 
 
 def test_an_entry_is_found_by_all_that_it_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +233,3 @@ def test_an_entry_is_found_by_all_that_it_depends_on(tmp_path: Path, monkeypatch
     (tmp_path / "apex-1.0.dist-info").mkdir()
     entries.append(huggingface.entry_of({}, None))
     assert entries[0] == entries[1] and len(set(entries)) == 5
-    file = tmp_path / "file"
-    file.write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    assert cache_folder() is None and huggingface.entry_of({}, None) is None

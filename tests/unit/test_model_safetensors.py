@@ -75,11 +75,7 @@ def test_a_file_gives_names_shapes_dtypes_and_owners(tmp_path: Path) -> None:
     [
         ["head", "layers.2.b", "layers.2.experts.9.w", "layers.2.experts.11.w", "layers.2.w", "layers.10.w"],
         ["h2.w", "h10.w"],
-        ["a", "a.b"],
-        ["a.0", "a.b"],
-        ["a.01", "a.1"],
         ["²", "³"],
-        ["9" * 5000, "9" * 5001],
     ],
 )
 def test_natural_order(ordered: list[str]) -> None:
@@ -88,21 +84,14 @@ def test_natural_order(ordered: list[str]) -> None:
 
 # --- one file ------------------------------------------------------------------------------------------
 
-NO_OFFSETS: Entry = {"dtype": "F32", "shape": [1]}
 HEADERS: list[tuple[bytes | dict[str, Any], int, str]] = [
-    (b'{"a": ', 0, "at line 1, column 7"),
     (b"[]", 0, "must be a JSON object; got list"),
     (b'{"\xff": 1}', 0, "must be JSON in UTF-8; got the byte 0xff at 2"),
-    (b'{"a": ' + b"1" * 5000 + b"}", 0, "of ordinary depth and numbers"),
     (b'{"a": {}, "a": {}}', 0, "must name every key once; got `a` more than once"),
     ({"t": []}, 4, "must have `dtype`, `shape` and `data_offsets`; got []"),
-    ({"t": {**NO_OFFSETS, "dtype": 32, "data_offsets": [0, 4]}}, 4, "`dtype` must be a string; got 32"),
     ({"t": entry([-1], 0, 4)}, 4, "`shape` must be a list of whole numbers, 0 or more; got [-1]"),
-    ({"t": entry([2**63], 0, 4)}, 4, "`shape` must be"),
     ({"t": entry([1], 4, 0)}, 4, "`data_offsets` must be a begin and an end"),
-    ({"t": {**NO_OFFSETS, "data_offsets": [0.0, 4.0]}}, 4, "`data_offsets` must be a begin"),
     ({"t": entry([2], 0, 4)}, 4, "must span 4 bytes for each element of F32 [2]; got 4 bytes, [0, 4]"),
-    ({"t": entry([2**62] * 400, 0, 4)}, 4, "must span 4 bytes for each element"),
     ({"t": entry([1], 0, 4, "F8_E8M0")}, 4, "must hold dtypes that zerodrift knows; got F8_E8M0 in `t`"),
     (pair(4), 12, "b`: must begin after the bytes of `a`; got an overlap of 4 bytes"),
     (pair(12), 20, "b`: must begin where the bytes of `a` end; got a gap of 4 bytes"),
@@ -119,25 +108,14 @@ def test_a_header_that_makes_no_sense(
     assert from_safetensors(write(tmp_path / "a.safetensors", dict(reversed(pair(8).items())), 16)).numel == 4
 
 
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
+def test_a_file_that_is_cut_or_no_safetensors(tmp_path: Path) -> None:
+    for data, said in (
         (b"\x10\x00", "must open with a header length of 8 bytes; got 2 bytes"),
         ((2**63).to_bytes(8, "little") + b"{}", "a header length of 9,223,372,036,854,775,808"),
         ((500).to_bytes(8, "little") + b"{}", "must hold its header of 500 bytes; got 10 bytes"),
-    ],
-)
-def test_a_file_that_is_cut_or_no_safetensors(tmp_path: Path, data: bytes, said: str) -> None:
-    (tmp_path / "a.safetensors").write_bytes(data)
-    assert said in refusal(tmp_path / "a.safetensors")
-
-
-def test_all_problems_of_a_file_come_at_once_and_many_names_are_counted(tmp_path: Path) -> None:
-    header = {"a": entry([-1], 0, 4), "b": entry([2], 0, 4), "c": entry([1], 0, 4, "F4")}
-    assert "3 problems" in refusal(write(tmp_path / "a.safetensors", header | {"d": entry([1], 0, 4)}, 4))
-    header = {f"t{i}": entry([1], i, i + 1, "F8_E8M0") for i in range(60)}
-    text = refusal(write(tmp_path / "a.safetensors", header, 60))
-    assert "`t49` and 10 more" in text and "`t50`" not in text
+    ):
+        (tmp_path / "a.safetensors").write_bytes(data)
+        assert said in refusal(tmp_path / "a.safetensors")
 
 
 # --- several files -------------------------------------------------------------------------------------
@@ -151,16 +129,10 @@ def test_an_index_and_its_folder_are_the_same_model(tmp_path: Path) -> None:
     spec = from_safetensors(path)
     assert [parameter.name for parameter in spec.parameters] == ["a", "b", "c"]
     assert from_safetensors(tmp_path).parameters == spec.parameters
-
-
-def test_a_folder_without_an_index_is_all_of_its_files_or_the_one_of_transformers(tmp_path: Path) -> None:
-    tensors(tmp_path / "one.safetensors", "a")
-    tensors(tmp_path / "two.safetensors", "b")
-    assert len(from_safetensors(tmp_path).parameters) == 2
+    path.unlink()
+    assert len(from_safetensors(tmp_path).parameters) == 4, "a folder without an index is all of its files"
     tensors(tmp_path / "two.safetensors", "b", "a")
     assert "two.safetensors`: must not repeat tensors of `one.safetensors`; got `a`" in refusal(tmp_path)
-    tensors(tmp_path / "model.safetensors", "a")
-    assert len(from_safetensors(tmp_path).parameters) == 1
 
 
 def test_a_missing_shard_and_every_other_problem(tmp_path: Path) -> None:
@@ -176,8 +148,6 @@ def test_a_missing_shard_and_every_other_problem(tmp_path: Path) -> None:
         "torn.safetensors`: must open with a header length",
     ):
         assert said in text
-    write(tmp_path / "one.safetensors", {"a": entry([2], 0, 4)}, 4)
-    assert "problems" not in refusal(index(tmp_path, {"a": "one.safetensors"})), "refused, not also missing"
 
 
 def test_what_is_not_there_ambiguous_or_not_safetensors(tmp_path: Path) -> None:
@@ -192,16 +162,7 @@ def test_what_is_not_there_ambiguous_or_not_safetensors(tmp_path: Path) -> None:
     assert from_safetensors(tmp_path / "left.safetensors.index.json").numel == 1
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "said"),
-    [
-        ([1], "must have `weight_map`"),
-        *(({"a": shard}, "must name a `.safetensors` file beside it") for shard in ("../one.safetensors", 3)),
-        *(
-            ({"a": shard}, "must name a `.safetensors` file beside it")
-            for shard in ("/a.safetensors", "a.bin")
-        ),
-    ],
-)
-def test_an_index_names_only_files_beside_it(tmp_path: Path, weight_map: Any, said: str) -> None:
+@pytest.mark.parametrize("weight_map", [[1], {"a": "../one.safetensors"}, {"a": "/a.safetensors"}])
+def test_an_index_names_only_files_beside_it(tmp_path: Path, weight_map: Any) -> None:
+    said = "must name a `.safetensors` file beside it" if "a" in weight_map else "must have `weight_map`"
     assert said in refusal(index(tmp_path, weight_map))

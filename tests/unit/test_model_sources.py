@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -13,8 +12,8 @@ import pytest
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.model.module import from_module
-from zerodrift.model.sources import ACCEPTED, describe, from_factory, from_safetensors
-from zerodrift.model.spec import BufferSpec, OwningModule
+from zerodrift.model.sources import ACCEPTED, describe, from_factory
+from zerodrift.model.spec import OwningModule
 
 torch = pytest.importorskip("torch")
 
@@ -36,18 +35,9 @@ def broken():
 def leaves():
     sys.exit("usage: ...")
 
-def needs(size):
-    return nn.Linear(size, size)
-
 def nothing():
     return {{"model": 1}}
 
-class Builders:
-    @staticmethod
-    def small():
-        return nn.Linear(1, 1)
-
-NUMBER = 3
 """
 
 
@@ -77,7 +67,6 @@ def test_a_module_is_read_and_a_factory_is_called_on_the_meta_device(factory: st
     assert (spec.source, spec.numel) == (f"{factory}:build", 7 * 2**40)
     assert sys.path == path
     assert from_factory(f"{factory}:real").numel == 16
-    assert from_factory(f"{factory}:Builders.small").numel == 2
 
 
 @pytest.mark.parametrize(
@@ -85,9 +74,7 @@ def test_a_module_is_read_and_a_factory_is_called_on_the_meta_device(factory: st
     [
         ("broken", "when it is called without arguments; got RuntimeError: no such size."),
         ("leaves", "got SystemExit: usage: ..."),
-        ("needs", "got TypeError: needs() missing 1 required positional argument"),
         ("nothing", "must return a torch.nn.Module; got dict."),
-        ("NUMBER", "`NUMBER` must be callable; got int."),
         ("bulid", "must have `bulid`; got none. Did you mean `build`?"),
     ],
 )
@@ -103,25 +90,14 @@ def test_a_file_that_trains_when_it_is_imported_is_told_what_to_do(factory: str,
         (tmp_path / f"{factory}_{number}.py").write_text(text)
         told = refusal(f"{factory}_{number}.py:model")
         assert said in told and "put the model into a function, as in `train.py:make_model`" in told
-    Path("factory_with_a_hole.py").write_text("import no_such_room\n")
-    assert "No module named 'no_such_room'" in refusal("factory_with_a_hole:build")
     Path("factory_with_a_slip.py").write_text("def f(:\n")
     assert "SyntaxError" in refusal("factory_with_a_slip:f")
-    Path(f"{factory}_long.py").write_text("def f():\n    raise ValueError('x' * 10_000)\n")
-    assert len(refusal(f"{factory}_long:f")) < 1000, "a long cause is cut"
     assert "must be importable; got ModuleNotFoundError" in refusal("no_such_room.at_all:build")
-
-
-@pytest.mark.parametrize("text", ["build", "a:b:c", "a b:c", ":c", "a:", "a.:c"])
-def test_a_factory_has_one_form(text: str) -> None:
-    with pytest.raises(ModelError, match=r"must be written `package.module:callable`"):
-        from_factory(text)
 
 
 def test_what_fits_no_form_lists_the_forms(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"")
     for model, got in (
-        ("nowhere", "got no such file or folder"),
         (Path("nowhere.safetensors"), "got no such file or folder"),
         (str(tmp_path), "got a folder with neither a config nor safetensors files"),
         (tmp_path / "weights.bin", "got a file that ends in '.bin'"),
@@ -130,42 +106,9 @@ def test_what_fits_no_form_lists_the_forms(tmp_path: Path) -> None:
     ):
         text = refusal(model)
         assert got in text and all(form in text for form in ACCEPTED), text
-
-
-def test_a_hub_name_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    hub = "`hf download some-org/Some-Model-7B --local-dir Some-Model-7B`"
-    assert hub in refusal("some-org/Some-Model-7B")
-    Path("runs").mkdir()
-    assert "hf download" not in refusal("runs/one")
-
-
-def weights(folder: Path) -> Path:
-    from safetensors.torch import save_file
-
-    path = folder / "model.safetensors"
-    save_file({"a": torch.zeros(1)}, path)
-    return path
-
-
-def test_safetensors_are_read_in_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = weights(tmp_path)
-    assert describe(path).source == str(path)
-    assert describe(tmp_path).parameters == describe(str(path)).parameters
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert describe("~/model.safetensors").numel == 1
-
-
-def test_without_transformers_a_folder_falls_back_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install 'zerodrift[hf]'" in refusal(tmp_path)
-    path = weights(tmp_path)
-    spec = describe(tmp_path)
-    assert spec.source == f"{tmp_path} (tensor headers only: transformers is not installed)"
-    assert spec.parameters == from_safetensors(path).parameters
+    for text in ("build", "a:b:c", ":c"):
+        with pytest.raises(ModelError, match=r"must be written `package.module:callable`"):
+            from_factory(text)
 
 
 # --- modules ----------------------------------------------------------------------------------------------
@@ -211,27 +154,12 @@ def test_names_shapes_owners_and_order_are_the_modules_own() -> None:
     assert spec.parameters[0].owners == (OwningModule("0", LINEAR),)
     assert spec.parameters[2].owners == (OwningModule("2", "torch.nn.modules.normalization.LayerNorm"),)
     assert all(parameter.dtype is DType.FP32 and parameter.trained for parameter in spec.parameters)
+    assert not any(parameter.trained for parameter in from_module(model.requires_grad_(False)).parameters)
     assert (spec.source, spec.checkpoint, spec.numel) == ("Sequential", (), 30)
     assert from_module(model, "mine").source == "mine"
     with torch.device("meta"):
         meta = Tied()
     assert from_module(meta) == from_module(Tied())
-
-
-def test_a_parameter_may_be_the_roots_empty_or_not_trained() -> None:
-    model = Tied()
-    model.register_parameter("scale", nn.Parameter(torch.zeros(())))
-    model.body.bias.requires_grad_(False)
-    scale, *others = from_module(model).parameters
-    assert (scale.name, scale.shape, scale.numel) == ("scale", (), 1)
-    assert scale.owners == (OwningModule("", f"{__name__}.Tied"),)
-    assert {each.name: each.trained for each in others} == {
-        "embed.weight": True,
-        "body.weight": True,
-        "body.bias": False,
-    }
-    empty = nn.ParameterList([nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0))])
-    assert [each.shape for each in from_module(empty).parameters] == [(0,), (0,)], "no memory is shared"
 
 
 def test_a_tied_parameter_is_one_with_all_its_names() -> None:
@@ -242,9 +170,6 @@ def test_a_tied_parameter_is_one_with_all_its_names() -> None:
     assert names(nn.ModuleList([block, nn.Linear(2, 2, bias=False), block])) == [
         *(("0.0.weight", "2.0.weight"), ("0.0.bias", "2.0.bias"), ("0.1.weight", "2.1.weight"), ("1.weight",))
     ]
-    inner = Tied()
-    nested = nn.ModuleDict({"first": inner, "deep": nn.ModuleDict({"again": inner.head})})
-    assert names(nested)[0] == ("first.embed.weight", "first.head.weight", "deep.again.weight")
 
 
 def test_a_declared_tie_counts_on_the_meta_device() -> None:
@@ -254,20 +179,6 @@ def test_a_declared_tie_counts_on_the_meta_device() -> None:
     assert len(names(DeclaredTie())) == 4, "with weights the objects are the truth"
 
 
-def test_buffers_with_dtype_and_persistence() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    model[0].register_buffer("table", torch.zeros(2, 2, dtype=torch.bfloat16), persistent=False)
-    model.register_buffer("nothing", None)
-    model.register_buffer("mask", torch.zeros(4, dtype=torch.bool), persistent=False)
-    assert from_module(model).buffers == (
-        BufferSpec("mask", (4,), DType.BOOL, persistent=False),
-        BufferSpec("0.running_mean", (3,), DType.FP32),
-        BufferSpec("0.running_var", (3,), DType.FP32),
-        BufferSpec("0.num_batches_tracked", (), DType.INT64),
-        BufferSpec("0.table", (2, 2), DType.BF16, persistent=False),
-    )
-
-
 def unknown() -> nn.Module:
     model = nn.ModuleList([nn.Linear(2, 2, bias=False, dtype=torch.bfloat16) for _ in range(3)])
     for index, dtype in ((0, torch.uint16), (1, torch.uint16), (2, torch.complex128)):
@@ -275,9 +186,9 @@ def unknown() -> nn.Module:
     return model
 
 
-def quantised(kind: str) -> nn.Module:
-    model = nn.Linear(4, 4)
-    model.weight = type(kind, (nn.Parameter,), {})(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+def quantised() -> nn.Module:
+    model, codes = nn.Linear(4, 4), torch.zeros(8, 1, dtype=torch.uint8)
+    model.weight = type("Params4bit", (nn.Parameter,), {})(codes, requires_grad=False)
     return model
 
 
@@ -294,12 +205,8 @@ def split() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dtypes": (unknown, "2 problems.*torch.uint16 in `0.weight`, `1.weight`.*torch.complex128 in `2.weight`"),
-    "nf4": (lambda: quantised("Params4bit"), "`weight`: must be a plain tensor.*`precision.frozen: nf4`"),
-    "int8": (lambda: quantised("Int8Params"), "Int8Params of bitsandbytes.*`precision.frozen: int8`"),
-    "lazy": (
-        lambda: nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()),
-        "0.weight`.*1.running_mean",
-    ),
+    "nf4": (quantised, "`weight`: must be a plain tensor.*`precision.frozen: nf4`"),
+    "lazy": (lambda: nn.LazyLinear(3), "`weight`"),
     "one memory": (split, "`head.weight`: must be the same Parameter as `embed.weight`"),
     "a tie": (wide, r"`head.weight`: must be like `embed.weight`.*\(6, 4\).*\(6, 5\)"),
 }
@@ -310,9 +217,3 @@ def test_what_cannot_be_described_is_refused_by_name(case: str) -> None:
     model, said = REFUSED[case]
     with pytest.raises(ModelError, match=re.compile(said, re.DOTALL)):
         from_module(model())
-
-
-def test_a_lazy_module_is_described_once_it_has_shapes() -> None:
-    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
-    model(torch.zeros(2, 5))
-    assert from_module(model).parameters[0].shape == (3, 5)

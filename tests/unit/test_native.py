@@ -70,24 +70,17 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, compiler: str) -> None
     contents = {
         "half": whole[:middle],
         "a bit": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
-        "longer": whole + bytes(64),
-        "empty": b"",
         "no checksum": whole,
-        "nothing": None,
     }
     for damage, content in contents.items():
-        path.unlink()
-        if content is not None:
-            path.write_bytes(content)
+        path.unlink()  # it is loaded, and stays so
+        path.write_bytes(content)
         if damage == "no checksum":
             checksum.unlink()
         assert native.obtain(tmp_path, None) is None, damage
         assert native.obtain(tmp_path, compiler) is not None, damage
         assert native.obtain(tmp_path, None) is not None, damage
         assert (path.read_bytes(), checksum.read_bytes()) == (whole, sums)
-    path.unlink()
-    path.mkdir()
-    assert native.obtain(tmp_path, compiler) is None, "a folder is in its place"
 
 
 def test_without_a_compiler_that_works_or_a_folder_there_is_one_notice_and_no_library(
@@ -142,7 +135,6 @@ ONCE, TWICE = (True, True, True), (False, False, False)
         (EVERY, False, "", "plain"),
         (EVERY, True, "high", "low"),
         (EVERY - {"b"}, True, "", None),
-        (frozenset(), False, "", None),
     ],
 )
 def test_a_carried_library_is_the_best_that_suits(
@@ -153,7 +145,6 @@ def test_a_carried_library_is_the_best_that_suits(
     tmp_path: Path,
     built: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     needs = {"high": (EVERY, ONCE), "low": (frozenset("ab"), ONCE), "plain": (frozenset("a"), TWICE)}
     variants = [build.Variant(name, (), *of) for name, of in needs.items()]
@@ -165,26 +156,3 @@ def test_a_carried_library_is_the_best_that_suits(
     monkeypatch.setattr(native, "contraction", lambda: Contraction(*[contracts] * 3))
     found = native.carried(tmp_path, variants)
     assert (found and found.origin) == (loaded and f"carried by the wheel for {loaded}")
-    said = [f"{damaged}.so is damaged" in record.getMessage() for record in caplog.records]
-    assert said == [True] * bool(damaged)
-    assert native.carried(tmp_path / "not there") is None, "a checkout carries none"
-
-
-def test_the_cache_follows_the_convention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native.cache_folder() == tmp_path / "zerodrift"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert native.cache_folder() == tmp_path / "home" / ".cache" / "zerodrift"
-    file = tmp_path / "file"
-    file.write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    assert native.cache_folder() is None
-
-
-def test_a_compiler_named_by_the_user_is_the_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = script(tmp_path / "mine", "")
-    monkeypatch.setenv("CXX", mine)
-    assert build.find_compiler() == mine
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert build.find_compiler() is None

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +14,9 @@ from torch.optim import optimizer as optimizers
 
 import zerodrift
 from zerodrift.errors import ModelError, ZerodriftError
-from zerodrift.inspect.trace import operations
 from zerodrift.inspect.trace.model import LiveModel
-from zerodrift.inspect.trace.parameter import LiveParameter, Owners, Samples
-from zerodrift.inspect.trace.passes import ForwardWatch
-from zerodrift.inspect.trace.records import COLUMNS, ParameterRecord, narrow_name
-from zerodrift.startup import when_imported
+from zerodrift.inspect.trace.parameter import LiveParameter, Samples
+from zerodrift.inspect.trace.records import COLUMNS, ParameterRecord
 
 
 class Net(nn.Module):
@@ -153,8 +146,8 @@ def test_an_interrupt_or_error_of_the_loop_is_its_own_and_leaves_nothing(error: 
     assert doors() == before
 
 
-PLACES = [(LiveParameter, "arrives"), (Samples, "given"), (LiveModel, "held"), (Owners, "of")]
-"""Methods in which a defect is planted: in a backward, in a step, in a forward."""
+PLACES = [(LiveParameter, "arrives"), (LiveModel, "held")]
+"""Methods in which a defect is planted: in a backward, and in a step."""
 
 
 @pytest.mark.parametrize(("holder", "name"), PLACES)
@@ -211,103 +204,16 @@ class Branches(nn.Module):
         return (y * self.bare[way]).float().sum()
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_module_that_is_called_later_and_a_parameter_that_is_used_later_are_seen(times: int) -> None:
+def test_a_module_that_is_called_later_and_a_parameter_that_is_used_later_are_seen() -> None:
     model = Branches()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with zerodrift.observe(model, optimizer) as seen:
-        for _ in range(2 * times):
+        for _ in range(4):
             model(torch.randn(2, 8)).backward()
             optimizer.step()
     (found,) = seen.models
     cells = {parameter.name: parameter.dtypes("compute") for parameter in found.parameters}
-    assert cells["ways.1.weight"] == ("bfloat16",)
-    later = head_of(seen, "bare.1")  # used by the model's own code, which was watched before
-    assert cells["bare.1"] == (("bfloat16",) if times == 2 else ())
-    assert ("not watched" in later.unseen.get("compute", "")) == (times == 1)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_operations_are_watched_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """See [Note: once is enough]."""
-    dtype, autocast, _ = CASES[case]
-    model, seen, computed = net(dtype), [], ForwardWatch._computed
-    monkeypatch.setattr(ForwardWatch, "_computed", lambda *args: (seen.append(1), computed(*args)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with zerodrift.observe(model, optimizer):
-        train(model, optimizer, steps=1, autocast=autocast)
-        once = len(seen)
-        train(model, optimizer, steps=2, autocast=autocast)
-        assert once and len(seen) == once
-        train(model, optimizer, steps=1, autocast=not autocast)
-        assert len(seen) > once
-
-
-@pytest.mark.parametrize("anew", [True, False], ids=["made anew", "two of one model"])
-def test_steps_are_those_of_parameters_not_of_optimizers(anew: bool) -> None:
-    model = net()
-    parts = [model.embed.parameters(), [*model.norm.parameters(), *model.head.parameters()]]
-    optimizers = [torch.optim.SGD(parts[0], 0.1), torch.optim.AdamW(parts[1])]
-    with zerodrift.observe(model) as seen:
-        for _ in range(3):
-            if anew:
-                train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), steps=1)
-                continue
-            model(torch.randint(16, (4, 3))).sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    (found,) = seen.models
-    assert (seen.process.steps, seen.process.micro_batches) == (3, 2 if anew else 1)
-    assert all(parameter.dtypes("master") == ("same",) for parameter in found.parameters)
-    assert found.parameters[-1].dtypes("state") == ("float32",)
-    assert anew or found.parameters[0].unseen["state"] == "SGD keeps none"
-
-
-def test_what_trains_in_a_thread_is_seen_and_that_of_a_second_is_not() -> None:
-    models, trained, ended = [net(), net()], threading.Event(), threading.Event()
-
-    def go(model: Net) -> None:
-        train(model, torch.optim.SGD(model.parameters(), 0.1), steps=1)
-        trained.set()
-        ended.wait(10)  # a thread that is gone may give its number to the next
-
-    with zerodrift.observe() as seen:
-        threads = [threading.Thread(target=go, args=(model,)) for model in models]
-        threads[0].start()
-        trained.wait(10)
-        trained.clear()
-        threads[1].start()
-        trained.wait(10)
-        ended.set()
-        for thread in threads:
-            thread.join()
-    (found,) = seen.models
-    assert found.parameters[0].dtypes("master") == ("same",) and seen.process.steps == 1
-    assert any("several threads" in note for note in seen.process.notes)
-
-
-def test_a_library_or_torch_that_was_not_tried_goes_on_and_is_said(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = tmp_path / "deepspeed" / "runtime" / "zero"
-    home.mkdir(parents=True)
-    (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = '0.99'\n")
-    (home / "stage3.py").write_text("VALUE = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
-    model = net()
-    with monkeypatch.context() as patch:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
-            patch.delitem(sys.modules, name)
-        with zerodrift.observe(model) as seen:
-            importlib.import_module("deepspeed.runtime.zero.stage3")
-            train(model, torch.optim.SGD(model.parameters(), 0.1), steps=1)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
-            del sys.modules[name]
-    notes = " ".join(seen.process.notes)
-    for said in ("deepspeed 0.99 is not among", "DeepSpeedZeroOptimizer_Stage3", "2.99.0", "2.15"):
-        assert said in notes
-    assert seen.process.ended == "steps" and seen.process.steps == 1
+    assert cells["ways.1.weight"] == cells["bare.1"] == ("bfloat16",)
 
 
 def test_samples_are_elements_of_what_passes_by() -> None:
@@ -328,39 +234,6 @@ def test_samples_are_elements_of_what_passes_by() -> None:
     assert used == [50.0 + place - 13 if 13 <= place < 33 else None for place in one.places]
 
 
-def test_models_that_train_together_have_a_table_each_unless_one_is_asked_for() -> None:
-    torch.manual_seed(0)
-    maker, judge = nn.Sequential(nn.Linear(4, 8)), nn.Sequential(nn.Linear(8, 1).to(torch.bfloat16))
-    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (maker, judge)]
-    for only in (None, judge):
-        with zerodrift.observe(only) as seen:
-            for optimizer in optimizers:
-                judge(maker(torch.randn(2, 4)).bfloat16()).sum().backward()
-                optimizer.step()
-                for each in optimizers:
-                    each.zero_grad()
-        dtypes = [model.parameters[0].dtypes("storage")[0] for model in seen.models]
-        assert dtypes == (["float32", "bfloat16"] if only is None else ["bfloat16"])
-        assert all(model.trained for model in seen.models)
-
-
-def test_one_tensor_under_two_names_is_one_line() -> None:
-    model = net()
-    model.head.weight = model.embed.weight
-    tied = head_of(watched(model))
-    assert tied.name == "embed.weight" and tied.also == ("head.weight",)
-
-
-def test_a_file_shows_what_was_exported(tmp_path: Any) -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with zerodrift.observe(model) as seen:
-        train(model, optimizer, steps=1)
-        torch.save({"model": {k: v.bfloat16() for k, v in model.state_dict().items()}}, tmp_path / "m.pt")
-    assert head_of(seen).dtypes("export") == ("bfloat16",)
-    assert "narrow-export" in {finding.kind for finding in seen.findings()}
-
-
 @pytest.mark.long
 def test_what_is_compiled_runs_as_it_does_alone() -> None:
     mine, other = net(), net()
@@ -372,12 +245,11 @@ def test_what_is_compiled_runs_as_it_does_alone() -> None:
     assert seen.process.ended == "steps" and seen.process.steps == 2
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, functools.partial])
-def test_compiled_code_is_not_watched_and_said(wrap: Callable[..., Any]) -> None:
+def test_compiled_code_is_not_watched_and_said() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with zerodrift.observe(model) as seen:
-        compiled = torch.compile(wrap(model.forward), backend="eager", disable=True)
+        compiled = torch.compile(model.forward, backend="eager", disable=True)
         compiled(torch.randint(16, (4, 3)))
         train(model, optimizer, steps=1)
     head = head_of(seen)
@@ -392,64 +264,3 @@ def test_what_never_ran_and_what_is_no_optimizer_are_refused_and_reading_comes_a
         pass
     with pytest.raises(ZerodriftError, match="after the `with`"), zerodrift.observe(net()) as seen:
         seen.table()
-
-
-def test_a_module_that_is_only_asked_for_is_still_waited_for(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "asked_for_first.py").write_text("VALUE = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    seen: list[Any] = []
-    for _ in range(2):
-        when_imported("asked_for_first", seen.append)
-    before = len(sys.meta_path)
-    assert importlib.util.find_spec("asked_for_first") is not None and seen == []
-    module = importlib.import_module("asked_for_first")
-    assert seen == [module, module] and len(sys.meta_path) == before - 2 and module.VALUE == 1
-
-
-@pytest.mark.parametrize(
-    ("file", "is_script"),
-    [
-        ("/home/me/train.py", True),
-        ("/home/me/.local/lib/python3.11/site-packages/torch/nn/modules/linear.py", False),
-        ("/usr/local/lib/python3.10/dist-packages/torch/optim/adamw.py", False),
-        (torch.nn.__file__, False),
-        ("<string>", None),
-    ],
-)
-def test_a_library_is_one_wherever_it_is_installed(file: str, is_script: bool | None) -> None:
-    assert operations._is_script(file) is is_script
-
-
-# --- other libraries' narrow weights -----------------------------------------------------------------------
-
-
-FOUR_BITS = {"quant_type": "nf4", "blocksize": 64}
-
-
-@pytest.mark.parametrize(
-    ("library", "name", "attributes", "told"),
-    [
-        ("bitsandbytes", "Params4bit", {**FOUR_BITS, "bnb_quantized": True}, "nf4-64"),
-        ("bitsandbytes", "Params4bit", {**FOUR_BITS, "bnb_quantized": False}, ""),
-        ("bitsandbytes", "Int8Params", {"dtype": torch.int8}, "int8-row"),
-        ("bitsandbytes", "Int8Params", {"dtype": torch.float16}, ""),
-        ("torchao", "Float8Tensor", {"block_size": [1, 64]}, "fp8-row"),
-        ("torchao", "Float8Tensor", {"block_size": []}, "fp8-tensor"),
-        ("torchao", "Float8Tensor", {"block_size": [32, 32]}, "fp8-32x32"),
-        ("torchao", "Int8Tensor", {"block_size": [1, 64], "qdata": torch.zeros(1).char()}, "int8-row"),
-        ("torchao", "NF4Tensor", {"block_size": 64}, "nf4-64"),
-        ("torchao", "MXTensor", {"block_size": 32, "elem_dtype": torch.float8_e4m3fn}, "mxfp8"),
-        ("torchao", "Int4Tensor", {"block_size": [1, 128]}, "int4-128"),
-        ("torchao", "Another", {}, ""),
-        ("transformer_engine", "Float8Tensor", {}, "fp8-tensor"),
-        ("transformer_engine", "Float8BlockwiseQTensor", {"_is_2D_scaled": False}, "fp8-1x128"),
-        ("transformer_engine", "MXFP8TensorBase", {}, "mxfp8"),
-        ("mine", "Float8Tensor", {}, ""),
-    ],
-)
-def test_a_narrow_weight_is_named_by_its_class(library: str, name: str, attributes: Any, told: str) -> None:
-    """The names of the class and of its library are all that decides."""
-    known = {"qdata": torch.zeros(1).to(torch.float8_e4m3fn), "shape": (64, 64), **attributes}
-    assert narrow_name(type(name, (), {"__module__": f"{library}.tensor", **known})()) == told

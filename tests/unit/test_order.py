@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,15 +12,13 @@ import torch
 from tests.unit.models import at, moe
 from tests.unit.test_squares import one_by_one
 from zerodrift.api import make_plan
-from zerodrift.comm.fold import additions, carries, halving_exchanges, leftovers
+from zerodrift.comm.fold import halving_exchanges
 from zerodrift.engine.habits.determinism import seed_of
 from zerodrift.errors import ConfigError
 from zerodrift.mesh import MeshShape
-from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.table import Plan
 from zerodrift.policy import order
 from zerodrift.policy.order import WHENS, When, micro_batches_of_rank
-from zerodrift.policy.resolver import mesh_for, resolve
 from zerodrift.report.summary import facts
 
 
@@ -44,25 +41,6 @@ def tree_text(numbers: Iterable[int]) -> Any:
     return level_by_level([_Name(number) for number in numbers])
 
 
-def test_additions_are_the_tree_and_what_waits_is_counted() -> None:
-    for count in range(1, 70):
-        names = {number: str(number) for number in range(count)}
-        for left, right in additions(count):
-            names[left] = f"({names[left]} {names.pop(right)})"
-        assert names == {0: tree_text(range(count))}
-        waiting: set[int] = set()
-        most = 0
-        for number in range(count):
-            waiting.add(number)
-            for _, right in carries(number):
-                waiting.remove(right)
-            most = max(most, len(waiting))
-        assert most == order.accumulators(count)
-        for _, right in leftovers(count):
-            waiting.remove(right)
-        assert waiting == {0}
-
-
 def by_halves(of_ranks: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the final values of all ranks, which run in this process."""
     ranks = len(of_ranks)
@@ -77,8 +55,7 @@ def by_halves(of_ranks: list[torch.Tensor]) -> list[torch.Tensor]:
     return [exchange.incoming + exchange.kept for exchange in turn]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
-@pytest.mark.parametrize("count", [1, 7, 256])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (4, 7), (8, 256), (64, 7)])
 def test_halving_adds_by_the_tree(ranks: int, count: int) -> None:
     seeded, numel = torch.Generator().manual_seed(ranks + count), ranks * count
     scales = torch.randint(-6, 7, (ranks, numel), generator=seeded)
@@ -87,14 +64,14 @@ def test_halving_adds_by_the_tree(ranks: int, count: int) -> None:
     found = torch.cat(by_halves(full))
     assert torch.equal(found, level_by_level(full))
     assert torch.equal(torch.stack(full), before), "only read"
-    if numel > 100 and ranks > 2:
+    if numel > 100:
         assert not torch.equal(found, one_by_one(torch.stack(full), torch.float32, "rank"))
 
 
 @pytest.mark.parametrize("when", WHENS)
 def test_the_dealing_makes_the_tree_or_says_no(when: When) -> None:
     """Sums are added in the turns of the engine; `is_tree` is true exactly if these make the tree."""
-    for micro_batches, shard, replicate in itertools.product(range(1, 9), range(1, 6), range(1, 5)):
+    for micro_batches, shard, replicate in itertools.product(range(1, 7), range(1, 5), range(1, 5)):
         mesh = MeshShape(shard, replicate)
         dealt = [micro_batches_of_rank(when, micro_batches, mesh, rank) for rank in range(mesh.data)]
         total = micro_batches * mesh.data
@@ -130,11 +107,8 @@ def refusal(ranks: int, accumulation: int, precision: dict[str, Any], **rest: An
 
 def test_numbers_of_ranks_that_make_no_tree_are_refused_with_those_that_do() -> None:
     told = refusal(2, 3, TREE)
-    for said in (
-        *("precision.reduce.order", "3 micro-batches on each of 2 ranks"),
-        "Use 1, 3 or 6 ranks for these 6 micro-batches; or set `reduce.when: every` for all",
-    ):
-        assert said in told
+    assert "precision.reduce.order" in told and "3 micro-batches on each of 2 ranks" in told
+    assert "Use 1, 3 or 6 ranks for these 6 micro-batches; or set `reduce.when: every` for all" in told
     for ranks in (1, 3, 6):
         plan(ranks, 6 // ranks, TREE)
     told = refusal(3, 2, TREE, stage=3)
@@ -152,12 +126,10 @@ def test_numbers_of_ranks_that_make_no_tree_are_refused_with_those_that_do() -> 
     ("precision", "rest", "word"),
     [
         ({"reduce": {"order": "tree", "wire": "bf16"}}, {}, "another dtype than the sum"),
-        ({"accumulate": "bf16", "allow_narrow": True, **TREE}, {}, "another dtype than the sum"),
         (TREE, {"prescale_gradients": True}, "before the reduction"),
         (TREE, {"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         (TREE, {"backend": "fsdp2"}, "backend fsdp2"),
         (TREE, {"pipeline": {**ZBV, "weight_grads": "queue"}}, "from a queue"),
-        (TREE, {"pipeline": ZBV, "sharding": {"keep_gathered": "micro-batch"}}, "from a queue"),
         (TREE, {"experts": {"ranks": 2}}, "expert parallelism"),
         ({"rules": [{"match": "*norm*", **TREE}]}, {}, "precision.rules[0].reduce.order"),
         ({"reduce": {"order": "native", "wire": "bf16"}}, {}, "a carrier adds in the dtype that travels"),
@@ -176,36 +148,24 @@ def test_weights_tied_across_a_pipeline_are_refused_by_name() -> None:
     told = r"(?s)reduce\.order.*model\.embed_tokens\.weight tied to lm_head\.weight"
     with pytest.raises(ConfigError, match=told):
         make_plan(config, moe(tie=True), 2)
-    embedding, *others = moe(tie=True).parameters
-    frozen = ModelSpec("frozen", (replace(embedding, trained=False), *others))
-    for model in (moe(), frozen):
-        make_plan(config, model, 2)
+    make_plan(config, moe(), 2)
     make_plan({**config, "pipeline": ZBV}, moe(layers=4, tie=True), 2)
-    make_plan({**config, "pipeline": {"stages": 1}}, moe(tie=True), 2)
 
 
 @pytest.mark.parametrize(
     ("ranks", "count", "config", "why"),
     [
-        (1, 1, {}, ""),
         (4, 1, {"mode": "fp16"}, ""),
         (4, 2, {"stage": 3}, ""),
         (8, 1, {"stage": 2, "sharding": {"replicate": 2}}, ""),
-        (2, 1, {"mode": "autocast-bf16", "reduce": "fp32"}, ""),
-        (64, 4, {"stage": 3}, ""),
         (128, 8, {"stage": 2, "pipeline": {"stages": 2}}, ""),
         (64, 4, {"stage": 1}, "2 sums of whole gradients"),
         (64, 4, {"stage": 3, "sharding": {"replicate": 2}}, "2 sums of slices of gradients"),
         (2, 3, {}, "3 micro-batches on each of 2 ranks make no whole nodes of the tree; 1, 3 or 6 ranks do"),
-        (2, 8, {}, "3 sums of whole gradients, the order of ranks keeps 1"),
-        (2, 4, {"stage": 3}, "2 sums of slices of gradients"),
         (4, 2, {"pipeline": {"stages": 2}}, "2 sums of whole gradients"),
         (2, 1, {"mode": "autocast-bf16"}, "autocast"),
         (2, 1, {"reduce": "bf16"}, "another dtype than the sum"),
-        (4, 1, {"prescale_gradients": True}, "before the reduction"),
-        (4, 1, {"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         (4, 1, {"backend": "fsdp2"}, "backend fsdp2"),
-        (4, 4, {"pipeline": ZBV}, "from a queue"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -227,20 +187,6 @@ def test_the_default_is_the_tree_where_sums_make_one(
             if row.columns.update is not None:
                 assert row.columns.update.reduce.order == order
                 assert f"order {order}: {decision.why}" in row.columns.reasons()["reduce"]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "rest", "told"),
-    [
-        (4, {}, "rank 0 takes 0 to 3, rank 1 takes 4 to 7, ..., rank 3 takes 12 to 15; 2 accumulators"),
-        (2, {"stage": 3}, "rank 1 takes 1, 3, ..., 7;"),
-        (1, {}, "one tree over 4 micro-batches, the same bits on any number of ranks: rank 0 takes 0 to 3"),
-        (4, {"pipeline": {"stages": 2}}, "data rank 1 takes 4 to 7; 3 accumulators"),
-        (2, {"pipeline": ZBV}, "4 accumulators"),
-    ],
-)
-def test_the_plan_says_who_takes_what(ranks: int, rest: dict[str, Any], told: str) -> None:
-    assert told in dict(facts(plan(ranks, 4, TREE, **rest)))["order"]
 
 
 def test_seeds_never_change() -> None:
@@ -265,7 +211,3 @@ def test_each_order_has_its_columns() -> None:
         update = row.columns.update
         assert update is not None
         assert update.reduce.wire is update.reduce.sum is update.accumulate.dtype
-    experts = at(1) | {"experts": {"ranks": 2}}
-    assert any("expert parallelism" in each.why for each in resolve(experts, mesh_for(experts, 4)).decisions)
-    tied = make_plan(at(0) | {"pipeline": {"stages": 2, "micro_batches": 2}}, moe(tie=True), 2)
-    assert "weights tied across ranks" in dict(facts(tied))["order"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,12 +12,10 @@ from tests.unit.models import EMBEDDING, LINEAR, at, moe, parameter, tied
 from zerodrift import ConfigError, ModelSpec, Plan, cost, make_plan
 from zerodrift.dtypes import BLOCK
 from zerodrift.plan.layout import Packed, pack
-from zerodrift.policy.decisions import Placement
 from zerodrift.policy.parameters import not_hidden
 from zerodrift.report.explanation import explain
-from zerodrift.report.plan_html import plan_page
 from zerodrift.report.rows import group_rows
-from zerodrift.report.terminal import explanation_text, plan_text
+from zerodrift.report.terminal import plan_text
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
 
@@ -47,7 +44,7 @@ SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
 
 
 @given(SIZES, st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whole_parameters_are_never_cut_and_never_overlap(sizes: list[int], slices: int) -> None:
     parameters = [parameter(f"p{n}", (size,)) for n, size in enumerate(sizes)]
     packed = pack(parameters, slices, "whole")
@@ -63,30 +60,6 @@ def test_whole_parameters_are_never_cut_and_never_overlap(sizes: list[int], slic
     assert packed.padded / slices <= BLOCK * (sum(blocks) / slices + max(blocks))
 
 
-SHAPES = st.sampled_from([(16, 16), (8, 48), (3, 5), (10, 12), (1, 1), (96, 32)])
-
-
-@given(st.integers(0, 12), SHAPES, st.integers(1, 9))
-def test_a_stack_is_cut_between_matrices_and_blocks(count: int, shape: tuple[int, int], slices: int) -> None:
-    packed = pack([parameter("w", (count, *shape))], slices, "matrices")
-    each, matrix = packed.padded // slices, math.prod(shape)
-    assert packed.offsets == (0,) and packed.numel == count * matrix <= packed.padded
-    if slices > 1:
-        assert each % matrix == 0
-    assert each % BLOCK == 0
-
-
-def test_longest_first_is_what_lies_where() -> None:
-    """Six matrices are packed over two ranks by hand."""
-    sizes = [256, 1024, 512, 768, 256, 256]
-    packed = pack([parameter(f"p{n}", (size,)) for n, size in enumerate(sizes)], 2, "whole")
-    # 1024 | 768, then 512 to the second, 256s to the first, the first, the second.
-    assert packed.padded == 2 * 1536
-    assert packed.offsets == (1024, 0, 1536 + 768, 1536, 1280, 1536 + 1280)
-    parameters = [parameter("a", (300,)), parameter("b", (20, 20))]
-    assert len({pack(parameters, 1, placement) for placement in get_args(Placement)}) == 1, "one slice"
-
-
 # --- in a plan ----------------------------------------------------------------------------------------
 
 
@@ -97,12 +70,9 @@ def test_a_rule_places_whole_and_the_rest_is_sliced() -> None:
     whole = [segment for segment in made.segments if segment.whole]
     assert len(whole) == 3 and all(len(segment.rows) == 4 for segment in whole)
     assert [segment.padded for segment in whole] == [2 * 2 * 48 * 48] * 3
-    made = plan(world=3, rules=[{"match": "*", "placement": "whole"}])
-    for segment in made.segments:
-        offsets = [made.rows[index].offset for index in segment.rows]
-        assert offsets == sorted(offsets)
-    names = [row.name for row in made.rows if row.unit == 1]
-    assert names == [row.name for row in plan().rows if row.unit == 1], "rows stay in the model's order"
+    stack = ModelSpec("m", (parameter("layers.0.experts.up", (5, 16, 48), "models.Experts"),))
+    made = plan(stack, rules=[{"match": "*", "placement": "matrices"}])
+    assert made.segments[-1].padded // 2 % (16 * 48) == 0, "a rank's slice ends between matrices"
     made = plan(rules=[{"match": "*.q_proj.weight", "placement": "matrices"}])
     assert options(made, "model.layers.0.self_attn.q_proj.weight") == {"placement": "whole"}, "it is one"
 
@@ -143,16 +113,12 @@ def test_the_padding_is_in_the_cost_and_in_a_note() -> None:
         ("layers.0.q_proj.weight", (8, 8), LINEAR, ""),
         ("h.0.c_fc.weight", (8, 8), "transformers.pytorch_utils.Conv1D", ""),
         ("layers.0.experts.gate_up_proj", (4, 8, 8), "models.Experts", ""),
-        ("layers.0.experts.gate_up_proj_bias", (4, 8), "models.Experts", "a bias"),
         ("layers.0.q_norm.weight", (4, 8), "models.Norm", "a norm"),
         ("layers.0.mlp.gate.weight", (4, 8), "models.TopK", "a router"),
-        ("layers.0.mlp.router.classifier.weight", (4, 8), LINEAR, "an output head"),
         ("tokens.weight", (9, 8), EMBEDDING, "an embedding"),
-        ("model.embed_tokens.weight", (9, 8), "", "an embedding"),
         ("lm_head.weight", (9, 8), LINEAR, "an output head"),
         ("stem.conv.weight", (8, 3, 3, 3), "torch.nn.modules.conv.Conv2d", "a convolution"),
         ("layers.0.norm.weight", (8,), "models.Norm", "a vector, no matrix"),
-        ("scale", (), "M", "a single number"),
     ],
 )
 def test_the_rule(name: str, shape: tuple[int, ...], klass: str, expected: str) -> None:
@@ -173,10 +139,11 @@ def test_the_rule_is_printed_and_can_be_overruled() -> None:
     assert "embeddings" in decided["optimizer"].why and decided["optimizer"].value.startswith("Muon")
     row = made.row(out)
     assert row is not None and row.columns.reasons()["optimizer"] == "precision.rules[1]: '*.o_proj.weight'"
-    # Without Muon nothing is said of it.
-    made = plan(optimizer={"type": "AdamW", "params": {}})
-    assert all(row.columns.options() == {} for row in made.rows)
-    assert not any(decision.key == "optimizer" for decision in made.policy.decisions)
+    text = plan_text(made, cost(made), group_rows(made), color=False)
+    assert "whole, Muon" in text and "a rank's slice holds whole parameters" in text
+    assert len(explain(made, gate).slices) == 1, "one rank owns all of it"
+    whole = plan(world=1, rules=[{"match": "*", "placement": "whole"}])
+    assert plan(world=1).digest != whole.digest, "also where the offsets are the same"
 
 
 @pytest.mark.parametrize(
@@ -194,21 +161,3 @@ def test_what_cannot_be_is_refused(rule: dict[str, Any], rest: dict[str, Any], m
         plan(rules=[rule], **rest)
     # The bound on beta2 is about second moments, which Muon has not.
     assert plan(rules=[{"match": "*.q_proj.weight", "state": "bf16"}], **MUON)
-
-
-# --- what a report says -------------------------------------------------------------------------------
-
-
-def test_every_report_shows_placement_and_optimizer() -> None:
-    made = plan(world=5, **MUON)
-    bill, table = cost(made), group_rows(made)
-    text = plan_text(made, bill, table, color=False)
-    assert "whole, Muon" in text and "a rank's slice holds whole parameters" in text
-    assert "whole: a rank's slice never ends inside it" in plan_page(made, bill, table).replace("&#x27;", "'")
-    found = explain(made, "model.layers.0.self_attn.q_proj.weight")
-    assert {cell.column: cell.value for cell in found.options} == {"placement": "whole", "optimizer": "Muon"}
-    assert len(found.slices) == 1, "one rank owns all of it"
-    shown = explanation_text(found, made.digest, color=False)
-    assert "Muon works on whole matrices" in shown and "Muon's rule: a hidden matrix" in shown
-    whole = plan(world=1, rules=[{"match": "*", "placement": "whole"}])
-    assert plan(world=1).digest != whole.digest, "also where the offsets are the same"

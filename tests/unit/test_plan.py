@@ -43,20 +43,12 @@ def test_small_segments_of_blocks_are_gathered_with_the_root_on_many_ranks() -> 
         return plan(at(3, precision={"mode": "bf16", "rules": rules}, **rest), model, world)
 
     few, many = made(128), made(1024)
-    for each, home in ((few, "layers."), (many, "")):
-        assert all(each.units[row.unit].name.startswith(home) for row in each.rows if row.name in norms)
+    assert all(few.units[row.unit].name.startswith("layers.") for row in few.rows if row.name in norms)
     assert [row.name for row in many.rows if row.name in norms and many.units[row.unit].name == ""] == norms
     assert len(few.segments) - len(many.segments) == 3
-    assert any("4 small parameters of blocks are gathered with" in note for note in many.notes)
-    assert not any("small parameters" in note for note in few.notes)
     named = made(1024, sharding={"units": ["layers.*"]})
     assert len(named.segments) == len(few.segments), "what a config names is gathered together"
-    assert cost(many).peak.gathered < cost(named).peak.gathered
-    assert cost(many).rest.total < cost(named).rest.total
-
-
-def test_small_segments_stay_where_they_would_fill_memory() -> None:
-    """A thousand blocks that are all small would gather the whole model at once."""
+    # A thousand blocks that are all small would gather the whole model at once.
     blocks = [parameter(f"layers.{layer}.mlp.weight", (256, 256)) for layer in range(200)]
     assert len(plan(at(3), spec(*blocks), 1024).units) == 201
     assert len(plan(at(3), spec(*blocks[:12]), 1024).units) == 1
@@ -69,7 +61,6 @@ def test_small_segments_stay_where_they_would_fill_memory() -> None:
         (["h.0.attn.w", "h.1.attn.w", "wte.w"], ["", "h.0", "h.1"]),
         (["encoder.b.0.layer.0.q.w", "decoder.b.0.layer.1.q.w"], ["", "encoder.b.0", "decoder.b.0"]),
         (["stem.0.weight", "body.0.conv.weight"], ["", "body.0"]),
-        (["w"], [""]),
     ],
 )
 def test_blocks_are_found_and_the_root_takes_the_rest(names: list[str], expected: list[str]) -> None:
@@ -173,17 +164,6 @@ def shifted() -> Plan:
     return changed(MUON, "rows", row, offset=(each - 1) // BLOCK * BLOCK)
 
 
-def without_reason() -> Plan:
-    why = MUON.rows[MATRIX].columns.why
-    return with_columns(MUON, MATRIX, why=tuple(pair for pair in why if pair[0] != "placement"))
-
-
-def nested(made: Plan) -> Plan:
-    """Put a boundary around another one."""
-    outer = replace(made.boundaries[0], path=made.boundaries[0].path.rpartition(".")[0])
-    return replace(made, boundaries=(outer, *made.boundaries))
-
-
 PLANTED: dict[str, Any] = {
     "names_are_unique": lambda p: changed(p, "rows", 1, names=p.rows[0].names),
     "rows_are_in_one_place": lambda p: changed(p, "rows", 0, unit=1),
@@ -199,18 +179,11 @@ PLANTED: dict[str, Any] = {
 }
 PARTS: dict[str, Any] = {
     "no_slice_cuts_what_is_whole:": lambda p: longer(MUON, MUON.rows[-1].segment, 2 * BLOCK),
-    "every_cell_says_why: no reason for placement": lambda p: without_reason(),
     "is no whole matrix for Muon": lambda p: changed(MUON, "rows", MATRIX, shape=(MUON.rows[MATRIX].numel,)),
     "no whole matrix for Muon": lambda p: with_update(MUON, MATRIX, placement="sliced"),
-    "the boundary model.gone holds no parameter": lambda p: changed(p, "boundaries", 0, path="model.gone"),
-    "no reason for the boundary": lambda p: changed(
-        p, "boundaries", 0, why=(("dtype", "a rule"), ("output", ""))
-    ),
     "a path has two boundaries": lambda p: replace(p, boundaries=p.boundaries * 2),
-    "mlp.gate lies inside model.layers.0.mlp": nested,
     "starts at 3, not on a multiple": lambda p: changed(p, "rows", 0, offset=3),
     "differs from segment 0 in a column": lambda p: with_columns(p, 0, compute=DType.FP32),
-    "elements, not a multiple of": lambda p: longer(p, 0, 256),
 }
 """Part of a violation's text -> a second way to break the check."""
 
@@ -247,12 +220,9 @@ def test_the_order_of_a_stage_3_step() -> None:
         "reduce reduce_scatter fp32 0",
         "norm all_reduce int64 -1",
     ]
-
-
-def test_replicas_are_summed_once_per_step() -> None:
     made = plan(at(3, sharding={"replicate": 2}), moe(layers=2), world=4)
     calls = [c for c in collectives(made, 0, 4) if c.axis == "replicate"]
-    assert [c.segment for c in calls] == [2, 1, 0]
+    assert [c.segment for c in calls] == [2, 1, 0], "replicas are summed once per step"
     assert all(c.numel == made.segments[c.segment].padded // 2 for c in calls)
 
 
@@ -267,14 +237,12 @@ def large(stage: int, written: dict[str, Any] | None = None) -> Plan:
     ("stage", "written", "per_parameter"),
     [
         (0, {}, 2 + 2 + 8 + 2 / 64),
-        (1, {}, 2 + (2 + 8) / 8 + 2 / 64),
         (2, {}, 2 + (2 + 8) / 8 + 2 / 64),
         (3, {}, 12 / 8),
         (3, {"sharding": {"accumulator": "keep"}}, 16 / 8),
         (3, {"precision": {"mode": "bf16", "state": "bf16-stochastic"}}, (8 + 8 / 256) / 8),
         (3, {"precision": {"mode": "bf16", "state": "8bit"}}, (4 + 2 * (1 + 4 / 256) + 8 / 256) / 8),
         (3, {"precision": {"mode": "fp32"}}, 12 / 8),
-        (0, {"precision": {"mode": "fp16"}}, 2 + 4 + 8 + 2 / 64),
         (1, {"sharding": {"accumulator": "keep"}, "precision": {"mode": "fp16"}}, 2 + 4 + 12 / 8 + 2 / 64),
     ],
 )
@@ -299,11 +267,6 @@ def test_the_peak_holds_two_units_and_two_gradients() -> None:
     assert bill.peak.gradient == (1 + 2) * 4 * 2**20  # as autograd leaves one; what two are reduced from
     assert bill.peak.accumulate == 4 * 2**20
     assert bill.peak.wire == 2 * (3 + 1) * 2**20  # of two: three quarters received, one summed
-    with_root = spec(parameter("head.w", (4096, 1024)), *model.parameters)
-    bill = cost(plan(at(3) | in_turn, with_root, world=4))
-    # The last gradients are the root's. No block is gathered then, and one is under way.
-    assert bill.peak.gathered == 4 * 2 * 2**20
-    assert bill.peak.gradient == (4 + 4 + 1) * 4 * 2**20 and bill.peak.wire == (3 + 1) * 2**20
     waiting = cost(plan(at(1) | in_turn, model, world=4), 2)
     assert waiting.peak.accumulate == 4 * 4 * 2**20 + 4 * 2**20
     assert cost(plan(at(0) | in_turn, model, world=4), 2).peak.accumulate == 4 * 4 * 2**20
@@ -314,17 +277,10 @@ def test_the_peak_holds_two_units_and_two_gradients() -> None:
     assert cost(plan(at(1, "fp32"), model)).peak.gathered == 0
 
 
-def test_a_large_unit_is_pointed_at() -> None:
-    model = spec(*(parameter(f"layers.{i}.a.{j}.w", (4096, 4096)) for i in range(2) for j in range(9)))
-    notes = " ".join(plan(at(3), model, world=512).notes)
-    assert "sharding.units" in notes
-    assert "sharding.units" not in " ".join(plan(at(3), model, world=2).notes)
-
-
 # --- a plan is a value ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 3])
 def test_json_round_trip_and_digest(stage: int) -> None:
     made = plan(at(stage), moe(tie=True))
     back = Plan.from_json(json.loads(json.dumps(made.to_json())))
@@ -332,14 +288,7 @@ def test_json_round_trip_and_digest(stage: int) -> None:
     assert plan(at(stage), moe(tie=True)).digest == made.digest
     assert made.row("lm_head.weight") is made.row("model.embed_tokens.weight") is not None
     assert made.row("nothing") is None
-    asked = plan({**at(stage), "data_types": {"grad_accum_dtype": "fp32"}}, moe())
-    back = Plan.from_json(json.loads(json.dumps(asked.to_json())))
-    keys = [dict(row.columns.asked) for row in back.rows]
-    assert keys == [dict(row.columns.asked) for row in asked.rows] and "accumulate" in keys[0]
-    changes = (
-        at(stage, "fp32"),
-        at(stage, gradient_clipping=0.5),
-        at(stage, sharding={"units": ["model.layers"]}),
-    )
+    named = at(stage, sharding={"units": ["model.layers"]})
+    changes = (at(stage, "fp32"), at(stage, gradient_clipping=0.5), named)
     digests = {plan(written).digest for written in (at(stage), *changes)} | {plan(at(stage), world=4).digest}
     assert len(digests) == 5, "every decision changes it"

@@ -60,7 +60,6 @@ ADAPTERS = ModelSpec("adapters", (FROZEN, parameter("a.w", (8, 8))))
 NUMBERS = ModelSpec("q", (parameter("w", (8, 8), dtype=DType.INT8, trained=False), parameter("v", (8,))))
 STORED = ModelSpec("m", moe().parameters, (), ((QUERY, DType.FP32), (ROUTER, DType.BF16)))
 FP8 = ModelSpec("v3", (parameter("w", (8, 8)),), (), (("w", DType.FP8_E4M3),))
-BOTH = ModelSpec("t", (tied(("a.weight", "b.weight"), (8, 8), (LINEAR, LINEAR)),))
 MIXED = ModelSpec("t", (tied(("a.weight", "b.weight"), (8, 8), (LINEAR, NORM)),))
 NARROW = {"rules": [PINNED], "accumulate": "bf16"}
 WIRE_BF16, WIRE_FP16, WIRE_FP32 = ({"communication_data_type": dtype} for dtype in ("bf16", "fp16", "fp32"))
@@ -71,44 +70,31 @@ SAFE_LIST = {"enabled": True, "lower_precision_safe_modules": ["models.RMSNorm"]
 SAFE = {"torch_autocast": SAFE_LIST, "zero_optimization": {"stage": 3}}
 LOW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 LOW_MASTERS = {"bf16": LOW, "zero_optimization": {"stage": 2}}
-SUMS_BF16 = {"gradient_accumulation_dtype": "bf16"}
 NO_UPDATE = dict.fromkeys(("grad", "accumulate", "reduce", "master", "state"), "-")
 LATER = ({"match": "*", "state": "bf16-stochastic", "master": "fp32"}, {"match": "*.gate.*", "state": "fp32"})
 NARROWED = {"match": "*.gate.*", "class": "torch.nn.Linear", "pin": "fp32"}
 CELLS: dict[str, tuple[dict[str, Any], str, ModelSpec | None, dict[str, str]]] = {
     "reduced at the end": (at(3, reduce={"when": "last"}), QUERY, None, {"accumulate": "fp32"}),
-    "reduced each time": (at(1, reduce={"when": "every"}), QUERY, None, {"accumulate": "fp32/"}),
     "frozen": (at(3, "fp32"), "base.w", ADAPTERS, {"storage": "bf16/", "compute": "fp32", **NO_UPDATE}),
-    "beside what is frozen": (at(3, "fp32"), "a.w", ADAPTERS, {"master": "same/"}),
     "a frozen bf16 base": (at(2), "base.w", ADAPTERS, {"storage": "bf16"}),
     "fp32 adapters keep their bits": (at(2), "a.w", ADAPTERS, {"master": "split/"}),
     "integers": (at(3), "w", NUMBERS, {"storage": "int8"}),
     "export as stored": (at(3, rules=[PINNED]), QUERY, STORED, {"export": "fp32"}),
-    "export of a pin": (at(3, rules=[PINNED]), ROUTER, STORED, {"export": "fp32"}),
     "export as computed": (at(3, rules=[PINNED]), NORMW, STORED, {"export": "bf16"}),
     "fp8 sets no export": (at(0), "w", FP8, {"export": "bf16"}),
     "not pinned, narrow": (at(2, **NARROW) | WIRE_BF16, QUERY, None, {"accumulate": "bf16/"}),
     "substring": (SUBSTRINGS, ROUTER, None, {"compute": "fp32"}),
     "a rule wins over a substring": (SUBSTRINGS | LOW_NORMS, NORMW, None, {"storage": "bf16/"}),
-    "another substring": (SUBSTRINGS, NORMW, None, {"storage": "fp32/"}),
     "last rule": (ruled(*LATER), ROUTER, None, {"state": "fp32/", "master": "fp32/"}),
     "match and class": (ruled(NARROWED), ROUTER, None, {"storage": "fp32"}),
     "class and no match": (ruled(NARROWED), QUERY, None, {"storage": "bf16"}),
-    "tied, both safe": (at(3, "autocast-bf16"), "a.weight", BOTH, {"gather": "bf16"}),
     "tied, one safe": (at(3, "autocast-bf16"), "a.weight", MIXED, {"gather": "fp32"}),
     "on the safe list": (SAFE, NORMW, None, {"gather": "bf16"}),
     "no longer on it": (SAFE, QUERY, None, {"gather": "fp32"}),
-    "fp32 wire": (at(2) | WIRE_FP32, QUERY, None, {"reduce": "fp32"}),
     "fp32 wire, autocast": (at(2, "autocast-bf16") | WIRE_FP32, QUERY, None, {"reduce": "fp32"}),
     "bf16 wire": (at(2) | WIRE_BF16, QUERY, None, {"reduce": "bf16>fp32"}),
-    "fp16 wire": (at(1, "fp16") | WIRE_FP16, QUERY, None, {"reduce": "fp16>fp32"}),
     "low masters of DeepSpeed": (LOW_MASTERS, QUERY, None, {"master": "same/", "accumulate": "bf16/"}),
     "low states of DeepSpeed": (LOW_MASTERS, QUERY, None, {"state": "bf16-stochastic/"}),
-    "two keys that agree": (at(1, accumulate="bf16") | SUMS_BF16, QUERY, None, {"accumulate": "bf16"}),
-    **{
-        f"class {name}": (ruled({"class": name, "pin": "fp32"}), QUERY, None, {"storage": "fp32"})
-        for name in ("torch.nn.Linear", "torch.nn.modules.linear.Linear", "Linear")
-    },
 }
 
 
@@ -121,8 +107,7 @@ def test_cells(case: str) -> None:
 # --- rules ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("mode", "stage"), list(zip(MODES, (0, 1, 2, 3, 3), strict=True)))
 def test_a_pin_is_fp32_in_every_column_at_every_stage(mode: str, stage: int) -> None:
     for written in (at(stage, mode, rules=[PINNED]), at(stage, **NARROW) | WIRE_BF16):
         assert {text.rstrip("/") for text in cells(written, ROUTER).values()} <= {"fp32", "same"}
@@ -135,19 +120,12 @@ def test_a_cell_names_the_rule_that_set_it_and_what_matches_nothing_is_told_at_o
     rules = [{"match": match, "pin": "fp32"} for match in ("one", "*", "two")]
     with pytest.raises(ConfigError, match=r"(?s)2 problems.*'one'.*'two'"):
         plan(at(3, rules=rules))
+    near = [{"match": "*.mlp.gates.weight", "pin": "fp32"}]
+    with pytest.raises(ConfigError, match=r"must match a parameter.*mlp\.gate\.weight"):
+        plan(at(3, rules=near))
     spec = ModelSpec("index", (parameter("a.w", (4, 4), klass=""),))
     with pytest.raises(ConfigError, match="no module classes"):
         plan(at(0, rules=[{"class": "torch.nn.Linear", "pin": "fp32"}]), spec)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "hint"),
-    [("*.router.weight", "model."), ("*.mlp.gates.weight", "mlp.gate.weight"), ("nothing", "model")],
-)
-def test_a_rule_that_matches_nothing_names_what_is_near(pattern: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match="must match a parameter") as caught:
-        plan(at(3, rules=[{"match": pattern, "pin": "fp32"}]))
-    assert pattern in str(caught.value) and hint in str(caught.value)
 
 
 def test_tied_parameters_get_one_row_and_the_widest_demand() -> None:
@@ -161,8 +139,7 @@ def test_tied_parameters_get_one_row_and_the_widest_demand() -> None:
 # --- one key, one meaning ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("mode", "stage"), [("bf16", 0), ("fp16", 1), ("bf16", 2), ("fp32", 3)])
 def test_accumulation_dtype_means_the_same_everywhere(mode: str, stage: int) -> None:
     ways = ({"gradient_accumulation_dtype": "fp32"}, {"data_types": {"grad_accum_dtype": "float32"}})
     for written in (at(stage, mode, accumulate="fp32"), *(at(stage, mode) | way for way in ways)):
@@ -181,10 +158,8 @@ def test_buffers_are_kept_unless_told() -> None:
 
 ALL, REDUCE = {"match": "*"}, {"wire": "fp32", "sum": "bf16"}
 PARAM_FP32, SUMS_FP32 = ({"data_types": {key: "fp32"}} for key in ("param_dtype", "grad_accum_dtype"))
-LINEARS = {"class": "torch.Linears", "pin": "fp32"}
 REFUSED = [
     (at(1, "fp32", accumulate="bf16"), at(1, "fp32", accumulate="bf16", allow_narrow=True), "allow_narrow"),
-    (at(1, "fp16", accumulate="bf16"), at(1, "fp16", accumulate="fp16"), "allow_narrow"),
     (at(1, accumulate="fp16"), at(1, accumulate="bf16"), "65504"),
     (at(1, accumulate="fp16", allow_narrow=True), at(1), "65504"),
     (at(1, "fp16", master="split"), at(1, master="split"), "split"),
@@ -195,11 +170,8 @@ REFUSED = [
     (at(1, rules=[{**ALL, "compute": "fp16"}]), at(1, "fp16", rules=[{**ALL, "compute": "bf16"}]), "loss"),
     (at(1) | WIRE_FP16, at(1, "fp16") | WIRE_FP16, "65504"),
     (at(1) | PARAM_FP32, at(1) | {"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype"),
-    (ruled(LINEARS), ruled({**LINEARS, "class": "torch.nn.Linear"}), "rules[0]: 'torch.Linears'"),
     ({"optimizer": {"type": "Adamm"}}, {"optimizer": {"type": "adamw"}}, "AdamW"),
-    ({"scheduler": {"type": "WarmUpLR"}}, {"scheduler": {"type": "WarmupLR"}}, "WarmupLR"),
     (at(1, accumulate="bf16") | SUMS_FP32, at(1, accumulate="fp32") | SUMS_FP32, "`precision.accumulate`"),
-    (at(1, accumulate="bf16") | SUMS_FP32, at(1) | SUMS_FP32, "`data_types.grad_accum_dtype`"),
 ]
 
 
@@ -220,13 +192,10 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
     ("written", "expected"),
     [
         ({TRAIN: 32}, (8, 1, 32)),
-        ({MICRO: 2}, (2, 1, 8)),
         ({MICRO: 2, STEPS: 3}, (2, 3, 24)),
         ({TRAIN: 32, STEPS: 2}, (4, 2, 32)),
         ({TRAIN: 32, MICRO: 2}, (2, 4, 32)),
-        ({}, (0, 1, 0)),
         ({TRAIN: 30}, None),
-        ({TRAIN: 32, MICRO: 3}, None),
         ({TRAIN: 32, MICRO: 4, STEPS: 3}, None),
     ],
 )
@@ -247,18 +216,15 @@ def test_numeric_auto_takes_the_callers_number() -> None:
         assert made.optimizer is not None and shown in made.optimizer.params
 
 
-@pytest.mark.parametrize(
-    ("written", "auto", "said"),
-    [
-        ({"gradient_clipping": "auto"}, {}, "--auto gradient_clipping="),
-        ({"gradient_clipping": "auto"}, {"gradient_clipping": [1.0, 2.0]}, "must be one number"),
-        ({STEPS: "auto"}, {STEPS: 1.5}, "whole number"),
-        ({"gradient_clipping": 1.0}, {"gradient_clipping": 0.5}, "must be 'auto'"),
-    ],
-)
-def test_a_number_for_auto_that_does_not_do(written: dict[str, Any], auto: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        policy(written, **auto)
+def test_a_number_for_auto_that_does_not_do() -> None:
+    for auto, said in (
+        ({}, "--auto gradient_clipping="),
+        ({"gradient_clipping": [1.0, 2.0]}, "be one number"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            policy({"gradient_clipping": "auto"}, **auto)
+    with pytest.raises(ConfigError, match="must be 'auto'"):
+        policy({"gradient_clipping": 1.0}, gradient_clipping=0.5)
 
 
 def test_loss_scale_keys() -> None:
@@ -268,31 +234,23 @@ def test_loss_scale_keys() -> None:
     assert (scale.initial, scale.window, scale.hysteresis, scale.minimum) == (256.0, 50, 3, 4.0)
     static = policy({"fp16": {"enabled": True, "loss_scale": 128}}).loss_scale
     assert static is not None and not static.dynamic and static.initial == 128.0
-    auto = policy({"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale_window": 7}})
-    assert auto.loss_scale is not None and auto.loss_scale.window == 7
     assert policy({"bf16": {"enabled": True}}).loss_scale is None
 
 
 @pytest.mark.parametrize(
-    ("written", "world", "shape"),
+    ("written", "shape"),
     [
-        ({}, 8, (8, 1, 1)),
-        ({"sharding": {"replicate": 2}}, 8, (4, 2, 1)),
-        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, 8, (2, 4, 1)),
-        ({"pipeline": {"stages": 4}}, 8, (2, 1, 4)),
-        ({"backend": "fsdp2"}, 8, (1, 8, 1)),
-        ({"sharding": {"replicate": 3}}, 8, None),
-        ({"pipeline": {"stages": 3}}, 8, None),
-        ({}, 0, None),
+        ({}, (8, 1, 1)),
+        ({"sharding": {"replicate": 2}}, (4, 2, 1)),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, (2, 4, 1)),
+        ({"pipeline": {"stages": 4}}, (2, 1, 4)),
     ],
 )
-def test_meshes(written: dict[str, Any], world: int, shape: tuple[int, int, int] | None) -> None:
-    if shape is None:
-        with pytest.raises(MeshError, match="must"):
-            mesh_for(load(written), world)
-        return
-    mesh = mesh_for(load(written), world)
+def test_meshes(written: dict[str, Any], shape: tuple[int, int, int]) -> None:
+    mesh = mesh_for(load(written), 8)
     assert (mesh.shard, mesh.replicate, mesh.pipeline) == shape
+    with pytest.raises(MeshError, match="must"):
+        mesh_for(load({"sharding": {"replicate": 3}}), 8)
 
 
 SECONDARY = "`sharding.secondary`"
@@ -305,21 +263,16 @@ STAGE3 = {"zero_optimization": {"stage": 3}}
         ({**STAGE3, "sharding": {"secondary": 4}}, 4, "second copy of the blocks over 4 of 8 ranks"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, 2, "second copy"),
         ({**STAGE3, "sharding": {"secondary": 4}, "experts": {"ranks": 2}}, 4, ", of experts over 2"),
-        ({**STAGE3, "sharding": {"secondary": 2}, "experts": {"ranks": 2}}, 2, ", not of experts"),
-        ({**STAGE3, "sharding": {"secondary": 8}}, 1, "none"),
         ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}, 1, "none"),
-        ({**STAGE3, "sharding": {"secondary": 1}}, 1, None),
         ({**STAGE3, "sharding": {"secondary": 3}}, None, "must divide the 8 ranks of a shard group; got 3"),
         ({**STAGE3, "sharding": {"secondary": 2, "keep_gathered": "step"}}, None, "stay gathered"),
-        ({**STAGE3, "sharding": {"secondary": 2}, "pipeline": {"stages": 2}}, None, "a pipeline always"),
-        ({**STAGE3, "sharding": {"secondary": 2}, "backend": "fsdp2"}, None, "on backend fsdp2"),
         (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "sharding": {"secondary": 4}},
             *(None, "must agree with `zero_optimization.zero_hpz_partition_size`, which says 2; got 4"),
         ),
     ],
 )
-def test_a_second_copy(written: dict[str, Any], ranks: int | None, decided: str | None) -> None:
+def test_a_second_copy(written: dict[str, Any], ranks: int | None, decided: str) -> None:
     if ranks is None:
         with pytest.raises(ZerodriftError, match=decided) as caught:
             policy(written, mesh_for(load(written), 8))
@@ -328,7 +281,7 @@ def test_a_second_copy(written: dict[str, Any], ranks: int | None, decided: str 
     mesh = mesh_for(load(written), 8)
     decisions = [one for one in policy(written, mesh).decisions if one.key == "secondary"]
     assert mesh.secondary == ranks
-    assert (decided is None) == (decisions == []) and all(decided in one.value for one in decisions)
+    assert decisions and all(decided in one.value for one in decisions)
 
 
 # --- one module, one compute dtype ------------------------------------------------------------------
@@ -358,18 +311,11 @@ def test_a_weight_that_is_pinned_without_its_bias_is_refused() -> None:
 
 def layers() -> ModelSpec:
     """Return a model with one parameter of each kind for a narrow export."""
-    found = {
-        "embed.weight": ((96, 256), "Embedding"),
-        "up.weight": ((256, 256), "Linear"),
-        "cut.weight": ((192, 256), "Linear"),
-        "rest.weight": ((320, 256), "Linear"),
-        "turned.weight": ((256, 512), "Conv1D"),
-        "experts.down_proj": ((4, 256, 128), "Experts"),
-        "mlp.gate.weight": ((4, 256), "Linear"),
-        "norm.weight": ((256,), "LayerNorm"),
-        "lm_head.weight": ((96, 256), "Linear"),
-    }
-    return ModelSpec("layers", tuple(parameter(name, *of) for name, of in found.items()))
+    linear = {"up": 256, "cut": 192, "rest": 320, "mlp.gate": 4, "lm_head": 96}
+    found = [parameter(f"{name}.weight", (size, 256), "Linear") for name, size in linear.items()]
+    found += [parameter("embed.weight", (96, 256), "Embedding"), parameter("norm.weight", (256,), NORM)]
+    found.append(parameter("turned.weight", (256, 512), "Conv1D"))
+    return ModelSpec("layers", (*found, parameter("experts.down_proj", (4, 256, 128), "Experts")))
 
 
 def exports(export: str, *rules: dict[str, str]) -> dict[str, tuple[str, str]]:
@@ -389,18 +335,9 @@ def exports(export: str, *rules: dict[str, str]) -> dict[str, tuple[str, str]]:
 def test_a_narrow_export_is_for_linear_layers(export: str, narrow: set[str]) -> None:
     found = exports(export)
     assert {name for name, (dtype, _) in found.items() if dtype != "bf16"} == narrow
-    assert "precision.export: " in found["up.weight"][1] and found["up.weight"][1].endswith("from the master")
-    wide = {
-        "embed.weight": "an embedding",
-        "norm.weight": "a vector, no matrix",
-        "lm_head.weight": "an output head",
-        "mlp.gate.weight": "a router",
-        "turned.weight": "a matrix of Conv1D, no `nn.Linear`",
-    }
+    wide = {"embed.weight": "an embedding", "turned.weight": "a matrix of Conv1D, no `nn.Linear`"}
     for name, word in wide.items():
         assert found[name][1].endswith(f"is for linear layers, and this is {word}"), found[name]
-    if export == "fp8-128x128":
-        assert "a dimension of 192, which `transformers` reads in tiles of 96" in found["cut.weight"][1]
 
 
 def test_a_rule_narrows_what_a_library_reads_and_nothing_else() -> None:
@@ -410,18 +347,8 @@ def test_a_rule_narrows_what_a_library_reads_and_nothing_else() -> None:
     for name in ("embed", "turned", "norm"):
         with pytest.raises(ConfigError, match="`export` must not be fp8-row here: no library reads a"):
             exports("bf16", {"match": f"{name}.weight", "export": "fp8-row"})
-    refused: list[tuple[str, dict[str, str], str]] = [
-        (
-            "fp8-row",
-            {"match": "up.weight", "export": "int8-row"},
-            "one narrow format.*got int8-row and fp8-row",
-        ),
-        ("fp8", {}, "`precision.export`: must be fp32, bf16, fp16, fp8-128x128, fp8-row"),  # which of two
-        ("nf4", {"match": "*", "export": "bf16"}, "must suit a linear layer of the model; got nf4"),
-    ]
-    for export, rule, told in refused:
-        with pytest.raises(ConfigError, match=told):
-            exports(export, *([rule] if rule else []))
+    with pytest.raises(ConfigError, match=r"one narrow format.*got int8-row and fp8-row"):
+        exports("fp8-row", {"match": "up.weight", "export": "int8-row"})
 
 
 # --- modes ------------------------------------------------------------------------------------------------
@@ -474,8 +401,7 @@ LOW_STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_opti
     ("written", "expected"),
     [
         # `precision.mode: auto` counts as asking
-        *((config(**AUTO), "bf16"), (config(fp16="false", **AUTO), "bf16")),
-        *((config("false", **AUTO), "fp32"), (config("false", "false", **AUTO), "fp32")),
+        *((config(**AUTO), "bf16"), (config("false", **AUTO), "fp32")),
         *((config(fp16="true", **AUTO), "fp16"), (config("auto", "auto", **AUTO), "bf16")),
         *(({"precision": {"mode": name}}, name) for name in ("fp32", "bf16", "fp16", "autocast-fp16")),
         ({"precision": {"mode": "autocast-bf16"}, **config("false")}, "autocast-bf16"),
@@ -493,9 +419,7 @@ def test_a_mode_is_what_is_written_or_asked_for(written: dict[str, object], expe
     ("written", "on"),
     [
         ({"bf16": {"enabled": True}}, True),
-        ({"bf16": {}, "precision": {"mode": "bf16"}}, True),
         *(({"bf16": {}}, False), ({"bf16": {"enabled": False}}, False)),
-        ({"bf16": {}, "fp16": {"enabled": True}}, False),
     ],
     ids=str,
 )
@@ -506,7 +430,6 @@ def test_flags_of_a_block_that_is_off_are_listed_as_ignored(written: dict[str, A
     assert demanded == ({"same", "bf16", "bf16-stochastic"} if on else set())
     ignored = [] if on else [(f"bf16.{flag}", "`bf16.enabled` is not true") for flag in flags]
     assert [pair for pair in policy.ignored if pair[0].startswith("bf16.")] == ignored
-    assert not {f"bf16.{flag}" for flag in flags} & set(policy.used) or on
 
 
 LOW_MODE = {"mode": "autocast-bf16"}
@@ -518,11 +441,11 @@ AUTOCAST = {"enabled": True, "dtype": "bf16"}
     [
         ({"bf16": {"enabled": True}, "torch_autocast": AUTOCAST}, "bf16.enabled"),
         ({"bf16": LOW_STATES, "torch_autocast": {**AUTOCAST, "dtype": "float16"}}, "bf16.enabled"),
-        ({"fp16": {"enabled": True}, "torch_autocast": AUTOCAST}, "fp16.enabled"),
         ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype"),
-        ({"precision": {"mode": "bf16"}, "fp16": {"enabled": True}}, "fp16.enabled"),
         ({"precision": {"mode": "bf16"}, "bf16": {"enabled": False}}, "bf16.enabled"),
         ({"precision": {"mode": "fp32"}, "bf16": {"enabled": True}}, "bf16.enabled"),
+        ({"precision": {"mode": "bf16"}, "fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"fp16": {"enabled": True}, "torch_autocast": AUTOCAST}, "fp16.enabled"),
         ({"precision": {"mode": "fp32"}, "torch_autocast": {"enabled": True}}, "precision.mode"),
         (config(precision=LOW_MODE, torch_autocast={"enabled": False}), "torch_autocast.enabled"),
         (config(precision=LOW_MODE, torch_autocast={"dtype": "fp16"}), "torch_autocast.dtype"),

@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections import OrderedDict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from tests.unit.refusals import refusal, write
 from zerodrift.config.loader import load
 from zerodrift.config.parser import MAX_BYTES
-from zerodrift.config.plain_tree import MAX_DEPTH, MAX_VALUES
+from zerodrift.config.plain_tree import MAX_DEPTH
 from zerodrift.config.schema import Config
 from zerodrift.dtypes import DType
 
@@ -44,32 +42,25 @@ zero_optimization:   # a comment
 AS_JSON = json.dumps(BOTH)
 
 
-@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "with a byte order mark"])
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("a.json", AS_JSON),
         ("a.yaml", AS_YAML),
-        ("a.YML", AS_YAML),
         ("no_suffix", AS_JSON),
         ("b.txt", AS_YAML),
+        ("marked.json", "\ufeff" + AS_JSON),
+        ("marked.yaml", "\ufeff" + AS_YAML),
     ],
 )
-def test_json_yaml_and_dict_give_the_same_config(name: str, text: str, mark: str, tmp_path: Path) -> None:
-    path = write(tmp_path, name, mark + text)
+def test_json_yaml_and_dict_give_the_same_config(name: str, text: str, tmp_path: Path) -> None:
+    path = write(tmp_path, name, text)
     found = load(path)
     assert found == load(str(path)) == load(BOTH)
     assert found.zero_optimization.stage == 3 and found.precision.rules[0].pin is DType.FP32
-
-
-def test_any_mapping_will_do_and_is_copied_and_left_as_it_is() -> None:
-    source = OrderedDict(optimizer=MappingProxyType({"type": "SGD", "params": {"lr": [0.1]}}))
-    config = load(source)
-    source["optimizer"]["params"]["lr"].append(3)
-    assert config.optimizer is not None and config.optimizer.params == {"lr": [0.1]}
-    changed = copy.deepcopy(BOTH)
-    load(changed, ["zero_optimization.stage=1", "bf16.enabled=false"])
-    assert changed == BOTH
+    before = copy.deepcopy(BOTH)
+    load(MappingProxyType(BOTH), ["zero_optimization.stage=1", "bf16.enabled=false"])
+    assert before == BOTH, "left as it is"
 
 
 # --- files that cannot be read ----------------------------------------------------------------------
@@ -84,54 +75,25 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     assert "must exist" in refusal(tmp_path / "nowhere" / "a.json")
 
 
-def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path, "a.json", "{}")
-    monkeypatch.setattr("builtins.open", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
-    assert "a.json`: must be readable; got Permission denied" in refusal(path)
-
-
 BLOCK_AT_TOP = "must hold a block of keys at its top"
 JSON, YAML = "must be valid JSON; got ", "must be"
 NO_FILE_OF_A_CONFIG: list[tuple[str, str | bytes, str, str]] = [
     ("a.json", b'{"\xff": 1}', "must be UTF-8 text; got byte 0xff at offset 2", ""),
-    *(
-        (name, text, "must hold a config; got an empty file", "")
-        for name in ("a.json", "a.yaml", "a")
-        for text in ("", " \n\t\n")
-    ),
+    ("a.yaml", " \n\t\n", "must hold a config; got an empty file", ""),
     ("a.yaml", "# bf16\n", f"{BLOCK_AT_TOP}; got nothing", ""),
-    *(
-        (name, text, BLOCK_AT_TOP, "")
-        for name, text in (("a.json", "[1]"), ("a.yaml", "- 1"), ("a.json", "3"), ("a.yaml", "x"))
-    ),
+    ("a.json", "[1]", BLOCK_AT_TOP, ""),
     ("a.json", b" " * (MAX_BYTES + 1), "must be a config of at most 1,000,000 bytes", ""),
     ("a.json", '{\n  "bf16": {}\n  "fp16": {}\n}', JSON, "Expecting ',' delimiter at line 3, column 3"),
-    ("a.json", '{\n  // speed\n  "bf16": {}\n}', JSON, "at line 2, column 3. JSON has no comments"),
     ("a.json", '{"bf16": {"enabled": True}}', JSON, "column 22. JSON spells these true, false and null."),
-    ("a.json", "{'bf16': 1}", JSON, "at line 1, column 2. JSON strings take double quotes."),
     ("a.json", '{"bf16": {"enabled": true,}}', JSON, "JSON has no comma before a closing bracket"),
-    ("a.json", '{"a": 1', JSON, "at line 1, column 8"),
-    *(
-        ("a.json", f'{{"gradient_clipping": {value}}}', "", "`gradient_clipping`: must be a finite number")
-        for value in ("NaN", "Infinity", "-Infinity", "1e999")
-    ),
+    ("a.json", '{"gradient_clipping": NaN}', "", "`gradient_clipping`: must be a finite number"),
+    ("a.json", '{"gradient_clipping": 1e999}', "", "`gradient_clipping`: must be a finite number"),
     ("a.yaml", "bf16: {enabled: yes}\n", "", "or \"auto\"; got 'yes'. Write true without"),
-    ("a.yaml", "bf16:\n  enabled: true\n fp16: 1\n", YAML, "at line 3, column"),
     ("a.yaml", "bf16:\n\tenabled: true\n", YAML, "at line 2, column 1. Indent with spaces."),
     ("a.yaml", "a: *nobody\n", YAML, "undefined alias 'nobody' at line 1, column 4"),
     ("a.yaml", "a: 1\n---\nb: 2\n", YAML, "at line 2, column 1"),
-    ("a.yaml", "a: \x07\n", YAML, "a character that YAML forbids at line 1, column 4"),
-    ("a.yaml", 'a: "\\UFFFFFFFF"\n', YAML, "must be valid YAML"),
     ("a.yaml", "a: !!python/object:os.system x\n", "must be plain values, lists and blocks; got the tag", ""),
-    ("a.yaml", "a: !mine 3\n", "", "got the tag '!mine' at line 1, column 4"),
-    (
-        "a.yaml",
-        "? [a, b]\n: 1\n",
-        "must have strings as keys",
-        "a list or a block as key at line 1, column 3",
-    ),
     ("a.yaml", "a: &b {c: *b}\n", "", "must not contain itself"),
-    ("a.yaml", "<<: 3\na: 1\n", "", "must merge blocks"),
     ("a.yaml", "a: !!int bf16\n", "", "must hold a value of its tag int"),
 ]
 
@@ -148,7 +110,7 @@ def test_a_file_that_is_no_config_is_told_with_its_place(
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        *((source, "must be a path or a dict; got ") for source in (3, [], b"a.json", object(), {"a"}, 1.5)),
+        *((source, "must be a path or a dict; got ") for source in (3, [], b"a.json")),
         ('{"bf16": {"enabled": true}}', "got a text that looks like JSON"),
     ],
 )
@@ -201,22 +163,17 @@ precision:
     ("name", "text"),
     [
         ("a.json", '{\n  // two\n  "steps_per_print": 2, /* so */\n}'),
-        ("a.json", '{\n  "steps_per_print": 2\n  "bf16": {}\n}'),
-        ("a", "{steps_per_print: 2 // two\n bf16: {}\n}"),
         ("a.hjson", "// no braces\nsteps_per_print: 2"),
     ],
 )
 def test_hjson_is_read_wherever_its_package_is(
     name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JSON with comments and missing or trailing commas too, as DeepSpeed reads them."""
     pytest.importorskip("hjson")
     path = write(tmp_path, name, text)
     assert load(path).steps_per_print == 2
     twice = refusal(write(tmp_path, "b.json", '{"bf16": {} // so\n "bf16": {}}'))
     assert "`bf16`: must be written once" in twice
-    assert "JSON spells these true" in refusal(write(tmp_path, "c.json", '{"bf16": {\n"enabled": True}}'))
-    assert "must be valid JSON" in refusal(write(tmp_path, "d.json", '{"a": 1, /* so'))
     monkeypatch.setitem(sys.modules, "hjson", None)
     assert "must be valid JSON" in refusal(path) and "pip install 'zerodrift[hjson]'" in refusal(path)
 
@@ -236,43 +193,25 @@ def test_infinity_silences_the_log_and_nothing_else(tmp_path: Path) -> None:
     assert "finite" in refusal({"steps_per_print": float("-inf")})
 
 
-def test_a_number_that_no_machine_word_holds(tmp_path: Path) -> None:
+def test_a_number_that_no_machine_word_holds() -> None:
     assert "`train_batch_size`: must fit in 64 bits; got a number of 1329 bits" in refusal(
         {"train_batch_size": 10**400}
     )
-    for name in ("a.json", "a.yaml"):
-        assert "must fit in 64 bits" in refusal(
-            write(tmp_path, name, f'{{"train_batch_size": {"9" * 5000}}}')
-        )
     assert load({"train_batch_size": 2**62}).train_batch_size == 2**62
-
-
-def test_trees_without_end_or_measure(tmp_path: Path) -> None:
-    itself: dict[str, Any] = {}
-    itself["zero_optimization"] = itself
-    assert f"must be at most {MAX_DEPTH} levels deep" in refusal(itself)
-    long = {"optimizer": {"type": "x", "params": {"a": [1] * 20_000}}}
-    assert f"must be at most {MAX_VALUES:,} values" in refusal(long)
-    for name, text in (("a.json", "[" * 100_000), ("a.yaml", "[" * 5000), ("b.json", '{"a":' * 50_000)):
-        assert "nested" in refusal(write(tmp_path, name, text)) or "valid" in refusal(tmp_path / name)
-    laughs = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 20))
-    assert "must be at most" in refusal(write(tmp_path, "laughs.yaml", laughs))
 
 
 @pytest.mark.parametrize(
     ("source", "where"),
     [
         ({1: 2}, "`config`: must have strings as keys; got 1"),
-        ({"bf16": {None: 2}}, "`bf16`: must have strings as keys; got null"),
         ({"gradient_clipping": {1.0}}, "`gradient_clipping`: must be a string, a number"),
         ({"sharding": {"units": [Path("x")]}}, "`sharding.units[0]`: must be a string, a number"),
-        ({"gradient_clipping": "\ud800"}, "`gradient_clipping`: must be valid Unicode"),
         ({"\ud800": 1}, "`['\\ud800']`: must be valid Unicode"),
-        ({"a b": 1}, "`['a b']`: must be a key"),
         ({"": 1}, "`['']`: must be a key"),
     ],
 )
 def test_what_no_file_could_hold(source: Any, where: str) -> None:
-    message = refusal(source)
-    assert where in message
-    message.encode()
+    assert where in refusal(source)
+    itself: dict[str, Any] = {}
+    itself["zero_optimization"] = itself
+    assert f"must be at most {MAX_DEPTH} levels deep" in refusal(itself)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import sys
 from typing import Any
 
 import pytest
@@ -27,15 +26,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("WarmupDecayLR", {"total_num_steps": 20, "warmup_min_lr": 0.01, "warmup_num_steps": 4}),
     ("WarmupDecayLR", {"total_num_steps": 9, "warmup_max_lr": 0.2, "warmup_type": "linear"}),
     ("WarmupCosineLR", {"total_num_steps": 20, "warmup_num_steps": 5, "warmup_min_ratio": 0.1}),
-    ("WarmupCosineLR", {"total_num_steps": 4, "warmup_num_steps": 6, "cos_min_ratio": 0.2}),
     ("LRRangeTest", {"lr_range_test_step_size": 3, "lr_range_test_step_rate": 2.0}),
     ("LRRangeTest", RANGE),
     ("OneCycle", {**CYCLE, "cycle_first_step_size": 6}),
     ("OneCycle", {**CYCLE, **STAIRS, **FALLING}),
-    (
-        "OneCycle",
-        {"cycle_max_lr": 1.0, "cycle_min_lr": 0.0, "cycle_first_step_size": 3, "cycle_momentum": False},
-    ),
 ]
 
 
@@ -114,12 +108,10 @@ def test_every_step_is_that_of_transformers_to_the_bit(kind: str, params: dict[s
     ("kind", "params", "told"),
     [
         ("cosine_with_min_lr", {"num_training_steps": 9}, "`scheduler.params.min_lr`: must be given, or"),
-        ("wsd", {"num_decay_steps": 3}, "`scheduler.params.num_training_steps`: must be given, or"),
         ("wsd", {"num_decay_steps": 3, "num_training_steps": 2}, "must have room for `num_warmup_steps`"),
         ("polynomial", {"num_training_steps": 9, "lr_end": 0.1}, "must be below the rate of the optimizer"),
         ("reduce_lr_on_plateau", {}, "`scheduler.type`: must be one of"),
         ("WarmupLR", {"warmup_num_step": 3}, "Did you mean `warmup_num_steps`"),
-        ("WarmupLr", {}, "Did you mean `WarmupLR`"),
         ("StepLR", {"step_size": 2}, "Build it and pass it to `initialize`; for a DeepSpeed script"),
     ],
 )
@@ -141,20 +133,10 @@ def test_what_no_block_means_is_refused_with_the_config(kind: str, params: dict[
         ("OneCycle", {**CYCLE, "cycle_first_step_size": 0}, "cycle_first_step"),
         # transformers divides by zero
         ("polynomial", {"num_training_steps": 9, "num_warmup_steps": 9}, "must be above `num_warmup"),
-        (
-            "linear",
-            {"num_training_steps": 9},
-            r"`scheduler.type`: must be .* got 'linear'. `pip install transf",
-        ),
     ],
 )
-def test_wrong_arguments_are_named(
-    kind: str, params: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kind == "polynomial":
-        pytest.importorskip("transformers")
-    if kind == "linear":
-        monkeypatch.setitem(sys.modules, "transformers.optimization", None)
+def test_wrong_arguments_are_named(kind: str, params: dict[str, Any], told: str) -> None:
+    pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match=told):
         mine.make_schedule(ComponentSpec(kind, json.dumps(params)), optimizer())
 

@@ -42,11 +42,7 @@ def of_block(kind: str, groups: torch.optim.Optimizer) -> Any:
 
 OWN: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "StepLR": lambda groups: torchs.StepLR(groups, 2, 0.5),
-    "ExponentialLR": lambda groups: torchs.ExponentialLR(groups, 0.9),
-    "CosineAnnealingLR": lambda groups: torchs.CosineAnnealingLR(groups, 10),
-    "PolynomialLR": lambda groups: torchs.PolynomialLR(groups, 8),
     "OneCycleLR": lambda groups: torchs.OneCycleLR(groups, 1e-2, 20, cycle_momentum=False),
-    "LambdaLR": lambda groups: torchs.LambdaLR(groups, lambda step: 1 / (1 + step)),
     "SequentialLR": lambda groups: torchs.SequentialLR(
         groups, [torchs.LinearLR(groups, total_iters=2), torchs.ExponentialLR(groups, 0.9)], [2]
     ),
@@ -172,8 +168,7 @@ def everything(engine: Any) -> dict[str, Any]:
     """Return all state of a run that a load can change."""
     found: dict[str, Any] = {name: engine.parameter(name).master.tolist() for name in values(0)}
     for name in values(0):
-        state = engine.parameter(name).state
-        found[f"moments of {name}"] = {moment: value.tolist() for moment, value in state.items()}
+        found[f"moments of {name}"] = {k: v.tolist() for k, v in engine.parameter(name).state.items()}
     found["counters"] = repr(engine.updater.counters())
     found["steps"] = engine.global_steps, engine.skipped_steps
     found["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
@@ -211,19 +206,12 @@ def replace_entry(state: Any, where: tuple[str, ...], what: Any) -> Any:
 
 
 SPOILT: list[tuple[str, tuple[str, ...], Any]] = [
-    ("shared.pt", ("schedule", "last_batch_iteration"), None),
     ("shared.pt", ("schedule", "last_batch_iteration"), "soon"),
     ("shared.pt", ("scaler", "scale"), "large"),
-    ("shared.pt", ("scaler", "good"), None),
     ("shared.pt", ("counters", ""), None),
-    ("shared.pt", ("counters", "", "steps"), "three"),
-    ("shared.pt", ("global_steps",), None),
     ("shared.pt", ("global_steps",), "three"),
     ("shared.pt", ("groups",), [{}, {}, {}]),
-    ("shared.pt", ("buffers",), 5),
-    ("rank-00000.pt", ("random", "torch"), torch.zeros(3)),
     ("rank-00000.pt", ("random", "python"), (3, [1, 2], None)),
-    ("rank-00000.pt", ("random", "numpy"), None),
     ("rank-00000.pt", ("modules", ""), "text"),
     ("rank-00000.pt", ("client",), None),
 ]
@@ -268,22 +256,16 @@ def test_what_is_refused_of_a_checkpoint_leaves_the_run_as_it_was(tmp_path: Path
     engine.destroy()
 
 
-def test_a_schedule_of_the_callers_that_refuses_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    """This holds in DeepSpeed's checkpoint and with `load_optimizer_states=False` too."""
-    folder = theirs(tmp_path / "theirs", "WarmupLR")
-    engine = engine_for("WarmupLR")
+def test_a_schedule_that_refuses_a_state_of_deepspeeds_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    engine, block = engine_for("WarmupLR"), config("WarmupLR")["scheduler"]
+    broken = lay_out(tmp_path, 2, scheduler=(block, {"steps": 3}))
     go_on(engine, 1)
-    state = {"steps": 3}
-    broken = lay_out(tmp_path / "broken", 2, scheduler=(config("WarmupLR")["scheduler"], state))
     before = {name: engine.running.parameter(name).master for name in values(0)}
     for options in ({}, {"load_optimizer_states": False}):
         with pytest.raises(CheckpointError, match="`schedule`: must take the saved state"):
             engine.load_checkpoint(broken, **options)
-        after = {name: engine.running.parameter(name).master for name in values(0)}
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert all(torch.equal(before[name], engine.running.parameter(name).master) for name in before)
         assert engine.global_steps == 1
-    engine.load_checkpoint(folder, load_optimizer_states=False)
-    assert engine.global_steps == STEPS
     engine.destroy()
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.numerics.networks import GPT, LENGTH, VOCABULARY, WIDTH
-from tests.unit.models import moe, parameter
+from tests.unit.models import moe
 from zerodrift import (
     ConfigError,
     ModelSpec,
@@ -25,27 +23,17 @@ from zerodrift import (
 )
 from zerodrift.api import empty, make_plan
 from zerodrift.dtypes import DType
-from zerodrift.inspect.simulate import simulation as simulations
 from zerodrift.inspect.simulate.cluster import (
-    AxisLayout,
     Cluster,
-    all_to_all_seconds,
     built_in,
     collective_time,
     read_cluster,
 )
 from zerodrift.inspect.simulate.simulation import (
-    NARROW_WIRES,
-    Simulation,
-    fewest_ranks,
-    fullest_memory,
-    own_choice,
     simulate,
     sweep,
 )
-from zerodrift.inspect.simulate.streams import Streams
-from zerodrift.inspect.simulate.text import sweep_text
-from zerodrift.inspect.simulate.work import CountedOperation, UnitWork, Work, count_work, sized_inputs
+from zerodrift.inspect.simulate.work import CountedOperation, UnitWork, Work, count_work
 from zerodrift.model.inputs import Inputs
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.bill import cost
@@ -86,19 +74,6 @@ def work(made: Plan, flops: int = 10**9) -> Work:
     return Work(blocks, unit(flops), unit(flops), 8, "8 tokens", DType.FP32)
 
 
-# --- streams ----------------------------------------------------------------------------------------------
-
-
-def test_what_travels_is_hidden_behind_what_is_computed_and_slows_it() -> None:
-    streams = Streams(cluster(compute_beside_link=0.5))
-    first, second = streams.send(3.0, "forward", "a"), streams.send(1.0, "forward", "b")
-    assert (first, second) == (3.0, 4.0), "one after the other"
-    streams.compute(3.0)
-    assert streams.now == 5.0, "4 s at half the pace, then 1 s more"
-    streams.wait(streams.send(1.0, "forward", "a"), "forward", "a")
-    assert streams.now == 6.0 and streams.waited == {("a", "forward"): 1.0} and streams.computed == 5.0
-
-
 # --- collectives --------------------------------------------------------------------------------------------
 
 
@@ -127,16 +102,6 @@ def test_a_collective_takes_what_its_way_takes(ranks: int, op: str, order: str, 
     assert collective_time(call(op), made, cluster()).seconds == pytest.approx(seconds)
 
 
-def test_latencies_count_by_rounds_and_messages() -> None:
-    links = {
-        "host": {"gb_per_s": 1e9, "latency_us": 3.0, "message_us": 1.0},
-        "network": {"gb_per_s": 1e9, "latency_us": 10.0, "message_us": 2.0},
-    }
-    slow = cluster(**links)
-    assert collective_time(call(numel=16), plan(16), slow).seconds == pytest.approx(4 * 10e-6)
-    assert all_to_all_seconds(16, AxisLayout(16, 1), slow) == pytest.approx(10e-6 + 8 * 2e-6)
-
-
 # --- a step -------------------------------------------------------------------------------------------------
 
 
@@ -149,43 +114,6 @@ def test_without_communication_a_step_is_what_is_computed() -> None:
     assert found.tokens == 8
 
 
-@pytest.mark.parametrize(
-    ("ranks", "shared", "times"),
-    [
-        (2, {"cores": 2}, 1),
-        (4, {"cores": 2}, 2),
-        (4, {"cores": 3}, 4 / 3),
-        (4, {"cores": 8, "threads": 4}, 2),
-        (4, {"cores": 2, "devices_per_host": 2}, 1),
-        (4, {"cores": 1, "devices_per_host": 2}, 2),
-    ],
-)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_on_fewer_cores_share_their_time(
-    ranks: int, shared: dict[str, int], times: float, stage: int
-) -> None:
-    """Products, passes over memory, small operations and messages inside a host share the cores."""
-    made = plan(ranks, stage=stage)
-    slow = {
-        "memory_gb_per_s": 5.0,
-        "new_gb_per_s": 1.0,
-        "cache_mb": 0.1,
-        "cache_gb_per_s": 20.0,
-        "operation_us": 9,
-    }
-    own = {"device": {**FAST["device"], **slow}, "carrier": "pairs", "compute_beside_link": 0.5}
-    own["host"] = {"gb_per_s": 1.0, "latency_us": 50, "message_us": 3}
-    own["network"] = {"gb_per_s": 1e9}  # no core carries what a network does
-    alone = simulate(made, work(made), cluster(**own, devices_per_host=shared.get("devices_per_host", 8)))
-    found = simulate(made, work(made), cluster(**{**own, **shared}))
-    assert found.seconds == pytest.approx(times * alone.seconds)
-    assert found.exposed == pytest.approx(times * alone.exposed)
-    assert found.mfu == pytest.approx(alone.mfu / times), (
-        "of what a rank with a core to itself is stated to have"
-    )
-    assert found.memory == alone.memory
-
-
 def test_what_is_recomputed_takes_time_and_no_memory() -> None:
     made = plan(2)
     kept, again = (simulate(made, work(made), cluster(), recompute=each) for each in (False, True))
@@ -196,17 +124,7 @@ def test_what_is_recomputed_takes_time_and_no_memory() -> None:
     assert again.mfu < kept.mfu
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_micro_batches_that_are_alike_are_played_once(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = plan(4, stage=stage, gradient_accumulation_steps=9)
-    counted = simulate(made, work(made), cluster())
-    monkeypatch.setattr(simulations, "PLAYED", 9)
-    walked = simulate(made, work(made), cluster())
-    for name in ("seconds", "computed", "exposed"):
-        assert getattr(counted, name) == pytest.approx(getattr(walked, name)), name
-
-
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_step_sends_the_plans_list_and_is_computing_and_waiting_and_nothing_else(stage: int) -> None:
     made = plan(16, stage=stage, sharding={"replicate": 2}, gradient_accumulation_steps=3)
     found = simulate(made, work(made), cluster())
@@ -218,7 +136,7 @@ def test_a_step_sends_the_plans_list_and_is_computing_and_waiting_and_nothing_el
     ]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_pipeline_waits_as_long_as_its_order_says(schedule: str) -> None:
     pipeline = {"stages": 2, "schedule": schedule}
     made = plan(2, moe(layers=4), stage=0, pipeline=pipeline, gradient_accumulation_steps=4)
@@ -230,56 +148,6 @@ def test_a_pipeline_waits_as_long_as_its_order_says(schedule: str) -> None:
     found = simulate(made, amount, fast, timeline=order)
     assert found.idle / found.seconds == pytest.approx(order.bubble, rel=0.01)
     assert found.seconds == pytest.approx(found.computed + found.exposed + found.idle)
-
-
-def test_experts_wait_for_their_exchange() -> None:
-    made, size = plan(4, stacked(2), experts={"ranks": 2}), 4 << 20
-    amount = work(made)
-    blocks = {
-        name: dataclasses.replace(each, dispatched=size, combined=size)
-        for name, each in amount.blocks.items()
-    }
-    found = simulate(made, dataclasses.replace(amount, blocks=blocks), cluster())
-    assert exchanged(found) == pytest.approx(2 * 4 * size / 2 / 1e9, rel=0.01), (
-        "two blocks, there and back, twice"
-    )
-
-
-def stacked(layers: int) -> ModelSpec:
-    stacks = [parameter(f"model.layers.{i}.mlp.experts.up", (4, 8, 16)) for i in range(layers)]
-    return ModelSpec("stacked", (parameter("model.embed.weight", (32, 8)), *stacks))
-
-
-def exchanged(found: Simulation) -> float:
-    return sum(each.seconds for each in found.waited if each.what == "exchange")
-
-
-def in_turns(size: int) -> tuple[Simulation, Simulation]:
-    """Simulate DualPipeV in turns, and one after the other; a third of a block is its experts."""
-    block = {"stages": 2, "schedule": "dualpipev", "micro_batches": 8}
-    made = plan(4, stacked(4), stage=0, experts={"ranks": 2}, pipeline=block)
-    order = timeline(made)
-    assert order is not None and len(order.paired) == 22
-    third = {CountedOperation(10**9, DType.FP32, 0): 1}
-    blocks = {each.name: UnitWork((third,) * 3, (third,) * 3, 0, 0, size, size) for each in made.units}
-    amount = Work(
-        {name: each for name, each in blocks.items() if name}, NONE, NONE, 8, "8 tokens", DType.FP32
-    )
-    fast = cluster(network={"gb_per_s": 1e9})
-    apart = dataclasses.replace(order, paired=frozenset())
-    return simulate(made, amount, fast, timeline=order), simulate(made, amount, fast, timeline=apart)
-
-
-def test_in_turns_what_travels_is_beside_what_is_computed() -> None:
-    size = 1 << 20  # half of it to the other rank, in half a millisecond: less than a part takes
-    together, apart = in_turns(size)
-    for found in (together, apart):
-        assert found.seconds == pytest.approx(found.computed + found.exposed + found.idle)
-        assert sum(what == "exchange" for what, _, _ in found.sent) == 8 * 2 * 4
-    one, pairs = size / 2 / 1e9, 11  # on each of the two ranks
-    assert exchanged(apart) == pytest.approx(64 * one)
-    assert exchanged(together) == pytest.approx((64 - 4 * pairs) * one), "all that pairs exchange is hidden"
-    assert together.seconds < apart.seconds
 
 
 # --- how much a model computes --------------------------------------------------------------------------
@@ -304,33 +172,12 @@ def test_products_are_those_of_the_model_by_hand() -> None:
     back = sum(each.flops * count for each, count in operations.items())
     assert back == 2 * block
     assert found.tokens == rows and found.products is DType.FP32
-    assert counted(2, bf16={"enabled": True}).products is DType.BF16
-
-
-def test_what_autograd_keeps_grows_with_the_batch_and_what_enters_is_a_hidden_state() -> None:
-    one, two = (counted(batch) for batch in (1, 2))
+    # What autograd keeps grows with the batch, and what enters is a hidden state.
+    one = counted(1)
     for name, unit_ in one.blocks.items():
         assert unit_.entering == LENGTH * WIDTH * 4
-        assert two.blocks[name].saved > 1.8 * unit_.saved > 1.8 * unit_.entering
+        assert found.blocks[name].saved > 1.8 * unit_.saved > 1.8 * unit_.entering
     assert one.leave.saved >= LENGTH * VOCABULARY * 4 * 0.9, "logits"
-
-
-class Words(torch.nn.Module):
-    """A model that takes eight tokens at most."""
-
-    config = SimpleNamespace(max_position_embeddings=8)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return input_ids
-
-
-def test_a_micro_batch_has_the_tokens_that_were_asked_for() -> None:
-    given = sized_inputs(Words(), 3, 8).kwargs["input_ids"]
-    assert given.shape == (3, 8) and given.dtype is torch.int64
-    with pytest.raises(ConfigError, match="`--tokens`: must be at most 8, the model's longest sample; got 9"):
-        sized_inputs(Words(), 3, 9)
-    with pytest.raises(ConfigError, match="`--simulate`: must be of at most 67,108,864 tokens at once"):
-        sized_inputs(Words(), 1 << 24, 8)
 
 
 # --- the sweep ----------------------------------------------------------------------------------------------
@@ -355,66 +202,26 @@ def test_a_sweep_ranks_what_fits_and_says_why_others_do_not() -> None:
     assert [each.seconds for each in simulated] == sorted(each.seconds for each in simulated)
     short = [tried for tried in others if tried.simulation]
     assert short and all(tried.simulation and not tried.simulation.memory.fits for tried in short)
-    assert {tried.choice.stage for tried in short} >= {0} and {tried.choice.stage for tried in fit} >= {3}
     refused = [tried.refused for tried in others if not tried.simulation]
     assert all("must be `rank` with a wire" in text for text in refused) and refused
     assert {tried.choice.recompute for tried in fit} == {False, True}
-
-    own = own_choice(base, False)
-    assert (own.stage, own.wire, own.order, own.replicas) == (3, "fp32", "tree", 1)
-    table = sweep_text(base, work(base), "small", fit[::-1], [], own, color=False)
-    assert table.count("3 *") == 1 and all(str(wire) in table for wire in NARROW_WIRES)
-
-
-def test_the_fewest_ranks_are_the_last_half_that_fits() -> None:
-    def plan_on(ranks: int) -> Plan:
-        if ranks == 8:
-            raise ConfigError("train_batch_size", "must divide")
-        return plan(ranks)
-
-    peaks = {ranks: cost(plan(ranks)).peak.total for ranks in (1, 2, 4)}
-    assert peaks[4] < peaks[2] < peaks[1]
-
-    def fewest(room: float, ranks: int = 16) -> int | None:
-        made = work(plan(2))
-        kept = fullest_memory(plan(2), made, cluster(), False, None)
-        more = kept.total - kept.plan
-        small = cluster(device={**FAST["device"], "memory_gb": (room + more) / 1e9})
-        return fewest_ranks(plan_on, lambda made: None, made, small, ranks, False)
-
-    assert [fewest(peaks[ranks]) for ranks in (4, 2, 1)] == [4, 2, 1]
-    assert fewest(peaks[2], ranks=12) == 3 and fewest(0) is None
 
 
 # --- clusters -------------------------------------------------------------------------------------------
 
 
 def test_a_cluster_tells_all_that_is_wrong_with_it(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("""
-device: {tflops: {bf16: -1}, memory_gb: many, memory_gb_per_s: 2, memroy_reached: 0.5, tflops_reached: 60}
-devices_per_host: 8
-host: {gb_per_s: .nan}
-""")
+    path, device = tmp_path / "mine.yaml", "{tflops: {bf16: -1}, memory_gb_per_s: 2, memroy_reached: 0.5}"
+    path.write_text(f"device: {device}\ndevices_per_host: 8\nhost: {{gb_per_s: .nan}}\n")
     with pytest.raises(ConfigError) as error:
         read_cluster(path)
-    told = str(error.value)
     for part in (
         "`device.tflops.bf16`: must be a number above 0; got -1",
-        "`device.memory_gb`: must be a number above 0; got 'many'",
         "`device.memroy_reached`: must be a key of `device`. Did you mean `device.memory_reached`?",
-        "`device.tflops_reached`: must be a number above 0 and at most 1; got 60",
         "`device.tflops.fp32`",
         "`host.gb_per_s`: must be a finite number; got nan",
     ):
-        assert told.count(part) == 1, told
-
-
-def test_clusters_that_come_along_are_read_and_others_are_told_with_them() -> None:
-    assert built_in() == ["a100", "h100", "h200"]
-    assert all(read_cluster(name)[0].source for name in built_in())
-    with pytest.raises(ConfigError, match=r"one of a100, h100, h200; got 'h10'\. Did you mean `h100`"):
-        read_cluster("h10")
+        assert str(error.value).count(part) == 1, error.value
 
 
 def test_what_a_cluster_lacks_for_a_plan_is_told() -> None:
@@ -426,3 +233,6 @@ def test_what_a_cluster_lacks_for_a_plan_is_told() -> None:
         cluster().peak(DType.FP16)
     with pytest.raises(UnsupportedError, match="`backend`"):
         simulate(plan(2, backend="fsdp2"), work(made), cluster())
+    assert all(read_cluster(name)[0].source for name in built_in())
+    with pytest.raises(ConfigError, match=r"got 'h10'\. Did you mean `h100`"):
+        read_cluster("h10")

@@ -10,14 +10,12 @@ from typing import Literal
 import pytest
 import torch
 
-from tests.host_calls import calls
 from zerodrift.comm import fold as module
 from zerodrift.comm.fold import Sum, fold
 from zerodrift.dtypes import BLOCK
 from zerodrift.kernels import native
 from zerodrift.kernels.squares import (
     DIGITS,
-    add_squares,
     block_square_sums,
     digits,
     reference_square_sums,
@@ -35,7 +33,7 @@ def wild(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [0, 1, 15, 256, 257, 300, 256 * 300])
+@pytest.mark.parametrize("numel", [0, 1, 257, 256 * 30])
 def test_both_paths_have_the_same_bits(dtype: torch.dtype, numel: int) -> None:
     flat = wild(numel, dtype)
     sums = block_square_sums(flat)
@@ -74,7 +72,7 @@ def test_both_paths_have_the_same_digits(monkeypatch: pytest.MonkeyPatch) -> Non
     assert compiled[DIGITS] == 2 and total(compiled) == math.inf
 
 
-@pytest.mark.parametrize("value", [2.0**-149, 1e-38, 1.0, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize("value", [2.0**-149, torch.finfo(torch.float32).max])
 def test_the_range_of_fp32_fits(value: float) -> None:
     flat = torch.full((BLOCK * 3,), value)
     square = Fraction(flat[0].item()) ** 2
@@ -92,27 +90,11 @@ def test_one_bad_element_is_seen(bad: float, dtype: torch.dtype) -> None:
     assert total(summed) == math.inf
 
 
-def test_many_tensors_add_up_in_one_call() -> None:
-    flats = [wild(count) for count in (0, 5, BLOCK, BLOCK * 7 + 3)]
-    together, one_by_one = digits(torch.empty(0, dtype=torch.float64)), digits(block_square_sums(flats[0]))
-    add_squares(flats, together)
-    for flat in flats:
-        digits(block_square_sums(flat), one_by_one)
-    assert torch.equal(together, one_by_one) and together.any()
-    add_squares([], together)
-    assert torch.equal(together, one_by_one)
-
-
-def test_threads_do_not_change_bits() -> None:
-    flat = wild(BLOCK * 600)
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(block_square_sums(flat))
-    finally:
-        torch.set_num_threads(before)
+def test_threads_do_not_change_bits(one_thread: None) -> None:
+    flat, found = wild(BLOCK * 600), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(block_square_sums(flat))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
@@ -122,7 +104,7 @@ def test_threads_do_not_change_bits() -> None:
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 KINDS = [(FP32, FP32), (BF16, FP32), (FP16, FP32), (BF16, BF16), (FP16, FP16), (FP32, FP64), (FP64, FP64)]
 """(parts, sum)."""
-COUNTS = [1, 2, 3, 4, 5, 7, 8, 13, 64, 100]
+COUNTS = [1, 2, 3, 5, 8, 13, 100]
 Order = Literal["rank", "tree"]
 
 
@@ -159,7 +141,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("order", ["rank", "tree"])
 def test_bits_are_those_of_one_addition_after_the_other(path: str, order: Order) -> None:
-    for (kind, wide), count, numel in itertools.product(KINDS, COUNTS, (1, 255, 1500)):
+    for (kind, wide), count, numel in itertools.product(KINDS, COUNTS, (1, 300)):
         parts, how = parts_of(count, numel, kind), Sum(wide, order=order)
         before, want = parts.clone(), one_by_one(parts, wide, order)
         for given in (parts, list(parts)):  # one behind the other, and each somewhere
@@ -188,27 +170,3 @@ def test_infinities_and_what_is_no_number_stay_so(path: str, order: Order) -> No
             out[[1, 2, *range(4, 8)]], want[[1, 2, *range(4, 8)]]
         )
         assert out[4].signbit()
-
-
-@pytest.mark.parametrize("order", ["rank", "tree"])
-def test_as_many_calls_for_many_parts_as_for_few(path: str, order: Order) -> None:
-    def counted(count: int) -> int:
-        parts, out = parts_of(count, 16, FP32), torch.empty(16)
-        return calls(lambda: fold(out, parts, Sum(FP32, order=order)))
-
-    few, many = counted(8), counted(4096)
-    if path == "compiled":
-        assert many == few
-    elif order == "tree":
-        assert many <= few + 16 * 9, "the tree is 9 levels higher"
-    else:
-        assert many <= few + 2 * (4096 - 8), "one addition after the other"
-
-
-def test_a_slice_of_what_is_wider_is_summed(path: str) -> None:
-    """The rows are not contiguous."""
-    wide = parts_of(9, 300, FP32)
-    for order in ("rank", "tree"):
-        out = torch.empty(100)
-        fold(out, wide[:, 50:150], Sum(FP32, order=order))  # type: ignore[arg-type]
-        assert same_bits(out, one_by_one(wide[:, 50:150], FP32, order))  # type: ignore[arg-type]

