@@ -1,11 +1,13 @@
-"""The package as a whole: a room imports only the rooms above it, and of a room only what its face offers."""
+"""The package as a whole: rooms import only rooms above them, by their faces; there is no circle of files."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import yaml
@@ -152,3 +154,34 @@ def test_the_table_is_in_order() -> None:
     for name, imported in ROOMS.items():
         assert imported <= above, f"{name} imports {sorted(imported - above)}, which stand below it"
         above.add(name)
+
+
+def test_no_circle_of_files_and_no_class_name_twice() -> None:
+    """Imports in functions and under TYPE_CHECKING count too. A package counts only for a name of its own."""
+    modules = {module_of(path): nodes(path) for path in FILES}
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for module, own in modules.items():
+        for name, _ in imports(own):
+            package, _, target = name.partition(".")
+            while target and target not in modules:
+                target = target.rpartition(".")[0]
+            if package == "zerodrift" and target != module:
+                assert target, f"{module} imports the root"
+                graph[module].add(target)
+    TopologicalSorter(graph).prepare()  # raises for a circle, and names it
+    classes = Counter(node.name for own in modules.values() for node in own if isinstance(node, ast.ClassDef))
+    assert [name for name, count in classes.items() if count > 1] == []
+
+
+def test_only_comm_calls_collectives() -> None:
+    calls = {"all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"}
+    calls |= {"all_reduce", "all_to_all_single", "broadcast", "isend", "irecv"}
+    places = {
+        name_of(path)
+        for path in FILES
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute) and node.attr in calls
+        if isinstance(node.value, ast.Name) and node.value.id in ("dist", "distributed")
+    }
+    # `deepspeed.comm` is torch.distributed for a script's own collectives, not for the engine's.
+    assert {name for name in places if not name.startswith("comm/")} == {"deepspeed/tools/collectives.py"}
