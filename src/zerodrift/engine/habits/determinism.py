@@ -100,7 +100,7 @@ class Determinism:
 def _set_mode(mode: int) -> None:
     """Set torch's mode for deterministic operations, and its compiler's if that is imported.
 
-    `torch.use_deterministic_algorithms` imports the compiler, which takes a second and 97 MiB on every rank.
+    torch.use_deterministic_algorithms imports the compiler, which takes a second and 97 MiB on every rank.
     """
     torch.set_deterministic_debug_mode(mode)
     if compiler := sys.modules.get(COMPILER):
