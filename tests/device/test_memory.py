@@ -19,7 +19,6 @@ from tests.device.caching import (
     ROUND_LARGE,
     SMALL_BUFFER,
     CachingAllocator,
-    OutOfMemory,
 )
 from tests.device.ranks import on_devices
 
@@ -76,16 +75,6 @@ def test_blocks_are_used_again_on_their_stream_and_merged() -> None:
     assert memory.reserved == 2 * LARGE_BUFFER
     memory.allocate("best", 8 * MIB)
     assert memory.reserved == 2 * LARGE_BUFFER and memory.usage.reuse == pytest.approx(4 / 6)
-
-
-def test_segments_go_back_to_a_device_that_is_full() -> None:
-    memory = CachingAllocator(capacity=64 * MIB)
-    memory.allocate("old", 40 * MIB)
-    memory.free("old")
-    memory.allocate("new", 50 * MIB)
-    assert (memory.flushes, memory.reserved) == (1, 50 * MIB)
-    with pytest.raises(OutOfMemory):
-        memory.allocate("more", 16 * MIB)
 
 
 @given(st.lists(st.tuples(st.integers(1, 40 * MIB), st.integers(0, 2), st.integers(0, 9)), max_size=60))
