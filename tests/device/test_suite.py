@@ -17,7 +17,6 @@ from tests.device.standin import NAME
 from tests.ranks import harness
 
 WITH_LONG = (
-    "tests/numerics/test_late.py",
     "tests/numerics/test_order.py",
     "tests/numerics/test_order_families.py",
     "tests/numerics/test_order_pipelines.py",
