@@ -271,12 +271,4 @@ def test_blocks_without_a_usable_scale() -> None:
         assert found.isfinite().all() and (found < -(2.0**125)).all()
 
 
-@pytest.mark.parametrize("dtype", [d for d in FLAT if NARROW[d].rule != "exact"], ids=str)
-def test_a_power_of_two_scale_survives_bf16(dtype: DType) -> None:
-    """Decoded values have few bits: rounded to bf16 and encoded again they have the same codes."""
-    values = torch.randn(1 << 16, generator=generator(9))
-    packed, decoded = reference(dtype, values)
-    assert torch.equal(reference(dtype, decoded.bfloat16().float())[0], packed)
-
-
 # --- beside other libraries -------------------------------------------------------------------------------
