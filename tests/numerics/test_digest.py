@@ -56,7 +56,7 @@ def of_whole_values(engine: Engine) -> str:
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_it_is_that_of_whole_weights_masters_and_moments(stage: int) -> None:
-    """That it is the same at every stage and world: `test_order_families.py`."""
+    """`test_order_families.py` compares it over stages and ranks."""
     engine = make(config(stage, "bf16"), GPT(layers=1))
     train(engine, 2)
     assert str(engine.digest()) == of_whole_values(engine)
