@@ -143,9 +143,9 @@ def test_the_default_has_the_bits_of_the_tree(total: int, worlds: tuple[int, ...
         assert told[4 * number : 4 * number + 4] == [expected] * 4, asked[number]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
-def test_a_step_that_has_no_place_in_the_tree_leaves_it_by_default(stage: int) -> None:
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 1), (2, 3)])
+@on_ranks("world")
+def test_a_step_that_has_no_place_in_the_tree_leaves_it_by_default(world: int, stage: int) -> None:
     """Four micro-batches come where two were announced, and a gradient is read after the first."""
     found = []
     for order in ("auto", "rank"):
