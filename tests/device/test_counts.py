@@ -203,11 +203,8 @@ def test_the_page_has_these_counts(table: dict[str, list[dict[str, Any]]]) -> No
 
 
 MODES: dict[str, dict[str, Any]] = {
-    "fp32": {"mode": "fp32", "micro_batches": 1},
     "fp16": {"mode": "fp16"},
-    "autocast": {"mode": "autocast-bf16"},
     "8bit": {"precision": {"state": "8bit"}},
-    "tree": {"precision": {"reduce": {"order": "tree"}}},
     "native": {"precision": {"reduce": {"order": "native"}}},
     "narrow": {"precision": {"gather": "fp8", "reduce": {"wire": "int4", "feedback": True}}},
     "secondary": {"sharding": {"secondary": 2}},

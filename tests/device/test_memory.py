@@ -42,9 +42,7 @@ def test_sizes_are_those_of_torch() -> None:
 @pytest.mark.parametrize(
     ("sizes", "allocated", "reserved"),
     [
-        ([1], MIN_BLOCK, SMALL_BUFFER),
         ([513, MIB], 2 * MIN_BLOCK + MIB, SMALL_BUFFER),
-        ([MIB, MIB, 1], 2 * MIB + MIN_BLOCK, 2 * SMALL_BUFFER),
         ([MIB + 1], MIB + MIN_BLOCK, LARGE_BUFFER),
         ([3 * MIB, 5 * MIB], 8 * MIB, LARGE_BUFFER),
         ([19 * MIB // 2, 11 * MIB], 43 * MIB // 2, LARGE_BUFFER + 12 * MIB),

@@ -30,27 +30,28 @@ class Late:
 
     def __init__(self) -> None:
         self.is_open = False
-        self._pending: list[Ticket] = []
+        self._uploads: list[Ticket] = []
 
     def host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((numel,), 77, dtype=dtype)
 
     def begin(self) -> None:
         assert not self.is_open, "begun twice"
+        assert all(ticket.is_awaited for ticket in self._uploads), "an image may be written while it is read"
         self.is_open = True
+        self._uploads.clear()
 
     def down(self, host: torch.Tensor, there: torch.Tensor) -> Ticket:
         return Ticket(host, there)
 
     def up(self, there: torch.Tensor, host: torch.Tensor) -> Ticket:
-        self._pending.append(Ticket(there, host))
-        return self._pending[-1]
+        self._uploads.append(Ticket(there, host))
+        return self._uploads[-1]
 
     def end(self) -> None:
         self.is_open = False
-        for ticket in self._pending:
-            ticket.synchronize()
-        self._pending.clear()
+        for ticket in self._uploads:
+            ticket.copy()
 
 
 @dataclass
@@ -60,11 +61,16 @@ class Ticket:
     target: torch.Tensor
     source: torch.Tensor
     is_done: bool = False
+    is_awaited: bool = False
 
-    def synchronize(self) -> None:
+    def copy(self) -> None:
         if not self.is_done:
             self.target.copy_(self.source)
         self.is_done = True
+
+    def synchronize(self) -> None:
+        self.copy()
+        self.is_awaited = True
 
 
 def run(stage: int, device: str, rest: dict[str, Any], own: bool = False) -> Run:
