@@ -61,8 +61,8 @@ def test_a_write_encodes_the_blocks_that_it_changes() -> None:
         after = engine.parameter(name).master
         differs = (after != before).view(-1, 128).any(1).nonzero().view(-1).tolist()
         before.view(-1)[300] = 7.0
-        block, written = (values.view(-1, 128)[300 // 128] for values in (before, after))
-        assert differs == [300 // 128] and torch.equal(written, narrow.round_trip(DType.FP8_128, block))
+        given, kept = (values.view(-1, 128)[300 // 128] for values in (before, after))
+        assert differs == [300 // 128] and torch.equal(kept, narrow.round_trip(DType.FP8_128, given))
         engine.destroy()
 
 
