@@ -116,8 +116,9 @@ WAYS: dict[str, tuple[int, list[Case]]] = {
 """Name -> ranks, and cases beyond the cells."""
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "one rank")) for name in WAYS]
+)
 def test_every_way_is_the_native_bits(name: str) -> None:
     ranks, cases = WAYS[name]
     for rank, differences in enumerate(run_ranks(compared, ranks, cases, timeout=240)):

@@ -240,8 +240,9 @@ def load_one(folder: str, name: str, number: int) -> Any:
     return run, loaded.client, {difference.what for difference in loaded.differences}
 
 
-@pytest.mark.second
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.second] * (name != "1 to 2")) for name in MOVES]
+)
 def test_a_mesh_loads_what_another_saved(name: str, tmp_path: Path) -> None:
     """Masters, moments and weights agree: whole matrices go to their owners, replicas save once, experts go
     to any rank, and the blocks of frozen parameters have one form."""
