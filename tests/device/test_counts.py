@@ -207,7 +207,6 @@ MODES: dict[str, dict[str, Any]] = {
     "8bit": {"precision": {"state": "8bit"}},
     "native": {"precision": {"reduce": {"order": "native"}}},
     "narrow": {"precision": {"gather": "fp8", "reduce": {"wire": "int4", "feedback": True}}},
-    "secondary": {"sharding": {"secondary": 2}},
     "Muon": {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}},
     "no Triton": {"has_triton": False},
     "micro-batches": {"ranks": 2, "micro_batches": 3},

@@ -40,7 +40,6 @@ NARROW: dict[str, Any] = {"precision": {"gather": "fp8", "reduce": {"wire": "int
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": lambda: GPT(layers=1),
     "experts": lambda: GPT(layers=1, moe=True),
-    "recomputed": lambda: GPT(recompute=False),
 }
 
 
@@ -66,7 +65,6 @@ def summed_by_the_tree(stage: int, when: str, model: str) -> list[Any]:
 FEATURES: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "stage 0": (2, train_model, (0, "bf16", 1, "experts", {})),
     "fp16, pins and accumulation": (2, train_model, (2, "fp16", 2, "experts", {**FP16, **PINS})),
-    "recomputed": (2, train_model, (3, "bf16", 1, "recomputed", {})),
     "offload": (2, test_offload.run, (3, "cpu", {}, True)),
     "tree": (2, summed_by_the_tree, (3, "every", "dense")),
     "narrow columns": (2, train_model, (3, "bf16", 2, "dense", NARROW)),

@@ -159,10 +159,6 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
     if kind == "no_sync":
         with engine.no_sync():  # the last one is not synchronised either: `step` must do it
             train_on(first, second)
-    elif kind == "late boundary":
-        engine.progress.boundary = False
-        train_on(first, second, first)
-        engine.progress.boundary = True
     elif kind == "two at once":
         losses += [engine(first), engine(second)]
         for loss in losses:
@@ -185,13 +181,12 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
                 engine("not tokens")
         train_on(first, second)
     result = engine.step()
-    engine.progress.boundary = None
     assert result.updated, kind
     # The norm to 14 digits, see `differs`.
     return [float(loss.detach()) for loss in losses] + [float(f"{result.grad_norm:.14g}")]
 
 
-KINDS = ("no_sync", "late boundary", "two at once", "evaluated between", "failed")
+KINDS = ("no_sync", "two at once", "evaluated between", "failed")
 
 
 @pytest.mark.long

@@ -78,7 +78,6 @@ def changed(build: Build, stage: int, keys: dict[str, Any], factor: float = 1.5)
 
 
 FP16 = {"initial_scale_power": 6, "loss_scale_window": 3}
-LION = {"type": "Lion", "params": {"lr": 1e-3}}
 DECAY = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 10}}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
 NARROW, SPLIT, WIDE = precision(gather="fp8"), precision(master="split"), precision(master="fp32")
@@ -90,7 +89,6 @@ CASES: dict[str, tuple[Build, int, dict[str, Any]]] = {
     "fp16": (plain, 3, {"mode": "fp16", "fp16": FP16}),
     "bf16 state": (plain, 3, precision(state="bf16-stochastic")),
     "8bit state": (plain, 3, precision(state="8bit")),
-    "lion": (plain, 3, {"optimizer": LION}),
     "muon": (plain, 2, MUON),
     "schedule": (plain, 3, {"scheduler": DECAY}),
     "torch nadam": (nadam, 3, {}),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import platform
 from collections.abc import Callable
+from dataclasses import astuple, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from torch import Tensor
 
 from zerodrift import optimizers
 from zerodrift.dtypes import DType
-from zerodrift.kernels import block_keys, native, parameter_key
+from zerodrift.kernels import block_keys, build, native, parameter_key
+from zerodrift.kernels.native import contraction
 from zerodrift.optim import fused
 from zerodrift.optim.schemes import Scheme, SliceTensors, allocate
 from zerodrift.optim.updates import Hyper, Root, UpdateStep, reference_update, room_for_statistics
@@ -179,9 +183,26 @@ def test_statistics_equal_the_reference_and_change_nothing(algorithm: Algorithm)
             assert_equal(other, silent)
 
 
+LEVELS = build.VARIANTS.get(platform.machine(), ())
+
+
 @compiled
-def test_codes_around_the_bounds_of_decades_and_binades() -> None:
-    """A lookup may take a neighbour near a bound: each has 50 numbers on both sides here."""
+@pytest.mark.parametrize(
+    "level", [None, *(pytest.param(of, marks=pytest.mark.slow, id=of.name) for of in LEVELS)]
+)
+def test_codes_around_the_bounds_of_decades_and_binades(
+    level: build.Variant | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lookup may take a neighbour near a bound: each has 50 numbers on both sides here. The code is that of
+    this processor, and of every level of processors that wheels have a library for."""
+    if level is not None:
+        compiler = build.find_compiler()
+        if compiler is None or not level.needs <= native._features():
+            pytest.skip("no C++ compiler, or another processor")
+        same = replace(level, contraction=astuple(contraction()))
+        monkeypatch.setitem(build.VARIANTS, platform.machine(), (same,))
+        made = native.Library(next(build.compile_variants(compiler, tmp_path)), "")
+        monkeypatch.setattr(native, "library", lambda: made)
     edges = torch.tensor([10.0**-k for k in range(8)] + [2.0**-k for k in range(40)])
     near = (edges.view(torch.int32)[:, None] + torch.arange(-50, 51, dtype=torch.int32)).view(torch.float32)
     near = torch.cat([near.flatten(), torch.tensor([0.0, 1e-20, 1e-42])]).clamp(max=1.0)

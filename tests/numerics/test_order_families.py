@@ -122,7 +122,6 @@ FAMILIES = {
     "8-bit moments under autocast": family(mode="autocast-bf16", model="moe", state="8bit"),
     "blocks that run twice": family(model="twice"),
     "replicas": family(replicate=2),
-    "recomputed replicas": family(model="recomputed", replicate=2),
     "narrow gathers": family(model="moe", precision={"gather": "fp8"}),
     "fp8 products, recomputed": narrow(model="recomputed"),
     "fp8 products of stacked experts": narrow(model=stacked),

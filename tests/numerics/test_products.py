@@ -311,7 +311,6 @@ class Elsewhere(GPT):
 WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": F.linear,
     "transposed": lambda x, weight: x @ weight.t(),
-    "scaled": lambda x, weight: F.linear(x, weight * 2),
     "einsum": lambda x, weight: torch.einsum("bti,oi->bto", x, weight),
     "from the left": lambda x, weight: (weight @ x.transpose(-1, -2)).transpose(-1, -2),
     "alone": lambda x, weight: (weight @ weight.t()).norm() + weight.float().pow(2).sum().to(x.dtype),

@@ -66,7 +66,6 @@ KINDS: dict[str, Kind] = {
     "sent in fp8": wire("fp8", "every", "stochastic"),
     "sent in int4": wire("int4", "last", "nearest"),
     "products in fp8": Kind(MOE, {"compute": "fp8"}, is_near=True),
-    "gradients of weights in bf16": Kind(precision={"compute": "fp8-hp-grad-weight"}, is_near=True),
     "Muon, drawn": Kind(network, {"state": "bf16-stochastic"}, rest=MUON),
     "Muon of routers": Kind(network, ON_ROUTERS, rest=MUON),
 }

@@ -40,7 +40,6 @@ CASES = [
     Case(torch.optim.AdamW, optimizers.ADAMW, ADAM),
     Case(torch.optim.AdamW, optimizers.ADAMW, QUICK),
     Case(torch.optim.Adam, optimizers.ADAM, ADAM),
-    Case(torch.optim.Adam, optimizers.ADAM, QUICK),
     Case(torch.optim.SGD, optimizers.SGD, {"weight_decay": 0.01}),
     Case(torch.optim.SGD, optimizers.SGD, {"momentum": 0.9, "dampening": 0.2, "weight_decay": 0.05}),
     Case(torch.optim.SGD, optimizers.SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
