@@ -39,9 +39,6 @@ ORDERS: tuple[Order, ...] = ("at once", "side streams first", "side streams last
 SHORTEST, LONGEST = 5e-5, 2e-3
 """Seconds between two looks at what waits for other ranks, longer the longer nothing goes on."""
 
-STALL = 0.5
-"""Seconds without progress after which ranks compare what they wait for."""
-
 
 @dataclass(slots=True)
 class Launch:
@@ -70,7 +67,6 @@ class Device:
     recorded: set[tuple[int, int]] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     races: RaceChecker = field(default_factory=RaceChecker)
-    on_stall: Callable[[list[str], int], None] = lambda waiting, advanced: None
     running: bool = False
     record: Callable[[str, int, str, int], None] = lambda what, stream, name, size: None
     """Called with each event of the device: (what, stream, name or address, bytes)."""
@@ -146,7 +142,7 @@ class Device:
         is_over = is_over or self._is_idle
         if self.running:
             return
-        self.running, since, pause = True, time.monotonic(), SHORTEST
+        self.running, pause = True, SHORTEST
         waiting: set[int] = set()
         self.read_log()
         try:
@@ -160,16 +156,11 @@ class Device:
                     time.sleep(pause)
                     pause = min(2 * pause, LONGEST)
                     waiting.clear()
-                    if time.monotonic() - since > STALL:
-                        heads = [self.queues[stream][0] for stream in ready]
-                        names = [head.name for head in heads if isinstance(head, Launch)]
-                        self.on_stall(names, self.counts["advanced"])
-                        since = time.monotonic()
                     continue
                 stream = self._choose(free)
                 if self._advance(self.queues[stream]):
                     waiting.clear()
-                    since, pause = time.monotonic(), SHORTEST
+                    pause = SHORTEST
                 else:
                     waiting.add(stream)  # other streams go on meanwhile
             assert self._is_idle(), "a stream waits for an event that no stream records"
@@ -183,7 +174,6 @@ class Device:
         if isinstance(head, Launch) and not head.start():
             return False
         queue.popleft()
-        self.counts["advanced"] += 1
         return True
 
     def _is_ready(self, head: Launch | Signal) -> bool:

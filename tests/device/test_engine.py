@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -41,26 +41,6 @@ def _not_behind_the_computation(stream: CommunicationStream) -> Iterator[None]:
         yield
 
 
-def _never_waits(stream: CommunicationStream, *buffers: torch.Tensor) -> Callable[[], None]:
-    return lambda: None
-
-
-def _waits_for_what_came_before(stream: CommunicationStream, *buffers: torch.Tensor) -> Callable[[], None]:
-    done = stream._streams.current_stream(stream._device).record_event()
-    return lambda: stream._streams.current_stream(stream._device).wait_event(done)
-
-
-@contextlib.contextmanager
-def _records_too_early(stream: CommunicationStream) -> Iterator[None]:
-    stream._stream.wait_stream(stream._streams.current_stream(stream._device))
-    early = stream._stream.record_event()
-    with stream._streams.stream(stream._stream):
-        yield
-    stream.wait_for_work = lambda *buffers: (  # type: ignore[method-assign]
-        lambda: stream._streams.current_stream(stream._device).wait_event(early)
-    )
-
-
 def _returns_pages_at_once(downloads: GradientDownloads, number: int) -> None:
     _begin_download(downloads, number)
     page = downloads._on_host[number]
@@ -78,12 +58,6 @@ OFFLOAD: dict[str, Any] = {"zero_optimization": {"stage": 3, "offload_optimizer"
 GATHER = ("all-gather of communicator", "start_all_gather")
 FAULTS: dict[str, tuple[Any, str, Any, dict[str, Any], tuple[str, ...]]] = {
     "a missing wait_stream": (CommunicationStream, "current", _not_behind_the_computation, {}, GATHER),
-    "a handle that never waits": (CommunicationStream, "wait_for_work", _never_waits, {}, GATHER),
-    "an event of the wrong stream": (
-        *(CommunicationStream, "wait_for_work", _waits_for_what_came_before, {}),
-        GATHER,
-    ),
-    "an event recorded too early": (CommunicationStream, "current", _records_too_early, {}, GATHER),
     "a page of an offload that is used again": (
         *(GradientDownloads, "_begin", _returns_pages_at_once, OFFLOAD),
         ("`the update` on the host reads", "offload.py", "`copy_` wrote"),

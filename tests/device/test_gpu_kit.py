@@ -9,42 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.device.build import library, needs_device
-from tests.device.plugin import ROOT, environment
-
-pytestmark = needs_device
+from tests.device.build import needs_device
+from tests.device.plugin import ROOT
 
 
-def python(*arguments: str, seconds: float = 120, has_device: bool = True) -> str:
-    """Return the output of a Python whose torch has the stand-in as its accelerator."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment() if has_device else None,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_the_doctor_sees_the_device() -> None:
-    """Without Triton's interpreter a first program fails, as it does without a compiler."""
-    library()  # compiled here, which takes longer than a test may
-    facts = {fact["what"]: fact for fact in json.loads(python("-m", "zerodrift", "doctor", "--json"))}
-    assert facts["standin:3"]["found"].startswith("the stand-in device, 4.00 TiB")
-    assert facts["GPU updates"]["found"] == "plain PyTorch" and facts["GPU updates"]["bad"]
-
-
+@needs_device
 @pytest.mark.slow
 @pytest.mark.timeout(6700)
 def test_all_of_the_kit(tmp_path: Path) -> None:
     """Every part runs, from the tests to the last benchmark, on the device that the kit itself finds."""
-    command = ["bench/gpu.py", "--stub", "--minutes", "100", "--out", str(tmp_path)]
-    said = python(*command, seconds=6600, has_device=False)
-    assert "failed" not in said and "left out:" not in said, said
+    command = [sys.executable, "bench/gpu.py", "--stub", "--minutes", "100", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=6600)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "failed" not in said and "left out:" not in said, said
     steps = [json.loads(path.read_text()) for path in tmp_path.glob("step-tiny-*.json")]
     assert len(steps) == 5 and all(found["allocated"] > 0 for found in steps)
     assert {found["device"] for found in steps} == {"the stand-in device"}

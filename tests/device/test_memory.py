@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.device import caching
 from tests.device.build import needs_device
@@ -19,7 +17,6 @@ from tests.device.caching import (
     ROUND_LARGE,
     SMALL_BUFFER,
     CachingAllocator,
-    OutOfMemory,
 )
 from tests.device.ranks import on_devices
 
@@ -45,11 +42,8 @@ def test_sizes_are_those_of_torch() -> None:
 @pytest.mark.parametrize(
     ("sizes", "allocated", "reserved"),
     [
-        ([1], MIN_BLOCK, SMALL_BUFFER),
         ([513, MIB], 2 * MIN_BLOCK + MIB, SMALL_BUFFER),
-        ([MIB, MIB, 1], 2 * MIB + MIN_BLOCK, 2 * SMALL_BUFFER),
         ([MIB + 1], MIB + MIN_BLOCK, LARGE_BUFFER),
-        ([3 * MIB, 5 * MIB], 8 * MIB, LARGE_BUFFER),
         ([19 * MIB // 2, 11 * MIB], 43 * MIB // 2, LARGE_BUFFER + 12 * MIB),
         ([11 * MIB], 12 * MIB, 12 * MIB),  # what is left of a segment is too little to be split off
         ([21 * MIB + 1], 22 * MIB, 11 * ROUND_LARGE),
@@ -78,58 +72,22 @@ def test_blocks_are_used_again_on_their_stream_and_merged() -> None:
     assert memory.reserved == 2 * LARGE_BUFFER and memory.usage.reuse == pytest.approx(4 / 6)
 
 
-def test_segments_go_back_to_a_device_that_is_full() -> None:
-    memory = CachingAllocator(capacity=64 * MIB)
-    memory.allocate("old", 40 * MIB)
-    memory.free("old")
-    memory.allocate("new", 50 * MIB)
-    assert (memory.flushes, memory.reserved) == (1, 50 * MIB)
-    with pytest.raises(OutOfMemory):
-        memory.allocate("more", 16 * MIB)
-
-
-@given(st.lists(st.tuples(st.integers(1, 40 * MIB), st.integers(0, 2), st.integers(0, 9)), max_size=60))
-def test_memory_is_neither_lost_nor_given_twice(requests: list[tuple[int, int, int]]) -> None:
-    memory, names = CachingAllocator(), list[str]()
-    for number, (size, stream, free) in enumerate(requests):
-        names.append(str(number))
-        memory.allocate(names[-1], size, stream)
-        if free < len(names):
-            memory.free(names.pop(free))
-        memory.require_whole()
-    for name in names:
-        memory.free(name)
-    memory.require_whole()
-    memory.empty_cache()
-    assert memory.allocated == memory.reserved == 0
-
-
 # --- Llama-3-8B ----------------------------------------------------------------------------------------
 
 
-def _peaks(device: torch.device, cells: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the planned and the measured peak for pairs of ranks and stage."""
+def _peaks(device: torch.device) -> tuple[int, int]:
+    """Return the planned and the measured peak of stage 3 on 8 ranks."""
     sys.path.insert(0, str(BENCH))
     import memory as bench
 
-    found = []
-    for ranks, stage in cells:
-        entries, bill = bench.run("8B", ranks, stage, 16)
-        played = CachingAllocator()
-        played.play(entries)
-        found.append((bill.peak.total, played.usage.allocated))
-    return found
+    entries, bill = bench.run("8B", 8, 3, 16)
+    played = CachingAllocator()
+    played.play(entries)
+    return bill.peak.total, played.usage.allocated
 
 
 @needs_device
-@pytest.mark.parametrize(
-    "cells",
-    [
-        pytest.param([(8, 3)], marks=pytest.mark.long),
-        pytest.param([(1, 3), (8, 0), (8, 1), (8, 2)], marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_the_plan_of_a_large_model_has_its_peak(cells: list[tuple[int, int]]) -> None:
-    for planned, used in on_devices(_peaks, 1, cells, timeout=280)[0]:
-        assert used - ACTIVATIONS < planned < 1.05 * used
+@pytest.mark.long
+def test_the_plan_of_a_large_model_has_its_peak() -> None:
+    ((planned, used),) = on_devices(_peaks, 1, timeout=280)
+    assert used - ACTIVATIONS < planned < 1.05 * used

@@ -17,7 +17,6 @@ from tests.device.standin import NAME
 from tests.ranks import harness
 
 WITH_LONG = (
-    "tests/numerics/test_late.py",
     "tests/numerics/test_order.py",
     "tests/numerics/test_order_families.py",
     "tests/numerics/test_order_pipelines.py",
@@ -47,20 +46,12 @@ HABITS = {
 
 LEFT_OUT = {
     "tests/check/test_wires.py": "FullyShardedDataParallel computes on CUDA, or on a CPU",
-    "tests/e2e/test_grouping.py": COMMANDS,
-    "tests/e2e/test_jobs.py": COMMANDS,
-    "tests/e2e/test_on_the_way.py": COMMANDS,
-    "tests/e2e/test_smoothing.py": COMMANDS,
-    "tests/e2e/test_train.py": COMMANDS,
-    "tests/e2e/test_train_launch.py": COMMANDS,
-    "tests/e2e/test_train_pipeline.py": COMMANDS,
     **{
         f"tests/habits/test_habits.py::test_habit[stage3-{mode}-{habit}]": why
         for mode in ("fp32", "bf16")
         for habit, why in HABITS.items()
     },
     "tests/habits/test_scripts.py": COMMANDS,
-    "tests/numerics/test_faults.py": "random kills take minutes",
     "tests/ranks/test_collectives.py::test_halves_are_two_messages_where_slices_are_three": CARRIERS,
     "tests/ranks/test_collectives.py::test_operations_overlap_and_may_be_waited_for_in_any_order": CARRIERS,
     "tests/ranks/test_collectives.py::test_a_reduction_receives_a_window_however_large_it_is": CARRIERS,
@@ -91,9 +82,10 @@ LEFT_OUT = {
 
 
 def files_of_ranks() -> list[str]:
-    """Return the files whose tests run on ranks, without units and the tests of the device itself."""
+    """Return the files whose tests run on ranks, without units, commands and those of the device itself."""
     imports = re.compile(r"^from tests\.(ranks|ranks\.harness|habits\.cells) import", re.MULTILINE)
-    folders = [folder for folder in (ROOT / "tests").iterdir() if folder.name not in ("device", "unit")]
+    left = ("device", "e2e", "unit")
+    folders = [folder for folder in (ROOT / "tests").iterdir() if folder.name not in left]
     files = sorted(file for folder in folders for file in folder.glob("test_*.py"))
     return [str(file.relative_to(ROOT)) for file in files if imports.search(file.read_text("utf-8"))]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from tests.numerics.networks import GPT
 from tests.numerics.runs import config, finish, make, train
-from tests.ranks.harness import on_ranks, run_ranks
+from tests.ranks.harness import on_ranks
 from zerodrift.engine.digest import MOMENTS, VISIBLE, WEIGHTS
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import RankError
@@ -45,54 +44,25 @@ def by_definition(kind: str, what: str, name: str, values: Tensor) -> int:
     return total
 
 
-def of_whole_values(engine: Engine, rounded: bool) -> str:
+def of_whole_values(engine: Engine) -> str:
     run = finish(engine)
     total = sum(by_definition(WEIGHTS, "", name, values) for name, values in run.masters.items())
-    if rounded:
-        total += sum(by_definition(VISIBLE, "", name, values) for name, values in run.weights.items())
+    total += sum(by_definition(VISIBLE, "", name, values) for name, values in run.weights.items())
     for name, state in run.states.items():
         total += sum(by_definition(MOMENTS, what, name, values) for what, values in state.items())
     return f"{total & WORD:016x}"
 
 
-def digests(stages: list[int], mode: str, more: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
-    """Return, for every stage, the digest, the same by definition, and that of the gradients."""
-    found = []
-    for stage in stages:
-        reduce = {"when": "every", "order": "tree"}
-        written = config(stage, mode, 4 // dist.get_world_size(), precision={"reduce": reduce}, **more)
-        engine = make(written, GPT(layers=1))
-        gradients: dict[str, str] = {}
-
-        def take(engine: Engine = engine, gradients: dict[str, str] = gradients) -> None:
-            gradients |= engine.gradient_digest().by_unit()
-
-        engine.before_update = take
-        numbers = engine.micro_batches_of_this_rank()
-        train(engine, 2, len(numbers), lambda step, rank, micro, ns=numbers: _batch(step, ns[micro]))
-        found.append((str(engine.digest()), of_whole_values(engine, mode != "fp32"), gradients))
-    return found
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_it_is_that_of_whole_weights_masters_and_moments(stage: int) -> None:
+    """`test_order_families.py` compares it over stages and ranks."""
+    engine = make(config(stage, "bf16"), GPT(layers=1))
+    train(engine, 2)
+    assert str(engine.digest()) == of_whole_values(engine)
 
 
-def _batch(step: int, number: int) -> Tensor:
-    return torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(100 * step + number))
-
-
-@pytest.mark.second
-@pytest.mark.parametrize("mode", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_it_is_that_of_whole_values_at_every_stage_and_world(mode: str) -> None:
-    alone = run_ranks(digests, 1, [0], mode, {})[0]
-    several = run_ranks(digests, 2, [0, 1, 2, 3], mode, {})
-    assert several[0] == several[1]
-    for digest, definition, gradients in [*alone, *several[0]]:
-        assert digest == definition == alone[0][0]
-        assert gradients == alone[0][2] and len(set(gradients.values())) == len(gradients) > 1
-
-
-@pytest.mark.parametrize(
-    ("world", "stage", "replicate", "bad"),
-    [(2, 0, 1, 1), (2, 3, 2, 1), pytest.param(4, 0, 1, 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("world", "stage", "replicate", "bad"), [(2, 3, 2, 1), (4, 0, 1, 2)])
 @on_ranks("world")
 def test_a_rank_whose_copy_differs_is_named_on_all(world: int, stage: int, replicate: int, bad: int) -> None:
     """One rank has another bit in its master; the majority of several is right."""

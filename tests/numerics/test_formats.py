@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple
 from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 import pytest
@@ -51,19 +49,7 @@ def batches(dtype: DType, kind: torch.dtype) -> Iterator[Tensor]:
         rows[:, 0] = form.element.largest * scale
         rows[8:, 1] = 1.9 * form.element.largest * scale  # floor saturates
         yield rows.flatten().to(kind)
-    odd = [
-        0.0,
-        -0.0,
-        torch.inf,
-        -torch.inf,
-        torch.nan,
-        1e-45,
-        -1e-40,
-        2.0**-96,
-        -(2.0**-97),
-        3.4e38,
-        2.0**126,
-    ]
+    odd = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-40, 2.0**-96, -(2.0**-97)]
     special = (normal * 1e-3).view(40, block).clone()
     for row, value in enumerate([*odd, 2.0**126, -(2.0**127), 3.4e38, 1e-30, 65504.0]):
         special[row, row % block] = value
@@ -136,25 +122,15 @@ def test_compiled_equals_the_definition(dtype: DType, kind: torch.dtype) -> None
         require_definition(dtype, values, number, DTYPES)
 
 
-@pytest.mark.parametrize("dtype", FLAT, ids=str)
-def test_without_compiled_code_the_definition_runs(dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
-    for number, values in enumerate(itertools.islice(batches(dtype, torch.float32), 8)):
-        require_definition(dtype, values, number, DTYPES)
-
-
 @compiled
 @pytest.mark.long
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_plain_loops_equal_the_definition(
-    quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The library for any processor has the same bits as the vectors of this one, compiled quickly too."""
+def test_plain_loops_equal_the_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library for any processor has the same bits as the vectors of this one."""
     compiler = build.find_compiler()
     if compiler is None:
         pytest.skip("no C++ compiler on this machine")
     plain = build.native_flags(astuple(contraction()))[-1]
-    build.compile_library(compiler, [(*plain, *(["-O1"] if quick else []))], tmp_path / "plain.so")
+    build.compile_library(compiler, [(*plain, "-O1")], tmp_path / "plain.so")
     library = native.Library(tmp_path / "plain.so", "")
     monkeypatch.setattr(native, "library", lambda: library)
     for dtype in FLAT:
@@ -190,7 +166,7 @@ def test_any_code_and_scale_is_decoded(dtype: DType) -> None:
 
 @compiled
 @pytest.mark.parametrize("dtype", FLAT, ids=str)
-def test_neither_threads_nor_slices_change_a_bit(dtype: DType) -> None:
+def test_threads_do_not_change_a_bit(dtype: DType) -> None:
     values = torch.randn(1 << 18, generator=generator(7))
     whole, _ = reference(dtype, values)
     before = torch.get_num_threads()
@@ -201,38 +177,6 @@ def test_neither_threads_nor_slices_change_a_bit(dtype: DType) -> None:
         assert torch.equal(found, whole)
     finally:
         torch.set_num_threads(before)
-    parts = [torch.empty(dtype.nbytes(256 * count), dtype=torch.uint8) for count in (1, 5, 1018)]
-    cuts = [part.tensor_split([dtype.nbytes(0)])[1] for part in parts]
-    for part, piece in zip(cuts, values.split([256, 5 * 256, 1018 * 256]), strict=True):
-        narrow.encode(dtype, piece, part)
-    bits = NARROW[dtype].element.bits
-    codes = [part[: 256 * count * bits // 8] for part, count in zip(parts, (1, 5, 1018), strict=True)]
-    scales = [part[256 * count * bits // 8 :] for part, count in zip(parts, (1, 5, 1018), strict=True)]
-    assert torch.equal(torch.cat([*codes, *scales]), whole)
-
-
-@pytest.mark.parametrize(
-    ("numel", "nbytes", "kind"), [(100, 104, torch.uint8), (256, 263, torch.uint8), (256, 264, torch.int8)]
-)
-def test_a_run_that_does_not_fit_is_refused_before_an_address_is_used(
-    numel: int, nbytes: int, kind: torch.dtype
-) -> None:
-    values, packed = torch.zeros(numel), torch.zeros(nbytes, dtype=kind)
-    with pytest.raises(AssertionError, match="no run of"):
-        narrow.encode(DType.FP8_128, values, packed)
-    with pytest.raises(AssertionError, match="no run of"):
-        narrow.decode(DType.FP8_128, packed, values)
-
-
-def test_strided_values_are_taken() -> None:
-    values = torch.randn(512, generator=generator(8))
-    for dtype in FLAT:
-        packed, decoded = reference(dtype, values[::2].contiguous())
-        found = torch.zeros_like(packed)
-        narrow.encode(dtype, values[::2], found)
-        out = torch.zeros(512)
-        narrow.decode(dtype, found, out[::2])
-        assert torch.equal(found, packed) and torch.equal(out[::2], decoded)
 
 
 @pytest.mark.parametrize("dtype", DRAWN, ids=str)
@@ -269,24 +213,6 @@ def test_drawn_codes_keep_the_mean(dtype: DType) -> None:
     is_number = (block[:, None] == numbers).any(1)
     assert (gaps[is_number] == 0).all() and (gaps > 0).any()
     assert all(len(column.unique()) <= 2 for column in found.unbind(1))
-
-
-@pytest.mark.parametrize(
-    ("keys", "dtype", "found"),
-    [(2, torch.int64, "2 keys in torch.int64 for 1 blocks"), (1, torch.int32, "1 keys in torch.int32")],
-)
-def test_draws_of_other_runs_are_refused(keys: int, dtype: torch.dtype, found: str) -> None:
-    draws, packed = narrow.Draws(torch.zeros(keys, dtype=dtype), 0), torch.empty(260, dtype=torch.uint8)
-    with pytest.raises(AssertionError, match=found):
-        narrow.encode(DType.INT8_256, torch.ones(256), packed, draws)
-
-
-def test_nf4_is_only_rounded_to_nearest() -> None:
-    values, packed = torch.ones(64), torch.empty(36, dtype=torch.uint8)
-    for library in (native.library(), None):
-        with pytest.MonkeyPatch.context() as patched, pytest.raises(AssertionError, match="to nearest"):
-            patched.setattr(native, "library", lambda library=library: library)
-            narrow.encode(DType.NF4_64, values, packed, draws_of(values))
 
 
 # --- the definition ---------------------------------------------------------------------------------------
@@ -345,39 +271,4 @@ def test_blocks_without_a_usable_scale() -> None:
         assert found.isfinite().all() and (found < -(2.0**125)).all()
 
 
-@pytest.mark.parametrize("dtype", [d for d in FLAT if NARROW[d].rule != "exact"], ids=str)
-def test_a_power_of_two_scale_survives_bf16(dtype: DType) -> None:
-    """Decoded values have few bits: rounded to bf16 and encoded again they have the same codes."""
-    values = torch.randn(1 << 16, generator=generator(9))
-    packed, decoded = reference(dtype, values)
-    assert torch.equal(reference(dtype, decoded.bfloat16().float())[0], packed)
-
-
 # --- beside other libraries -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
-    return importlib.import_module("formats")
-
-
-@pytest.mark.parametrize("peer", ["ml_dtypes", "torchao", "bitsandbytes"])
-def test_what_differs_from_a_peer_does_so_by_a_known_rule(peer: str, beside: ModuleType) -> None:
-    pytest.importorskip(peer)
-    found = list(beside.COMPARISONS[peer](beside.sample(1 << 18)))
-    assert len(found) >= 2
-    for each in found:
-        assert each.unexplained == 0, each
-        same = (each.codes[0] == each.codes[1]).float().mean()
-        assert same > (0.6 if each.dtype == "fp8-128x128" else 0.9), each
-
-
-def test_a_code_or_scale_that_no_rule_explains_is_counted(beside: ModuleType) -> None:
-    codes, scales = torch.zeros(3, 8, dtype=torch.uint8), torch.ones(3)
-    other, scaled = codes.clone(), scales.clone()
-    other[0, 1], other[2, 3], scaled[1] = 1, 1, 2.0
-    rule = torch.zeros(3, 8, dtype=torch.bool)
-    rule[2] = True
-    found = beside.Comparison("fp8-128", "planted", (codes, other), (scales, scaled), {"a rule": rule})
-    assert found.why == {"a rule": 1} and found.unexplained == 2

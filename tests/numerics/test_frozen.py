@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,8 @@ import zerodrift
 from tests.numerics.networks import GPT
 from tests.numerics.runs import Run, config, make, masters, require_alike, train
 from tests.ranks.harness import on_ranks
-from tests.unit.models import at, parameter, plan
-from zerodrift import ConfigError
 from zerodrift.dtypes import ADMITTED, SHORT, DType
 from zerodrift.kernels import narrow
-from zerodrift.model.spec import ModelSpec
 from zerodrift.plan import cost
 
 FORMATS = {next((word for word in SHORT if SHORT[word] is d), str(d)): d for d in ADMITTED["frozen"]}
@@ -64,17 +60,10 @@ def test_a_write_encodes_the_blocks_that_it_changes() -> None:
             values[name].view(-1)[300] = 7.0
         after = engine.parameter(name).master
         differs = (after != before).view(-1, 128).any(1).nonzero().view(-1).tolist()
-        assert differs == [300 // 128] and abs(after.view(-1)[300].item() - 7) < 0.25
+        before.view(-1)[300] = 7.0
+        given, kept = (values.view(-1, 128)[300 // 128] for values in (before, after))
+        assert differs == [300 // 128] and torch.equal(kept, narrow.round_trip(DType.FP8_128, given))
         engine.destroy()
-
-
-def test_experts_of_a_rank_must_fill_blocks() -> None:
-    stack = parameter("layers.0.experts.up", (4, 7, 16), trained=False)
-    model = ModelSpec("stacks", (stack, parameter("head.weight", (8, 8))))
-    written = {**at(3, frozen="nf4"), "experts": {"ranks": 2}}
-    with pytest.raises(ConfigError, match="must have blocks of 64 that the experts of a rank fill"):
-        plan(written, model)
-    assert plan(written, replace(model, parameters=(replace(stack, shape=(4, 8, 16)), model.parameters[1])))
 
 
 class Wide(torch.nn.Module):
@@ -97,9 +86,8 @@ def resident(line: str) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process in /proc")
 @pytest.mark.second
-@pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2, timeout=200)
-def test_a_base_is_loaded_into_its_format_with_little_beside_it(stage: int, tmp_path: Path) -> None:
+def test_a_base_is_loaded_into_its_format_with_little_beside_it(tmp_path: Path) -> None:
     names = [f"layers.{number}.weight" for number in range(4)]
     generator = torch.Generator().manual_seed(0)
     if torch.distributed.get_rank() == 0:
@@ -111,9 +99,9 @@ def test_a_base_is_loaded_into_its_format_with_little_beside_it(stage: int, tmp_
         model = Wide()
     base = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    engine = make(config(stage, "bf16", precision={"frozen": "nf4"}), model, weights=tmp_path)
+    engine = make(config(3, "bf16", precision={"frozen": "nf4"}), model, weights=tmp_path)
     peak, share = resident("VmHWM") - base, cost(engine.plan).rest.storage
-    assert share < 4 * 4096 * 2048 * 0.6 / (1 if stage == 0 else 2)
+    assert share < 4 * 4096 * 2048 * 0.6 / 2
     assert peak < share + 60e6, f"{peak / 1e6:.0f} MB for {share / 1e6:.0f} MB at rest"
     first = torch.randn(4096, 2048, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     with engine.gathered(names[:1]) as values:

@@ -1,4 +1,4 @@
-"""Late weight gradients are formed from a queue, in any order, at every stage, and summed like others."""
+"""Late weight gradients are formed from a queue and summed like others; `test_pipelines.py` runs them."""
 
 from __future__ import annotations
 
@@ -10,53 +10,37 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from tests.numerics.networks import GPT, VOCABULARY, WIDTH, batch
-from tests.numerics.runs import config, gradients, make
-from tests.ranks.harness import on_ranks
-from zerodrift.engine.engine import Engine
+from tests.numerics.runs import config, make
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.deferred import defer_weight_grads
-
-STEPS, MICRO_BATCHES = 2, 3
 
 
 class Product(nn.Module):
     """A product with a weight, in one of the forms that models use."""
 
-    SHAPES = {
-        "linear": (16, 8), "linear with bias": (16, 8), "one of a stack": (3, 16, 8), "transposed": (8, 16),
-        "matmul": (8, 16), "matmul of one of a stack": (3, 8, 16), "mm": (8, 16), "addmm": (8, 16),
-        "bmm": (2, 8, 16), "batched matmul": (2, 8, 16), "batched, transposed": (2, 16, 8),
-        "grouped": (3, 8, 16), "grouped, transposed": (3, 16, 8),
-    }  # fmt: skip
-
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.way = way
+        shape, self.product = PRODUCTS[way]
         torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(self.SHAPES[way]))
+        self.weight = nn.Parameter(torch.randn(shape))
         self.bias = nn.Parameter(torch.randn(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run on `x`. Shape [2, 5, 8]."""
-        return PRODUCTS[self.way](x, x.reshape(-1, 8), self.weight, self.bias)
+        return self.product(x, x.reshape(-1, 8), self.weight, self.bias)
 
 
 ENDS = torch.tensor([3, 3, 10], dtype=torch.int32)
 PRODUCTS: dict[str, Any] = {
-    "linear": lambda x, flat, w, b: F.linear(x, w),
-    "linear with bias": lambda x, flat, w, b: F.linear(x, w, bias=b),
-    "one of a stack": lambda x, flat, w, b: F.linear(x, w[1]) + F.linear(x, w[torch.tensor(2)]),
-    "transposed": lambda x, flat, w, b: F.linear(x, w.t()),
-    "matmul": lambda x, flat, w, b: x @ w,
-    "matmul of one of a stack": lambda x, flat, w, b: torch.matmul(x, w[1]) + x.matmul(w[0]),
-    "mm": lambda x, flat, w, b: flat.mm(w),
-    "addmm": lambda x, flat, w, b: torch.addmm(b, flat, w),
-    "bmm": lambda x, flat, w, b: torch.bmm(x, w),
-    "batched matmul": lambda x, flat, w, b: x @ w,
-    "batched, transposed": lambda x, flat, w, b: x @ w.transpose(1, 2),
-    "grouped": lambda x, flat, w, b: F.grouped_mm(flat, w, offs=ENDS),
-    "grouped, transposed": lambda x, flat, w, b: F.grouped_mm(flat, w.transpose(1, 2), offs=ENDS),
+    "linear with bias": ((16, 8), lambda x, flat, w, b: F.linear(x, w, bias=b)),
+    "one of a stack": ((3, 16, 8), lambda x, flat, w, b: F.linear(x, w[1]) + F.linear(x, w[torch.tensor(2)])),
+    "transposed": ((8, 16), lambda x, flat, w, b: F.linear(x, w.t())),
+    "matmul": ((8, 16), lambda x, flat, w, b: x @ w),
+    "addmm": ((8, 16), lambda x, flat, w, b: torch.addmm(b, flat, w)),
+    "batched, transposed": ((2, 16, 8), lambda x, flat, w, b: x @ w.transpose(1, 2)),
+    "grouped": ((3, 8, 16), lambda x, flat, w, b: F.grouped_mm(flat, w, offs=ENDS)),
 }
+"""Name -> shape of the weight, and the product of (x, x as a matrix, weight, bias)."""
 
 
 def backward(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
@@ -68,7 +52,7 @@ def backward(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("way", Product.SHAPES)
+@pytest.mark.parametrize("way", PRODUCTS)
 def test_a_deferred_product_has_torchs_bits_and_its_weights_gradient_later(
     way: str, dtype: torch.dtype
 ) -> None:
@@ -108,84 +92,6 @@ def test_a_gradient_is_formed_in_the_dtype_of_accumulation_and_not_rounded_befor
     queue.drain()
     assert module.weight.grad.dtype is torch.float32
     assert error(module.weight.grad) < 1e-6 < 1e-4 < eager
-
-
-def test_the_bound_on_what_is_held_is_kept_and_changes_nothing() -> None:
-    model, other = GPT(), GPT()
-    free, bound = defer_weight_grads(model), defer_weight_grads(other, limit=40_000)
-    for micro in range(MICRO_BATCHES):
-        model(batch(0, 0, micro)).backward()
-        other(batch(0, 0, micro)).backward()
-        assert bound.held <= 40_000
-    assert free.peak > 40_000 >= bound.peak
-    assert bound.formed > 0 == free.formed
-    free.drain()
-    bound.drain()
-    for name, parameter in model.named_parameters():
-        near = {"rtol": 1e-6, "atol": 1e-8, "msg": name}
-        torch.testing.assert_close(other.get_parameter(name).grad, parameter.grad, **near)
-
-
-def test_one_module_has_one_queue_until_it_is_detached() -> None:
-    model = GPT()
-    queue = defer_weight_grads(model)
-    with pytest.raises(ModelError, match="must have one queue"):
-        defer_weight_grads(model.layers[0])
-    model(batch(0)).backward()
-    assert len(queue) > 0
-    queue.detach()
-    assert len(queue) == 0 and model.layers[0].mlp.up.weight.grad is not None
-    model.zero_grad()
-    model(batch(0)).backward()
-    assert len(queue) == 0 and model.layers[0].mlp.up.weight.grad is not None
-    defer_weight_grads(model)
-
-
-def full_gradients(engine: Engine, step: int) -> dict[str, torch.Tensor]:
-    """Return the gradients of several micro-batches, and update."""
-    for micro in range(MICRO_BATCHES):
-        engine.backward(engine(batch(step, engine.mesh.rank(), micro)))
-        if micro < MICRO_BATCHES - 1:
-            engine.step()
-    found = gradients(engine)
-    assert engine.step().updated
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@on_ranks(2)
-def test_all_weight_gradients_queued_to_the_end_of_the_step_equal_eager_ones(
-    stage: int, mode: str, moe: bool
-) -> None:
-    """They agree up to fp32 rounding; in bf16, up to the rounding of each eager product."""
-    tolerance = 2e-6 if mode == "fp32" else 2e-2
-    eager, late = (make(config(stage, mode, MICRO_BATCHES), GPT(moe=moe)) for _ in range(2))
-    queue = defer_weight_grads(late)
-    for step in range(STEPS if mode == "fp32" else 1):  # in bf16 the weights differ from then on
-        expected, before = full_gradients(eager, step), queue.formed
-        found = full_gradients(late, step)
-        assert queue.formed - before >= MICRO_BATCHES * 8 and len(queue) == 0
-        errors = {n: float((found[n] - v).norm() / v.norm().clamp_min(1e-12)) for n, v in expected.items()}
-        assert max(errors.values()) < tolerance, errors
-
-
-@on_ranks(2)
-def test_ranks_may_differ_in_what_is_late() -> None:
-    """Rank 1 has no late gradients, so its queue stays empty."""
-    for stage in (0, 3):
-        engine = make(config(stage, "fp32"), GPT(moe=True))
-        rank, queue = engine.mesh.rank(), defer_weight_grads(engine)
-        for handle in queue._handles if rank else ():
-            handle.remove()
-        for step in range(2):
-            engine.backward(engine(batch(step, rank)))
-            assert bool(len(queue)) == (rank == 0)
-            norms = engine.comm.all_gather_object(engine.step().grad_norm)
-            assert norms[0] == norms[1] is not None, norms
 
 
 def test_a_failed_or_forgotten_step_forgets_what_was_queued() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -96,16 +97,6 @@ def evaluate_between(engine: Engine, step: int, numbers: Iterable[int]) -> float
     return norm
 
 
-def failing(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
-    """Raise in a forward in the middle of a step, and begin the step anew."""
-    engine.seed_micro_batch(0)
-    engine.backward(engine(batch(step, 5)))
-    with pytest.raises(RuntimeError, match="indices"):
-        engine(torch.full((2, 12), 0.5))
-    engine.zero_grad()
-    return usual(engine, step, numbers)
-
-
 def family(**what: Any) -> Cell:
     """Return the cell of a model, a loop and config keys; its mesh sets the stage."""
     return Cell(0, "last", **{"mode": "bf16", "total": TOTAL if "loop" in what else 4, **what})
@@ -115,16 +106,12 @@ def one_layer() -> nn.Module:
     return GPT(layers=1, dropout=0.2, recompute=False)
 
 
-def sgd(rest: dict[str, Any]) -> dict[str, Any]:
-    return {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, **rest}}}
+def narrow(**what: Any) -> Cell:
+    return family(precision={"compute": "fp8"}, **what)
 
 
-def narrow(compute: Any = "fp8", **what: Any) -> Cell:
-    return family(precision={"compute": compute}, **what)
-
-
+NESTEROV = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}}}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-3}}}
-LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}
 WARMUP = {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 9}}}
 STOCHASTIC = {"master": "same", "state": "bf16-stochastic"}
 
@@ -135,46 +122,34 @@ FAMILIES = {
     "8-bit moments under autocast": family(mode="autocast-bf16", model="moe", state="8bit"),
     "blocks that run twice": family(model="twice"),
     "replicas": family(replicate=2),
-    "recomputed replicas": family(model="recomputed", replicate=2),
     "narrow gathers": family(model="moe", precision={"gather": "fp8"}),
     "fp8 products, recomputed": narrow(model="recomputed"),
-    "fp8 products of experts": narrow(model="moe"),
     "fp8 products of stacked experts": narrow(model=stacked),
     "fp8 products under autocast": narrow(model="dropout", mode="autocast-bf16"),
-    "fp8 products, but for weights": narrow("fp8-hp-grad-weight", mode="fp16"),
-    "fp8 products in fp32": narrow({"forward": "fp8", "grad_weight": "fp8"}, mode="fp32"),
     "dropout under checkpoints": family(model=lambda: GPT(dropout=0.2, recompute=False)),
     "dropout under reentrant checkpoints": family(model=lambda: GPT(dropout=0.2, recompute=True)),
-    "autocast and dropout": family(model=one_layer, mode="autocast-bf16"),
-    "sometimes without gradient": family(model=Sometimes, mode="fp32", rest=sgd({"weight_decay": 0.1})),
-    "sometimes, Nesterov": family(model=Sometimes, mode="fp32", rest=sgd({"nesterov": True})),
+    "sometimes without gradient": family(model=Sometimes, mode="fp32", rest=NESTEROV),
     "frozen parts": family(model=Frozen),
     "other totals": family(loop=other_totals),
     "weights": family(model=one_layer, loop=weighted),
     "looked at": family(loop=evaluate_between, rest=WARMUP),
-    "failing": family(model=one_layer, loop=failing),
     "Muon": family(model=lambda: GPT(layers=2), rest=MUON),
-    "Lion": family(rest=LION),
-    "split master": family(precision={"master": "split"}),
     "one bf16 copy": family(precision=STOCHASTIC, rest=WARMUP),
-    "statistics": family(precision={"statistics": True, "state": "8bit"}),
-    "an optimizer of torch": family(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3)),
-    "another of torch": family(optimizer=lambda p: torch.optim.NAdam(p, lr=1e-3), mode="fp32"),
+    "an optimizer of torch": family(optimizer=lambda p: torch.optim.NAdam(p, lr=1e-3)),
 }
 
 MESHES = {1: (0, "last"), 2: (3, "last"), 4: (2, "every")}
-"""Ranks -> stage and time; others for a second run of a family."""
-OTHERS = {1: (3, "every"), 2: (1, "every"), 4: (0, "last")}
+"""Ranks -> stage and time."""
 FEW = {1: slice(None), 2: slice(0, None, 2), 4: slice(1, None, 2)}
 ALL = dict.fromkeys(FEW, slice(None))
 """Ranks -> families: each runs on one rank, and on two or on four, or on both."""
 
 
-def trained_all(names: list[str], meshes: dict[int, tuple[int, str]]) -> list[Any]:
+def trained_all(names: list[str]) -> list[Any]:
     told: list[Any] = []
     for name in names:
         try:
-            stage, when = meshes[torch.distributed.get_world_size()]
+            stage, when = MESHES[torch.distributed.get_world_size()]
             told.append(train_cell(replace(FAMILIES[name], stage=stage, when=when)))
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
@@ -183,20 +158,13 @@ def trained_all(names: list[str], meshes: dict[int, tuple[int, str]]) -> list[An
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("meshes", "families"),
-    [
-        pytest.param(MESHES, FEW, id="few"),
-        pytest.param(MESHES, ALL, id="sliced", marks=pytest.mark.slow),
-        pytest.param(OTHERS, ALL, id="whole", marks=pytest.mark.slow),
-    ],
+    "families", [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.slow)]
 )
-def test_what_people_do_has_the_same_bits_on_any_number_of_ranks(
-    meshes: dict[int, tuple[int, str]], families: dict[int, slice]
-) -> None:
+def test_what_people_do_has_the_same_bits_on_any_number_of_ranks(families: dict[int, slice]) -> None:
     names = list(FAMILIES)
     alone: dict[str, Any] = {}
     for ranks, chosen in families.items():
-        told = run_ranks(trained_all, ranks, names[chosen], meshes, timeout=200)[0]
+        told = run_ranks(trained_all, ranks, names[chosen], timeout=200)[0]
         found = dict(zip(names[chosen], told, strict=True))
         alone = alone or found
         assert [name for name in found if found[name] != alone[name]] == [], f"{ranks} ranks differ from 1"
@@ -253,26 +221,25 @@ def seeded_before_data(engine: Engine) -> None:
 
 
 REFUSALS: list[tuple[Callable[[], nn.Module], Callable[[Engine], None], str]] = [
-    (one_layer, plainly, "must draw random numbers by the number of its micro-batch"),
-    (one_layer, plainly, r"`engine\.seed_micro_batch\(number\)`"),
+    (
+        one_layer,
+        plainly,
+        r"by the number of its micro-batch.*`engine\.seed_micro_batch\(number\)`",
+    ),
     (Normed, plainly, r"statistics\.running_mean.*must not be written by a forward"),
-    (lambda: one_layer().eval(), plainly, ""),
     (one_layer, seeded_by_hand, ""),
     (one_layer, seeded_before_data, ""),
-    (lambda: GPT(layers=1), plainly, ""),
     (lambda: Normed().eval(), plainly, ""),
 ]
 """(model, action, words of the error)"""
 
 
-@pytest.mark.parametrize("number", range(len(REFUSALS)))
 @on_ranks(2)
-def test_what_depends_on_the_micro_batches_of_a_rank_is_refused_by_name(number: int) -> None:
-    model, act, told = REFUSALS[number]
-    engine = make(config(1, "fp32", 2, precision={"reduce": {"order": "tree"}}), model())
-    if told:
-        with pytest.raises(UnsupportedError, match=f"(?s){told}"):
+def test_what_depends_on_the_micro_batches_of_a_rank_is_refused_by_name() -> None:
+    for model, act, told in REFUSALS:
+        engine = make(config(1, "fp32", 2, precision={"reduce": {"order": "tree"}}), model())
+        refused = pytest.raises(UnsupportedError, match=f"(?s){told}") if told else contextlib.nullcontext()
+        with refused:
             act(engine)
         engine.seed_micro_batch(0)
-    else:
-        act(engine)
+        engine.destroy()

@@ -15,7 +15,6 @@ from tests.numerics.runs import make, require_alike, whole_values
 from tests.ranks.harness import on_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.progress import Scaler
-from zerodrift.engine.step.norm import Norm
 from zerodrift.errors import NonFiniteError
 from zerodrift.policy.decisions import LossScale
 
@@ -51,7 +50,7 @@ class ByHand:
         self.step += 1
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_the_dynamic_scale_is_deepspeeds_over_any_sequence_of_overflows(seed: int) -> None:
     chance = random.Random(seed)
     spec = LossScale(
@@ -80,23 +79,6 @@ def test_the_dynamic_scale_is_deepspeeds_over_any_sequence_of_overflows(seed: in
             ours.load_state_dict(held)
 
 
-def test_a_static_scale_and_none_never_move() -> None:
-    fixed = Scaler(LossScale(False, 128.0, 1, 1, False, 1.0))
-    absent = Scaler(None)
-    for overflow in (True, False, True, True, False):
-        fixed.update(overflow)
-        absent.update(overflow)
-    assert (fixed.scale, fixed.active, absent.scale, absent.active) == (128.0, True, 1.0, False)
-
-
-def test_the_multiplier_is_unscaling_and_clipping_at_once() -> None:
-    assert Norm(0.5).multiplier(1 / 1024, 1.0) == 1 / 1024
-    assert Norm(4.0).multiplier(1 / 1024, 0.0) == 1 / 1024
-    # torch's clip_grad_norm_ divides by the norm plus 1e-6.
-    assert Norm(4.0).multiplier(1 / 1024, 1.0) == 1 / 1024 * (1.0 / (4.0 + 1e-6))
-    assert not Norm(math.inf).finite and not Norm(math.nan).finite
-
-
 class Two(nn.Module):
     """A model of two weights whose gradients are the inputs."""
 
@@ -109,7 +91,6 @@ class Two(nn.Module):
         return (self.first(x).float() + self.second(y).float()).sum()
 
 
-NAMES = ("first.weight", "second.weight")
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16")
 
 
