@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from zerodrift.comm import collectives
 from zerodrift.comm.collectives import Carrier
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.habits.determinism import seed_of
+from zerodrift.engine.step import accumulation
 from zerodrift.errors import UnsupportedError
 
 STEPS = 2
@@ -270,3 +272,14 @@ def test_operations_that_are_not_deterministic_are_refused_by_name() -> None:
         engine(batch(0))
     engine.destroy()
     assert not on()
+
+
+@pytest.mark.parametrize("cached", [0, 1 << 20])
+def test_no_negative_zero_lands(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumulation, "CACHED", cached)
+    rows = [SimpleNamespace(offset=offset, numel=12) for offset in (0, 16, 32, 48)]
+    landing, zero = torch.full((64,), torch.nan), torch.tensor([-0.0, 1.0, -2.0]).repeat(4)
+    arrived = [zero, None, zero.double(), zero.to_sparse()]
+    accumulation.LandingLayout(cast(Any, rows), 64).fill(landing, arrived, negative_zeros=False)
+    assert torch.equal(landing.view(4, 16)[:, :12], torch.stack([zero, 0 * zero, zero, zero]))
+    assert not landing[landing == 0].signbit().any() and landing.isfinite().all()
