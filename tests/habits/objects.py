@@ -54,7 +54,6 @@ def appended(loop: Loop, make: Any) -> None:
 
 LISTS = {
     "a_list_that_blocks_append_to": list,
-    "a_deque_that_blocks_append_to": lambda: collections.deque(maxlen=2),
 }
 
 
@@ -138,15 +137,6 @@ class Bag:
         self.__dict__.update(values)
 
 
-class Slotted:
-    """An object of an unknown class with slots."""
-
-    __slots__ = ("h", "losses", "steps")
-
-    def __init__(self, h: Tensor, steps: int, losses: list[Tensor]) -> None:
-        self.h, self.steps, self.losses = h, steps, losses
-
-
 def share_state(loop: Loop, make: Any) -> None:
     """Share a state between blocks, as AlphaFold and diffusion models do."""
     net = loop.train(ByState(make))
@@ -161,9 +151,7 @@ def share_state(loop: Loop, make: Any) -> None:
 
 STATES = {
     "a_dataclass_that_blocks_change": State,
-    "a_namespace_that_blocks_change": SimpleNamespace,
     "an_object_that_blocks_change": Bag,
-    "a_slotted_object_that_blocks_change": Slotted,
 }
 
 
@@ -178,7 +166,6 @@ class Pair(NamedTuple):
     label: Tensor
 
 
-Batch = make_dataclass("Batch", Pair._fields)
 FrozenBatch = make_dataclass("FrozenBatch", Pair._fields, frozen=True)
 
 
@@ -217,79 +204,14 @@ def as_batch_feature(**values: Any) -> Any:
     return BatchFeature(values)
 
 
-class Named(tuple):
-    """A tuple whose constructor takes other arguments than its elements."""
-
-    def __new__(cls, x: Any, *, mask: Tensor, label: Tensor) -> Any:
-        return super().__new__(cls, (x, mask, label))
-
-    x = property(lambda self: self[0])
-    mask = property(lambda self: self[1])
-    label = property(lambda self: self[2])
-
-
 BATCHES = {
     "a_dict_as_a_batch": dict,
-    "an_ordered_dict_as_a_batch": collections.OrderedDict,
     "a_user_dict_as_a_batch": collections.UserDict,
     "a_named_tuple_as_a_batch": Pair,
-    "a_dataclass_as_a_batch": Batch,
     "a_frozen_dataclass_as_a_batch": FrozenBatch,
-    "a_namespace_as_a_batch": SimpleNamespace,
     "an_object_as_a_batch": Bag,
     "an_encoding_as_a_batch": as_batch_feature,
-    "a_tuple_of_a_class_of_its_own_as_a_batch": Named,
 }
-
-
-@dataclass
-class Inside:
-    """A dataclass in a dataclass."""
-
-    held: Any
-
-
-@as_loss_of(net_of(lambda self, batch: Net.forward(self, batch.held.held.held.held.held)))
-def dataclasses_in_dataclasses_as_a_batch(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Nest dataclasses deeper than objects of unknown classes are followed."""
-    batch: Any = x if loop.plain else x.float()
-    for _ in range(5):
-        batch = Inside(batch)
-    return square(net(batch))
-
-
-class Keeps(Net):
-    """A model that writes into the batch, as detection models put their anchors there."""
-
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        batch["features"] = super().forward(batch["x"])
-        batch["seen"] = batch.get("seen", 0) + 1
-        return self.head(batch["features"])
-
-
-def a_batch_that_the_model_writes_to(loop: Loop) -> None:
-    """Read the model's entries in the caller's batch."""
-    net = loop.train(Keeps())
-    batch: dict[str, Any] = {"x": loop.data(0)}
-    for _ in range(2):
-        out = net(batch)
-        loop.see("batch", [sorted(batch), batch["seen"], batch["features"]])
-        net.backward(square(out) + 0.1 * square(batch["features"]))
-        net.step()
-
-
-class Nested(Net):
-    """A model with nested keyword arguments."""
-
-    def forward(self, *, inputs: dict[str, list[tuple[Tensor, None]]], scale: float, name: str) -> Tensor:
-        assert name == "x" and isinstance(inputs["a"][0], tuple)
-        return super().forward(inputs["a"][0][0] * scale)
-
-
-@as_loss_of(Nested)
-def inputs_deep_inside_keywords(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Pass tensors only deep inside of arguments, beside values that are none."""
-    return square(net(inputs={"a": [(x, None)]}, scale=0.5, name="x"))
 
 
 class Masked(Net):
@@ -314,20 +236,6 @@ def integers_bools_and_nothing(loop: Loop) -> None:
         out = net(tokens, keep, extra=None if number < 2 else loop.data(number, 2, 5, WIDTH))
         net.backward(square(out))
         net.step()
-
-
-class Sees(Net):
-    def forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, list[str]]:
-        return super().forward(x), [str(getattr(item, "dtype", type(item).__name__)) for item in rest]
-
-
-@as_loss_of(Sees, 1)
-def integer_inputs_keep_their_dtype(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Pass int16, uint8 and float64 tensors beside a tensor of the mode's dtype."""
-    short, byte = torch.ones(2, dtype=torch.int16), torch.ones(2, dtype=torch.uint8)
-    out, dtypes = net(x, short, byte, 2.5, "text", None, True)
-    loop.see("dtypes", dtypes)
-    return square(out)
 
 
 # --- outputs --------------------------------------------------------------------------------------------
@@ -374,9 +282,7 @@ OUTPUTS: dict[str, Any] = {
         lambda out, loss: SimpleNamespace(a=[out], b={"loss": loss}),
         lambda found: found.b["loss"],
     ),
-    "an_output_behind_a_function": (lambda out, loss: lambda: loss, lambda found: found()),
     "an_output_of_a_model_of_transformers": (as_output, lambda found: found.loss),
-    "an_output_in_a_set": (lambda out, loss: frozenset([loss]), lambda found: next(iter(found))),
 }
 """Name of the habit -> (function that wraps the output and its loss, function that finds the loss)."""
 

@@ -14,20 +14,19 @@ from tests.habits.networks import Seeded, fit, square
 
 def optimizers_of_torchs(loop: Loop) -> None:
     """Train with `optimizer.type` set to classes of `torch.optim`, two of them over groups."""
-    for name in ("Adagrad", "RMSprop", "NAdam", "Adadelta", "SGD"):
+    for name in ("Adagrad", "RMSprop", "SGD"):
         net = Seeded()
         head, into = list(net.head.parameters()), list(net.into.parameters())
         groups = {"model_parameters": [{"params": head, "lr": 0.02}, {"params": into}]}
         block = {"type": name, "params": {"lr": 0.01}}
-        engine = loop.train(net, optimizer=block, **(groups if name in ("RMSprop", "SGD") else {}))
+        engine = loop.train(net, optimizer=block, **(groups if name != "Adagrad" else {}))
         fit(loop, engine, steps=3)
         loop.see("rates", engine.get_lr())
 
 
 def schedules_of_torchs(loop: Loop) -> None:
     """Train with `scheduler.type` set to classes of `torch.optim.lr_scheduler`."""
-    schedules: dict[str, dict[str, Any]] = {"StepLR": {"step_size": 2, "gamma": 0.5}}
-    schedules |= {"CosineAnnealingLR": {"T_max": 5}, "OneCycleLR": {"max_lr": 0.2, "total_steps": 9}}
+    schedules = {"StepLR": {"step_size": 2, "gamma": 0.5}, "OneCycleLR": {"max_lr": 0.2, "total_steps": 9}}
     momentum = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
     for name, params in schedules.items():
         engine = loop.train(Seeded(), optimizer=momentum, scheduler={"type": name, "params": params})
@@ -134,19 +133,8 @@ def a_tensor_stays_a_tensor(loop: Loop) -> None:
         loop.see(f"{name} read", {key: getattr(schedule, key) for key in READ[name].split()})
 
 
-def an_unknown_warmup(loop: Loop) -> None:
-    """Set an unknown warmup type, which means the logarithmic one."""
-    from_here = loop.deepspeed.runtime.lr_schedules
-    for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
-        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
-        own = {"WarmupLR": {}}.get(name, {"total_num_steps": 9})
-        schedule = getattr(from_here, name)(optimizer, warmup_num_steps=5, warmup_type="cubic", **own)
-        for _ in range(4):
-            schedule.step()
-        loop.see(name, [schedule.warmup_type, optimizer.param_groups[0]["lr"]])
-
-
 def an_unknown_warmup_in_the_config(loop: Loop) -> None:
+    """Set an unknown warmup type, which means the logarithmic one."""
     params = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "cubic"}
     engine = loop.train(Seeded(), scheduler={"type": "WarmupLR", "params": params})
     loop.see("type", engine.lr_scheduler.warmup_type)
@@ -173,5 +161,4 @@ HABITS = habits_of(
     Habit(mistakes_in_a_config, stages=(0,), own=True),
     Habit(checkpoints_that_are_missing, alike=(1, 2, 3), why="stage 0 saves no weights to read", own=True),
     Habit(a_tensor_stays_a_tensor, stages=(0,)),
-    Habit(an_unknown_warmup, stages=(0,)),
 )

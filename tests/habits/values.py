@@ -24,7 +24,6 @@ from tests.habits.networks import (
     fit,
     raises,
     square,
-    step_on,
     steps_of,
 )
 
@@ -121,18 +120,6 @@ def a_penalty_outside_of_gathered(loop: Loop, net: Trainer, x: Tensor) -> Tensor
     return square(net(x)) + 0.01 * penalty
 
 
-def names_shapes_and_counts(loop: Loop) -> None:
-    """Read properties that need no values: counts, shapes, dtypes, devices, repr."""
-    net = loop.train(Net())
-    fit(loop, net, steps=1)
-    loop.see("count", sum(parameter.numel() for parameter in net.module.parameters()))
-    loop.see("shapes", {name: list(parameter.shape) for name, parameter in net.module.named_parameters()})
-    loop.see("dtypes", {str(parameter.dtype) for parameter in net.module.parameters()})
-    loop.see("device", str(next(net.module.parameters()).device))
-    loop.see("repr", repr(net.module))
-    loop.see("trained", all(parameter.requires_grad for parameter in net.module.parameters()))
-
-
 def gradients_for_a_log(loop: Loop) -> None:
     """Read gradients between backward and step."""
     net = loop.train(Net(), 2)
@@ -168,15 +155,6 @@ def weights_that_a_forward_normalizes(loop: Loop) -> None:
     fit(loop, loop.train(Net(Normalizes)))
 
 
-def a_head_that_is_initialized(loop: Loop) -> None:
-    """Call `nn.init` inside `gathered(write=True)`, by the module."""
-    net = loop.train(Net())
-    with net.gathered(write=True):
-        nn.init.zeros_(net.module.head.weight)
-        nn.init.uniform_(net.module.head.bias, generator=torch.Generator().manual_seed(1))
-    fit(loop, net)
-
-
 def a_mask_on_weights(loop: Loop) -> None:
     """Prune: zero the same elements after every step."""
     net = loop.train(Net())
@@ -196,9 +174,7 @@ def written_outside(loop: Loop, write: Callable[[nn.Linear], Any], **precision: 
 AWAY = "`head.weight`: must be"
 WRITES: dict[str, Any] = {
     "a_write_through_data": (lambda head: head.weight.data.zero_(), AWAY),
-    "a_write_to_what_is_detached": (lambda head: head.weight.detach().copy_(torch.eye(WIDTH)), AWAY),
     "a_write_of_one_element": (lambda head: head.weight.data[0, 3].fill_(-7.0), AWAY),
-    "a_write_of_the_signs_alone": (lambda head: head.weight.data.neg_(), AWAY),
 }
 
 
@@ -224,11 +200,6 @@ def put(path: str, name: str, value: Callable[[], Any]) -> Callable[[nn.Module],
     return lambda net: setattr(net.get_submodule(path), name, value())
 
 
-def rehung(net: nn.Module) -> None:
-    head, net.head = net.head, nn.Linear(WIDTH, WIDTH)
-    net.head.weight, net.head.bias = head.weight, head.bias
-
-
 def assigned(dtype: torch.dtype) -> Callable[[nn.Module], Any]:
     return lambda net: setattr(net.head.weight, "data", torch.zeros(WIDTH, WIDTH, dtype=dtype))
 
@@ -245,10 +216,7 @@ SURGERY: dict[str, Any] = {
         STAYS,
     ),
     "a_parameter_of_another_dtype": (assigned(torch.float16), STAYS),
-    "a_head_that_is_replaced": (put("", "head", lambda: nn.Linear(8, 8).requires_grad_(False)), "`head."),
     "a_module_that_is_added": (put("blocks.1", "extra", lambda: nn.Linear(8, 8)), "`blocks.1.extra."),
-    "a_parameter_that_is_added": (put("", "scale", lambda: nn.Parameter(torch.ones(8))), "`scale`"),
-    "parameters_that_are_elsewhere": (rehung, "`head"),
     "a_module_that_is_removed": (lambda net: net.blocks.pop(1), "`blocks.1."),
 }
 
@@ -403,17 +371,6 @@ def two_engines(loop: Loop) -> None:
         make.backward(square(judge(make(noise)) - 1))
         make.step()
         judge.zero_grad()
-
-
-def two_models_in_one(loop: Loop) -> None:
-    """Train an actor and a critic in one module, by turns."""
-
-    def forward(self: Any, x: Tensor, which: str) -> Tensor:
-        return self.actor(x) if which == "actor" else self.critic(self.actor(x).detach())
-
-    net = loop.train(Parts(forward, actor=Net(), critic=Net(out=1)))
-    turns = enumerate(("actor", "critic", "actor", "critic"))
-    step_on(net, (square(net(loop.data(number), which)) for number, which in turns))
 
 
 def a_value(trainer: Trainer, name: str) -> Any:
