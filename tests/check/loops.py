@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import zerodrift
-from tests.check.tiny import VOCABULARY, Dense, batch, loss_of, rank
+from tests.check.tiny import VOCABULARY, WIDTH, Dense, batch, loss_of, rank
 
 Tensors = list[torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -251,19 +251,12 @@ def bounded() -> zerodrift.Observation:
     return by_masters(model, stale, after, rate=1e-3)
 
 
-def ensemble() -> zerodrift.Observation:
-    """Train two models in one by `torch.vmap`: the module that computes has tensors that nothing updates."""
-    models = [dense(), dense()]
-    parameters, _ = torch.func.stack_module_state(models)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3)
-    both = torch.vmap(lambda p, x: torch.func.functional_call(models[0], (p,), (x,)), in_dims=(0, None))
-
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
-        loss_of(both(parameters, tokens).mean(0), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return observed_steps(step)
+def adapted() -> zerodrift.Observation:
+    """Train an adapter in fp32 of a model that is frozen in bf16."""
+    model = dense(BF16).requires_grad_(False)
+    model.head = nn.Linear(WIDTH, VOCABULARY)
+    model.head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    return observed(model, torch.optim.AdamW(model.head.parameters(), lr=1e-2))
 
 
 def post_hook() -> zerodrift.Observation:
@@ -344,22 +337,12 @@ def picked(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return values.gather(-1, targets[..., None])
 
 
-def distilled(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return a loss of wide student logits and the teacher's log-probabilities in their own dtype."""
-    with torch.no_grad():
-        told = (logits + 1).log_softmax(-1)
-    return functional.kl_div(
-        logits.float().log_softmax(-1), told.float(), log_target=True, reduction="batchmean"
-    )
-
-
 LOSSES: dict[str, Loss] = {
     "cross_entropy": lambda x, t: functional.cross_entropy(x.flatten(0, -2), t.flatten()),
     "log_softmax": lambda x, t: -picked(x.log_softmax(-1), t).float().mean(),
     "log of softmax": lambda x, t: -picked(x.softmax(-1), t).float().clamp(1e-9).log().mean(),
     "logsumexp": lambda x, t: (x.logsumexp(-1) - picked(x, t)[..., 0]).float().mean(),
     "squares": lambda x, t: functional.mse_loss(x[..., 0], (t / 64).to(x.dtype)),
-    "distilled": distilled,
 }
 """Losses of logits in the dtype that they are given in."""
 
@@ -630,16 +613,3 @@ def added(dtype: torch.dtype) -> zerodrift.Observation:
         optimizer.zero_grad()
 
     return observed_steps(step)
-
-
-def lost_masters() -> zerodrift.Observation:
-    """Train with masters that are copied from the parameters after each step."""
-    model = dense(BF16)
-    made = copies(model)
-
-    def after() -> None:
-        at_once(model, made)
-        for master, parameter in zip(made, model.parameters(), strict=True):
-            master.copy_(parameter.detach())
-
-    return by_masters(model, made, after, rate=1e-3)

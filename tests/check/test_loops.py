@@ -87,7 +87,6 @@ BUGS: dict[str, tuple[Run, str, str]] = {
     "weights, copy_": (
         _(loops.rounded_weights, lambda p: p.copy_(p.to(BF16))), "weights-rounded", "up.weight"),
     "weights, fp16": (_(loops.rounded_weights, set_through(FP16)), "weights-rounded", "up.weight"),
-    "masters made anew": (loops.lost_masters, "weights-rounded", "up.weight"),
     **{f"gradients in {dtype}": (_(loops.rounded_gradients, through(dtype)), "gradients-rounded", "up.weight")
         for dtype in (BF16, FP16)},
     "gradients added in bf16": (_(loops.added, BF16), "gradients-rounded", "up.weight"),
@@ -104,10 +103,10 @@ HEALTHY: dict[str, Run] = {
     "what rounding lost": by(loops.Compensated, 1e-4),
     "stochastic rounding": by(loops.Stochastic, 1e-4),
     **{f"by hand, {kind}": by_hand(update) for kind, update in loops.UPDATES.items()},
-    "an ensemble": loops.ensemble,
     "signs of gradients": _(loops.rounded_gradients, torch.sign),
     "clipped gradients": _(loops.rounded_gradients, lambda gradient: gradient.clamp(-(0.5**10), 0.5**10)),
     "gradients added in fp32": _(loops.added, FP32),
+    "an adapter in fp32": loops.adapted,
     "masters in a hook": loops.post_hook,
     "masters in a model": loops.second_model,
     **{f"average, {kind}": _(loops.average, kind, FP32) for kind in loops.AVERAGES},
@@ -153,6 +152,35 @@ def test_a_bug_is_named(case: str) -> None:
     assert found[kind].what.endswith(".") and found[kind].do and 0 < found[kind].cost <= 1
     others = {"norm-in-16-bits", "state-too-narrow"} if kind == "no-master" else set()
     assert found.keys() <= {kind} | others
+
+
+class Narrow(Dense):
+    """A model whose parts each lose something in bf16: a buffer, a router, a decay, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.arange(16) / 16)
+        self.router = torch.nn.Linear(16, 2)
+        self.decay = torch.nn.Parameter(torch.full((16,), 0.1))
+        self.head.weight = torch.nn.Parameter(self.embed.weight.detach().clone())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        gate = self.router(x).softmax(-1)[..., :1]
+        return self.head(self.block(x * gate * self.frequencies) * self.decay.float().exp().to(x.dtype))
+
+
+def test_a_model_in_bf16_is_named_part_by_part() -> None:
+    seen = made(lambda: Narrow().bfloat16())
+    found = {finding.kind: finding.names for finding in seen.findings()}
+    assert {"embed.weight", "decay", "up.weight"} < {*found["no-master"]}
+    assert {"norm.weight", "router.weight", "up.bias"} < {*found["state-too-narrow"]}
+    assert found["norm-in-16-bits"] == ("norm.weight", "norm.bias")
+    assert found["upcast-without-effect"] == ("decay",)
+    assert found["router-in-16-bits"] == ("router.weight", "router.bias")
+    assert found["buffer-rounded"] == ("frequencies",)
+    assert found["untied"] == ("embed.weight", "head.weight")
+    assert len(found) == 7
 
 
 def test_a_sum_beyond_fp32_is_of_no_narrow_dtype() -> None:

@@ -25,9 +25,6 @@ from tests.habits.networks import (
     square,
 )
 
-Smooth = block_of(lambda self, x: x + self.down(torch.tanh(self.up(x))))
-"""A block with an activation whose second derivative is exact."""
-
 # --- several losses, several backwards ------------------------------------------------------------------
 
 
@@ -116,15 +113,6 @@ def saliency(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     return square(out)
 
 
-@as_loss_of(Net)
-def adversarial_examples_by_backward(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Train on PGD examples by `x.grad`, and drop the model's gradients."""
-    square(net(x.requires_grad_())).backward()
-    loop.see("x.grad", x.grad)
-    net.zero_grad()
-    return square(net((x + 0.1 * x.grad.sign()).detach()))
-
-
 @as_loss_of(lambda: Net(out=1))
 def a_gradient_penalty(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Add the penalty of WGAN-GP: a gradient of a gradient."""
@@ -142,30 +130,6 @@ def a_gradient_of_parameters(loop: Loop) -> None:
     loop.see("gradient", found)
     net.backward(square(out))
     loop.see("updated", net.step())
-
-
-# --- torch.func -----------------------------------------------------------------------------------------
-
-
-class DerivativeInsideTheModel(Net):
-    """A model with `torch.func.grad` of blocks by their input: a physics-informed network."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        def energy(one: Tensor) -> Tensor:
-            return Net.forward(self, one).float().square().sum()
-
-        return torch.func.vmap(torch.func.grad(energy))(x)
-
-
-@as_loss_of(Net)
-def other_weights_for_a_call(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Call `functional_call` with the user's own weights, as in meta-learning."""
-    with net.gathered() as full:
-        fast = {name: value.detach().clone().requires_grad_() for name, value in full.items()}
-    inner = square(torch.func.functional_call(net.module, fast, (x,)))
-    grads = torch.autograd.grad(inner, list(fast.values()))
-    loop.see("inner", [inner, grads[0]])
-    return square(net(x))
 
 
 # --- checkpointing --------------------------------------------------------------------------------------
@@ -282,7 +246,6 @@ DROPS = block_of(lambda self, x: Block.forward(self, F.dropout(x, 0.3, self.trai
 """A block whose random numbers are the same when it is recomputed."""
 
 FITTED: dict[str, Any] = {
-    "a_derivative_inside_the_model": lambda: DerivativeInsideTheModel(Smooth),
     "checkpointed_blocks": lambda: Recomputed(False, DROPS),
     "reentrantly_checkpointed_blocks": lambda: Recomputed(True, DROPS),
     "a_checkpointed_part_of_a_block": lambda: Net(CheckpointedPartOfABlock),

@@ -230,33 +230,12 @@ def a_thread(loop: Loop) -> None:
     fit(loop, net, seed=2)
 
 
-@as_loss_of(Net)
-def collectives_of_ones_own(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Average losses for a log, between forward and backward."""
-    loss = square(net(x))
-    mean = loss.detach().clone()
-    torch.distributed.all_reduce(mean)
-    loop.see("mean", mean)
-    return loss
-
-
 def a_model_in_ddp(loop: Loop) -> None:
     """Wrap the model in DDP, as an older script does."""
     net = loop.train(Net())
     # With a broadcast first, DDP itself fails where parameters are sharded.
     wrapped = nn.parallel.DistributedDataParallel(net.module, init_sync=False)
     net.backward(square(wrapped(loop.data(0))))
-
-
-def a_forward_that_is_patched(loop: Loop) -> None:
-    """Replace a block's forward by a function, as patches for long contexts do."""
-    net = loop.train(Net())
-    block = net.module.blocks[1]
-    old = block.forward
-    block.forward = lambda x, *rest: old(x) * 0.5
-    fit(loop, net)
-    del block.forward
-    fit(loop, net, seed=2)
 
 
 STEPPED = "must not be called: `engine.step()` updates"

@@ -213,22 +213,6 @@ def tied_by_hand() -> Net:
     return model
 
 
-def tied_by_a_function(loop: Loop) -> None:
-    """Use the embedding's weight, transposed, in `F.linear`."""
-
-    class Tied(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into, self.head = nn.Embedding(11, WIDTH), nn.Identity()
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return F.linear(self.trunk(tokens), self.into.weight)
-
-    net = loop.train(Tied())
-    data = [loop.integers(number, 11, 2, 5) for number in range(2)]
-    step_on(net, (F.cross_entropy(net(x).float().flatten(0, 1), x.flatten()) for x in data))
-
-
 def one_block_in_two_places() -> Net:
     """Put the same module object into the list twice."""
     model = Net()
@@ -319,37 +303,6 @@ def recurrent_layers(loop: Loop) -> None:
         net.step()
 
 
-def attention(loop: Loop) -> None:
-    """Train torch's own encoder layers, with masks."""
-    layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    net = loop.train(Parts(lambda self, x, mask: self.encoder(x, src_key_padding_mask=mask), encoder=encoder))
-    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    step_on(net, (square(net(loop.data(number, 2, 5, WIDTH), mask)) for number in range(2)))
-    net.module.eval()
-    # With gradients, which keeps torch from a fast path of its own that hooks on modules turn off.
-    loop.see("evaluated", net(loop.data(9, 2, 5, WIDTH), mask)[~mask])
-
-
-def convolutions(loop: Loop) -> None:
-    """Train Conv, GroupNorm and pooling, in channels_last."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        for block in self.blocks:
-            h = h + block(h)
-        return self.head(h.mean((2, 3)))
-
-    def block() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.GroupNorm(2, WIDTH), nn.SiLU())
-
-    stem, blocks = nn.Conv2d(3, WIDTH, 3, padding=1), nn.ModuleList(block() for _ in range(2))
-    net = loop.train(Parts(forward, stem=stem, blocks=blocks, head=nn.Linear(WIDTH, 2)))
-    data = [loop.data(number, 2, 3, 6, 6) for number in range(2)]
-    data[1] = data[1].to(memory_format=torch.channels_last)
-    step_on(net, (square(net(x)) for x in data))
-
-
 def scalars() -> nn.Module:
     """Make a model with 0-D parameters (a temperature), and one without elements."""
     return Parts(
@@ -366,18 +319,6 @@ def sparse_gradients(loop: Loop) -> None:
     tokens = nn.Embedding(11, WIDTH, sparse=True)
     net = loop.train(Parts(lambda self, ids: self.net(self.tokens(ids)), net=Net(), tokens=tokens))
     step_on(net, (square(net(loop.integers(number, 11, 2, 5))) for number in range(2)))
-
-
-def fourier() -> nn.Module:
-    """Make a model with a Fourier layer: complex tensors in the middle, and as a buffer."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        waves = torch.fft.rfft(x.float()) * self.phase
-        return self.block(torch.fft.irfft(waves, WIDTH).to(x.dtype))
-
-    module = Parts(forward, block=Block())
-    module.register_buffer("phase", torch.polar(torch.ones(5), torch.arange(5.0)))
-    return module
 
 
 def frozen_parts(loop: Loop) -> None:
@@ -397,13 +338,6 @@ class AutocastInsideTheModel(Block):
             y = super().forward(x)
         with torch.autocast("cpu", enabled=False):
             return y.to(x.dtype) + x
-
-
-def blocks_that_are_compiled(loop: Loop) -> None:
-    """Call `block.compile()` on blocks with hooks."""
-    model = Net()
-    model.blocks[1].compile(backend="eager")
-    fit(loop, loop.train(model))
 
 
 def a_scripted_block(loop: Loop) -> None:
@@ -426,7 +360,6 @@ FITTED: dict[str, Any] = {
     "buffers_that_a_forward_updates": lambda: Net(BuffersThatAForwardUpdates),
     "weight_norm": lambda: Net(weight_normed),
     "scalars_and_empty_parameters": lambda: Net(scalars),
-    "complex_numbers": lambda: Net(fourier),
     "autocast_inside_the_model": lambda: Net(AutocastInsideTheModel),
 }
 """Name of the habit -> its model."""

@@ -144,16 +144,6 @@ def an_unknown_warmup_in_the_config(loop: Loop) -> None:
         loop.see("rate", engine.get_lr())
 
 
-def a_tensor_in_training(loop: Loop) -> None:
-    """Train an optimizer of the script's own with a tensor for its rate, and a schedule of DeepSpeed's."""
-    net, rate = Seeded(), torch.tensor(0.05)
-    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
-    schedule = loop.deepspeed.runtime.lr_schedules.WarmupLR(optimizer, 0.0, 0.1, 4, "linear")
-    engine = loop.train(net, optimizer=optimizer, lr_scheduler=schedule)
-    fit(loop, engine, steps=4)
-    loop.see("rate", float(rate))
-
-
 HABITS = habits_of(
     globals(),
     Habit(schedules_of_torchs, alike=(0,), why="its optimizer is none to torch's schedules"),

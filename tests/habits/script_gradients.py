@@ -87,27 +87,6 @@ CHANGES: dict[str, tuple[Change, int, dict[str, Any]]] = {
 }
 
 
-def gradients_in_a_step_and_outside(loop: Loop) -> None:
-    """Call `safe_get_full_grad` before a backward, after it, after the step, and after `zero_grad`."""
-    engine = loop.train(Seeded(), gradient_accumulation_steps=2)
-    parameter = engine.module.head.weight
-
-    def read() -> None:
-        loop.see("gradient", loop.deepspeed.utils.safe_get_full_grad(parameter))
-
-    read()
-    for micro in range(4):
-        engine.backward(square(engine(loop.data(micro))))
-        if micro % 2:
-            read()
-        engine.step()
-        if micro % 2:
-            read()
-    engine.backward(square(engine(loop.data(4))))
-    engine.zero_grad()
-    read()
-
-
 def frozen_and_thawed(loop: Loop) -> None:
     """Freeze and thaw blocks and one bias: moments rest, and each parameter goes on by its own count."""
     engine = loop.train(Seeded(), optimizer=ADAMW)
@@ -121,16 +100,6 @@ def frozen_and_thawed(loop: Loop) -> None:
     loop.see("rests", loop.weights(net)["blocks.1.up.weight"])
     net.requires_grad_(True)
     fit(loop, engine, steps=3, seed=4)
-
-
-def two_adversaries(loop: Loop) -> None:
-    """Train one of two halves at a time, as generator and discriminator, with accumulation."""
-    engine = loop.train(Seeded(), gradient_accumulation_steps=2)
-    for step in range(8):
-        turn = step // 2 % 2 == 0
-        engine.module.blocks.requires_grad_(turn)
-        engine.module.head.requires_grad_(not turn)
-        fit(loop, engine, steps=1, seed=step)
 
 
 def frozen_in_a_client_optimizer(loop: Loop) -> None:
@@ -154,7 +123,6 @@ HABITS = habits_of(
     globals(),
     *each(changed, CHANGES, stages=ZERO),
     Habit(gradients_that_are_read, stages=ZERO),
-    Habit(gradients_in_a_step_and_outside, alike=ZERO, why="stages 1-2 raise, 3 has what was last"),
     Habit(frozen_and_thawed, alike=ZERO, why=MOVES),
     Habit(frozen_in_a_client_optimizer, alike=ZERO, why=MOVES),
 )
