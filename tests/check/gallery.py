@@ -35,7 +35,7 @@ class Script:
 
     name: str
     launcher: str
-    """`torchrun`, `deepspeed`, `accelerate` or `python`."""
+    """`torchrun`, `deepspeed` or `accelerate`."""
     path: str
     arguments: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
@@ -59,7 +59,6 @@ class Script:
     def command(self, port: int) -> list[str]:
         """Return the command of a user; a free port keeps runs apart."""
         launch = {
-            "python": [sys.executable],
             "torchrun": [_beside("torchrun"), "--nproc-per-node=2", f"--master-port={port}"],
             "deepspeed": [_beside("deepspeed"), "--num_gpus=2", f"--master_port={port}"],
             "accelerate": [
@@ -192,7 +191,7 @@ def _zero(stage: int) -> Script:
 
 HEALTHY: tuple[Script, ...] = (
     *map(_plain, ("ddp", "ddp_autocast", "ddp_no_sync", "fsdp2", "fsdp1")),
-    *map(_plain, ("gan", "averaged_updates", "own_expert")),
+    *map(_plain, ("averaged_updates", "own_expert")),
     *map(_zero, (1, 2, 3)),
     Script("accelerate", "accelerate", "healthy/accelerate_bf16.py", needs=("accelerate",)),
     Script("hf-trainer", "torchrun", "healthy/hf_trainer.py", needs=TRAINER),
@@ -203,5 +202,4 @@ HEALTHY: tuple[Script, ...] = (
         for name, precision in (("lightning", "32-true"), ("lightning-autocast", "bf16-mixed"))
     ),
     Script("zerodrift", "torchrun", "healthy/with_zerodrift.py"),
-    Script("workers", "python", "healthy/workers.py"),
 )

@@ -243,14 +243,6 @@ UPDATES: dict[str, Callable[[nn.Parameter], Any]] = {
 """How a script updates a parameter without an optimizer."""
 
 
-def bounded() -> zerodrift.Observation:
-    """Train with an optimizer of other tensors; the script only clamps the parameters."""
-    model = dense()
-    stale = [parameter.detach().clone() for parameter in model.parameters()]
-    after = torch.no_grad()(lambda: [parameter.clamp_(-1, 1) for parameter in model.parameters()])
-    return by_masters(model, stale, after, rate=1e-3)
-
-
 def adapted() -> zerodrift.Observation:
     """Train an adapter in fp32 of a model that is frozen in bf16."""
     model = dense(BF16).requires_grad_(False)
@@ -288,15 +280,9 @@ def pairwise(update: Callable[[torch.Tensor, torch.Tensor], Any]) -> Update:
     return lambda averages, weights: [update(a, w) for a, w in zip(averages, weights, strict=True)]
 
 
-def foreach_add(averages: Tensors, weights: Tensors) -> None:
-    torch._foreach_mul_(averages, 0.9999)
-    torch._foreach_add_(averages, weights, alpha=1e-4)
-
-
 AVERAGES: dict[str, Update] = {
     "mul_ and add_": pairwise(lambda a, w: a.mul_(0.9999).add_(w, alpha=1e-4)),
     "lerp_": pairwise(lambda a, w: a.lerp_(w, 1e-3)),
-    "foreach_add_": foreach_add,
     "made anew": renew,
     "data": pairwise(lambda a, w: setattr(a, "data", 0.999 * a.data + 0.001 * w.data)),
     "mean of a stack": pairwise(lambda a, w: a.copy_(torch.stack([a, a, a, w]).mean(0))),
@@ -320,14 +306,6 @@ def averaged_model(dtype: torch.dtype) -> zerodrift.Observation:
     model = dense(dtype)
     made, kept = copies(model), torch.optim.swa_utils.AveragedModel(model)
     return by_masters(model, made, lambda: (at_once(model, made), kept.update_parameters(model)), rate=1e-3)
-
-
-def hard_target() -> zerodrift.Observation:
-    """Train beside a bf16 copy of the model that is replaced as a whole."""
-    model = dense()
-    target = copy.deepcopy(model).to(BF16)
-    after = lambda: at_once(target, list(model.parameters()))  # noqa: E731
-    return observed(model, after=after)
 
 
 # --- losses ------------------------------------------------------------------------------------------
@@ -357,14 +335,6 @@ class WithLoss(Dense):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = super().forward(tokens)
         return functional.cross_entropy(logits.to(self.dtype).flatten(0, -2), tokens.flatten())
-
-
-class LookupAndHead(nn.Sequential):
-    """A head that is the only product of its model."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Embedding(64, 16))
-        self.add_module("head", nn.Linear(16, 64))
 
 
 class NarrowHead(Dense):
@@ -545,13 +515,6 @@ def closures() -> zerodrift.Observation:
         optimizer.step(closure)
 
     return observed_steps(step)
-
-
-def cast_between() -> zerodrift.Observation:
-    """Weights that are cast after a first step in fp32."""
-    model = dense()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    return observed(model, optimizer, after=lambda: model.to(BF16) and None)
 
 
 # --- values that rest --------------------------------------------------------------------------------

@@ -49,7 +49,6 @@ BUGS: dict[str, tuple[Run, str, str]] = {
         f"masters of {kind}, not written": (_(loops.masters, kind, 1e-3, False), "never-updated", "up.weight")
         for kind in ("copy_", "flat, vector")
     },
-    "clamped, and not updated": (loops.bounded, "never-updated", "up.weight"),
     "an optimizer of bf16": (by(loops.WithoutMasters, 1e-2), "no-master", "up.weight"),
     "a moment that decays": (by(loops.Averaging, 1e-2), "no-master", "up.weight"),
     **{f"by hand, {kind}": (by_hand(loops.UPDATES[kind], BF16), "no-master", "up.weight")
@@ -81,9 +80,7 @@ BUGS: dict[str, tuple[Run, str, str]] = {
         *("norm-of-scaled-gradients", "")),
     "a rate in bf16": (_(loops.numbers, "lr", BF16), "state-too-narrow", ""),
     "a counter in bf16": (_(loops.numbers, "step", BF16), "state-too-narrow", ""),
-    "cast between steps": (loops.cast_between, "no-master", "up.weight"),
     "states in bf16": (_(loops.rest, BOTH, through(BF16)), "states-rounded", "up.weight"),
-    "a state in fp8": (_(loops.rest, BOTH[:1], through(torch.float8_e5m2)), "states-rounded", "up.weight"),
     "weights, copy_": (
         _(loops.rounded_weights, lambda p: p.copy_(p.to(BF16))), "weights-rounded", "up.weight"),
     "weights, fp16": (_(loops.rounded_weights, set_through(FP16)), "weights-rounded", "up.weight"),
@@ -111,7 +108,6 @@ HEALTHY: dict[str, Run] = {
     "masters in a model": loops.second_model,
     **{f"average, {kind}": _(loops.average, kind, FP32) for kind in loops.AVERAGES},
     "AveragedModel": _(loops.averaged_model, FP32),
-    "a hard target": loops.hard_target,
     **{f"loss, {kind}": loss(kind, FP32) for kind in loops.LOSSES},
     "loss inside": _(made, loops.WithLoss, FP32, loss=lambda x, t: x),
     "head": loops.head,
@@ -127,7 +123,6 @@ HEALTHY: dict[str, Run] = {
     "a counter in fp32": _(loops.numbers, "step", FP32),
     "an optimizer in another": _(made, Dense, by=loops.Around),
     "an optimizer of closures": loops.closures,
-    "a lookup and a head": lambda: loops.head(loops.LookupAndHead(), autocast=True),
     "states that rest": _(loops.rest, BOTH, torch.clone),
     **{f"running, {kind}": _(loops.running, kind, FP32) for kind in loops.RUNNING},
     "gradients in a hook": _(loops.gradients_in_a_hook, lambda gradient: gradient * 0.5),

@@ -27,13 +27,6 @@ def hooked(hook: Any, state: Any = None) -> Made:
     return model, nothing
 
 
-def own(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
-    """Sum gradients in bf16, in a hook of the script's own."""
-    sent = bucket.buffer().to(BF16) / dist.get_world_size()
-    work = dist.all_reduce(sent, async_op=True).get_future()
-    return work.then(lambda done: bucket.buffer().copy_(done.value()[0]))
-
-
 def by_hand(dtype: torch.dtype, parts: int = 2, seed: int = 0) -> Made:
     """Make a model from a seed, whose gradients are summed in a dtype and divided into parts."""
     torch.manual_seed(seed)
@@ -64,7 +57,6 @@ def packed(**precision: torch.dtype) -> Made:
 WIRE, NONE = "wire-in-16-bits", ""
 RUNS: dict[str, tuple[Callable[[], Made], str]] = {
     "hook": (lambda: hooked(default_hooks.fp16_compress_hook), WIRE),
-    "own hook": (lambda: hooked(own), WIRE),
     "PowerSGD": (
         lambda: hooked(powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)),
         "wire-compressed"),

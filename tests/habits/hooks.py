@@ -76,18 +76,6 @@ def a_hook_that_changes_input_and_output(module: nn.Module, seen: list[Any]) -> 
 
 
 @with_hooks
-def full_backward_hooks(module: nn.Module, seen: list[Any]) -> None:
-    """Read the gradients at a block's output and input."""
-    for number, block in enumerate(module.blocks):
-        block.register_full_backward_pre_hook(
-            lambda m, grads, n=number: seen.append((n, "out", grads[0].clone()))
-        )
-        block.register_full_backward_hook(
-            lambda m, into, out, n=number: seen.append((n, "in", into[0].clone(), out[0].clone()))
-        )
-
-
-@with_hooks
 def a_backward_hook_that_changes_gradients(module: nn.Module, seen: list[Any]) -> None:
     """Reverse and scale gradients at a block's boundary."""
     module.blocks[1].register_full_backward_hook(lambda m, into, out: (-0.5 * into[0],))

@@ -116,15 +116,6 @@ def schedules_of_torch(loop: Loop) -> None:
         loop.see("lr", [group["lr"] for group in net.optimizer.param_groups])
 
 
-def learning_rates_by_hand(loop: Loop) -> None:
-    """Assign `group["lr"] = ...` before every step."""
-    net = loop.train(Net())
-    for number in range(4):
-        for group in net.optimizer.param_groups:
-            group["lr"] = 0.02 * (number + 1)
-        fit(loop, net, steps=1, seed=number)
-
-
 def an_optimizer_that_is_stepped(loop: Loop) -> None:
     """Call the optimizer's own `step`, as a loop without an engine does."""
     net = loop.train(Net())

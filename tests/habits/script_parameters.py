@@ -77,17 +77,8 @@ def made_in_pieces(script: Loop) -> Seeded:
         return Seeded()
 
 
-def whole(loop: Loop, net: nn.Module) -> dict[str, list[object]]:
-    """Return the dtype and the values of each parameter."""
-    with loop.deepspeed.zero.GatheredParameters(list(net.parameters())):
-        return {name: [str(p.dtype), p.detach().float()] for name, p in net.named_parameters()}
-
-
 CASTS: dict[str, Callable[[nn.Module], object]] = {
     "half": lambda net: net.half(),
-    "bfloat16": lambda net: net.to(torch.bfloat16),
-    "double": lambda net: net.double(),
-    "float": lambda net: net.float(),
     "type": lambda net: net.type(torch.float16),
     "device and dtype": lambda net: net.to("cpu", torch.bfloat16),
     "twice": lambda net: net.half().float(),
@@ -100,7 +91,7 @@ def models_that_are_cast(loop: Loop) -> None:
     for name, cast in CASTS.items():
         net = made_in_pieces(loop)
         cast(net)
-        loop.see(name, whole(loop, net))
+        loop.see(name, loop.weights(net))
 
 
 def contexts_in_contexts(loop: Loop) -> None:
@@ -162,14 +153,6 @@ def _said(loop: Loop, parameter: Any) -> list[Any]:
         parameter.ds_zero_partition_rank, parameter.ds_zero_partition_world_size, dist.get_world_size(group),
         torch.cat(held)[: parameter.ds_numel],
     ]  # fmt: skip
-
-
-def parameters_of_nobody(loop: Loop) -> None:
-    """Pass None, nothing, and whole tensors and parameters to `GatheredParameters`."""
-    whole_one = nn.Parameter(torch.ones(2))
-    for given in (None, [], [torch.ones(2)], whole_one, iter([whole_one])):
-        with loop.deepspeed.zero.GatheredParameters(given):
-            loop.see("there", whole_one.detach())
 
 
 BELOW_3, THREE = (0, 1, 2), (3,)

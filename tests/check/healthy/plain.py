@@ -51,28 +51,6 @@ def fsdp1() -> nn.Module:
     return fit(model, before=lambda: model.clip_grad_norm_(1.0))
 
 
-def gan() -> nn.Module:
-    """Train two models with two optimizers in one loop."""
-    maker = DistributedDataParallel(nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8)))
-    judge = DistributedDataParallel(nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)))
-    makes = torch.optim.Adam(maker.parameters(), lr=1e-3)
-    judges = torch.optim.Adam(judge.parameters(), lr=1e-3)
-    judged = nn.functional.binary_cross_entropy_with_logits
-    source = torch.Generator().manual_seed(rank())
-    for _ in range(4):
-        noise, real = torch.randn(16, 4, generator=source), torch.rand(16, 8, generator=source)
-        (
-            judged(judge(real), torch.ones(16, 1)) + judged(judge(maker(noise).detach()), torch.zeros(16, 1))
-        ).backward()
-        judges.step()
-        judges.zero_grad()
-        judged(judge(maker(noise)), torch.ones(16, 1)).backward()
-        makes.step()
-        makes.zero_grad()
-        judges.zero_grad()
-    return nn.ModuleList((maker, judge))
-
-
 def averaged_updates() -> nn.Module:
     """Step an outer optimizer with what ranks have moved apart from its weights, as DiLoCo does."""
     model = Dense()
@@ -134,7 +112,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (
         *(ddp, ddp_autocast, ddp_no_sync, fsdp2, fsdp1),
-        *(gan, averaged_updates, own_expert),
+        *(averaged_updates, own_expert),
     )
 }
 
