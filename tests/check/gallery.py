@@ -35,7 +35,7 @@ class Script:
 
     name: str
     launcher: str
-    """`torchrun`, `deepspeed`, `accelerate` or `python`."""
+    """`torchrun`, `deepspeed` or `accelerate`."""
     path: str
     arguments: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
@@ -52,14 +52,13 @@ class Script:
     says: tuple[str, ...] = ()
     """Parts of the printed advice."""
     remains: str = ""
-    """The kind of a finding that stays in the mended script."""
+    """The kind of a finding that the mended script still has."""
     keys: Mapping[str, Any] | None = None
     """Keys of DeepSpeed in the printed advice, which mend the config."""
 
     def command(self, port: int) -> list[str]:
         """Return the command of a user; a free port keeps runs apart."""
         launch = {
-            "python": [sys.executable],
             "torchrun": [_beside("torchrun"), "--nproc-per-node=2", f"--master-port={port}"],
             "deepspeed": [_beside("deepspeed"), "--num_gpus=2", f"--master_port={port}"],
             "accelerate": [
@@ -97,39 +96,6 @@ def _deepspeed(config: str, *findings: str, **rest: Any) -> Script:
     return _bug(config, *findings, path=path, needs=needs, launcher="deepspeed", arguments=arguments, **rest)
 
 
-ROUTER = """
-class Routed(Tiny):
-    def route(self, h):
-        with torch.autocast(h.device.type, enabled=False):
-            logits = torch.nn.functional.linear(h.float(), self.router.weight.float())
-        return logits.softmax(-1)
-
-
-"""
-FSDP1 = (
-    (' if args.reduce == "fp32" else torch.bfloat16', ""),
-    (", unsynchronized=model.no_sync", ""),
-    ("import ModuleWrapPolicy", "import CustomPolicy"),
-    ("model = FullyShardedDataParallel(\n    Tiny()", """model = Tiny()
-wide = MixedPrecision(torch.float32, cast_forward_inputs=True)
-
-
-def is_unit(m):
-    if m is model.router:
-        return {"mixed_precision": wide}
-    return isinstance(m, Expert)
-
-
-model = FullyShardedDataParallel(
-    model"""),
-    ("ModuleWrapPolicy({Expert})", "CustomPolicy(is_unit)"),
-)  # fmt: skip
-FSDP1_SAYS = (
-    "# no `with model.no_sync():`",
-    "cast_forward_inputs=True",
-    'return {"mixed_precision": wide}',
-    "units = CustomPolicy(is_unit)",
-)
 UNIT = "fully_shard(model.router, mp_policy=MixedPrecisionPolicy(torch.float32))\n"
 WHOLE = "\nfully_shard(model, mp_policy=policy)"
 WIDE = "fully_shard(router, mp_policy=wide)"
@@ -140,9 +106,8 @@ STAGE_3 = {"data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"st
 WIRE = "wire-in-16-bits"
 EXPERT = "experts.0.weight"
 TRAINER = ("transformers", "accelerate")
-SUMS, NO_EFFECT = "rounded-before-accumulation * accumulate", "key-without-effect * accumulate"
+SUMS = "rounded-before-accumulation * accumulate"
 NO_SYNC = f"rounded-before-accumulation router-in-16-bits {WIRE}"
-SOON = ("deepspeed", "0.19.8")
 
 BUGS: tuple[Script, ...] = (
     _bug("accelerate-3979",
@@ -162,13 +127,6 @@ BUGS: tuple[Script, ...] = (
             ("        return nn.functional.linear(h.to(weight.dtype), weight).softmax(-1)",
             """        with torch.autocast(h.device.type, enabled=False):
             return nn.functional.linear(h.float(), weight.float()).softmax(-1)"""))),
-    _bug("deepspeed-5812",
-        "buffer-rounded frequencies -",
-        more=WIRE,
-        needs="deepspeed",
-        says=("restore the buffers after the cast",),
-        mend=(("for step in",
-            "model.frequencies = 10000.0 ** (-torch.arange(0, 1, 2 / WIDTH))\nfor step in"),)),
     _bug("deepspeed-7718",
         "not-accumulated * accumulate",
         more=WIRE,
@@ -177,52 +135,27 @@ BUGS: tuple[Script, ...] = (
         mend=((" / MICRO_BATCHES", ""),
             ("    engine.step()", "        engine.step()"),
             ('"train_micro_', '"gradient_accumulation_steps": MICRO_BATCHES,\n    "train_micro_'))),
-    _deepspeed("grad_accum_dtype_stage_2", SUMS, NO_EFFECT, expected=True, mended=SOON, keys=STAGE_3),
-    _deepspeed("gradient_accumulation_dtype", SUMS, NO_EFFECT, expected=True, keys=STAGE_3),
+    _deepspeed("gradient_accumulation_dtype", SUMS, "key-without-effect * accumulate",
+        expected=True,
+        keys=STAGE_3),
     _deepspeed("communication_data_type_autocast",
         *("key-without-effect up.weight reduce", "key-without-effect head.weight reduce"),
         expected=True,
         keys={"torch_autocast": AUTOCAST}),
-    _deepspeed("stage_1_average", "not-averaged * reduce", mended=SOON, keys=STAGE_3),
-    _deepspeed("stage_1_average_autocast", "not-averaged * reduce", SUMS,
-        mended=SOON,
-        keys={"torch_autocast": AUTOCAST, "data_types": STAGE_3["data_types"]}),
+    _deepspeed("stage_1_average", "not-averaged * reduce", mended=("deepspeed", "0.19.8"), keys=STAGE_3),
     _deepspeed("bf16_master_weights",
         *("no-master up.weight master", "norm-in-16-bits norm.weight master", "state-too-narrow * state"),
         keys={
             "bf16": {"enabled": True, "bf16_master_weights_and_grads": False, "bf16_optimizer_states": False},
             "communication_data_type": "fp32"}),
-    _bug("bf16-adamw",
-        *("no-master * master", "state-too-narrow * state"),
-        more=f"norm-in-16-bits router-in-16-bits {WIRE}",
-        says=("model = model.float()", "with torch.autocast(inputs.device.type, torch.bfloat16):"),
-        mend=(("from torch.nn.parallel", "import torch\nfrom torch.nn.parallel"),
-            ("start()\n", f"{ROUTER}start()\n"),
-            ("(Tiny().bfloat16())", "(Routed().bfloat16().float()), autocast=True"))),
-    _bug("norm-gains",
-        *("norm-in-16-bits norm.weight master", "no-master up.weight master"),
-        more="state-too-narrow never-updated",
-        says=("model = model.float()", "param_dtype=torch.bfloat16"),
-        mend=(("fully_shard(model, ", "model = model.float()\nfully_shard(model, "),
-            ("MixedPrecisionPolicy(reduce", "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce"))),
-    _bug("prime-rl-3557",
-        *("no-master layers.0.A_log master", "never-updated layers.1.D storage"),
-        "upcast-without-effect layers.0.A_log compute",
-        more="state-too-narrow",
-        says=("model = model.float()",),
-        mend=(("policy = ", "model = model.float()\npolicy = "),)),
+    _deepspeed("fp16_autocast_clip",
+        "norm-of-scaled-gradients - grad",
+        says=("Use bfloat16 in `torch_autocast`",),
+        keys={"torch_autocast": AUTOCAST}),
     _bug("fsdp1-no-sync",
         f"rounded-before-accumulation {EXPERT} accumulate",
         more=NO_SYNC,
-        says=FSDP1_SAYS,
-        mend=FSDP1),
-    _bug("fsdp1-no-sync-flat",
-        f"rounded-before-accumulation {EXPERT} accumulate",
-        path="bugs/fsdp1_no_sync.py",
-        arguments=("--flat", "--reduce", "bf16"),
-        more=NO_SYNC,
-        says=(*FSDP1_SAYS, "reduce_dtype=torch.float32"),
-        mend=FSDP1),
+        says=("# no `with model.no_sync():`", "units = CustomPolicy(is_unit)")),
     _bug("fsdp2-no-sync",
         SUMS,
         more=f"router-in-16-bits {WIRE}",
@@ -231,13 +164,13 @@ BUGS: tuple[Script, ...] = (
         mend=(("param_dtype=torch.bfloat16)", "param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"),
             (WHOLE, f"\n{UNIT}{WHOLE[1:]}"))),
     _bug("lightning-bf16-true",
-        *("no-master model.experts.0.weight master", "state-too-narrow * state"),
-        more=f"no-master norm-in-16-bits router-in-16-bits {WIRE}",
+        *("no-master model.up.weight master", "state-too-narrow * state"),
+        more=f"norm-in-16-bits rounded-before-accumulation {WIRE}",
+        path="healthy/lightning_run.py",
+        arguments=("bf16-true",),
         needs="lightning",
-        says=("model = model.float()", 'Trainer(precision="bf16-mixed")', "router.weight.float()"),
-        mend=(("class Module", f"{ROUTER.lstrip()}class Module"),
-            ("self.model = Tiny()", "self.model = Routed().float()"),
-            ('    precision="bf16-true"', '    precision="bf16-mixed"'))),
+        says=("model = model.float()", 'Trainer(precision="bf16-mixed")'),
+        mend=(("precision=sys.argv[1]", 'precision="bf16-mixed"'),)),
     _bug("hf-trainer-bf16",
         *("no-master model.embed_tokens.weight master", "state-too-narrow * state"),
         more=f"no-master norm-in-16-bits {WIRE}",
@@ -245,42 +178,11 @@ BUGS: tuple[Script, ...] = (
         says=("model = model.float()", "TrainingArguments(bf16=True)"),
         mend=(("from_pretrained(folder)\n", "from_pretrained(folder).float()\n"),),
         remains="narrow-export"),  # the file that it trains from
-    _deepspeed("fp16_autocast_clip",
-        "norm-of-scaled-gradients - grad",
-        says=("Use bfloat16 in `torch_autocast`",),
-        keys={"torch_autocast": AUTOCAST}),
-    _bug("clip-before-unscale",
-        "norm-of-scaled-gradients - grad",
-        says=("Call `scaler.unscale_(optimizer)` before clipping.",),
-        mend=(("    torch.nn.utils.clip", "    scaler.unscale_(optimizer)\n    torch.nn.utils.clip"),)),
-    _bug("untied",
-        "untied lm_head.weight storage",
-        needs="transformers",
-        says=("`model.tie_weights()`",),
-        mend=(("rotary.__init__", "model.tie_weights()\nrotary.__init__"),)),
-    _bug("never-updated",
-        "never-updated * master",
-        says=("Build the optimizer from the parameters",),
-        mend=(("fully_shard(model)\n", ""), ("optimizer = ", "fully_shard(model)\noptimizer = "))),
-    _bug("narrow-export",
-        "narrow-export * export",
-        says=("Write the weights as they are trained",),
-        mend=((".to(torch.bfloat16)", ""),)),
-    _bug("ranks-differ",
-        "ranks-differ * storage",
-        says=("Begin with the same values on every rank",),
-        mend=(("torch.manual_seed(rank())", "torch.manual_seed(0)"),)),
-    _bug("several-models", "no-master * master",  # of the value model; the others are shown
-        more="state-too-narrow", launcher="python", says=("embed.weight",)),
-    _bug("not-averaged",
-        "not-averaged * reduce",
-        says=("Divide by the number of ranks",),
-        mend=(("[dist.all_reduce(parameter.grad)", "[dist.all_reduce(parameter.grad.div_(2))"),)),
 )  # fmt: skip
 
 
-def _plain(kind: str, launcher: str = "torchrun") -> Script:
-    return Script(kind, launcher, "healthy/plain.py", (kind,))
+def _plain(kind: str) -> Script:
+    return Script(kind, "torchrun", "healthy/plain.py", (kind,))
 
 
 def _zero(stage: int) -> Script:
@@ -288,10 +190,8 @@ def _zero(stage: int) -> Script:
 
 
 HEALTHY: tuple[Script, ...] = (
-    _plain("one_process", "python"),
-    *map(_plain, ("ddp", "ddp_autocast", "ddp_fp16", "ddp_no_sync", "fsdp2", "fsdp2_norms", "fsdp1")),
-    *map(_plain, ("ema", "gan", "distillation", "lora")),
-    *map(_plain, ("averaged_weights", "averaged_updates", "own_expert")),
+    *map(_plain, ("ddp", "ddp_autocast", "ddp_no_sync", "fsdp2", "fsdp1")),
+    *map(_plain, ("averaged_updates", "own_expert")),
     *map(_zero, (1, 2, 3)),
     Script("accelerate", "accelerate", "healthy/accelerate_bf16.py", needs=("accelerate",)),
     Script("hf-trainer", "torchrun", "healthy/hf_trainer.py", needs=TRAINER),
@@ -302,5 +202,4 @@ HEALTHY: tuple[Script, ...] = (
         for name, precision in (("lightning", "32-true"), ("lightning-autocast", "bf16-mixed"))
     ),
     Script("zerodrift", "torchrun", "healthy/with_zerodrift.py"),
-    Script("workers", "python", "healthy/workers.py"),
 )

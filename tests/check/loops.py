@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.optim._functional import adamw
 
 import zerodrift
 from tests.check.tiny import VOCABULARY, WIDTH, Dense, batch, loss_of, rank
@@ -97,16 +96,6 @@ def copies(model: nn.Module) -> Tensors:
     return [parameter.detach().float().clone() for parameter in model.parameters()]
 
 
-def flat(model: nn.Module) -> Tensors:
-    return [parameters_to_vector(model.parameters()).detach().float()]
-
-
-def views(model: nn.Module, master: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    parameters = list(model.parameters())
-    parts = master.split([parameter.numel() for parameter in parameters])
-    return [(parameter, part.view_as(parameter)) for parameter, part in zip(parameters, parts, strict=True)]
-
-
 def give(model: nn.Module, masters: Tensors) -> None:
     """Give masters the gradients of the model."""
     gradients = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
@@ -117,25 +106,19 @@ def give(model: nn.Module, masters: Tensors) -> None:
         master.grad = gradient
 
 
-def each(write: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[[nn.Module, Tensors], None]:
-    """Write parameter by parameter, from copies or from views of a flat master."""
-
-    def write_all(model: nn.Module, masters: Tensors) -> None:
-        pairs = list(zip(model.parameters(), masters, strict=False))
-        for parameter, master in views(model, masters[0]) if len(masters) == 1 else pairs:
-            write(parameter, master)
-
-    return torch.no_grad()(write_all)
+def flat(model: nn.Module) -> Tensors:
+    return [parameters_to_vector(model.parameters()).detach().float()]
 
 
-def set_data(parameter: torch.Tensor, master: torch.Tensor) -> None:
-    parameter.data = master.to(parameter.dtype)
+@torch.no_grad()
+def one_by_one(model: nn.Module, masters: Tensors) -> None:
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        parameter.copy_(master)
 
 
-def stochastic(parameter: torch.Tensor, master: torch.Tensor) -> None:
-    bits = master.contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32)
-    parameter.copy_(((bits + noise) & -65536).view(torch.float32))
+def set_data(model: nn.Module, masters: Tensors) -> None:
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        parameter.data = master.to(parameter.dtype)
 
 
 def load(model: nn.Module, masters: Tensors) -> None:
@@ -153,15 +136,10 @@ def at_once(model: nn.Module, masters: Tensors) -> None:
 
 
 MASTERS: dict[str, tuple[Callable[[nn.Module], Tensors], Callable[[nn.Module, Tensors], None]]] = {
-    "copy_": (copies, each(lambda parameter, master: parameter.copy_(master))),
-    "data.copy_": (copies, each(lambda parameter, master: parameter.data.copy_(master.data))),
-    "data": (copies, each(set_data)),
-    "set_": (copies, each(lambda parameter, master: parameter.set_(master.to(parameter.dtype)))),
+    "copy_": (copies, one_by_one),
+    "data": (copies, set_data),
     "foreach": (copies, at_once),
-    "stochastic": (copies, each(stochastic)),
     "load_state_dict": (copies, load),
-    "flat, copy_": (flat, each(lambda parameter, master: parameter.copy_(master))),
-    "flat, data": (flat, each(set_data)),
     "flat, vector": (flat, into_flat),
 }
 """How masters are made, and how they are written into the parameters."""
@@ -227,7 +205,9 @@ class Stochastic(Rule):
     """Rounds each update to bf16 at random."""
 
     def update(self, parameter: Any, state: dict[str, Any], rate: float) -> None:
-        stochastic(parameter, parameter.float() - rate * parameter.grad.float())
+        bits = (parameter.float() - rate * parameter.grad.float()).view(torch.int32)
+        noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32)
+        parameter.copy_(((bits + noise) & -65536).view(torch.float32))
 
 
 class Averaging(Rule):
@@ -255,79 +235,20 @@ class ByHand:
         self._model.zero_grad()
 
 
-def adam(parameter: nn.Parameter) -> None:
-    zero, gradient = torch.zeros_like(parameter), parameter.grad
-    assert gradient is not None
-    adamw(
-        [parameter], [gradient], [zero], [zero.clone()], [], [torch.zeros(())],
-        amsgrad=False, beta1=0.9, beta2=0.99, lr=1e-3, weight_decay=0.0, eps=1e-8, maximize=False,
-    )  # fmt: skip
-
-
-def in_numpy(parameter: nn.Parameter, masters: dict[nn.Parameter, Any] = {}) -> None:  # noqa: B006
-    """Update a master in numpy, by so little that bf16 does not show it."""
-    master = masters.setdefault(parameter, parameter.detach().float().numpy().copy())
-    assert parameter.grad is not None
-    master -= 1e-8 * parameter.grad.float().numpy()
-    parameter.copy_(torch.from_numpy(master))
-
-
 UPDATES: dict[str, Callable[[nn.Parameter], Any]] = {
     "add_": lambda p: p.add_(p.grad, alpha=-1e-2),
     "data": lambda p: setattr(p, "data", p.data - 1e-2 * p.grad),
-    "in place of data": lambda p: p.data.sub_(1e-2 * p.grad),
     "copy_": lambda p: p.copy_(p.float() - 1e-2 * p.grad.float()),
-    "adam": adam,
 }
 """How a script updates a parameter without an optimizer."""
 
 
-def in_part() -> zerodrift.Observation:
-    """Train the head with an optimizer, and the rest by hand."""
-    model = dense()
-    rest = [parameter for name, parameter in model.named_parameters() if name != "head.weight"]
-    after = torch.no_grad()(lambda: [parameter.sub_(parameter.grad, alpha=1e-2) for parameter in rest])
-    return observed(model, torch.optim.AdamW(model.head.parameters(), lr=1e-3), after=after)
-
-
-def bounded() -> zerodrift.Observation:
-    """Train with an optimizer of other tensors; the script only clamps the parameters."""
-    model = dense()
-    stale = [parameter.detach().clone() for parameter in model.parameters()]
-    after = torch.no_grad()(lambda: [parameter.clamp_(-1, 1) for parameter in model.parameters()])
-    return by_masters(model, stale, after, rate=1e-3)
-
-
-def transformed() -> zerodrift.Observation:
-    """Take gradients by `torch.func.grad`, which puts tensors without memory in the parameters' place."""
-    model = dense()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
-        def value(parameters: Any) -> torch.Tensor:
-            return loss_of(torch.func.functional_call(model, parameters, (tokens,)), targets)
-
-        gradients = torch.func.grad(value)(dict(model.named_parameters()))
-        for name, parameter in model.named_parameters():
-            parameter.grad = gradients[name]
-        optimizer.step()
-
-    return observed_steps(step)
-
-
-def ensemble() -> zerodrift.Observation:
-    """Train two models in one by `torch.vmap`: the module that computes has tensors that nothing updates."""
-    models = [dense(), dense()]
-    parameters, _ = torch.func.stack_module_state(models)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3)
-    both = torch.vmap(lambda p, x: torch.func.functional_call(models[0], (p,), (x,)), in_dims=(0, None))
-
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
-        loss_of(both(parameters, tokens).mean(0), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return observed_steps(step)
+def adapted() -> zerodrift.Observation:
+    """Train an adapter in fp32 of a model that is frozen in bf16."""
+    model = dense(BF16).requires_grad_(False)
+    model.head = nn.Linear(WIDTH, VOCABULARY)
+    model.head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    return observed(model, torch.optim.AdamW(model.head.parameters(), lr=1e-2))
 
 
 def post_hook() -> zerodrift.Observation:
@@ -359,24 +280,11 @@ def pairwise(update: Callable[[torch.Tensor, torch.Tensor], Any]) -> Update:
     return lambda averages, weights: [update(a, w) for a, w in zip(averages, weights, strict=True)]
 
 
-def foreach_add(averages: Tensors, weights: Tensors) -> None:
-    torch._foreach_mul_(averages, 0.9999)
-    torch._foreach_add_(averages, weights, alpha=1e-4)
-
-
 AVERAGES: dict[str, Update] = {
     "mul_ and add_": pairwise(lambda a, w: a.mul_(0.9999).add_(w, alpha=1e-4)),
-    "add_ of a part": pairwise(lambda a, w: a.add_((w - a) * 0.005)),
     "lerp_": pairwise(lambda a, w: a.lerp_(w, 1e-3)),
-    "foreach_lerp_": lambda averages, weights: torch._foreach_lerp_(averages, weights, 1e-4),
-    "foreach_add_": foreach_add,
-    "polyak": pairwise(lambda a, w: a.data.copy_(0.005 * w.data + 0.995 * a.data)),
     "made anew": renew,
     "data": pairwise(lambda a, w: setattr(a, "data", 0.999 * a.data + 0.001 * w.data)),
-    "mean of steps": pairwise(lambda a, w: a.copy_(a + (w - a) / 3)),
-    "lerp and copy_": pairwise(lambda a, w: a.copy_(torch.lerp(a, w, 0.01))),
-    "sub_": pairwise(lambda a, w: a.sub_(0.001 * (a - w))),
-    "addcmul_": pairwise(lambda a, w: a.mul_(0.999).addcmul_(w, torch.full_like(w, 1e-3))),
     "mean of a stack": pairwise(lambda a, w: a.copy_(torch.stack([a, a, a, w]).mean(0))),
 }
 """How averages follow weights."""
@@ -393,35 +301,11 @@ def average(kind: str, dtype: torch.dtype) -> zerodrift.Observation:
     return observed(model, after=follow)
 
 
-def averaged_model(dtype: torch.dtype, **how: Any) -> zerodrift.Observation:
+def averaged_model(dtype: torch.dtype) -> zerodrift.Observation:
     """Average a model that is updated by masters of its own."""
     model = dense(dtype)
-    made, kept = copies(model), torch.optim.swa_utils.AveragedModel(model, **how)
+    made, kept = copies(model), torch.optim.swa_utils.AveragedModel(model)
     return by_masters(model, made, lambda: (at_once(model, made), kept.update_parameters(model)), rate=1e-3)
-
-
-class Momentum(nn.Module):
-    """A key encoder that follows the query encoder in its own forward, as MoCo's does."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.query = dense()
-        self.key = copy.deepcopy(self.query).to(dtype).requires_grad_(False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
-                key.data = key.data * 0.999 + query.data.to(key.dtype) * 0.001
-            keys = self.key(tokens).float()
-        return self.query(tokens) - 0.01 * keys
-
-
-def hard_target() -> zerodrift.Observation:
-    """Train beside a bf16 copy of the model that is replaced as a whole."""
-    model = dense()
-    target = copy.deepcopy(model).to(BF16)
-    after = lambda: at_once(target, list(model.parameters()))  # noqa: E731
-    return observed(model, after=after)
 
 
 # --- losses ------------------------------------------------------------------------------------------
@@ -431,42 +315,12 @@ def picked(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return values.gather(-1, targets[..., None])
 
 
-def distilled(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return a loss of wide student logits and the teacher's log-probabilities in their own dtype."""
-    with torch.no_grad():
-        told = (logits + 1).log_softmax(-1)
-    return functional.kl_div(
-        logits.float().log_softmax(-1), told.float(), log_target=True, reduction="batchmean"
-    )
-
-
-def preference(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        reference = picked((logits * 0.9).log_softmax(-1), targets).sum()
-    policy = picked(logits.float().log_softmax(-1), targets).sum()
-    return -functional.logsigmoid(0.1 * (policy - reference))
-
-
-def ratio(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    policy = picked(logits.log_softmax(-1), targets)
-    return -(policy - policy.detach()).exp().float().mean()
-
-
-criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-
 LOSSES: dict[str, Loss] = {
     "cross_entropy": lambda x, t: functional.cross_entropy(x.flatten(0, -2), t.flatten()),
-    "smoothed": lambda x, t: criterion(x.flatten(0, -2), t.flatten()),
     "log_softmax": lambda x, t: -picked(x.log_softmax(-1), t).float().mean(),
     "log of softmax": lambda x, t: -picked(x.softmax(-1), t).float().clamp(1e-9).log().mean(),
     "logsumexp": lambda x, t: (x.logsumexp(-1) - picked(x, t)[..., 0]).float().mean(),
-    "exp": lambda x, t: (x.exp().sum(-1).log() - picked(x, t)[..., 0]).float().mean(),
-    "binary": lambda x, t: functional.binary_cross_entropy_with_logits(x[..., 0], (t % 2).to(x.dtype)),
     "squares": lambda x, t: functional.mse_loss(x[..., 0], (t / 64).to(x.dtype)),
-    "distilled": distilled,
-    "preference": preference,
-    "ratio": ratio,
-    "z": lambda x, t: loss_of(x, t) + 1e-4 * x.logsumexp(-1).square().float().mean(),
 }
 """Losses of logits in the dtype that they are given in."""
 
@@ -481,14 +335,6 @@ class WithLoss(Dense):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = super().forward(tokens)
         return functional.cross_entropy(logits.to(self.dtype).flatten(0, -2), tokens.flatten())
-
-
-class LookupAndHead(nn.Sequential):
-    """A head that is the only product of its model."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Embedding(64, 16))
-        self.add_module("head", nn.Linear(16, 64))
 
 
 class NarrowHead(Dense):
@@ -509,22 +355,16 @@ def head(model: nn.Module | None = None, scale: float = 1.0, autocast: bool = Fa
     return observed(model, optimizer)
 
 
-def rollout(dtype: torch.dtype, inside: bool = False) -> zerodrift.Observation:
-    """Take log-probabilities before the first step, outside of the model or in its forward."""
+def rollout(dtype: torch.dtype) -> zerodrift.Observation:
+    """Take log-probabilities of a copy of the model before the first step."""
     model, tokens, targets = dense(), *batch(0, 0)
-
-    class Policy(nn.Module):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            logits = copy.deepcopy(model)(tokens).to(dtype)
-            return picked(logits.log_softmax(-1), targets).float() if inside else logits
 
     def clipped(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return -(picked(logits.log_softmax(-1), targets) - old).exp().clamp(0.8, 1.2).mean()
 
     with zerodrift.observe() as seen:
         with torch.no_grad():
-            old = Policy()(tokens)
-        old = old if inside else picked(old.log_softmax(-1), targets).float()
+            old = picked(copy.deepcopy(model)(tokens).to(dtype).log_softmax(-1), targets).float()
         train(model, loss=clipped)
     return seen
 
@@ -537,7 +377,6 @@ SINES = torch.ones(16).div(64)
 POSITIONS: dict[str, In] = {
     "arange": lambda x, dtype: torch.arange(500, dtype=dtype)[-8:, None] * SINES.to(dtype),
     "cast": lambda x, dtype: torch.arange(500)[-8:, None].to(dtype) * SINES,
-    "met": lambda x, dtype: torch.arange(500)[-8:, None] * SINES.to(dtype),
     "by way of fp32": lambda x, dtype: torch.arange(500)[-8:, None].float().to(dtype) * SINES,
 }
 """Angles of positions that are whole numbers up to 499."""
@@ -545,13 +384,11 @@ POSITIONS: dict[str, In] = {
 PARTS: dict[str, In] = {
     "parts": lambda x, dtype: torch.arange(0, 1, 0.01, dtype=dtype)[-8:, None] * SINES.to(dtype),
     "small": lambda x, dtype: torch.arange(200)[-8:, None].to(dtype) * SINES,
-    "masks": lambda x, dtype: (torch.arange(500) > 400)[-8:, None].to(dtype) * SINES,
 }
 """The same of numbers that are not whole, or that 16 bits hold."""
 
 STATISTICS: dict[str, In] = {
     "root mean square": lambda x, dtype: x * x.to(dtype).square().mean(-1, keepdim=True).rsqrt(),
-    "deviation": lambda x, dtype: x / (x.to(dtype) - 1).pow(2).mean(-1, keepdim=True).add(1e-6).sqrt(),
     "running sum": lambda x, dtype: x + x.to(dtype).repeat(1, 9, 1).cumsum(1)[:, :8] / 64,
 }
 """Function of activations or of their positions that a model computes in a dtype."""
@@ -596,9 +433,7 @@ def scaled(
 
 RUNNING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "a mean": lambda mean, x: 0.9 * mean + 0.1 * x,
-    "a mean by counts": lambda mean, x: mean + (x - mean) * 0.25,
     "a sum": lambda total, x: total + x,
-    "through fp32": lambda mean, x: (mean.float() * 0.9 + x.float() * 0.1).to(mean.dtype),
 }
 """Assignments of a script to a value that it keeps from one step to the next."""
 
@@ -619,74 +454,11 @@ def running(kind: str, dtype: torch.dtype) -> zerodrift.Observation:
     return observed_steps(step)
 
 
-class WithOwnStates(torch.optim.SGD):
-    """Keeps its momentum outside of `state`."""
-
-    def __init__(self, parameters: Any, dtype: torch.dtype) -> None:
-        super().__init__(parameters, lr=1e-2)
-        self._momentum = [torch.zeros_like(p, dtype=dtype) for p in self.param_groups[0]["params"]]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter, momentum in zip(self.param_groups[0]["params"], self._momentum, strict=True):
-            momentum.mul_(0.9).add_(parameter.grad.to(momentum.dtype))
-            parameter.add_(momentum.to(parameter.dtype), alpha=-1e-2)
-
-
-def hooked(where: str, round_: Callable[[torch.Tensor], torch.Tensor]) -> zerodrift.Observation:
-    """Change gradients, or weights, in a hook: on the parameters, or before or after the optimizer's step."""
-    model = dense()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def gradients(*_: Any) -> None:
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad = round_(parameter.grad)
-
-    def weights(*_: Any) -> None:
-        for parameter in model.parameters():
-            parameter.data = round_(parameter.data)
-
-    if where == "leaf":
-        for parameter in model.parameters():
-            parameter.register_hook(round_)
-    elif where == "before":
-        optimizer.register_step_pre_hook(gradients)
-    else:
-        optimizer.register_step_post_hook(weights)
-    return observed(model, optimizer)
-
-
-def lazy() -> zerodrift.Observation:
-    """Train modules that get their shapes in their first forward."""
-
-    def make() -> tuple[nn.Module, Callable[[], Any]]:
-        modules = nn.Embedding(VOCABULARY, WIDTH), nn.LazyLinear(WIDTH), nn.ReLU(), nn.LazyLinear(VOCABULARY)
-        model = nn.Sequential(*modules)
-        model(batch(0, 0)[0])
-        return model, nothing
-
-    return observed_as_made(make)
-
-
 def norm_by_hand(model: nn.Module) -> None:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
     for gradient in gradients:
         gradient.mul_((1e3 / (norm + 1e-6)).clamp(max=1.0))
-
-
-def bound_by_hand(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad.clamp_(-1.0, 1.0)
-
-
-def unscaled_by_hand(scaler: Any, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad.mul_(1 / scaler.get_scale())
-    norm_by_hand(model)
 
 
 def clip(model: nn.Module) -> None:
@@ -745,43 +517,6 @@ def closures() -> zerodrift.Observation:
     return observed_steps(step)
 
 
-def cast_between() -> zerodrift.Observation:
-    """Weights that are cast after a first step in fp32."""
-    model = dense()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    return observed(model, optimizer, after=lambda: model.to(BF16) and None)
-
-
-class Spectral(Dense):
-    """Has a parameter of complex numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.ones(5, 16, dtype=torch.complex64))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        x = torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=8, dim=1)
-        return self.head(self.block(x))
-
-
-def adapted() -> zerodrift.Observation:
-    """Train what a step by hand comes from, with results in the parameters' places."""
-    model = dense()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
-        fast = dict(model.named_parameters())
-        value = loss_of(torch.func.functional_call(model, fast, (tokens,)), targets)
-        gradients = torch.autograd.grad(value, list(fast.values()), create_graph=True)
-        fast = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), gradients, strict=True)}
-        loss_of(torch.func.functional_call(model, fast, (tokens,)), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return observed_steps(step)
-
-
 # --- values that rest --------------------------------------------------------------------------------
 
 
@@ -815,6 +550,13 @@ def rounded_gradients(round_: Callable[[torch.Tensor], torch.Tensor]) -> zerodri
     return observed(model, before=before)
 
 
+def gradients_in_a_hook(round_: Callable[[torch.Tensor], torch.Tensor]) -> zerodrift.Observation:
+    model = dense()
+    for parameter in model.parameters():
+        parameter.register_hook(round_)
+    return observed(model)
+
+
 def added(dtype: torch.dtype) -> zerodrift.Observation:
     """Add the gradients of four micro-batches, one row each, in tensors of the script's own."""
     model = dense()
@@ -834,16 +576,3 @@ def added(dtype: torch.dtype) -> zerodrift.Observation:
         optimizer.zero_grad()
 
     return observed_steps(step)
-
-
-def lost_masters() -> zerodrift.Observation:
-    """Train with masters that are copied from the parameters after each step."""
-    model = dense(BF16)
-    made = copies(model)
-
-    def after() -> None:
-        at_once(model, made)
-        for master, parameter in zip(made, model.parameters(), strict=True):
-            master.copy_(parameter.detach())
-
-    return by_masters(model, made, after, rate=1e-3)

@@ -125,7 +125,7 @@ def test_what_is_printed_mends_a_script(script: Script, tmp_path: Path) -> None:
         expect = str(config) if script.expect else ""
         mended = dataclasses.replace(mended, arguments=(*before, str(config)), expect=expect)
     code, printed, seen = check(mended, tmp_path)
-    assert {kind for kind, _, _ in findings(seen)} <= {script.remains}, printed
+    assert {kind for kind, _, _ in findings(seen)} == {script.remains} - {""}, printed
     assert code == 0, printed
 
 
@@ -137,7 +137,7 @@ def test_a_healthy_run_has_no_finding(script: Script, tmp_path: Path) -> None:
     assert code == 0, printed
 
 
-@pytest.mark.parametrize("kind", ["ddp_autocast", "ddp_fp16", "fsdp2", "fsdp1", "gan"])
+@pytest.mark.parametrize("kind", ["ddp_autocast", "fsdp2", "fsdp1"])
 def test_the_numbers_are_those_without_the_observer(kind: str, tmp_path: Path) -> None:
     script = Script(kind, "torchrun", "healthy/plain.py", (kind, "digest"))
     alone = _run(script.command(free_port()), tmp_path).stdout

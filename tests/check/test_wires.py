@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.check.loops import BF16, FP32, dense, nothing, observed_as_made
+from tests.check.tiny import Dense
 from tests.ranks.harness import on_ranks
+from zerodrift.inspect.check.findings import run_findings
 from zerodrift.inspect.check.script_findings import wire_error
 
 Made = tuple[nn.Module, Callable[[], Any]]
@@ -25,48 +27,18 @@ def hooked(hook: Any, state: Any = None) -> Made:
     return model, nothing
 
 
-def own(dtype: torch.dtype) -> Any:
-    def narrowed(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
-        sent = bucket.buffer().to(dtype) / dist.get_world_size()
-        work = dist.all_reduce(sent, async_op=True).get_future()
-        return work.then(lambda done: bucket.buffer().copy_(done.value()[0]))
-
-    return narrowed
-
-
-def compressed(state, bucket):  # type: ignore[no-untyped-def]
-    """Compress gradients under a new name: DDP refuses torch's hook where there is no GPU."""
-    return default_hooks.bf16_compress_hook(state, bucket)
-
-
-def quantized(state, bucket):  # type: ignore[no-untyped-def]
-    """Reduce gradients as eight bits and a scale, gathered and summed."""
-    whole = bucket.buffer()
-    scale = whole.abs().amax() / 127
-    scales = [torch.zeros_like(scale) for _ in range(2)]
-    parts = [torch.zeros_like(whole, dtype=torch.int8) for _ in range(2)]
-    dist.all_gather(scales, scale)
-    dist.all_gather(parts, (whole / scale).round().to(torch.int8))
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(sum(p * s for p, s in zip(parts, scales, strict=True)) / 2)  # type: ignore[arg-type]
-    return done
-
-
-def by_hand(dtype: torch.dtype, at_once: bool = False) -> Made:
-    model = dense()
+def by_hand(dtype: torch.dtype, parts: int = 2, seed: int = 0) -> Made:
+    """Make a model from a seed, whose gradients are summed in a dtype and divided into parts."""
+    torch.manual_seed(seed)
+    model = Dense()
 
     def average() -> None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        sent = [gradient.to(dtype) for gradient in gradients]
-        if at_once:
-            flat = torch.cat([gradient.flatten() for gradient in gradients]).to(dtype)
-            dist.all_reduce(flat)
-            parts = flat.split([each.numel() for each in sent])
-            sent = [part.view_as(each) for part, each in zip(parts, sent, strict=True)]
-        for gradient, each in zip(gradients, sent, strict=True):
-            if not at_once:
-                dist.all_reduce(each)
-            gradient.copy_(each / dist.get_world_size())
+        flat = torch.cat([gradient.flatten() for gradient in gradients]).to(dtype)
+        dist.all_reduce(flat)
+        sums = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, total in zip(gradients, sums, strict=True):
+            gradient.copy_(total.view_as(gradient) / parts)
 
     return model, average
 
@@ -84,31 +56,32 @@ def packed(**precision: torch.dtype) -> Made:
 
 WIRE, NONE = "wire-in-16-bits", ""
 RUNS: dict[str, tuple[Callable[[], Made], str]] = {
-    "bf16 hook": (lambda: hooked(compressed), WIRE),
-    "fp16 hook": (lambda: hooked(default_hooks.fp16_compress_hook), WIRE),
-    "own hook in bf16": (lambda: hooked(own(BF16)), WIRE),
-    "own hook in int8": (lambda: hooked(quantized), WIRE),
+    "hook": (lambda: hooked(default_hooks.fp16_compress_hook), WIRE),
     "PowerSGD": (
         lambda: hooked(powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)),
         "wire-compressed"),
     "by hand in bf16": (lambda: by_hand(BF16), WIRE),
-    "by hand in bf16, at once": (lambda: by_hand(BF16, at_once=True), WIRE),
     "fully_shard": (lambda: sharded(param_dtype=BF16), WIRE),
     "FSDP": (lambda: packed(param_dtype=BF16), WIRE),
-    "whole hook": (lambda: hooked(default_hooks.allreduce_hook), NONE),
-    "by hand in fp32, at once": (lambda: by_hand(FP32, at_once=True), NONE),
+    "by hand in fp32": (lambda: by_hand(FP32), NONE),
     "fully_shard in fp32": (lambda: sharded(param_dtype=BF16, reduce_dtype=FP32), NONE),
     "FSDP in fp32": (lambda: packed(param_dtype=BF16, reduce_dtype=FP32), NONE),
+    "a sum": (lambda: by_hand(FP32, parts=1), "not-averaged"),
+    "no common seed": (lambda: by_hand(FP32, seed=dist.get_rank()), "ranks-differ"),
 }  # fmt: skip
+"""Name of a run -> what it makes, and the kind of the finding, which names all parameters."""
 
 
 @on_ranks(2, timeout=200.0)
-def test_a_narrow_wire_is_named_and_a_whole_one_is_not() -> str:
+def test_what_goes_over_the_wire_is_named_and_a_whole_average_is_not() -> str:
     wrong = {}
     every = {name for name, _ in dense().named_parameters()}
+    drawn = {name for name in every if not name.startswith("norm.")}
     for name, (make, kind) in RUNS.items():
-        found = {finding.kind: {*finding.names} for finding in observed_as_made(make).findings()}
-        if found != ({kind: every} if kind else {}):
+        processes: list[Any] = [None] * 2
+        dist.all_gather_object(processes, observed_as_made(make).process)
+        found = {finding.kind: {*finding.names} for finding in run_findings(processes)}
+        if found != ({kind: drawn if kind == "ranks-differ" else every} if kind else {}):
             wrong[name] = found
     return str(wrong) if wrong else ""
 

@@ -40,7 +40,6 @@ WATCHDOG = "a wait is the stream's, so the host goes on; on a GPU it is NCCL's w
 HABITS = {
     "a_thread": THREAD,
     "recurrent_layers": FUSED,
-    "recurrent_layers_in_blocks": FUSED,
     "sparse_gradients": SPARSE,
 }
 

@@ -11,22 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.habits.loop import Loop, Trainer, each, habits_of
-from tests.habits.networks import WIDTH, Block, Net, as_loss_of, fit, square
-
-
-def caught_in(loop: Loop, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Train a loss of the model's output and of a tensor that a hook caught inside a block."""
-    net = loop.train(Net())
-    caught: list[Tensor] = []
-    net.module.blocks[1].up.register_forward_hook(lambda module, args, out: caught.append(out))
-    fit(loop, net, lambda x: loss_of(net(x), caught.pop()))
-
-
-CAUGHT: dict[str, Any] = {
-    "features_by_a_hook": lambda out, caught: square(out) + 0.1 * square(caught),  # distillation
-    "features_alone": lambda out, caught: square(caught),  # perceptual: nothing of the output is in it
-}
+from tests.habits.loop import Loop, each, habits_of
+from tests.habits.networks import WIDTH, Net, fit, square
 
 
 def features_of_a_block(loop: Loop) -> None:
@@ -57,19 +43,6 @@ def with_hooks(put: Callable[[nn.Module, list[Any]], None]) -> Callable[[Loop], 
     return run
 
 
-class KeepsFeatures(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = torch.tanh(self.up(x))
-        return x + self.down(self.kept)
-
-
-@as_loss_of(lambda: Net(KeepsFeatures))
-def features_by_attribute(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Use a result that a block keeps, as attention keeps its weights."""
-    out = net(x)
-    return square(out) + sum(square(block.kept) for block in net.module.blocks)
-
-
 def hooks_that_read_weights(loop: Loop, put: Callable[[nn.Module, Callable[..., None]], Any]) -> None:
     """Read a block's weights before it runs, after it has run, and in its backward; they are whole."""
     net = loop.train(Net())
@@ -88,7 +61,6 @@ READERS: dict[str, Any] = {
     "a_hook_in_front_that_reads_weights": lambda block, look: block.register_forward_pre_hook(
         look, prepend=True
     ),
-    "a_hook_behind_that_reads_weights": lambda block, look: block.register_forward_hook(look),
     "a_backward_hook_that_reads_weights": lambda block, look: block.register_full_backward_pre_hook(look),
 }
 
@@ -101,34 +73,6 @@ def a_hook_that_changes_input_and_output(module: nn.Module, seen: list[Any]) -> 
     module.blocks[2].register_forward_hook(
         lambda m, args, kwargs, out: out * 0.5, with_kwargs=True, prepend=True
     )
-
-
-def hooks_on_all_modules(loop: Loop) -> None:
-    """Call `register_module_forward_hook`, as profilers and torchinfo do."""
-    net = loop.train(Net())
-    seen: list[str] = []
-    before = nn.modules.module.register_module_forward_pre_hook(
-        lambda module, args: seen.append(f"{type(module).__name__} {len(args)}")
-    )
-    after = nn.modules.module.register_module_forward_hook(
-        lambda module, args, out: seen.append(f"{tuple(out.shape)} {out.dtype}")
-    )
-    fit(loop, net)
-    before.remove()
-    after.remove()
-    loop.see("seen", seen)
-
-
-@with_hooks
-def full_backward_hooks(module: nn.Module, seen: list[Any]) -> None:
-    """Read the gradients at a block's output and input."""
-    for number, block in enumerate(module.blocks):
-        block.register_full_backward_pre_hook(
-            lambda m, grads, n=number: seen.append((n, "out", grads[0].clone()))
-        )
-        block.register_full_backward_hook(
-            lambda m, into, out, n=number: seen.append((n, "in", into[0].clone(), out[0].clone()))
-        )
 
 
 @with_hooks
@@ -188,22 +132,4 @@ def hooks_after_accumulation(module: nn.Module, seen: list[Any]) -> None:
     module.blocks[1].down.weight.register_post_accumulate_grad_hook(look)
 
 
-@with_hooks
-def a_hook_that_clears_a_gradient(module: nn.Module, seen: list[Any]) -> None:
-    """Remove a gradient as soon as it is there, as an optimizer inside the backward does."""
-    weight = module.blocks[1].up.weight
-    weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-
-
-def hooks_that_come_and_go(loop: Loop) -> None:
-    """Add and remove hooks between steps."""
-    net = loop.train(Net())
-    for number in range(3):
-        seen: list[Tensor] = []
-        handle = net.module.blocks[number].register_forward_hook(lambda m, args, out, s=seen: s.append(out))
-        fit(loop, net, steps=1, seed=number)
-        handle.remove()
-        loop.see("seen", seen)
-
-
-HABITS = habits_of(globals(), *each(caught_in, CAUGHT), *each(hooks_that_read_weights, READERS))
+HABITS = habits_of(globals(), *each(hooks_that_read_weights, READERS))

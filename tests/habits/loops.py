@@ -7,14 +7,13 @@ Invariant: a loop that runs with plain torch on every rank runs with the engine.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
 from tests.habits.networks import (
@@ -22,7 +21,6 @@ from tests.habits.networks import (
     WIDTH,
     Block,
     Net,
-    Parts,
     as_loss_of,
     fit,
     raises,
@@ -57,17 +55,6 @@ def a_last_step_that_is_short(loop: Loop) -> None:
             net.backward(square(net(loop.data(6 * epoch + number))))
             net.step()
         net.zero_grad()
-
-
-def a_batch_that_is_skipped(loop: Loop) -> None:
-    """Skip a batch on every rank, by `continue` before the backward."""
-    net = loop.train(Net())
-    for number in range(4):
-        loss = square(net(loop.data(number)))
-        if number == 1:
-            continue
-        net.backward(loss)
-        net.step()
 
 
 def on_one_rank(loop: Loop, change: Callable[[Tensor], Tensor]) -> None:
@@ -120,29 +107,13 @@ def zero_grad_in_every_way(loop: Loop) -> None:
         fit(loop, net, steps=1, seed=number)
 
 
-def scheduled(loop: Loop, make: Callable[[torch.optim.Optimizer], tuple[Any, ...]]) -> None:
+def schedules_of_torch(loop: Loop) -> None:
     """Step a scheduler over the optimizer by hand."""
     net = loop.train(Net())
-    schedule, *told = make(net.optimizer)
-    for _ in steps_of(loop, net, 5):
-        schedule.step(*told)
+    schedule = torch.optim.lr_scheduler.StepLR(net.optimizer, 2, 0.5)
+    for _ in steps_of(loop, net, 4):
+        schedule.step()
         loop.see("lr", [group["lr"] for group in net.optimizer.param_groups])
-
-
-SCHEDULES: dict[str, Any] = {
-    "schedules_of_torch": lambda of: (torch.optim.lr_scheduler.StepLR(of, 2, 0.5),),
-    # Told what the loss was.
-    "a_plateau": lambda of: (torch.optim.lr_scheduler.ReduceLROnPlateau(of, factor=0.5, patience=0), 1.0),
-}
-
-
-def learning_rates_by_hand(loop: Loop) -> None:
-    """Assign `group["lr"] = ...` before every step."""
-    net = loop.train(Net())
-    for number in range(4):
-        for group in net.optimizer.param_groups:
-            group["lr"] = 0.02 * (number + 1)
-        fit(loop, net, steps=1, seed=number)
 
 
 def an_optimizer_that_is_stepped(loop: Loop) -> None:
@@ -175,59 +146,6 @@ def evaluation_between_steps(loop: Loop) -> None:
         with torch.inference_mode():
             loop.see("inference_mode", net(loop.data(91)).clone())
         loop.see("with gradients", net(loop.data(92)))
-
-
-@as_loss_of(Net, micro=2)
-def evaluation_between_micro_batches(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        loop.see("evaluated", net(loop.data(90)))
-    return square(net(x))
-
-
-def generation(loop: Loop) -> None:
-    """Sample token by token, calling the module by itself."""
-
-    class Language(Net):
-        def __init__(self) -> None:
-            super().__init__(out=11)
-            self.tokens = nn.Embedding(11, WIDTH)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return super().forward(self.tokens(tokens))
-
-        @torch.no_grad()
-        def generate(self, tokens: Tensor) -> Tensor:
-            for _ in range(4):
-                chances = self(tokens)[:, -1].float().softmax(-1)
-                tokens = torch.cat([tokens, torch.multinomial(chances, 1)], 1)
-            return tokens
-
-    net = loop.train(Language())
-    for number in range(2):
-        tokens = loop.integers(number, 11, 2, 4)
-        net.backward(nn.functional.cross_entropy(net(tokens).float().flatten(0, 1), tokens.flatten()))
-        net.step()
-        loop.see("generated", net.module.generate(tokens))
-
-
-def evaluation_of_other_lengths(loop: Loop) -> None:
-    """Evaluate all data of each rank: the last batches of rank 0 run alone."""
-    net = loop.train(Net())
-    fit(loop, net)
-    net.module.eval()
-    with torch.no_grad():
-        for number in range(2):
-            loop.see("evaluated", net(loop.data(90 + number, 4 - loop.rank, WIDTH)))
-    net.module.train()
-    fit(loop, net)
-
-
-def inference_tensors(loop: Loop) -> None:
-    """Train on data that were made in inference_mode."""
-    net = loop.train(Net())
-    with torch.inference_mode():
-        x = loop.data(0) * 2
-    step_on(net, (square(net(x.clone() + loop.data(number))) for number in range(2)))
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------
@@ -295,21 +213,6 @@ def an_exception_in_the_backward(loop: Loop) -> None:
 # --- surroundings ---------------------------------------------------------------------------------------
 
 
-def a_default_device(loop: Loop) -> None:
-    """Use `with torch.device(...)` around everything."""
-    with torch.get_default_device():
-        fit(loop, loop.train(Net()))
-
-
-def gradients_off_around(loop: Loop) -> None:
-    """Run a whole script under no_grad, and train under enable_grad."""
-    with torch.no_grad():
-        net = loop.train(Net())
-        with torch.enable_grad():
-            fit(loop, net)
-        loop.see("evaluated", net(loop.data(9)))
-
-
 def a_thread(loop: Loop) -> None:
     """Train in a thread other than the main one, as servers and notebooks do."""
     net = loop.train(Net())
@@ -318,111 +221,12 @@ def a_thread(loop: Loop) -> None:
     fit(loop, net, seed=2)
 
 
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextlib.contextmanager
-def double_by_default() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def surrounded(loop: Loop, case: tuple[Callable[[], Any], Callable[[Any], bool]]) -> None:
-    """Train inside a context, and record its state."""
-    around, counted = case
-    net = loop.train(Net())
-    with around() as held:
-        fit(loop, net)
-    loop.see("counted", counted(held))
-
-
-SURROUNDINGS: dict[str, Any] = {
-    "another_default_dtype": (double_by_default, bool),
-    "deterministic_algorithms": (deterministic, bool),
-    "a_dispatch_mode": (lambda: FlopCounterMode(display=False), lambda held: held.get_total_flops() > 0),
-    "a_profiler": (
-        lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-        lambda held: len(held.events()) > 0,
-    ),
-    "anomaly_mode": (lambda: torch.autograd.detect_anomaly(check_nan=True), bool),
-}
-
-
-class GathersFeatures(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        found = [torch.zeros_like(out) for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather(found, out.detach())
-        return out - torch.stack(found).mean((0, 1))
-
-
-@as_loss_of(GathersFeatures)
-def collectives_of_ones_own(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
-    """Average losses for a log, and gather features inside the model."""
-    loss = square(net(x))
-    mean = loss.detach().clone()
-    torch.distributed.all_reduce(mean)
-    loop.see("mean", mean)
-    return loss
-
-
 def a_model_in_ddp(loop: Loop) -> None:
     """Wrap the model in DDP, as an older script does."""
     net = loop.train(Net())
     # With a broadcast first, DDP itself fails where parameters are sharded.
     wrapped = nn.parallel.DistributedDataParallel(net.module, init_sync=False)
     net.backward(square(wrapped(loop.data(0))))
-
-
-def a_model_that_another_in_ddp_calls(loop: Loop) -> None:
-    """Call a teacher in an engine from the forward of a student in DDP."""
-    teacher = loop.train(Net())
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = teacher(x)
-        return square(self.head(x.float()) - target)
-
-    student = nn.parallel.DistributedDataParallel(Parts(forward, head=nn.Linear(WIDTH, WIDTH)))
-    for number in range(2):
-        loss = student(loop.data(number))
-        loop.see("loss", loss)
-        loss.backward()
-        fit(loop, teacher, steps=1, seed=number)
-
-
-def a_forward_that_is_patched(loop: Loop) -> None:
-    """Replace a block's forward by a function, as patches for long contexts do."""
-    net = loop.train(Net())
-    block = net.module.blocks[1]
-    old = block.forward
-    block.forward = lambda x, *rest: old(x) * 0.5
-    fit(loop, net)
-    del block.forward
-    fit(loop, net, seed=2)
-
-
-def functions_over_modules(loop: Loop) -> None:
-    """Call `module.apply`, `modules()`, and `train(False)` of a part."""
-
-    def quiet(module: Any) -> None:
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-
-    net = loop.train(Net(lambda: nn.Sequential(Block(), nn.Dropout(0.5), nn.LayerNorm(WIDTH))))
-    net.module.apply(quiet)
-    net.module.blocks[0].eval()
-    loop.see("modules", [type(module).__name__ for module in net.module.modules()])
-    fit(loop, net)
 
 
 STEPPED = "must not be called: `engine.step()` updates"
@@ -435,9 +239,7 @@ FAILURES = {
 HABITS = habits_of(
     globals(),
     *each(failing, FAILURES),
-    *each(scheduled, SCHEDULES),
     *each(on_one_rank, CHANGES),
-    *each(surrounded, SURROUNDINGS),
     Habit(micro_batches_without_sync, close=ORDER, why="stage 3 reduces after every backward"),
     Habit(an_optimizer_that_is_stepped, refused=STEPPED, why="the engine has the gradients"),
     Habit(a_gradient_scaler, refused=STEPPED, why="the engine has the gradients"),

@@ -128,10 +128,9 @@ def as_loss_of(model: Callable[[], nn.Module], steps: int = 2, micro: int = 1) -
     return habit_of
 
 
-def fitted(loop: Loop, case: tuple[Callable[[], nn.Module], int]) -> None:
-    """Make a model and train some steps: a row of a table."""
-    make, steps = case
-    fit(loop, loop.train(make()), steps=steps)
+def fitted(loop: Loop, make: Callable[[], nn.Module]) -> None:
+    """Make a model and train it: a row of a table."""
+    fit(loop, loop.train(make()))
 
 
 def raises(loop: Loop, name: str, call: Callable[[], Any]) -> None:

@@ -9,41 +9,29 @@ import pytest
 import torch
 
 from tests.habits.loop import Habit, Loop, habits_of
-from tests.habits.networks import Seeded, fit, square
+from tests.habits.networks import Seeded, fit
 
 
 def optimizers_of_torchs(loop: Loop) -> None:
     """Train with `optimizer.type` set to classes of `torch.optim`, two of them over groups."""
-    for name in ("Adagrad", "RMSprop", "NAdam", "Adadelta", "SGD"):
+    for name in ("Adagrad", "RMSprop", "SGD"):
         net = Seeded()
         head, into = list(net.head.parameters()), list(net.into.parameters())
         groups = {"model_parameters": [{"params": head, "lr": 0.02}, {"params": into}]}
         block = {"type": name, "params": {"lr": 0.01}}
-        engine = loop.train(net, optimizer=block, **(groups if name in ("RMSprop", "SGD") else {}))
+        engine = loop.train(net, optimizer=block, **(groups if name != "Adagrad" else {}))
         fit(loop, engine, steps=3)
         loop.see("rates", engine.get_lr())
 
 
 def schedules_of_torchs(loop: Loop) -> None:
     """Train with `scheduler.type` set to classes of `torch.optim.lr_scheduler`."""
-    schedules: dict[str, dict[str, Any]] = {"StepLR": {"step_size": 2, "gamma": 0.5}}
-    schedules |= {"CosineAnnealingLR": {"T_max": 5}, "OneCycleLR": {"max_lr": 0.2, "total_steps": 9}}
+    schedules = {"StepLR": {"step_size": 2, "gamma": 0.5}, "OneCycleLR": {"max_lr": 0.2, "total_steps": 9}}
     momentum = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
     for name, params in schedules.items():
         engine = loop.train(Seeded(), optimizer=momentum, scheduler={"type": name, "params": params})
         fit(loop, engine, steps=3)
         loop.see("rates", engine.get_lr())
-
-
-def names_of_what_is_used(loop: Loop) -> None:
-    """Read `optimizer_name`, `scheduler_name` and their arguments."""
-    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 3}}
-    for kind, expected in {"AdamW": "adamw", "SGD": "SGD", "RMSprop": "RMSprop"}.items():
-        params = {"lr": 0.01, "torch_adam": True} if kind == "AdamW" else {"lr": 0.01}
-        engine = loop.train(Seeded(), optimizer={"type": kind, "params": params}, scheduler=schedule)
-        found = [engine.optimizer_name(), engine.scheduler_name(), engine.scheduler_params()]
-        assert found == [expected, schedule["type"], schedule["params"]]
-        loop.end(engine)
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception]]] = {
@@ -129,49 +117,15 @@ def a_tensor_stays_a_tensor(loop: Loop) -> None:
             schedule.step()
             rates.append(float(optimizer.param_groups[0]["lr"]))
         loop.see(name, rates)
-        loop.see(f"{name} is the same", optimizer.param_groups[0]["lr"] is rate)
+        assert optimizer.param_groups[0]["lr"] is rate
         loop.see(f"{name} last", [float(last) for last in schedule.get_last_lr()])
         loop.see(f"{name} read", {key: getattr(schedule, key) for key in READ[name].split()})
-
-
-def an_unknown_warmup(loop: Loop) -> None:
-    """Set an unknown warmup type, which means the logarithmic one."""
-    from_here = loop.deepspeed.runtime.lr_schedules
-    for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
-        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
-        own = {"WarmupLR": {}}.get(name, {"total_num_steps": 9})
-        schedule = getattr(from_here, name)(optimizer, warmup_num_steps=5, warmup_type="cubic", **own)
-        for _ in range(4):
-            schedule.step()
-        loop.see(name, [schedule.warmup_type, optimizer.param_groups[0]["lr"]])
-
-
-def an_unknown_warmup_in_the_config(loop: Loop) -> None:
-    params = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "cubic"}
-    engine = loop.train(Seeded(), scheduler={"type": "WarmupLR", "params": params})
-    loop.see("type", engine.lr_scheduler.warmup_type)
-    for step in range(4):
-        engine.backward(square(engine(loop.data(step))))
-        engine.step()
-        loop.see("rate", engine.get_lr())
-
-
-def a_tensor_in_training(loop: Loop) -> None:
-    """Train an optimizer of the script's own with a tensor for its rate, and a schedule of DeepSpeed's."""
-    net, rate = Seeded(), torch.tensor(0.05)
-    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
-    schedule = loop.deepspeed.runtime.lr_schedules.WarmupLR(optimizer, 0.0, 0.1, 4, "linear")
-    engine = loop.train(net, optimizer=optimizer, lr_scheduler=schedule)
-    fit(loop, engine, steps=4)
-    loop.see("rate", float(rate))
 
 
 HABITS = habits_of(
     globals(),
     Habit(schedules_of_torchs, alike=(0,), why="its optimizer is none to torch's schedules"),
-    Habit(names_of_what_is_used, stages=(0,), own=True),
     Habit(mistakes_in_a_config, stages=(0,), own=True),
     Habit(checkpoints_that_are_missing, alike=(1, 2, 3), why="stage 0 saves no weights to read", own=True),
     Habit(a_tensor_stays_a_tensor, stages=(0,)),
-    Habit(an_unknown_warmup, stages=(0,)),
 )

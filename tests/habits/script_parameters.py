@@ -55,17 +55,6 @@ def averages_that_are_evaluated(loop: Loop) -> None:
             p.data = held[name]
 
 
-def a_momentum_encoder(loop: Loop) -> None:
-    """MoCo's: `key.data = key.data * m + query.data * (1 - m)`, of parameters that are not trained."""
-    net = Seeded()
-    net.blocks[0].requires_grad_(False)
-    engine = loop.train(net)
-    for step in range(3):
-        for key, query in zip(net.blocks[0].parameters(), net.blocks[1].parameters(), strict=True):
-            key.data = key.data * 0.5 + query.data * 0.5
-        fit(loop, engine, steps=1, seed=step)
-
-
 def an_attack_that_is_undone(loop: Loop) -> None:
     """FGM's: weights change for a second loss, and a copy of the old ones is assigned before the step."""
     engine = loop.train(Seeded(), gradient_accumulation_steps=2)
@@ -82,22 +71,14 @@ def an_attack_that_is_undone(loop: Loop) -> None:
 # --- models of `zero.Init`, before there is an engine -------------------------------------------------------
 
 
-def in_pieces(loop: Loop) -> Seeded:
-    with loop.deepspeed.zero.Init(config_dict_or_path=loop.config()):
+def made_in_pieces(script: Loop) -> Seeded:
+    """Make a model in pieces. Not a script: those have a `loop`."""
+    with script.deepspeed.zero.Init(config_dict_or_path=script.config()):
         return Seeded()
-
-
-def whole(loop: Loop, net: nn.Module) -> dict[str, list[object]]:
-    """Return the dtype and the values of each parameter."""
-    with loop.deepspeed.zero.GatheredParameters(list(net.parameters())):
-        return {name: [str(p.dtype), p.detach().float()] for name, p in net.named_parameters()}
 
 
 CASTS: dict[str, Callable[[nn.Module], object]] = {
     "half": lambda net: net.half(),
-    "bfloat16": lambda net: net.to(torch.bfloat16),
-    "double": lambda net: net.double(),
-    "float": lambda net: net.float(),
     "type": lambda net: net.type(torch.float16),
     "device and dtype": lambda net: net.to("cpu", torch.bfloat16),
     "twice": lambda net: net.half().float(),
@@ -108,28 +89,14 @@ CASTS: dict[str, Callable[[nn.Module], object]] = {
 def models_that_are_cast(loop: Loop) -> None:
     """Call `.half()`, `.to(dtype)`, `.float()` on the model, before `initialize`."""
     for name, cast in CASTS.items():
-        net = in_pieces(loop)
+        net = made_in_pieces(loop)
         cast(net)
-        loop.see(name, whole(loop, net))
-
-
-def a_model_that_is_cast_and_trained(loop: Loop) -> None:
-    """Round the model once to bf16, and train in fp32 after that."""
-    engine = loop.train(in_pieces(loop).to(torch.bfloat16).float())
-    fit(loop, engine, steps=3)
-
-
-def models_that_are_not_cast(loop: Loop) -> None:
-    """Move the model to a device, or to its own dtype, with gradients or without."""
-    net = in_pieces(loop)
-    assert net.to("cpu").float().to(torch.float32).cpu().eval().train().requires_grad_(True) is net
-    net.zero_grad()
-    fit(loop, loop.train(net), steps=3)
+        loop.see(name, loop.weights(net))
 
 
 def contexts_in_contexts(loop: Loop) -> None:
     """Nest `GatheredParameters`: gathered values stay so under any `modifier_rank`."""
-    gathered, net = loop.deepspeed.zero.GatheredParameters, in_pieces(loop)
+    gathered, net = loop.deepspeed.zero.GatheredParameters, made_in_pieces(loop)
     head, last = net.head.weight, dist.get_world_size() - 1
     with gathered(head, modifier_rank=0):
         with gathered(list(net.parameters())):
@@ -145,29 +112,9 @@ def contexts_in_contexts(loop: Loop) -> None:
     fit(loop, loop.train(net), steps=3)
 
 
-def is_it_there(loop: Loop) -> None:
-    """Read `ds_status` inside and outside of `GatheredParameters`, before `initialize` and after it."""
-    net = in_pieces(loop)
-    for turn in range(2):
-        parameters: list[Tensor] = [net.head.weight, net.into.weight]
-        for names in (parameters[:1], parameters):
-            with loop.deepspeed.zero.GatheredParameters(names):
-                told = [_status(loop, p, any(p is held for held in names)) for p in parameters]
-                loop.see("inside", told)
-            loop.see("outside", [_status(loop, p, False) for p in parameters])
-        if turn == 0:
-            loop.train(net)
-
-
-def _status(loop: Loop, parameter: Tensor, gathered: bool) -> str:
-    if loop.plain:
-        return "AVAILABLE" if gathered else "NOT_AVAILABLE"
-    return parameter.ds_status.name  # type: ignore[attr-defined, no-any-return]
-
-
 def a_part_that_is_copied(loop: Loop) -> None:
     """Copy a module by `copy.deepcopy`, as PEFT does for `modules_to_save`, and train the copy."""
-    net = in_pieces(loop)
+    net = made_in_pieces(loop)
     other = copy.deepcopy(net)
     net.head = copy.deepcopy(net.head)
     for model in (net, other):
@@ -180,7 +127,7 @@ def a_part_that_is_copied(loop: Loop) -> None:
 
 def what_a_parameter_says(loop: Loop) -> None:
     """Read attributes that Lightning, PEFT and others read, before `initialize` and after it."""
-    net = in_pieces(loop)
+    net = made_in_pieces(loop)
     for turn in range(2):
         loop.see("said", {name: _said(loop, parameter) for name, parameter in net.named_parameters()})
         if turn == 0:
@@ -208,26 +155,14 @@ def _said(loop: Loop, parameter: Any) -> list[Any]:
     ]  # fmt: skip
 
 
-def parameters_of_nobody(loop: Loop) -> None:
-    """Pass None, nothing, and whole tensors and parameters to `GatheredParameters`."""
-    whole_one = nn.Parameter(torch.ones(2))
-    for given in (None, [], [torch.ones(2)], whole_one, iter([whole_one])):
-        with loop.deepspeed.zero.GatheredParameters(given):
-            loop.see("there", whole_one.detach())
-
-
 BELOW_3, THREE = (0, 1, 2), (3,)
 
 HABITS = habits_of(
     globals(),
     Habit(averages_that_are_evaluated, stages=BELOW_3),
-    Habit(a_momentum_encoder, stages=BELOW_3),
     Habit(an_attack_that_is_undone, stages=BELOW_3),
     Habit(models_that_are_cast, stages=THREE, alike=(), why="they keep their dtype"),
-    Habit(a_model_that_is_cast_and_trained, stages=THREE, alike=(), why="nothing is rounded"),
-    Habit(models_that_are_not_cast, stages=THREE),
     Habit(contexts_in_contexts, stages=THREE, alike=(), why="they may not overlap"),
-    Habit(is_it_there, stages=THREE),
     Habit(what_a_parameter_says, stages=THREE),
     Habit(a_part_that_is_copied, stages=THREE, alike=(), why="a copy has no values"),
 )

@@ -1,12 +1,7 @@
 """DeepSpeed #7718: gradient norms of ZeRO-2 are a third of what they are with ZeRO-3.
 
-Gradients of some micro-batches never reached the optimizer from 0.17.6 to 0.18.2. That was mended, and
-the same loss is still there in 0.19.6 for a loop that accumulates by itself (accelerate #3877, open-
-instruct #1498): with `gradient_accumulation_steps: 1` every `backward` counts as the last, and stages 1
-and 2 keep that one only.
-
-Asked for: the sum over four micro-batches. What happens: what the optimizer gets is the last micro-
-batch's gradient, the norm is about half. No error.
+In a loop that accumulates by itself, with `gradient_accumulation_steps: 1`, every `backward` counts as the
+last, and stages 1 and 2 keep that one only. No error.
 """
 
 import deepspeed

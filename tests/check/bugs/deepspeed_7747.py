@@ -1,11 +1,7 @@
-"""DeepSpeed #7747: what the model keeps in fp32 is cast to bf16 all the same.
+"""DeepSpeed #7747: what the model keeps in fp32, here the router, is cast to bf16 all the same.
 
-The router is made in fp32 and computes in the dtype of its weight. `bf16.enabled` casts every parameter;
-there is no way to leave one out, at any stage, and nothing is said. In the report a matmul of fp32 by
-bf16 stopped the run; a model that follows its weight's dtype, as this one, goes on with a router in bf16.
-
-Asked for: router.weight stored and computed in fp32. What happens (0.19.6): stored, computed and gathered
-in bf16, its fp32 master made from the bf16 copy.
+`bf16.enabled` casts every parameter, at any stage, and nothing is said: the router's fp32 master is made
+from the bf16 copy.
 """
 
 import deepspeed

@@ -1,9 +1,4 @@
-"""HF Trainer with `bf16=True` on a model that was loaded in bf16.
-
-Asked for: mixed precision. What happens: `bf16=True` turns autocast on, it does not upcast what was
-loaded: since transformers 5 a bf16 checkpoint is loaded as bf16 by default, so AdamW updates bf16 weights
-with bf16 moments (verl #5308 and many others).
-"""
+"""HF Trainer with `bf16=True`, which turns autocast on, on a model that was loaded in bf16 (verl #5308)."""
 
 import tempfile
 

@@ -1,4 +1,4 @@
-"""Lightning on fp32 weights: `lightning_run.py PRECISION`, `32-true` or `bf16-mixed`."""
+"""Lightning: `lightning_run.py PRECISION`; `bf16-true` (#18717) casts the module and keeps no masters."""
 
 import sys
 import warnings
