@@ -1,4 +1,4 @@
-"""The engine hooks the modules that the plan lists, and refuses a model other than the plan's."""
+"""Modules that compute in a dtype of their own: shared by two blocks, and as a whole piece of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,31 +11,6 @@ from torch import nn
 from tests.numerics.runs import config, make
 from tests.numerics.test_pipelines import pipeline
 from tests.ranks.harness import on_ranks
-from zerodrift.dtypes import DType
-from zerodrift.engine.step import compute
-from zerodrift.errors import ModelError
-from zerodrift.plan.table import Boundary
-
-
-def boundary(path: str, **changes: Any) -> Boundary:
-    why = (("dtype", "a rule"), ("output", "a rule"))
-    return Boundary(path, DType.FP32, changes.get("output", "keep"), None, why)
-
-
-def test_a_boundary_at_no_module_is_refused() -> None:
-    module = nn.ModuleDict({"list": nn.ModuleList([nn.Linear(2, 2)])})
-    for path, got in (("gone", "got no such module"), ("list", "got ModuleList, which is never called")):
-        with pytest.raises(ModelError, match=f"`{path}`: must be a module with a forward, .*{got}"):
-            compute.attach(module, [boundary(path)])
-    assert len(compute.attach(module, [boundary("list.0")])) == 2
-
-
-def test_a_module_in_two_places_is_hooked_once() -> None:
-    norm = nn.LayerNorm(4)
-    module = nn.ModuleDict({"a": nn.Sequential(norm), "b": nn.Sequential(norm)})
-    assert len(compute.attach(module, [boundary("a.0"), boundary("b.0")])) == 2
-    with pytest.raises(ModelError, match=r"`b\.0`: must be a module of its own, .*otherwise by 'a\.0'"):
-        compute.attach(module, [boundary("a.0"), boundary("b.0", output="input")])
 
 
 class Twice(nn.Module):

@@ -12,15 +12,13 @@ from torch import nn
 
 from tests.numerics.runs import config, diff, gradients, make
 from tests.numerics.test_pipelines import pipeline
-from tests.ranks.harness import on_ranks, run_ranks
+from tests.ranks.harness import run_ranks
 
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
 import transformers
 
 from tests.models.architectures import (
-    ARCHITECTURES,
-    SIZES,
     deep,
     exact_gradients,
     labelled,
@@ -37,7 +35,7 @@ from zerodrift.mesh import MeshShape
 from zerodrift.model.sources import describe
 from zerodrift.pipeline.cut import CAUSAL, OLDER, TESTED_SINCE, Causal, prune
 from zerodrift.plan.builder import build
-from zerodrift.plan.stages import activation_dtype, activation_width, names_of
+from zerodrift.plan.stages import names_of
 from zerodrift.policy.resolver import resolve
 from zerodrift.versions import numbers
 
@@ -84,34 +82,13 @@ def errors(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 FEW: list[tuple[str, str | None]] = [("1f1b", None), ("zbv", "queue"), ("zbv", "autograd")]
 
 
-@pytest.mark.parametrize("mode", ["bf16", "autocast-bf16"])
-@on_ranks(2)
-def test_what_goes_from_piece_to_piece_is_what_the_plan_says(mode: str) -> None:
-    engine = engine_of("llama", mode, "zbv")
-    sent: list[int] = []
-    for piece in engine.executor.forwards:
-        if piece.number < 3:
-            piece.register_forward_hook(lambda piece, given, output: sent.append(output.nbytes))
-    engine.train_batch(micro_batches(0))
-    values = activation_width(engine.plan)
-    assert values is not None
-    planned = activation_dtype(engine.plan).size * values * tokens(0).numel()
-    assert planned == (2 if mode == "bf16" else 4) * tokens(0).numel() * SIZES["hidden_size"]
-    assert len(sent) >= COUNT and set(sent) == {planned}, (sent, planned)
-
-
-QUICK = [("llama", "fp32"), ("gpt-oss", "bf16")]
-"""(architecture, mode): embeddings tied across the pipeline; expert biases beside deferred expert weights."""
-
-
-ALL = [(name, mode) for name in ARCHITECTURES for mode in ("fp32", "bf16")]
-
-
 @pytest.mark.parametrize(
     ("name", "mode", "ways"),
     [
-        *((*each, FEW) for each in QUICK),
-        *(pytest.param(*each, WAYS, id="-".join(each), marks=pytest.mark.slow) for each in ALL),
+        ("llama", "fp32", FEW),  # embeddings tied across the pipeline
+        ("gpt-oss", "bf16", FEW),  # expert biases beside deferred expert weights
+        pytest.param("qwen3-moe", "bf16", WAYS, marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", "fp32", WAYS, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_those_of_one_process_and_of_fp64(
@@ -163,23 +140,13 @@ def wrong_in_pieces(made: nn.Module, batch: dict[str, Any]) -> list[str]:
     return diff(*found)
 
 
-ELSEWHERE = ("deepseek_v3", "gpt_oss")  # run in the schedules above
-
-
 def is_cut(kind: str) -> bool:
     """Return whether this version of `transformers` has models of a type that can be cut."""
     is_new = numbers(transformers.__version__, TESTED_SINCE) >= numbers(TESTED_SINCE)
     return is_new or kind in OLDER
 
 
-def cut_here(kinds: Iterable[str]) -> list[Any]:
-    return [
-        pytest.param(kind, marks=[] if is_cut(kind) else pytest.mark.skip("refused for this transformers"))
-        for kind in kinds
-    ]
-
-
-@pytest.mark.parametrize("kind", [kind for kind in CAUSAL if kind not in ELSEWHERE])
+@pytest.mark.parametrize("kind", sorted(set(CAUSAL) - {"deepseek_v3", "gpt_oss"}))
 def test_causal_models_compute_the_same_in_pieces(kind: str) -> None:
     """The pieces of an accepted type, one after the other, have the model's bits."""
     made = of_type(kind).eval()
@@ -190,9 +157,11 @@ def test_causal_models_compute_the_same_in_pieces(kind: str) -> None:
     assert wrong_in_pieces(made, batch_of(tokens(0))) == []
 
 
-@pytest.mark.parametrize("kind", cut_here(["granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]))
+@pytest.mark.parametrize("kind", ["granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
 def test_the_loss_that_balances_experts_is_that_of_all_layers(kind: str) -> None:
     """The batch or the config turns it on; the batch overrides the config."""
+    if not is_cut(kind):
+        pytest.skip("refused for this transformers")
     made = of_type(kind).eval()
     batch = batch_of(tokens(0))
     plain = made(**batch).loss
@@ -221,9 +190,7 @@ def test_other_keyword_arguments_are_the_models_own() -> None:
     ("more", "told"),
     [
         ({"output_hidden_states": True}, "`output_hidden_states`: must be off in a pipeline"),
-        ({"output_attentions": True}, "`output_attentions`: must be off in a pipeline"),
         ({"use_cache": True}, "`use_cache`: must be left out"),
-        *(({key: object()}, f"`{key}`: must be left out") for key in ("cache", "past_key_values")),
         ({"labels": None}, "`labels`: must be in every micro-batch"),
         ({"input_ids": None}, "`input_ids`: must be in every micro-batch"),
         ({"output_hidden_states": False, "use_cache": False}, ""),

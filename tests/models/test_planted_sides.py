@@ -16,14 +16,7 @@ import zerodrift
 
 pytest.importorskip("transformers")
 
-from tests.models.planted_sides import (
-    ARCHITECTURES,
-    PLANTS,
-    lively,
-    named_first,
-    planted,
-    token_ids,
-)
+from tests.models.planted_sides import ARCHITECTURES, PLANTS, lively, named_first, planted, token_ids
 from zerodrift.inspect.drift.attribution import SamplerSide, compare_sides
 from zerodrift.inspect.drift.trainer import load_trainer as trainer
 

@@ -14,11 +14,10 @@ from torch import nn
 from tests.numerics.runs import config, masters, require_alike
 from tests.ranks.harness import run_ranks
 from zerodrift.api import empty, initialize
-from zerodrift.errors import ModelError, UnsupportedError
+from zerodrift.errors import ModelError
 from zerodrift.model import recipe
 from zerodrift.model.safetensors import list_tensors
 from zerodrift.policy.decisions import Master
-from zerodrift.weights.conversions import convert
 
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
@@ -109,13 +108,6 @@ def test_the_base_models_checkpoint_loads_into_the_model_with_a_head(tmp_path: P
     want.model.save_pretrained(tmp_path)
     assert not any(name.startswith("model.") for name in _names(tmp_path))
     loaded("llama", tmp_path, want)
-
-
-def test_a_version_without_the_functions_that_convert_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    loading = core_loading()
-    monkeypatch.delattr(loading, "rename_source_key")
-    with pytest.raises(UnsupportedError, match=r"`transformers 5.*`: must have the .*'rename_source_key'"):
-        convert(MODELS["llama"].build(), [], [])
 
 
 def test_an_operation_that_is_no_move_is_refused_by_name(
