@@ -7,13 +7,12 @@ import contextlib
 import functools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-TWO_RANKS = Path(__file__).with_name("two_ranks.py")
 
 
 def torchrun(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
@@ -22,18 +21,9 @@ def torchrun(script: Path, arguments: list[str], folder: Path, seconds: float = 
     _run([*launch, str(script), *arguments], folder, seconds)
 
 
-def by_hand(*scripts: list[str], folder: Path, seconds: float = 200.0) -> None:
-    """Run each script with its arguments on two ranks, with torchrun's variables but without its process, so
-    that imports happen once."""
-    words = [word for script in scripts for word in ("--", *script)]
-    _run([sys.executable, str(TWO_RANKS), *words], folder, seconds)
-
-
-def deepspeed(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
-    """Run two ranks under DeepSpeed's own launcher."""
-    launcher = Path(sys.executable).with_name("deepspeed")
-    launch = [str(launcher), "--num_gpus", "2", "--master_port", str(free_port())]
-    _run([*launch, str(script), *arguments], folder, seconds)
+def by_itself(script: Path, *arguments: str, folder: Path, seconds: float = 200.0) -> None:
+    """Run a script that starts its ranks."""
+    _run([sys.executable, str(script), *arguments], folder, seconds)
 
 
 def _run(command: list[str], folder: Path, seconds: float) -> None:
@@ -45,7 +35,12 @@ def _run(command: list[str], folder: Path, seconds: float) -> None:
     }
     with open(folder / "output", "a+") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=folder,
+            start_new_session=True,
         )
         try:
             process.wait(timeout=seconds)
@@ -54,7 +49,8 @@ def _run(command: list[str], folder: Path, seconds: float) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=30)
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
         assert process.returncode == 0, f"exit code {process.returncode}\n{output.read()[-8000:]}"

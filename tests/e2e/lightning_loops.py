@@ -1,5 +1,5 @@
 """Lightning's Trainer and Fabric with their DeepSpeed strategies, by the name of DeepSpeed; started by
-`zerodrift run -- torchrun`, or by torchrun alone on DeepSpeed itself.
+`zerodrift run -- torchrun`.
 
     zerodrift run -- torchrun --nproc-per-node=2 tests/e2e/lightning_loops.py FOLDER [STAGE/PRECISION]...
 
@@ -33,23 +33,14 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 STEPS = 4
 
 
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        made = torch.Generator().manual_seed(index)
-        x = torch.randn(8, generator=made)
-        return x, x.sum().view(1)
-
-
 def network() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 
 
 def loader() -> torch.utils.data.DataLoader:
-    return torch.utils.data.DataLoader(Numbers(), batch_size=4)
+    rows = [torch.randn(8, generator=torch.Generator().manual_seed(index)) for index in range(32)]
+    return torch.utils.data.DataLoader([(x, x.sum().view(1)) for x in rows], batch_size=4)  # type: ignore[arg-type]
 
 
 class Model(lightning.LightningModule):

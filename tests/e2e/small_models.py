@@ -131,11 +131,6 @@ def parts() -> Parts:
     )
 
 
-def no_parts() -> int:
-    """Return no parts, which a job must refuse."""
-    return 3
-
-
 def llama(**rest: Any) -> Any:
     """Make a causal model of `transformers`."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -33,15 +32,8 @@ optimizer: {type: AdamW, params: {lr: 1.0e-4}}
 """
 
 
-@dataclass(frozen=True)
-class Files:
-    """A config and a model on disk."""
-
-    config: Path
-    model: Path
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter((str(self.config), "--model", str(self.model)))
+Files = tuple[str, str, str]
+"""A config, `--model`, and a model on disk."""
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -75,9 +67,8 @@ def safetensors(path: Path) -> Path:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("plan")
-    config = folder / "config.yaml"
-    config.write_text(CONFIG)
-    return Files(config, safetensors(folder / "model.safetensors"))
+    (folder / "config.yaml").write_text(CONFIG)
+    return str(folder / "config.yaml"), "--model", str(safetensors(folder / "model.safetensors"))
 
 
 def ok(*arguments: str | Path, **environment: str) -> str:
@@ -118,15 +109,6 @@ def test_a_plan_is_one_as_text_as_json_and_as_a_page(files: Files, tmp_path: Pat
     assert plan.digest == data["digest"] and plan.digest in text and plan.digest[:12] in lines[0]
 
 
-def test_micro_batches_change_the_bill_and_not_the_plan(files: Files) -> None:
-    few, many = (
-        json.loads(ok("plan", *files, "--world-size", "2", "--micro-batches", count, "--json"))
-        for count in ("1", "8")
-    )
-    assert few["digest"] == many["digest"]
-    assert few["cost"]["totals"]["wire"] < many["cost"]["totals"]["wire"]
-
-
 def test_keys_of_the_command_line_hold(files: Files) -> None:
     """One instead of the file's, and a number for one that is `auto` and is refused without."""
     keys = ("--set", "zero_optimization.stage=1", "--set", "train_micro_batch_size_per_gpu=auto")
@@ -141,8 +123,6 @@ def test_rows_shows_only_what_matches_one_by_one(files: Files) -> None:
     text = ok("plan", *files, "--world-size", "8", "--rows", "*.router.*")
     assert all(name in text for name in routers)
     assert "up_proj" not in text and f"shown  {LAYERS} of " in text
-    data = json.loads(ok("plan", *files, "--rows", "*.router.*", "--json"))
-    assert [item["names"] for item in data["parameters"]] == [[name] for name in routers]
 
 
 def test_deepseek_v3_is_planned_for_2048_ranks(tmp_path: Path) -> None:
@@ -167,16 +147,11 @@ def test_deepseek_v3_is_planned_for_2048_ranks(tmp_path: Path) -> None:
 
 MISTAKES = {
     "plan no-such.yaml --model MODEL": "no-such.yaml",
-    "plan CONFIG --model no-such-model": "no-such-model",
     "plan CONFIG --model MODEL --set zero_optimization.stagee=2": "zero_optimization.stage",
     "plan CONFIG --model MODEL --set a": "`--set`: must be `dotted.path=value`",
     "plan CONFIG --model MODEL --rows *.ruoter.*": "`*.router.*`",
     "plan CONFIG --model MODEL --html missing/plan.html": "No such file or directory",
-    "plan CONFIG --model MODEL --html .": "`--html`",
-    "plan CONFIG --model MODEL --trace": "which hold tensors only",
     "explain CONFIG --model MODEL model.layers.2.mlp.ruoter.weight": "`model.layers.2.mlp.router.weight`",
-    "diff nope.json CONFIG": "`nope.json`: must exist",
-    # Refused before the command is run:
     "check --expect nope.json -- no-such-program": "`nope.json`: must exist",
 }
 """A command -> what its error must name."""
@@ -184,29 +159,17 @@ MISTAKES = {
 
 @pytest.mark.parametrize("command", MISTAKES)
 def test_a_mistake_is_named(command: str, files: Files) -> None:
-    there = {"CONFIG": str(files.config), "MODEL": str(files.model)}
+    there = {"CONFIG": files[0], "MODEL": files[2]}
     assert MISTAKES[command] in refusal(*(there.get(word, word) for word in command.split()))
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        "--trace --rows *",
-        "--inputs a:b",
-        "--sweep",
-        "--simulate h100 --trace",
-        "--simulate h100 --inputs a:b --tokens 8",
-    ],
+    ["--trace --rows *", "--sweep", "--simulate h100 --trace", "--simulate h100 --inputs a:b --tokens 8"],
 )
 def test_options_that_do_not_go_together_are_usage_errors(options: str, files: Files) -> None:
     done = run("plan", *files, *options.split())
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stdout == ""
-
-
-def test_an_interrupt_exits_130_and_says_nothing(files: Files, tmp_path: Path) -> None:
-    (tmp_path / "interrupted.py").write_text("def model():\n    raise KeyboardInterrupt\n")
-    done = run("plan", files.config, "--model", "interrupted:model", folder=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_config_that_run_takes_is_planned(files: Files, tmp_path: Path) -> None:
@@ -219,18 +182,14 @@ def test_a_config_that_run_takes_is_planned(files: Files, tmp_path: Path) -> Non
       "scheduler": {"type": "StepLR", "params": {"step_size": 2}},
     }"""
     config.write_text(text)
-    shown = ok("plan", str(config), "--model", str(files.model))
+    shown = ok("plan", str(config), *files[1:])
     told = " ".join(shown.split())
     for kind in ("Adagrad", "StepLR"):
         assert f"`{kind}` is torch's: `zerodrift run` makes and steps it" in told
     assert "planned for one with two moments (AdamW)" in shown
-    config.write_text(text.replace("Adagrad", "Adagard").replace("StepLR", "StpLR"))
-    message = refusal("plan", str(config), "--model", str(files.model))
-    assert "or a class of torch.optim; got 'Adagard'. Did you mean `Adagrad`" in message
-    assert "or a class of torch.optim.lr_scheduler; got 'StpLR'. Did you mean `StepLR`" in message
 
 
-# --- explain and support ----------------------------------------------------------------------------
+# --- explain ----------------------------------------------------------------------------
 
 
 def test_explain_says_why(files: Files) -> None:
@@ -242,13 +201,6 @@ def test_explain_says_why(files: Files) -> None:
     data = json.loads(ok("explain", *files, name, "--world-size", "2", "--json"))["parameter"]
     assert [cell["column"] for cell in data["cells"]] == list(COLUMNS)
     assert sum(part["stop"] - part["start"] for part in data["slices"]) == EXPERTS * WIDTH
-
-
-def test_support_in_three_forms() -> None:
-    cells = json.loads(ok("support", "--json"))["cells"]
-    assert {cell["status"] for cell in cells} == {"yes", "narrow", "no"}
-    assert max(map(len, ok("support").splitlines())) <= 100
-    assert ok("support", "--markdown").startswith("# What is supported?\n")
 
 
 # --- plan --trace -----------------------------------------------------------------------------------

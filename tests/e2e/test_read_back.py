@@ -44,11 +44,6 @@ def cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-40])
 
 
-def empty(folder: Path) -> None:
-    for file in (folder / "export").iterdir():
-        file.unlink()
-
-
 def job_of(text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / "job.json").write_text(text) and None
 
@@ -59,15 +54,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         export_with(lambda tensors: {name: tensors[name] for name in sorted(tensors)[1:]}),
         "must hold every tensor",
     ),
-    "a tensor too many": (export_with(lambda tensors: {**tensors, "other": OTHER}), "model lacks.*`other`"),
     "a shape": (
         export_with(lambda tensors: {**tensors, min(tensors): OTHER}),
         "must hold the tensors of the model",
     ),
     "cut": (cut, "must be readable"),
-    "nothing": (empty, "must hold every tensor"),
     "no JSON": (job_of("{"), r"job\.json.*must be valid JSON"),
-    "no job": (job_of("{}"), r"`model`: must be given"),
     "another key": (job_of(json.dumps({"model": {"source": 3}})), r"model\.source"),
 }
 

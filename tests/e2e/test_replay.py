@@ -33,29 +33,21 @@ class Faulty(torch.autograd.Function):
             of_weight.view(torch.int32)[0, 0] ^= 1 << 10
         return grad @ weight, of_weight, None
 
-class Block(nn.Module):
-    def __init__(self, planted):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
-        self.planted, self.calls = planted, 0
-
-    def forward(self, x):
-        if torch.is_grad_enabled() and self.training:
-            self.calls += 1
-        here = os.environ.get('PLANT') == f"{os.environ.get('RANK', '0')}:{self.calls}"
-        return x + Faulty.apply(F.gelu(self.up(x)), self.down.weight, here and self.planted)
-
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(257, 16)
-        self.layers = nn.ModuleList(Block(number == 1) for number in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(3))
         self.head = nn.Linear(16, 257)
+        self.calls = 0
 
     def forward(self, input_ids, labels=None):
+        self.calls += torch.is_grad_enabled() and self.training
+        here = os.environ.get('PLANT') == f"{os.environ.get('RANK', '0')}:{self.calls}"
         x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(F.dropout(x, 0.1, self.training))
+        for number, layer in enumerate(self.layers):
+            product = Faulty.apply(F.dropout(x, 0.1, self.training), layer[0].weight, here and number == 1)
+            x = x + F.gelu(product + layer[0].bias)
         logits = self.head(x)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 

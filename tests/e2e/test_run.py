@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import pytest
 
 from tests import commands
-from tests.e2e.launching import deepspeed
-from zerodrift import startup
 from zerodrift.deepspeed import runner
-from zerodrift.errors import ZerodriftError
 
 PYTHON = sys.executable
 
@@ -103,14 +100,9 @@ def test_a_run_is_checked_as_one_model_and_as_its_config(folder: Path) -> None:
     ("arguments", "said"),
     [
         (["--set", "precision.redcue=fp32"], "`--set precision.redcue=fp32`: must be a key of `precision`"),
-        (["--set", "precision.reduce"], "`--set precision.reduce`: must be `dotted.path=value`"),
-        (["--set", "precision.mode=bf17"], "`--set precision.mode=bf17`: must be"),
         (["--set", "wall_clock_breakdown=true"], "wall_clock_breakdown=true`: must be a key that decides"),
         (["--config", "ds.jsn"], "Did you mean `ds.json`?"),
-        (["--as", "fsdp"], "`--as`: must be deepspeed; got 'fsdp'"),
-        (["--plan", "--quiet"], "not both"),
         ([PYTHON, "-I"], "PYTHONPATH"),
-        (["--", "no-such-program"], "`no-such-program`: must be a command"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -148,18 +140,6 @@ for config, model in (("ds.json", routed), (micro, torch.nn.Linear(4, 4)), (micr
     assert unmatched.startswith("`--pin *router.*`: must match")
 
 
-def test_a_program_beside_python_that_is_not_on_the_path_is_named(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "environment" / "launch"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
-    with pytest.raises(ZerodriftError, match=re.escape(f"Give its path: {program}.")):
-        startup.spawn(["launch"], folder)
-
-
 @pytest.mark.parametrize("way", ["-I", "PYTHONPATH"])
 def test_python_that_ignores_the_environment_is_not_silent(way: str, folder: Path) -> None:
     start = f"{PYTHON} -I" if way == "-I" else f"env -u PYTHONPATH {PYTHON}"
@@ -173,14 +153,9 @@ def test_deepspeed_that_was_imported_already_ends_the_process(folder: Path) -> N
     site = folder / "site"
     site.mkdir()
     (site / "deepspeed.py").write_text("")
-    (folder / "make.py").write_text(
-        "import sys, sysconfig, subprocess, venv\n"
-        "venv.create('v')\n"
-        "import glob, pathlib\n"
-        "(place,) = glob.glob('v/lib/python*/site-packages')\n"
-        "pathlib.Path(place, 'a.pth').write_text('import sys; sys.path.append(\"site\"); import deepspeed')\n"
-    )
-    subprocess.run([PYTHON, "make.py"], cwd=folder, check=True)
+    venv.create(folder / "v")
+    (packages,) = (folder / "v" / "lib").glob("python*/site-packages")
+    (packages / "a.pth").write_text("import sys; sys.path.append('site'); import deepspeed")
     done = zerodrift("run", "--", "v/bin/python", "-c", "print('went on')", folder=folder)
     assert done.returncode == 2 and "must be called before DeepSpeed is imported" in done.stderr
     assert "went on" not in done.stdout and "Traceback" not in done.stderr
@@ -229,17 +204,3 @@ def test_the_command_deepspeed_refuses_what_it_cannot_do(
     with pytest.raises(SystemExit, match="2"):
         runner.main([*options.split(), "train.py"])
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.skipif(
-    not Path(sys.executable).with_name("deepspeed").exists(),
-    reason="needs the command `deepspeed`, which is not installed",
-)
-def test_the_command_of_deepspeed_itself_starts_a_script_that_imports_the_drop_in(folder: Path) -> None:
-    mine = TRAIN.replace("argparse, deepspeed,", "argparse, zerodrift.deepspeed as deepspeed,")
-    (folder / "mine.py").write_text(mine.replace("from deepspeed.", "from zerodrift.deepspeed."))
-    deepspeed(folder / "mine.py", ["--deepspeed", "--deepspeed_config", "ds.json"], folder)
-    said = (folder / "output").read_text()
-    for rank in range(2):
-        assert f"rank {rank} of 2 at {rank} {rank}" in said, said
-    assert "trained on zerodrift.deepspeed.engine" in said

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Command
-from tests.e2e.jobs import QUICKLY, ROOT, job, losses, on_a_rank, start
-from tests.e2e.launching import torchrun
+from tests.e2e.jobs import QUICKLY, ROOT, job, losses, on_a_rank
 from tests.ranks.harness import run_ranks
 from zerodrift.train.loop.launcher import signal_name
 
@@ -114,20 +113,6 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on(
     assert losses(tmp_path) == undisturbed
 
 
-@pytest.mark.slow
-def test_torchrun_starts_again_after_a_kill(tmp_path: Path, undisturbed: dict[int, float]) -> None:
-    file = job(tmp_path, "slow", STEPS, run={"checkpoint_every": 4})
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--standalone")
-    process = start("train", str(file), launcher=launcher)
-    until(tmp_path, 6, process)
-    (victim,) = (pid for pid in children(process.pid) if rank_of(pid) == 0)
-    os.kill(victim, signal.SIGKILL)
-    code, out, err = finished(process)
-    assert code == 0, out + err
-    assert "going on after step" in out
-    assert losses(tmp_path) == undisturbed
-
-
 def test_a_refusal_in_the_ranks_is_told_once(tmp_path: Path) -> None:
     code, out, err = finished(train(job(tmp_path, "no_such_model")))
     assert (code, out) == (2, "")
@@ -167,26 +152,3 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-LEAVING = """
-import torch
-import torch.distributed as dist
-
-from zerodrift.comm.mesh import start
-from zerodrift.mesh import MeshShape
-
-mesh = start(lambda world: MeshShape(shard=world), device="cpu")
-share, whole = torch.ones(2000), torch.empty(4000)
-for _ in range(50):
-    dist.all_gather_into_tensor(whole, share, group=mesh.group("shard"), async_op=True).wait()
-"""
-"""A script that ends after a collective without `destroy_process_group`."""
-
-
-@pytest.mark.slow
-def test_a_script_that_stops_nothing_ends_well(tmp_path: Path) -> None:
-    """Each start may fail by itself: one in five aborted. Slow because it starts twelve times."""
-    (tmp_path / "leaving.py").write_text(LEAVING)
-    for _ in range(12):
-        torchrun(tmp_path / "leaving.py", [], tmp_path)
