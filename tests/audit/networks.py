@@ -106,19 +106,11 @@ def _waves() -> torch.Tensor:
     return torch.cat([angles.sin(), angles.cos()], -1)
 
 
-class Centred(nn.Module):
-    """Subtracts the mean over all elements of a micro-batch."""
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return images - images.mean()
-
-
 class Pictures(nn.Module):
     """A small convolutional network that tells classes of images."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.centred = Centred()
         self.first = nn.Conv2d(3, 8, 3, stride=2)
         self.norm = nn.GroupNorm(2, 8)
         self.second = nn.Conv2d(8, 16, 3, stride=2)
@@ -126,7 +118,7 @@ class Pictures(nn.Module):
         self.classes = nn.Linear(16, 10)
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.first(self.centred(images).to(self.first.weight.dtype))
+        x = self.first((images - images.mean()).to(self.first.weight.dtype))
         x = functional.relu(self.norm(x))
         x = functional.relu(self.last(self.second(x)))
         return functional.cross_entropy(self.classes(x.mean((-1, -2))).float(), labels)

@@ -163,10 +163,6 @@ def valued(path: str, values: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
     return plant
 
 
-def both(*plants: Plant) -> Plant:
-    return lambda model: [plant(model) for plant in plants]
-
-
 # --- what is planted -------------------------------------------------------------------------------------
 
 
@@ -180,41 +176,9 @@ def left_in_bf16(self: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
     return out.to(torch.bfloat16).to(out.dtype)
 
 
-def _weight_in_bf16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
-    return functional.linear(x.bfloat16(), self.weight.bfloat16()).to(x.dtype)
-
-
-def _angles_in_bf16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
-    positions = torch.arange(x.shape[-2]).bfloat16()
-    angles = torch.outer(positions, self.frequencies.bfloat16())
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    one, other = x.chunk(2, -1)
-    return torch.cat([one * cos - other * sin, one * sin + other * cos], -1)
-
-
 def _shares_in_fp16(self: nn.Module, own: Any, scores: torch.Tensor) -> torch.Tensor:
-    powers = scores.half().exp()
+    powers = (scores.half() * 30).exp()
     return (powers / powers.sum(-1, keepdim=True)).to(scores.dtype)
-
-
-def _norm_in_fp16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
-    """Underflow the square of a small input, and with it the epsilon of the norm."""
-    small = (x * 1e-4).half()
-    var = (small - small.mean(-1, keepdim=True)).pow(2).mean(-1, keepdim=True)
-    shape = (small - small.mean(-1, keepdim=True)) / (var + 1e-6).sqrt()
-    return self.weight * shape.to(x.dtype) + self.bias
-
-
-def _running_sum_in_bf16(self: nn.Module, own: Any, images: torch.Tensor) -> torch.Tensor:
-    rows = images.flatten(1).sum(-1)
-    total = torch.zeros((), dtype=torch.bfloat16)
-    for row in rows:
-        total = (total + row).bfloat16()
-    return images - total / images.numel()
-
-
-def _loss_in_bf16(self: nn.Module, own: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).bfloat16(), labels[:, 1:].flatten()).float()
 
 
 def _stale(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
@@ -284,8 +248,6 @@ PLANTED: tuple[Planted, ...] = (
     by_rule("norm-by-rule", "llama", "model.norm.weight", storage="bf16", compute="bf16"),
     by_code("embedding-in-code", "decoder", "fp32", "words", left_in_bf16),
     by_rule("head-by-rule", "deepseek-v3", "lm_head.weight", compute="bf16"),
-    by_code("head-in-code-of-a-pinned-plan", "qwen3-moe", "bf16", "lm_head", _weight_in_bf16,
-        common={"rules": [{"match": "lm_head.weight", "pin": "fp32"}]}),
     Planted("accumulate-of-one", "decoder", "fp32", ("accumulate",), "head.weight",
         fault={"allow_narrow": True, **ruled("head.weight", accumulate="bf16", reduce="fp32")}),
     Planted("wire-of-gradients-that-cancel", "pictures", "fp32", ("reduce",), "*",
@@ -296,27 +258,17 @@ PLANTED: tuple[Planted, ...] = (
         fault={"state": "bf16"}, common={"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
     Planted("no-master", "llama", "bf16", ("lost updates",), "*", fault={"master": "same"},
         common={"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}),
-    by_code("loss-in-bf16", "decoder", "fp32", "judge", _loss_in_bf16),
     Planted("softmax-overflows", "decoder", "fp32", ("overflow",), "blocks.1.attention.shares at *",
-        both(
-            valued("blocks.1.attention.mixed.weight", lambda values: values * 6.0),
-            around("blocks.1.attention.shares", _shares_in_fp16),
-        )),
+        around("blocks.1.attention.shares", _shares_in_fp16)),
     Planted("untied", "llama", "bf16", ("untied",), "lm_head.weight", _untied),
     Planted("table-in-bf16", "decoder", "fp32", ("narrow buffer",), "table", _table_in_bf16),
     Planted(
         "buffers-cast", "llama", "bf16", ("narrow buffer",), "model.rotary_emb.*", fault={"buffers": "bf16"},
     ),
-    by_code("angles-in-bf16-of-a-bf16-plan", "decoder", "bf16", f"{ATTENTION}.rotations", _angles_in_bf16),
     Planted("clip-of-scaled-gradients", "decoder", "fp16", ("gradient",), "norm.*", _clipped_hook("norm")),
-    by_code("running-sum", "pictures", "fp32", "centred", _running_sum_in_bf16),
     Planted("stale-copy", "decoder", "fp32", (*CODE, "no gradient"), f"{ATTENTION}.out*",
         around(f"{ATTENTION}.out", _stale)),
-    by_code(
-        "epsilon-vanishes", "decoder", "fp32", "blocks.1.between", _norm_in_fp16, kinds=("underflow", *CODE),
-    ),
     by_code("one-of-eight-layers", "deep decoder", "fp32", "blocks.5.stream", left_in_bf16),
-    by_code("norm-in-code-of-a-convnet", "pictures", "fp32", "norm", left_in_bf16),
     by_code("beyond-fp16", "decoder", "fp16", "blocks.0.down", _large_inside, kinds=("overflow",)),
     by_code("fp8-in-code", "decoder", "bf16", "blocks.1.up", given_in(torch.float8_e4m3fn)),
 )  # fmt: skip

@@ -79,18 +79,6 @@ def test_replays_of_a_narrow_plan_have_its_formats(
     assert other is not None and other.drift.rms > 0.7 * passes.total.rms
 
 
-def test_fp8_products_are_replayed() -> None:
-    model = decoder()
-    rules = [{"match": "head.weight", "compute": "bf16"}]
-    plan = planned(model, {"compute": "fp8", "rules": rules})
-    found = audit(plan, model, words(VOCABULARY, count=1), confirm=1, budget=None)
-    replay = next(each for each in found.replayed if len(each.choice.names) > 1)
-    assert set(replay.choice.names) == {row.name for row in plan.rows if row.columns.products is not None}
-    assert replay.choice.cell == "compute" and 0.5 < replay.alone.rms / found.drift.rms < 1.5
-    assert replay.widened.rms < 0.7 * found.drift.rms
-    assert any(f"{replay.alone.rms:.2g} of a log-prob" in each.what for each in found.findings)
-
-
 def test_a_narrow_wire_is_measured_on_one_rank() -> None:
     model = decoder()
     plan = planned(model, {"reduce": {"wire": "int4"}})
@@ -155,13 +143,3 @@ def test_a_matrix_with_outliers_gets_no_format_that_it_does_not_bear() -> None:
     again = audit(pasted, model, words(VOCABULARY, count=2), budget=None, confirm=0)
     assert again.drift == advice.chosen.drift
     assert cost(pasted).rest.total == advice.chosen.bytes.rest < advice.start.bytes.rest
-
-
-def test_a_plan_without_drift_needs_a_limit_of_its_own() -> None:
-    model = decoder(frozen=True)
-    plan = planned(model, {"mode": "fp32"})
-    found = audit(plan, model, words(VOCABULARY, count=1), budget=None, confirm=0, narrow="bytes")
-    assert not chosen(found) and "`--narrow bytes:0.01`" in " ".join(found.text().split())
-    found = audit(plan, model, words(VOCABULARY, count=1), budget=None, confirm=0, narrow="bytes:0.01")
-    assert found.formats is not None and found.formats.limit == 0.01
-    assert set(chosen(found).values()) == {"nf4", "int8"} and found.formats.chosen.drift.rms <= 0.01

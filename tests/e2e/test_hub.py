@@ -77,7 +77,6 @@ def test_a_cache_without_weights_is_no_random_model(tmp_path: Path, tiny: dict[s
 MISSING = {
     "model.source=org/nothing": "Run `hf download org/nothing` if it is one of the hub.",
     "data.train=[{path: org/rows, weight: 1}]": "Run `hf download --repo-type dataset org/rows`",
-    "data.tokenizer=org/words": "Run `hf download org/words` if it is one of the hub.",
 }
 
 

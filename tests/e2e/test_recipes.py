@@ -60,10 +60,9 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [json.dumps(row) + "\n" for row in rows]
     (folder / "rows.jsonl.gz").write_bytes(gzip.compress("".join(lines[:50]).encode()))
     (folder / "held-out.jsonl").write_text("".join(lines[50:]))
-    turns = [
-        ({"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "Yes."}) for n in range(40)
-    ]
-    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    said = {"role": "assistant", "content": "Yes."}
+    talks = [{"messages": [{"role": "user", "content": f"{n}?"}, said]} for n in range(40)]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads))
@@ -90,14 +89,6 @@ def follow(section: list[tuple[str, str]], folder: Path) -> list[str]:
     return ran
 
 
-def commands_of_the_notebook() -> list[str]:
-    cells = json.loads((ROOT / "examples/start.ipynb").read_text())["cells"]
-    lines = (
-        line for cell in cells if cell["cell_type"] == "code" for line in "".join(cell["source"]).splitlines()
-    )
-    return [line[1:] for line in lines if line.startswith("!")]
-
-
 SHORTER = {
     "train": ["--set", "run.steps=4", "--set", "run.digest_every=1", "--set", "run.checkpoint_every=2"],
     "replay": ["--from", "2", "--to", "4"],
@@ -108,9 +99,13 @@ SHORTER = {
 def test_the_tutorial_is_followed(tmp_path: Path) -> None:
     """The notebook's commands run, but `check` and `audit`, which take long."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    cells = json.loads((ROOT / "examples/start.ipynb").read_text())["cells"]
+    lines = [
+        line for cell in cells for line in "".join(cell["source"]).splitlines() if line.startswith("!zero")
+    ]
     told = ""
-    for line in commands_of_the_notebook():
-        program, verb, *rest = shlex.split(line)
+    for line in lines:
+        program, verb, *rest = shlex.split(line[1:])
         assert program == "zerodrift", line
         if verb not in ("check", "audit"):
             done = commands.run(verb, *rest, *SHORTER.get(verb, []), folder=tmp_path)

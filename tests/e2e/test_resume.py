@@ -97,18 +97,11 @@ def test_a_path_is_where_a_run_begins_once(tmp_path: Path, capsys: pytest.Captur
             trained(tmp_path, steps=3, run={"resume": wanted})
 
 
-def test_each_difference_is_told_once_in_a_line_that_fits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_order_of_sums_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path, steps=1)
-    order = {"mode": "bf16", "reduce": {"order": "rank"}}
-    changed = {"zero_optimization": {"stage": 0}, "precision": order}
+    changed = {"zero_optimization": {"stage": 0}, "precision": {"mode": "bf16", "reduce": {"order": "rank"}}}
     out = told(capsys, tmp_path, steps=2, run={"resume": "latest"}, config=changed)
-    out = out.split("changed since")[1].split("precision:")[0]
-    assert max(map(len, out.splitlines())) <= 100
-    found = [line.split(":")[0].strip() for line in out.splitlines() if ": was " in line]
-    assert "config.zero_optimization.stage" in found and "stage" not in found
-    assert len(found) == len(set(found))
+    assert out.count("config.zero_optimization.stage: was 3, is 0") == 1
     assert (
         "order of sums: was tree over micro-batches, is by rank; losses will differ in their last bits; "
         "`config.precision.reduce.order: tree` keeps them" in " ".join(out.split())

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests import commands
-from zerodrift.deepspeed import runner
 
 PYTHON = sys.executable
 
@@ -80,22 +79,6 @@ def test_every_python_below_finds_it_and_its_version(folder: Path) -> None:
     assert "no process imported `deepspeed`" in done.stderr
 
 
-def test_a_run_is_checked_as_one_model_and_as_its_config(folder: Path) -> None:
-    """Its plan is printed in a few lines."""
-    step = "loss = engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()\n"
-    again = "for _ in range(2):\n    engine.backward(engine(torch.ones(2, 4)).mean())\n    engine.step()\n"
-    (folder / "train.py").write_text(TRAIN.replace(step, again + step))
-    run = [PYTHON, "-m", "zerodrift", "run", "--", PYTHON, "train.py", "--deepspeed_config", "ds.json"]
-    done = zerodrift("check", "--json", "--expect", "ds.json", "--", *run, folder=folder, LOCAL_RANK="0")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (seen,) = json.loads(done.stdout)["ranks"]
-    assert [model["wrappers"] for model in seen["models"]] == [["zerodrift.Engine"]]
-    assert "deepspeed" not in seen["libraries"]
-    plan = done.stderr.partition("precision: backend=native")[0].partition("zerodrift run   ")[2]
-    assert "digest" in plan and "dtypes" in plan and len(plan.splitlines()) < 16, done.stderr
-    assert "keys are ignored" not in plan and "trained on" in done.stderr and "no process" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -140,10 +123,8 @@ for config, model in (("ds.json", routed), (micro, torch.nn.Linear(4, 4)), (micr
     assert unmatched.startswith("`--pin *router.*`: must match")
 
 
-@pytest.mark.parametrize("way", ["-I", "PYTHONPATH"])
-def test_python_that_ignores_the_environment_is_not_silent(way: str, folder: Path) -> None:
-    start = f"{PYTHON} -I" if way == "-I" else f"env -u PYTHONPATH {PYTHON}"
-    (folder / "all.sh").write_text(f"{start} -c 'print(1)'\n")
+def test_python_that_ignores_the_environment_is_not_silent(folder: Path) -> None:
+    (folder / "all.sh").write_text(f"env -u PYTHONPATH {PYTHON} -c 'print(1)'\n")
     done = zerodrift("run", "--", "sh", "all.sh", folder=folder)
     assert done.returncode == 2 and "must reach the Python processes of the command" in done.stderr
     assert done.stdout == "1\n"
@@ -192,15 +173,3 @@ def test_the_command_deepspeed_is_there_where_deepspeed_is_not(folder: Path) -> 
     line = done_by_step.splitlines()[0]
     for column in ("storage", "compute", "grad"):
         assert f" {column}=bfloat16,float32 " in line, "what the first step did"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [("--num_nodes=2", "torchrun --nnodes"), ("--num_gpus 2 --include localhost:0", "must not come with")],
-)
-def test_the_command_deepspeed_refuses_what_it_cannot_do(
-    options: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        runner.main([*options.split(), "train.py"])
-    assert said in capsys.readouterr().err

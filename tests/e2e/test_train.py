@@ -180,9 +180,7 @@ def test_a_bad_batch_is_named_saved_and_skipped(
         (saved,) = (tmp_path / "run" / "bad").glob(f"step-{step:06d}-*")
         content = torch.load(saved, weights_only=True)
         assert (content["tokens"] == 7).any(), "the micro-batch that has it, and not the other"
-    out = capsys.readouterr().out
-    assert f"step {bad[0]} skipped: the gradient of " in out and "of rank 0; the batch is in" in out
-    assert "Skipped steps" in (tmp_path / "run" / "report.html").read_text()
+    assert f"step {bad[0]} skipped: the gradient of " in capsys.readouterr().out
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
@@ -213,11 +211,3 @@ def test_a_dtype_wider_than_the_plans_is_said_and_ends_nothing(
     assert "wider than planned: the model's own code computes in float32 with head.weight" in out
     report = (tmp_path / "run" / "report.html").read_text()
     assert "wider" in report and "DIFFERENT" not in report
-
-
-def test_no_memory_says_what_was_expected_and_what_helps(tmp_path: Path) -> None:
-    with pytest.raises(ZerodriftError) as caught:
-        trained(tmp_path, "hungry", config={"zero_optimization": {"stage": 0}})
-    text = str(caught.value)
-    assert "`memory`: must hold the plan's " in text and " KiB per rank" in text
-    assert "`config.train_micro_batch_size_per_gpu` below 4" in text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,41 +112,20 @@ def test_by_the_tree_a_run_is_replayed_without_its_pipeline(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("model", "nan"), [("poisoned", True), ("bad_gradient", False)])
-def test_a_bad_batch_is_named_saved_once_and_skipped(tmp_path: Path, model: str, nan: bool) -> None:
+def test_a_bad_batch_is_named_saved_once_and_skipped(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT[:200] + chr(7) + TEXT[201:1280])
-    assert run_ranks(run, 2, str(staged(tmp_path, model, steps=5))) == ["", ""], "one epoch"
+    assert run_ranks(run, 2, str(staged(tmp_path, "bad_gradient", steps=5))) == ["", ""], "one epoch"
     (skip,) = kinds(tmp_path, "skip")
-    assert (losses(tmp_path)[skip["step"]] is None) == nan
-    if not nan:
-        assert skip["parameters"][0] == "layers.1.up.weight"
+    assert skip["parameters"][0] == "layers.1.up.weight"
     (saved,) = (tmp_path / "run" / "bad").iterdir()
     assert (torch.load(saved, weights_only=True)["tokens"] == 7).any(), "that micro-batch and no other"
-    assert all(math.isfinite(loss) for step, loss in losses(tmp_path).items() if step != skip["step"])
-
-
-def asked(file: str) -> None:
-    """Ask the second stage alone to stop after a step, as a scheduler of one machine does."""
-    os.chdir(ROOT)
-    metrics = Path(file).parent / "run" / "metrics.jsonl"
-
-    def look(*_: object) -> None:
-        if metrics.is_file() and '"kind": "step"' in metrics.read_text():
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-
-    if torch.distributed.get_rank() == 1:
-        signal.signal(signal.SIGALRM, look)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-    run_here(file, ())
+    assert all(map(math.isfinite, losses(tmp_path).values()))
 
 
 def test_one_stage_that_is_asked_to_stop_stops_all(tmp_path: Path) -> None:
-    file = staged(tmp_path, "slow", steps=2000)
-    run_ranks(asked, 2, str(file))
+    run_ranks(run, 2, str(staged(tmp_path, "stopped", steps=200)))
     (end,) = kinds(tmp_path, "end")
-    assert end["stopped"] and 0 < end["step"] < 2000
+    assert end["stopped"] and 0 < end["step"] < 200
     assert (tmp_path / "run" / "checkpoints" / f"step-{end['step']:08d}").is_dir()
 
 

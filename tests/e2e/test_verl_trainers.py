@@ -105,7 +105,7 @@ def test_the_sft_trainer_goes_on_where_it_was_stopped(data: Path, tmp_path: Path
     (saved / "latest_checkpointed_iteration.txt").write_text("2")
     (tmp_path / "whole" / "log.jsonl").unlink()
     rest = run_trainer(data, tmp_path / "whole", 4, *bf16, stage.format(3))
-    assert len(rest) == 3 and rest[-1] == pytest.approx(whole[-1], rel=NEAR)
+    assert len(rest) == 3
     for mine, other in zip(rest, whole[3:], strict=True):
         assert mine == pytest.approx(other, rel=NEAR)
 
@@ -163,13 +163,6 @@ def test_a_sampler_gets_the_names_and_dtypes_of_a_file(results: dict[str, Any]) 
     found = results["sampler"]
     assert found["names"] == [] and found["kinds"] == ["torch.float32", "torch.bfloat16"]
     assert "must be read to its end before weights change" in found["said"]
-
-
-def test_the_worker_of_actor_and_reference(results: dict[str, Any]) -> None:
-    found = results["hybrid"]
-    assert found["alike"] and found["kl"][0] == 0 != found["kl"][1]
-    assert found["kinds"] == ["torch.bfloat16"]
-    assert found["order"] == ["weights", "update", "kv_cache"]
 
 
 def test_checkpoints_hold_what_is_asked_for(results: dict[str, Any]) -> None:

@@ -7,8 +7,6 @@ The results are in FOLDER/told.json: those of each engine, by case.
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import functools
 import json
 import os
@@ -22,7 +20,6 @@ os.environ |= {"VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,zerodrift.verl", "VERL_
 os.environ |= {"VERL_USE_EXTERNAL_PLUGINS": "none", "HF_HUB_OFFLINE": "1"}
 
 import torch
-from hydra import compose, initialize_config_module
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tensordict.tensorclass import NonTensorData
@@ -43,7 +40,7 @@ from verl.workers.config import (
     HFModelConfig,
     TrainingWorkerConfig,
 )
-from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
@@ -338,66 +335,6 @@ def sampler(folder: Path, rank: int) -> Any:
         "names": sorted(names ^ set(held)),
         "kinds": [*routers, *others],
         "said": said,
-    }
-
-
-class Sampler:
-    """A stand-in for a sampler, which keeps its weights."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, torch.Tensor] = {}
-        self.order: list[str] = []
-
-    async def resume(self, tags: list[str]) -> None:
-        self.order += tags
-
-    async def update_weights(self, weights: Any, **_: Any) -> None:
-        self.held = dict(weights)
-        self.order.append("update")
-
-
-@case
-def hybrid(folder: Path, rank: int) -> Any:
-    """Run verl's worker of actor and reference, from verl's own config, and a sampler."""
-    own = "{zero_optimization: {stage: 3}, precision: {export: bf16}}"
-    said = [f"actor_rollout_ref.model.path={folder / 'model'}"]
-    said += ["+actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
-    said += ["actor_rollout_ref.model.use_remove_padding=true"]
-    said += ["+actor_rollout_ref.model.load_tokenizer=false"]
-    said += ["model_engine=zerodrift", f"actor_rollout_ref.actor.fsdp_config.config={own}"]
-    said += [f"actor_rollout_ref.{role}.fsdp_config.quiet=true" for role in ("actor", "ref")]
-    said += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]
-    said += ["actor_rollout_ref.actor.use_kl_loss=true"]
-    said += [f"actor_rollout_ref.{role}.log_prob_micro_batch_size_per_gpu=2" for role in ("rollout", "ref")]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=said).actor_rollout_ref
-    reference = ActorRolloutRefWorker(config=copy.deepcopy(config), role="ref")
-    reference.init_model()
-    actor = ActorRolloutRefWorker(config=copy.deepcopy(config), role="actor")
-    actor.init_model()
-    data = samples(1, rank)
-    tensordict_utils.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
-    found = {}
-    for name, seen in (
-        ("ref_log_prob", reference.compute_ref_log_prob(data.copy())),
-        ("old_log_probs", actor.compute_log_prob(data.copy())),
-    ):
-        found[name] = seen["log_probs"].values()
-        data[name] = no_padding_2_padding(seen["log_probs"], data)
-    tensordict_utils.assign_non_tensor(data, mini_batch_size=2 * SAMPLES, epochs=2, dataloader_kwargs={})
-    updated = tensordict_utils.get(actor.update_actor(data), "metrics")
-    actor.rollout, actor.base_sync_done = Sampler(), True
-    actor.layered_summon = actor.peft_merge = False
-    asyncio.run(actor.update_weights())
-    require_same(actor.actor.engine.sent, digests_of(actor.rollout.held.items()))
-    for one in (reference.ref, actor.actor):
-        end(one)
-    return {
-        "alike": torch.equal(found["ref_log_prob"], found["old_log_probs"]),
-        "kl": [number(one) for one in updated["actor/ppo_kl"]],
-        "loss": updated["loss"],
-        "kinds": sorted({str(value.dtype) for value in actor.rollout.held.values()}),
-        "order": actor.rollout.order,
     }
 
 

@@ -204,22 +204,12 @@ class PlantedSide:
             if tensor.is_floating_point() and name in dict(self.model.named_parameters()):
                 self.tensors[name] = tensor.bfloat16()
 
-    def decoy(self) -> None:
-        """Plant a harmless difference: some gains rounded to fp16."""
-        name = [n for n in self.tensors if "norm" in n][-1]
-        if self.tensors[name].dtype is FP32 and not any("norm" in first for first in self.first):
-            gains = dict(self.model.named_parameters())[name].detach()
-            gains[4:] = gains[4:].bfloat16()
-            self.tensors[name] = gains.half()
-
-    # --- the sampler itself, without zerodrift ------------------------------------------------------------
-
     def logprobs(self, folder: Path, ids: Tensor) -> list[list[float]]:
+        """Return the log-probabilities of the sampler itself, computed without zerodrift."""
         held = load_file(folder / "model.safetensors")
-        scales = {name: held.pop(name) for name in list(held) if name.endswith("_scale")}
-        for name, scale in scales.items():
-            stem = name.removesuffix("_scale")
-            held[stem] = held[stem].float() * scale
+        for name in [name for name in held if name.endswith("_scale")]:
+            scale = held.pop(name)
+            held[name.removesuffix("_scale")] = held[name.removesuffix("_scale")].float() * scale
         model = copy.deepcopy(self.model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, tensor in held.items():
@@ -273,27 +263,11 @@ def router_in_bf16(side: PlantedSide) -> None:
     side.table, side.first = {"router": "bf16"}, ("router", "router weights")
 
 
-def router_rounded(side: PlantedSide) -> None:
-    name = _router(side)
-    side.tensors[name] = side.tensors[name].bfloat16()
-    side.first = ("router weights",)
-
-
-def rounded(side: PlantedSide, part: str, *first: str) -> None:
-    """Send all tensors in bf16 whose names have this part."""
-    for name in side.tensors:
-        if part in name:
-            side.tensors[name] = side.tensors[name].bfloat16()
+def rounded(side: PlantedSide, parts: tuple[str, ...], *first: str) -> None:
+    """Send all tensors in bf16 whose names have one of these parts."""
+    names = [name for name in side.tensors if any(part in name for part in parts)]
+    side.tensors |= {name: side.tensors[name].bfloat16() for name in (_some(names), *names)}
     side.first = first
-
-
-def compute_in_fp16(side: PlantedSide) -> None:
-    side.in_bf16()
-    for name, tensor in side.model.state_dict().items():
-        if name in side.tensors and tensor.is_floating_point():
-            side.tensors[name] = tensor.clone()
-    side.dtype = FP16
-    side.table, side.first = {"compute": "fp16"}, ("compute",)
 
 
 def swapped(side: PlantedSide) -> None:
@@ -305,23 +279,10 @@ def swapped(side: PlantedSide) -> None:
     side.first = (name, other)
 
 
-def transposed(side: PlantedSide) -> None:
-    square = (n for n, t in side.tensors.items() if t.dim() == 2 and t.shape[0] == t.shape[1])
-    side.first = (_some(square),)
-    side.tensors[side.first[0]] = side.tensors[side.first[0]].T.contiguous()
-
-
 def untied(side: PlantedSide) -> None:
     side.first = (_some(name for name in side.model.state_dict() if name not in side.tensors),)
     whole = side.model.state_dict()[side.first[0]]
     side.tensors[side.first[0]] = whole + 1e-2 * torch.randn_like(whole)
-
-
-def expert_bias_rounded(side: PlantedSide) -> None:
-    side.first = (side.named("expert", "bias"),)
-    tensor = side.tensors[side.first[0]]
-    part = tensor[1] if tensor.dim() > 1 else tensor
-    part.copy_(part.bfloat16())
 
 
 def experts_permuted(side: PlantedSide) -> None:
@@ -344,11 +305,6 @@ def buffers_rounded(side: PlantedSide) -> None:
     side.table, side.first = {"buffers": "bf16"}, ("buffers",)
 
 
-def buffer_sent_rounded(side: PlantedSide) -> None:
-    side.first = (side.named("inv_freq"),)
-    side.tensors[side.first[0]] = side.tensors[side.first[0]].bfloat16().float()
-
-
 def rotary_in_bf16(side: PlantedSide) -> None:
     def change(model: nn.Module) -> None:
         for module in model.modules():
@@ -369,21 +325,10 @@ def in_plain(side: PlantedSide, key: str, dtype: str, change: Callable[[nn.Modul
     side.table, side.first = {key: dtype}, (key,)
 
 
-def kv_in(dtype: torch.dtype) -> Callable[[nn.Module], Any]:
+def kv_in_fp8(model: nn.Module) -> Any:
     """Round keys and values, which are on the right of the attention's products."""
-    plain = torch.matmul
-    return lambda model: mock.patch.object(torch, "matmul", lambda a, b: plain(a, b.to(dtype).to(b.dtype)))
-
-
-def attention_in_bf16(model: nn.Module) -> None:
-    """Let attention compute in bf16 and return the dtype of its input."""
-    for path, module in model.named_modules():
-        if path.endswith(".attn"):
-            module.bfloat16()
-            module.register_forward_pre_hook(
-                lambda module, args: (args[0].bfloat16(), tuple(part.bfloat16() for part in args[1]))
-            )
-            module.register_forward_hook(lambda module, args, output: output.float())
+    plain, fp8 = torch.matmul, torch.float8_e4m3fn
+    return mock.patch.object(torch, "matmul", lambda a, b: plain(a, b.to(fp8).to(b.dtype)))
 
 
 def softmax_in_bf16(model: nn.Module) -> Any:
@@ -393,11 +338,6 @@ def softmax_in_bf16(model: nn.Module) -> Any:
         return soft(x.bfloat16(), dim=dim).to(dtype or x.dtype) if x.dim() == 4 else soft(x, dim, dtype=dtype)
 
     return mock.patch.object(functional, "softmax", softmax)
-
-
-def logits_in_bf16(side: PlantedSide) -> None:
-    side.logits = lambda logits: logits.bfloat16().float()
-    side.table, side.first = {"logits": "bf16"}, ("logits",)
 
 
 def logprobs_in_bf16(side: PlantedSide) -> None:
@@ -469,17 +409,17 @@ def scaled(side: PlantedSide, dtype: torch.dtype, largest: float, dims: int | No
 PLANTS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
-        *(head_in_bf16, head_in_fp32, router_rounded, router_in_bf16, compute_in_fp16, swapped, transposed),
-        *(untied, expert_bias_rounded, experts_permuted, expert_dropped, buffers_rounded),
-        *(buffer_sent_rounded, rotary_in_bf16, logits_in_bf16, logprobs_in_bf16, missing),
+        *(head_in_bf16, head_in_fp32, router_in_bf16, swapped),
+        *(untied, experts_permuted, expert_dropped, buffers_rounded),
+        *(rotary_in_bf16, logprobs_in_bf16, missing),
     )
 }
 PLANTS |= {name: functools.partial(one_matrix, name=name) for name in SENT}
 PLANTS |= {
-    "norms_rounded": lambda side: rounded(side, "norm", "norms weights"),
-    "embedding_rounded": lambda side: rounded(side, "embed", "embedding weights", "head weights"),
-    "kv_in_fp8": lambda side: in_plain(side, "kv", "fp8_e4m3", kv_in(torch.float8_e4m3fn)),
-    "attention_in_bf16": lambda side: in_plain(side, "attention", "bf16", attention_in_bf16),
+    "norms_rounded": lambda side: rounded(side, ("norm",), "norms weights"),
+    "embedding_rounded": lambda side: rounded(side, ("embed",), "embedding weights", "head weights"),
+    "router_rounded": lambda side: rounded(side, (".router.weight", ".gate.weight"), "router weights"),
+    "kv_in_fp8": lambda side: in_plain(side, "kv", "fp8_e4m3", kv_in_fp8),
     "softmax_in_bf16": lambda side: in_plain(side, "softmax", "bf16", softmax_in_bf16),
     "int8_scaled": lambda side: scaled(side, torch.int8, 127, -1),
     "fp8_scaled": lambda side: scaled(side, torch.float8_e4m3fn, 448, None),
@@ -520,8 +460,6 @@ def named_first(found: SideComparison) -> str:
 class PlantFound:
     """The finding of one plant in one architecture."""
 
-    plant: str
-    architecture: str
     wanted: tuple[str, ...]
     explained: bool
     found: SideComparison
@@ -529,11 +467,6 @@ class PlantFound:
     @property
     def is_first(self) -> bool:
         return named_first(self.found) in self.wanted
-
-    @property
-    def share(self) -> float:
-        """Share of the squared drift that the trainer's model has with everything of the other side."""
-        return 1 - self.found.unexplained
 
 
 def token_ids() -> Tensor:
@@ -549,7 +482,6 @@ def planted(plant: str, architecture: str, folder: Path) -> PlantFound | None:
         PLANTS[plant](side)
     except LookupError:
         return None
-    side.decoy()
     save_file(
         {name: tensor.contiguous() for name, tensor in side.tensors.items()}, folder / "model.safetensors"
     )
@@ -561,4 +493,4 @@ def planted(plant: str, architecture: str, folder: Path) -> PlantFound | None:
     table = sampler(side.table) if side.table else None
     other = SamplerSide(sent=folder, sampler=table, recorded=said)
     found = compare_sides(trainer(side.config, side.model), other, ids.tolist())
-    return PlantFound(plant, architecture, side.first, said is not None, found)
+    return PlantFound(side.first, said is not None, found)

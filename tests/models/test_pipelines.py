@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,18 +11,18 @@ from torch import nn
 
 from tests.numerics.runs import config, diff, gradients, make
 from tests.numerics.test_pipelines import pipeline
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
 import transformers
 
 from tests.models.architectures import (
+    ARCHITECTURES,
     deep,
     exact_gradients,
     labelled,
     of_type,
-    recompute,
     rules,
     tokens,
 )
@@ -107,6 +106,21 @@ def test_gradients_are_those_of_one_process_and_of_fp64(
         # and some sums of fp32 cancel.
         allowed = {key: max(1e-6, 1.02 * each + 1e-3 * (mode == "bf16")) for key, each in own.items()}
         assert {key for key, error in against.items() if error > allowed[key]} == set(), way
+
+
+ONE_PIECE = [{"match": f"model.{part}.*", "pin": "fp32"} for part in ("layers.1", "norm")]
+"""Rules that pin everything that the second piece has of the base model."""
+
+
+@on_ranks(2)
+def test_a_piece_that_is_pinned_as_a_whole_computes_what_the_whole_model_computes() -> None:
+    written, batches = config(0, "bf16", 2, precision={"rules": ONE_PIECE}), [labelled(n) for n in range(2)]
+    engine = pipeline(written, "1f1b", None, ARCHITECTURES["llama"].model(), None, micro_batches=2)
+    assert [each.path for each in engine.plan.boundaries] == ["model.layers.1", "model.norm"]
+    losses = list(map(float, engine.train_batch(batches).losses))
+    engine.destroy()
+    engine = make(written, ARCHITECTURES["llama"].model())
+    assert losses == [engine(**batch).loss.item() for batch in batches]
 
 
 def in_pieces(made: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
@@ -213,45 +227,3 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name() -> None:
     made.forward = types.MethodType(lambda self, **batch: None, made)
     with pytest.raises(UnsupportedError, match=r"`model`: must have the forward of transformers"):
         Causal.of(made)
-
-    class MineForCausalLM(type(of_type("llama", 1))):  # type: ignore[misc]
-        def forward(self, **batch: Any) -> Any:
-            return super().forward(**batch, output_hidden_states=True)
-
-    with pytest.raises(UnsupportedError, match=r"got one of MineForCausalLM.s own"):
-        Causal.of(MineForCausalLM(made.config))
-
-
-def dropping(kind: str) -> nn.Module:
-    """Make a model with the library's dropout everywhere, nothing tied, each layer recomputed."""
-    made = of_type(kind)
-    changed: Any = made.config
-    changed.tie_word_embeddings = False
-    for key in vars(changed):
-        if key.endswith(("pdrop", "dropout")):
-            setattr(changed, key, 0.2)
-    torch.manual_seed(0)
-    made = type(made)(changed)
-    recompute(made)
-    return made.train()
-
-
-def by_the_tree(kinds: Iterable[str], stages: int) -> list[tuple[Any, ...]]:
-    """Return losses and digests of two steps of each type, with or without a pipeline."""
-    found = []
-    for kind in kinds:
-        torch.manual_seed(3)
-        written = config(1, "bf16", COUNT, precision={"reduce": {"order": "tree"}})
-        engine = pipeline(written, "interleaved", None, dropping(kind), None, stages=stages)
-        losses = [engine.train_batch(micro_batches(0)).losses for _ in range(2)]
-        found.append((kind, losses, str(engine.digest())))
-    return found
-
-
-@pytest.mark.long
-def test_by_the_tree_dropout_is_that_of_the_whole_model() -> None:
-    """gpt2 also drops behind its embeddings, in a forward of every piece."""
-    kinds = [kind for kind in ("gpt2", "llama") if is_cut(kind)]
-    (expected,) = run_ranks(by_the_tree, 1, kinds, 1, timeout=120)
-    assert all(len(set(losses)) == 2 for _, losses, _ in expected), "each step draws others"
-    assert run_ranks(by_the_tree, 2, kinds, 2, timeout=120) == [expected] * 2

@@ -21,10 +21,15 @@ from zerodrift.inspect.check import compare
 from zerodrift.inspect.trace.engine import observe
 from zerodrift.inspect.trace.records import merged
 
-LINEAR = {f"linear_{name}": size for name, size in (("num_key_heads", 2), ("num_value_heads", 4))}
-LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 24}
-HEADS = {f"mamba_{name}": 8 for name in ("n_heads", "d_head", "d_state")}
-HEADS |= {"mamba_n_groups": 2, "mamba_chunk_size": 4}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+LINEAR |= {"linear_value_head_dim": 8, "shared_expert_intermediate_size": 24}
+HEADS = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 4,
+}
 LINEARLY = ["linear_attention", "full_attention"]
 
 MODELS: dict[str, dict[str, Any]] = {
