@@ -14,7 +14,7 @@ from zerodrift.inspect.audit.entry import audit
 from zerodrift.inspect.audit.report import Audit
 
 ALWAYS = frozenset((
-    "router-by-rule", "embedding-in-code", "accumulate-of-one", "clip-of-scaled-gradients",
+    "router-by-rule", "norm-by-rule", "embedding-in-code", "accumulate-of-one", "clip-of-scaled-gradients",
     "softmax-overflows", "table-in-bf16", "stale-copy",
 ))  # fmt: skip
 """Faults whose tests are not marked slow: one of each kind of finding."""

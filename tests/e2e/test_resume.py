@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.jobs import kinds, trained
 from zerodrift.checkpoint.files import Lock
 from zerodrift.errors import CheckpointError, ZerodriftError
+from zerodrift.train.loop.run_folder import RunFolder
 
 
 def rates(folder: Path) -> dict[int, float]:
@@ -106,6 +107,12 @@ def test_another_order_of_sums_is_told(tmp_path: Path, capsys: pytest.CaptureFix
         "order of sums: was tree over micro-batches, is by rank; losses will differ in their last bits; "
         "`config.precision.reduce.order: tree` keeps them" in " ".join(out.split())
     )
+
+
+def test_a_run_goes_on_in_the_order_of_sums_in_which_it_was_begun(tmp_path: Path) -> None:
+    for steps, named in ((1, {"order": "rank"}), (2, {})):
+        trained(tmp_path, steps=steps, config={"precision": {"mode": "fp32", "reduce": named}})
+        assert not RunFolder(tmp_path / "run").load_plan().policy.tree
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.e2e.jobs import QUICKLY, job, losses, on_a_rank
 from tests.ranks.harness import run_ranks
 from zerodrift.train.loop.launcher import signal_name
 
-STEPS = 16
+STEPS = 12
 
 Process = Command | subprocess.Popen[str]
 

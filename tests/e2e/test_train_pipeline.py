@@ -89,17 +89,16 @@ def test_four_ranks_and_every_page_of_it(tmp_path: Path) -> None:
 def test_going_on_is_the_same_as_not_stopping_and_works_without_the_pipeline(tmp_path: Path) -> None:
     """Random numbers that torch draws to learn the shapes of a pipeline are put back, for dropout."""
     found = []
-    for name, turns in (("a", [6]), ("b", [2, 6])):
+    for name, turns in (("a", [4]), ("b", [2, 4])):
         folder = tmp_path / name
         for steps in turns:
             file = staged(folder, "dropping", steps, run={"checkpoint_every": 2})
             assert run_ranks(run, 2, str(file)) == ["", ""]
         found.append(losses(folder))
-    assert list(found[0]) == list(range(1, 7))
-    assert found[0] == found[1]
-    alone = ["config.pipeline=null", "config.gradient_accumulation_steps=4", "run.steps=7"]
+    assert list(found[0]) == [1, 2, 3, 4] and found[0] == found[1]
+    alone = ["config.pipeline=null", "config.gradient_accumulation_steps=4", "run.steps=5"]
     assert train(str(file), alone) == 0
-    assert list(losses(folder)) == list(range(1, 8))
+    assert list(losses(folder)) == [1, 2, 3, 4, 5]
 
 
 def test_by_the_tree_a_run_is_replayed_without_its_pipeline(tmp_path: Path) -> None:
@@ -132,7 +131,6 @@ def test_one_stage_that_is_asked_to_stop_stops_all(tmp_path: Path) -> None:
 WRONG = {
     "model.parts=": "`model`: must be a causal language model of transformers of type",
     "model.lora={rank: 2}": "`model.lora`: must be absent with `config.pipeline`",
-    "config.pipeline.stages=3": "`pipeline.stages`",
     "model.compile=true": "`model.compile`: must be false under zbv, which splits backwards",
 }
 
