@@ -118,11 +118,9 @@ def test_rows_shows_only_what_matches_one_by_one(files: Files) -> None:
 # --- refusals ---------------------------------------------------------------------------------------
 
 MISTAKES = {
-    "plan no-such.yaml --model MODEL": "no-such.yaml",
     "plan CONFIG --model MODEL --set zero_optimization.stagee=2": "zero_optimization.stage",
     "plan CONFIG --model MODEL --set a": "`--set`: must be `dotted.path=value`",
     "plan CONFIG --model MODEL --rows *.ruoter.*": "`*.router.*`",
-    "plan CONFIG --model MODEL --html missing/plan.html": "No such file or directory",
     "explain CONFIG --model MODEL model.layers.2.mlp.ruoter.weight": "`model.layers.2.mlp.router.weight`",
     "check --expect nope.json -- no-such-program": "`nope.json`: must exist",
 }

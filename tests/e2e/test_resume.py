@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.jobs import kinds, trained
+from tests.e2e.jobs import kinds, losses, trained
 from zerodrift.checkpoint.files import Lock
 from zerodrift.errors import CheckpointError, ZerodriftError
 from zerodrift.train.loop.run_folder import RunFolder
@@ -110,9 +110,12 @@ def test_another_order_of_sums_is_told(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_run_goes_on_in_the_order_of_sums_in_which_it_was_begun(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a" * 6400)
     for steps, named in ((1, {"order": "rank"}), (2, {})):
-        trained(tmp_path, steps=steps, config={"precision": {"mode": "fp32", "reduce": named}})
+        config = {"precision": {"mode": "fp32", "reduce": named}, "optimizer": adam(0.0), "scheduler": None}
+        trained(tmp_path, "dropping", steps, config=config)
         assert not RunFolder(tmp_path / "run").load_plan().policy.tree
+    assert len({*losses(tmp_path).values()}) == 2, "dropout of each step is another"
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
