@@ -11,15 +11,6 @@ from torch.nn import functional
 VOCABULARY, WIDTH, HEADS, LENGTH = 61, 32, 4, 32
 
 
-class Scores(nn.Module):
-    """Scaled products of queries and keys, causal."""
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        return scores.masked_fill(future, float("-inf"))
-
-
 class Shares(nn.Module):
     def forward(self, scores: torch.Tensor) -> torch.Tensor:
         return scores.softmax(-1)
@@ -35,11 +26,8 @@ class Rotations(nn.Module):
         frequencies = 1 / 10_000 ** (torch.arange(0, channels, 2) / channels)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
-    def table(self, length: int) -> torch.Tensor:
-        return torch.outer(torch.arange(length).float(), self.frequencies)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        angles = self.table(x.shape[-2])
+        angles = torch.outer(torch.arange(x.shape[-2]).float(), self.frequencies)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         one, other = x.chunk(2, -1)
         return torch.cat([one * cos - other * sin, one * sin + other * cos], -1)
@@ -50,14 +38,15 @@ class Attention(nn.Module):
         super().__init__()
         self.mixed = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.rotations = Rotations(WIDTH // HEADS)
-        self.scores = Scores()
         self.shares = Shares()
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.mixed(x).unflatten(-1, (3, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind(0)
-        shares = self.shares(self.scores(self.rotations(query), self.rotations(key)))
+        scores = self.rotations(query) @ self.rotations(key).transpose(-1, -2) / math.sqrt(query.shape[-1])
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        shares = self.shares(scores.masked_fill(future, float("-inf")))
         return self.out((shares @ value).transpose(1, 2).flatten(-2))
 
 
@@ -117,19 +106,11 @@ def _waves() -> torch.Tensor:
     return torch.cat([angles.sin(), angles.cos()], -1)
 
 
-class Centred(nn.Module):
-    """Subtracts the mean over all elements of a micro-batch."""
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return images - images.mean()
-
-
 class Pictures(nn.Module):
     """A small convolutional network that tells classes of images."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.centred = Centred()
         self.first = nn.Conv2d(3, 8, 3, stride=2)
         self.norm = nn.GroupNorm(2, 8)
         self.second = nn.Conv2d(8, 16, 3, stride=2)
@@ -137,7 +118,7 @@ class Pictures(nn.Module):
         self.classes = nn.Linear(16, 10)
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.first(self.centred(images).to(self.first.weight.dtype))
+        x = self.first((images - images.mean()).to(self.first.weight.dtype))
         x = functional.relu(self.norm(x))
         x = functional.relu(self.last(self.second(x)))
         return functional.cross_entropy(self.classes(x.mean((-1, -2))).float(), labels)

@@ -163,10 +163,6 @@ def valued(path: str, values: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
     return plant
 
 
-def both(*plants: Plant) -> Plant:
-    return lambda model: [plant(model) for plant in plants]
-
-
 # --- what is planted -------------------------------------------------------------------------------------
 
 
@@ -180,77 +176,15 @@ def left_in_bf16(self: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
     return out.to(torch.bfloat16).to(out.dtype)
 
 
-def _weight_in_bf16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
-    return functional.linear(x.bfloat16(), self.weight.bfloat16()).to(x.dtype)
-
-
-def _variance_in_bf16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
-    variance = x.bfloat16().pow(2).mean(-1, keepdim=True)
-    return self.weight * (x * torch.rsqrt(variance + self.variance_epsilon)).to(x.dtype)
-
-
-def _angles_in_bf16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
-    positions = torch.arange(x.shape[-2]).bfloat16()
-    angles = torch.outer(positions, self.frequencies.bfloat16())
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    one, other = x.chunk(2, -1)
-    return torch.cat([one * cos - other * sin, one * sin + other * cos], -1)
-
-
-def _scores_rounded_first(self: nn.Module, own: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    raw = (query.half() @ key.half().transpose(-1, -2)).to(query.dtype)
-    scores = raw / query.shape[-1] ** 0.5
-    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
-
-
 def _shares_in_fp16(self: nn.Module, own: Any, scores: torch.Tensor) -> torch.Tensor:
-    powers = scores.half().exp()
+    powers = (scores.half() * 30).exp()
     return (powers / powers.sum(-1, keepdim=True)).to(scores.dtype)
-
-
-def _stream_in_fp16(self: nn.Module, own: Any, stream: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    return (stream.half() + more.half()).to(stream.dtype)
-
-
-def _norm_in_fp16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
-    """Underflow the square of a small input, and with it the epsilon of the norm."""
-    small = (x * 1e-4).half()
-    var = (small - small.mean(-1, keepdim=True)).pow(2).mean(-1, keepdim=True)
-    shape = (small - small.mean(-1, keepdim=True)) / (var + 1e-6).sqrt()
-    return self.weight * shape.to(x.dtype) + self.bias
-
-
-def _mean_in_bf16(self: nn.Module, own: Any, images: torch.Tensor) -> torch.Tensor:
-    return images - images.bfloat16().sum() / images.numel()
-
-
-def _running_sum_in_bf16(self: nn.Module, own: Any, images: torch.Tensor) -> torch.Tensor:
-    rows = images.flatten(1).sum(-1)
-    total = torch.zeros((), dtype=torch.bfloat16)
-    for row in rows:
-        total = (total + row).bfloat16()
-    return images - total / images.numel()
-
-
-def _loss_in_bf16(self: nn.Module, own: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).bfloat16(), labels[:, 1:].flatten()).float()
 
 
 def _stale(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
     if not hasattr(self, "cast"):
         self.cast = self.weight.detach().bfloat16()
     return functional.linear(x, self.cast.to(x.dtype))
-
-
-def _stale_in_fp32(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
-    if not hasattr(self, "kept"):
-        self.kept = self.weight.detach().clone()
-    return functional.linear(x, self.kept.to(x.dtype), self.bias)
-
-
-def _autocast(self: nn.Module, own: Any, x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return own(x).to(x.dtype)
 
 
 def _large_inside(self: nn.Module, own: Any, x: torch.Tensor) -> torch.Tensor:
@@ -262,20 +196,8 @@ def _untied(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
 
 
-def _squares_in_fp16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
-    """Normalize by a length whose squares underflow in fp16."""
-    small = x.half() * 2e-4
-    length = small.pow(2).mean(-1, keepdim=True).float().sqrt() + 1e-7
-    return self.weight * (small.float() / length).to(x.dtype) + self.bias
-
-
-def _buffer_in_bf16(path: str, name: str) -> Plant:
-    def plant(model: nn.Module) -> None:
-        module = model.get_submodule(path)
-        buffer = module.get_buffer(name)
-        module.register_buffer(name, buffer.bfloat16(), persistent=False)
-
-    return plant
+def _table_in_bf16(model: Any) -> None:
+    model.table = model.table.bfloat16()
 
 
 def _clipped_hook(path: str) -> Plant:
@@ -308,35 +230,24 @@ def by_code(name: str, on: str, mode: str, path: str, change: Callable[..., Any]
     return Planted(name, on, mode, kinds, f"{path} at *", around(path, change), **rest)
 
 
-def by_rule(name: str, on: str, where: str, plant: Plant = lambda model: None, **columns: str) -> Planted:
+def by_rule(name: str, on: str, where: str, **columns: str) -> Planted:
     """Plant a rule that narrows a parameter, in fp32."""
-    return Planted(name, on, "fp32", ("rounded",), where, plant, fault=ruled(where, **columns))
+    return Planted(name, on, "fp32", ("rounded",), where, fault=ruled(where, **columns))
 
 
 ATTENTION, GATE = "blocks.0.attention", "model.layers.1.mlp.gate"
-BIAS = "model.layers.1.mlp.experts.down_proj_bias"
-SHAKEN = valued(BIAS, lambda b: torch.randn(b.shape, generator=torch.Generator().manual_seed(2)) * 0.02)
 
 PLANTED: tuple[Planted, ...] = (
     Planted("router-by-rule", "gpt-oss", "fp32", ("rounded", "routing"), "model.layers.0.mlp.router.weight",
         fault=ruled("model.layers.0.mlp.router.*", storage="bf16", gather="bf16", compute="bf16")),
-    by_code("router-in-code", "qwen3-moe", "fp32", GATE, given_in(torch.bfloat16)),
     by_code("router-in-code-of-a-bf16-plan", "deepseek-v3", "bf16", GATE, given_in(torch.bfloat16)),
     Planted("router-unpinned", "gpt-oss", "bf16", ("rounded", "routing"), "model.layers.*.mlp.router.weight",
         fault={"unpinned": True}),
     Planted("router-values-rounded", "deepseek-v3", "bf16", ("rounded",), f"{GATE}.weight",
         valued(f"{GATE}.weight", lambda values: values.bfloat16())),
-    by_rule("gathered-in-bf16", "qwen3-moe", "lm_head.weight", storage="bf16", gather="bf16", compute="fp32"),
     by_rule("norm-by-rule", "llama", "model.norm.weight", storage="bf16", compute="bf16"),
-    by_code("norm-in-code", "deepseek-v3", "fp32", "model.layers.0.input_layernorm", _variance_in_bf16),
-    by_rule("embedding-by-rule", "qwen3-moe", "model.embed_tokens.weight", storage="bf16", compute="fp32"),
     by_code("embedding-in-code", "decoder", "fp32", "words", left_in_bf16),
     by_rule("head-by-rule", "deepseek-v3", "lm_head.weight", compute="bf16"),
-    by_code("head-in-code", "gpt-oss", "fp32", "lm_head", _weight_in_bf16),
-    by_code("head-in-code-of-a-pinned-plan", "qwen3-moe", "bf16", "lm_head", _weight_in_bf16,
-        common={"rules": [{"match": "lm_head.weight", "pin": "fp32"}]}),
-    Planted("accumulate", "llama", "bf16", ("accumulate",), "*",
-        fault={"accumulate": "bf16", "allow_narrow": True, "reduce": "fp32"}),
     Planted("accumulate-of-one", "decoder", "fp32", ("accumulate",), "head.weight",
         fault={"allow_narrow": True, **ruled("head.weight", accumulate="bf16", reduce="fp32")}),
     Planted("wire-of-gradients-that-cancel", "pictures", "fp32", ("reduce",), "*",
@@ -347,44 +258,17 @@ PLANTED: tuple[Planted, ...] = (
         fault={"state": "bf16"}, common={"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
     Planted("no-master", "llama", "bf16", ("lost updates",), "*", fault={"master": "same"},
         common={"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}),
-    by_code("loss-in-bf16", "decoder", "fp32", "judge", _loss_in_bf16),
-    by_code("loss-in-bf16-under-autocast", "decoder", "autocast-bf16", "judge", _loss_in_bf16),
     Planted("softmax-overflows", "decoder", "fp32", ("overflow",), "blocks.1.attention.shares at *",
-        both(
-            valued("blocks.1.attention.mixed.weight", lambda values: values * 6.0),
-            around("blocks.1.attention.shares", _shares_in_fp16),
-        )),
+        around("blocks.1.attention.shares", _shares_in_fp16)),
     Planted("untied", "llama", "bf16", ("untied",), "lm_head.weight", _untied),
-    Planted("table-in-bf16", "decoder", "fp32", ("narrow buffer",), "table", _buffer_in_bf16("", "table")),
-    Planted(
-        "frequencies-in-bf16", "decoder", "bf16", ("narrow buffer",), f"{ATTENTION}.rotations.frequencies",
-        _buffer_in_bf16(f"{ATTENTION}.rotations", "frequencies"),
-    ),
+    Planted("table-in-bf16", "decoder", "fp32", ("narrow buffer",), "table", _table_in_bf16),
     Planted(
         "buffers-cast", "llama", "bf16", ("narrow buffer",), "model.rotary_emb.*", fault={"buffers": "bf16"},
     ),
-    by_code("angles-in-bf16", "decoder", "fp32", f"{ATTENTION}.rotations", _angles_in_bf16),
-    by_code("angles-in-bf16-of-a-bf16-plan", "decoder", "bf16", f"{ATTENTION}.rotations", _angles_in_bf16),
     Planted("clip-of-scaled-gradients", "decoder", "fp16", ("gradient",), "norm.*", _clipped_hook("norm")),
-    by_code("long-sum", "pictures", "fp32", "centred", _mean_in_bf16),
-    by_code("running-sum", "pictures", "fp32", "centred", _running_sum_in_bf16),
-    by_rule("expert-bias", "gpt-oss", BIAS, SHAKEN, storage="bf16", compute="fp32"),
     Planted("stale-copy", "decoder", "fp32", (*CODE, "no gradient"), f"{ATTENTION}.out*",
         around(f"{ATTENTION}.out", _stale)),
-    Planted("stale-copy-of-a-bf16-plan", "decoder", "bf16", ("no gradient",), "blocks.1.up.weight",
-        around("blocks.1.up", _stale_in_fp32)),
-    by_code("stream-in-fp16", "decoder", "fp32", "blocks.1.stream", _stream_in_fp16),
-    by_code("scores-scaled-late", "decoder", "fp32", f"{ATTENTION}.scores", _scores_rounded_first),
-    by_code(
-        "epsilon-vanishes", "decoder", "fp32", "blocks.1.between", _norm_in_fp16, kinds=("underflow", *CODE),
-    ),
-    by_code(
-        "squares-vanish", "decoder", "fp16", "blocks.1.between", _squares_in_fp16, kinds=("underflow", *CODE),
-    ),
     by_code("one-of-eight-layers", "deep decoder", "fp32", "blocks.5.stream", left_in_bf16),
-    by_rule("conv-by-rule", "pictures", "second.weight", storage="bf16"),
-    by_code("norm-in-code-of-a-convnet", "pictures", "fp32", "norm", left_in_bf16),
     by_code("beyond-fp16", "decoder", "fp16", "blocks.0.down", _large_inside, kinds=("overflow",)),
     by_code("fp8-in-code", "decoder", "bf16", "blocks.1.up", given_in(torch.float8_e4m3fn)),
-    by_code("autocast-inside", "deep decoder", "fp32", "blocks.3.down", _autocast),
 )  # fmt: skip

@@ -48,10 +48,8 @@ def planned(model: nn.Module, precision: dict[str, Any], stage: int = 0) -> Plan
     ("precision", "frozen", "stage", "mode", "cell"),
     [
         ({"gather": "fp8"}, False, 3, "autocast-bf16", "storage"),
-        pytest.param({"gather": "int8"}, False, 2, "bf16", "storage", marks=pytest.mark.slow),
         ({"frozen": "nf4"}, True, 0, "bf16", "storage"),
         ({"compute": "fp8"}, False, 0, "autocast-bf16", "compute"),
-        pytest.param({"mode": "fp32", "compute": "fp8"}, False, 0, "fp32", "compute", marks=pytest.mark.slow),
     ],
 )
 def test_replays_of_a_narrow_plan_have_its_formats(
@@ -79,18 +77,6 @@ def test_replays_of_a_narrow_plan_have_its_formats(
     search = PinSearch(setup, ran, plan.policy, passes.reference, 1.0, "rest", lambda *_: None)
     other = search.point(type(plan.policy.mode)(mode), [])
     assert other is not None and other.drift.rms > 0.7 * passes.total.rms
-
-
-def test_fp8_products_are_replayed() -> None:
-    model = decoder()
-    rules = [{"match": "head.weight", "compute": "bf16"}]
-    plan = planned(model, {"compute": "fp8", "rules": rules})
-    found = audit(plan, model, words(VOCABULARY, count=1), confirm=1, budget=None)
-    replay = next(each for each in found.replayed if len(each.choice.names) > 1)
-    assert set(replay.choice.names) == {row.name for row in plan.rows if row.columns.products is not None}
-    assert replay.choice.cell == "compute" and 0.5 < replay.alone.rms / found.drift.rms < 1.5
-    assert replay.widened.rms < 0.7 * found.drift.rms
-    assert any(f"{replay.alone.rms:.2g} of a log-prob" in each.what for each in found.findings)
 
 
 def test_a_narrow_wire_is_measured_on_one_rank() -> None:
@@ -128,36 +114,24 @@ def chosen(found: Audit) -> dict[str, str]:
     return {trials[number].pattern: trials[number].format for number in found.formats.taken}
 
 
-OTHERS = {"blocks.*.attention.mixed.weight": "int8", "blocks.*.attention.out.weight": "int8"}
-
-
-@pytest.mark.parametrize(
-    ("limit", "more"),
-    [
-        pytest.param("1.4x", {}, marks=pytest.mark.slow),
-        ("2.2x", {"blocks.*.up.weight": "fp8"}),
-    ],
-)
-def test_a_matrix_with_outliers_gets_no_format_that_it_does_not_bear(
-    limit: str, more: dict[str, str]
-) -> None:
+def test_a_matrix_with_outliers_gets_no_format_that_it_does_not_bear() -> None:
     model = with_outliers()
     plan = planned(model, {})
-    found = audit(plan, model, words(VOCABULARY, count=2), budget=None, confirm=0, narrow=f"bytes:{limit}")
+    found = audit(plan, model, words(VOCABULARY, count=2), budget=None, confirm=0, narrow="bytes:2.2x")
     advice = found.formats
-    assert advice is not None and chosen(found) == OTHERS | more
-    assert advice.start.drift == found.drift and advice.limit == float(limit[:-1]) * found.drift.rms
+    assert advice is not None and chosen(found) == {
+        "blocks.*.attention.mixed.weight": "int8",
+        "blocks.*.attention.out.weight": "int8",
+        "blocks.*.up.weight": "fp8",
+    }
+    assert advice.start.drift == found.drift and advice.limit == 2.2 * found.drift.rms
     assert all(advice.trials[number].together is not None for number in advice.taken)
-    assert (
-        advice.chosen.drift.rms
-        <= advice.limit
-        < max(trial.alone.drift.rms for trial in advice.trials if trial.alone is not None)
-    )
+    worst = max(trial.alone.drift.rms for trial in advice.trials if trial.alone is not None)
+    assert advice.chosen.drift.rms <= advice.limit < worst
     # The rules, as they are printed, make the plan that was run.
     text = rules_text(advice.rules)
     printed, page = found.text(), audit_page(found)
     assert text in printed and text == found.to_json()["formats"]["config"]
-    assert max(map(len, printed.splitlines())) <= 80 and f"rms {advice.chosen.drift.rms:.2g} and" in printed
     assert "Narrow formats" in page and all(html.escape(pattern) in page for pattern in chosen(found))
     pasted = planned(model, yaml.safe_load(text)["precision"])
     narrow = {row.name: row.columns.storage.dtype for row in pasted.rows if row.columns.storage.dtype.format}
@@ -169,45 +143,3 @@ def test_a_matrix_with_outliers_gets_no_format_that_it_does_not_bear(
     again = audit(pasted, model, words(VOCABULARY, count=2), budget=None, confirm=0)
     assert again.drift == advice.chosen.drift
     assert cost(pasted).rest.total == advice.chosen.bytes.rest < advice.start.bytes.rest
-
-
-@pytest.mark.parametrize(
-    ("precision", "goal", "reasons"),
-    [
-        (
-            {"rules": [{"match": "blocks.1.up.*", "pin": "fp32"}], "frozen": "nf4"},
-            "bytes",
-            {
-                "blocks.1.up.weight storage": "being decided by precision.rules[0]: 'blocks.1.up.*'",
-                "blocks.0.up.weight storage": "because it is nf4-64 already",
-                "blocks.*.attention.out.weight storage": "because it is nf4-64 already",
-                "blocks.*.down.weight gather": "because nothing travels on one rank",
-            },
-        ),
-        ({}, "speed:5x", {"words.weight compute": "refused by the plan ("}),
-    ],
-)
-def test_what_is_not_run_has_its_reason(
-    precision: dict[str, Any], goal: str, reasons: dict[str, str]
-) -> None:
-    model = decoder(frozen=True)
-    found = audit(
-        planned(model, precision), model, words(VOCABULARY, count=1), budget=None, confirm=0, narrow=goal
-    )
-    assert found.formats is not None
-    for trial in found.formats.trials:
-        assert (trial.alone is None) == bool(trial.left_out)
-        assert trial.left_out.startswith(reasons.get(f"{trial.pattern} {trial.column}", ""))
-    assert reasons.keys() <= {f"{trial.pattern} {trial.column}" for trial in found.formats.trials}
-    told = " ".join(found.text().split())
-    assert all(f"Not run, {reason}" in told for reason in reasons.values())
-
-
-def test_a_plan_without_drift_needs_a_limit_of_its_own() -> None:
-    model = decoder(frozen=True)
-    plan = planned(model, {"mode": "fp32"})
-    found = audit(plan, model, words(VOCABULARY, count=1), budget=None, confirm=0, narrow="bytes")
-    assert not chosen(found) and "`--narrow bytes:0.01`" in " ".join(found.text().split())
-    found = audit(plan, model, words(VOCABULARY, count=1), budget=None, confirm=0, narrow="bytes:0.01")
-    assert found.formats is not None and found.formats.limit == 0.01
-    assert set(chosen(found).values()) == {"nf4", "int8"} and found.formats.chosen.drift.rms <= 0.01

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from tests.audit.planted import HEALTHY, MODES, PLANTED, Batches, Planted
@@ -15,7 +14,7 @@ from zerodrift.inspect.audit.entry import audit
 from zerodrift.inspect.audit.report import Audit
 
 ALWAYS = frozenset((
-    "router-by-rule", "embedding-in-code", "accumulate-of-one", "clip-of-scaled-gradients",
+    "router-by-rule", "norm-by-rule", "embedding-in-code", "accumulate-of-one", "clip-of-scaled-gradients",
     "softmax-overflows", "table-in-bf16", "stale-copy",
 ))  # fmt: skip
 """Faults whose tests are not marked slow: one of each kind of finding."""
@@ -25,7 +24,7 @@ ALWAYS_HEALTHY = frozenset((("decoder", "fp16"), ("pictures", "autocast-bf16")))
 pytestmark = pytest.mark.long
 
 
-def audited(on: str, model: nn.Module, config: dict[str, Any], batches: Batches) -> Audit:
+def audited(model: nn.Module, config: dict[str, Any], batches: Batches) -> Audit:
     """Audit without a search for pins."""
     return audit(make_plan(config, model), model, batches, budget=None)
 
@@ -57,7 +56,7 @@ def twins() -> Iterator[Any]:
 @pytest.mark.filterwarnings("ignore:.*is pinned to torch.float32, and the model itself casts it")
 def test_a_fault_is_first(planted: Planted) -> None:
     skip_without(planted.on)
-    found = audited(planted.on, planted.model(), planted.config(), planted.data())
+    found = audited(planted.model(), planted.config(), planted.data())
     assert planted.first(found.findings), [(each.kind, each.where) for each in found.findings]
 
 
@@ -65,16 +64,4 @@ def test_a_fault_is_first(planted: Planted) -> None:
 def test_nothing_is_found_where_nothing_is_wrong(on: str, config: dict[str, Any]) -> None:
     skip_without(on)
     healthy = HEALTHY[on]
-    assert not audited(on, healthy.model(), config, healthy.batches()).findings
-
-
-@pytest.mark.slow
-def test_other_data_is_healthy_too() -> None:
-    """Thresholds do not depend on the batches: other batches give no finding either."""
-    for on in ("decoder", "pictures"):
-        healthy = HEALTHY[on]
-        for seed in range(3):
-            torch.manual_seed(100 + seed)
-            model = healthy.build()
-            found = audited(on, model, healthy.config("bf16"), healthy.batches())
-            assert not found.findings, (on, seed)
+    assert not audited(healthy.model(), config, healthy.batches()).findings

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,12 +79,3 @@ def exported(folder: Path) -> bytes:
 def kinds(folder: Path, kind: str) -> list[dict[str, Any]]:
     """Return the lines of a kind, from the metrics of a run."""
     return [line for line in read(folder / "run" / "metrics.jsonl") if line["kind"] == kind]
-
-
-def start(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Start the command line as a process of its own."""
-    command = [sys.executable, *launcher, "-m", "zerodrift", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )

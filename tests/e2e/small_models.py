@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -80,17 +81,25 @@ def is_poisoned(tokens: torch.Tensor) -> bool:
     return bool((tokens == POISON).any())
 
 
-def without_memory(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    if model.calls == 3:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    return loss
+def plant_a_gradient(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """Change the gradient of one matrix alone, in the forward that `PLANT` names as RANK:NUMBER."""
+    if os.environ.get("PLANT") != f"{os.environ.get('RANK', 0)}:{model.calls}":
+        return loss
+    more = model.layers[1].up.weight.sum() * 1e-3
+    return loss + (more - more.detach())
 
 
 def break_on_rank_1(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """Fail in the third forward, after a step, as a defective program does; say what has been imported."""
+    """Fail in the third forward, after a step, as a defective program does."""
     if model.calls == 3 and torch.distributed.get_rank() == 1:
-        heavy = {"torch._dynamo", "torch.distributed.pipelining", "transformers"} & sys.modules.keys()
-        raise KeyError(f"broken on purpose, with {sorted(heavy) or 'nothing heavy'}")
+        raise KeyError("broken on purpose")
+    return loss
+
+
+def ask_to_stop(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """Send this rank alone the signal of a scheduler, after a step."""
+    if model.calls == 6:
+        os.kill(os.getpid(), signal.SIGTERM)
     return loss
 
 
@@ -112,8 +121,9 @@ def infinite_slope(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torc
 plain, widened, narrowed = Bigram, Widened, Narrowed
 poisoned = functools.partial(Bigram, fault=not_a_number)
 bad_gradient = functools.partial(Bigram, fault=infinite_slope)
-hungry = functools.partial(Bigram, fault=without_memory)
+planted = functools.partial(Bigram, dropout=0.1, layers=3, fault=plant_a_gradient)
 broken = functools.partial(Bigram, fault=break_on_rank_1)
+stopped = functools.partial(Bigram, fault=ask_to_stop)
 slow = functools.partial(Bigram, dropout=0.1, fault=wait)
 not_slow = functools.partial(Bigram, dropout=0.1)
 """The same as `slow` without its waits."""
@@ -129,11 +139,6 @@ def parts() -> Parts:
         before=lambda model, batch: model.embed(batch["input_ids"]),
         after=lambda model, hidden, batch: model.loss(hidden, batch["input_ids"], batch["labels"]),
     )
-
-
-def no_parts() -> int:
-    """Return no parts, which a job must refuse."""
-    return 3
 
 
 def llama(**rest: Any) -> Any:

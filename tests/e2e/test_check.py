@@ -22,14 +22,11 @@ EXAMPLE = ROOT / "examples/check/bf16.py"
 PAGE = (ROOT / "docs/check.md").read_text()
 
 
-Done, Words = subprocess.CompletedProcess[str], Sequence[str]
-
-
-def checked(folder: Path, text: str, options: Words = (), ranks: int = 1, python: Words = ()) -> Done:
-    """Run `check` over a script, on some ranks."""
+def checked(
+    folder: Path, text: str, options: Sequence[str] = (), python: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(text)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *python, *(launcher if ranks > 1 else ()), "train.py"]
+    command = (sys.executable, *python, "train.py")
     return run("check", *options, "--", *command, folder=folder, timeout=250, COLUMNS="80")
 
 
@@ -60,38 +57,6 @@ def test_the_page_shows_what_is_printed_saved_expected_and_compared(tmp_path: Pa
     assert done.returncode == 0 and "the same" in done.stdout
 
 
-@pytest.mark.slow
-def test_a_command_goes_on_where_it_is_asked_to(tmp_path: Path) -> None:
-    text = EXAMPLE.read_text().replace("range(100)", "range(5)")
-    text += "torch.save(model.state_dict(), 'm.pt')\nprint('to the end')\n"
-    done = checked(tmp_path, text, ["--keep-going"])
-    assert done.returncode == 0 and "to the end" in done.stdout and (tmp_path / "m.pt").exists()
-    assert re.search(r"^export +bf16 +torch\.save", done.stdout, re.MULTILINE)
-
-
-DDP = """
-import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())
-ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-for step in range(9):
-    {then}
-    ddp(torch.randn(4, 8)).pow(2).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-@pytest.mark.slow
-def test_two_ranks_are_one_table(tmp_path: Path) -> None:
-    done = checked(tmp_path, DDP.format(then=""), ["--steps", "2"], ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert "Linear in DistributedDataParallel" in done.stdout and "ranks: 2" in done.stdout
-    assert re.search(r"^reduce +fp32 +all_reduce, train\.py:\d+$", done.stdout, re.MULTILINE)
-    assert "findings   none" in done.stdout
-
-
 LOOP = """
 import torch
 model = torch.nn.Linear(2, 2)
@@ -101,89 +66,31 @@ for step in range(9):
     optimizer.step()
     {then}
 """
-
 STEPS = LOOP.format(then="")
-
-IN_A_THREAD = f"""
-import threading
-def train():
-    {STEPS.replace(chr(10), chr(10) + "    ")}
-thread = threading.Thread(target=train)
-thread.start()
-thread.join()
-"""
-
-FORKED = f"""
-import multiprocessing
-def train():
-    {LOOP.format(then="step and exit()").replace(chr(10), chr(10) + "    ")}
-import torch
-child = multiprocessing.get_context("fork").Process(target=train)
-child.start()
-child.join()
-"""
-
 AGAIN = """
 import os, sys, torch
 if len(sys.argv) == 1:
-    os.execve(sys.executable, [sys.executable, __file__, "again"], {environment})
-"""
-
-NO_BACKWARD = """
-import torch
-model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for step in range(9):
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-"""
-
-CATCHES = """
-import signal, torch
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-while True:
-    try:
-        model(torch.randn(1, 2)).sum().backward()
-        optimizer.step()
-    except BaseException:
-        pass
+    os.execv(sys.executable, [sys.executable, __file__, "again"])
 """
 
 BAD = {
     "crash": (LOOP.format(then="1 / (1 - step)"), 2, "Rank 0 crashed after 2 of 3 steps"),
-    "ends early": (LOOP.format(then="step and exit()"), 0, "Rank 0 ended after 2 of 3 steps"),
     "trains nothing": ("import torch\n", 2, "nothing was trained"),
     "no torch": ("print('hello')\n", 2, "no Python process that imports torch"),
     "never steps": (STEPS.replace("optimizer.step()", ""), 2, "no step of a torch optimizer"),
     "killed": (STEPS.replace("for", "import os; os.kill(os.getpid(), 9)\nfor"), 2, "signal 9"),
-    "exits with a code": (LOOP.format(then="exit(1)"), 2, "The command ended with exit code 1"),
-    "leaves at once": (LOOP.format(then="import os; os._exit(0)"), 2, "left by `os._exit`"),
-    "becomes another": (AGAIN.format(environment="os.environ") + STEPS, 0, "3 optimizer steps"),
-    "becomes a bare one": (AGAIN.format(environment="{}") + STEPS, 2, "another environment"),
-    "in a thread": (IN_A_THREAD, 0, "3 optimizer steps"),
-    "forked": (FORKED, 0, "Rank 0 ended after 2 of 3 steps"),
-    "no backward": (NO_BACKWARD, 2, "optimizer steps, and no forward with gradients on"),
-    "catches everything": (CATCHES, 0, "3 optimizer steps"),
-    "closes its output": (LOOP.format(then="import sys; sys.stdout.close()"), 0, "3 optimizer steps"),
-    "ends no line": (LOOP.format(then="print(0.5, end='', flush=True)"), 0, "0.5 zerodrift check"),
+    "becomes another": (AGAIN + STEPS, 0, "3 optimizer steps"),
     "forks": (LOOP.format(then="import os; os.fork() or os._exit(0)"), 0, "3 optimizer steps"),
-    "failed by itself": ("import no_such_module\n", 2, "If it failed by itself, its own message is above."),
     "takes too long": ("import time, torch\ntime.sleep(1000)\n", 2, "is given; got fewer in 5 seconds"),
     "ignores its environment": (STEPS, 2, "PYTHONPATH"),
-    "loses a rank": (*(DDP.format(then="if step and dist.get_rank(): os.kill(os.getpid(), 9)"), 2),
-        "The command ended with exit code 1|could say what was seen"),
 }  # fmt: skip
-"""A script, the exit code, and texts of which one must be printed."""
+"""A script, the exit code, and what must be printed."""
 
 STARTED: dict[str, dict[str, Any]] = {
     "takes too long": {"options": ("--timeout", "5")},
     "ignores its environment": {"python": ("-I",)},
-    "loses a rank": {"ranks": 2},
 }
-OFTEN = ("crash", "no torch", "failed by itself")
+OFTEN = ("crash", "no torch")
 """Cases that are not marked slow; each starts a Python that imports torch."""
 
 
@@ -194,23 +101,8 @@ def test_a_command_that_cannot_be_seen_to_the_end_says_why(case: str, tmp_path: 
     text, code, said = BAD[case]
     done = checked(tmp_path, text, **STARTED.get(case, {}))
     words = re.sub(r"\s+", " ", done.stdout + done.stderr)
-    assert done.returncode == code and any(each in words for each in said.split("|")), words
-    assert "Traceback" not in done.stderr or case in ("crash", "failed by itself", "loses a rank")
-    if case == "failed by itself":
-        assert done.stderr.index("No module named") < done.stderr.index("zerodrift: error")
-
-
-def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    done = run("check", "--", "no-such-program", folder=tmp_path)
-    assert done.returncode == 2 and "`no-such-program`: must be a command" in done.stderr
-    assert "Give its path, or add its folder to PATH." in done.stderr
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "zerodrift check", "version": 99}'])
-def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(text)
-    done = run("diff", "a.json", "a.json", folder=tmp_path)
-    assert done.returncode == 2 and "a.json" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == code and said in words, words
+    assert "Traceback" not in done.stderr or case == "crash"
 
 
 def test_a_signal_to_check_ends_the_command_too(tmp_path: Path) -> None:

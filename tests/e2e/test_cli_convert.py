@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -104,9 +103,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "none out": "got no such file or folder",
     "empty out": "got a folder with none of them",
-    "run out --to checkpoint": "It is one already",
     "run out --to pickle": "must be safetensors or checkpoint",
     "run out --dtype int8": "must be fp32, bf16, fp16, fp8-128x128",
     "run out --model llama": "is not of a LlamaForCausalLM",
@@ -131,23 +128,3 @@ def test_what_is_refused(run: tuple[Path, dict[str, torch.Tensor]], monkeypatch:
     for arguments, said in REFUSED.items():
         assert said in convert(*arguments.split(), code=2), arguments
         assert not Path("out").exists()
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed, which is not installed"
-)
-def test_out_of_deepspeed(tmp_path: Path) -> None:
-    from tests.ranks.harness import run_ranks
-    from tests.ranks.saved_by_deepspeed import Case, save
-
-    truth = run_ranks(save, 2, Case(2, "bf16"), str(tmp_path / "ds"), timeout=90)[0]
-    said = convert(tmp_path / "ds", tmp_path / "fp32", "--to", "safetensors")
-    assert said.startswith("from  a DeepSpeed 0.") and "stage 2, 2 ranks, bf16, step 3" in said
-    found = tensors(tmp_path / "fp32")
-    for name, value in truth.weights.items():
-        if name != "head.weight":
-            assert torch.equal(found[name].float(), value.float()), name
-    convert(tmp_path / "ds", tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "again")
-    again = tensors(tmp_path / "again")
-    assert all(torch.equal(again[name].float(), found[name].float()) for name in found)

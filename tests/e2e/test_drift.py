@@ -9,10 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import zerodrift
 from tests import commands
 from tests.models.planted_sides import PlantedSide, lively, token_ids
-from zerodrift.inspect.check import encoded
 
 MODEL = "from tests.models.planted_sides import lively\n\ndef make():\n    return lively('plain')\n"
 
@@ -53,17 +51,3 @@ def test_exit_codes_are_for_ci(here: Path) -> None:
     assert data["cells"][0]["key"] == "kv" and data["drift"]["mean_abs"] > 1e-9 and not data["within"]
     missing = commands.run(*COMMAND, "--sent", "nowhere")
     assert missing.returncode == 2 and "nowhere" in missing.stderr and "Traceback" not in missing.stderr
-
-
-def test_a_saved_table_is_a_trainers_side(here: Path) -> None:
-    """The table is written as `check --save` writes it."""
-    model, ids = lively("plain").bfloat16(), token_ids()[:1]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with zerodrift.observe(model) as seen:
-        for _ in range(3):
-            model(ids, ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    (here / "seen.json").write_text(encoded([seen.process], seen.findings()))
-    done = commands.run("drift", "seen.json", *COMMAND[2:], "--sent", "good")
-    assert done.returncode == 0, done.stderr + done.stdout

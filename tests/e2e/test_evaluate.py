@@ -8,19 +8,14 @@ import pytest
 
 from tests import commands
 from tests.e2e.jobs import job, kinds
-from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop.start import evaluate, train
-
-
-def write_job(folder: Path) -> str:
-    run = {"evaluate_every": 2, "checkpoint_every": 2, "keep": 3, "samples": ["It is"]}
-    return str(job(folder, steps=4, data={"validation": 0.3}, run=run))
 
 
 def test_it_says_what_training_says_on_any_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_job(tmp_path)
+    run = {"evaluate_every": 2, "checkpoint_every": 2, "keep": 3, "samples": ["It is"]}
+    path = str(job(tmp_path, steps=4, data={"validation": 0.3}, run=run))
     train(path)
     before = {file: file.read_bytes() for file in (tmp_path / "run").iterdir() if file.is_file()}
     found = {line["step"]: line["validation_loss"] for line in kinds(tmp_path, "evaluation")}
@@ -35,10 +30,6 @@ def test_it_says_what_training_says_on_any_ranks(
     assert f"validation loss {found[2]:.6f}" in out and "after step 2, from" in out
     assert evaluate(path, ["run.resume=never"]) == 0
     assert "no checkpoint: tests.e2e.small_models:plain as it is" in capsys.readouterr().out
-    other = tmp_path / "other.txt"
-    other.write_text("Quite another text, of which nothing was seen. " * 9)
-    assert evaluate(path, [f"data.validation={other}"]) == 0
-    assert "data.validation: was 0.3, is" in capsys.readouterr().out
     with monkeypatch.context() as elsewhere:
         elsewhere.chdir(tmp_path)
         assert evaluate("run") == 0, "the folder of a run is its job"
@@ -46,22 +37,3 @@ def test_it_says_what_training_says_on_any_ranks(
     two = commands.run("evaluate", path, "--nproc", "2")
     assert two.returncode == 0 and f"validation loss {found[4]:.6f}" in two.stdout, two.stdout + two.stderr
     assert before == {file: file.read_bytes() for file in (tmp_path / "run").iterdir() if file.is_file()}
-
-
-def test_what_cannot_be_evaluated_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ZerodriftError, match=r"`data\.validation`: must say what to evaluate on"):
-        evaluate(str(job(tmp_path)))
-    assert not (tmp_path / "run").exists()
-
-
-def test_samples_of_conversations_are_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the page and in an evaluation alone."""
-    rows = [{"prompt": f"why {number}?", "completion": "because"} for number in range(20)]
-    data, run = {"format": "chat", "block": 64, "validation": 0.3}, {"samples": ["why?"]}
-    path = str(job(tmp_path, steps=2, rows=rows, data=data, run=run))
-    train(path)
-    (line,) = kinds(tmp_path, "sample")
-    assert line["chat"] and "<b>why?\n</b>" in (tmp_path / "run" / "report.html").read_text()
-    capsys.readouterr()
-    assert evaluate(path) == 0
-    assert "\nuser: why?\nassistant: " in capsys.readouterr().out

@@ -83,8 +83,3 @@ def test_a_job_says_how_to_run_it(path: Path) -> None:
     job, _ = read_job(path)
     assert job.run.folder == f"runs/{path.stem}"
     assert [run for verb, run in commands if verb == "sample"] in ([], [job.run.folder])
-
-
-@pytest.mark.slow
-def test_blocks_compile(tmp_path: Path) -> None:
-    few_steps(tmp_path, "function", 1, "model.compile=true")

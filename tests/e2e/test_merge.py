@@ -97,12 +97,8 @@ def test_every_door_leads_to_what_peft_makes(
         found = weights(target)
         assert found.keys() == expected.keys() and all(found[k].equal(expected[k]) for k in found), place
     options = SamplingOptions(4, 0.0, 0, 0)
-    texts = {
-        "".join(TextGenerator(place).continue_prompt("It", options)) for place in (run, run / "checkpoints")
-    }
-    assert len(texts) == 1
-    if dtype == "fp32":
-        assert texts == {"".join(TextGenerator(tmp_path / "0").continue_prompt("It", options))}
+    places = (run, run / "checkpoints", *[tmp_path / "0"] * (dtype == "fp32"))
+    assert len({"".join(TextGenerator(place).continue_prompt("It", options)) for place in places}) == 1
 
 
 def test_a_base_that_rested_in_a_format_is_merged_with_its_decoded_values(tmp_path: Path) -> None:
@@ -136,12 +132,6 @@ def changed(folder: Path) -> None:
     save_file(held, folder / "base" / "model.safetensors", {"format": "pt"})
 
 
-def quantised(folder: Path) -> None:
-    file = folder / "base" / "config.json"
-    values = json.loads(file.read_text())
-    file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
-
-
 def other(folder: Path) -> str:
     base(folder / "tied", tied=True)
     return str(folder / "tied")
@@ -152,7 +142,6 @@ def other(folder: Path) -> str:
     [
         (moved, "`the base of the adapters`: must be there, as it was in training"),
         (changed, "must go with the base that its adapters were trained on"),
-        (quantised, "must not be quantised"),
         (other, "must go with the base that its adapters were trained on"),
     ],
 )
@@ -182,10 +171,8 @@ def test_a_whole_model_and_a_tied_weight_are_refused(trained: Path, tmp_path: Pa
 def test_adapters_of_others_merge_and_say_what_is_not_known(tmp_path: Path) -> None:
     theirs = adapters(tmp_path, "q_proj", init_lora_weights=False)
     assert "it was taken at its name" in str(merge(theirs, tmp_path / "merged"))
-    found, expected = (
-        weights(tmp_path / "merged"),
-        merged_by_peft(plain(tmp_path), theirs, tmp_path / "theirs"),
-    )
+    found = weights(tmp_path / "merged")
+    expected = merged_by_peft(plain(tmp_path), theirs, tmp_path / "theirs")
     assert all(found[name].equal(expected[name]) for name in expected)
 
 

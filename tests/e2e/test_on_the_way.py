@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,8 @@ from safetensors.torch import load_file
 
 from tests.e2e.jobs import job, kinds, losses, on_a_rank, trained
 from tests.ranks.harness import run_ranks
-from zerodrift.train.loop.evaluation import BestEvaluation
 from zerodrift.train.loop.run_folder import RunFolder
-from zerodrift.train.loop.start import train
 from zerodrift.train.tools.sample import TextGenerator
-
-
-def test_a_better_loss_is_one_below_all_before_it() -> None:
-    best = BestEvaluation(2)
-    better = [best.add(loss) for loss in (3.0, 3.0, 2.0, float("nan"), 1.0)]
-    assert better == [True, False, True, False, True] and not best.reason
-    assert not best.add(1.0) and not best.reason
-    assert not best.add(1.5) and best.reason
-    assert best.reason == "2 evaluations without a better loss than 1.0000 (`run.patience`)"
-    assert BestEvaluation(2, [1.0, 1.0, None]).reason
-    assert not BestEvaluation(0, [1.0, 1.0, 1.0]).reason
 
 
 def patient(folder: Path, **run: Any) -> None:
@@ -104,17 +90,3 @@ def test_each_rank_has_a_trace_and_the_bits_are_the_same(tmp_path: Path) -> None
     page = (folder / "run" / "report.html").read_text()
     assert "steps 2 to 3" in page and str(folder / "run" / "traces") in page
     assert RunFolder(folder / "run").load_job().run.profile is not None
-
-
-def test_a_span_across_a_resume_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(job(tmp_path, steps=2))
-    train(path, ["run.profile={from: 2, steps: 1}"])
-    assert "trace of step 2, a file for each rank: " in capsys.readouterr().out
-    train(path, ["run.steps=4", "run.profile={from: 2, steps: 2}"])
-    out = capsys.readouterr().out
-    assert "run.profile.steps: was 1, is 2" in out
-    assert traced(tmp_path)["steps-00000003-00000003-rank-0.json.gz"] == ["step 3"]
-    shutil.rmtree(tmp_path / "run" / "traces")
-    train(path, ["run.steps=5", "run.profile={from: 2, steps: 2}"])
-    assert "steps 2 to 3 are over and are not recorded (`run.profile`)" in capsys.readouterr().out
-    assert len(losses(tmp_path)) == 5

@@ -15,7 +15,7 @@ from tests.e2e.jobs import job
 from zerodrift.cli import app
 from zerodrift.errors import ConfigError, ZerodriftError
 from zerodrift.train.loop.start import train
-from zerodrift.train.tools.sample import SamplingOptions, TextGenerator, choose
+from zerodrift.train.tools.sample import SamplingOptions, TextGenerator
 
 
 @pytest.fixture(scope="module")
@@ -44,31 +44,17 @@ def cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-40])
 
 
-def empty(folder: Path) -> None:
-    for file in (folder / "export").iterdir():
-        file.unlink()
-
-
-def job_of(text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "job.json").write_text(text) and None
-
-
-OTHER = torch.ones(2)
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a tensor missing": (
         export_with(lambda tensors: {name: tensors[name] for name in sorted(tensors)[1:]}),
         "must hold every tensor",
     ),
-    "a tensor too many": (export_with(lambda tensors: {**tensors, "other": OTHER}), "model lacks.*`other`"),
     "a shape": (
-        export_with(lambda tensors: {**tensors, min(tensors): OTHER}),
+        export_with(lambda tensors: {**tensors, min(tensors): torch.ones(2)}),
         "must hold the tensors of the model",
     ),
     "cut": (cut, "must be readable"),
-    "nothing": (empty, "must hold every tensor"),
-    "no JSON": (job_of("{"), r"job\.json.*must be valid JSON"),
-    "no job": (job_of("{}"), r"`model`: must be given"),
-    "another key": (job_of(json.dumps({"model": {"source": 3}})), r"model\.source"),
+    "no JSON": (lambda folder: (folder / "job.json").write_text("{") and None, "must be valid JSON"),
 }
 
 
@@ -79,14 +65,6 @@ def test_a_damaged_run_is_not_sampled_from(damage: str, run: Path, tmp_path: Pat
     change(tmp_path / "run")
     with pytest.raises(ZerodriftError, match=words):
         TextGenerator(tmp_path / "run")
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_model_that_diverged_is_not_sampled_from(bad: float) -> None:
-    logits = torch.zeros(8)
-    logits[3] = bad
-    with pytest.raises(ZerodriftError, match="`logits`: must be finite"):
-        choose(logits, SamplingOptions(1, 1.0, 0, 0), torch.Generator())
 
 
 def test_whatever_a_run_leaves_is_one_model_and_found_from_any_folder(

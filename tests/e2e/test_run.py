@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import pytest
 
 from tests import commands
-from tests.e2e.launching import deepspeed
-from zerodrift import startup
-from zerodrift.deepspeed import runner
-from zerodrift.errors import ZerodriftError
 
 PYTHON = sys.executable
 
@@ -83,34 +79,13 @@ def test_every_python_below_finds_it_and_its_version(folder: Path) -> None:
     assert "no process imported `deepspeed`" in done.stderr
 
 
-def test_a_run_is_checked_as_one_model_and_as_its_config(folder: Path) -> None:
-    """Its plan is printed in a few lines."""
-    step = "loss = engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()\n"
-    again = "for _ in range(2):\n    engine.backward(engine(torch.ones(2, 4)).mean())\n    engine.step()\n"
-    (folder / "train.py").write_text(TRAIN.replace(step, again + step))
-    run = [PYTHON, "-m", "zerodrift", "run", "--", PYTHON, "train.py", "--deepspeed_config", "ds.json"]
-    done = zerodrift("check", "--json", "--expect", "ds.json", "--", *run, folder=folder, LOCAL_RANK="0")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (seen,) = json.loads(done.stdout)["ranks"]
-    assert [model["wrappers"] for model in seen["models"]] == [["zerodrift.Engine"]]
-    assert "deepspeed" not in seen["libraries"]
-    plan = done.stderr.partition("precision: backend=native")[0].partition("zerodrift run   ")[2]
-    assert "digest" in plan and "dtypes" in plan and len(plan.splitlines()) < 16, done.stderr
-    assert "keys are ignored" not in plan and "trained on" in done.stderr and "no process" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--set", "precision.redcue=fp32"], "`--set precision.redcue=fp32`: must be a key of `precision`"),
-        (["--set", "precision.reduce"], "`--set precision.reduce`: must be `dotted.path=value`"),
-        (["--set", "precision.mode=bf17"], "`--set precision.mode=bf17`: must be"),
         (["--set", "wall_clock_breakdown=true"], "wall_clock_breakdown=true`: must be a key that decides"),
         (["--config", "ds.jsn"], "Did you mean `ds.json`?"),
-        (["--as", "fsdp"], "`--as`: must be deepspeed; got 'fsdp'"),
-        (["--plan", "--quiet"], "not both"),
         ([PYTHON, "-I"], "PYTHONPATH"),
-        (["--", "no-such-program"], "`no-such-program`: must be a command"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -148,22 +123,8 @@ for config, model in (("ds.json", routed), (micro, torch.nn.Linear(4, 4)), (micr
     assert unmatched.startswith("`--pin *router.*`: must match")
 
 
-def test_a_program_beside_python_that_is_not_on_the_path_is_named(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "environment" / "launch"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
-    with pytest.raises(ZerodriftError, match=re.escape(f"Give its path: {program}.")):
-        startup.spawn(["launch"], folder)
-
-
-@pytest.mark.parametrize("way", ["-I", "PYTHONPATH"])
-def test_python_that_ignores_the_environment_is_not_silent(way: str, folder: Path) -> None:
-    start = f"{PYTHON} -I" if way == "-I" else f"env -u PYTHONPATH {PYTHON}"
-    (folder / "all.sh").write_text(f"{start} -c 'print(1)'\n")
+def test_python_that_ignores_the_environment_is_not_silent(folder: Path) -> None:
+    (folder / "all.sh").write_text(f"env -u PYTHONPATH {PYTHON} -c 'print(1)'\n")
     done = zerodrift("run", "--", "sh", "all.sh", folder=folder)
     assert done.returncode == 2 and "must reach the Python processes of the command" in done.stderr
     assert done.stdout == "1\n"
@@ -173,14 +134,9 @@ def test_deepspeed_that_was_imported_already_ends_the_process(folder: Path) -> N
     site = folder / "site"
     site.mkdir()
     (site / "deepspeed.py").write_text("")
-    (folder / "make.py").write_text(
-        "import sys, sysconfig, subprocess, venv\n"
-        "venv.create('v')\n"
-        "import glob, pathlib\n"
-        "(place,) = glob.glob('v/lib/python*/site-packages')\n"
-        "pathlib.Path(place, 'a.pth').write_text('import sys; sys.path.append(\"site\"); import deepspeed')\n"
-    )
-    subprocess.run([PYTHON, "make.py"], cwd=folder, check=True)
+    venv.create(folder / "v")
+    (packages,) = (folder / "v" / "lib").glob("python*/site-packages")
+    (packages / "a.pth").write_text("import sys; sys.path.append('site'); import deepspeed")
     done = zerodrift("run", "--", "v/bin/python", "-c", "print('went on')", folder=folder)
     assert done.returncode == 2 and "must be called before DeepSpeed is imported" in done.stderr
     assert "went on" not in done.stdout and "Traceback" not in done.stderr
@@ -217,29 +173,3 @@ def test_the_command_deepspeed_is_there_where_deepspeed_is_not(folder: Path) -> 
     line = done_by_step.splitlines()[0]
     for column in ("storage", "compute", "grad"):
         assert f" {column}=bfloat16,float32 " in line, "what the first step did"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [("--num_nodes=2", "torchrun --nnodes"), ("--num_gpus 2 --include localhost:0", "must not come with")],
-)
-def test_the_command_deepspeed_refuses_what_it_cannot_do(
-    options: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        runner.main([*options.split(), "train.py"])
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.skipif(
-    not Path(sys.executable).with_name("deepspeed").exists(),
-    reason="needs the command `deepspeed`, which is not installed",
-)
-def test_the_command_of_deepspeed_itself_starts_a_script_that_imports_the_drop_in(folder: Path) -> None:
-    mine = TRAIN.replace("argparse, deepspeed,", "argparse, zerodrift.deepspeed as deepspeed,")
-    (folder / "mine.py").write_text(mine.replace("from deepspeed.", "from zerodrift.deepspeed."))
-    deepspeed(folder / "mine.py", ["--deepspeed", "--deepspeed_config", "ds.json"], folder)
-    said = (folder / "output").read_text()
-    for rank in range(2):
-        assert f"rank {rank} of 2 at {rank} {rank}" in said, said
-    assert "trained on zerodrift.deepspeed.engine" in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,85 +76,61 @@ def test_the_losses_are_those_without_a_pipeline(tmp_path: Path) -> None:
 def test_four_ranks_and_every_page_of_it(tmp_path: Path) -> None:
     rules = {"rules": [{"match": "head.*", "pin": "fp32"}]}
     config = {"precision": {"mode": "bf16", **rules}, "zero_optimization": {"stage": 3}}
-    file = staged(tmp_path, "deep", 4, ranks=4, schedule="zbv", config=config, run={"export": True})
+    file = staged(tmp_path, "deep", 2, ranks=4, schedule="zbv", config=config, run={"export": True})
     assert run_ranks(run, 4, str(file)) == [""] * 4
     cells = kinds(tmp_path, "precision")[0]["cells"]
     assert {cell[-1] for cell in cells} <= {"as declared", "not seen"}
     assert {cell[0] for cell in cells if cell[-1] == "not seen"} == {"grad"}
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "done, 4 steps" in page and "of the ranks' time" in page.replace("&#x27;", "'"), "with its bubble"
+    assert "done, 2 steps" in page and "of the ranks' time" in page.replace("&#x27;", "'"), "with its bubble"
     assert exported(tmp_path)
 
 
 def test_going_on_is_the_same_as_not_stopping_and_works_without_the_pipeline(tmp_path: Path) -> None:
     """Random numbers that torch draws to learn the shapes of a pipeline are put back, for dropout."""
     found = []
-    for name, turns in (("a", [6]), ("b", [2, 6])):
+    for name, turns in (("a", [4]), ("b", [2, 4])):
         folder = tmp_path / name
         for steps in turns:
             file = staged(folder, "dropping", steps, run={"checkpoint_every": 2})
             assert run_ranks(run, 2, str(file)) == ["", ""]
         found.append(losses(folder))
-    assert list(found[0]) == list(range(1, 7))
-    assert found[0] == found[1]
-    alone = ["config.pipeline=null", "config.gradient_accumulation_steps=4", "run.steps=7"]
+    assert list(found[0]) == [1, 2, 3, 4] and found[0] == found[1]
+    alone = ["config.pipeline=null", "config.gradient_accumulation_steps=4", "run.steps=5"]
     assert train(str(file), alone) == 0
-    assert list(losses(folder)) == list(range(1, 8))
+    assert list(losses(folder)) == [1, 2, 3, 4, 5]
 
 
 def test_by_the_tree_a_run_is_replayed_without_its_pipeline(tmp_path: Path) -> None:
     """One process replays a run with dropout: gradients and state by unit, and every loss."""
     tree = {"precision": {"mode": "bf16", "reduce": {"order": "tree"}}}
-    file = staged(tmp_path, "dropping", 4, ranks=4, config=tree, run={"digest_every": 1})
-    assert run_ranks(run, 4, str(file)) == [""] * 4
-    assert len(kinds(tmp_path, "digest")) == 4
+    file = staged(tmp_path, "dropping", 2, config=tree, run={"digest_every": 1})
+    assert run_ranks(run, 2, str(file)) == [""] * 2
+    assert len(kinds(tmp_path, "digest")) == 2
     done = commands.run("replay", tmp_path / "run", "--from", "0", "--nproc", "1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("model", "nan"), [("poisoned", True), ("bad_gradient", False)])
-def test_a_bad_batch_is_named_saved_once_and_skipped(tmp_path: Path, model: str, nan: bool) -> None:
+def test_a_bad_batch_is_named_saved_once_and_skipped(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT[:200] + chr(7) + TEXT[201:1280])
-    assert run_ranks(run, 2, str(staged(tmp_path, model, steps=5))) == ["", ""], "one epoch"
+    assert run_ranks(run, 2, str(staged(tmp_path, "bad_gradient", steps=5))) == ["", ""], "one epoch"
     (skip,) = kinds(tmp_path, "skip")
-    assert (losses(tmp_path)[skip["step"]] is None) == nan
-    if not nan:
-        assert skip["parameters"][0] == "layers.1.up.weight"
+    assert skip["parameters"][0] == "layers.1.up.weight"
     (saved,) = (tmp_path / "run" / "bad").iterdir()
     assert (torch.load(saved, weights_only=True)["tokens"] == 7).any(), "that micro-batch and no other"
-    assert all(math.isfinite(loss) for step, loss in losses(tmp_path).items() if step != skip["step"])
-
-
-def asked(file: str) -> None:
-    """Ask the second stage alone to stop after a step, as a scheduler of one machine does."""
-    os.chdir(ROOT)
-    metrics = Path(file).parent / "run" / "metrics.jsonl"
-
-    def look(*_: object) -> None:
-        if metrics.is_file() and '"kind": "step"' in metrics.read_text():
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-
-    if torch.distributed.get_rank() == 1:
-        signal.signal(signal.SIGALRM, look)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-    run_here(file, ())
+    assert all(map(math.isfinite, losses(tmp_path).values()))
 
 
 def test_one_stage_that_is_asked_to_stop_stops_all(tmp_path: Path) -> None:
-    file = staged(tmp_path, "slow", steps=2000)
-    run_ranks(asked, 2, str(file))
+    run_ranks(run, 2, str(staged(tmp_path, "stopped", steps=200)))
     (end,) = kinds(tmp_path, "end")
-    assert end["stopped"] and 0 < end["step"] < 2000
+    assert end["stopped"] and 0 < end["step"] < 200
     assert (tmp_path / "run" / "checkpoints" / f"step-{end['step']:08d}").is_dir()
 
 
 WRONG = {
     "model.parts=": "`model`: must be a causal language model of transformers of type",
-    "model.parts=tests.e2e.small_models:no_parts": "a function that returns `zerodrift.Parts`; got int",
     "model.lora={rank: 2}": "`model.lora`: must be absent with `config.pipeline`",
-    "config.pipeline.stages=3": "`pipeline.stages`",
     "model.compile=true": "`model.compile`: must be false under zbv, which splits backwards",
 }
 

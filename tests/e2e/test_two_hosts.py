@@ -13,14 +13,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.jobs import QUICKLY, ROOT, job, losses
-from tests.e2e.test_jobs import SMALL
 from tests.e2e.test_train_launch import children, on_two_ranks, rank_of, until
 
 
@@ -33,31 +32,17 @@ class Host:
     """This host's end of the cable."""
     address: str
 
-    def start(
-        self, first: Host, file: Path, *options: str, changes: Sequence[str] = ()
-    ) -> subprocess.Popen[str]:
-        """Start `torchrun` of one rank, which meets the others at `first`, as in docs/train.md. `changes`
-        are of keys of the job."""
+    def start(self, first: Host, file: Path) -> subprocess.Popen[str]:
+        """Start `torchrun` of one rank, which meets the others at `first`, as in docs/train.md."""
         place = f"--rdzv-endpoint={first.address}:29500"
         # A namespace does not know itself by name, so who keeps the store is said.
         host = f"--rdzv-conf=is_host={int(self == first)},join_timeout=60"
         command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"]
         command += ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", place, host]
-        command += [f"--local-addr={self.address}", *options, "-m", "zerodrift", "train", str(file)]
-        command += [word for change in changes for word in ("--set", change)]
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONUNBUFFERED": "1",
-                "GLOO_SOCKET_IFNAME": self.device,
-            },
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        command += [f"--local-addr={self.address}", "--max-restarts=2", "-m", "zerodrift", "train", str(file)]
+        own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": self.device}
+        out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen([*command, *QUICKLY], cwd=ROOT, env={**os.environ, **own}, text=True, **out)
 
 
 def possible() -> str:
@@ -104,37 +89,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT
 STEPS = 10
 
 
-def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
-    said = []
-    try:
-        for process in processes:
-            said.append(process.communicate(timeout=150)[0])
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
-    return said
-
-
-def test_the_example_trains_on_two_hosts(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
-    changes = [*SMALL, f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
-    with two_hosts() as (one, other):
-        file = Path("examples/jobs/two-hosts.yaml")
-        said = finish([host.start(one, file, "--max-restarts=3", changes=changes) for host in (one, other)])
-    assert "ranks      replicate 2 (2 ranks)" in said[0], "a copy on each"
-    assert "step 2/2" in said[0] and "step " not in said[1], "one rank of all speaks"
-    assert list(losses(tmp_path)) == [1, 2]
-    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
-
-
 def test_a_host_that_loses_its_rank_comes_back_and_two_are_as_one(tmp_path: Path) -> None:
     file = job(tmp_path, "slow", STEPS, run={"checkpoint_every": 2})
     with two_hosts() as (one, other):
-        processes = [host.start(one, file, "--max-restarts=2", changes=QUICKLY[1:]) for host in (one, other)]
-        until(tmp_path, 5, processes[0])
-        (victim,) = (pid for pid in children(processes[1].pid) if rank_of(pid) is not None)
-        os.kill(victim, signal.SIGKILL)
-        said = finish(processes)
-    assert "going on after step" in said[0] + said[1]
+        processes = [host.start(one, file) for host in (one, other)]
+        try:
+            until(tmp_path, 5, processes[0])
+            (victim,) = (pid for pid in children(processes[1].pid) if rank_of(pid) is not None)
+            os.kill(victim, signal.SIGKILL)
+            said = [process.communicate(timeout=150)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    assert "going on after step" in said[0] + said[1] and sum("step 10/10" in each for each in said) == 1
     assert losses(tmp_path) == on_two_ranks(tmp_path / "one", STEPS)

@@ -25,15 +25,8 @@ def test_a_sampler_that_casts_is_found() -> None:
         require_same(sent, digests_of(weights.items()))
 
 
-MODEL: dict[str, Any] = {
-    "enable_activation_offload": False,
-    "use_fused_kernels": False,
-    "tiled_mlp": {},
-    "lora": {},
-    "lora_rank": 0,
-    "lora_adapter_path": None,
-    "model_type": "language_model",
-}
+MODEL = {"enable_activation_offload": False, "use_fused_kernels": False, "tiled_mlp": {}, "lora": {}}
+MODEL |= {"lora_rank": 0, "lora_adapter_path": None, "model_type": "language_model"}
 """Keys of verl's config of a model that are obeyed."""
 
 

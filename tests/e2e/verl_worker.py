@@ -7,8 +7,6 @@ The results are in FOLDER/told.json: those of each engine, by case.
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import functools
 import json
 import os
@@ -22,8 +20,6 @@ os.environ |= {"VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,zerodrift.verl", "VERL_
 os.environ |= {"VERL_USE_EXTERNAL_PLUGINS": "none", "HF_HUB_OFFLINE": "1"}
 
 import torch
-from hydra import compose, initialize_config_module
-from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tensordict.tensorclass import NonTensorData
@@ -44,7 +40,7 @@ from verl.workers.config import (
     HFModelConfig,
     TrainingWorkerConfig,
 )
-from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
@@ -130,23 +126,16 @@ def worker(
         keys: Any = {"zero_optimization": {"stage": 3}} if config is None else config
         engine: Any = ZeroDriftEngineConfig(config=keys, dtype=dtype, quiet=True)
     else:
-        names = ("param_dtype", "reduce_dtype", "buffer_dtype")
-        mixed = dict.fromkeys(names, dtype)
+        mixed = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), dtype)
         engine = FSDPEngineConfig(strategy=strategy, mixed_precision=mixed, use_torch_compile=False)
+    model |= {"override_config": {"attn_implementation": "sdpa"}, "use_remove_padding": False}
+    steps = {"lr": 1e-3, "clip_grad": CLIP, "total_training_steps": 10} | (optim or {})
     made = TrainingWorker(
         TrainingWorkerConfig(
             model_type=kind,
-            model_config=HFModelConfig(
-                path=str(path),
-                load_tokenizer=False,
-                use_remove_padding=False,
-                override_config={"attn_implementation": "sdpa"},
-                **model,
-            ),
+            model_config=HFModelConfig(path=str(path), load_tokenizer=False, **model),
             engine_config=engine,
-            optimizer_config=FSDPOptimizerConfig(
-                **{"lr": 1e-3, "clip_grad": CLIP, "total_training_steps": 10} | (optim or {})
-            ),
+            optimizer_config=FSDPOptimizerConfig(**steps),
             checkpoint_config=CheckpointConfig(**(checkpoint or {})),
         )
     )
@@ -223,13 +212,8 @@ def twice(folder: Path, rank: int) -> Any:
 
 
 def policy() -> Any:
-    config = ActorConfig(
-        strategy="zerodrift",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=2,
-        entropy_coeff=0.01,
-        calculate_entropy=True,
-    )
+    how = {"ppo_micro_batch_size_per_gpu": 2, "entropy_coeff": 0.01, "calculate_entropy": True}
+    config = ActorConfig(strategy="zerodrift", rollout_n=1, **how)
     return functools.partial(ppo_loss, config=config)
 
 
@@ -309,23 +293,18 @@ def adapter(folder: Path, rank: int) -> Any:
     """Train an adapter, switch it off for the reference, and export it separately."""
     made = worker(folder / "model", lora_rank=4, target_modules=["q_proj", "v_proj"], loss=policy())
     data, first = as_policy(made, samples(1, rank))
-    steps = [metrics(made.train_batch(data.copy())) for _ in range(2)]
+    losses = [metrics(made.train_batch(data.copy()))["loss"] for _ in range(3)]
     tensordict_utils.assign_non_tensor(data, no_lora_adapter=True)
     without = made.infer_batch(data.copy())
     _, after = as_policy(made, samples(1, rank))
-    again = metrics(made.train_batch(data.copy()))
-    parts, settings = made.engine.get_per_tensor_param(base_sync_done=True)
+    parts, _ = made.engine.get_per_tensor_param(base_sync_done=True)
     names = sorted(name for name, _ in parts)
-    whole, _ = made.engine.get_per_tensor_param()
-    beneath = sorted(name for name, _ in whole if "base_layer" in name)
     end(made)
     return {
-        "losses": [step["loss"] for step in (*steps, again)],
+        "losses": losses,
         "without": torch.equal(without["log_probs"].values(), first["log_probs"].values()),
         "with": torch.equal(after["log_probs"].values(), first["log_probs"].values()),
         "names": names,
-        "beneath": beneath,
-        "rank": settings["r"],
     }
 
 
@@ -337,10 +316,6 @@ def sampler(folder: Path, rank: int) -> Any:
     made = worker(folder / "experts", dtype="bfloat16", config=config, loss=SFT)
     made.train_batch(chats(1, rank))
     held = dict(made.engine.get_per_tensor_param()[0])
-    seen = []
-    for name, module in made.engine.module.named_modules():
-        if name.endswith("mlp.gate"):
-            module.register_forward_hook(lambda _, __, found: seen.append(str(found[0].dtype)))
     made.train_batch(chats(2, rank))
     require_same(made.engine.sent, digests_of(held.items()))
     weights, _ = made.engine.get_per_tensor_param()
@@ -359,78 +334,15 @@ def sampler(folder: Path, rank: int) -> Any:
     return {
         "names": sorted(names ^ set(held)),
         "kinds": [*routers, *others],
-        "logits": sorted(set(seen)),
         "said": said,
-    }
-
-
-class Sampler:
-    """A stand-in for a sampler, which keeps its weights."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, torch.Tensor] = {}
-        self.order: list[str] = []
-
-    async def resume(self, tags: list[str]) -> None:
-        self.order += tags
-
-    async def update_weights(self, weights: Any, **_: Any) -> None:
-        self.held = dict(weights)
-        self.order.append("update")
-
-
-@case
-def hybrid(folder: Path, rank: int) -> Any:
-    """Run verl's worker of actor and reference, from verl's own config, and a sampler."""
-    own = "{zero_optimization: {stage: 3}, precision: {export: bf16}}"
-    said = [f"actor_rollout_ref.model.path={folder / 'model'}"]
-    said += ["+actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
-    said += ["actor_rollout_ref.model.use_remove_padding=true"]
-    said += ["+actor_rollout_ref.model.load_tokenizer=false"]
-    said += ["model_engine=zerodrift", f"actor_rollout_ref.actor.fsdp_config.config={own}"]
-    said += [f"actor_rollout_ref.{role}.fsdp_config.quiet=true" for role in ("actor", "ref")]
-    said += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]
-    said += ["actor_rollout_ref.actor.use_kl_loss=true"]
-    said += [f"actor_rollout_ref.{role}.log_prob_micro_batch_size_per_gpu=2" for role in ("rollout", "ref")]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=said).actor_rollout_ref
-    reference = ActorRolloutRefWorker(config=copy.deepcopy(config), role="ref")
-    reference.init_model()
-    actor = ActorRolloutRefWorker(config=copy.deepcopy(config), role="actor")
-    actor.init_model()
-    data = samples(1, rank)
-    tensordict_utils.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
-    found = {}
-    for name, seen in (
-        ("ref_log_prob", reference.compute_ref_log_prob(data.copy())),
-        ("old_log_probs", actor.compute_log_prob(data.copy())),
-    ):
-        found[name] = seen["log_probs"].values()
-        data[name] = no_padding_2_padding(seen["log_probs"], data)
-    tensordict_utils.assign_non_tensor(data, mini_batch_size=2 * SAMPLES, epochs=2, dataloader_kwargs={})
-    updated = tensordict_utils.get(actor.update_actor(data), "metrics")
-    actor.rollout, actor.base_sync_done = Sampler(), True
-    actor.layered_summon = actor.peft_merge = False
-    asyncio.run(actor.update_weights())
-    require_same(actor.actor.engine.sent, digests_of(actor.rollout.held.items()))
-    for one in (reference.ref, actor.actor):
-        end(one)
-    return {
-        "alike": torch.equal(found["ref_log_prob"], found["old_log_probs"]),
-        "kl": [number(one) for one in updated["actor/ppo_kl"]],
-        "loss": updated["loss"],
-        "kinds": sorted({str(value.dtype) for value in actor.rollout.held.values()}),
-        "order": actor.rollout.order,
     }
 
 
 @case
 def places(folder: Path, rank: int) -> Any:
-    """Move an engine to its own device; any other is an error. Save the contents of verl's config."""
+    """Save and load the contents of verl's config."""
     whole = {"save_contents": ["model", "optimizer", "extra", "hf_model"]}
     made = worker(folder / "model", checkpoint=whole, loss=SFT)
-    made.to("device")
-    made.to("cpu")
     made.train_batch(chats(1, rank))
     for number in (1, 2, 3):
         made.save_checkpoint(str(folder / f"saved/global_step_{number}"), None, number, 2)
@@ -449,8 +361,6 @@ def places(folder: Path, rank: int) -> Any:
     parts.train_batch(chats(1, rank))
     parts.save_checkpoint(str(folder / "parts"), None, 1, None)
     there = metrics(parts.infer_batch(chats(2, rank)))
-    base = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    outside = PeftModel.from_pretrained(base, folder / "parts" / "huggingface")
     parts.engine.engine.destroy()
     parts.reset()
     parts.load_checkpoint(str(folder / "parts"))
@@ -464,21 +374,9 @@ def places(folder: Path, rank: int) -> Any:
         "kept": sorted(path.name for path in (folder / "saved").iterdir()),
         "alone": sorted(path.name for path in (folder / "alone").iterdir()),
         "files": sorted(path.name for path in (folder / "alone" / "huggingface").iterdir()),
-        "parts": [there["loss"], back["loss"], loss_of(outside, 2)],
+        "parts": [there["loss"], back["loss"]],
         "bytes": [size(folder / "parts"), size(folder / "saved/global_step_3/state")],
     }
-
-
-def loss_of(model: Any, seed: int) -> float:
-    """Return the loss of the chats of both ranks, in plain torch."""
-    total, count = 0.0, 0
-    for data in (chats(seed, rank) for rank in range(2)):
-        for tokens, mask in zip(data["input_ids"].unbind(), data["loss_mask"].unbind(), strict=True):
-            with torch.no_grad():
-                picked = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])
-            total -= (picked[:, 0] * mask[1:]).sum().item()
-            count += int(mask[1:].sum())
-    return total / count
 
 
 def size(folder: Path) -> int:

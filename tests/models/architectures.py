@@ -119,20 +119,17 @@ def deep(name: str, layers: int = 4) -> nn.Module:
     return type(small)(changed)
 
 
-MIXTURE: dict[str, Any] = {
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8,
-    "n_group": 1, "topk_group": 1,
-}  # fmt: skip
+MIXTURE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXTURE |= {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8}
+MIXTURE |= {"n_group": 1, "topk_group": 1}
+SLIDING = ["sliding_attention"] * 3 + ["full_attention"]
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 4, "head_dim": 8},
-    "gemma3_text": {
-        "sliding_window": 4, "head_dim": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-    },
+    "gemma3_text": {"sliding_window": 4, "head_dim": 8, "layer_types": SLIDING},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5},
     "cohere2": {"sliding_window": 4},
     "phi": {"partial_rotary_factor": 0.5},
-}  # fmt: skip
+}
 """Config keys that make the layers of a type differ from each other, or scale their input."""
 
 
@@ -140,8 +137,7 @@ def of_type(kind: str, layers: int = 4, **more: Any) -> Any:
     """Make a causal model of a type of the library."""
     torch.manual_seed(0)
     if kind == "gpt2":
-        small = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 64}
-        sizes = {"vocab_size": VOCABULARY, **small}
+        sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 64}
     elif kind.startswith("mamba"):
         sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": layers, **more}
     else:

@@ -1,9 +1,8 @@
 """Mismatches between a trainer and a sampler, planted one at a time, and the findings of `drift`.
 
-A plant is a function that changes the sampler: the tensors of its folder, its table of dtypes, and its
-module. Its log-probabilities are computed here by torch alone, from the folder's tensors, and handed to
-`drift` as recorded ones: nothing of zerodrift is in them. To plant another one, give it a line in `SENT`, or
-write a function and name it in `PLANTS`.
+A plant changes the sampler: the tensors of its folder, its table of dtypes, and its module. Its
+log-probabilities are computed by torch alone, from the folder's tensors, and handed to `drift` as recorded
+ones.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,11 +92,10 @@ class PlainExperts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(size, size) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = self.router(x).float().softmax(-1)
-        value, chosen = weights.topk(1)
-        made = torch.stack([expert(x) for expert in self.experts], -2)
-        taken = made.gather(-2, chosen[..., None].expand(*chosen.shape, made.shape[-1]))[..., 0, :]
-        return taken * value.to(x.dtype)
+        value, chosen = self.router(x).float().softmax(-1).topk(1)
+        every = torch.stack([expert(x) for expert in self.experts], -2)
+        of_chosen = every.gather(-2, chosen[..., None].expand(*chosen.shape, every.shape[-1]))[..., 0, :]
+        return of_chosen * value.to(x.dtype)
 
 
 class PlainBlock(nn.Module):
@@ -105,11 +103,8 @@ class PlainBlock(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = PlainNorm(size), PlainNorm(size)
         self.attn = PlainAttention(size, heads)
-        self.mlp = (
-            PlainExperts(size, experts)
-            if experts
-            else nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size))
-        )
+        dense = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size))
+        self.mlp = PlainExperts(size, experts) if experts else dense
 
     def forward(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.attn(self.norm1(x), table)
@@ -140,28 +135,17 @@ class PlainDecoder(nn.Module):
         return SimpleNamespace(loss=loss, logits=logits)
 
 
-def _llama(tied: bool) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from tests.models.architectures import SIZES
-
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": VOCABULARY}, tie_word_embeddings=tied))
-
-
 def _library(name: str) -> nn.Module:
-    from tests.models import architectures
+    from tests.models.architectures import ARCHITECTURES
 
-    return getattr(architectures, name)()
+    return ARCHITECTURES[name].model()
 
 
 ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "plain": PlainDecoder,
-    "plain-moe": lambda: PlainDecoder(experts=4),
-    "llama": lambda: _llama(tied=False),
-    "llama-tied": lambda: _llama(tied=True),
-    "gpt-oss": lambda: _library("_gpt_oss"),
-    "qwen3-moe": lambda: _library("_qwen3_moe"),
-    "deepseek-v3": lambda: _library("_deepseek_v3"),
+    "plain-moe": functools.partial(PlainDecoder, experts=4),
+    "llama-tied": functools.partial(_library, "llama"),
+    **{name: functools.partial(_library, name) for name in ("gpt-oss", "qwen3-moe", "deepseek-v3")},
 }
 
 
@@ -209,10 +193,8 @@ class PlantedSide:
 
     def named(self, *parts: str, dims: int = 0) -> str:
         """Return the first tensor whose name has all these parts."""
-        for name, tensor in self.tensors.items():
-            if all(part in name for part in parts) and (not dims or tensor.dim() == dims):
-                return name
-        raise LookupError(f"no tensor of {parts}")
+        of_dims = (name for name, tensor in self.tensors.items() if not dims or tensor.dim() == dims)
+        return _some(name for name in of_dims if all(part in name for part in parts))
 
     def in_bf16(self) -> None:
         """Use a trainer in bf16 with a correct export."""
@@ -222,22 +204,12 @@ class PlantedSide:
             if tensor.is_floating_point() and name in dict(self.model.named_parameters()):
                 self.tensors[name] = tensor.bfloat16()
 
-    def decoy(self) -> None:
-        """Plant a harmless difference: some gains rounded to fp16."""
-        name = [n for n in self.tensors if "norm" in n][-1]
-        if self.tensors[name].dtype is FP32 and not any("norm" in first for first in self.first):
-            gains = dict(self.model.named_parameters())[name].detach()
-            gains[4:] = gains[4:].bfloat16()
-            self.tensors[name] = gains.half()
-
-    # --- the sampler itself, without zerodrift ------------------------------------------------------------
-
     def logprobs(self, folder: Path, ids: Tensor) -> list[list[float]]:
+        """Return the log-probabilities of the sampler itself, computed without zerodrift."""
         held = load_file(folder / "model.safetensors")
-        scales = {name: held.pop(name) for name in list(held) if name.endswith("_scale")}
-        for name, scale in scales.items():
-            stem = name.removesuffix("_scale")
-            held[stem] = held[stem].float() * scale
+        for name in [name for name in held if name.endswith("_scale")]:
+            scale = held.pop(name)
+            held[name.removesuffix("_scale")] = held[name.removesuffix("_scale")].float() * scale
         model = copy.deepcopy(self.model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, tensor in held.items():
@@ -261,6 +233,8 @@ class PlantedSide:
 
 # --- plants -----------------------------------------------------------------------------------------------
 
+Plant = Callable[[PlantedSide], None]
+
 
 def head_in_bf16(side: PlantedSide) -> None:
     side.in_bf16()
@@ -274,19 +248,12 @@ def head_in_fp32(side: PlantedSide) -> None:
     side.tensors[name] = side.model.state_dict()[name].clone()
 
     def change(model: nn.Module) -> None:
-        head = model.get_submodule(_module_of_head(model))
-        wide = side.tensors[name]
-        head.weight = nn.Parameter(wide)
+        head = model.get_submodule(name.removesuffix(".weight"))
+        head.weight = nn.Parameter(side.tensors[name])
         head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
 
     side.changes.append(change)
     side.table, side.first = {"head": "fp32"}, ("head",)
-
-
-def router_rounded(side: PlantedSide) -> None:
-    name = _router(side)
-    side.tensors[name] = side.tensors[name].bfloat16()
-    side.first = ("router weights",)
 
 
 def router_in_bf16(side: PlantedSide) -> None:
@@ -296,50 +263,11 @@ def router_in_bf16(side: PlantedSide) -> None:
     side.table, side.first = {"router": "bf16"}, ("router", "router weights")
 
 
-def norms_rounded(side: PlantedSide) -> None:
-    for name in side.tensors:
-        if "norm" in name:
-            side.tensors[name] = side.tensors[name].bfloat16()
-    side.first = ("norms weights",)
-
-
-def embedding_rounded(side: PlantedSide) -> None:
-    name = side.named("embed")
-    side.tensors[name] = side.tensors[name].bfloat16()
-    side.first = ("embedding weights", "head weights")
-
-
-def kv_in_fp8(side: PlantedSide) -> None:
-    _kv(side, torch.float8_e4m3fn)
-    side.table, side.first = {"kv": "fp8_e4m3"}, ("kv",)
-
-
-def kv_in_bf16(side: PlantedSide) -> None:
-    _kv(side, BF16)
-    side.table, side.first = {"kv": "bf16"}, ("kv",)
-
-
-def attention_in_bf16(side: PlantedSide) -> None:
-    _alone_in(side, BF16, lambda path: path.endswith((".self_attn", ".attn")))
-    if any("norm" in name.partition("attn.")[2] for name in side.tensors):
-        raise LookupError("its attention holds norms")
-    side.table, side.first = {"attention": "bf16"}, ("attention",)
-
-
-def mlp_in_fp16(side: PlantedSide) -> None:
-    if any("expert" in name for name in side.tensors):
-        raise LookupError("it has experts")
-    _alone_in(side, FP16, lambda path: path.endswith(".mlp"))
-    side.table, side.first = {"mlp": "fp16"}, ("mlp",)
-
-
-def compute_in_fp16(side: PlantedSide) -> None:
-    side.in_bf16()
-    for name, tensor in side.model.state_dict().items():
-        if name in side.tensors and tensor.is_floating_point():
-            side.tensors[name] = tensor.clone()
-    side.dtype = FP16
-    side.table, side.first = {"compute": "fp16"}, ("compute",)
+def rounded(side: PlantedSide, parts: tuple[str, ...], *first: str) -> None:
+    """Send all tensors in bf16 whose names have one of these parts."""
+    names = [name for name in side.tensors if any(part in name for part in parts)]
+    side.tensors |= {name: side.tensors[name].bfloat16() for name in (_some(names), *names)}
+    side.first = first
 
 
 def swapped(side: PlantedSide) -> None:
@@ -351,45 +279,20 @@ def swapped(side: PlantedSide) -> None:
     side.first = (name, other)
 
 
-def transposed(side: PlantedSide) -> None:
-    for name, tensor in side.tensors.items():
-        if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
-            side.tensors[name] = tensor.T.contiguous()
-            side.first = (name,)
-            return
-    raise LookupError("no square matrix")
-
-
 def untied(side: PlantedSide) -> None:
-    names = [name for name in side.model.state_dict() if name not in side.tensors]
-    if not names:
-        raise LookupError("nothing is tied")
-    whole = side.model.state_dict()[names[0]]
-    side.tensors[names[0]] = whole + 1e-2 * torch.randn_like(whole)
-    side.first = (names[0],)
-
-
-def expert_bias_rounded(side: PlantedSide) -> None:
-    name = next((n for n in side.tensors if "expert" in n and "bias" in n), None)
-    if name is None:
-        raise LookupError("no expert has a bias")
-    tensor = side.tensors[name]
-    part = tensor[1] if tensor.dim() > 1 else tensor
-    part.copy_(part.bfloat16())
-    side.first = (name,)
+    side.first = (_some(name for name in side.model.state_dict() if name not in side.tensors),)
+    whole = side.model.state_dict()[side.first[0]]
+    side.tensors[side.first[0]] = whole + 1e-2 * torch.randn_like(whole)
 
 
 def experts_permuted(side: PlantedSide) -> None:
-    name = side.named("experts", "proj", dims=3)
-    side.tensors[name] = side.tensors[name].roll(1, 0)
-    side.first = (name,)
+    side.first = (side.named("experts", "proj", dims=3),)
+    side.tensors[side.first[0]] = side.tensors[side.first[0]].roll(1, 0)
 
 
 def expert_dropped(side: PlantedSide) -> None:
-    name = side.named("experts", dims=3) if _stacked(side) else side.named("experts.1.", "weight")
-    tensor = side.tensors[name]
-    (tensor[1] if tensor.dim() == 3 else tensor).zero_()
-    side.first = (name,)
+    side.first = (side.named("experts.1.", "weight"),)
+    side.tensors[side.first[0]].zero_()
 
 
 def buffers_rounded(side: PlantedSide) -> None:
@@ -400,12 +303,6 @@ def buffers_rounded(side: PlantedSide) -> None:
 
     side.changes.append(change)
     side.table, side.first = {"buffers": "bf16"}, ("buffers",)
-
-
-def buffer_sent_rounded(side: PlantedSide) -> None:
-    name = side.named("inv_freq")
-    side.tensors[name] = side.tensors[name].bfloat16().float()
-    side.first = (name,)
 
 
 def rotary_in_bf16(side: PlantedSide) -> None:
@@ -420,14 +317,27 @@ def rotary_in_bf16(side: PlantedSide) -> None:
     side.table, side.first = {"rotary": "bf16"}, ("rotary",)
 
 
-def softmax_in_bf16(side: PlantedSide) -> None:
-    side.changes.append(lambda model: _other_softmax(BF16))
-    side.table, side.first = {"softmax": "bf16"}, ("softmax",)
+def in_plain(side: PlantedSide, key: str, dtype: str, change: Callable[[nn.Module], Any]) -> None:
+    """Change the code of the plain decoder only, whose functions of torch are known."""
+    if not isinstance(side.model, PlainDecoder):
+        raise LookupError("its code is a library's")
+    side.changes.append(change)
+    side.table, side.first = {key: dtype}, (key,)
 
 
-def logits_in_bf16(side: PlantedSide) -> None:
-    side.logits = lambda logits: logits.bfloat16().float()
-    side.table, side.first = {"logits": "bf16"}, ("logits",)
+def kv_in_fp8(model: nn.Module) -> Any:
+    """Round keys and values, which are on the right of the attention's products."""
+    plain, fp8 = torch.matmul, torch.float8_e4m3fn
+    return mock.patch.object(torch, "matmul", lambda a, b: plain(a, b.to(fp8).to(b.dtype)))
+
+
+def softmax_in_bf16(model: nn.Module) -> Any:
+    soft = functional.softmax
+
+    def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+        return soft(x.bfloat16(), dim=dim).to(dtype or x.dtype) if x.dim() == 4 else soft(x, dim, dtype=dtype)
+
+    return mock.patch.object(functional, "softmax", softmax)
 
 
 def logprobs_in_bf16(side: PlantedSide) -> None:
@@ -496,129 +406,46 @@ def scaled(side: PlantedSide, dtype: torch.dtype, largest: float, dims: int | No
     side.first = (f"{'attention' if 'attn' in name else 'mlp'} weights",)
 
 
-Plant = Callable[[PlantedSide], None]
 PLANTS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
-        *(head_in_bf16, head_in_fp32, router_rounded, router_in_bf16, norms_rounded, embedding_rounded),
-        *(kv_in_fp8, kv_in_bf16, attention_in_bf16, mlp_in_fp16, compute_in_fp16, swapped, transposed),
-        *(untied, expert_bias_rounded, experts_permuted, expert_dropped, buffers_rounded),
-        *(buffer_sent_rounded, rotary_in_bf16, softmax_in_bf16, logits_in_bf16, logprobs_in_bf16, missing),
+        *(head_in_bf16, head_in_fp32, router_in_bf16, swapped),
+        *(untied, experts_permuted, expert_dropped, buffers_rounded),
+        *(rotary_in_bf16, logprobs_in_bf16, missing),
     )
 }
 PLANTS |= {name: functools.partial(one_matrix, name=name) for name in SENT}
-PLANTS["int8_scaled"] = functools.partial(scaled, dtype=torch.int8, largest=127, dims=-1)
-PLANTS["fp8_scaled"] = functools.partial(scaled, dtype=torch.float8_e4m3fn, largest=448, dims=None)
+PLANTS |= {
+    "norms_rounded": lambda side: rounded(side, ("norm",), "norms weights"),
+    "embedding_rounded": lambda side: rounded(side, ("embed",), "embedding weights", "head weights"),
+    "router_rounded": lambda side: rounded(side, (".router.weight", ".gate.weight"), "router weights"),
+    "kv_in_fp8": lambda side: in_plain(side, "kv", "fp8_e4m3", kv_in_fp8),
+    "softmax_in_bf16": lambda side: in_plain(side, "softmax", "bf16", softmax_in_bf16),
+    "int8_scaled": lambda side: scaled(side, torch.int8, 127, -1),
+    "fp8_scaled": lambda side: scaled(side, torch.float8_e4m3fn, 448, None),
+}
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return the first name; without one there is no place for a plant."""
+    for name in names:
+        return name
+    raise LookupError("no tensor is suitable")
 
 
 def _head(side: PlantedSide) -> str:
-    for name in side.tensors:
-        if name in ("lm_head.weight", "head.weight"):
-            return name
-    raise LookupError("its head is tied")
-
-
-def _module_of_head(model: nn.Module) -> str:
-    return "lm_head" if hasattr(model, "lm_head") else "head"
+    return _some(name for name in side.tensors if name in ("lm_head.weight", "head.weight"))
 
 
 def _router(side: PlantedSide) -> str:
-    for name in side.tensors:
-        if ".router.weight" in name or ".gate.weight" in name:
-            return name
-    raise LookupError("no router")
-
-
-def _stacked(side: PlantedSide) -> bool:
-    return any("experts" in name and tensor.dim() == 3 for name, tensor in side.tensors.items())
+    return _some(name for name in side.tensors if ".router.weight" in name or ".gate.weight" in name)
 
 
 def _matrix(side: PlantedSide, part: str = "") -> str:
     """Return a matrix in the middle of the model."""
     likely = ("mlp.up_proj", "mlp.0.", "self_attn.o_proj", "attn.out")
-    for word in likely:
-        for name, tensor in side.tensors.items():
-            if word in name and part in name and tensor.dim() == 2 and "weight" in name:
-                return name
-    raise LookupError("no matrix")
-
-
-def _kv(side: PlantedSide, dtype: torch.dtype) -> None:
-    def rounded(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype).to(tensor.dtype)
-
-    def change(model: nn.Module) -> Any:
-        if isinstance(model, PlainDecoder):
-            return _patched_products(model, rounded)
-        plain = functional.scaled_dot_product_attention
-
-        def attention(query: Tensor, key: Tensor, value: Tensor, **other: Any) -> Tensor:
-            return plain(query, rounded(key), rounded(value), **other)
-
-        return mock.patch.object(functional, "scaled_dot_product_attention", attention)
-
-    if "sinks" in str(list(side.tensors)):
-        raise LookupError("its attention is step by step, in a library")
-    side.changes.append(change)
-
-
-def _patched_products(model: nn.Module, rounded: Callable[[Tensor], Tensor]) -> Any:
-    """Patch the products of the plain attention, which have keys or values on the right."""
-    plain = torch.matmul
-    return mock.patch.object(torch, "matmul", lambda a, b: plain(a, rounded(b)))
-
-
-@contextlib.contextmanager
-def _other_softmax(dtype: torch.dtype) -> Iterator[None]:
-    soft = functional.softmax
-
-    def softmax(x: Tensor, dim: int = -1, dtype_: Any = None, **given: Any) -> Tensor:
-        if x.dim() != 4:
-            return soft(x, dim=dim, **given)
-        return soft(x.to(dtype), dim=dim).to(given.get("dtype") or x.dtype)
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **given: Any) -> Tensor:
-        if given.get("enable_gqa"):
-            times = query.shape[1] // key.shape[1]
-            key, value = (part.repeat_interleave(times, 1) for part in (key, value))
-        scores = query @ key.transpose(-1, -2) * (given.get("scale") or query.shape[-1] ** -0.5)
-        if attn_mask is not None and attn_mask.dtype is not torch.bool:
-            scores = scores + attn_mask
-        else:
-            ones = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-            scores = scores.masked_fill(~(ones if attn_mask is None else attn_mask), float("-inf"))
-        return soft(scores.to(dtype), dim=-1).to(query.dtype) @ value
-
-    with (
-        mock.patch.object(functional, "softmax", softmax),
-        mock.patch.object(functional, "scaled_dot_product_attention", attention),
-    ):
-        yield
-
-
-def _alone_in(side: PlantedSide, dtype: torch.dtype, chosen: Callable[[str], bool]) -> None:
-    """Let some modules compute in a dtype of their own, and return the dtype of their input."""
-
-    def change(model: nn.Module) -> None:
-        for path, module in model.named_modules():
-            if chosen(path):
-                module.to(dtype)
-                module.register_forward_pre_hook(
-                    lambda module, args, given: (_cast(args, dtype), _cast(given, dtype)), with_kwargs=True
-                )
-                module.register_forward_hook(lambda module, args, output: _cast(output, FP32))
-
-    side.changes.append(change)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple):
-        return tuple(_cast(item, dtype) for item in value)
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    return value
+    matrices = [n for n, tensor in side.tensors.items() if tensor.dim() == 2 and part in n and "weight" in n]
+    return _some(name for word in likely for name in matrices if word in name)
 
 
 # --- what drift says --------------------------------------------------------------------------------------
@@ -633,8 +460,6 @@ def named_first(found: SideComparison) -> str:
 class PlantFound:
     """The finding of one plant in one architecture."""
 
-    plant: str
-    architecture: str
     wanted: tuple[str, ...]
     explained: bool
     found: SideComparison
@@ -642,11 +467,6 @@ class PlantFound:
     @property
     def is_first(self) -> bool:
         return named_first(self.found) in self.wanted
-
-    @property
-    def share(self) -> float:
-        """Share of the squared drift that the trainer's model has with everything of the other side."""
-        return 1 - self.found.unexplained
 
 
 def token_ids() -> Tensor:
@@ -662,7 +482,6 @@ def planted(plant: str, architecture: str, folder: Path) -> PlantFound | None:
         PLANTS[plant](side)
     except LookupError:
         return None
-    side.decoy()
     save_file(
         {name: tensor.contiguous() for name, tensor in side.tensors.items()}, folder / "model.safetensors"
     )
@@ -674,4 +493,4 @@ def planted(plant: str, architecture: str, folder: Path) -> PlantFound | None:
     table = sampler(side.table) if side.table else None
     other = SamplerSide(sent=folder, sampler=table, recorded=said)
     found = compare_sides(trainer(side.config, side.model), other, ids.tolist())
-    return PlantFound(plant, architecture, side.first, said is not None, found)
+    return PlantFound(side.first, said is not None, found)

@@ -19,11 +19,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 import zerodrift as zd
 from tests.models.architectures import ARCHITECTURES, SIZES, since
 from tests.numerics.runs import make
-from tests.ranks.harness import on_ranks, run_ranks
-from zerodrift.checkpoint import Checkpoints, inspect, inspection_text
+from tests.ranks.harness import run_ranks
+from zerodrift.checkpoint import Checkpoints
 from zerodrift.dtypes import NF4
-from zerodrift.inspect.drift.tensor_status import follow_tensors
-from zerodrift.inspect.drift.trainer import load_trainer
 from zerodrift.weights import ConvertOptions, convert
 
 FORMATS = ("fp8-128x128", "fp8-row", "int8-row", "nf4")
@@ -31,8 +29,8 @@ FP8 = torch.float8_e4m3fn
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def model(layers: int = 1) -> Any:
-    sizes = {**SIZES, "hidden_size": 256, "head_dim": 32, "num_hidden_layers": layers}
+def model() -> Any:
+    sizes = {**SIZES, "hidden_size": 256, "head_dim": 32, "num_hidden_layers": 1}
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**sizes, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=128)
     return Qwen3MoeForCausalLM(config)
@@ -141,14 +139,12 @@ def test_no_byte_depends_on_stage_or_ranks(root: Path, dtype: str) -> None:
 def test_a_checkpoint_is_converted_to_the_same_matrices(root: Path, dtype: str, tmp_path: Path) -> None:
     source = root / "1-0" / dtype
     held = load_file(source / "model.safetensors")
-    for ranks in (1, 2):
-        target = tmp_path / str(ranks)
-        convert(root / f"{ranks}-checkpoint", target, ConvertOptions(dtype=dtype), model=str(source))
-        assert (target / "config.json").read_bytes() == (source / "config.json").read_bytes()
-        found = load_file(target / "model.safetensors")
-        assert found.keys() == held.keys()
-        for name in (name for name in held if name.startswith(tuple(matrices(dtype)))):
-            assert torch.equal(found[name].view(torch.uint8), held[name].view(torch.uint8)), (ranks, name)
+    convert(root / "2-checkpoint", tmp_path / "out", ConvertOptions(dtype=dtype), model=str(source))
+    assert (tmp_path / "out" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == held.keys()
+    for name in (name for name in held if name.startswith(tuple(matrices(dtype)))):
+        assert torch.equal(found[name].view(torch.uint8), held[name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -172,21 +168,15 @@ def test_what_was_exported_is_read_and_exported_again_with_the_same_bytes(
     assert (tmp_path / "again/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
-DTYPES = {dtype: "nf4-64" if dtype == "nf4" else dtype for dtype in FORMATS}
 READERS = {"fp8-128x128": "accelerate", "nf4": "bitsandbytes"}
 
 
 @since("5.20")
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_from_pretrained_has_the_decoded_values(root: Path, dtype: str, tmp_path: Path) -> None:
-    """The libraries' own code decodes on a CPU. `transformers` has no experts in int8, so those are dense."""
+@pytest.mark.parametrize("dtype", ["fp8-128x128", "fp8-row", "nf4"])
+def test_from_pretrained_has_the_decoded_values(root: Path, dtype: str) -> None:
+    """The libraries' own code decodes on a CPU. `transformers` has no experts in int8."""
     library = pytest.importorskip(READERS.get(dtype, "compressed_tensors"), reason="is not installed")
     folder, more = root / "1-0" / dtype, {}
-    expected = matrices(dtype)
-    if dtype == "int8-row":
-        folder, dense = tmp_path / "dense", ARCHITECTURES["llama"].model()
-        expected = {n: v.clone() for n, v in dense.state_dict().items() if ".self_attn." in n}
-        zd.export(make(config_of(0, export=dtype, rules=[]), dense), folder)
     if dtype.startswith("fp8"):
         block = json.loads((folder / "config.json").read_text())["quantization_config"]
         kind = "FineGrainedFP8Config" if dtype == "fp8-128x128" else "CompressedTensorsConfig"
@@ -195,33 +185,16 @@ def test_from_pretrained_has_the_decoded_values(root: Path, dtype: str, tmp_path
         folder, dtype=torch.float32, output_loading_info=True, **more
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    decoded = {name: plain_loop(dtype, matrix)[2] for name, matrix in expected.items()}
+    decoded = {name: plain_loop(dtype, matrix)[2] for name, matrix in matrices(dtype).items()}
     for name in (name for name in decoded if ".experts." not in name):
         weight = loaded.get_parameter(name)
         if dtype == "nf4":
             weight = library.functional.dequantize_4bit(weight.data, weight.quant_state)
             decoded[name] = decoded[name].bfloat16()  # by the state's dtype
-        elif dtype == "int8-row":
-            weight = weight.float() * loaded.get_parameter(f"{name}_scale")
         assert torch.equal(weight, decoded[name]), name
     if dtype.startswith("fp8"):
         experts = torch.stack([values for name, values in decoded.items() if ".down_proj" in name])
         assert torch.equal(loaded.model.layers[0].mlp.experts.down_proj, experts)
-
-
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_drift_and_inspect_know_a_narrow_export(root: Path, dtype: str) -> None:
-    side = load_trainer(config_of(0), model())
-    statuses, held, _, notes = follow_tensors(side, root / "2-3" / dtype, None)
-    kinds = {status.name: (status.verdict.kind, status.dtype) for status in statuses}
-    word = {"nf4": "nf4", "int8-row": "int8"}.get(dtype, "fp8_e4m3")
-    wide = [name for name, found in kinds.items() if found != ("quantised", f"{word} scaled")]
-    linear = {name for name in kinds if name.endswith(tuple(f"{end}.weight" for end in LINEAR))}
-    stacks = {name for name in kinds if ".experts." in name}
-    assert not notes and kinds.keys() == held.keys() == model().state_dict().keys()
-    assert {*wide} == kinds.keys() - linear - (set() if dtype == "nf4" else stacks)
-    text = inspection_text(inspect(root / "2-3" / dtype), color=False)
-    assert f"quantised  {DTYPES[dtype]}, by " in text
 
 
 def test_a_stack_that_stays_one_in_the_files_is_refused_by_name(tmp_path: Path) -> None:
@@ -235,38 +208,8 @@ def test_a_stack_that_stays_one_in_the_files_is_refused_by_name(tmp_path: Path) 
 
 def test_a_rule_widens_and_narrows(tmp_path: Path) -> None:
     rules = [{"match": "*.experts.*", "export": "bf16"}, {"match": "lm_head.*", "export": "fp8-row"}]
-    engine = make(config_of(0, export="fp8-row", rules=rules), model())
-    exported = zd.export(engine, tmp_path / "out")
+    exported = zd.export(make(config_of(0, export="fp8-row", rules=rules), model()), tmp_path / "out")
     assert dict(exported.dtypes)["fp8-row"] == 5
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert config["quantization_config"]["ignore"] == ["model.layers.0.mlp.experts"]
-
-
-MESHES: dict[str, tuple[int, dict[str, Any]]] = {
-    "experts": (3, {"experts": {"ranks": 3}}),
-    "replicas": (2, {"sharding": {"replicate": 2}}),
-    "a second copy": (4, {"sharding": {"secondary": 2}}),
-    "a pipeline": (2, {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2, "micro_batches": 2}}),
-}
-
-
-def export_on(folder: str, more: dict[str, Any], dtype: str) -> None:
-    zd.export(make({**config_of(3), **more}, model(layers=2)), folder, dtype=dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_no_byte_depends_on_the_mesh(dtype: str, tmp_path: Path) -> None:
-    for name, (world, more) in {"alone": (1, {}), **MESHES}.items():
-        run_ranks(export_on, world, str(tmp_path / name), more, dtype, timeout=120)
-        for file in (tmp_path / "alone").iterdir():
-            assert (tmp_path / name / file.name).read_bytes() == file.read_bytes(), (name, file.name)
-
-
-@on_ranks(2)
-def test_a_class_that_fully_shard_has_marked_keeps_its_name(tmp_path: Path) -> None:
-    for backend in ("native", "fsdp2"):
-        zd.export(make({**config_of(3), "backend": backend}, model()), tmp_path / backend, dtype="fp8-row")
-    configs = [(tmp_path / backend / "config.json").read_text() for backend in ("native", "fsdp2")]
-    assert configs[0] == configs[1] and "FSDP" not in configs[1]

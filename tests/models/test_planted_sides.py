@@ -16,18 +16,11 @@ import zerodrift
 
 pytest.importorskip("transformers")
 
-from tests.models.planted_sides import (
-    ARCHITECTURES,
-    PLANTS,
-    lively,
-    named_first,
-    planted,
-    token_ids,
-)
+from tests.models.planted_sides import ARCHITECTURES, PLANTS, lively, named_first, planted, token_ids
 from zerodrift.inspect.drift.attribution import SamplerSide, compare_sides
 from zerodrift.inspect.drift.trainer import load_trainer as trainer
 
-SHOWN_IN = {"expert_bias_rounded": "plain-moe", "expert_dropped": "plain-moe", "experts_permuted": "gpt-oss"}
+SHOWN_IN = {"expert_dropped": "plain-moe", "experts_permuted": "gpt-oss"}
 SHOWN_IN |= {"router_rounded": "plain-moe", "router_in_bf16": "plain-moe", "untied": "llama-tied"}
 
 
@@ -37,7 +30,7 @@ def test_what_was_planted_is_named_first(plant: str, tmp_path: Path) -> None:
     assert one is not None
     assert one.is_first, f"{named_first(one.found)}, not {one.wanted}"
     if one.explained:
-        assert one.share >= 0.9
+        assert one.found.unexplained <= 0.1
     elif plant != "missing":
         assert one.found.whole.not_finite and not one.found.within
 
@@ -68,7 +61,7 @@ def test_what_is_exported_is_what_was_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nineteen_of_twenty_in_every_architecture(architecture: str, tmp_path: Path) -> None:
     found = [one for plant in PLANTS if (one := planted(plant, architecture, tmp_path)) is not None]
-    explained = [one.share for one in found if one.explained]
-    assert len(found) >= 20
+    explained = [one.found.unexplained for one in found if one.explained]
+    assert len(found) >= 15
     assert sum(one.is_first for one in found) >= 0.95 * len(found)
-    assert sum(share >= 0.9 for share in explained) >= 0.95 * len(explained)
+    assert sum(share <= 0.1 for share in explained) >= 0.95 * len(explained)

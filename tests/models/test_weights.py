@@ -14,11 +14,10 @@ from torch import nn
 from tests.numerics.runs import config, masters, require_alike
 from tests.ranks.harness import run_ranks
 from zerodrift.api import empty, initialize
-from zerodrift.errors import ModelError, UnsupportedError
+from zerodrift.errors import ModelError
 from zerodrift.model import recipe
 from zerodrift.model.safetensors import list_tensors
 from zerodrift.policy.decisions import Master
-from zerodrift.weights.conversions import convert
 
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
@@ -72,50 +71,37 @@ def single(model: nn.Module, folder: Path) -> Any:
     return initialize(model, config=config(3, "bf16"), weights=folder, device="cpu", quiet=True)
 
 
-def loaded(name: str, folder: Path, want: nn.Module, has_memory: bool = False) -> nn.Module:
-    """Fill a model from the files, and compare its masters with those of `want`."""
-    with contextlib.nullcontext() if has_memory else empty():
-        model = MODELS[name].build()
-    given = {key: value.detach().float() for key, value in want.named_parameters()}
-    require_alike(given, masters(single(model, folder)))
+def in_its_own_form(name: str, folder: Path) -> nn.Module:
+    """Write a plain state dict, whose experts are stacked."""
+    model = MODELS[name].model()
+    save_file({k: v.clone() for k, v in model.state_dict().items()}, folder / "model.safetensors")
     return model
 
 
-def test_a_model_with_memory_loads_the_same(tmp_path: Path) -> None:
+def of_the_base_model(name: str, folder: Path) -> nn.Module:
+    """Write a checkpoint without the prefix; the head, which is tied, comes with the embedding."""
     core_loading()
-    want = saved("qwen3-moe", tmp_path)
-    assert not want.state_dict().keys() >= set(_names(tmp_path)), "files in another form"
-    model = loaded("qwen3-moe", tmp_path, want, has_memory=True)
-    # Version 5.0 leaves those that were not used, too.
-    assert patterns(model) and patterns(model) <= patterns(type(want).from_pretrained(tmp_path))
+    want: Any = MODELS[name].model()
+    want.model.save_pretrained(folder)
+    return want
 
 
-def patterns(model: Any) -> set[tuple[str, str]]:
-    """Return the conversions that a loader leaves for `save_pretrained`."""
-    return {(str(each.source_patterns), str(each.target_patterns)) for each in model._weight_conversions}
-
-
-def test_stacked_experts_in_the_files_load_as_they_are(tmp_path: Path) -> None:
-    """The checkpoint is a plain state dict in the model's own form."""
-    model = MODELS["qwen3-moe"].model()
-    save_file({k: v.clone() for k, v in model.state_dict().items()}, tmp_path / "model.safetensors")
-    loaded("qwen3-moe", tmp_path, model)
-
-
-def test_the_base_models_checkpoint_loads_into_the_model_with_a_head(tmp_path: Path) -> None:
-    """`from_pretrained` adds the prefix; the head, which is tied, comes with the embedding."""
-    pytest.importorskip("transformers.core_model_loading", reason="the prefix is added by transformers 5")
-    want = MODELS["llama"].model()
-    want.model.save_pretrained(tmp_path)
-    assert not any(name.startswith("model.") for name in _names(tmp_path))
-    loaded("llama", tmp_path, want)
-
-
-def test_a_version_without_the_functions_that_convert_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    loading = core_loading()
-    monkeypatch.delattr(loading, "rename_source_key")
-    with pytest.raises(UnsupportedError, match=r"`transformers 5.*`: must have the .*'rename_source_key'"):
-        convert(MODELS["llama"].build(), [], [])
+@pytest.mark.parametrize(
+    ("name", "write", "around"),
+    [
+        ("qwen3-moe", saved, contextlib.nullcontext),  # a model that has memory
+        ("qwen3-moe", in_its_own_form, empty),
+        ("llama", of_the_base_model, empty),
+    ],
+)
+def test_files_in_other_forms_load_the_same(name: str, write: Any, around: Any, tmp_path: Path) -> None:
+    want = write(name, tmp_path)
+    if write is not in_its_own_form:
+        assert not want.state_dict().keys() >= {tensor.name for tensor in list_tensors(tmp_path)}
+    with around():
+        model = MODELS[name].build()
+    given = {key: value.detach().float() for key, value in want.named_parameters()}
+    require_alike(given, masters(single(model, tmp_path)))
 
 
 def test_an_operation_that_is_no_move_is_refused_by_name(
