@@ -270,7 +270,11 @@ def _device(process: _Process, asked: torch.device | str | None) -> torch.device
     if asked is None:
         found = usable_accelerator()
         asked = found if found is not None and _carries(process, found.type) else "cpu"
-    device = torch.device(asked)
+    try:
+        device = torch.device(asked)
+    except (RuntimeError, TypeError):
+        must = "must be a device of torch, such as 'cpu' or 'cuda:0'"
+        raise MeshError("device", must, got=repr(asked)) from None
     if device.type == "cpu":
         return device
     if not _carries(process, device.type):
