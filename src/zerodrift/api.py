@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zerodrift import versions
 from zerodrift.config import ConfigSource, load
 from zerodrift.dtypes import DType
-from zerodrift.errors import UnsupportedError
+from zerodrift.errors import ModelError, UnsupportedError, kind_of
 from zerodrift.model import ModelSpec, describe
 from zerodrift.model import ranks as ranks_of
 from zerodrift.plan import Plan, build
@@ -131,6 +131,7 @@ def initialize(
     from zerodrift.optim import declare
     from zerodrift.weights import InitialValues
 
+    _require_instances(model, optimizer)
     loaded = load(config, overrides)
     if optimizer is not None:
         declare(
@@ -157,6 +158,18 @@ def initialize(
     except BaseException:
         mesh.stop()
         raise
+
+
+def _require_instances(model: object, optimizer: object) -> None:
+    """Refuse a class, a function or None in the place of a model or an optimizer."""
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        do = "Pass an instance: `model = Model(...)`."
+        raise ModelError("model", "must be a torch.nn.Module", got=kind_of(model), do=do)
+    if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")):
+        must, do = "must be a torch.optim.Optimizer", "Build it over `model.parameters()`."
+        raise UnsupportedError("optimizer", must, got=kind_of(optimizer), do=do)
 
 
 def _require_cuttable(tensor_ranks: int, optimizer: torch.optim.Optimizer | None) -> None:

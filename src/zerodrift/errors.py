@@ -259,6 +259,11 @@ def said(error: BaseException) -> str:
     return name if text == name else f"{name}: {text}"
 
 
+def kind_of(value: object) -> str:
+    """Name what a value is, for a message: `the class Linear`, `int`."""
+    return f"the class {value.__qualname__}" if isinstance(value, type) else type(value).__qualname__
+
+
 def refused_by_system(error: OSError) -> ZerodriftError | None:
     """Turn an OSError of a file into a refusal. Return None for an error without a file."""
     if error.filename is None or not error.strerror:
@@ -272,7 +277,7 @@ def refused_by_system(error: OSError) -> ZerodriftError | None:
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
     """Return the known words closest to `word`, best first, or an empty list."""
-    return difflib.get_close_matches(word, list(known), n=count, cutoff=0.6)
+    return difflib.get_close_matches(str(word), list(known), n=count, cutoff=0.6)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -116,6 +116,14 @@ def schedules_of_torch(loop: Loop) -> None:
         loop.see("lr", [group["lr"] for group in net.optimizer.param_groups])
 
 
+def a_plateau_of_each_ranks_loss(loop: Loop) -> None:
+    """Tell a schedule the loss of one rank's data, which gets better on one rank and worse on the other."""
+    net = loop.train(Net())
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(net.optimizer, patience=0)
+    for number in steps_of(loop, net):
+        schedule.step(float(number * (2 * loop.rank - 1)))
+
+
 def an_optimizer_that_is_stepped(loop: Loop) -> None:
     """Call the optimizer's own `step`, as a loop without an engine does."""
     net = loop.train(Net())
@@ -241,6 +249,11 @@ HABITS = habits_of(
     *each(failing, FAILURES),
     *each(on_one_rank, CHANGES),
     Habit(micro_batches_without_sync, close=ORDER, why="stage 3 reduces after every backward"),
+    Habit(
+        a_plateau_of_each_ranks_loss,
+        refused="`optimizer.param_groups`: must have the same learning rates on every rank",
+        why="each rank would move its pieces at a rate of its own",
+    ),
     Habit(an_optimizer_that_is_stepped, refused=STEPPED, why="the engine has the gradients"),
     Habit(a_gradient_scaler, refused=STEPPED, why="the engine has the gradients"),
     Habit(a_model_in_ddp, refused="must not be in `DistributedDataParallel`", why="both would sum gradients"),

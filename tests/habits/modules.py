@@ -355,6 +355,11 @@ FITTED: dict[str, Any] = {
     "the_weight_of_a_block_elsewhere": net_of(
         lambda self, x: Net.forward(self, x) + self.blocks[1].down.bias
     ),
+    "weights_of_several_blocks_in_one_operation": net_of(
+        lambda self, x: (
+            Net.forward(self, x) * torch.stack([block.up.weight for block in self.blocks]).prod(0).sum()
+        )
+    ),
     "tied_by_hand": tied_by_hand,
     "one_block_in_two_places": one_block_in_two_places,
     "buffers_that_a_forward_updates": lambda: Net(BuffersThatAForwardUpdates),

@@ -117,6 +117,10 @@ NUMBER = "must be a whole number; got"
         ({"RANK": "zero", "WORLD_SIZE": "2"}, f"`RANK`: {NUMBER} 'zero'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "`RANK`: must be at least 0 and below WORLD_SIZE=2; got 2"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "1. `MASTER_ADDR`: must be set to join 2 ranks"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"},
+            "`MASTER_PORT`: must be a port, 0 to 65535; got '99999'",
+        ),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": ""}, f"`LOCAL_RANK`: {NUMBER} ''"),
     ],
 )

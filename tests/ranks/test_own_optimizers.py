@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,17 @@ from tests.numerics.networks import GPT, batch
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.api import initialize
 from zerodrift.checkpoint.checkpoints import Checkpoints
-from zerodrift.errors import UnsupportedError
+from zerodrift.errors import ModelError, UnsupportedError, ZerodriftError
 
 STEPS = 4
+
+
+def aliased() -> nn.Module:
+    """Make a layer with a buffer that is its weight's memory."""
+    layer = nn.Linear(4, 4)
+    layer.register_buffer("alias", layer.weight.data)
+    return layer
+
 
 WHOLE = {"rules": [{"match": "*", "placement": "whole"}]}
 WHOLE_MATRICES = {"rules": [{"match": "layers.*.weight", "placement": "whole"}]}
@@ -298,3 +307,86 @@ def test_an_error_in_the_step_of_a_flat_piece_names_it() -> None:
     said = "MeansOfRows, whose `step` raised IndexError: .* a piece of weight. Place .*placement: whole"
     with pytest.raises(UnsupportedError, match=said):
         engine.step()
+
+
+@on_ranks(2)
+def test_between_steps_its_groups_hold_the_models_parameters() -> None:
+    """The views have no memory then, with split masters: a script that read one ended its process."""
+    model = nn.Linear(32, 16)
+    optimizer, mode = Signs(model.parameters()), {"precision": {"mode": "bf16"}}
+    engine = initialize(model, optimizer, settings(2) | mode, elementwise=True, device="cpu", quiet=True)
+    engine.backward(engine(torch.ones(2, 32)).sum())
+    held = optimizer.param_groups[0]["params"]
+    assert [*map(id, held)] == [*map(id, engine.module.parameters())], "other parameters"
+    with pytest.raises(ModelError, match="`weight`: its gradient must be read from the engine"):
+        nn.utils.clip_grad_norm_(held, 1.0)
+    engine.step()
+    assert all(p.isfinite().all() for p in held), "no values"
+    with pytest.raises(UnsupportedError, match=r"optimizer\.state_dict`: must not be called"):
+        optimizer.state_dict()
+
+
+def test_a_known_class_with_hooks_takes_its_own_steps_and_calls_them() -> None:
+    model, called = nn.Linear(4, 4), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    engine = initialize(model, optimizer, settings(0), device="cpu", quiet=True)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    engine.destroy()
+    assert called == [1]
+    other = initialize(nn.Linear(4, 4), None, settings(0) | BLOCK, device="cpu", quiet=True)
+    with pytest.raises(UnsupportedError, match=r"register_step_post_hook`: must not be called"):
+        other.optimizer.register_step_post_hook(print)
+    other.destroy()
+
+
+BLOCK: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+STEPLR = torch.optim.lr_scheduler.StepLR
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no model": ({"model": None}, "`model`: must be a torch.nn.Module; got NoneType"),
+    "a class of models": ({"model": nn.Linear}, "`model`: must be a torch.nn.Module; got the class Linear"),
+    "a class of optimizers": (
+        {"optimizer": Signs},
+        "`optimizer`: must be a torch.optim.Optimizer; got the cl",
+    ),
+    "a misspelt device": ({"device": "gpu"}, "`device`: must be a device of torch.* got 'gpu'"),
+    "no schedule": ({"schedule": 3}, "`schedule`: must be a schedule of torch.* got int"),
+    "a function of nothing": (
+        {"schedule": lambda _: None},
+        "`schedule`: .* a function that returns NoneType",
+    ),
+    "a schedule of another": (
+        {"schedule": STEPLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), 1)},
+        "`schedule`: must be over the engine's optimizer",
+    ),
+    "a buffer of a parameter": (
+        {"model": aliased()},
+        "`alias`: must have memory .* over the memory of `weight`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_of_another_kind_is_refused_by_its_name(name: str) -> None:
+    given, said = ARGUMENTS[name]
+    with pytest.raises(ZerodriftError, match=said):
+        initialize(**{"model": nn.Linear(4, 4), "config": BLOCK, "device": "cpu", "quiet": True} | given)
+
+
+def test_a_call_of_an_engine_with_another_kind_of_value_is_refused(tmp_path: Path) -> None:
+    engine = initialize(nn.Linear(4, 4), config=BLOCK, device="cpu", quiet=True)
+    checkpoints: Any = Checkpoints(engine, tmp_path, quiet=True)
+    calls: dict[str, Callable[[], Any]] = {
+        "`loss`: must be a tensor; got NoneType": lambda: engine.backward(None),
+        "`None`: must be a parameter of the model": lambda: engine.parameter(None),
+        "`parts`: must be 'all' or 'weights'": lambda: checkpoints.load(parts="optimizer"),
+        "`allow`: must be several names.* got None": lambda: checkpoints.load(allow=None),
+    }
+    checkpoints.save()
+    for said, call in calls.items():
+        with pytest.raises(ZerodriftError, match=said):
+            call()
+    with pytest.raises(AttributeError, match="grad"):
+        engine.parameter("weight").grad = torch.ones(4, 4)
+    engine.destroy()

@@ -98,6 +98,7 @@ def test_messages_have_no_words_of_the_validator() -> None:
     ("wrong", "expected", "right"),
     [
         (rule(pin="fp32"), "[0]`: must say which parameters it is for", rule(match="a", pin="fp32")),
+        (rule(match="", pin="fp32"), "must say which", rule(match="", klass="A", pin="fp32")),
         (rule(match="a"), "must set something: a column, `pin` or `output`", rule(match="a", output="keep")),
         (rule(match="a", storage=None), "must set something", rule(match="a", storage="fp32")),
         (rule(match="a", pin="bf16"), "[0].pin`: must be fp32; got 'bf16'.", rule(match="a", pin="float32")),

@@ -125,7 +125,9 @@ class FullyShardExecutor(Executor):
         gradients = [(member, member.gradient()) for member in self._trained]
         counted = [gradient for member, gradient in gradients if member.counts(self.comm.mesh)]
         order, self.backwards.checksum = self.backwards.checksum, 0
-        return global_norm(counted, self.comm, self._progress.unscale, RankAgreement(order))
+        rates = () if self.updater is None else self.updater.learning_rates()
+        agreement = RankAgreement(order, rates=rates)
+        return global_norm(counted, self.comm, self._progress.unscale, agreement)
 
     def reduced(self) -> Iterator[tuple[Sequence[Span], torch.Tensor]]:
         mesh = self.comm.mesh

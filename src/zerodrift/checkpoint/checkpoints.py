@@ -209,6 +209,8 @@ class Checkpoints:
         """Load a checkpoint. `parts="weights"` leaves optimizer, schedule, counters and random numbers alone.
         `allow` names the differences to accept. `verify` reads every file once more, each rank a share, and
         compares checksums before anything is changed; without it, changed bits are loaded."""
+        if parts not in get_args(Parts):
+            raise CheckpointError("parts", "must be 'all' or 'weights'", got=repr(parts))
         return self.load_parts(tag, ALL if parts == "all" else frozenset(), allow, verify)
 
     def load_parts(

@@ -53,6 +53,9 @@ class CurrentRun:
 
 def check_allowed(allow: Collection[Allowed]) -> frozenset[Allowed]:
     known = get_args(Allowed)
+    if isinstance(allow, str) or not isinstance(allow, Collection):
+        must = "must be several names, such as ('model',)"
+        raise CheckpointError("allow", must, got=repr(allow))
     for word in allow:
         if word not in known:
             do = did_you_mean(word, known)

@@ -67,8 +67,8 @@ def foreign_call() -> ForeignCall | None:
 
 
 def is_the_users(file: str) -> bool:
-    """Return whether code of a file is neither torch's nor ours."""
-    return not file.startswith((_TORCH, _OURS, "<frozen"))
+    """Return whether code of a file is neither torch's nor ours, and no `with` of Python's."""
+    return not file.startswith((_TORCH, _OURS, "<frozen", contextlib.__file__))
 
 
 def user_line(frame: FrameType | None) -> str:

@@ -239,6 +239,9 @@ def _this_process() -> _Process:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
                 problems.add(name, f"must be set to join {world} ranks", got="nothing", do=_LAUNCH)
+        port = os.environ.get("MASTER_PORT") or "0"
+        if not port.strip().isdecimal() or int(port) > 65_535:
+            problems.add("MASTER_PORT", "must be a port, 0 to 65535", got=repr(port), do=_LAUNCH)
     problems.raise_as(MeshError)
     return _Process("launcher" if world > 1 else "alone", rank, world, _local_rank(rank))
 
@@ -248,7 +251,7 @@ _LAUNCH = "Start with `torchrun`, which sets all of them, or unset RANK and WORL
 
 def _number(name: str, problems: Problems) -> int:
     text = os.environ.get(name)
-    if text is None or not text.strip().lstrip("-").isdigit():
+    if text is None or not text.strip().lstrip("-").isdecimal():
         got = "nothing" if text is None else repr(text)
         problems.add(name, "must be a whole number", got=got, do=_LAUNCH)
         return 0
@@ -270,7 +273,11 @@ def _device(process: _Process, asked: torch.device | str | None) -> torch.device
     if asked is None:
         found = usable_accelerator()
         asked = found if found is not None and _carries(process, found.type) else "cpu"
-    device = torch.device(asked)
+    try:
+        device = torch.device(asked)
+    except (RuntimeError, TypeError):
+        must = "must be a device of torch, such as 'cpu' or 'cuda:0'"
+        raise MeshError("device", must, got=repr(asked)) from None
     if device.type == "cpu":
         return device
     if not _carries(process, device.type):

@@ -59,7 +59,7 @@ KEPT = 64
 """Collectives of a group whose words are kept."""
 
 EVERYWHERE = (
-    "What uses the engine (a forward, a backward, `step`, an evaluation, `gathered`, `full_...`, a save) "
+    "What uses the engine (a forward, a backward, `step`, an evaluation, `gathered`, `parameter`, a save) "
     "must be done on every rank, or on none."
 )
 

@@ -166,7 +166,7 @@ class Rule(ColumnKeys):
 def check_rule(rule: Mapping[str, Any], where: str, problems: Problems) -> None:
     """Check that a rule selects parameters and sets something, which types cannot express."""
     subjects = {"match", "class"}
-    if not subjects & rule.keys():
+    if not any(map(rule.get, subjects)):  # an empty text would match everything
         problems.add(where, "must say which parameters it is for", got="neither `match` nor `class`")
     if not fields.fields(Rule).keys() & rule.keys() - subjects:
         must = "must set something: a column, `pin` or `output`"

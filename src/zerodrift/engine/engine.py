@@ -34,8 +34,8 @@ from zerodrift.engine.progress import Scaler, StepResult, TrainingProgress, refu
 from zerodrift.engine.shards import SegmentShard
 from zerodrift.engine.step.gradients import BackwardCallbacks
 from zerodrift.engine.values import ParameterHandle, WholeValues, row_of
-from zerodrift.errors import RankError
-from zerodrift.optim import OptimizerState, make_schedule
+from zerodrift.errors import RankError, kind_of
+from zerodrift.optim import OptimizerState, make_schedule, schedule_of
 from zerodrift.plan import Plan, rank_micro_batches
 from zerodrift.policy import need_of
 from zerodrift.report import Explanation, UpdateReport, explain
@@ -72,8 +72,8 @@ class Engine:
         """Row name -> parameter group, for the rows that the optimizer was given, on every stage."""
         if schedule is None and self.optimizer is not None and plan.policy.schedule is not None:
             schedule = make_schedule(plan.policy.schedule, self.optimizer)
-        elif callable(schedule) and not hasattr(schedule, "step"):
-            schedule = schedule(self.optimizer)
+        else:
+            schedule = schedule_of(schedule, self.optimizer)
         self.progress = TrainingProgress(plan, self.updater, schedule, shows=mesh.rank() == 0)
         callbacks = BackwardCallbacks(self.progress.is_last, self._backward_ended, self._backward_failed)
         self.executor.follow(self.progress, callbacks)
@@ -109,6 +109,8 @@ class Engine:
         """Run the backward of one micro-batch. Gradients are averaged over micro-batches in `step`."""
         self.require_open()
         self._require_alone("backward")
+        if not isinstance(loss, torch.Tensor):
+            raise refusal("no loss", found=kind_of(loss))
         scaled = self.scale(loss)
         precision = self.executor.precision
         with self._recovering(self._backward_failed), precision.backward(), self.executor.backward(scaled):

@@ -206,7 +206,8 @@ class NativeExecutor(Executor):
         gradients = [segment.reduced for segment in counted if segment.reduced is not None]
         order, self._traversal.checksum = self._traversal.checksum, 0
         still = tuple(row.name for segment in self._trained for row in segment.rows_without_update)
-        agreement = RankAgreement(order, unreduced, self._progress.dropped, still)
+        rates = () if self.updater is None else self.updater.learning_rates()
+        agreement = RankAgreement(order, unreduced, self._progress.dropped, still, rates)
         return global_norm(gradients, self.comm, self._progress.unscale, agreement, written, checksum)
 
     def _visible_weights(self) -> tuple[torch.Tensor, torch.Tensor]:

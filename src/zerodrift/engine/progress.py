@@ -300,6 +300,10 @@ _REFUSALS = {
         "some that wait for their update",
         "Call `step`, which updates with them, or `zero_grad`.",
     ),
+    "no loss": (
+        *("loss", "must be a tensor", "{found}"),
+        "A model of `transformers` returns a loss where it is given `labels`.",
+    ),
     "loss not scaled": (
         *("backward", "the loss must be scaled in mode {mode}", "a plain `loss.backward()`"),
         "Call `engine.backward(loss)` or `engine.scale(loss).backward()`.",

@@ -70,12 +70,12 @@ class ParameterHandle:
     may be assigned. Every rank reads and writes alike.
     """
 
+    __slots__ = ("_comm", "_progress", "_values", "name", "row")
+
     def __init__(
         self, name: str, row: Row, values: WholeValues, progress: TrainingProgress, comm: Collectives
     ) -> None:
-        self.name = name
-        self.row = row
-        """Its row of the plan."""
+        self.name, self.row = name, row
         self._values, self._progress, self._comm = values, progress, comm
 
     def __repr__(self) -> str:

@@ -85,7 +85,7 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     _check_plain(tensors, problems)
     problems.raise_as(ModelError)
     _merge_declared_ties(module, groups, problems)
-    _check_memory(groups, problems)
+    _check_memory(module, groups, problems)
     unknown: dict[str, list[str]] = {}
     for name, tensor in tensors:
         if from_torch(tensor.dtype) is None:
@@ -225,8 +225,9 @@ def _merge_declared_ties(module: nn.Module, groups: list[_TiedParameters], probl
         groups.remove(gone)
 
 
-def _check_memory(groups: list[_TiedParameters], problems: Problems) -> None:
-    """Refuse two Parameters over one memory, which would be updated separately although they look tied.
+def _check_memory(module: nn.Module, groups: list[_TiedParameters], problems: Problems) -> None:
+    """Refuse two Parameters over one memory, which would be updated separately although they look tied, and
+    a buffer over that of a trained Parameter, which would not be updated.
 
     `load_state_dict(assign=True)` makes such pairs from tied parameters. Tensor subclasses are not checked,
     since they may have no memory.
@@ -243,6 +244,13 @@ def _check_memory(groups: list[_TiedParameters], problems: Problems) -> None:
             must = f"must be the same Parameter as `{first}`, or have memory of its own"
             todo = "Assign the one Parameter to both modules."
             problems.add(name, must, got="two Parameters over one memory", do=todo)
+    trained = {group.names[0] for group in groups if group.parameters[0].requires_grad}
+    for name, buffer in module.named_buffers():
+        has_memory = type(buffer) is torch.Tensor and not buffer.is_meta and buffer.numel()
+        first = seen.get((buffer.device, buffer.data_ptr()), "") if has_memory else ""
+        if first in trained:
+            must, todo = "must have memory of its own", "Register a clone, or use the Parameter itself."
+            problems.add(name, must, got=f"a buffer over the memory of `{first}`", do=todo)
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

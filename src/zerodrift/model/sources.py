@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerodrift import files
-from zerodrift.errors import ModelError, did_you_mean, first_line, nearest_path
+from zerodrift.errors import ModelError, did_you_mean, first_line, kind_of, nearest_path
 from zerodrift.model import huggingface, safetensors
 from zerodrift.model.huggingface import from_hf
 from zerodrift.model.module import attempt, cause, from_module, on_meta
@@ -55,8 +55,7 @@ def describe(model: str | os.PathLike[str] | nn.Module | ModelSpec) -> ModelSpec
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):
         return from_module(model)
-    kind = f"the class {model.__qualname__}" if isinstance(model, type) else type(model).__qualname__
-    raise _refused("model", kind, "Give an instance of it." if isinstance(model, type) else "")
+    raise _refused("model", kind_of(model), "Give an instance of it." if isinstance(model, type) else "")
 
 
 def _from_text(text: str | os.PathLike[str]) -> ModelSpec:

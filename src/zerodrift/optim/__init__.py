@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from zerodrift.optim.fused import UpdateFunction, update
     from zerodrift.optim.rounding import round_away, split
     from zerodrift.optim.schedules import (
-        SCHEDULES, VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type, make_schedule,
+        SCHEDULES, VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type, make_schedule, schedule_of,
     )  # fmt: skip
     from zerodrift.optim.torch_optimizer import group_of, loaded_state, saved_state
     from zerodrift.optim.updater import Counters, OptimizerState, Owned, Updater

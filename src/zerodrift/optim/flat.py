@@ -344,6 +344,8 @@ def algorithm_of(optimizer: torch.optim.Optimizer) -> tuple[Algorithm, Root] | N
     algorithm = kinds.get(type(optimizer))
     if algorithm is None:
         return None
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return None  # only torch's own step calls them
     variants = ("amsgrad", "capturable", "differentiable")
     if any(group.get(key) for group in optimizer.param_groups for key in variants):
         return None

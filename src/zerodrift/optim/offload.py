@@ -20,7 +20,7 @@ its copy has arrived, and nothing is written that a copy still reads.
 
 from __future__ import annotations
 
-import types
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -263,14 +263,37 @@ def make_updater(
         made = make(owned)
     else:
         made = OffloadedUpdater(owned, make, transfers or SideStreams(device))
-    # A group that came later would never be updated, without a word.
-    made.groups.add_param_group = types.MethodType(_refuse_group, made.groups)  # type: ignore[method-assign]
+    steps_itself = optimizer is not None and flat.algorithm_of(optimizer) is None
+    for name, (must, do) in _REFUSED_CALLS.items():
+        if not (steps_itself and do is _HOOK[1]):
+            setattr(made.groups, name, functools.partial(_refuse_call, name, must, do))
     return made
 
 
-def _refuse_group(optimizer: torch.optim.Optimizer, group: Any) -> None:
-    must, do = "must be called before the engine is made", "Give the optimizer all of its groups there."
-    raise UnsupportedError(f"{type(optimizer).__name__}.add_param_group", must, got="a call", do=do)
+_STATE = (
+    "must not be called: the engine has the moments",
+    "Save and load with `zerodrift.Checkpoints`; `engine.parameter(name).state` has those of one parameter.",
+)
+_HOOK = (
+    "must not be called: `engine.step()` updates this rank's pieces, and calls no hooks",
+    "Do before or after `engine.step()` what it does.",
+)
+_REFUSED_CALLS = {
+    "add_param_group": (
+        "must be called before the engine is made",
+        "Give the optimizer all of its groups there.",
+    ),
+    "state_dict": _STATE,
+    "load_state_dict": _STATE,
+    "register_step_pre_hook": _HOOK,
+    "register_step_post_hook": _HOOK,
+}
+"""Methods of an optimizer that would do nothing, without a word -> (what must hold, what to do). Hooks are
+called where the optimizer's own `step` is."""
+
+
+def _refuse_call(name: str, must: str, do: str, *args: Any, **kwargs: Any) -> None:
+    raise UnsupportedError(f"optimizer.{name}", must, got="a call", do=do)
 
 
 def hold_parameters(updater: Updater, model: nn.Module) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.errors import ConfigError, Problem
+from zerodrift.errors import ConfigError, Problem, UnsupportedError, kind_of
 from zerodrift.policy import ComponentSpec
 
 _log = logging.getLogger("zerodrift")
@@ -423,3 +423,20 @@ def make_schedule(recipe: ComponentSpec, optimizer: torch.optim.Optimizer) -> Sc
         return made
     except (TypeError, ValueError) as error:
         raise ConfigError("scheduler.params", f"must be arguments of {recipe.type}", got=error) from error
+
+
+def schedule_of(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    """Return a caller's schedule, or what a caller's function makes from the engine's optimizer."""
+    if given is None or optimizer is None:
+        return None
+    is_function = callable(given) and (isinstance(given, type) or not hasattr(given, "step"))
+    made = given(optimizer) if is_function else given
+    if not callable(getattr(made, "step", None)):
+        must = "must be a schedule of torch, or a function that makes one from an optimizer"
+        got = f"a function that returns {kind_of(made)}" if is_function else kind_of(made)
+        raise UnsupportedError("schedule", must, got=got)
+    groups = getattr(getattr(made, "optimizer", None), "param_groups", [])
+    if groups and not any(group is own for group in groups for own in optimizer.param_groups):
+        must, do = "must be over the engine's optimizer", "Pass a function that makes one from an optimizer."
+        raise UnsupportedError("schedule", must, got="one over another", do=do)
+    return made

@@ -1,8 +1,8 @@
 """A caller's `torch.optim` object as an `Updater`: its own `step` on fp32 views of this rank's shards.
 
-Parameter groups and their options stay; their parameters become views of the fp32 masters. With fp32 storage
-these are views of storage itself. A split master is joined before a step and split after it, so its fp32
-form has memory only then.
+Parameter groups and their options stay. In a step their parameters are views of the fp32 masters, and between
+steps the model's own, which are guarded. With fp32 storage the views are of storage itself. A split master is
+joined before a step and split after it, so its fp32 form has memory only then.
 
 A view is a flat piece of a parameter, or, if this rank owns all of it, the parameter in its shape.
 `elementwise` decides which classes may step pieces.
@@ -84,6 +84,8 @@ class TorchOptimizerUpdater:
                 self._values[number] = torch.empty_like(of.storage, dtype=torch.float32)
         self._state_owners = state_owners(optimizer)
         views = {view.row.name: view for view in self._make_views()}
+        self._groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+        """Each parameter group with its views."""
         for number, group in enumerate(optimizer.param_groups):
             names = [name for name, place in group_of.items() if place == number]
             for name, parameter in zip(names, group["params"], strict=True):
@@ -97,7 +99,7 @@ class TorchOptimizerUpdater:
                     }
                     views[name].parameter.__dict__.update(own)
                     self._set_state(views[name].parameter, self._shard_of(state, views[name]))
-            group["params"] = [views[name].parameter for name in names if name in views]
+            self._groups.append((group, [views[name].parameter for name in names if name in views]))
         self._views = [view for name, view in views.items() if name in group_of]
         self._free_joined()
         self._skipped: frozenset[str] = frozenset()
@@ -184,7 +186,10 @@ class TorchOptimizerUpdater:
 
     def _step_groups(self) -> None:
         """Call the optimizer's own `step`. An error in it says that the optimizer got flat pieces."""
+        shown = [(group, group["params"]) for group, _ in self._groups]
         try:
+            for group, views in self._groups:
+                group["params"] = views
             self.groups.step()
         except (ZerodriftError, torch.OutOfMemoryError):
             raise
@@ -196,6 +201,9 @@ class TorchOptimizerUpdater:
             got = f"{self.kind}, whose `step` raised {said(error)}, and a piece of {flat[0]}"
             do = f"Place what it updates whole, with a rule such as {WHOLE}, or train at stage 0."
             raise UnsupportedError("optimizer", must, got=got, do=do) from error
+        finally:
+            for group, parameters in shown:
+                group["params"] = parameters
 
     def _account(
         self, view: _View, before: tuple[torch.Tensor, torch.Tensor], gradient: torch.Tensor

@@ -50,7 +50,7 @@ REFUSED = {
 """Arguments of Init that would place or change parameters in a way that is not here."""
 
 LENT = 32
-"""The most parameters that are lent at a time: more than one operation takes."""
+"""The most parameters that are lent at a time, unless one operation takes more."""
 
 
 class GatheredParameters:
@@ -275,13 +275,16 @@ class Init:
                 if shard_of(parameter) is not None:
                     guard(module)
 
-    def _lend(self, reference: weakref.ref[nn.Parameter]) -> bool:
-        """Gather a parameter for an `__init__` that asks for its values. Return True if they are there."""
+    def _lend(self, reference: weakref.ref[nn.Parameter], keep: bool) -> bool:
+        """Gather a parameter for an `__init__` that asks for its values. Return True if they are there.
+
+        With `keep`, those that were lent before it stay, for the same operation uses them.
+        """
         parameter = reference()
         shard = None if parameter is None else shard_of(parameter)
         if parameter is None or shard is None or not self._inside:
             return False
-        if len(self._lent) == LENT:
+        while len(self._lent) >= LENT and not keep:
             self._lent.popleft().take_back()
         shard.gather(parameter)
         shard.lent = parameter

@@ -202,7 +202,7 @@ def _attach(parameter: nn.Parameter, shard: ParameterShard) -> None:
 
 
 def shard_parameter(
-    parameter: nn.Parameter, number: int, dtype: torch.dtype | None, path: str, lend: Callable[[], bool]
+    parameter: nn.Parameter, number: int, dtype: torch.dtype | None, path: str, lend: Callable[[bool], bool]
 ) -> None:
     """Keep this rank's part of rank 0's values. One rank keeps the whole. Collective."""
     if shard_of(parameter) is not None or parameter.is_meta:
@@ -272,7 +272,7 @@ def keep_shards(engine: Engine) -> Callable[[], None]:
             mine = spans.of(dist.get_rank())
             first = max(row.offset + mine.start - segment.rank * count, 0)
             flat = segment.storage[first : first + mine.stop - mine.start]
-            absent = absent_class(row.name, lambda: False, AFTER_ENGINE)
+            absent = absent_class(row.name, lambda keep: False, AFTER_ENGINE)
             shards.append((parameter, ParameterShard(len(shards), parameter.shape, flat, absent, spans)))
 
     def attach() -> None:

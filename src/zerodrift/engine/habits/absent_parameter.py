@@ -60,8 +60,9 @@ class AbsentParameter(nn.Parameter):
     lost = False
     """Whether the values went with their engine."""
     advice: str
-    borrow: Callable[[], bool]
-    """Gathers it, where that is possible: in a forward. Returns whether it did."""
+    borrow: Callable[[bool], bool]
+    """Gathers it, where that is possible: in a forward. Returns whether it did. If the argument is true, what
+    was borrowed before it stays, because the same operation uses both."""
     cast: Callable[[Any, torch.dtype], torch.Tensor | None] = staticmethod(lambda parameter, dtype: None)
     """Returns a placeholder in another dtype, where the holder of its values will cast them if the parameter
     becomes that, as `module.half()` makes it; else None."""
@@ -71,13 +72,10 @@ class AbsentParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, needs_values = _describe(func)
-        if (
-            needs_values
-            and not cls.lost
-            and cls.borrow()
-            and next(_instances(cls, (args, kwargs)), None) is None
+        if needs_values and (
+            _borrow_all((args, kwargs)) or next(_instances(cls, (args, kwargs)), None) is None
         ):
-            return func(*args, **(kwargs or {}))  # none was detached while it was absent
+            return func(*args, **(kwargs or {}))  # where one is absent, its class refuses
         # torch's page on subclasses uses it, and it is in `torch._C` for all that (2.13 to 2.15).
         with torch._C.DisableTorchFunctionSubclass():
             if not needs_values:
@@ -304,7 +302,7 @@ GATHER = (
 )
 
 
-def absent_class(path: str, borrow: Callable[[], bool], advice: str = GATHER) -> type[AbsentParameter]:
+def absent_class(path: str, borrow: Callable[[bool], bool], advice: str = GATHER) -> type[AbsentParameter]:
     """Make the class of a parameter while it is absent."""
     members = {"path": path, "advice": advice, "borrow": staticmethod(borrow)}
     return type("AbsentParameter", (AbsentParameter,), members)
@@ -339,6 +337,17 @@ def set_gathered_class(parameter: Any, kind: type) -> None:
         current.kind = kind
     else:
         parameter.__class__ = kind
+
+
+def _borrow_all(given: Any) -> bool:
+    """Gather the absent parameters of an operation, each of its own unit; return whether all are there."""
+    keep = False
+    while (parameter := next(_instances(AbsentParameter, given), None)) is not None:
+        kind = type(parameter)
+        if kind.lost or not kind.borrow(keep) or type(parameter) is kind:  # detached while it was absent
+            return False
+        keep = True
+    return True
 
 
 def _describe(func: Any) -> tuple[str, bool]:

@@ -64,10 +64,12 @@ class RankAgreement:
     were paired."""
     without_update: tuple[str, ...] = ()
     """Parameters that are not updated. If another rank has others, ranks would train different models."""
+    rates: tuple[float, ...] = ()
+    """Learning rate of each group. If another rank has others, pieces of one model would move differently."""
 
     def checksum(self) -> int:
         """Return a checksum below 2^40, so that a sum over ranks stays far below 2^63."""
-        parts = ([number for number, _ in self.unreduced], self.dropped, self.without_update)
+        parts = ([number for number, _ in self.unreduced], self.dropped, self.without_update, self.rates)
         return (self.order + (zlib.crc32(str(parts).encode()) if any(parts) else 0)) % (1 << 40)
 
 
@@ -133,6 +135,14 @@ def _disagreement(agreement: RankAgreement, comm: Collectives) -> RankError:
             "must be trained on every rank or on none",
             got="`requires_grad` false, or a gradient that was taken away, on some ranks only",
             do="Freeze and thaw on all ranks alike.",
+        )
+    rates = {str(list(report.rates)): rank for rank, report in reversed(reports)}
+    if len(rates) > 1:
+        return RankError(
+            "optimizer.param_groups",
+            "must have the same learning rates on every rank",
+            got=", ".join([f"{each} on rank {rank}" for each, rank in rates.items()][:4]),
+            do="Give a schedule that reads a loss, such as ReduceLROnPlateau, the mean over all ranks.",
         )
     held = [dict(report.unreduced) for _, report in reports]
     some = [name for entry in held for number, name in entry.items() if any(number not in e for e in held)]

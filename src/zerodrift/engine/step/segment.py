@@ -153,7 +153,7 @@ class FlatSegment:
         self._kinds: list[tuple[Any, ...]] = []
         """(dtype, shape, is trained) of each parameter, as planned."""
         self.starts = [row.offset for row in rows]
-        self.lender: Callable[[], Callable[[], bool] | None] | None = None
+        self.lender: Callable[[], Callable[[bool], bool] | None] | None = None
         """Weak reference to what gathers the unit for a forward elsewhere; see `LiveUnit.borrow`."""
         self.holds = 0
         self.is_stale = False
@@ -232,10 +232,10 @@ class FlatSegment:
         if not self._absent_classes:
             segment = weakref.ref(self)
 
-            def borrow() -> bool:
+            def borrow(keep: bool) -> bool:
                 held = segment()
                 lender = None if held is None or held.lender is None else held.lender()
-                return lender is not None and lender()
+                return lender is not None and lender(keep)
 
             self._absent_classes = [absent_class(row.name, borrow) for row in self.rows]
         mark_absent(self.parameters, self._absent_classes)

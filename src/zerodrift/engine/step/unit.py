@@ -286,8 +286,9 @@ class LiveUnit:
             hooks.move_to_end(number, last=False)
         self._paused_parts = []
 
-    def borrow(self) -> bool:
-        """Gather the unit for a forward elsewhere that uses its parameters. See [Note: parts]."""
+    def borrow(self, keep: bool) -> bool:
+        """Gather the unit for a forward elsewhere that uses its parameters. With `keep`, those stay that it
+        has borrowed before. See [Note: parts]."""
         under_way = self.traversal.under_way
         if not under_way and not in_backward():
             return False
@@ -296,7 +297,7 @@ class LiveUnit:
                 # It stays until that forward ends, or uses yet another one.
                 others = [unit for unit in under_way[-1]._borrowed if unit is not self]
                 under_way[-1]._borrowed = [*others, self]
-                for unit in others:
+                for unit in others if not keep else ():
                     unit.leave()
             self.gather()
         return True
