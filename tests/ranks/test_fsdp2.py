@@ -31,16 +31,12 @@ from zerodrift.weights.exporter import export
 from zerodrift.weights.load import load_weights
 
 fsdp2 = partial(config, backend="fsdp2")
-
-
 ROUTERS = [{"match": "*.router.*", "pin": "fp32"}]
 
 
-def step(engine: Any, number: int = 0) -> float:
-    loss = engine(batch(number, engine.mesh.rank("data")))
-    engine.backward(loss)
+def step(engine: Any) -> None:
+    engine.backward(engine(batch(0, engine.mesh.rank("data"))))
     assert engine.step().updated
-    return float(loss.detach())
 
 
 @on_ranks(2)
@@ -364,6 +360,13 @@ class Block(nn.Module):
         return x + self.b(self.a(x)) * self.w
 
 
+def listed() -> Block:
+    """Make a block with a parameter in a container that is never called."""
+    block = Block()
+    block.weights = nn.ParameterList([nn.Parameter(torch.ones(8))])
+    return block
+
+
 class Parts(nn.Module):
     """A block that is never called itself."""
 
@@ -427,6 +430,9 @@ def test_fully_shard_has_the_norm_of_stage_0_or_names_what_it_cannot_find() -> l
         ("outside", Block, lambda b, x: linear(b(x), b.a.weight), [], "linear(b(x), b.a.weight)"),
         ("other values", Block, with_other_values, [], "`blocks.0."),
     ]
+    pins = {"rules": [{"match": "blocks.*.weights.*", "pin": "fp32"}]}
+    with pytest.raises(ModelError, match=r"`blocks\.0\.weights`.*which is not called"):
+        make(fsdp2(3, "bf16", precision=pins), Blocks(listed, lambda b, x: b(x) * b.weights[0]))
     problems = []
     for name, block, call, units, word in cases:
         sharding = {"units": units} if units else {}

@@ -1,7 +1,4 @@
-"""Declared against observed: a watched step, and its record of collectives, agree with the plan.
-
-Planted differences are found. A simulation plays the plan's list of collectives.
-"""
+"""Declared against observed: a watched step, and its record of collectives, are as the plan says."""
 
 from __future__ import annotations
 
@@ -47,16 +44,6 @@ def step(engine: Engine) -> EngineRecord:
     return merged(engine.comm.all_gather_object(seen))
 
 
-def require_columns(stage: int, mode: str, rest: dict[str, Any], line: str, missing: set[str]) -> None:
-    """Watch a step: no finding, the columns of the line, and these columns not seen of some parameter."""
-    engine = make(config(stage, mode, micro_batches=2, **rest), GPT(tied=False))
-    seen = step(engine)
-    assert compare.findings(engine.plan, seen) == []
-    told = compare.line(engine.plan, seen)
-    assert line in told, told
-    assert unseen(engine.plan, seen) == missing
-
-
 def unseen(plan: Plan, seen: EngineRecord) -> set[str]:
     """Return the columns in which some parameter has no observed dtype."""
     cells = ((row.name, column) for row in plan.rows for column in compare.declared(row.columns))
@@ -96,8 +83,13 @@ BACKENDS = pytest.mark.parametrize("backend", CASES)
 @on_ranks(2)
 def test_every_column_is_seen_and_is_as_declared(backend: str) -> None:
     for stage, mode, rest, line, missing in CASES[backend]:
-        told = f"precision: backend={backend} {line}"
-        require_columns(stage, mode, {"backend": backend, **rest}, told, missing)
+        engine = make(config(stage, mode, 2, backend=backend, **rest), GPT(tied=False))
+        seen = step(engine)
+        assert compare.findings(engine.plan, seen) == []
+        told = compare.line(engine.plan, seen)
+        assert told == f"precision: backend={backend} {line}", told
+        assert unseen(engine.plan, seen) == missing
+        engine.destroy()
 
 
 @BACKENDS

@@ -95,34 +95,24 @@ def test_one_script_trains_on_every_executor_as_a_plain_loop_does() -> None:
         torch.testing.assert_close(of_all[executor][1], of_all["native 0"][0], rtol=0, atol=0, msg=executor)
 
 
-class ByName(GPT):
-    """A model with keyword arguments, as in `transformers`."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"logits": input_ids, "loss": super().forward(labels)}
-
-
 @on_ranks(2)
 def test_what_is_wrong_with_micro_batches_is_one_error_on_every_rank() -> None:
-    torch.set_num_threads(1)
-    engine = zd.initialize(ByName(LAYERS), config=config(3, "bf16", COUNT), device="cpu", quiet=True)
-    named = [{"input_ids": tokens, "labels": tokens} for tokens in data(0)]
+    engine, batches = engine_of("native 3", "bf16"), data(0)
     odd = engine.mesh.rank() == 1
     weights = [1.0, float("nan"), 1.0, 1.0]
     refused: dict[str, Callable[[], Any]] = {
-        "`micro_batches`: must each be a dict": lambda: engine.train_batch(data(0) if odd else named),
-        "`micro_batches`: must be 4, .*got 3": lambda: engine.train_batch(named[:3] if odd else named),
-        "`weights`: must be 4 finite.*nan": lambda: engine.train_batch(named, weights if odd else ()),
+        "`micro_batches`: must be 4, .*got 3": lambda: engine.train_batch(batches[:3] if odd else batches),
+        "`weights`: must be 4 finite.*nan": lambda: engine.train_batch(batches, weights if odd else ()),
         "`micro_batches`: must be at least one": lambda: engine.evaluate([]),
     }
     for told, act in refused.items():
         with pytest.raises(ModelError, match=f"(?s)^{told}"):
             act()
-    engine.backward(engine(**named[0])["loss"])
+    engine.backward(engine(batches[0]))
     with pytest.raises(UnsupportedError, match=r"^`accumulate`: must be given all micro-batches of a step"):
-        engine.train_batch(named)
+        engine.train_batch(batches)
     engine.zero_grad()
-    assert len(engine.train_batch(named).losses) == COUNT
+    assert len(engine.train_batch(batches).losses) == COUNT
     engine.destroy()
 
 

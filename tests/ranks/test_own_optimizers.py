@@ -89,6 +89,10 @@ class TrustRatio(Own):
         return g * (p.norm() / (g.norm() + 1e-12))
 
 
+class BlockOptimizer(Own):
+    """An optimizer with BAdam's name."""
+
+
 class Wraps(Own):
     """A wrapper around another optimizer, with groups of its own."""
 
@@ -206,6 +210,7 @@ REFUSED: list[tuple[str, bool | None, dict[str, Any], tuple[str, ...]]] = [
     ("Assigns", True, FSDP2, ("what is assigned to `p.data` is lost; got Assigns",)),
     ("Wraps", True, settings(1), ("must share its parameter groups", "got Wraps around Signs")),
     ("Muon", None, settings(2), ("got Muon, and pieces of layers.0.", "placement: whole")),
+    ("BlockOptimizer", True, settings(0), ("trains other parameters after some steps",)),
     ("LBFGS", None, settings(2), ("looks at all parameters at once",)),
 ]
 
