@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -307,6 +308,21 @@ def test_a_save_beside_training_is_of_the_state_that_was_saved(tmp_path: Path) -
     checkpoints.save("last")
     engine.destroy()  # waits for it
     assert set(tags()) == {OLD, NEW, "beside", "last"}
+
+
+@on_ranks(2)
+def test_an_exception_gives_up_a_save_beside_training(tmp_path: Path) -> None:
+    """A run ends by an exception, without waiting for a pending save."""
+    engine, _ = two(str(tmp_path))
+    checkpoints = Checkpoints(engine, tmp_path, quiet=True, asynchronous=True)
+    checkpoints.load()
+    checkpoints.save("never")
+    with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as stack:
+        stack.callback(engine.destroy)
+        raise KeyboardInterrupt
+    torch.distributed.barrier()
+    left = {path.name for path in tmp_path.iterdir()}  # rank 1 may write while rank 0 removes the folder
+    assert {name for name in left if not name.startswith(".writing-never@")} == {"latest", OLD, NEW}
 
 
 @on_ranks(2)

@@ -53,7 +53,7 @@ def test_all_ranks_end_and_say_why(schedule: str, where: str, rank: int, later: 
         engine.train_batch(tokens)
     if engine.mesh.rank() == rank:
         bomb.armed = where
-    first, seconds = until_it_ends(lambda: engine.train_batch(tokens))
+    first, seconds = until_it_ends(lambda: (engine.evaluate if world == 4 else engine.train_batch)(tokens))
     again, more = until_it_ends(lambda: engine.train_batch(tokens))
     engine.destroy()
     said = f"got Boom: {where} on rank {rank}"
