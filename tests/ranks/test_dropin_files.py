@@ -1,7 +1,4 @@
-"""Files of the drop-in: checkpoints that are loaded in part and at another stage, state dicts, curves.
-
-Curves of a config are those that DeepSpeed 0.19.6 writes.
-"""
+"""Files of the drop-in: checkpoints in part and at another stage, state dicts, DeepSpeed 0.19.6's curves."""
 
 from __future__ import annotations
 
