@@ -149,6 +149,18 @@ def gather_every_way(carrier: Carrier) -> list[str]:
     return wrong
 
 
+@on_ranks(4)
+def test_broadcasts_count_their_source_along_the_axis() -> None:
+    comm = joined(replicate=2, shard=2)
+    rank = comm.mesh.rank()
+    sources: dict[Any, tuple[int, int]] = {"world": (3, 3), "shard": (1, rank // 2 * 2 + 1)}
+    for axis, (source, sent) in {**sources, "replicate": (1, rank % 2 + 2)}.items():
+        tensor = torch.full((1, 2), float(rank), dtype=BF16)
+        comm.broadcast(tensor, source, axis)
+        assert tensor.tolist() == [[sent, sent]], (axis, tensor)
+    assert comm.broadcast_object(f"from {rank}", 2) == "from 2"
+
+
 @pytest.mark.parametrize("carrier", CARRIERS)
 @on_ranks(3)
 def test_operations_overlap_and_may_be_waited_for_in_any_order(carrier: Carrier) -> None:

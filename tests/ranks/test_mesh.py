@@ -87,18 +87,6 @@ def test_axes_have_groups_and_share_equal_ones() -> None:
             assert dist.get_process_group_ranks(axis.group) == ranks, name
 
 
-@on_ranks(2)
-def test_stop_leaves_the_callers_group_running() -> None:
-    """A default group that runs already is borrowed, and a new mesh can start."""
-    for _ in range(2):
-        mesh = start(lambda world: MeshShape(shard=world), device="cpu", timeout=20)
-        assert mesh.group("world") is not dist.group.WORLD
-        mesh.stop()
-        total = torch.ones(())
-        dist.all_reduce(total)
-        assert total == 2
-
-
 def _launch(rank: int, world: int, port: int) -> None:
     """Leave the harness's group and set torchrun's variables."""
     dist.destroy_process_group()
