@@ -29,7 +29,6 @@ QUICK: Mapping[str, int] = {
     "tests/ranks/test_dropin.py": 0,
     "tests/ranks/test_mesh.py": 0,
     "tests/ranks/test_pipelines.py": 0,
-    "tests/ranks/test_ways.py": 0,
 }
 """Folder -> how many values of a product must meet in a chosen cell; 0 chooses one cell."""
 

@@ -83,7 +83,7 @@ def _ip(*words: str) -> None:
 
 
 WHY_NOT = possible()
-# Two launchers and two ranks each; `tests/ranks/test_shared.py` has ranks of several hosts in one process.
+# Two launchers and two ranks each; `tests/ranks/test_collectives.py` pretends that ranks are on other hosts.
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 STEPS = 10

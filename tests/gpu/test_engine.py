@@ -32,26 +32,14 @@ def _batch(step: int, rank: int, micro: int) -> torch.Tensor:
     return batch(step, rank, micro).to(DEVICE)
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "autocast-bf16"])
-def test_all_stages_are_the_same_bits_on_one_device(mode: str) -> None:
-    with deterministic():
-        assert same([run(stage, mode) for stage in range(4)]) == []
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-3}}}
+MODES = ["fp32", "bf16", "fp16", "autocast-bf16"]
 
 
-def test_muon_and_its_statistics_are_the_same_at_every_stage() -> None:
-    keys = {
-        "optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-3}},
-        "precision": {"statistics": True},
-    }
-    runs, reports = [], []
+@pytest.mark.parametrize(("mode", "rest"), [*((mode, {}) for mode in MODES), ("bf16", MUON)])
+def test_all_stages_are_the_same_bits_on_one_device(mode: str, rest: dict[str, Any]) -> None:
     with deterministic():
-        for stage in range(4):
-            engine = make(stage, "bf16", **keys)
-            runs.append(train(engine, STEPS, data=_batch))
-            reports.append(engine.update_statistics())
-            engine.destroy()
-    assert same(runs) == [] and all(report == reports[0] for report in reports)
-    assert reports[0].line("layers.0.attention.qkv.weight").moved
+        assert same([run(stage, mode, **rest) for stage in range(4)]) == []
 
 
 @pytest.mark.cells(1)
@@ -77,7 +65,7 @@ def test_gathered_memory_comes_back() -> None:
 
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "autocast-bf16"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_step_waits_for_the_device_once(mode: str, stage: int) -> None:
     """The one wait is for the norm, as in `tests/device/test_counts.py`."""
     pytest.importorskip("triton")
@@ -95,7 +83,7 @@ def test_a_step_waits_for_the_device_once(mode: str, stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "autocast-bf16"])
+@pytest.mark.parametrize("mode", MODES)
 def test_fully_shard_on_one_device(mode: str) -> None:
     """torch's fused update on a GPU rounds otherwise than ours, so a tolerance, not bits."""
     native, fsdp2 = (

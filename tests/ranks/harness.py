@@ -139,7 +139,6 @@ def destroy_at_the_end(engine: Any) -> Any:
     made, engines = weakref.ref(engine), _engines
 
     def destroy() -> None:
-        """Destroy an engine, and forget it."""
         if (known := made()) in engines:
             engines.remove(known)
         type(known).destroy(known)
@@ -150,7 +149,6 @@ def destroy_at_the_end(engine: Any) -> Any:
 
 
 def destroy_engines() -> None:
-    """Destroy all engines of this rank's function."""
     while _engines:
         _engines[0].destroy()
 

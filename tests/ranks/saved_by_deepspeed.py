@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tests.numerics.networks import GPT, batch
 
 WIDTH, STEPS = 33, 3
+MOMENTS = ("exp_avg", "exp_avg_sq")
 LR, BETAS, EPS, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
 
 
@@ -152,10 +153,8 @@ def _look(engine: Any, case: Case, truth: Truth) -> None:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
-            truth.moments[name] = {
-                key: safe_get_full_optimizer_state(parameter, key).detach().clone()
-                for key in ("exp_avg", "exp_avg_sq")
-            }
+            found = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
+            truth.moments[name] = {key: value.detach().clone() for key, value in found.items()}
 
 
 def _look_at_flat(engine: Any, truth: Truth) -> None:
@@ -163,7 +162,7 @@ def _look_at_flat(engine: Any, truth: Truth) -> None:
     optimizer = engine.optimizer
     for group, parameters in enumerate(optimizer.round_robin_bit16_groups):
         state = optimizer.optimizer.state[optimizer.single_partition_of_fp32_groups[group]]
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in MOMENTS:
             parts = [torch.zeros_like(state[key]) for _ in range(dist.get_world_size())]
             dist.all_gather(parts, state[key])
             pieces = optimizer.unflatten(torch.cat(parts), optimizer.round_robin_bit16_meta[group])
@@ -183,7 +182,7 @@ def _look_at_0(engine: Any, case: Case, truth: Truth) -> None:
         name = names[id(parameter)]
         truth.weights[name] = master.detach().clone()
         state = inner.state[master]
-        truth.moments[name] = {key: state[key].detach().clone() for key in ("exp_avg", "exp_avg_sq")}
+        truth.moments[name] = {key: state[key].detach().clone() for key in MOMENTS}
     truth.weights["head.weight"] = truth.weights["embed.weight"]
 
 

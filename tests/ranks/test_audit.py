@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -35,25 +37,28 @@ def model() -> nn.Module:
     return made
 
 
-def audited(rank: int, ranks: int, stage: int) -> Audit:
-    batches = [{"tokens": batch(number)} for number in range(4)]
+def audited(
+    rank: int, ranks: int, stage: int, precision: dict[str, Any], count: int = 2, **more: Any
+) -> Audit:
+    batches = [{"tokens": batch(number)} for number in range(count)]
     config = {
-        "precision": {"mode": "bf16", "reduce": {"wire": "bf16", "when": "last"}},
+        "precision": {"mode": "bf16", **precision},
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
-    plan = zerodrift.make_plan(config, model(), ranks)
-    mine = batches[rank * 4 // ranks : (rank + 1) * 4 // ranks]
-    return audit(plan, model, mine, confirm=2, budget=None)
+    mine = batches[rank * count // ranks : (rank + 1) * count // ranks]
+    return audit(zerodrift.make_plan(config, model(), ranks), model, mine, budget=None, **more)
 
 
-def on_ranks() -> Audit:
-    return audited(started()[0], 2, 3)
+def on_ranks(precision: dict[str, Any], more: dict[str, Any]) -> Audit:
+    return audited(started()[0], 2, 3, precision, **more)
 
 
 def test_the_numbers_are_those_of_one_process() -> None:
-    alone = audited(0, 1, 0)
-    first, second = run_ranks(on_ranks, 2)
+    wire = {"reduce": {"wire": "bf16", "when": "last"}}
+    more = {"count": 4, "confirm": 1}
+    alone = audited(0, 1, 0, wire, **more)
+    first, second = run_ranks(on_ranks, 2, wire, more)
     assert first.drift == second.drift == alone.drift
     assert first.drift.choices == 2 * 4 * 2 * 12
     assert [one.choice for one in first.replayed] == [one.choice for one in second.replayed]
@@ -67,24 +72,8 @@ def test_the_numbers_are_those_of_one_process() -> None:
     assert any(1e-4 < line.reduce < 1e-2 for line in first.gradients)
 
 
-def narrowed(rank: int, ranks: int, stage: int, rules: list[dict[str, str]], goal: str | None) -> Audit:
-    batches = [{"tokens": batch(number)} for number in range(2)]
-    config = {
-        "precision": {"mode": "bf16", "rules": rules},
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
-    plan = zerodrift.make_plan(config, model(), ranks)
-    mine = batches[rank * 2 // ranks : (rank + 1) * 2 // ranks]
-    return audit(plan, model, mine, confirm=0, budget=None, narrow=goal)
-
-
-def narrowed_on_ranks() -> Audit:
-    return narrowed(started()[0], 2, 3, [], "bytes:2x")
-
-
 def test_ranks_choose_the_same_formats_and_one_process_drifts_as_far_with_them() -> None:
-    first, second = run_ranks(narrowed_on_ranks, 2, timeout=300)
+    first, second = run_ranks(on_ranks, 2, {}, {"confirm": 0, "narrow": "bytes:2x"}, timeout=300)
     advice = first.formats
     assert advice is not None and advice == second.formats
     assert {trial.column for trial in advice.trials} == {"gather"}
@@ -94,5 +83,5 @@ def test_ranks_choose_the_same_formats_and_one_process_drifts_as_far_with_them()
     assert len(advice.taken) > 3 and all(advice.trials[number].alone for number in advice.taken)
     assert advice.chosen.bytes.wire < 0.9 * advice.start.bytes.wire
     assert advice.start.drift.rms < advice.chosen.drift.rms <= advice.limit
-    alone = narrowed(0, 1, 2, [dict(rule) for rule in advice.rules], None)
+    alone = audited(0, 1, 2, {"rules": [dict(rule) for rule in advice.rules]}, confirm=0)
     assert alone.drift == advice.chosen.drift and alone.formats is None

@@ -23,7 +23,7 @@ from tests.unit.deepspeed_layout import lay_out
 from zerodrift.api import initialize
 from zerodrift.checkpoint.folder import is_deepspeed
 from zerodrift.errors import CheckpointError
-from zerodrift.weights.converter import ConvertOptions, convert
+from zerodrift.weights.converter import convert
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 
 needs_deepspeed = pytest.mark.skipif(
@@ -32,18 +32,13 @@ needs_deepspeed = pytest.mark.skipif(
 
 MORE = 4
 CASES = [
-    Case(0, "fp32", hard=False),
     Case(0, "bf16", hard=False),
-    Case(0, "bf16"),
     Case(0, "fp16", hard=False),
     Case(1, "fp32"),
     Case(1, "bf16"),
-    Case(1, "fp16"),
-    Case(2, "bf16"),
     Case(2, "fp32"),
     Case(2, "fp32", {"round_robin_gradients": True}),
     Case(2, "bf16", {"elastic_checkpoint": True}),
-    Case(3, "bf16"),
     Case(3, "fp16"),
     Case(3, "fp32", {"sub_group_size": 2000}),
 ]
@@ -72,9 +67,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
     ranks = run_ranks(save_all, 2, str(folder), timeout=240)
     yield folder, dict(zip((case.name for case in (*CASES, NAMELESS)), zip(*ranks, strict=True), strict=True))
     shutil.rmtree(folder)
-
-
-# --- what is read -----------------------------------------------------------------------------------------
 
 
 @needs_deepspeed
@@ -108,15 +100,6 @@ def test_weights_and_moments_are_bit_for_bit_and_the_rest_is_there(saved: Saved,
 
 
 @needs_deepspeed
-def test_nothing_is_read_before_it_is_used(saved: Saved) -> None:
-    """Values are views of the mapped files, not copies."""
-    found = open_deepspeed(saved[0] / "1-bf16")
-    trained = [entry for entry in found.entries if entry.group >= 0]
-    storages = {run.untyped_storage().data_ptr() for entry in trained for _, run in found.weight(entry)}
-    assert len(storages) <= 4, "one buffer per rank and group"
-
-
-@needs_deepspeed
 def test_what_has_no_name_is_left_out_said_and_refused_until_allowed(saved: Saved, tmp_path: Path) -> None:
     found = open_deepspeed(saved[0] / NAMELESS.name)
     assert not any(entry.moments for entry in found.entries)
@@ -132,9 +115,6 @@ def test_what_has_no_name_is_left_out_said_and_refused_until_allowed(saved: Save
 
 
 ADAMW = {"precision": {"mode": "fp32"}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-
-
-# --- what goes on -----------------------------------------------------------------------------------------
 
 
 def begun_with_zeros(case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
@@ -166,31 +146,17 @@ def resumed(folder: str, case: Case, stage: int) -> tuple[list[float], int, Any]
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [("2-fp32", 1), ("2-fp32", 3), ("3-fp32-sub_group_size", 3), ("1-bf16", 1), ("0-fp32-plain", 0)],
-)
+@pytest.mark.parametrize(("name", "stage"), [("2-fp32", 1), ("3-fp32-sub_group_size", 3), ("1-bf16", 1)])
 def test_a_converted_run_goes_on_with_the_losses_of_deepspeed(
     saved: Saved, name: str, stage: int, tmp_path: Path
 ) -> None:
     case = next(case for case in CASES if case.name == name)
     done = convert(saved[0] / name, tmp_path / "ours")
     assert not any("moments begin at zero" in note for note in done.notes)
-    for truth, found in zip(
-        saved[1][name], run_ranks(resumed, 2, str(tmp_path / "ours"), case, stage), strict=True
-    ):
-        losses, at, client = found
+    ranks = run_ranks(resumed, 2, str(tmp_path / "ours"), case, stage)
+    for truth, (losses, at, client) in zip(saved[1][name], ranks, strict=True):
         assert at == STEPS and client == {"epoch": 7, "note": "hello"}
         assert losses == pytest.approx(truth.losses, abs=near(case)) and losses[-1] != losses[0]
-
-
-@needs_deepspeed
-def test_an_optimizer_by_name(saved: Saved, tmp_path: Path) -> None:
-    convert(saved[0] / "1-fp32", tmp_path / "ours", ConvertOptions(optimizer="Adam"))
-    engine = initialize(model(CASES[0]), None, ADAMW, device="cpu", quiet=True)
-    with pytest.raises(CheckpointError, match="must be adam, as when it was saved; got adamw"):
-        zd.Checkpoints(engine, tmp_path / "ours", quiet=True).load()
-    engine.destroy()
 
 
 def under_the_drop_in(folder: str, case: Case, stage: int) -> dict[str, Any]:
@@ -216,7 +182,7 @@ def under_the_drop_in(folder: str, case: Case, stage: int) -> dict[str, Any]:
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(("name", "stage"), [("2-fp32", 3), ("3-fp32-sub_group_size", 3), ("1-bf16", 1)])
+@pytest.mark.parametrize(("name", "stage"), [("2-fp32", 3), ("1-bf16", 1)])
 def test_the_drop_in_loads_what_deepspeed_saved_and_goes_on(
     saved: Saved, name: str, stage: int, tmp_path: Path
 ) -> None:
@@ -224,18 +190,14 @@ def test_the_drop_in_loads_what_deepspeed_saved_and_goes_on(
     shutil.copytree(saved[0] / name, folder)
     before = {path: path.read_bytes() for path in folder.rglob("*.pt")}
     client = {"epoch": 7, "note": "hello"}
-    for truth, told in zip(
-        saved[1][name], run_ranks(under_the_drop_in, 2, str(folder), case, stage), strict=True
-    ):
+    ranks = run_ranks(under_the_drop_in, 2, str(folder), case, stage)
+    for truth, told in zip(saved[1][name], ranks, strict=True):
         assert told["loaded"] == (str(folder / f"global_step{STEPS}"), client)
         assert told["counts"] == (STEPS, STEPS * 4)
         assert told["losses"] == pytest.approx(truth.losses, abs=near(case))
         assert told["back"] == (client, pytest.approx(truth.losses[0], abs=near(case)))
     assert not list(folder.rglob(".zerodrift-*")), "nothing stays beside it"
     assert {path: path.read_bytes() for path in before} == before, "and what was saved is as it was"
-
-
-# --- what is refused --------------------------------------------------------------------------------------
 
 
 def versioned(version: str | None) -> Callable[[Path], None]:
@@ -246,24 +208,16 @@ def versioned(version: str | None) -> Callable[[Path], None]:
     return harm
 
 
-def without(pattern: str) -> Callable[[Path], None]:
-    return lambda tag: [path.unlink() for path in tag.glob(pattern)] and None
-
-
 def with_file(name: str) -> Callable[[Path], None]:
     return lambda tag: (tag / name).touch()
 
 
 REFUSED: list[tuple[Callable[[Path], Any], str]] = [
-    (without("*rank_1*"), r"2 problems[\s\S]*_optim_states.pt of each of 2 ranks[\s\S]*`1`"),
-    (without("*optim*"), r"must hold a file .*_optim_states.pt of each of 2 ranks"),
+    (lambda tag: [path.unlink() for path in tag.glob("*optim*")], r"_optim_states.pt of each of 2 ranks"),
     (with_file("layer_00-model_states.pt"), "a checkpoint of a DeepSpeed pipeline"),
     (with_file("zero_pp_rank_0_mp_rank_01_model_states.pt"), "a checkpoint with tensor parallelism"),
     (with_file("layer_0_expert_3_mp_rank_00_model_states.pt"), "a checkpoint with expert parallelism"),
-    *(
-        (versioned(version), "must be saved by DeepSpeed 0.10 or later")
-        for version in (None, "0.8.3", "soon")
-    ),
+    *((versioned(version), "must be saved by DeepSpeed 0.10 or later") for version in (None, "0.8.3")),
     (lambda tag: (tag.parent / "latest").unlink(), r"`latest` that names a tag.*`global_step3`"),
 ]
 
@@ -281,27 +235,3 @@ def test_what_cannot_be_read_is_refused_by_name(
     harm(folder / "global_step3")
     with pytest.raises(CheckpointError, match=told):
         open_deepspeed(folder)
-
-
-class Surprise:
-    """An object that runs code when it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return touch, (self.path,)
-
-
-def touch(path: str) -> None:
-    Path(path).touch()
-
-
-def test_code_in_a_file_runs_where_its_reader_says_so(tmp_path: Path) -> None:
-    """Elsewhere none runs: `tests/unit/test_foreign_files.py`."""
-    folder = lay_out(tmp_path / "run", 3)
-    for path in (folder / "global_step3").glob("*rank_0_*model*"):
-        state = torch.load(path, weights_only=False)
-        torch.save({**state, "surprise": Surprise(str(tmp_path / "ran"))}, path)
-    found = open_deepspeed(folder, trust=True).trained
-    assert found and found.client["surprise"] is None and (tmp_path / "ran").exists()

@@ -1,58 +1,56 @@
-"""Files of the drop-in: tags, checkpoints that are loaded in part and at another stage, state dicts."""
+"""Files of the drop-in: checkpoints in part and at another stage, state dicts, DeepSpeed 0.19.6's curves."""
 
 from __future__ import annotations
 
 import copy
+import json
+import re
+import shutil
+import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 
 import zerodrift.deepspeed as deepspeed
 from tests.habits.networks import WIDTH, Seeded
 from tests.ranks.harness import on_ranks, run_ranks
 from tests.ranks.test_dropin import make, train
-from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
+from zerodrift.deepspeed.tools.functions import logger
+from zerodrift.errors import CheckpointError, ConfigError, ModelError, UnsupportedError
 
 
-@pytest.mark.parametrize("mode", ["FAIL", "Warn"])
 @on_ranks(2)
-def test_tags_that_differ_between_ranks(tmp_path: Path, mode: str) -> None:
-    folder = str(tmp_path)
-    engine = make(1, checkpoint={"tag_validation": mode})
-    tag = f"tag{deepspeed.comm.get_rank()}"
-    if mode == "FAIL":
-        with pytest.raises(AssertionError, match="the same on all ranks; got 'tag0', 'tag1'"):
-            engine.save_checkpoint(folder, tag=tag)
-    else:
-        engine.save_checkpoint(folder, tag=tag)
-        assert engine.load_checkpoint(folder)[0] == str(Path(folder) / "tag0")
+def test_tags_that_differ_between_ranks(tmp_path: Path) -> None:
+    folder, tag = str(tmp_path), f"tag{deepspeed.comm.get_rank()}"
+    with pytest.raises(AssertionError, match="the same on all ranks; got 'tag0', 'tag1'"):
+        make(1, checkpoint={"tag_validation": "FAIL"}).save_checkpoint(folder, tag=tag)
+    engine = make(1, checkpoint={"tag_validation": "Warn"})
+    engine.save_checkpoint(folder, tag=tag)
+    assert engine.load_checkpoint(folder)[0] == str(Path(folder) / "tag0")
 
 
-def saved(folder: str) -> None:
-    engine = make(3, bf16={"enabled": True})
+@on_ranks(2)
+def test_checkpoints_load_at_another_stage_and_in_part(tmp_path: Path) -> None:
+    folder, rank, half = str(tmp_path), deepspeed.comm.get_rank(), {"bf16": {"enabled": True}}
+    engine = make(3, **half)
     train(engine, 2)
-    rank = deepspeed.comm.get_rank()
     engine.save_checkpoint(folder, client_state={"rank": rank})
     goes_on = train(engine, 2, first=2)
-    engine.destroy()
-    engine = make(1, bf16={"enabled": True})
-    path, client = engine.load_checkpoint(folder)
-    assert client == {"rank": 0} and path == str(Path(folder) / "global_step2")
+    engine = make(1, **half)
+    assert engine.load_checkpoint(folder) == (str(tmp_path / "global_step2"), {"rank": 0})
     assert train(engine, 2, first=2) == goes_on
-    counts = (engine.global_steps, engine.micro_steps, engine.global_samples)
-    assert counts == (4, 4, 32)
-    engine.destroy()
-    engine = make(1, bf16={"enabled": True})
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (4, 4, 32)
+    engine = make(1, **half)
     weights = engine.load_checkpoint(folder, tag="global_step2", load_optimizer_states=False)
     assert weights[1] == {"rank": 0} and engine.global_steps == 2
     head = engine.module.head.weight
     assert deepspeed.utils.safe_get_full_optimizer_state(head, "exp_avg") is None
-    engine.destroy()
-    engine = make(1, bf16={"enabled": True})
+    engine = make(1, **half)
     engine.load_checkpoint(folder, load_module_only=True)
     assert engine.global_steps == 0
     with pytest.raises(CheckpointError, match="'global_step9'"):
@@ -66,11 +64,6 @@ def saved(folder: str) -> None:
         assert masters.keys() == consolidated.keys() == engine.module.state_dict().keys()
         for name, value in consolidated.items():
             assert torch.equal(masters[name].to(value.dtype), value), name
-    engine.destroy()
-
-
-def test_checkpoints_load_at_another_stage_and_in_part(tmp_path: Path) -> None:
-    run_ranks(saved, 2, str(tmp_path))
 
 
 def frozen_in_part(stage: int, seed: float | None = None) -> Any:
@@ -82,7 +75,9 @@ def frozen_in_part(stage: int, seed: float | None = None) -> Any:
     return make(stage, net, bf16={"enabled": True})
 
 
-def without_frozen(root: str) -> None:
+@on_ranks(2)
+def test_frozen_parameters_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    root = str(tmp_path)
     engine = frozen_in_part(3)
     frozen = [name for name, p in engine.module.named_parameters() if not p.requires_grad]
     train(engine, 1)
@@ -93,7 +88,7 @@ def without_frozen(root: str) -> None:
     with pytest.raises(CheckpointError, match=r"must hold every parameter of the model.*blocks.0.up.weight"):
         engine.load_checkpoint(root, "lean")
     path, _ = engine.load_checkpoint(root, "lean", load_module_strict=False)
-    assert path == str(Path(root) / "lean") and train(engine, 2, first=1) == expected
+    assert path == str(tmp_path / "lean") and train(engine, 2, first=1) == expected
     engine.load_checkpoint(root, "whole")
     assert train(engine, 2, first=1) == expected
 
@@ -105,56 +100,41 @@ def without_frozen(root: str) -> None:
         for name in frozen:
             values[name].copy_(masters[name])
     assert train(other, 2, first=1) == pytest.approx(expected, abs=2e-2)
-
-
-def test_frozen_parameters_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
-    run_ranks(without_frozen, 2, str(tmp_path))
     lean, whole = (
-        sum(path.stat().st_size for path in (tmp_path / tag).glob("*.distcp")) for tag in ("lean", "whole")
+        sum(f.stat().st_size for f in (tmp_path / tag).glob("*.distcp")) for tag in ("lean", "whole")
     )
     assert whole - lean > 4 * WIDTH * WIDTH * 2
 
 
-class Headed(nn.Module):
-    def __init__(self, name: str, width: int = 1) -> None:
-        super().__init__()
-        torch.manual_seed(len(name))
-        self.body = nn.Linear(WIDTH, WIDTH)
-        self.add_module(name, nn.Linear(WIDTH, width))
-        self.register_buffer(f"of_{name}", torch.ones(2))
-        self._head = name
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return getattr(self, self._head)(self.body(x))
+def headed(name: str, width: int = 1) -> nn.Module:
+    torch.manual_seed(len(name))
+    return nn.Sequential(OrderedDict({"body": nn.Linear(WIDTH, WIDTH), name: nn.Linear(WIDTH, width)}))
 
 
 @on_ranks(2)
 def test_a_model_with_another_head(tmp_path: Path) -> None:
     root = str(tmp_path)
-    engine = make(2, Headed("old"))
+    engine = make(2, headed("old"))
     train(engine, 1)
     engine.save_checkpoint(root)
     trained = engine.running.parameter("body.weight")
-    body, moments = trained.master, dict(trained.state)
-    engine.destroy()
+    body, moment = trained.master, trained.state["exp_avg"]
 
-    engine = make(2, Headed("fresh"))
-    fresh = engine.running.parameter("fresh.weight").master
+    engine = make(2, headed("fresh"))
+    loaded, own = (engine.running.parameter(name) for name in ("body.weight", "fresh.weight"))
+    fresh = own.master
     with pytest.raises(CheckpointError, match=r"`fresh.weight`"):
         engine.load_checkpoint(root)
-    assert not torch.equal(engine.running.parameter("body.weight").master, body)
+    assert not torch.equal(loaded.master, body)
     engine.load_checkpoint(root, load_module_strict=False)
-    loaded, own = (engine.running.parameter(name) for name in ("body.weight", "fresh.weight"))
-    assert torch.equal(loaded.master, body) and torch.equal(loaded.state["exp_avg"], moments["exp_avg"])
+    assert torch.equal(loaded.master, body) and torch.equal(loaded.state["exp_avg"], moment)
     assert torch.equal(own.master, fresh) and not own.state["exp_avg"].any()
     train(engine, 1)
-    assert not torch.equal(engine.running.parameter("fresh.weight").master, fresh)
-    engine.destroy()
+    assert not torch.equal(own.master, fresh)
 
-    engine = make(2, Headed("old", width=3))
+    engine = make(2, headed("old", width=3))
     with pytest.raises(CheckpointError, match=r"`old.weight`: must have shape \[3, 8\]"):
         engine.load_checkpoint(root, load_module_strict=False)
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -172,7 +152,6 @@ def test_memory_that_is_assigned_is_named_where_values_are_saved(stage: int) -> 
         engine.module_state_dict()
     net.head.weight.data = held
     assert torch.equal(engine.module_state_dict()["head.weight"], held)
-    engine.destroy()
 
 
 class Renames(Seeded):
@@ -210,37 +189,27 @@ def test_a_state_dict_of_the_models_own(stage: int) -> None:
             if found is not None:
                 assert list(found) == list(wanted)
                 assert all(torch.equal(found[name], value) for name, value in wanted.items())
-    engine.destroy()
 
 
 @on_ranks(2)
 def test_what_a_state_dict_takes_between_uses_has_no_values(tmp_path: Path) -> None:
     """Use a state dict on a rank that saves nothing as the saving rank does; no number comes of it."""
-    root = tmp_path / str(dist.get_rank())
-    root.mkdir()
-    from safetensors.torch import save_file, save_model
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 32}
-    tied = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
-    engine = make(3, LlamaForCausalLM(tied))
-    module, name = engine.module, "model.norm.weight"
+    net = Seeded()
+    shapes = {name: (value.shape, value.dtype) for name, value in net.state_dict().items()}
+    module, name = make(3, net).module, "head.bias"
     entries = module.state_dict()
-    assert {n: (v.shape, v.dtype) for n, v in entries.items()} == {
-        n: (v.shape, v.dtype) for n, v in LlamaForCausalLM(tied).state_dict().items()
-    }
+    assert {n: (v.shape, v.dtype) for n, v in entries.items()} == shapes
     value = entries[name]
-    if hasattr(module, "should_save_on_this_rank"):  # older versions of transformers write on every rank
-        module.save_pretrained(str(root), is_main_process=False)
-    assert not list(root.iterdir())
-    assert value.cpu().clone().half().view(2, 8)[1].shape == (8,) and copy.deepcopy(entries).keys()
-    assert torch.stack([value, torch.zeros(16)]).dtype == torch.float32
-    file, there, plain = root / "file", torch.zeros(16), nn.Parameter(torch.zeros(16))
+    assert value.cpu().clone().half().view(2, 4)[1].shape == (4,) and copy.deepcopy(entries).keys()
+    assert torch.stack([value, torch.zeros(8)]).dtype == torch.float32
+    file, there, plain = (
+        tmp_path / str(deepspeed.comm.get_rank()),
+        torch.zeros(8),
+        nn.Parameter(torch.zeros(8)),
+    )
     asked = {
         "item": lambda: value.sum().item(),
-        "tolist": value.tolist,
         "__bool__": lambda: bool(value[0] == value[0]),
-        "mul_": lambda: value.mul_(2),
         "copy_": lambda: there.copy_(value),
         "__setitem__": lambda: there.__setitem__(0, value[0]),
         "pickle": lambda: torch.save(entries, file),
@@ -251,11 +220,125 @@ def test_what_a_state_dict_takes_between_uses_has_no_values(tmp_path: Path) -> N
         with pytest.raises(ModelError, match=rf"`{name}`.*got `{what}`|`pickle` of") as error:
             ask()
         assert "zero.GatheredParameters" in str(error.value)
-    with pytest.raises(ModelError, match="must be gathered"):
-        save_model(module, str(file))
     with pytest.raises(RuntimeError, match="incompatible tensor type"):
         plain.data = value
     assert not plain.any() and not there.any()
-    with deepspeed.zero.GatheredParameters(list(module.parameters())):
-        assert module.state_dict()[name].eq(1).all()
-    engine.destroy()
+
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.1}},
+}
+
+
+def csv_block(folder: str) -> dict[str, Any]:
+    return {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
+
+
+def curves(folder: str) -> dict[str, list[str]]:
+    return {path.name: path.read_text().splitlines() for path in sorted(Path(folder, "job").glob("*.csv"))}
+
+
+def engine_of(**keys: Any) -> Any:
+    torch.manual_seed(1)
+    return deepspeed.initialize(model=nn.Linear(4, 1), config={**CONFIG, **keys})[0]
+
+
+def steps(engine: Any, count: int) -> list[float]:
+    losses = []
+    for index in range(2 * count):
+        loss = engine(torch.full((2, 4), 1.0 + index, dtype=engine.module.weight.dtype)).float().pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def write_curves(folder: str, stage: int) -> tuple[list[float], float]:
+    engine = engine_of(zero_optimization={"stage": stage}, **csv_block(folder))
+    losses = steps(engine, 3)
+    engine.monitor.write_events([("Own/a name", 3, 1)])
+    return losses, engine.get_lr()[0]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_curves_are_of_all_samples_and_written_once(tmp_path: Path, stage: int) -> None:
+    (losses, rate), _ = run_ranks(write_curves, 2, str(tmp_path), stage)
+    found = curves(str(tmp_path))
+    assert found.pop("Own_a_name.csv") == ["step,a name", "1,3"]
+    head, *rates = found.pop("Train_Samples_lr.csv")
+    assert head == "step,lr" and [row.split(",")[0] for row in rates] == ["8", "16", "24"]
+    assert float(rates[-1].split(",")[1]) == rate
+    means = [(first + second) / 2 for first, second in zip(losses[::2], losses[1::2], strict=True)]
+    curve = ["step,train_loss", *(f"{8 * number},{mean}" for number, mean in enumerate(means, 1))]
+    assert found == {"Train_Samples_train_loss.csv": curve}
+
+
+@on_ranks(1)
+def test_a_second_run_adds_to_the_files_and_training_goes_on_without(tmp_path: Path) -> None:
+    folder = str(tmp_path / "curves")
+    for _ in range(2):
+        engine = engine_of(fp16={"enabled": True, "initial_scale_power": 4}, **csv_block(folder))
+        steps(engine, 1)
+    found = curves(folder)
+    assert found["Train_Samples_loss_scale.csv"][:2] == ["step,loss_scale", "4,16.0"]
+    assert [row.split(",")[0] for row in found["Train_Samples_lr.csv"]] == ["step", "4", "4"]
+    shutil.rmtree(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+        steps(engine, 2)
+    assert engine.global_steps == 3
+    (line,) = [each for each in said if "csvMonitor" in each]
+    assert "nothing more is written" in line and "lr.csv" in line
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"enable": True}, "csv_monitor.enable"),
+    ({"enabled": "often"}, "csv_monitor.enabled"),
+    ({"enabled": True, "output_path": "/dev/null"}, "csv_monitor.output_path"),
+]
+
+
+@on_ranks(2)
+def test_what_cannot_be_written_is_an_error_of_all_before_training(tmp_path: Path) -> None:
+    """A block that is wrong, and a module that only rank 0 uses, and cannot begin."""
+    for block, words in REFUSED:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            engine_of(csv_monitor=block)
+    if torch.distributed.get_rank() == 0:
+        (tmp_path / "wandb.py").write_text("def init(**options):\n    raise PermissionError('no key')\n")
+    torch.distributed.barrier()
+    sys.path.insert(0, str(tmp_path))
+    with pytest.raises(ConfigError, match=r"wandb\.enabled[\s\S]*PermissionError: no key"):
+        engine_of(wandb={"enabled": True})
+
+
+WANDB_MODULE = """
+import json, pathlib
+
+class Run(list):
+    def log(self, data, step=None, commit=None):
+        self.append([data, step])
+        pathlib.Path(__file__).with_suffix(".json").write_text(json.dumps(self))
+
+def init(**options):
+    return Run([options])
+"""
+
+
+def trained_with_wandb(folder: str) -> float:
+    sys.path.insert(0, folder)
+    engine = engine_of(wandb={"enabled": True, "project": "mine", "team": "ours"})
+    steps(engine, 1)
+    return float(engine.get_lr()[0])
+
+
+def test_a_run_of_wandb_gets_them_from_rank_0(tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text(WANDB_MODULE)
+    rate, _ = run_ranks(trained_with_wandb, 2, str(tmp_path))
+    options, first, second = json.loads((tmp_path / "wandb.json").read_text())
+    assert options == {"project": "mine", "group": None, "entity": "ours"}
+    assert first == [{"Train/Samples/lr": rate}, 8] and list(second[0]) == ["Train/Samples/train_loss"]

@@ -1,18 +1,25 @@
-"""Declared against observed: a watched step agrees with the plan, and planted differences are found."""
+"""Declared against observed: a watched step, and its record of collectives, are as the plan says."""
 
 from __future__ import annotations
 
+import itertools
 import types
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.numerics.networks import GPT, WIDTH, batch
+from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, diff, make, masters
+from tests.numerics.test_frozen import adapted
 from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
-from tests.ranks.harness import on_ranks, run_ranks
+from tests.ranks.harness import on_ranks
 from zerodrift.backends.adapters import ReduceScatter
+from zerodrift.comm.collectives import Recorded
 from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import PrecisionError
@@ -20,6 +27,7 @@ from zerodrift.inspect.check import compare
 from zerodrift.inspect.trace.engine import observe
 from zerodrift.inspect.trace.records import EngineRecord, merged
 from zerodrift.plan import Plan
+from zerodrift.plan.schedule import collectives
 from zerodrift.policy.decisions import Reduction
 
 
@@ -36,23 +44,13 @@ def step(engine: Engine) -> EngineRecord:
     return merged(engine.comm.all_gather_object(seen))
 
 
-def require_columns(stage: int, mode: str, rest: dict[str, Any], line: str, missing: set[str]) -> None:
-    """Watch a step: no finding, the columns of the line, and these columns not seen of some parameter."""
-    engine = make(config(stage, mode, micro_batches=2, **rest), GPT(tied=False))
-    seen = step(engine)
-    assert compare.findings(engine.plan, seen) == []
-    told = compare.line(engine.plan, seen)
-    assert line in told, told
-    assert unseen(engine.plan, seen) == missing
-
-
 def unseen(plan: Plan, seen: EngineRecord) -> set[str]:
     """Return the columns in which some parameter has no observed dtype."""
     cells = ((row.name, column) for row in plan.rows for column in compare.declared(row.columns))
     return {column for name, column in cells if not seen.seen(name, column)}
 
 
-CASES = [
+NATIVE_CASES = [
     (0, "bf16", {}, "storage=bfloat16 gather=- compute=bfloat16 logits=- grad=bfloat16 accumulate=float32 "
      "reduce=float32 master=split state=float32", {"gather"}),
     (3, "bf16", {"precision": {"reduce": "bf16", "state": "bf16-stochastic", "master": "fp32"}},
@@ -60,54 +58,38 @@ CASES = [
      "reduce=bfloat16>float32 master=float32 state=bfloat16", set()),
     (2, "fp16", {}, "storage=float16 gather=- compute=float16 logits=- grad=float16 accumulate=float32 "
      "reduce=float32 master=float32 state=float32", {"gather"}),
-    (3, "fp32", {}, "storage=float32 gather=float32 compute=float32 logits=- grad=float32 "
-     "accumulate=float32 reduce=float32 master=same state=float32", set()),
     (1, "autocast-bf16", {}, "storage=float32 gather=- compute=bfloat16,float32 logits=- "
      "grad=bfloat16,float32 accumulate=float32 reduce=bfloat16>float32,float32 master=same state=float32",
      {"gather"}),
 ]  # fmt: skip
-
-
-ON_FSDP2 = [
-    (0, "bf16", {}, "gather=- compute=bfloat16 logits=- grad=bfloat16 accumulate=float32 reduce=float32",
-     {"gather"}),
+FSDP2_CASES = [
+    (0, "fp32", {}, "storage=float32 gather=- compute=float32 logits=- grad=float32 accumulate=float32 "
+     "reduce=float32 master=same state=float32", {"gather"}),
     (1, "bf16", {"precision": {"accumulate": "bf16", "allow_narrow": True, "reduce": "bf16"}},
-     "gather=bfloat16 compute=bfloat16 logits=- grad=bfloat16 accumulate=bfloat16 reduce=bfloat16>float32",
+     "storage=float32 gather=bfloat16 compute=bfloat16 logits=- grad=bfloat16 accumulate=bfloat16 "
+     "reduce=bfloat16>float32 master=same state=float32", set()),
+    (2, "fp16", {}, "storage=float32 gather=float16 compute=float16 logits=- grad=float16 "
+     "accumulate=float32 reduce=float32 master=same state=float32", set()),
+    (3, "autocast-bf16", {}, "storage=float32 gather=bfloat16,float32 compute=bfloat16,float32 logits=- "
+     "grad=bfloat16,float32 accumulate=float32 reduce=bfloat16>float32,float32 master=same state=float32",
      set()),
-    (2, "fp16", {}, "gather=float16 compute=float16 logits=- grad=float16 accumulate=float32 reduce=float32",
-     set()),
-    (3, "bf16", {"precision": {"reduce": "bf16"}},
-     "gather=bfloat16 compute=bfloat16 logits=- grad=bfloat16 accumulate=float32 reduce=bfloat16>float32",
-     set()),
-    (3, "fp32", {}, "gather=float32 compute=float32 logits=- grad=float32 accumulate=float32 reduce=float32",
-     set()),
-    (3, "autocast-bf16", {}, "gather=bfloat16,float32 compute=bfloat16,float32 logits=- "
-     "grad=bfloat16,float32 accumulate=float32 reduce=bfloat16>float32,float32", set()),
 ]  # fmt: skip
-"""Lines without storage, master and state, which are float32."""
+CASES = {"native": NATIVE_CASES, "fsdp2": FSDP2_CASES}
+"""(stage, mode, keys of the config, line, columns that cannot be seen), by backend."""
+BACKENDS = pytest.mark.parametrize("backend", CASES)
 
 
-@pytest.mark.parametrize(
-    ("backend", "case"),
-    [("native", case) for case in CASES] + [("fsdp2", case) for case in ON_FSDP2],
-    ids=lambda v: v if isinstance(v, str) else f"{v[0]}-{v[1]}",
-)
+@BACKENDS
 @on_ranks(2)
-def test_every_column_is_seen_and_is_as_declared(backend: str, case: tuple[Any, ...]) -> None:
-    stage, mode, rest, line, missing = case
-    if backend == "fsdp2":
-        line = f"storage=float32 {line} master=same state=float32"
-    line = f"precision: backend={backend} {line}"
-    require_columns(stage, mode, {"backend": backend, **rest}, line, missing)
-
-
-@on_ranks(4)
-def test_copies_of_a_sharded_model_are_seen_on_both_axes() -> None:
-    rest = {"backend": "fsdp2", "sharding": {"replicate": 2}, "precision": {"reduce": "bf16"}}
-    require_columns(3, "bf16", rest, "reduce=bfloat16>float32", set())
-
-
-BACKENDS = pytest.mark.parametrize("backend", ["native", "fsdp2"])
+def test_every_column_is_seen_and_is_as_declared(backend: str) -> None:
+    for stage, mode, rest, line, missing in CASES[backend]:
+        engine = make(config(stage, mode, 2, backend=backend, **rest), GPT(tied=False))
+        seen = step(engine)
+        assert compare.findings(engine.plan, seen) == []
+        told = compare.line(engine.plan, seen)
+        assert told == f"precision: backend={backend} {line}", told
+        assert unseen(engine.plan, seen) == missing
+        engine.destroy()
 
 
 @BACKENDS
@@ -126,46 +108,24 @@ def test_a_pin_is_seen_in_every_column(backend: str) -> None:
     assert found == [["float32"]] * 6 + [["same"], ["float32"]]
 
 
-# --- planted: each is found, by name --------------------------------------------------------------------
-
-
 UP = "layers.0.mlp.up"
 PIN = {"rules": [{"match": f"{UP}.*", "pin": "fp32", "output": "input"}]}
 
 
-class Recast(torch.autograd.Function):
-    """An identity of a weight whose backward has another dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        ctx.dtype = dtype
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.to(ctx.dtype) * 1.01, None  # a widening cast alone loses and gains nothing
-
-
-def computing(dtype: torch.dtype, factor: float | None = None) -> Any:
+def forward_in(dtype: torch.dtype, copied: bool = False) -> Any:
     """Return a forward of a linear module in a dtype, with its parameters or with copies."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        held = [p if factor is None else p * factor for p in (self.weight, self.bias)]
+        held = [p.clone() if copied else p for p in (self.weight, self.bias)]
         return torch.nn.functional.linear(x.to(dtype), *(p.to(dtype) for p in held)).to(x.dtype)
 
     return forward
 
 
-def leaving(dtype: torch.dtype) -> Any:
-    return lambda self, x: torch.nn.functional.linear(x, Recast.apply(self.weight, dtype), self.bias)
-
-
 FORWARDS = {
-    "compute": computing(torch.bfloat16),
-    "compute of a copy": computing(torch.bfloat16, 1),
-    "wider compute": computing(torch.float32),
-    "wider grad": leaving(torch.float32),
-    "grad": leaving(torch.bfloat16),
+    "compute": forward_in(torch.bfloat16),
+    "compute of a copy": forward_in(torch.bfloat16, copied=True),
+    "wider compute": forward_in(torch.float32),
 }
 
 
@@ -175,17 +135,7 @@ def plant(engine: Any, what: str) -> None:
         module.forward = types.MethodType(FORWARDS[what], module)
 
 
-def judged(engine: Engine, seen: EngineRecord) -> tuple[list[tuple[str, str]], str]:
-    found, told = compare.findings(engine.plan, seen), ""
-    try:
-        compare.require_declared(engine.plan, seen)
-    except PrecisionError as error:
-        told = str(error)
-    engine.destroy()
-    return [(each.name, each.column) for each in found], told
-
-
-def planted(what: str) -> tuple[list[tuple[str, str]], str]:
+def planted(what: str) -> tuple[Engine, EngineRecord]:
     engine = make(config(3, "bf16", 2, precision=PIN if what.startswith("compute") else {}), GPT(tied=False))
     row = engine.plan.row(f"{UP}.weight")
     assert row is not None and engine.updater is not None
@@ -197,11 +147,11 @@ def planted(what: str) -> tuple[list[tuple[str, str]], str]:
             None if held.master is None else held.master.dtype,
             tuple(moment.dtype for moment in (rounded if number == row.segment else held.moments)),
         )
-    return judged(engine, step(engine))
+    return engine, step(engine)
 
 
-def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str]], str]:
-    pins = PIN if what in ("compute", "grad") else {}
+def planted_on_fsdp2(what: str) -> tuple[Engine, EngineRecord]:
+    pins = PIN if what == "compute" else {}
     engine: Any = make(config(3, "bf16", backend="fsdp2", precision=pins), GPT(tied=False))
     member = engine.executor.members[f"{UP}.weight"]
     group = next(unit for unit in engine.executor.units if member in unit.members)
@@ -222,41 +172,33 @@ def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str]], str]:
         if what == "state":
             moments = engine.optimizer.state[member.sharded]
             moments["exp_avg"] = moments["exp_avg"].bfloat16()
-    return judged(engine, seen)
+    return engine, seen
 
 
-NATIVE = ("compute", "compute of a copy", "state", "wider compute", "wider grad")
-FSDP2 = ("compute", "grad", "accumulate", "reduce", "state", "wider compute", "wider grad")
-PLANTED = [(planted, what) for what in NATIVE] + [(planted_on_fsdp2, what) for what in FSDP2]
+PLANTED = {
+    "native": ("compute", "compute of a copy", "state", "wider compute"),
+    "fsdp2": ("compute", "accumulate", "reduce", "state", "wider compute"),
+}
 
 
-@pytest.mark.parametrize(("plants", "what"), PLANTED)
-def test_what_is_not_as_declared_is_found_unless_it_is_wider(plants: Any, what: str) -> None:
-    planned = what.partition(" ")[0]
-    for found, told in run_ranks(plants, 2, what):
-        if planned == "wider":
-            assert found == [] and told == ""
-            continue
-        assert (f"{UP}.weight", planned) in found
-        assert {column for _, column in found} == {planned}, found
-        assert f"`{planned}` must be " in told and "the run and its plan differ: " in told
-        if plants is planted_on_fsdp2:
-            assert {name.rpartition(".mlp.")[0] for name, _ in found if ".mlp." in name} == {"layers.0"}
-
-
-class WideNorm(torch.nn.LayerNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shape, weight, bias = self.normalized_shape, self.weight.float(), self.bias.float()
-        return torch.nn.functional.layer_norm(x.float(), shape, weight, bias).to(x.dtype)
-
-
+@BACKENDS
 @on_ranks(2)
-def test_a_gather_computes_with_no_parameter() -> None:
-    """A gather writes a unit's values where the first of its parameters begins."""
-    network = GPT(tied=False)
-    network.layers[0].norm1 = WideNorm(WIDTH)
-    seen = step(make(config(3, "bf16", 2), network)).seen("layers.0.norm1.weight", "compute")
-    assert seen == {"float32"}, seen
+def test_what_is_not_as_declared_is_found_unless_it_is_wider(backend: str) -> None:
+    for what in PLANTED[backend]:
+        engine, seen = planted(what) if backend == "native" else planted_on_fsdp2(what)
+        found = {(each.name, each.column) for each in compare.findings(engine.plan, seen)}
+        planned = what.partition(" ")[0]
+        if planned == "wider":
+            assert not found, (what, found)
+            compare.require_declared(engine.plan, seen)
+            continue
+        assert (f"{UP}.weight", planned) in found and {column for _, column in found} == {planned}, found
+        told = f"the run and its plan differ: [\\s\\S]*`{planned}` must be "
+        with pytest.raises(PrecisionError, match=told):
+            compare.require_declared(engine.plan, seen)
+        if backend == "fsdp2":
+            assert {name.rpartition(".mlp.")[0] for name, _ in found if ".mlp." in name} == {"layers.0"}
+        engine.destroy()
 
 
 @BACKENDS
@@ -273,33 +215,118 @@ def test_looking_changes_nothing(backend: str) -> None:
     assert diff(*runs) == []
 
 
-# --- a pipeline -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("schedule", "weights", "keep"),
-    [
-        pytest.param("1f1b", None, "step", marks=pytest.mark.slow),
-        ("zbv", "queue", "micro-batch"),
-        pytest.param("zbv", "autograd", "step", marks=pytest.mark.slow),
-    ],
-)
 @on_ranks(4)
-def test_a_pipeline_is_seen_on_every_stage(schedule: str, weights: str | None, keep: str) -> None:
+def test_a_pipeline_is_seen_on_every_stage() -> None:
     rules = {"rules": [{"match": "layers.1.mlp.router.weight", "pin": "fp32"}]}
-    written = config(3, "bf16", COUNT, precision=rules, sharding={"keep_gathered": keep})
-    engine = pipeline(written, schedule, weights, GPT(LAYERS, moe=True))
+    written = config(3, "bf16", COUNT, precision=rules, sharding={"keep_gathered": "micro-batch"})
+    engine = pipeline(written, "zbv", "queue", GPT(LAYERS, moe=True))
     with observe(engine) as seen:
         engine.train_batch(data(0, engine.mesh.rank("data")))
     whole = merged(engine.comm.all_gather_object(seen))
     assert compare.findings(engine.plan, whole) == []
     assert unseen(engine.plan, whole) <= {"grad"}, "each column of every parameter, wherever it is"
-    grad = "bfloat16" if weights == "queue" else "bfloat16,float32"  # late ones, the router's too, are not
     told = compare.line(engine.plan, whole)
     assert told == (
         "precision: backend=native storage=bfloat16,float32 gather=bfloat16,float32 "
-        f"compute=bfloat16,float32 logits=- grad={grad} accumulate=float32 reduce=float32 "
+        "compute=bfloat16,float32 logits=- grad=bfloat16 accumulate=float32 reduce=float32 "
         "master=split,same state=float32"
     ), told
-    if weights == "queue":  # it is formed in the dtype that it is added in
-        assert not whole.seen("layers.0.attention.qkv.weight", "grad")
+    assert not whole.seen("layers.0.attention.qkv.weight", "grad"), "formed in the dtype that it is added in"
+
+
+class Recomputing(GPT):
+    """A GPT with activation checkpointing around every block, or inside it around its MLP."""
+
+    def __init__(self, reentrant: bool, inside: bool = False) -> None:
+        super().__init__()
+        self.reentrant, self.inside = reentrant, inside
+        for layer in self.layers if inside else ():
+            whole = layer.mlp.forward
+            layer.mlp.forward = lambda x, whole=whole: checkpoint(whole, x, use_reentrant=reentrant)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x) if self.inside else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+def difference(written: dict[str, Any], model: nn.Module) -> str:
+    """Return the first difference between a step's record and the plan's list on this rank; empty if there
+    is none."""
+    engine = make(written, model)
+    expected = [Recorded(c.op, c.dtype, c.numel, c.axis, c.sum) for c in collectives(engine.plan)]
+    found = ""
+    for step in range(2):
+        with engine.comm.record() as log:
+            for number in range(written["gradient_accumulation_steps"]):
+                engine.backward(engine(batch(step, engine.mesh.rank("data"), number)))
+                engine.step()
+        for place, (got, want) in enumerate(itertools.zip_longest(log, expected)):
+            if got != want:
+                found = found or f"step {step}, {place} of {len(expected)}: got {got}, planned {want}"
+    engine.destroy()
+    return found
+
+
+def frozen_block() -> GPT:
+    model = GPT(layers=3)
+    model.layers[1].requires_grad_(False)
+    return model
+
+
+Case = tuple[dict[str, Any], Callable[[], nn.Module]]
+"""(config, model)."""
+PINS = {"precision": {"rules": [{"match": "*norm*", "pin": "fp32"}]}}
+NESTED = {"units": ["layers.*", "layers.*.mlp"]}
+
+
+def plain() -> dict[str, Case]:
+    """Return cells that hold every two values of stage, micro-batches and mode."""
+    cells = [
+        *((0, 1, "bf16"), (0, 3, "autocast-bf16"), (1, 3, "fp32"), (1, 1, "autocast-bf16")),
+        *((2, 1, "fp32"), (2, 3, "bf16"), (3, 1, "autocast-bf16"), (3, 3, "fp32"), (3, 3, "bf16")),
+    ]
+    return {str(cell): (config(cell[0], cell[2], cell[1]), GPT) for cell in cells}
+
+
+def shaped() -> dict[str, Case]:
+    """Return pins (two segments per unit), nested, frozen and recomputed units, every way to keep and gather
+    ahead."""
+    cases: dict[str, Case] = {}
+    for stage in (0, 3):
+        cases[f"pins, stage {stage}"] = config(stage, "bf16", 2, **PINS), GPT
+        cases[f"nested, stage {stage}"] = config(stage, "bf16", 2, sharding=NESTED), GPT
+        cases[f"frozen block, stage {stage}"] = config(stage, "bf16", 2), frozen_block
+    for reentrant, inside in itertools.product((False, True), (False, True)):
+        recomputing = partial(Recomputing, reentrant, inside)
+        cases[f"reentrant {reentrant}, inside {inside}"] = config(3, "bf16", 2), recomputing
+    for room in (1, 1 << 15):
+        near_and_far = config(3, "bf16", 2, sharding={"prefetch": room, **NESTED})
+        cases[f"{room} bytes"] = near_and_far, partial(GPT, 4)
+    for keep in ("never", "micro-batch", "step"):
+        sharding = {"keep_gathered": keep, **NESTED}
+        cases[f"keep {keep}, pinned and nested"] = config(3, "bf16", 2, **PINS, sharding=sharding), GPT
+    return cases
+
+
+def copied() -> dict[str, Case]:
+    """Return two replicas of two shards, and a second copy of the blocks on pairs of ranks."""
+    replicas, pairs = {"sharding": {"replicate": 2}}, {"sharding": {"secondary": 2}}
+    nested = {"sharding": {**NESTED, "secondary": 2}}
+    return {
+        "replicas, stage 0": (config(0, "bf16", 1, **replicas), GPT),
+        "replicas, stage 2": (config(2, "bf16", 1, **replicas), GPT),
+        "replicas, stage 3": (config(3, "bf16", 2, **replicas), GPT),
+        "gathered in fp8": (config(3, "bf16", precision={"gather": "fp8"}, **pairs), GPT),
+        "frozen in nf4": (config(3, "bf16", 2, precision={"frozen": "nf4"}, **pairs), adapted),
+        "nested, recomputed": (config(3, "bf16", 2, **nested), partial(Recomputing, False)),
+        "a frozen block": (config(3, "autocast-bf16", 2, **pairs), frozen_block),
+    }
+
+
+@pytest.mark.parametrize(("cases", "world"), [(plain, 1), (plain, 2), (shaped, 2), (copied, 4)])
+@on_ranks()
+def test_the_record_is_the_plans_list(cases: Callable[[], dict[str, Case]], world: int) -> dict[str, str]:
+    found = {name: difference(written, build()) for name, (written, build) in cases().items()}
+    return {name: text for name, text in found.items() if text}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,8 +15,7 @@ from tests.numerics.experts import EXPERTS, WIDTH, Layer
 from tests.numerics.runs import Run, config, masters_and_states
 from tests.numerics.test_pipelines import pipeline
 from tests.ranks.harness import on_ranks
-from tests.ranks.test_failures import Bomb
-from tests.ranks.test_pipeline_failures import SOON, until_it_ends
+from tests.ranks.test_failures import SOON, Bomb, until_it_ends
 from zerodrift.comm.collectives import Handle
 from zerodrift.engine.engine import Engine
 from zerodrift.experts.turns import Turns
@@ -70,19 +68,10 @@ def data(step: int, rank: int) -> list[torch.Tensor]:
     return [torch.randn(18, WIDTH, generator=generator) for _ in range(COUNT)]
 
 
-def engine_of(
-    mode: str = "fp32",
-    stage: int = 0,
-    *,
-    dense: tuple[int, ...] = (),
-    dropout: float = 0.0,
-    recompute: bool = False,
-    weights: str | None = None,
-    **rest: Any,
-) -> Engine:
-    written = {**config(stage, mode, COUNT, **rest), "experts": {"ranks": 2}}
-    model = Network(dense, dropout)
-    return pipeline(written, "dualpipev", weights, model, parts(recompute), micro_batches=COUNT)
+def engine_of(dense: tuple[int, ...] = (), recompute: bool = False) -> Engine:
+    written = {**config(0, "fp32", COUNT), "experts": {"ranks": 2}}
+    model = Network(dense, 0.2 if recompute else 0.0)
+    return pipeline(written, "dualpipev", None, model, parts(recompute), micro_batches=COUNT)
 
 
 def one_after_the_other(turns: Turns, first: Any, second: Any) -> None:
@@ -90,17 +79,13 @@ def one_after_the_other(turns: Turns, first: Any, second: Any) -> None:
     second()
 
 
-def train_steps(mode: str, stage: int, **how: Any) -> tuple[Run, int]:
-    """Train two steps; return the run and the number of pairs."""
-    engine, pairs, run = engine_of(mode, stage, **how), [], Run()
+def train_steps() -> tuple[Run, int]:
+    """Train two steps of pieces that are recomputed, with dropout, and uneven; return the run and the number
+    of pairs."""
+    engine, pairs, run = engine_of(dense=(1, 5), recompute=True), [], Run()
     torch.manual_seed(5)
     turn = engine.executor.turns.run
-
-    def counted(first: Any, second: Any) -> None:
-        pairs.append(1)
-        turn(first, second)
-
-    engine.executor.turns.run = counted
+    engine.executor.turns.run = lambda first, second: pairs.append(1) or turn(first, second)
     for step in range(2):
         result = engine.train_batch(data(step, engine.mesh.rank("data")))
         run.losses += result.losses
@@ -110,48 +95,38 @@ def train_steps(mode: str, stage: int, **how: Any) -> tuple[Run, int]:
     return run, len(pairs)
 
 
-CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "recomputed, with dropout, uneven": ("fp32", 0, {"recompute": True, "dropout": 0.2, "dense": (1, 5)}),
-    "sliced": ("bf16", 3, {"precision": {"reduce": {"when": "every"}}}),
-    "autocast, by autograd": ("autocast-bf16", 1, {"recompute": True, "weights": "autograd"}),
-}
-FIRST, *OTHERS = CELLS
-
-
-@pytest.mark.parametrize("cell", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 @on_ranks(4, timeout=120)
-def test_in_turns_has_the_bits_of_one_after_the_other(cell: str) -> None:
-    mode, stage, how = CELLS[cell]
-    in_turns, pairs = train_steps(mode, stage, **how)
+def test_in_turns_has_the_bits_of_one_after_the_other() -> None:
+    in_turns, pairs = train_steps()
     turn, Turns.run = Turns.run, one_after_the_other  # type: ignore[method-assign]
-    expected, _ = train_steps(mode, stage, **how)
+    expected, _ = train_steps()
     Turns.run = turn  # type: ignore[method-assign]
     assert len(set(expected.losses)) == 2 * COUNT
     assert expected.differs(in_turns) == [] and pairs > 0
 
 
-Event = tuple[str, str]
-"""(`forward` or `backward`; `begins` or `ends` of an exchange, or `computes`)."""
+class ProductsMeanwhile(TorchDispatchMode):
+    """Count, for each exchange of one side of a pair, the products of the other while it travels."""
 
-
-class Products(TorchDispatchMode):
-    def __init__(self, log: list[Event]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._log = log
+        self.counts: dict[str, list[int]] = {"forward": [], "backward": []}
+        self.travelling: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self._log.append((who(), "computes"))
+            for side in self.travelling - {this_side()}:
+                self.counts[side][-1] += 1
         return func(*args, **(kwargs or {}))
 
 
-def who() -> str:
+def this_side() -> str:
     return "forward" if threading.current_thread() is threading.main_thread() else "backward"
 
 
-def pairs_of(**how: Any) -> list[list[Event]]:
-    """Return the events in each pair of a step."""
-    engine, pairs, log = engine_of(**how), [], []
+@on_ranks(4)
+def test_while_an_exchange_of_one_travels_the_other_computes() -> None:
+    engine, pairs, seen = engine_of(), [], ProductsMeanwhile()
     comm, run = engine.comm, engine.executor.turns.run
     start = comm.start_all_to_all
 
@@ -159,58 +134,32 @@ def pairs_of(**how: Any) -> list[list[Event]]:
         arrived, under_way = start(rows, *where)
         if not rows.is_floating_point():
             return arrived, under_way  # counts
-        log.append((who(), "begins"))
+        side = this_side()
+        seen.counts[side].append(0)
+        seen.travelling.add(side)
 
         def wait() -> None:
             under_way.wait()
-            log.append((who(), "ends"))
+            seen.travelling.discard(side)
 
         return arrived, Handle(wait)
 
     def pair(first: Any, second: Any) -> None:
-        log.clear()
+        seen.counts = {"forward": [], "backward": []}
         run(first, second)
-        pairs.append(list(log))
+        pairs.append({side: list(counts) for side, counts in seen.counts.items()})
 
     comm.start_all_to_all, engine.executor.turns.run = started, pair
-    with Products(log):
+    with seen:
         engine.train_batch(data(0, engine.mesh.rank("data")))
-    return pairs
-
-
-def beside(pair: list[Event], whose: str) -> list[int]:
-    """Count, for each exchange of one side, the products of the other during it."""
-    found, travels = [], False
-    for name, what in pair:
-        if name == whose and what == "begins":
-            found.append(0)
-        if name == whose:
-            travels = what == "begins"
-        elif travels and what == "computes":
-            found[-1] += 1
-    return found
-
-
-@on_ranks(4)
-def test_while_an_exchange_of_one_travels_the_other_computes() -> None:
-    pairs = pairs_of()
     assert len(pairs) >= 2
-    for pair in pairs:
+    for counts in pairs:
         # Two layers of each: tokens to their experts and back, and their gradients.
-        assert [name for name, what in pair if what == "begins"] == ["backward", "forward"] * 4, pair
-        assert min(*beside(pair, "forward"), *beside(pair, "backward")) > 0, pair
+        assert all(len(each) == 4 and min(each) > 0 for each in counts.values()), counts
 
 
-@pytest.mark.slow
 @on_ranks(4)
-def test_where_a_piece_exchanges_nothing_one_comes_after_the_other() -> None:
-    """The first piece is on the first of two stages, with the last; so those two ranks have no pair."""
-    assert (len(pairs_of(dense=(0, 1))) > 0) == (torch.distributed.get_rank() > 1)
-
-
-@pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
-@on_ranks(4)
-def test_what_raises_in_a_pair_ends_all_ranks_with_that_one_error(where: str) -> None:
+def test_what_raises_in_a_pair_ends_all_ranks_with_that_one_error() -> None:
     """Rank 1 raises in the first pair of a second step, after its first exchange."""
     engine = engine_of()
     batches = data(0, engine.mesh.rank("data"))
@@ -223,7 +172,7 @@ def test_what_raises_in_a_pair_ends_all_ranks_with_that_one_error(where: str) ->
 
     def pair(first: Any, second: Any) -> None:
         if engine.mesh.rank() == 1:
-            bomb.armed = where
+            bomb.armed = "forward"
         run(first, second)
 
     engine.executor._schedules.clear()
@@ -232,6 +181,6 @@ def test_what_raises_in_a_pair_ends_all_ranks_with_that_one_error(where: str) ->
     again, more = until_it_ends(lambda: engine.train_batch(batches))
     engine.destroy()
     assert all(thread.name != "zerodrift-turn" for thread in threading.enumerate())
-    said = f"got Boom: {where} on rank 1"
-    assert first == f"Boom: {where}" if engine.mesh.rank() == 1 else said in first, first
+    said = "got Boom: forward on rank 1"
+    assert first == "Boom: forward" if engine.mesh.rank() == 1 else said in first, first
     assert said in again and seconds < SOON and more < SOON, again

@@ -11,23 +11,21 @@ import torch
 from torch import nn
 
 from tests.numerics.networks import GPT
-from tests.numerics.runs import config, gradients, make
+from tests.numerics.runs import config, gradients
 from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS, data, pipeline
 from tests.ranks.harness import on_ranks, run_ranks
+from zerodrift.api import initialize
 from zerodrift.errors import ZerodriftError
 from zerodrift.pipeline.cut import Parts
-from zerodrift.pipeline.deferred import WeightQueue
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.schedule import Collective, collectives, pipeline_events, step_end
 from zerodrift.plan.stages import part
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 
 
 @pytest.mark.second
 @on_ranks(2)
 def test_the_order_that_a_plan_shows_is_the_order_that_runs() -> None:
-    for schedule in SCHEDULES:
+    for schedule in ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"):
         engine = pipeline(config(0, "fp32", COUNT), schedule, None, GPT(LAYERS))
         engine.train_batch(data(0, 0))
         planned = timeline(engine.plan)
@@ -90,62 +88,17 @@ def test_weight_gradients_are_right_where_parameters_are_resharded_in_between() 
     assert worst(gradients(engine), exact(2)) < 1e-6
 
 
-def one_micro_batch(weights: str | None) -> tuple[set[torch.dtype], dict[str, torch.Tensor]]:
-    """Return dtypes of sums, and gradients; without a pipeline if `weights` is None."""
-    written, model = config(2, "bf16", 1), GPT(LAYERS, tied=False)
-    if weights is None:
-        engine = make(written, model)
-        engine.backward(engine(data(0, engine.mesh.rank("data"))[0]))
-    else:
-        engine = pipeline(written, "zbv", weights, model, micro_batches=1)
-        engine.accumulate(data(0, engine.mesh.rank("data"))[:1])
-    found = gradients(engine)
-    sums = {segment.reduced.dtype for segment in engine.executor.segments if segment.reduced is not None}
-    return sums, found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("weights", ["queue", pytest.param("autograd", marks=pytest.mark.slow)])
-def test_one_micro_batch_has_one_gradient_dtype(weights: str) -> None:
-    """torch raises over `fully_shard`: fp32 and bf16 gradients meet in one reduce-scatter."""
-    (_, expected), _ = run_ranks(one_micro_batch, 2, None)
-    for sums, found in run_ranks(one_micro_batch, 4, weights):
-        assert sums == {torch.float32} and worst(found, expected) < 3e-3
-
-
-@on_ranks(2)
-def test_a_backward_that_only_learns_shapes_leaves_nothing_behind() -> None:
-    """torch runs a real backward before the first step; it forms no weight's gradient, and none is put."""
-    put: list[int] = []
-    put_before = WeightQueue.put
-
-    def counted(queue: WeightQueue, *args: Any, **kwargs: Any) -> None:
-        put.append(1)
-        put_before(queue, *args, **kwargs)
-
-    WeightQueue.put = counted  # type: ignore[method-assign]
-    engine = pipeline(config(0, "fp32", COUNT), "interleaved-zero-bubble", "queue", GPT(LAYERS, tied=False))
-    engine.accumulate(data(0, 0))
-    first = len(put)
-    assert worst(gradients(engine), exact(1)) < 1e-6
-    engine.zero_grad()
-    engine.accumulate(data(0, 0))
-    WeightQueue.put = put_before  # type: ignore[method-assign]
-    assert len(put) == 2 * first
-
-
 class Counting(nn.Module):
     """A block with a buffer that every forward changes, as running statistics do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
         self.inner = nn.Sequential(nn.Linear(8, 8))
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return torch.relu(self.inner(self.linear(x)))
+        return torch.relu(self.inner(x))
 
 
 STACK = Parts("", before=lambda model, x: x, after=lambda model, hidden, x: hidden.square().mean())
@@ -177,17 +130,14 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all_with_one_scale() -> None
         assert len(norms) == 1, norms
 
 
-Seen = tuple[list[float], float, torch.Tensor, list[Any]]
-"""Losses of two steps, the first norm, the first gradient of the embedding, and copies of tied parameters."""
-
-
-def tied(mode: str, stage: int, stages: int) -> Seen:
-    """Train in a pipeline of so many stages, or without one for a single stage."""
-    model = GPT(LAYERS, tied=True)
-    if stages == 1:
-        engine = make(config(stage, mode, COUNT), model)
+def tied(mode: str, stage: int, stages: int) -> tuple[list[float], float, torch.Tensor, list[Any]]:
+    """Train in a pipeline of so many stages, or without one for a single stage. Return losses of two steps,
+    the first norm, the first gradient of the embedding, and copies of tied parameters."""
+    written, model = config(stage, mode, COUNT), GPT(LAYERS)
+    if stages > 1:
+        engine = pipeline(written, "1f1b", None, model, stages=stages)
     else:
-        engine = pipeline(config(stage, mode, COUNT), "1f1b", None, model, stages=stages)
+        engine = initialize(model, config=written, parts=PARTS, device="cpu", quiet=True)
     losses: list[float] = []
     norms, grads = [], []
     embedding = engine.parameter("embed.weight")
@@ -200,15 +150,7 @@ def tied(mode: str, stage: int, stages: int) -> Seen:
 
     engine.before_update = read_and_write
     for step in range(2):
-        batches = data(step, engine.mesh.rank("data"))
-        if stages > 1:
-            losses += engine.accumulate(batches)
-        for number, tokens in enumerate(batches if stages == 1 else ()):
-            loss = engine(tokens)
-            engine.backward(loss)
-            losses.append(loss.item())
-            if number < COUNT - 1:
-                engine.step()
+        losses += engine.accumulate(data(step, engine.mesh.rank("data")))
         grads.append(embedding.gradient)
         norms.append(engine.step().grad_norm)
     copies = [s for s in engine.executor.segments if s.spec.copies]
@@ -244,20 +186,15 @@ def test_what_cannot_run_is_said_on_every_rank_and_costs_nothing() -> None:
     engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS))
     tokens = data(0, 0)
     short = [each[:, :5] for each in tokens]
-    refused: list[tuple[str, Callable[[], Any]]] = [
-        ("`micro_batches`: must be 4, as `gradient_acc", lambda: engine.train_batch(tokens[:3])),
-        ("`micro_batches`: must have the same shapes", lambda: engine.train_batch([*tokens[:3], short[3]])),
-        (r"`engine\(\.\.\.\)`: must not be called on a pipeline", lambda: engine(tokens[0])),
-        (
-            "`backward`: must not be called on a pipeline",
-            lambda: engine.backward(torch.zeros((), requires_grad=True)),
-        ),
-        (
-            "`accumulate`: must be given all micro-batches of a step",
-            lambda: [engine.accumulate(tokens) for _ in range(2)],
-        ),
-    ]
-    for told, act in refused:
+    gradient = torch.zeros((), requires_grad=True)
+    refused: dict[str, Callable[[], Any]] = {
+        "`micro_batches`: must be 4, as `gradient_acc": lambda: engine.train_batch(tokens[:3]),
+        "`micro_batches`: must have the same shapes": lambda: engine.train_batch([*tokens[:3], short[3]]),
+        r"`engine\(\.\.\.\)`: must not be called on a pipeline": lambda: engine(tokens[0]),
+        "`backward`: must not be called on a pipeline": lambda: engine.backward(gradient),
+        "`accumulate`: must be given all": lambda: [engine.accumulate(tokens) for _ in range(2)],
+    }
+    for told, act in refused.items():
         with pytest.raises(ZerodriftError, match=f"^{told}"):
             act()
         engine.zero_grad()

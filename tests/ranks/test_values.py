@@ -1,4 +1,4 @@
-"""Values in contexts that fail, in copies, and in one engine after another.
+"""Values in contexts that fail, in copies, in one engine after another, and where they are absent.
 
 Reads and writes beside a plain loop are in `tests/habits/values.py`.
 """
@@ -6,9 +6,11 @@ Reads and writes beside a plain loop are in `tests/habits/values.py`.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,26 +18,28 @@ import torch
 from torch import Tensor, nn
 
 from tests.habits import networks
-from tests.habits.networks import square
+from tests.habits.networks import WIDTH, square
+from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, diff, finish, make, masters
 from tests.ranks.harness import on_ranks
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.habits.parameter_guard import LostParameters
 from zerodrift.errors import ModelError, RankError, UnsupportedError, ZerodriftError
 
 
 class Net(networks.Net):
     """A network that returns a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = networks.Block) -> None:
         torch.manual_seed(5)
-        super().__init__(out=1, blocks=2)
+        super().__init__(block, out=1, blocks=2)
 
     def forward(self, x: Tensor) -> Tensor:
         return square(super().forward(x))
 
 
-def engine_of(stage: int, mode: str, model: nn.Module | None = None, **more: Any) -> Engine:
-    return make(config(stage, mode, **more), Net() if model is None else model)
+def engine_of(stage: int, mode: str, model: nn.Module | None = None) -> Engine:
+    return make(config(stage, mode), Net() if model is None else model)
 
 
 def data(seed: int = 0) -> Tensor:
@@ -47,25 +51,9 @@ def step(engine: Engine) -> Any:
     return engine.step()
 
 
-def weights(engine: Engine) -> dict[str, Tensor]:
-    return finish(engine).weights
-
-
-Cell = tuple[int, str]
-"""(stage, mode)."""
-
-
-def halves(some: Sequence[Cell], every: Iterable[Cell]) -> Any:
-    """Return cells for `make test` that hold every stage and every mode; the others are slow."""
-    others = [cell for cell in every if cell not in some]
-    cases = [pytest.param(some, id="some"), pytest.param(others, id="others", marks=pytest.mark.slow)]
-    return pytest.mark.parametrize("cells", cases)
-
-
-@halves([(0, "fp32"), (1, "fp16")], itertools.product((0, 1), ("fp32", "fp16")))
 @on_ranks(2)
-def test_a_write_on_one_rank_is_an_error_on_all(cells: list[Cell]) -> None:
-    for stage, mode in cells:
+def test_a_write_on_one_rank_is_an_error_on_all() -> None:
+    for stage, mode in ((0, "fp32"), (1, "fp16")):
         engine = engine_of(stage, mode)
         step(engine)
         if engine.mesh.rank() == 1:
@@ -90,9 +78,6 @@ def test_a_write_to_half_a_master_is_taken_where_it_is_said() -> None:
         pass
     assert torch.equal(engine.parameter("head.weight").master, shown.float())
     assert step(engine).updated
-
-
-# --- contexts -----------------------------------------------------------------------------------------------
 
 
 def failing_writes(stage: int, mode: str) -> list[str]:
@@ -122,15 +107,12 @@ def failing_writes(stage: int, mode: str) -> list[str]:
             spoil(values)
             if mine:
                 raise ValueError("on purpose")
-        at = f"{kind} {mode} stage {stage}"
-        if diff(before, masters(engine)):
-            wrong.append(f"{at}: masters")
-        if any(parameter is not held[name] for name, parameter in engine.module.named_parameters()):
-            wrong.append(f"{at}: parameters")
         with engine.gathered() as values:
-            shown = {name: before[name].to(value.dtype).float() for name, value in values.items()}
-            if diff(shown, {name: value.float() for name, value in values.items()}):
-                wrong.append(f"{at}: what is shown")
+            shown = {name: value.float() for name, value in values.items()}
+            kept = {name: before[name].to(value.dtype).float() for name, value in values.items()}
+        differs = diff(before, masters(engine)) + diff(kept, shown)
+        if differs or any(p is not held[name] for name, p in engine.module.named_parameters()):
+            wrong.append(f"{kind} {mode} stage {stage}: {differs}")
     # An inner one that fails costs the outer one nothing.
     with engine.gathered(write=True) as values:
         values["head.bias"].fill_(2.0)
@@ -139,21 +121,14 @@ def failing_writes(stage: int, mode: str) -> list[str]:
             raise ValueError
         with pytest.raises(UnsupportedError, match="must not be called inside"):
             engine.step()
-    if engine.parameter("head.bias").master.item() != 2.0:
-        wrong.append("the outer one's")
-    if not (step(engine).updated or mode == "fp16"):
-        wrong.append("the next step")
-    engine.destroy()
+    if engine.parameter("head.bias").master.item() != 2.0 or not (step(engine).updated or mode == "fp16"):
+        wrong.append(f"{mode} stage {stage}: the outer one's, or the next step")
     return wrong
 
 
-@halves([(0, "fp32"), (3, "bf16"), (1, "fp16")], itertools.product((0, 1, 3), ("fp32", "bf16", "fp16")))
 @on_ranks(2, timeout=240)
-def test_a_context_that_fails_leaves_what_was_there(cells: list[Cell]) -> list[str]:
-    return [wrong for cell in cells for wrong in failing_writes(*cell)]
-
-
-# --- copies, and one engine after another -------------------------------------------------------------------
+def test_a_context_that_fails_leaves_what_was_there() -> list[str]:
+    return [wrong for cell in ((0, "fp32"), (3, "bf16"), (1, "fp16")) for wrong in failing_writes(*cell)]
 
 
 def copies(stage: int, mode: str) -> list[str]:
@@ -166,14 +141,13 @@ def copies(stage: int, mode: str) -> list[str]:
         "deepcopy": lambda: copy.deepcopy(engine.module),
         "pickle": lambda: through_a_file(engine.module),
         "state_dict": lambda: loaded(engine.module.state_dict()),
-        "a part": lambda: copy.deepcopy(engine.module.blocks[0]) and copy.deepcopy(engine.module),
     }
     for name, way in ways.items():
         if away:
             with pytest.raises(ModelError, match=r"inside `engine.gathered"):
                 way()
         with engine.gathered():
-            then = weights(engine)
+            then = finish(engine).weights
             copied = way()
         step(engine)
         found = {key: p.detach() for key, p in copied.named_parameters()}
@@ -187,15 +161,13 @@ def copies(stage: int, mode: str) -> list[str]:
 
 
 def through_a_file(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
+    torch.save(model, file := io.BytesIO())
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
 def loaded(state: dict[str, Tensor]) -> nn.Module:
-    model = Net()
-    model.load_state_dict(state, assign=True)
+    (model := Net()).load_state_dict(state, assign=True)
     return model.requires_grad_(True)
 
 
@@ -207,23 +179,20 @@ def again(stage: int, mode: str) -> list[str]:
     with pytest.raises(ModelError, match="`model`: must not have another engine"):
         engine_of(stage, mode, model)
     step(engine)
-    full = weights(engine)
+    full = finish(engine).weights
     with engine.gathered():
         engine.destroy()
-    if diff(full, {name: p.detach() for name, p in model.named_parameters()}):
-        wrong.append(f"stage {stage} {mode}: what is left")
-    if not is_plain(model):
-        wrong.append(f"stage {stage} {mode}: it is a plain model")
+    if diff(full, {name: p.detach() for name, p in model.named_parameters()}) or not is_plain(model):
+        wrong.append(f"stage {stage} {mode}: it is no plain model with its values")
     model.zero_grad()
     second = engine_of(stage, mode, model)
-    if diff(full, weights(second)):
+    if diff(full, finish(second).weights):
         wrong.append(f"stage {stage} {mode}: what is taken over")
     step(second)
     away = not all(segment.is_full for segment in second.executor.segments)
     second.destroy()
     if away:
         for act in (
-            lambda: model(data()),
             lambda: model.head(data()),
             lambda: engine_of(stage, mode, model),
             model.state_dict,
@@ -243,14 +212,216 @@ def is_plain(model: nn.Module) -> bool:
     return all(p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        (0, "fp32"),
-        (3, "bf16"),
-        *(pytest.param(c, marks=pytest.mark.slow) for c in ((2, "bf16"), (3, "fp32"))),
-    ],
-)
+@pytest.mark.parametrize(("stage", "mode"), [(0, "fp32"), (3, "bf16")])
 @on_ranks(2, timeout=240)
-def test_copies_are_plain_and_one_engine_follows_another(cell: Cell) -> list[str]:
-    return [*copies(*cell), *again(*cell)]
+def test_copies_are_plain_and_one_engine_follows_another(stage: int, mode: str) -> list[str]:
+    return [*copies(stage, mode), *again(stage, mode)]
+
+
+def sharded(engine: Engine, stage: int) -> bool:
+    return stage == 3 and engine.mesh.size("shard") > 1
+
+
+class Wanders(nn.Module):
+    """A block with another graph in each forward: more nodes, others, and one that saves several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            return self.linear(x) * self.other.weight[0]
+        if self.calls % 3 == 1:
+            return self.linear(self.other(x).tanh())
+        return torch.einsum("ab,cb,db->ad", x, self.linear.weight, self.other.weight) * x[0] ** 3
+
+
+def no_unit_stays_gathered(stage: int) -> Any:
+    """Run forwards whose saved tensors are never all where the one before had them, parts of the model, and
+    evaluations: what was gathered for them is freed."""
+    torch.manual_seed(1)
+    engine = engine_of(stage, "fp32", Net(Wanders))
+    problems = []
+    for number in range(6):
+        loss = engine(data(number))
+        for unit in engine.executor.units:
+            if unit.spec.name and any(s.full.untyped_storage().nbytes() for s in unit.gathering):
+                problems.append(f"step {number}: {unit.spec.name} holds memory after a forward")
+        engine.backward(loss + square(engine.module.blocks[1](data())))
+        engine.zero_grad()
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                engine.eval()(data())
+            if sharded(engine, stage) and any(unit.is_full for unit in engine.executor.units):
+                problems.append(f"an evaluation in {context.__name__} leaves units gathered")
+        engine.train()
+    return problems
+
+
+def a_change_in_place_between_forward_and_backward_is_caught(stage: int) -> Any:
+    """Change a weight by hand, or by a step: an error, as in plain torch. Gathers must not count."""
+    engine = engine_of(stage, "fp32")
+
+    def written() -> None:
+        with torch.no_grad(), engine.gathered(["blocks.1.up.weight"], write=True) as values:
+            values["blocks.1.up.weight"].mul_(2.0)
+
+    def written_by_parameter() -> None:
+        with torch.no_grad(), engine.gathered():
+            engine.module.blocks[1].up.weight.mul_(1.0)
+
+    for change in (written, written_by_parameter, lambda: step(engine)):
+        loss = engine(data(1))
+        change()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(loss)
+
+    loss = engine(data())
+    with engine.gathered():
+        pass
+    for unit in engine.executor.units:
+        unit.gather()
+        unit.release()
+    engine.backward(loss)
+    engine.step()
+
+
+def reading_a_sharded_parameter(stage: int) -> Any:
+    """Read a parameter's metadata, and require an error that names it for every read or write of values.
+    Gathered, it is an ordinary parameter."""
+    engine, plain = make(config(stage, "fp32"), GPT()), GPT()
+    name, model, other = "layers.0.mlp.up.weight", engine.module, plain.layers[0].mlp.up.weight
+    parameter = model.layers[0].mlp.up.weight
+    problems: list[str] = []
+    if (parameter.shape, parameter.dtype, parameter.is_leaf) != ((64, 32), torch.float32, True):
+        problems.append("shape and dtype are the parameter's")
+    if sharded(engine, stage):
+        for number, use in enumerate(USES):
+            with torch.no_grad(), pytest.raises(ModelError, match=rf"`{name}`: must be gathered") as caught:
+                use(parameter)
+            if "engine.gathered()" not in str(caught.value):
+                problems.append(f"use {number} does not say what to do")
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data.fill_(1.0)  # as compiled code writes, which asks no class and counts no version
+        if engine.mesh.device.type == "cpu":  # on others the host would wait for the answer
+            with pytest.raises(ModelError, match=rf"`{name}`: must be written.*stands for it"):
+                engine(batch(0))
+        with torch.no_grad():
+            engine(batch(0))
+        assert "not gathered" in repr(parameter), "it can be printed"
+    with engine.gathered():
+        if type(parameter) is not nn.Parameter or not torch.equal(parameter, other):
+            problems.append("gathered it is as ever")
+    engine.destroy()
+    return problems
+
+
+USES: list[Callable[[nn.Parameter], Any]] = [
+    lambda p: p.sum(),
+    lambda p: p.data.double(),
+    lambda p: p[0],
+    lambda p: p.tolist(),
+    lambda p: p.detach().cpu().numpy(),
+    lambda p: 1 - p,
+    lambda p: p == p,
+    lambda p: torch.cat([torch.zeros(1, 32), p]),
+    lambda p: nn.functional.linear(torch.ones(1, 32), p),
+    lambda p: torch.ones(64, 32).copy_(p),
+    lambda p: torch._foreach_norm([p]),
+    lambda p: copy.deepcopy(p),
+    lambda p: torch.save(p, io.BytesIO()),
+    lambda p: p.mul_(2.0),
+    lambda p: p.data.zero_(),
+    lambda p: p.__setitem__(0, 1.0),
+    lambda p: nn.init.normal_(p),
+]
+"""Ways to read or write a parameter's values."""
+
+
+def loading(stage: int) -> Any:
+    """Load a model: an error outside of `gathered(write=True)`; inside, masters follow."""
+    other, problems = GPT(seed=9), []
+    for mode, assign in (("fp32", False), ("bf16", True), ("bf16", False)):
+        model = GPT()
+        engine = make(config(stage, mode), model)
+        with pytest.raises(ModelError, match=r"engine.gathered\(write=True\)"):
+            model.layers[0].load_state_dict(other.layers[0].state_dict(), assign=assign)
+        held = dict(model.named_parameters())
+        with engine.gathered(write=True):
+            model.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+        for name, value in other.named_parameters():
+            wide = value if mode == "fp32" or assign else value.bfloat16()
+            expected = wide if mode == "fp32" else wide.bfloat16().to(wide.dtype)
+            if not torch.equal(engine.parameter(name).master.to(wide.dtype), expected):
+                problems.append(f"{mode}, assign {assign}: {name}")
+        if any(parameter is not held[name] for name, parameter in model.named_parameters()):
+            problems.append(f"{mode}, assign {assign}: a parameter was detached")
+        engine.backward(engine(batch(0)))
+        if not engine.step().updated:
+            problems.append("step")
+        engine.destroy()
+    return problems
+
+
+def an_engine_that_is_destroyed_is_gone(stage: int) -> Any:
+    """Destroy an engine, whose memory is freed without the garbage collector; the module works no more."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine = engine_of(stage, "bf16")
+        step(engine)
+        modules = list(engine.module.modules())
+        seen = weakref.ref(engine), weakref.ref(engine.updater)
+        engine.destroy()
+        engine.destroy()
+        for use, given in ((engine, data()), (engine.backward, torch.ones(1)), (engine.step, False)):
+            with pytest.raises(UnsupportedError, match="after `destroy`"):
+                use(given)
+        del engine, use
+        hooks = [
+            hook for m in modules for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())
+        ]
+        # What was sharded is left with the word that it is gone.
+        wrong = [hook for hook in hooks if not (isinstance(hook, LostParameters) and hook.names)]
+        return any(each() is not None for each in seen) or wrong
+    finally:
+        gc.enable()
+
+
+def autocast_of_the_user(stage: int) -> Any:
+    """Use autocast around an engine: off inside with one warning, or that of mode autocast."""
+    engine = engine_of(stage, "bf16")
+    expected = engine(data())
+    device = engine.mesh.device.type
+    with torch.autocast(device, torch.float16), pytest.warns(UserWarning, match="and off inside"):
+        assert torch.equal(engine(data()), expected)
+    engine.zero_grad()
+    runs = []
+    for outer in (None, torch.bfloat16):
+        engine = engine_of(stage, "autocast-bf16")
+        with torch.autocast(device, torch.bfloat16, enabled=outer is not None):
+            for _ in range(3):  # weights that autocast has cast must not outlive a step
+                step(engine)
+        runs.append(masters(engine))
+    return diff(*runs)
+
+
+CHECKS: list[Callable[[int], Any]] = [
+    no_unit_stays_gathered,
+    a_change_in_place_between_forward_and_backward_is_caught,
+    reading_a_sharded_parameter,
+    loading,
+    an_engine_that_is_destroyed_is_gone,
+    autocast_of_the_user,
+]
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 3)])
+@on_ranks()
+def test_traps(world: int, stage: int) -> list[str]:
+    """Run every check, and return the findings."""
+    found = {check.__name__: check(stage) for check in CHECKS}
+    return [f"{name}: {problem}" for name, problem in found.items() if problem]

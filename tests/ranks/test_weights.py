@@ -1,10 +1,11 @@
-"""Weights of safetensors on ranks: bits, bytes read, initial values, and errors that reach every rank."""
+"""Weights in and out of safetensors on ranks: bits, bytes read, initial values, and errors of every rank."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,23 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+import zerodrift as zd
+from tests.numerics import runs
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import config, masters
+from tests.numerics.runs import config, diff, masters
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.api import empty, initialize, load_weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError
+from zerodrift.model.safetensors import list_tensors
 from zerodrift.optim.rounding import round_away
 from zerodrift.policy.decisions import Master
 from zerodrift.weights.reader import SafetensorsReader
+from zerodrift.weights.writer import SafetensorsWriter
 
-STAGES = (0, 1, 2, 3)
 MASTERS = {"split": ("bf16", {}), "fp32": ("bf16", {"master": "fp32"}), "same": ("fp32", {})}
 
 
@@ -40,17 +45,14 @@ def given(dtype: torch.dtype = torch.float32) -> GPT:
     return model.to(dtype)
 
 
-def save(model: nn.Module, folder: Path, files: int = 2) -> Path:
-    """Save a sharded checkpoint with an index, tied names once."""
-    from safetensors.torch import save_file
-
+def save(model: nn.Module, folder: Path) -> Path:
+    """Save two files with an index, tied names once."""
     folder.mkdir(parents=True, exist_ok=True)
     seen: dict[int, str] = {}
     state = {k: v for k, v in model.state_dict().items() if seen.setdefault(v.data_ptr(), k) == k}
-    where = {name: f"part-{number % files}.safetensors" for number, name in enumerate(state)}
+    where = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(state)}
     for file in set(where.values()):
-        part = {name: state[name].contiguous() for name in state if where[name] == file}
-        save_file(part, folder / file)
+        save_file({name: state[name].contiguous() for name in state if where[name] == file}, folder / file)
     index = {"metadata": {}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
@@ -58,10 +60,15 @@ def save(model: nn.Module, folder: Path, files: int = 2) -> Path:
 
 def size_of(folder: Path) -> int:
     """Return the bytes of tensors in the files of a folder."""
-    total = 0
-    for file in folder.glob("*.safetensors"):
-        total += file.stat().st_size - 8 - int.from_bytes(file.open("rb").read(8), "little")
-    return total
+    return sum(value.nbytes for value in tensors(folder).values())
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    list_tensors(folder)
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
 
 
 def make(stage: int, scheme: str = "split", **rest: Any) -> Engine:
@@ -91,9 +98,6 @@ def wrong(engine: Engine, want: nn.Module) -> list[str]:
     return found
 
 
-# --- bits and bytes -------------------------------------------------------------------------------------
-
-
 def load(folder: Path, want: nn.Module, stage: int, scheme: str, replicate: int = 1) -> tuple[list[str], int]:
     """Load on this rank; return the wrong names, and the bytes that were read."""
     read, plain = 0, SafetensorsReader._bytes
@@ -111,17 +115,24 @@ def load(folder: Path, want: nn.Module, stage: int, scheme: str, replicate: int 
     return found
 
 
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("scheme", MASTERS)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("world", "replicate"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "replicate", "stage", "scheme", "dtype"),
+    [
+        (1, 1, 0, "fp32", torch.float32),
+        (2, 1, 1, "split", torch.float32),
+        (2, 1, 3, "same", torch.float8_e4m3fn),
+        (2, 1, 3, "split", torch.bfloat16),
+        (4, 2, 2, "fp32", torch.float16),
+        (4, 2, 3, "same", torch.float32),
+    ],
+)
 def test_masters_have_the_bits_of_the_files_and_every_byte_is_read_once(
-    tmp_path: Path, world: int, replicate: int, stage: int, scheme: str
+    tmp_path: Path, world: int, replicate: int, stage: int, scheme: str, dtype: torch.dtype
 ) -> None:
-    model = given()
-    model.scale.fill_(0.125)
+    model = given(dtype)
+    model.scale = torch.tensor(0.125)  # a buffer keeps its own dtype or narrower
     folder = save(model, tmp_path)
-    runs = run_ranks(load, world, folder, model, stage, scheme, replicate)
+    runs = run_ranks(load, world, folder, model.float(), stage, scheme, replicate)
     assert [differs for differs, _ in runs] == [[]] * world
     size, per_rank = size_of(folder), [read for _, read in runs]
     # Every replica reads all of it but the buffers, which rank 0 reads for everybody.
@@ -129,29 +140,15 @@ def test_masters_have_the_bits_of_the_files_and_every_byte_is_read_once(
     assert max(per_rank) < 1.2 * size * replicate / world + 70_000
 
 
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("scheme", MASTERS)
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-def test_narrow_files_are_exact_in_every_master(
-    tmp_path: Path, dtype: torch.dtype, stage: int, scheme: str
-) -> None:
-    model = given(dtype)
-    model.scale = model.scale.float()  # a buffer keeps its own dtype or narrower
-    folder = save(model, tmp_path)
-    assert [differs for differs, _ in run_ranks(load, 2, folder, model.float(), stage, scheme)] == [[], []]
-
-
-@pytest.mark.parametrize("stages", [(1, 3), pytest.param(STAGES, marks=pytest.mark.slow)], ids=str)
 @on_ranks(2, timeout=120)
-def test_loading_later_gives_the_same_bits(stages: tuple[int, ...], tmp_path: Path) -> None:
+def test_loading_later_gives_the_same_bits(tmp_path: Path) -> None:
     """Load into an engine that has trained a step: values change, moments do not, and it trains on."""
     if torch.distributed.get_rank() == 0:
         save(given(), tmp_path)
     torch.distributed.barrier()
     for scheme in MASTERS:
         losses = set()
-        for stage in stages:
+        for stage in (1, 3):
             engine = make(stage, scheme)
             engine.backward(engine(batch(0, engine.mesh.rank())))
             engine.step()
@@ -167,9 +164,6 @@ def test_loading_later_gives_the_same_bits(stages: tuple[int, ...], tmp_path: Pa
         assert len(losses) == 1, "all stages compute the same loss"
 
 
-# --- first values ---------------------------------------------------------------------------------------
-
-
 class Bare(nn.Module):
     """A model with every way in which a parameter gets its initial values."""
 
@@ -179,32 +173,27 @@ class Bare(nn.Module):
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(24, 2, 40) for _ in range(2))
         self.scale = nn.Parameter(torch.ones(24) * 1.0)
         self.big = nn.Parameter(torch.empty(300, 24))
-        self.reset_parameters()
+        nn.init.trunc_normal_(self.big, std=0.02)
         self.head = nn.Linear(24, 300, bias=False)
         self.head.weight = self.embed.weight
         self.apply(self._again)
-
-    def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.big, std=0.02)
 
     def _again(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.orthogonal_(module.weight, gain=0.5)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.big[tokens]
-        for layer in self.layers:
-            x = layer(x)
-        return (self.head(x * self.scale)).square().mean()
+        return self.head(self.embed(tokens))
 
 
 def first_values() -> list[dict[str, torch.Tensor]]:
     found = []
-    for stage in STAGES:
+    for stage, backend in ((0, "native"), (2, "native"), (3, "native"), (3, "fsdp2")):
         torch.manual_seed(100 + torch.distributed.get_rank())  # rank 0's seed is everybody's
         with empty():
             model = Bare()
-        engine = initialize(model, config=config(stage, "bf16"), device="cpu", quiet=True)
+        written = config(stage, "bf16", backend=backend, precision={"storage": "fp32"})
+        engine = initialize(model, config=written, device="cpu", quiet=True)
         found.append(masters(engine))
         engine.destroy()
     return found
@@ -212,7 +201,7 @@ def first_values() -> list[dict[str, torch.Tensor]]:
 
 def test_first_values_are_the_same_bits_at_every_stage_and_world_size() -> None:
     first, *others = [
-        values for world in (1, 4) for rank in run_ranks(first_values, world) for values in rank
+        values for world in (1, 3) for rank in run_ranks(first_values, world) for values in rank
     ]
     for other in others:
         assert [name for name in first if not torch.equal(first[name], other[name])] == []
@@ -220,33 +209,26 @@ def test_first_values_are_the_same_bits_at_every_stage_and_world_size() -> None:
     assert torch.allclose(gram, 0.25 * torch.eye(24), atol=1e-5)
     assert not torch.equal(first["layers.0.linear1.weight"], first["layers.1.linear1.weight"])
     assert 0.01 < first["big"].std() < 0.03 and torch.equal(first["scale"], torch.ones(24))
-    assert torch.equal(first["layers.1.norm1.weight"], torch.ones(24))
 
 
 def test_an_optimizer_over_parameters_without_memory_trains_as_over_others(tmp_path: Path) -> None:
     """Parameters stay the same objects, so groups that were made before the engine stay valid."""
     folder = save(given(), tmp_path)
-    runs = []
+    found = []
     for without in (False, True):
         with empty() if without else contextlib.nullcontext():
             model = GPT(layers=1, moe=True)
         kept = list(model.parameters())
-        groups = [{"params": kept[:5], "lr": 0.0}, {"params": kept[5:], "lr": 1e-2}]
-        optimizer = torch.optim.AdamW(groups)
+        optimizer = torch.optim.AdamW([{"params": kept[:5], "lr": 0.0}, {"params": kept[5:], "lr": 1e-2}])
         engine = initialize(model, optimizer, config(3, "bf16"), weights=folder, device="cpu", quiet=True)
-        assert [id(p) for p in model.parameters()] == [id(p) for p in kept]
         for step in range(2):
             engine.backward(engine(batch(step)))
             engine.step()
-        runs.append(masters(engine))
-    assert [name for name in runs[0] if not torch.equal(runs[0][name], runs[1][name])] == []
-    names = [name for name, _ in model.named_parameters()]
+        found.append(masters(engine))
+    assert diff(*found) == []
     want = given().state_dict()
-    for place, name in enumerate(names):
-        assert torch.equal(runs[1][name], want[name]) == (place < 5), name
-
-
-# --- errors on every rank -------------------------------------------------------------------------------
+    for place, (name, _) in enumerate(model.named_parameters()):
+        assert torch.equal(found[1][name], want[name]) == (place < 5), name
 
 
 def refused(broken: Path, fails: bool) -> str:
@@ -266,10 +248,9 @@ def refused(broken: Path, fails: bool) -> str:
     return str(error.value)
 
 
-BROKEN: dict[str, tuple[Callable[[bytes], bytes | None], str]] = {
+BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "short": (lambda data: data[:-64], "It was cut short"),
     "header": (lambda data: data[:8] + b"x" + data[9:], "must be JSON"),
-    "absent": (lambda data: None, "must exist, as `model.safetensors.index.json` names it"),
     "vanishes": (lambda data: data, "must be readable in it"),
 }
 
@@ -279,8 +260,7 @@ def test_files_that_are_broken_for_one_rank_are_an_error_on_all(tmp_path: Path, 
     save(given(), tmp_path / "sound")
     file = save(given(), tmp_path / "broken") / "part-1.safetensors"
     harm, expected = BROKEN[kind]
-    data = harm(file.read_bytes())
-    file.unlink() if data is None else file.write_bytes(data)
+    file.write_bytes(harm(file.read_bytes()))
     told = run_ranks(refused, 2, tmp_path / "broken", kind == "vanishes")
     assert all(expected in text for text in told), told
 
@@ -291,3 +271,117 @@ def test_a_model_with_memory_on_one_rank_only_is_an_error_on_all() -> None:
         model = nn.Linear(300, 300)
     with pytest.raises(RankError, match="must be built alike on every rank"):
         initialize(model, config=config(3, "fp32"), device="cpu", quiet=True)
+
+
+ROUTERS = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}
+
+
+def train_engine(stage: int) -> Engine:
+    """Train a few steps, so that masters have bits that storage has not."""
+    model = GPT(moe=True)
+    model.layers[0].norm1.weight.requires_grad_(False)
+    engine = runs.make(config(stage, "bf16", **ROUTERS), model)
+    for step in range(2):
+        engine.backward(engine(batch(step, engine.mesh.rank("data"))))
+        engine.step()
+    return engine
+
+
+def exports(root: str) -> None:
+    """Export at every stage, in the plan's dtypes, in fp32 and in 16 bits, beside what the engine holds."""
+    for stage in range(4):
+        folder = Path(root) / str(stage)
+        engine = train_engine(stage)
+        result = zd.export(engine, folder / "plan", max_shard_size="20KB")
+        zd.export(engine, folder / "fp32", dtype="fp32")
+        zd.export(engine, folder / "half", dtype="bf16", max_shard_size=None)
+        plan, wide, half = (tensors(folder / name) for name in ("plan", "fp32", "half"))
+        assert len(result.files) > 2 and result.bytes == size_of(folder / "plan")
+        rows = {row.name: row for row in engine.plan.rows}
+        assert plan.keys() == wide.keys() == half.keys() == {*rows, "scale"}
+        assert "head.weight" not in plan, "tied: saved once"
+        assert torch.equal(plan["scale"], torch.tensor(0.3333333))
+        with engine.gathered() as shown:
+            for name, row in rows.items():
+                master, pinned = engine.parameter(name).master, row.columns.pinned
+                assert pinned == (".router." in name)
+                assert plan[name].dtype is (torch.float32 if pinned else torch.bfloat16)
+                assert torch.equal(plan[name], master if pinned else shown[name]), name
+                assert torch.equal(wide[name], master) and torch.equal(half[name], plan[name]), name
+        engine.destroy()
+
+
+def test_every_stage_writes_what_the_engine_holds(tmp_path: Path) -> None:
+    """One micro-batch: every stage has the same bits, so the files are the same."""
+    run_ranks(exports, 2, str(tmp_path))
+    for kind in ("plan", "fp32", "half"):
+        files = [sorted((tmp_path / str(stage) / kind).iterdir()) for stage in range(4)]
+        for other in files[1:]:
+            assert [path.name for path in other] == [path.name for path in files[0]]
+            assert all(a.read_bytes() == b.read_bytes() for a, b in zip(files[0], other, strict=True))
+
+
+def left(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in tmp_path.iterdir())
+
+
+def check_refusals(root: str) -> None:
+    """Check errors, each on every rank, which leave nothing."""
+    engine = train_engine(2)
+    rank, folder = engine.mesh.rank(), Path(root)
+
+    def attempt(expected: str, folder: Path | str = folder / "a", **rest: Any) -> None:
+        with pytest.raises(zd.ZerodriftError, match=expected):
+            zd.export(engine, folder, **rest)
+
+    attempt("must not be there, or be empty", folder / "there")
+    attempt("must be a folder", folder / "there" / "thing")
+    attempt("must be fp32, bf16, fp16, fp8-128x128", dtype="int8")
+    attempt("must be a number of bytes", max_shard_size="many")
+    with mock.patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device")):
+        attempt("No space left on device.*Make room")
+    broken = {"side_effect": OSError(5, "Input/output error")} if rank else {"new": SafetensorsWriter.write}
+    with mock.patch.object(SafetensorsWriter, "write", **broken):
+        attempt("Input/output error")
+    home = Path.cwd()
+    (folder / f"machine{rank}").mkdir()
+    os.chdir(folder / f"machine{rank}")
+    attempt("every rank sees; got rank 1", "a")
+    os.chdir(home)
+    attempt("must be a model's folder", folder / "there", overwrite=True)
+    attempt("must not be there, or be empty", folder / "before")
+    zd.export(engine, folder / "before", overwrite=True)
+
+
+def test_errors_are_everybodys_and_leave_nothing(tmp_path: Path) -> None:
+    for file in (tmp_path / "there" / "thing", tmp_path / "before" / "thing.safetensors"):
+        file.parent.mkdir()
+        file.touch()
+    run_ranks(check_refusals, 2, str(tmp_path), timeout=60)
+    assert left(tmp_path / "there") == ["thing"] and not (tmp_path / "before" / "thing.safetensors").exists()
+    assert left(tmp_path) == ["before", "machine0", "machine1", "there"]
+    assert left(tmp_path / "machine0") == left(tmp_path / "machine1") == []
+
+
+def export_of(root: str, dying: int = -1) -> str:
+    """Export, and return the error where another rank dies."""
+    engine = train_engine(3)
+    if engine.mesh.rank() == dying:
+        SafetensorsWriter.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    try:
+        zd.export(engine, Path(root) / "model")
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_killed_rank_leaves_no_folder(tmp_path: Path, dying: int) -> None:
+    found = run_ranks(export_of, 2, str(tmp_path), dying, timeout=60, dying=[dying])
+    assert found[1 - dying], "the other rank raises"
+    assert not (tmp_path / "model").exists()
+    if dying == 1:
+        assert left(tmp_path) == [], "rank 0 cleans up"
+    # What the death of rank 0 left behind goes with the next export.
+    run_ranks(export_of, 2, str(tmp_path))
+    assert left(tmp_path) == ["model"] and tensors(tmp_path / "model")
