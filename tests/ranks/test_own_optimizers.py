@@ -246,6 +246,8 @@ def test_between_steps_its_groups_hold_the_models_parameters() -> None:
         nn.utils.clip_grad_norm_(held, 1.0)
     engine.step()
     assert all(p.isfinite().all() for p in held), "no values"
+    with pytest.raises(UnsupportedError, match=r"optimizer\.state`: must be read from the engine"):
+        assert not optimizer.state[held[0]]
     with pytest.raises(UnsupportedError, match=r"optimizer\.state_dict`: must not be called"):
         optimizer.state_dict()
 

@@ -56,6 +56,17 @@ class _View:
         return {key: value for key, value in state.items() if _is_moment(value, self.parameter)}
 
 
+class _MovedState(dict[str, Any]):
+    """The state of a parameter between steps: reading it is an error."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        must = "must be read from the engine between steps, when the optimizer has no values"
+        do = "`engine.parameter(name).state` has it. A method that needs it, beside `step`, cannot be called."
+        raise UnsupportedError("optimizer.state", must, do=do)
+
+    __contains__ = __getitem__ = __setitem__ = __iter__ = __len__ = get = items = keys = values = _refuse
+
+
 class TorchOptimizerUpdater:
     """An `Updater` around a torch optimizer."""
 
@@ -187,6 +198,7 @@ class TorchOptimizerUpdater:
     def _step_groups(self) -> None:
         """Call the optimizer's own `step`. An error in it says that the optimizer got flat pieces."""
         shown = [(group, group["params"]) for group, _ in self._groups]
+        self._guard_states(None)
         try:
             for group, views in self._groups:
                 group["params"] = views
@@ -204,6 +216,16 @@ class TorchOptimizerUpdater:
         finally:
             for group, parameters in shown:
                 group["params"] = parameters
+            self._guard_states(_MovedState())
+
+    def _guard_states(self, guard: _MovedState | None) -> None:
+        """Give the model's parameters this state between steps. A method of the optimizer that looked there for
+        the state of their views would take it for missing, as `eval` of a schedule-free one does."""
+        for owner in self._state_owners.values():
+            for parameter in (each for group, _ in self._groups for each in group["params"]):
+                owner.state.pop(parameter, None)
+                if guard is not None:
+                    owner.state[parameter] = guard
 
     def _account(
         self, view: _View, before: tuple[torch.Tensor, torch.Tensor], gradient: torch.Tensor
@@ -256,6 +278,7 @@ class TorchOptimizerUpdater:
             owner.state.clear()
         for view in self._views:
             self._set_state(view.parameter, loaded_state(counters.get(view.row.name, {}), view.parameter))
+        self._guard_states(_MovedState() if counters else None)
 
     def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
         return tuple(key for key, value in counters.get(name, {}).items() if isinstance(value, str))
