@@ -14,7 +14,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import processes
@@ -39,6 +39,20 @@ class Suite:
     start: str = "."
     """The folder of a checkout that the tests are run from."""
     plugin: str = "hub_suite"
+
+    def choose(self, checkout: Path, only: str) -> Suite:
+        """Return the suite with those files of a checkout that have `only` in their paths."""
+        if not only:
+            return self
+        start = checkout / self.start
+        found = [path for name in self.files for path in _tests_below(start / name)]
+        paths = (path.relative_to(start).as_posix() for path in found)
+        return replace(self, files=tuple(path for path in paths if only in path))
+
+
+def _tests_below(path: Path) -> list[Path]:
+    """Return a file of tests, or those of a folder."""
+    return sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
 
 
 _RUNTIME = (

@@ -134,3 +134,15 @@ def test_the_tests_of_another_package_count_where_deepspeed_passes_them(doors: A
     assert "| S | `f.py` | 2 | 1 of 2 | 1: no `z` |" in suites.table(suites.compare("S", here, there))
     absent = "NotHereError: `engine._x`: must be a name of the drop-in"
     assert suites.reason(("failed", absent)) == "asks for the private `engine._x`"
+
+
+def test_files_of_a_suite_are_chosen_by_their_paths(doors: Any, tmp_path: Path) -> None:
+    suite = doors.door_suites.Suite("deepspeed", (), (), ("unit/zero", "unit/comm/test_dist.py"), "tests")
+    for name in ("zero/test_a.py", "zero/deep/test_dist_b.py", "zero/data.py", "other/test_dist.py"):
+        path = tmp_path / "tests" / "unit" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert suite.choose(tmp_path, "") == suite
+    chosen = suite.choose(tmp_path, "dist")
+    assert chosen.files == ("unit/zero/deep/test_dist_b.py", "unit/comm/test_dist.py")
+    assert suite.choose(tmp_path, "nothing").files == ()
