@@ -71,7 +71,7 @@ _ACCELERATE = ("", "_gradient_accumulation", "_multiple_model")
 SUITES = {
     "DeepSpeed": Suite(
         "deepspeed",
-        ("pytest", "pytest-timeout", "transformers"),
+        ("pytest", "pytest-timeout", "transformers", "accelerate"),
         ("--timeout", "200", "-W", "ignore"),
         (
             *(f"unit/runtime/{name}" for name in _RUNTIME),
