@@ -3,7 +3,7 @@
     python tools/doors.py all FOLDER [TOOL ...]     # or: make doors. Some tools, or all
     python tools/doors.py all FOLDER trl --only sft # of their examples those that have this in their name
     python tools/doors.py methods FOLDER [TRAINER ...] [--only TEXT]   # every method of three trainers
-    python tools/doors.py suite FOLDER NAME CHECKOUT    # tests of another package, from a checkout
+    python tools/doors.py suite FOLDER NAME CHECKOUT [--only TEXT] # tests of another package
     python tools/doors.py page                      # writes the tables anew
 
 Each tool gets an environment of its own in FOLDER, some 2 GB with torch for CPUs; nothing is downloaded but
@@ -144,9 +144,12 @@ def try_methods(folder: Path, names: Sequence[str], only: str, torch: Sequence[s
     return 1 if wrong else 0
 
 
-def try_suite(folder: Path, name: str, checkout: Path, torch: Sequence[str]) -> int:
+def try_suite(folder: Path, name: str, checkout: Path, only: str, torch: Sequence[str]) -> int:
     """Run the tests of another package from a checkout of its repository."""
-    suite = door_suites.SUITES[name]
+    suite = door_suites.SUITES[name].choose(checkout, only)
+    if not suite.files:
+        print(f"no file of tests in {checkout} has {only!r} in its path", file=sys.stderr)
+        return 1
     tool = dataclasses.replace(TOOLS[suite.tool], packages=(*TOOLS[suite.tool].packages, *suite.packages))
     python = made(f"{suite.tool}-tests", folder / f"{suite.tool}-tests", torch, tool)
     if suite.plugin == "hub_suite" and not (checkout / "gpt2").exists():
@@ -175,6 +178,7 @@ def main() -> int:
     suite.add_argument("folder", type=Path)
     suite.add_argument("name", choices=door_suites.SUITES)
     suite.add_argument("checkout", type=Path)
+    suite.add_argument("--only", default="", metavar="TEXT", help="files with this in their paths")
     suite.add_argument("--torch", default="", metavar="OPTIONS", help="of pip, for torch")
     verbs.add_parser("page")
     asked = parser.parse_args()
@@ -182,7 +186,8 @@ def main() -> int:
         write_page()
         return 0
     if asked.verb == "suite":
-        ask = asked.folder.resolve(), asked.name, asked.checkout.resolve(), asked.torch.split()
+        places = asked.folder.resolve(), asked.name, asked.checkout.resolve()
+        ask = *places, asked.only, asked.torch.split()
         return until_stopped(lambda: try_suite(*ask))
     known: Mapping[str, Any] = TRAINERS if asked.verb == "methods" else TOOLS
     if unknown := set(asked.tools) - set(known):

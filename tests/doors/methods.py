@@ -306,7 +306,7 @@ _AXOLOTL_LORA = {
 }
 _AXOLOTL_SFT: Mapping[str, Mapping[str, Any]] = {
     "freeze": {"unfrozen_parameters": ["model.layers.1.*", "lm_head.*"]},
-    "DoRA": {**_AXOLOTL_LORA, "peft_use_dora": True, "lora_model_dir": None},
+    "DoRA": {**_AXOLOTL_LORA, "peft_use_dora": True, "lora_model_dir": "{data}/dora"},
     "packing": {"sample_packing": True, "pad_to_sequence_len": True},
     "evaluation": {"val_set_size": 0.25, "eval_steps": 2},
     "LoRA with evaluation": {**_AXOLOTL_LORA, "val_set_size": 0.25, "eval_steps": 2},

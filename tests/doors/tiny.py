@@ -6,6 +6,7 @@ python tests/doors/tiny.py FOLDER
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -56,11 +57,11 @@ def main() -> None:
     with contextlib.suppress(ImportError):  # where a tool has adapters
         from peft import LoraConfig, get_peft_model
 
-        names = ["q_proj", "v_proj"]
-        adapted = get_peft_model(
-            model, LoraConfig(r=4, lora_alpha=8, target_modules=names, task_type="CAUSAL_LM")
-        )
-        adapted.save_pretrained(folder / "adapter")
+        for name, more in {"adapter": {}, "dora": {"use_dora": True}}.items():
+            settings = LoraConfig(
+                r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **more
+            )
+            get_peft_model(copy.deepcopy(model), settings).save_pretrained(folder / name)
 
     triples = list(zip(PROMPTS, GOOD, BAD, strict=True))
     write(folder, "text", ({"text": f"{p} {g}"} for p, g, _ in triples))

@@ -233,8 +233,19 @@ def parameters_with_names(loop: Loop) -> None:
 REVERTS = "its masters do not follow, and the next step puts the old weights back; stage 3 raises"
 ZERO, BELOW_3 = (0,), (0, 1, 2)
 
+
+def an_engine_that_is_compiled(loop: Loop) -> None:
+    """Call `engine.compile` twice, as accelerate does for `torch_compile`, and train."""
+    engine = loop.train(Seeded(), gradient_accumulation_steps=2)
+    for _ in range(0 if loop.plain else 2):
+        engine.compile(backend="aot_eager", compile_kwargs={"dynamic": False})
+        assert engine.is_compiled
+    fit(loop, engine, steps=4)
+
+
 HABITS = habits_of(
     globals(),
+    Habit(an_engine_that_is_compiled),
     Habit(a_model_that_is_given_again, alike=BELOW_3, why="it crashes on hooks of the older engine"),
     Habit(state_dicts_that_are_loaded, alike=ZERO, why=REVERTS),
     Habit(weights_for_an_evaluation, alike=(), why="stages 1-2 ask for an optimizer", own=True),

@@ -196,6 +196,27 @@ def test_full_and_local_states_agree(stage: int) -> None:
     assert utils.safe_get_full_grad(nn.Parameter(torch.zeros(1))) is None
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_frozen_parameter_has_no_master_gradient_or_state(stage: int) -> None:
+    net = Seeded()
+    net.into.requires_grad_(False)
+    engine, utils = make(stage, net), deepspeed.utils
+
+    def read(parameter: nn.Parameter) -> list[bool]:
+        values = [getattr(utils, f"safe_get_{of}_fp32_param")(parameter) for of in ("full", "local")]
+        values += [getattr(utils, f"safe_get_{of}_grad")(parameter) for of in ("full", "local")]
+        for name in ("exp_avg", "exp_avg_sq"):
+            state = [getattr(utils, f"safe_get_{of}_optimizer_state") for of in ("full", "local")]
+            values += [get(parameter, name) for get in state]
+        return [value is not None for value in values]
+
+    train(engine, 1)
+    engine.backward(square(engine(data(1))))
+    assert read(engine.module.into.weight) == [False] * 8
+    assert read(engine.module.head.weight) == [True] * 8
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
 def test_masters_take_what_is_loaded(stage: int) -> None:

@@ -137,7 +137,8 @@ OF_ARGUMENTS: list[tuple[type[Exception], str, Any]] = [
     (ConfigError, "train_micro_batch_size_per_gpu", lambda: make(NO_SIZE, training_data=DATA)),
 ]
 OF_AN_ENGINE: list[tuple[type[Exception], str, Any]] = [
-    (UnsupportedError, r"`engine.compile`.*torch.compile", lambda e: e.compile()),
+    (UnsupportedError, r"`engine.compile`.*`schedule`", lambda e: e.compile(schedule=[(0, [])])),
+    (UnsupportedError, r"autograd_enabled`", lambda e: e.compile(compiled_autograd_enabled=True)),
     (NotHereError, r"`engine.offload_states`", lambda e: e.offload_states()),
     (NotHereError, r"`engine.train_batch`.*for each micro-batch", lambda e: e.train_batch(iter([DATA]))),
     (ValueError, "multiple", lambda e: e.set_train_batch_size(5)),
@@ -157,7 +158,7 @@ def test_what_is_not_here_is_refused_by_name(kind: type[Exception], said: str, c
 
 def test_what_an_engine_has_not_is_refused_by_name() -> None:
     engine = make()[0]
-    assert not hasattr(engine, "compile") and not hasattr(engine, "is_compiled")
+    assert not hasattr(engine, "register_compile_pass") and not engine.is_compiled
     for kind, said, call in OF_AN_ENGINE:
         with pytest.raises(kind, match=said):
             call(engine)

@@ -24,7 +24,7 @@ from zerodrift.alias import run_settings
 from zerodrift.deepspeed.checkpointed_engine import CheckpointedEngine, attach_loading
 from zerodrift.deepspeed.config import MANAGED
 from zerodrift.deepspeed.getters import GETTERS, wire_dtype
-from zerodrift.deepspeed.modules import MisuseError, absent, unknown
+from zerodrift.deepspeed.modules import MisuseError, absent, require_plain_compilation, unknown
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zerodrift.deepspeed.parameters.shards import forget_shards, keep_shards
 from zerodrift.deepspeed.parameters.values import engine_parameter, mark_parameters, unmark_parameters
@@ -116,10 +116,16 @@ class DeepSpeedEngine(CheckpointedEngine):
             return getattr(self._engine, name)
         raise unknown("engine", name, dir(type(self)))
 
+    def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **others: Any) -> None:
+        """Compile the model's blocks in place, or all of a model without them. A second call does nothing."""
+        require_plain_compilation(others)
+        names = [unit.name for unit in self._engine.plan.units if unit.name] or [""]
+        for name in names if not self.is_compiled else ():
+            self.module.get_submodule(name).compile(**{**(compile_kwargs or {}), "backend": backend})
+
     @property
-    def compile(self) -> Any:
-        """Refuse, because nn.Module's own `compile` would compile the engine."""
-        raise AttributeError
+    def is_compiled(self) -> bool:
+        return any(map(is_compiled, self.module.modules()))
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 

@@ -57,6 +57,14 @@ def unknown(owner: str, name: str, known: Iterable[str]) -> NotHereError:
     return NotHereError(f"{owner}.{name}", HERE, do=did_you_mean(name, list(known)))
 
 
+def require_plain_compilation(options: Mapping[str, Any]) -> None:
+    """Refuse options of `engine.compile` that only DeepCompile has, and compiled backwards."""
+    for name, given in options.items():
+        if given:
+            do = "Leave it out: blocks are compiled as `torch.compile` does."
+            raise UnsupportedError("engine.compile", f"must not be given `{name}`", got=given, do=do)
+
+
 class _PlaceholderBase:
     """The base of classes that a script derives from a placeholder. Making an instance raises."""
 

@@ -336,9 +336,7 @@ ABSENT: Mapping[str, str] = {
 """Advice -> names that are not here. A line without names is of modules of which every name is absent."""
 
 ENGINE_ABSENT: Mapping[str, str] = {
-    "Call `torch.compile` on the model's blocks before `initialize`.": """
-        compile is_compiled register_compile_pass
-    """,
+    "Call `engine.compile`, which has no passes of DeepCompile.": "register_compile_pass",
     "Checkpoint and `destroy`, or use `zero_optimization.offload_optimizer`.": "offload_states reload_states",
     "`backward` and `step` reduce; `no_sync` puts it off.": "allreduce_gradients",
     "Order the samples in the loader.": "set_custom_curriculum_learning_schedule",

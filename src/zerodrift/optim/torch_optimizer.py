@@ -219,8 +219,8 @@ class TorchOptimizerUpdater:
             self._guard_states(_MovedState())
 
     def _guard_states(self, guard: _MovedState | None) -> None:
-        """Give the model's parameters this state between steps. A method of the optimizer that looked there for
-        the state of their views would take it for missing, as `eval` of a schedule-free one does."""
+        """Give the model's parameters this state between steps. A method of the optimizer that looks for the
+        state of views there, as `eval` of a schedule-free one does, would take it for missing."""
         for owner in self._state_owners.values():
             for parameter in (each for group, _ in self._groups for each in group["params"]):
                 owner.state.pop(parameter, None)

@@ -169,8 +169,11 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a moment in fp32, by torch's name for it. Return None before the first step."""
-    return None if engine_parameter(param) is None else _values(param).state.get(optim_state_key)
+    """Return a moment in fp32, by torch's name for it. Return None before the first step, and for a parameter
+    that the engine does not train."""
+    if engine_parameter(param) is None or not _locate(param)[2].trained:
+        return None
+    return _values(param).state.get(optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
