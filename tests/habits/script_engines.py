@@ -235,7 +235,7 @@ ZERO, BELOW_3 = (0,), (0, 1, 2)
 
 
 def an_engine_that_is_compiled(loop: Loop) -> None:
-    """Call `engine.compile` twice, as accelerate does for `torch_compile`, and train."""
+    """Call `engine.compile` twice, as accelerate does for torch_compile, and train."""
     engine = loop.train(Seeded(), gradient_accumulation_steps=2)
     for _ in range(0 if loop.plain else 2):
         engine.compile(backend="aot_eager", compile_kwargs={"dynamic": False})
