@@ -37,6 +37,7 @@ def test_tags_that_differ_between_ranks(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_checkpoints_load_at_another_stage_and_in_part(tmp_path: Path) -> None:
     folder, rank, half = str(tmp_path), deepspeed.comm.get_rank(), {"bf16": {"enabled": True}}
+    half["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
     engine = make(3, **half)
     train(engine, 2)
     engine.save_checkpoint(folder, client_state={"rank": rank})
@@ -46,8 +47,11 @@ def test_checkpoints_load_at_another_stage_and_in_part(tmp_path: Path) -> None:
     assert train(engine, 2, first=2) == goes_on
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (4, 4, 32)
     engine = make(1, **half)
+    rates = engine.optimizer.param_groups[0]["lr"], engine.lr_scheduler.last_batch_iteration
     weights = engine.load_checkpoint(folder, tag="global_step2", load_optimizer_states=False)
     assert weights[1] == {"rank": 0} and engine.global_steps == 2
+    loaded = engine.optimizer.param_groups[0]["lr"], engine.lr_scheduler.last_batch_iteration
+    assert loaded[0] == rates[0] and loaded[1] == rates[1] + 2, "as in DeepSpeed, until its next step"
     head = engine.module.head.weight
     assert deepspeed.utils.safe_get_full_optimizer_state(head, "exp_avg") is None
     engine = make(1, **half)

@@ -1,10 +1,9 @@
 """`save_checkpoint`, `load_checkpoint` and state dicts: DeepSpeed's calls on zerodrift's checkpoints.
 
-A folder has one folder per tag and a file `latest`. A tag loads on any number of ranks, at any stage. The
-client state is rank 0's, made of plain values, because loading a checkpoint runs no code from it. A
-checkpoint that DeepSpeed itself saved is converted by rank 0 into a temporary folder beside it, and loaded
-from there. `module_state_dict` and `save_16bit_model` gather a whole model, one unit at a time, in the
-`export` dtypes; `zerodrift.export` writes a sharded one.
+A folder has one folder per tag and a file `latest`. The client state is rank 0's, made of plain values,
+because loading a checkpoint runs no code from it. A checkpoint that DeepSpeed itself saved is converted by
+rank 0 into a temporary folder beside it, and loaded from there. `module_state_dict` and `save_16bit_model`
+gather a whole model, one unit at a time, in the `export` dtypes; `zerodrift.export` writes a sharded one.
 
 Invariants: the parts that `load` must leave alone do not change, and a checkpoint of DeepSpeed's does not
 either. A loaded value reaches the master weights at every stage.
@@ -57,11 +56,10 @@ if __name__ == "__main__":
 def tag_validation(config: Mapping[str, Any]) -> str:
     """Return `ignore`, `warn` or `fail`: what `checkpoint.tag_validation` says, in any case of letters."""
     block = config.get("checkpoint")
-    written = block.get("tag_validation", "warn") if isinstance(block, Mapping) else "warn"
-    mode = str(written).lower()
+    mode = str(block.get("tag_validation", "warn")).lower() if isinstance(block, Mapping) else "warn"
     if mode not in ("ignore", "warn", "fail"):
         where, must = "checkpoint.tag_validation", "must be `ignore`, `warn` or `fail`"
-        raise ConfigError(where, must, got=repr(written), do="Leave it out for `warn`.")
+        raise ConfigError(where, must, got=repr(mode), do="Leave it out for `warn`.")
     return mode
 
 
@@ -189,8 +187,7 @@ class CheckpointedEngine(nn.Module):
         Without `load_module_strict`, a name that only one side has is skipped."""
         if custom_load_fn is not None:
             must = "must be left out: masters and moments are loaded by name"
-            gathered = "`zero.GatheredParameters(parameters, modifier_rank=0)`"
-            do = f"To load weights in a way of your own, do it inside {gathered}."
+            do = "Write weights of your own inside `zero.GatheredParameters(parameters, modifier_rank=0)`."
             raise UnsupportedError("custom_load_fn", must, do=do)
         engine, counts = self._engine, not load_module_only
         optimizer = load_optimizer_states and not load_module_only
@@ -215,8 +212,7 @@ class CheckpointedEngine(nn.Module):
                 self._restore_counts(counts, {"global_samples": samples})
                 return path, client
         if tag is None and not latest:
-            name = os.fspath(load_dir)
-            logger.warning("no checkpoint in %s that `latest` names: nothing is loaded", name)
+            logger.warning("no checkpoint in %s that `latest` names: nothing is loaded", load_dir)
             return None, None
         path, client = self._load(self.checkpoints_in(load_dir), str(tag or latest), parts, allow)
         self._restore_counts(counts, client.get("counts", {}))
@@ -226,7 +222,12 @@ class CheckpointedEngine(nn.Module):
         self, folder: Checkpoints, tag: str, parts: frozenset[Part], allow: tuple[Allowed, ...]
     ) -> tuple[str, dict[str, Any]]:
         """Load the parts, and return the path and the client state."""
+        # As in DeepSpeed, a schedule that comes without the optimizer sets no rate before its next step.
+        groups = [] if "optimizer" in parts else getattr(self._engine.optimizer, "param_groups", [])
+        rates = [group["lr"] for group in groups]
         loaded = folder.load_parts(tag, parts, allow)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
         for difference in loaded.differences:
             if difference.what == "model":
                 logger.warning("%s: %s", loaded.path, difference)
