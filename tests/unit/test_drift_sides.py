@@ -100,16 +100,6 @@ def test_of_two_values_as_near_either_is_rounded() -> None:
     assert judge(torch.tensor(1 + 2**-8), torch.tensor(1 + 2**-7).bfloat16()).kind == "rounded"
 
 
-def test_a_scaled_tensor_is_held_to_half_a_step() -> None:
-    values = matrix()
-    scale = values.abs().amax() / 127
-    codes = (values / scale).round()
-    half = torch.full_like(values, float(scale) / 2 * 1.01)
-    assert judge(values, codes * scale, {}, half).kind == "quantised"
-    codes[2, 2] += 1
-    assert judge(values, codes * scale, {}, half).kind == "other-values"
-
-
 # --- numbers ------------------------------------------------------------------------------------------------
 
 
@@ -133,12 +123,6 @@ def test_what_is_not_finite_is_counted_and_not_averaged() -> None:
 
 
 # --- the sampler's table, roles, files ----------------------------------------------------------------------
-
-
-def test_a_table_is_read() -> None:
-    table = sampler({"compute": "bfloat16", "head": "fp32", "kv": "fp8_e4m3", "tensors": {"*.up.*": "fp16"}})
-    assert table.compute is DType.BF16 and table.roles == (("head", DType.FP32),)
-    assert table.activations == (("kv", DType.FP8_E4M3),) and table.tensors == (("*.up.*", DType.FP16),)
 
 
 @pytest.mark.parametrize(

@@ -187,14 +187,10 @@ def test_other_launchers_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> 
 # --- optimizers and schedules -----------------------------------------------------------------------------
 
 
-def test_optimizers_come_as_objects_functions_or_blocks() -> None:
-    net = model()
-    given = torch.optim.SGD(net.parameters(), lr=0.1)
-    for optimizer in (given, lambda parameters: torch.optim.SGD(parameters, lr=0.1)):
-        engine, made, *_ = make(BARE, model=net if optimizer is given else None, optimizer=optimizer)
-        assert made.param_groups[0]["lr"] == 0.1 and engine.get_lr() == [0.1]
-        step(engine)
-        engine.destroy()
+def test_optimizers_come_as_functions_or_not_at_all() -> None:
+    engine, made, *_ = make(BARE, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    assert made.param_groups[0]["lr"] == 0.1 and engine.get_lr() == [0.1]
+    engine.destroy()
     engine, made, *_ = make(BARE)
     assert made is None
     with pytest.raises(UnsupportedError, match="must have an optimizer"):
@@ -274,17 +270,12 @@ def test_deepspeeds_own_optimizers_are_torchs_with_bf16_moments_where_the_config
 def test_getters_and_names_of_the_optimizer_tell_what_the_plan_does() -> None:
     engine, optimizer, *_ = make({**BF16, "gradient_clipping": 0.7})
     assert engine.bfloat16_enabled() and not engine.fp16_enabled() and engine.zero_optimization()
-    assert engine.get_data_types() == (torch.bfloat16, torch.float32)
-    assert engine.gradient_clipping() == 0.7 and engine.optimizer_name() == "adamw"
+    assert engine.get_data_types() == (torch.bfloat16, torch.float32) and engine.gradient_clipping() == 0.7
     assert engine.get_mom() == [(0.9, 0.999)] and engine.loss_scale() == 0 and engine.dp_world_size == 1
     step(engine)
-    assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
-    assert engine.get_global_grad_norm().item() == engine.running.grad_norm
-    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 7}
-    engine, optimizer, *_ = make({**CONFIG, "fp16": fp16})
-    assert optimizer.needs_scaler() and optimizer.loss_scaler.dynamic
-    assert optimizer.loss_scaler.cur_scale == optimizer.loss_scale_config.cur_scale == 16.0
-    assert optimizer.loss_scaler.scale_window == 7 and optimizer.loss_scale_config.min_loss_scale == 1
+    assert optimizer._global_grad_norm == engine.get_global_grad_norm() == engine.running.grad_norm > 0
+    _, optimizer, *_ = make({**CONFIG, "fp16": {"enabled": True, "initial_scale_power": 4}})
+    assert optimizer.needs_scaler() and optimizer.loss_scaler.cur_scale == 16.0
 
 
 def test_batch_numbers_can_change_between_steps() -> None:

@@ -128,11 +128,9 @@ def test_tied_parameters_get_one_row_and_the_widest_demand() -> None:
 # --- one key, one meaning ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "stage"), [("bf16", 0), ("fp16", 1), ("bf16", 2), ("fp32", 3)])
-def test_accumulation_dtype_means_the_same_everywhere(mode: str, stage: int) -> None:
-    ways = ({"gradient_accumulation_dtype": "fp32"}, {"data_types": {"grad_accum_dtype": "float32"}})
-    for written in (at(stage, mode, accumulate="fp32"), *(at(stage, mode) | way for way in ways)):
-        assert cells(written, QUERY)["accumulate"].rstrip("/") == "fp32", written
+def test_accumulation_dtype_means_the_same_everywhere() -> None:
+    for way in ({"gradient_accumulation_dtype": "fp32"}, {"data_types": {"grad_accum_dtype": "float32"}}):
+        assert cells(at(1, "fp16") | way, QUERY) == cells(at(1, "fp16", accumulate="fp32"), QUERY), way
 
 
 def test_buffers_are_kept_unless_told() -> None:
@@ -388,21 +386,12 @@ def test_a_mode_is_what_is_written_or_asked_for(written: dict[str, object], expe
     assert mode(written) == expected
 
 
-@pytest.mark.parametrize(
-    ("written", "on"),
-    [
-        ({"bf16": {"enabled": True}}, True),
-        *(({"bf16": {}}, False), ({"bf16": {"enabled": False}}, False)),
-    ],
-    ids=str,
-)
-def test_flags_of_a_block_that_is_off_are_listed_as_ignored(written: dict[str, Any], on: bool) -> None:
-    flags = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    policy = resolve(load({**written, "bf16": {**written["bf16"], **flags}}), MeshShape())
-    demanded = {value for _, value, key in policy.demands if key in {f"bf16.{flag}" for flag in flags}}
-    assert demanded == ({"same", "bf16", "bf16-stochastic"} if on else set())
-    ignored = [] if on else [(f"bf16.{flag}", "`bf16.enabled` is not true") for flag in flags]
-    assert [pair for pair in policy.ignored if pair[0].startswith("bf16.")] == ignored
+@pytest.mark.parametrize("block", [{}, {"enabled": False}])
+def test_flags_of_a_block_that_is_off_are_listed_as_ignored(block: dict[str, Any]) -> None:
+    policy = resolve(load({"bf16": {**LOW, "enabled": False, **block}}), MeshShape())
+    assert not any(key.startswith("bf16.") for _, _, key in policy.demands)
+    flags = [(key, why) for key, why in policy.ignored if key.startswith("bf16.bf16_")]
+    assert flags == [(f"bf16.{flag}", "`bf16.enabled` is not true") for flag in [*LOW][1:]]
 
 
 LOW_MODE = {"mode": "autocast-bf16"}

@@ -230,19 +230,6 @@ def test_what_is_refused_of_a_checkpoint_leaves_the_run_as_it_was(tmp_path: Path
     engine.destroy()
 
 
-def test_a_schedule_that_refuses_a_state_of_deepspeeds_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    engine, block = engine_for("WarmupLR"), config("WarmupLR")["scheduler"]
-    broken = lay_out(tmp_path, 2, scheduler=(block, {"steps": 3}))
-    go_on(engine, 1)
-    before = {name: engine.running.parameter(name).master for name in values(0)}
-    for options in ({}, {"load_optimizer_states": False}):
-        with pytest.raises(CheckpointError, match="`schedule`: must take the saved state"):
-            engine.load_checkpoint(broken, **options)
-        assert all(torch.equal(before[name], engine.running.parameter(name).master) for name in before)
-        assert engine.global_steps == 1
-    engine.destroy()
-
-
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_loaded_place_sets_what_the_steps_to_it_set(kind: str) -> None:
     """Rates agree, and the betas that one of them moves: a run with changed numbers begins with these."""
