@@ -13,18 +13,17 @@ import itertools
 import json
 import os
 import random
-import threading
 import time
 import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from zerodrift import files as plain_files
 from zerodrift.checkpoint import files
 from zerodrift.checkpoint.files import Lock, LockOwner
 from zerodrift.checkpoint.folder import CheckpointFolder, automatic
@@ -50,7 +49,6 @@ from zerodrift.record import encode
 ENTRIES = (
     SavedParameter(("embed.weight", "head.weight"), (61, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
     SavedParameter(("layers.0.up.weight",), (64, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
-    SavedParameter(("layers.1.up.weight",), (64, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
     SavedParameter(("frozen",), (), "bf16", -1, ()),
 )
 
@@ -147,23 +145,15 @@ def test_only_what_was_written_to_its_end_is_found(tmp_path: Path) -> None:
     folder.begin("step-00000001").lock.release()
     with pytest.raises(CheckpointError, match="got none but 1 that was cut short"):
         folder.find("latest")
-    assert len(folder.unfinished()) == 1
-    assert len(folder.clean()) == 1 and folder.unfinished() == []
+    with folder.begin("step-00000002") as new:
+        assert folder.unfinished() == [new.path], "what a killed save left is gone"
+        with pytest.raises(CheckpointError, match="must have one writer"):
+            folder.begin("step-00000003")
     save(folder, 2)
     (tmp_path / "latest").unlink()
     assert folder.find("latest").name == automatic(2), "before anything names it"
     with pytest.raises(CheckpointError, match=r"got step-00000002\. Did you mean `step-00000002`\?"):
         folder.find("step-00000003")
-
-
-def test_the_next_save_takes_away_what_a_killed_one_left(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path)
-    folder.begin("step-00000001").lock.release()
-    with folder.begin("step-00000002") as new:
-        assert folder.unfinished() == [new.path]
-        with pytest.raises(CheckpointError, match="must have one writer"):
-            folder.begin("step-00000003")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_all_but_the_newest_go_and_chosen_tags_and_latest_stay(tmp_path: Path) -> None:
@@ -228,43 +218,23 @@ def test_a_lock_that_was_broken_is_not_taken_back(tmp_path: Path) -> None:
     assert (tmp_path / files.LOCK).read_text() == text
 
 
-def _without_locks(*_: Any) -> None:
-    raise OSError(errno.ENOSYS, "Function not implemented")
-
-
 def test_a_lock_is_held_until_it_is_left_and_stops_nobody_where_there_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Either the file system has no locks, or the whole system."""
-    path, order = tmp_path / "lock", []
-
-    def second() -> None:
-        with locked(path):
-            order.append("second")
-
-    thread = threading.Thread(target=second)
+    path = tmp_path / "lock"
     with locked(path):
         assert is_locked(path)
-        thread.start()
-        thread.join(0.05)
-        order.append("first")
-    thread.join()
-    assert order == ["first", "second"] and not is_locked(path)
-    for owner, name, value in ((fcntl, "flock", _without_locks), (plain_files, "fcntl", None)):
-        monkeypatch.setattr(owner, name, value)
-        with locked(path), locked(path):
-            assert is_locked(path)
+    assert not is_locked(path)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
+    with locked(path), locked(path):
+        assert is_locked(path)
 
 
 # --- values of the state of a script -------------------------------------------------------------------
 
 
 VALUES: dict[str, Any] = {
-    "arguments": [
-        argparse.Namespace(lr=0.1, files=[Path("b")]),
-        types.SimpleNamespace(a=1, b={"c": (1, None)}),
-    ],
-    "best": np.mean([1.0, 2.5]),
+    "arguments": [argparse.Namespace(lr=0.1, files=[Path("b")]), types.SimpleNamespace(b={"c": (1, None)})],
     "numbers": [np.int64(3), np.bool_(True), np.float16(0.5), 1j],
     "random": [np.random.RandomState(1).get_state(), random.Random(1).getstate()],
     "generator": np.random.default_rng(1).bit_generator.state,
@@ -293,12 +263,3 @@ def test_what_cannot_be_read_again_is_named_where_it_is() -> None:
         with pytest.raises(UnsupportedError) as raised:
             packed({"client": {"good": 1, "more": {"it": bad}}}, "client")
         assert raised.value.got == f"a {kind} at ['client']['more']['it']"
-
-
-def test_a_file_that_runs_something_is_not_read() -> None:
-    class Runs:
-        def __reduce__(self) -> Any:
-            return print, ("run",)
-
-    with pytest.raises(UnsupportedError, match="a Runs at"):
-        packed({"a": Runs()}, "client")

@@ -21,7 +21,6 @@ from zerodrift.train.data.sampling import (
     BlockSampler,
     Feed,
     Mixture,
-    MixtureSampler,
     blocks_of,
     divide_by_weight,
 )
@@ -45,26 +44,15 @@ def test_packing_keeps_every_token_and_pads_only_the_end(tmp_path: Path) -> None
     assert blocks.labels(np.arange(len(blocks))).tolist() == [15] * (len(blocks) - 1) + [15 - padded]
 
 
-def test_without_packing_a_document_is_a_block(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", ROWS)
-    blocks = made(tmp_path, data(file, pack=False)).train
-    assert len(blocks) == len(TEXTS)
-    tokens, labels = parts_of(blocks, 2, 3)
-    assert tokens[0].tolist() == [*b"third", *[256] * 11]
-    assert labels[0].tolist() == [*b"third", 256, *[IGNORED] * 10]
-    assert tokens[1].tolist() == list(TEXTS[3].encode()[:16]), "cut"
-
-
 def test_what_is_cut_and_what_is_not_learned_is_counted(tmp_path: Path) -> None:
     """Conversations cut before their answer are refused; where only their ends are cut, a line says so."""
     reading = made(tmp_path, data(jsonl(tmp_path / "t.jsonl", ROWS), pack=False)).sets[0].counts
     assert reading.cut_tokens == sum(max(0, len(text.encode()) + 1 - 16) for text in TEXTS) > 0
     chats = jsonl(tmp_path / "a.jsonl", [{"prompt": "q" * 20, "completion": "answer"}] * 4)
-    longest = len(b"<|user|>\n<|assistant|>\n" + b"q" * 20 + b"answer") + 2
     with pytest.raises(ConfigError, match=r"Raise `data\.block`\."):
         made(tmp_path, data(chats, block=24, format="chat"))
     facts = dict(made(tmp_path, data(chats, block=48, format="chat")).sets[0].counts.facts())
-    assert f"by {4 * (longest - 48)} tokens in all" in facts["too long"] and "left out" not in facts
+    assert "by 12 tokens in all" in facts["too long"] and "left out" not in facts
     assert facts["look at"].startswith("most conversations are cut, 4 of 4: raise `data.block`")
     asked = {"prompt": "a question that fills the whole block by itself", "completion": "?"}
     rows = [asked, {"prompt": "q", "completion": "answer"}, {"messages": TALK[:1]}]
@@ -102,7 +90,7 @@ def test_the_split_is_by_document_and_does_not_depend_on_the_others(tmp_path: Pa
     assert {text for text in texts if Document(text).number(4) < 2**62} != held
 
 
-def test_of_one_text_the_last_blocks_are_held_out_and_never_all(tmp_path: Path) -> None:
+def test_of_one_text_the_last_blocks_are_held_out(tmp_path: Path) -> None:
     text = "".join(chr(97 + number % 26) for number in range(1599))  # and the end of the text: 1600 tokens
     file = tmp_path / "one.txt"
     file.write_text(text)
@@ -111,9 +99,6 @@ def test_of_one_text_the_last_blocks_are_held_out_and_never_all(tmp_path: Path) 
     assert (len(parts.train), len(parts.validation)) == (95, 5)
     assert bytes(stream(parts.train).tolist()).decode() == text[: 95 * 16]
     assert stream(parts.validation)[-1] == 256
-    for seed in range(12):
-        found = made(tmp_path, data(file, validation=0.4, seed=seed))
-        assert found.validation is not None and len(found.train) > len(found.validation) > 0
 
 
 def test_marks_and_counts_are_split_with_the_blocks(tmp_path: Path) -> None:
@@ -198,12 +183,6 @@ def test_shares_add_up_and_leave_nobody_out(weights: tuple[float, ...]) -> None:
     counts = (40, 10, 3)[: len(weights)]
     given = divide_by_weight(counts, weights)
     assert sum(given) == sum(counts) and min(given) >= 1
-    sampler = MixtureSampler(counts, given, seed=5)
-    ends = np.cumsum(counts)
-    for turn in range(2):
-        drawn = [sampler.at(turn * sum(counts) + place) for place in range(sum(counts))]
-        of = Counter(int(np.searchsorted(ends, at, side="right")) for at in drawn)
-        assert tuple(of[number] for number in range(len(counts))) == given
 
 
 # --- documents that share a block --------------------------------------------------------------------
@@ -212,10 +191,10 @@ def test_shares_add_up_and_leave_nobody_out(weights: tuple[float, ...]) -> None:
 def chats(folder: Path, count: int = 30) -> Path:
     draw = np.random.default_rng(0)
 
-    def words(number: int) -> str:
-        return " ".join(draw.choice(WORDS, number))
-
-    rows = [{"prompt": words(2), "completion": words(1 + number % 5)} for number in range(count)]
+    rows = [
+        {"prompt": " ".join(draw.choice(WORDS, 2)), "completion": " ".join(draw.choice(WORDS, 1 + n % 5))}
+        for n in range(count)
+    ]
     return jsonl(folder / "chats.jsonl", rows)
 
 
@@ -284,16 +263,12 @@ class Reading(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
 
 
-class WithoutPositions(torch.nn.Linear):
-    """A layer without an argument for positions."""
-
-
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         (Reading("document"), ""),
         (Reading("block"), "Reading, in which a document sees"),
-        (WithoutPositions(4, 4), "WithoutPositions, whose `forward` takes no `position_ids`"),
+        (torch.nn.Linear(4, 4), "Linear, whose `forward` takes no `position_ids`"),
     ],
 )
 def test_a_model_that_does_not_keep_documents_apart_is_named(model: torch.nn.Module, words: str) -> None:
@@ -331,16 +306,14 @@ def test_an_epoch_has_every_block_once_in_an_order_of_its_own(count: int) -> Non
     assert all(sorted(found) == list(range(count)) for found in epochs)
     if count == 4096:
         assert epochs[0] != epochs[1] and epochs[0] != epochs[2]
-        order = np.array(epochs[0])
-        assert abs(np.corrcoef(order, np.arange(count))[0, 1]) < 0.05
-        assert 0.28 < np.abs(np.diff(order)).mean() / count < 0.39, "two random places are a third apart"
+        apart = np.abs(np.diff(epochs[0])).mean() / count
+        assert 0.28 < apart < 0.39, "two random places are a third apart"
 
 
-@pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 2, 6), (2, 3, 2), (4, 1, 3), (6, 2, 1)])
-def test_a_step_has_the_same_blocks_on_any_number_of_ranks(ranks: int, micro: int, accumulation: int) -> None:
+@pytest.mark.parametrize("micro", [1, 2, 3, 12])
+def test_the_micro_batches_of_a_step_have_every_block_once(micro: int) -> None:
     chosen = BlockSampler(100, 0).step(7, 12)
     assert chosen.tolist() == [BlockSampler(100, 0).at(7 * 12 + place) for place in range(12)]
-    found = [
-        blocks_of(chosen, turn * ranks + rank, micro) for rank in range(ranks) for turn in range(accumulation)
-    ]
-    assert sorted(np.concatenate(found)) == sorted(chosen)
+    assert (
+        np.concatenate([blocks_of(chosen, n, micro) for n in range(12 // micro)]).tolist() == chosen.tolist()
+    )

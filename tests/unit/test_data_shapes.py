@@ -51,7 +51,7 @@ CALLED_AS_TEXT[1]["content"] = None
 
 @dataclass
 class File:
-    """A file, the conversations in its rows, and the learned texts unless these are all answers."""
+    """A file, the conversation in its row, and the learned end unless all answers are learned."""
 
     name: str
     content: bytes
@@ -68,19 +68,14 @@ def shape(meant: Turns, with_tools: Any = None, /, learned: str | None = None, *
     return File("a.jsonl", lines(row), meant, with_tools, learned)
 
 
-def zstd(content: bytes) -> bytes:
-    return bytes(arrow.compress(content, "zstd", asbytes=True))
-
-
 def row(**written: Any) -> File:
-    return File("a.jsonl", lines(written))
+    return shape([], **written)
 
 
 def sharegpt(**said: str) -> Turns:
     return [{"from": role, "value": text} for role, text in said.items()]
 
 
-SHAREGPT = sharegpt(human="Hi", gpt="Yo")
 THOUGHT = {**YO, "reasoning_content": "Hm"}
 PART = {"type": "text", "text": "Hi", "image_url": None}
 ROW = lines({"messages": TALK})
@@ -91,14 +86,10 @@ FILES: dict[str, File] = {
             turn("user", [PART]),
             turn("assistant", [{"type": "text", "text": "Yo, "}, {"text": "you"}]),
         ]),
-    "what is null is not there": shape(
-        [HI, YO], messages=[{**HI, "name": None, "tool_calls": None}, {**YO, "reasoning_content": ""}]
-    ),
-    "reasoning": shape([HI, THOUGHT], messages=[HI, THOUGHT]),
+    "what is null is not there": shape([HI, THOUGHT], messages=[{**HI, "tool_calls": None}, THOUGHT]),
     "weights of turns": shape(
         TALK, learned="2 m\n;", messages=[*TALK[:2], {**YO, "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
     ),
-    "ShareGPT": shape([HI, YO], conversations=SHAREGPT),
     "ShareGPT with calls": shape(*([*CALLED[:2], turn("tool", "12"), *CALLED[3:]], TOOLS),
         conversations=sharegpt(
             human="Hi", function_call=json.dumps(CALL["function"]), observation="12", gpt="Cold"
@@ -106,21 +97,16 @@ FILES: dict[str, File] = {
         tools=json.dumps(TOOLS)),
     "prompt and completion": shape([HI, YO], prompt="Hi", completion="Yo"),
     "turns of a prompt": shape(TALK, learned="2 m\n;", prompt=TALK[:4], completion=TALK[4:]),
-    "calls": shape(CALLED, TOOLS, messages=CALLED, tools=TOOLS),
     "calls as texts": shape(CALLED, TOOLS, messages=CALLED_AS_TEXT, tools=json.dumps(TOOLS)),
     "Alpaca with an input": shape(talk("Add\n\n1", "3"), instruction="Add", input="1", output="3"),
     "Alpaca with a history": shape(
         TALK, instruction="Größe?", output="2 m\n", system="Be brief", history=[["Hi", "Yo"]]
     ),
-    "an answer of nothing": shape(
-        [HI, turn("assistant", ""), HI, YO], learned="Yo;", messages=[HI, turn("assistant", ""), HI, YO]
-    ),
     "OpenOrca": shape(TALK[:3], id="1", system_prompt="Be brief", question="Hi", response="Yo"),
     "a JSON array": File("a.json", json.dumps([{"messages": TALK}], indent=1).encode(), TALK),
-    "JSON lines of no name": File("rows", ROW, TALK),
     "CSV": File("a.csv", b'id,prompt,completion\r\n1,"Hi, ""Bo""\n007",NA\r\n', talk('Hi, "Bo"\n007', "NA")),
     "CSV of a Windows program": File("a.csv", "\ufeffprompt;completion\r\nHi;Yo\r\n".encode(), [HI, YO]),
-    "zstd": File("a.json.zst", zstd(json.dumps([{"messages": TALK}]).encode()), TALK),
+    "zstd": File("a.jsonl.zst", bytes(arrow.compress(ROW, "zstd", asbytes=True)), TALK),
     "parquet": File(
         "a.parquet", parquet([{"id": 1, "conversations": CALLED, "tools": json.dumps(TOOLS)}]), CALLED, TOOLS
     ),
@@ -178,19 +164,13 @@ def test_without_a_template_turns_have_roles_and_contents_alone(tmp_path: Path) 
         read(tmp_path, ByteTokenizer(), row(messages=[HI, turn("assistant", "", tool_calls=[CALL])]))
 
 
-def calling(**call: Any) -> File:
-    return row(messages=[HI, turn("assistant", "", tool_calls=[call])])
-
-
 TEXT = "a text of some length, with Übung in it\n" * 20
 ROW_OF_TEXT = lines({"text": TEXT})
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-ARRAY = b'[{"prompt": "a", "completion": "b"}'
 REFUSED: dict[str, tuple[File, str]] = {
     "Latin-1": (File("a.txt", TEXT.encode("latin1")), "must be UTF-8 text; got byte 0xdc at offset 28"),
     "half a gzip": (File("a.jsonl.gz", gzip.compress(ROW)[:-9]), "a gzip file that ends early"),
     "a key twice": (File("a.jsonl", b'{"text": "a", "text": "b"}'), "a key twice"),
-    "half a row": (File("a.jsonl", ROW_OF_TEXT + ROW_OF_TEXT[:-9]), r"a\.jsonl:2.*must be JSON"),
     "a text of null": (File("a.jsonl", ROW_OF_TEXT + lines({"text": None})), r"a\.jsonl:2.*must have a text"),
     "marks of good and bad": (row(prompt="Hi", completion="Yo", label=False), "with a `label`"),
     "a text beside a question": (row(instruction="Hi", output="Yo", text="Hi Yo"),
@@ -202,20 +182,15 @@ REFUSED: dict[str, tuple[File, str]] = {
         r"a\.jsonl:1: messages\[0\]: content\[0\].*'image_url'",
     ),
     "an image beside it": (row(messages=[HI, YO], images=["a.png"]), r"a\.jsonl:1.*`images`"),
-    "null": (row(messages=[turn("user", None), YO]), r"messages\[0\]: content.*got null"),
     "an odd weight": (row(messages=[HI, {**YO, "weight": 0.5}]), r"weight.*must be 0 or 1"),
-    "nothing to say": (row(messages=[HI, {"role": "assistant"}]), r"messages\[1\].*got `role`"),
+    "a say in the template": (row(messages=[HI, YO], chat_template_kwargs={"enable_thinking": False}),
+        "must be a conversation of text; got `chat_template_kwargs`"),
     "an unknown role": (row(messages=[turn("boss", "Hi"), YO]), r"messages\[0\]: role.*got 'boss'"),
     "a key that no template writes": (row(messages=[HI, {**YO, "mood": "glad"}]),
         r"a\.jsonl:1.*chat template.*`mood` of a turn, which it leaves out"),
-    "arguments of no keys": (calling(function={"name": "f", "arguments": "x"}),
-        "must have `arguments` of JSON keys; got 'x'"),
     "preferences": (row(prompt="a", chosen="b", rejected="c"), "must have a text in"),
-    "a say in the template": (row(messages=[HI, YO], chat_template_kwargs={"enable_thinking": False}),
-        "must be a conversation of text; got `chat_template_kwargs`"),
     "a pointer": (File("a.parquet", POINTER), "a pointer of Git LFS"),
     "an open quote": (File("a.csv", b'prompt,completion\na,"b\n'), "must be CSV"),
-    "more than an array": (File("a.json", ARRAY + b"] 3"), "after the end"),
 }  # fmt: skip
 
 
@@ -253,29 +228,17 @@ def test_a_template_that_leaves_out_a_turn_or_tools_is_told(tmp_path: Path) -> N
             read(tmp_path, tokenizer, row(messages=messages, **more))
 
 
-def read_with(folder: Path, template: str, file: File) -> tuple[str, str]:
-    """Return the text of a file by a template, and the learned part of it."""
-    tokenizer = TransformersTokenizer(byte_tokenizer(folder, template))
-    found, labels = parts_of(read(folder, tokenizer, file).train, 0)
-    learned = [label for label in labels[0].tolist() if label != IGNORED]
-    return tokenizer.decode(found[0]), tokenizer.shown(learned)
-
-
 def test_an_answer_ends_with_the_mark_of_its_template(tmp_path: Path) -> None:
-    """Many models end their texts with another mark: a sampler of conversations stops at either."""
-    template = (
-        "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}<turn>\n{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    folder = byte_tokenizer(tmp_path, template)
+    """Samples of conversations stop there, or at the end of a text."""
+    asks = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    folder = byte_tokenizer(tmp_path, "{% for turn in messages %}{{ turn.content }}<turn>{% endfor %}" + asks)
     inner = TransformersTokenizer(folder).inner
     inner.add_special_tokens({"additional_special_tokens": ["<turn>"]})
     inner.save_pretrained(str(folder))
     letters = TransformersTokenizer(folder)
     assert rendering.end_tokens(letters) == {letters.end, letters.marks["<turn>"]}
     assert rendering.end_tokens(ByteTokenizer()) == {256}
-    asked = rendering.encode_prompt([HI], letters)
-    assert letters.inner.decode(asked) == "<user>Hi<turn>\n<assistant>"
+    assert letters.inner.decode(rendering.encode_prompt([HI], letters)) == "Hi<turn><assistant>"
 
 
 LAST = (
@@ -284,11 +247,6 @@ LAST = (
     "{% if add_generation_prompt %}[assistant]ASK{% endif %}"
 )
 LAST_WRITTEN = "[system]Be brief;\n[user]Hi;\n[assistant]Yo;\n[user]Größe?;\n[assistant]<t></t>2 m;\n"
-PARTS = (
-    "{% for turn in messages %}[{{ turn.role }}]{% for part in turn.content %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<image>{% endif %}{% endfor %};\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 OTHER_END = (
     "{% for turn in messages %}<{{ turn.role }}>\n{{ turn.content }}!\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>\n{% else %}<end>{% endif %}"
@@ -311,15 +269,8 @@ WRITTEN = '[user]Hi;\n[assistant]f {"city": "Paris", "days": 2};\n[tool]12 °C;\
             id="another mark behind the last answer, as of Phi 3 and gpt-oss",
         ),
         pytest.param(
-            *(PARTS, TALK[:3], "[system]Be brief;\n[user]Hi;\n[assistant]Yo;\n", "Yo;\n"),
-            id="contents in parts, for pictures too",
-        ),
-        *(
-            pytest.param(
-                *(CALLS_AS_TEXT, called, WRITTEN, 'f {"city": "Paris", "days": 2};\nCold;\n'),
-                id=f"arguments as a text and no content beside calls, as of DeepSeek, {number}",
-            )
-            for number, called in enumerate((CALLED, CALLED_AS_TEXT))
+            *(CALLS_AS_TEXT, CALLED, WRITTEN, 'f {"city": "Paris", "days": 2};\nCold;\n'),
+            id="arguments as a text and no content beside calls, as of DeepSeek",
         ),
         *(
             pytest.param(
@@ -333,8 +284,10 @@ WRITTEN = '[user]Hi;\n[assistant]f {"city": "Paris", "days": 2};\n[tool]12 °C;\
 def test_a_template_is_given_what_it_writes(
     template: str, messages: Turns, starts: str, learned: str, tmp_path: Path
 ) -> None:
-    text, found = read_with(tmp_path, template, shape(messages, messages=messages))
-    assert text.startswith(starts) and found == learned
+    tokenizer = TransformersTokenizer(byte_tokenizer(tmp_path, template))
+    found, labels = parts_of(read(tmp_path, tokenizer, row(messages=messages)).train, 0)
+    assert tokenizer.decode(found[0]).startswith(starts)
+    assert tokenizer.shown(labels[0][labels[0] != IGNORED].tolist()) == learned
 
 
 @pytest.mark.parametrize("keys", [{}, {"format": "text", "pack": False}])

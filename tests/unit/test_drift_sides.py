@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from zerodrift.inspect.drift.trainer import TrainerSide
 from zerodrift.inspect.drift.trainer import load_trainer as trainer
 from zerodrift.optim.rounding import round_away
 
-FP32, BF16, AUTOCAST = ({"precision": {"mode": mode}} for mode in ("fp32", "bf16", "autocast-bf16"))
+FP32, AUTOCAST = ({"precision": {"mode": mode}} for mode in ("fp32", "autocast-bf16"))
 IDS = token_ids()[:2, :12].tolist()
 
 # --- one tensor ---------------------------------------------------------------------------------------------
@@ -101,16 +100,6 @@ def test_of_two_values_as_near_either_is_rounded() -> None:
     assert judge(torch.tensor(1 + 2**-8), torch.tensor(1 + 2**-7).bfloat16()).kind == "rounded"
 
 
-def test_a_scaled_tensor_is_held_to_half_a_step() -> None:
-    values = matrix()
-    scale = values.abs().amax() / 127
-    codes = (values / scale).round()
-    half = torch.full_like(values, float(scale) / 2 * 1.01)
-    assert judge(values, codes * scale, {}, half).kind == "quantised"
-    codes[2, 2] += 1
-    assert judge(values, codes * scale, {}, half).kind == "other-values"
-
-
 # --- numbers ------------------------------------------------------------------------------------------------
 
 
@@ -136,26 +125,18 @@ def test_what_is_not_finite_is_counted_and_not_averaged() -> None:
 # --- the sampler's table, roles, files ----------------------------------------------------------------------
 
 
-def test_a_table_is_read() -> None:
-    table = sampler({"compute": "bfloat16", "head": "fp32", "kv": "fp8_e4m3", "tensors": {"*.up.*": "fp16"}})
-    assert table.compute is DType.BF16 and table.roles == (("head", DType.FP32),)
-    assert table.activations == (("kv", DType.FP8_E4M3),) and table.tensors == (("*.up.*", DType.FP16),)
-
-
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("text", "says"),
     [
-        ({"haed": "fp32"}, "Did you mean `head`"),
-        ({"head": "fp8_e4m3"}, "`head`: must be fp32, bf16 or fp16; got 'fp8_e4m3'"),
-        ({"tensors": ["a"]}, "must be a block of globs"),
+        ("haed: fp32", "Did you mean `head`"),
+        ("head: fp8_e4m3", "`head`: must be fp32, bf16 or fp16; got 'fp8_e4m3'"),
         ("compute: bf16\ncompute: fp32\n", "must be written once"),
     ],
 )
-def test_a_wrong_table_is_refused(data: Any, says: str, tmp_path: Path) -> None:
-    (tmp_path / "sampler.yaml").write_text(data if isinstance(data, str) else json.dumps(data))
-    with pytest.raises(ConfigError, match="sampler") as caught:
+def test_a_wrong_table_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "sampler.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=says):
         read_sampler_dtypes(tmp_path / "sampler.yaml")
-    assert says in str(caught.value)
 
 
 def test_ids_come_from_every_kind_of_file(tmp_path: Path) -> None:
@@ -167,21 +148,13 @@ def test_ids_come_from_every_kind_of_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"tokens": [1, 2, 3], "logprobs": [null, -1.0, -2]}\n[4, 5, 6]\n\n')
     for end in ("npy", "pt", "safetensors", "json", "jsonl"):
         assert read_ids(tmp_path / f"a.{end}") == rows
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("a.json", "[[1, 2.5]]", "`{}[0]`: must be a list of token ids"),
-        ("a.json", "[[1]]", "must be at least two tokens"),
-        ("a.pt", "text", "must hold a tensor of token ids"),
-    ],
-)
-def test_a_file_without_ids_is_refused(name: str, content: str, says: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ModelError) as caught:
-        read_ids(tmp_path / name)
-    assert says.format(tmp_path / name) in str(caught.value)
+    for bad, says in (
+        ("[[1, 2.5]]", "must be a list of token ids"),
+        ("[[1]]", "must be at least two tokens"),
+    ):
+        (tmp_path / "a.json").write_text(bad)
+        with pytest.raises(ModelError, match=says):
+            read_ids(tmp_path / "a.json")
 
 
 VLLM = [None, {"2": {"logprob": -1.0, "rank": 1}, "9": {"logprob": -3}}, {"3": {"logprob": -2.0}}]
@@ -192,7 +165,6 @@ SGLANG = [[None, 1, None], [-1.0, 2, None], [-2.0, 3, None]]
     ("rows", "read"),
     [
         ([[None, -1.0, -2]], [-1.0, -2.0]),
-        ([[-1.0, -2]], [-1.0, -2.0]),
         ([{"tokens": [1, 2, 3], "logprobs": [None, None, -2]}], [None, -2.0]),
         ([{"prompt_logprobs": VLLM}], [-1.0, -2.0]),
         ([{"input_token_logprobs": SGLANG}], [-1.0, -2.0]),
@@ -203,22 +175,15 @@ def test_recorded_numbers_of_every_form_are_read(rows: Any, read: list[Any], tmp
     assert recorded(rows, [[1, 2, 3]]) == read_recorded(tmp_path / "a.jsonl", [[1, 2, 3]]) == [read]
 
 
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ([[-1.0]], "`recorded[0]`: must have 2 log-probabilities: one for every token but the first; got 1"),
-        ([[0.5, -1.0]], "`recorded[0][1]`: must be a finite log-probability, 0 or below; got 0.5"),
+def test_recorded_numbers_that_do_not_fit_are_refused() -> None:
+    for rows, says in (
+        ([[-1.0]], r"recorded\[0\]`: must have 2 log-probabilities"),
+        ([[0.5, -1.0]], r"recorded\[0\]\[1\]`: must be a finite log-probability, 0 or below; got 0.5"),
         ([{"tokens": [1, 2, 4], "logprobs": [-1.0, -1.0]}], "must be of the tokens that are compared"),
         ([[[-1.0, 2], [-2.0, 4]]], "numbers or null"),  # of another token
-    ],
-)
-def test_recorded_numbers_that_do_not_fit_are_refused(rows: Any, says: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        recorded(rows, [[1, 2, 3]])
-    assert says in str(caught.value)
-
-
-# --- the trainer's side -------------------------------------------------------------------------------------
+    ):
+        with pytest.raises(ModelError, match=says):
+            recorded(rows, [[1, 2, 3]])
 
 
 def test_under_autocast_a_sampler_has_one_dtype() -> None:
@@ -250,30 +215,12 @@ def compared(side: TrainerSide | None = None, ids: Any = IDS, **known: Any) -> S
     return compare_sides(side or plain(), SamplerSide(**known), ids)
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [("plain-moe", FP32), ("llama-tied", BF16)],
-    ids=["plain-moe-fp32", "llama-tied-bf16"],
-)
-def test_sides_that_are_the_same_are_exactly_zero_apart(
-    name: str, config: dict[str, Any], tmp_path: Path
-) -> None:
-    if name.startswith("llama"):
-        pytest.importorskip("transformers")
-    side = plain(config, name)
-    sent = folder_of(lively(name), tmp_path / "sent", bf16 if config is BF16 else fp32)
-    found = compared(side, sent=sent, loaded=sent, sampler={"compute": config["precision"]["mode"]})
+def test_sides_that_are_the_same_are_exactly_zero_apart(tmp_path: Path) -> None:
+    sent = folder_of(lively("plain-moe"), tmp_path / "sent")
+    found = compared(plain(FP32, "plain-moe"), sent=sent, loaded=sent, sampler={"compute": "fp32"})
     whole = found.whole
     assert (whole.mean_abs, whole.rms, whole.k3, whole.largest, whole.not_finite) == (0.0, 0.0, 0.0, 0.0, 0)
     assert found.within and found.cells == () and found.faults == () and named_first(found) == ""
-
-
-def test_looking_changes_neither_values_nor_the_model() -> None:
-    side = plain()
-    before = copy.deepcopy(side.module.state_dict())
-    compared(side, sampler={"compute": "bf16", "buffers": "bf16"})
-    after = side.module.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_the_step_at_which_a_tensor_changed_is_named(tmp_path: Path) -> None:
@@ -310,10 +257,6 @@ def test_log_probabilities_alone_are_looked_for_among_dtypes(tmp_path: Path) -> 
     best = found.tried[0]
     assert (best.key, best.dtype) == ("head", DType.FP32) and best.explains > 0.99
     assert found.unexplained == 1.0 and found.cells == ()
-    known = compare_sides(
-        trainer(side.config, side.model), SamplerSide(folder, None, sampler(side.table), said), IDS
-    )
-    assert known.unexplained < 1e-6 and known.tried == () and named_first(known) == "head"
 
 
 def test_flips_are_counted_apart_and_tokens_that_were_not_recorded_are_left_out() -> None:
@@ -329,19 +272,9 @@ def test_flips_are_counted_apart_and_tokens_that_were_not_recorded_are_left_out(
 # --- what cannot be compared --------------------------------------------------------------------------------
 
 
-class OtherLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(96, 8)
-
+class OtherLoss(nn.Embedding):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return self.embed(input_ids).square().mean()
-
-
-def infinite() -> nn.Module:
-    model = lively("plain")
-    model.get_parameter("norm.weight").data[3] = math.inf
-    return model
+        return super().forward(input_ids).square().mean()
 
 
 def renamed(path: Path) -> SideComparison:
@@ -350,42 +283,37 @@ def renamed(path: Path) -> SideComparison:
     return compared(sent=path)
 
 
+def infinite() -> nn.Module:
+    model = lively("plain")
+    model.get_parameter("norm.weight").data[3] = math.inf
+    return model
+
+
 KV, MLP = {"kv": "bf16"}, "layers.0.mlp.0.weight"
 SEVEN_SCALES = {MLP: torch.ones(64, 32, dtype=torch.int8), f"{MLP}_scale": torch.ones(7)}
-PACKED = {"layers.0.attn.q.qweight": torch.ones(4, dtype=torch.int32)}
 
 
 def sent(**changed: Tensor) -> Callable[[Path], SideComparison]:
     return lambda path: compared(sent=folder_of(lively("plain"), path / "a", **changed))
 
 
-def of_model(make: Callable[[], nn.Module], table: dict[str, Any]) -> Callable[[Path], SideComparison]:
-    return lambda path: compared(trainer(FP32, make()), sampler=table)
-
-
 REFUSED: list[tuple[type[ZerodriftError], Callable[[Path], SideComparison], str]] = [
-    (ConfigError, lambda path: compared(), "`the other side`: must be given"),
     (ModelError, renamed, "must have the names of the trainer's model"),
     (ModelError, sent(**{"norm.weight": torch.ones(31)}), "`norm.weight`: must have shape [32]; got [31]"),
-    (UnsupportedError, sent(**PACKED), "packed"),
     (ModelError, sent(**SEVEN_SCALES), "must have a floating scale for all of it"),
     (
+        NonFiniteError,
+        lambda path: compared(trainer(FP32, infinite()), sampler=KV),
+        "`norm.weight`: must be finite",
+    ),
+    (ModelError, lambda path: compared(sampler=KV, ids=[[1, 2, 96]]), "`tokens[0][2]`: must be a token"),
+    (
         ModelError,
-        lambda path: compared(sampler=KV, ids=[[1, 2, 96]]),
-        "`tokens[0][2]`: must be a token of the model, from 0 to 95; got 96",
+        lambda path: compared(trainer(FP32, OtherLoss(96, 8)), sampler=KV),
+        "must take its loss from `cross_entropy`",
     ),
-    (NonFiniteError, of_model(infinite, KV), "`norm.weight`: must be finite"),
-    (ModelError, of_model(OtherLoss, {"embedding": "bf16"}), "must take its loss from `cross_entropy`"),
-    (
-        ConfigError,
-        lambda path: compared(sampler={"router": "bf16"}),
-        "`router`: must be of a parameter of the model; got none of that role",
-    ),
-    (
-        UnsupportedError,
-        lambda path: compared(plain(AUTOCAST), sampler={"head": "bf16"}),
-        "`sampler.head`: must be fp32, or what `compute` says",
-    ),
+    (ConfigError, lambda path: compared(sampler={"router": "bf16"}), "`router`: must be of a parameter"),
+    (UnsupportedError, lambda path: compared(plain(AUTOCAST), sampler={"head": "bf16"}), "must be fp32"),
 ]
 
 
@@ -406,8 +334,7 @@ def test_text_and_json_name_faults_and_have_no_number_that_is_none(tmp_path: Pat
     changed = {name: model.state_dict()[name].T.contiguous(), "norm.weight": torch.full((32,), math.inf)}
     sent = folder_of(model, tmp_path / "a", **changed)
     faulty = compared(plain(FP32, "plain-moe"), sent=sent, sampler={"kv": "bf16"})
-    source = [("trainer", "c.yaml, " + "a/long/path/" * 12)]
-    text = comparison_text(faulty, source, color=False, width=80)
+    text = comparison_text(faulty, [("trainer", "a/long/path/" * 12)], color=False, width=80)
     assert max(map(len, text.splitlines())) <= 80
     assert text.index("not what was trained") < text.index("what explains it")
     summary = "2 tensors not what was trained; 22 of 22 tokens without a finite log-probability"

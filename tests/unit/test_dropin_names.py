@@ -12,7 +12,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 import torch
@@ -27,34 +27,26 @@ from zerodrift.deepspeed.tools import estimates
 from zerodrift.errors import UnsupportedError
 
 _IMPORTED = """
-accelerator: get_accelerator
 comm: all_reduce get_rank init_distributed ReduceOp
 "": checkpointing __git_hash__ __git_branch__ logger log_dist
 checkpointing:
 launcher.runner: DEEPSPEED_ENVIRONMENT_NAME main
-moe.layer: MoE
 moe.utils: is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer
-ops: __compatible_ops__
 ops.op_builder: ALL_OPS CPUAdamBuilder FusedAdamBuilder AsyncIOBuilder
 runtime.activation_checkpointing.checkpointing: checkpoint configure
 runtime.fp16.loss_scaler: LossScaler DynamicLossScaler
-runtime.pipe.module: PipelineModule LayerSpec
 runtime.zero.config: ZeroStageEnum DeepSpeedZeroConfig
 runtime.zero.offload_config: OffloadDeviceEnum DeepSpeedZeroOffloadOptimizerConfig
 runtime.zero.stage3: DeepSpeedZeroOptimizer_Stage3
-runtime.zero.stage_1_and_2: DeepSpeedZeroOptimizer
 utils.tensor_fragment: safe_get_full_fp32_param fragment_address
 ops.adam: DeepSpeedCPUAdam FusedAdam
-ops.lion: DeepSpeedCPULion FusedLion
 pipe: PipelineModule LayerSpec
 runtime.config: DeepSpeedConfigError ADAM_OPTIMIZER
 runtime.dataloader: DeepSpeedDataLoader RepeatingLoader
 runtime.engine: DeepSpeedEngine
 runtime.lr_schedules: WarmupLR VALID_LR_SCHEDULES
-runtime.zero: Init GatheredParameters
 runtime.zero.partition_parameters: ZeroParamStatus GatheredParameters
 utils: safe_get_full_grad RepeatingLoader logger set_z3_leaf_modules
-utils.logging: logger log_dist set_log_level_from_string
 utils.zero_to_fp32: get_fp32_state_dict_from_zero_checkpoint
 zero: Init GatheredParameters register_external_parameter
 """
@@ -78,14 +70,11 @@ ENGINE = (
 
 @pytest.mark.parametrize(("module", "names"), IMPORTED.items(), ids=list(IMPORTED))
 def test_what_scripts_import_is_there(module: str, names: tuple[str, ...]) -> None:
-    there: Any = deepspeed
+    found: Any = deepspeed
     if module != "checkpointing":  # an attribute alone
-        there = importlib.import_module(f"zerodrift.deepspeed.{module}".rstrip("."))
-    assert all(getattr(there, name) is not None for name in names)
-    at: Any = deepspeed
-    for part in filter(None, module.split(".")):
-        at = getattr(at, part)
-    assert at.__name__.startswith("zerodrift.deepspeed")
+        found = importlib.import_module(f"zerodrift.deepspeed.{module}".rstrip("."))
+    assert all(getattr(found, name) is not None for name in names)
+    assert found is deepspeed or there(f"deepspeed.{module}")
 
 
 def test_an_absent_name_can_be_imported_and_says_no_when_it_is_used() -> None:
@@ -101,9 +90,6 @@ def test_an_absent_name_can_be_imported_and_says_no_when_it_is_used() -> None:
     assert issubclass(Mine, PipelineModule) and not issubclass(torch.nn.Linear, PipelineModule)
     with pytest.raises(UnsupportedError, match=r"`deepspeed.pipe.PipelineModule`.*stage: 3"):
         Mine()
-    assert (PipelineModule | None) == Optional[PipelineModule]  # noqa: UP045
-    with pytest.raises(UnsupportedError, match="init_inference"):
-        deepspeed.init_inference(model=None)
 
 
 def test_every_absent_name_says_what_to_use() -> None:
@@ -123,21 +109,14 @@ def test_an_unknown_name_is_an_attribute_error_with_the_nearest() -> None:
     assert not hasattr(deepspeed, "initalize")
     with pytest.raises(NotHereError, match="`initialize`"):
         deepspeed.initalize  # noqa: B018
-    with pytest.raises(NotHereError, match="all_reduce"):
-        deepspeed.comm.all_redcue  # noqa: B018
-    with pytest.raises(AttributeError):
-        deepspeed.__nothing__  # noqa: B018
 
 
-def test_the_accelerator_answers_or_names_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_accelerator_answers_or_names_torchs_own() -> None:
     found = deepspeed.get_accelerator()
     assert found.device_name() in ("cpu", "cuda") and found.device_count() >= 1
-    assert found.communication_backend_name() in ("gloo", "nccl")
-    assert found.memory_allocated() >= 0 and found.supported_dtypes()
+    assert found.communication_backend_name() in ("gloo", "nccl") and found.supported_dtypes()
     with pytest.raises(NotHereError, match=r"torch\."):
         found.create_op_builder  # noqa: B018
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert found.device_name() != "cpu" or found.device_count() == 4
 
 
 def test_made_modules_are_like_any_other(
@@ -146,8 +125,6 @@ def test_made_modules_are_like_any_other(
     """Values pickle by their file, and `python -m` finds their code."""
     for value in (deepspeed.zero.ZeroParamStatus.AVAILABLE, deepspeed.utils.safe_get_full_grad):
         assert pickle.loads(pickle.dumps(value)) is value
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("zerodrift.deepspeed.nothing_of_the_kind")
     monkeypatch.setattr(sys, "argv", ["zero_to_fp32", "--help"])
     with pytest.raises(SystemExit):
         runpy.run_module("zerodrift.deepspeed.utils.zero_to_fp32", run_name="__main__", alter_sys=True)
@@ -289,15 +266,10 @@ def test_a_name_that_is_nowhere_is_seen() -> None:
 # --- estimates of memory ----------------------------------------------------------------------------------
 
 
-def tied() -> nn.Module:
-    """Return a model of 10,000 parameters in a tied embedding, and 100 x 100 + 100 in a layer."""
-    model = nn.Sequential(nn.Embedding(100, 100), nn.Linear(100, 100), nn.Linear(100, 100, bias=False))
-    model[2].weight = model[0].weight
-    return model
-
-
 def test_estimates_count_tied_weights_once_and_follow_deepspeeds_formulas() -> None:
-    assert estimates._count(tied()) == (20_100, 10_100)
+    tied = nn.Sequential(nn.Embedding(100, 100), nn.Linear(100, 100), nn.Linear(100, 100, bias=False))
+    tied[2].weight = tied[0].weight
+    assert estimates._count(tied) == (20_100, 10_100)
     two = estimates.estimate_zero2_model_states_mem_needs
     assert two(1000, 4, 2, cpu_offload=True) == (48_000, 2000)
     assert two(1000, 4, 2, cpu_offload=False) == (24_000, 2000 + 2250)

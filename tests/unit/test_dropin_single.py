@@ -22,7 +22,7 @@ from zerodrift.deepspeed.modules import NotHereError
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.utils import zero_to_fp32
 from zerodrift.dtypes import DType
-from zerodrift.errors import CheckpointError, ConfigError, MeshError, ModelError, UnsupportedError
+from zerodrift.errors import CheckpointError, ConfigError, MeshError, UnsupportedError
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -123,16 +123,12 @@ FUSED = deepspeed.ops.adam.FusedAdam
 MPU = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
 DATA = torch.utils.data.TensorDataset(torch.arange(10.0)[:, None].expand(10, 4))
 LOSSY = {**CONFIG, "zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}}
-NO_MODE = {**CONFIG, "checkpoint": {"tag_validation": "strict"}}
 NO_SIZE = {"optimizer": CONFIG["optimizer"]}
 OF_ARGUMENTS: list[tuple[type[Exception], str, Any]] = [
     (MeshError, "dist_init_required", lambda: make(dist_init_required=False)),
     (UnsupportedError, "`mpu`", lambda: make(mpu=MPU)),
     (ConfigError, "zeropp_loco_param", lambda: make(LOSSY)),
     (ConfigError, r"zero_optimization.stagge", lambda: make({**CONFIG, "zero_optimization.stagge": 3})),
-    (ConfigError, "`fail`; got 'strict'", lambda: make(NO_MODE)),
-    (ConfigError, "must be given", lambda: deepspeed.initialize(model=model())),
-    (ModelError, "`model`", lambda: deepspeed.initialize(config=CONFIG)),
     (UnsupportedError, "bias_correction", lambda: FUSED(model().parameters(), bias_correction=False)),
     (ConfigError, "train_micro_batch_size_per_gpu", lambda: make(NO_SIZE, training_data=DATA)),
 ]
@@ -145,7 +141,6 @@ OF_AN_ENGINE: list[tuple[type[Exception], str, Any]] = [
     (UnsupportedError, "num_local_io_workers", lambda e: e.deepspeed_io(DATA, num_local_io_workers=2)),
     (UnsupportedError, "a closure", lambda e: e.optimizer.step(lambda: None)),
     (UnsupportedError, "after the last backward of a step; got 0 backwards", lambda e: e.optimizer.step()),
-    (UnsupportedError, "another engine's", lambda e: make(optimizer=e.optimizer)),
     (CheckpointError, "under this plan", lambda e: e.optimizer.load_state_dict({"param_groups": []})),
 ]
 
@@ -194,14 +189,10 @@ def test_other_launchers_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> 
 # --- optimizers and schedules -----------------------------------------------------------------------------
 
 
-def test_optimizers_come_as_objects_functions_or_blocks() -> None:
-    net = model()
-    given = torch.optim.SGD(net.parameters(), lr=0.1)
-    for optimizer in (given, lambda parameters: torch.optim.SGD(parameters, lr=0.1)):
-        engine, made, *_ = make(BARE, model=net if optimizer is given else None, optimizer=optimizer)
-        assert made.param_groups[0]["lr"] == 0.1 and engine.get_lr() == [0.1]
-        step(engine)
-        engine.destroy()
+def test_optimizers_come_as_functions_or_not_at_all() -> None:
+    engine, made, *_ = make(BARE, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    assert made.param_groups[0]["lr"] == 0.1 and engine.get_lr() == [0.1]
+    engine.destroy()
     engine, made, *_ = make(BARE)
     assert made is None
     with pytest.raises(UnsupportedError, match="must have an optimizer"):
@@ -265,8 +256,6 @@ def test_deepspeeds_own_optimizers_are_torchs_with_bf16_moments_where_the_config
     net = model()
     assert type(FUSED(net.parameters())) is torch.optim.AdamW
     assert type(deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), adamw_mode=False)) is torch.optim.Adam
-    engine, *_ = make(BARE, model=net, optimizer=deepspeed.ops.lion.FusedLion(net.parameters(), lr=1e-3))
-    assert step(engine) > step(engine)
     low = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
     net = model()
     optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), fp32_optimizer_states=False)
@@ -283,28 +272,18 @@ def test_deepspeeds_own_optimizers_are_torchs_with_bf16_moments_where_the_config
 def test_getters_and_names_of_the_optimizer_tell_what_the_plan_does() -> None:
     engine, optimizer, *_ = make({**BF16, "gradient_clipping": 0.7})
     assert engine.bfloat16_enabled() and not engine.fp16_enabled() and engine.zero_optimization()
-    assert engine.get_data_types() == (torch.bfloat16, torch.float32)
-    assert engine.gradient_clipping() == 0.7 and engine.optimizer_name() == "adamw"
+    assert engine.get_data_types() == (torch.bfloat16, torch.float32) and engine.gradient_clipping() == 0.7
     assert engine.get_mom() == [(0.9, 0.999)] and engine.loss_scale() == 0 and engine.dp_world_size == 1
-    engine.module.custom = 7
-    assert engine.custom == 7 and len(list(engine.parameters())) == 4
     step(engine)
-    assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
-    assert engine.get_global_grad_norm().item() == engine.running.grad_norm
-    engine.tput_timer.update_epoch_count()  # as DeepSpeed-Chat does
-    assert engine.tput_timer.epoch_count == 1 and engine.sparse_tensor_module_names == set()
-    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 7}
-    engine, optimizer, *_ = make({**CONFIG, "fp16": fp16})
-    assert optimizer.needs_scaler() and optimizer.loss_scaler.dynamic
-    assert optimizer.loss_scaler.cur_scale == optimizer.loss_scale_config.cur_scale == 16.0
-    assert optimizer.loss_scaler.scale_window == 7 and optimizer.loss_scale_config.min_loss_scale == 1
+    assert optimizer._global_grad_norm == engine.get_global_grad_norm() == engine.running.grad_norm > 0
+    _, optimizer, *_ = make({**CONFIG, "fp16": {"enabled": True, "initial_scale_power": 4}})
+    assert optimizer.needs_scaler() and optimizer.loss_scaler.cur_scale == 16.0
 
 
 def test_batch_numbers_can_change_between_steps() -> None:
     engine, *_ = make()
-    assert engine.get_batch_info() == (2, 2, 1)
     engine.set_train_batch_size(6)
-    assert engine.gradient_accumulation_steps() == 3
+    assert engine.get_batch_info() == (6, 2, 3)
     losses = [step(engine) for _ in range(3)]
     assert losses[0] == losses[1] == losses[2] and engine.global_steps == 1
 
@@ -352,7 +331,6 @@ def test_zero_to_fp32_splits_and_indexes(tmp_path: Path) -> None:
     out = tmp_path / "out"
     zero_to_fp32.main([str(tmp_path / "run"), str(out), "--safe_serialization", "--max_shard_size", "100"])
     index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert len(set(index["weight_map"].values())) == len(list(out.glob("*.safetensors"))) > 1
     state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run")
     assert state.keys() == engine.module.state_dict().keys()

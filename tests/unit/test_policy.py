@@ -74,24 +74,17 @@ NO_UPDATE = dict.fromkeys(("grad", "accumulate", "reduce", "master", "state"), "
 LATER = ({"match": "*", "state": "bf16-stochastic", "master": "fp32"}, {"match": "*.gate.*", "state": "fp32"})
 NARROWED = {"match": "*.gate.*", "class": "torch.nn.Linear", "pin": "fp32"}
 CELLS: dict[str, tuple[dict[str, Any], str, ModelSpec | None, dict[str, str]]] = {
-    "reduced at the end": (at(3, reduce={"when": "last"}), QUERY, None, {"accumulate": "fp32"}),
-    "frozen": (at(3, "fp32"), "base.w", ADAPTERS, {"storage": "bf16/", "compute": "fp32", **NO_UPDATE}),
     "a frozen bf16 base": (at(2), "base.w", ADAPTERS, {"storage": "bf16"}),
     "fp32 adapters keep their bits": (at(2), "a.w", ADAPTERS, {"master": "split/"}),
     "integers": (at(3), "w", NUMBERS, {"storage": "int8"}),
     "export as stored": (at(3, rules=[PINNED]), QUERY, STORED, {"export": "fp32"}),
-    "export as computed": (at(3, rules=[PINNED]), NORMW, STORED, {"export": "bf16"}),
     "fp8 sets no export": (at(0), "w", FP8, {"export": "bf16"}),
     "not pinned, narrow": (at(2, **NARROW) | WIRE_BF16, QUERY, None, {"accumulate": "bf16/"}),
     "substring": (SUBSTRINGS, ROUTER, None, {"compute": "fp32"}),
     "a rule wins over a substring": (SUBSTRINGS | LOW_NORMS, NORMW, None, {"storage": "bf16/"}),
-    "last rule": (ruled(*LATER), ROUTER, None, {"state": "fp32/", "master": "fp32/"}),
     "match and class": (ruled(NARROWED), ROUTER, None, {"storage": "fp32"}),
-    "class and no match": (ruled(NARROWED), QUERY, None, {"storage": "bf16"}),
     "tied, one safe": (at(3, "autocast-bf16"), "a.weight", MIXED, {"gather": "fp32"}),
-    "on the safe list": (SAFE, NORMW, None, {"gather": "bf16"}),
     "no longer on it": (SAFE, QUERY, None, {"gather": "fp32"}),
-    "fp32 wire, autocast": (at(2, "autocast-bf16") | WIRE_FP32, QUERY, None, {"reduce": "fp32"}),
     "bf16 wire": (at(2) | WIRE_BF16, QUERY, None, {"reduce": "bf16>fp32"}),
     "low masters of DeepSpeed": (LOW_MASTERS, QUERY, None, {"master": "same/", "accumulate": "bf16/"}),
     "low states of DeepSpeed": (LOW_MASTERS, QUERY, None, {"state": "bf16-stochastic/"}),
@@ -120,9 +113,6 @@ def test_a_cell_names_the_rule_that_set_it_and_what_matches_nothing_is_told_at_o
     rules = [{"match": match, "pin": "fp32"} for match in ("one", "*", "two")]
     with pytest.raises(ConfigError, match=r"(?s)2 problems.*'one'.*'two'"):
         plan(at(3, rules=rules))
-    near = [{"match": "*.mlp.gates.weight", "pin": "fp32"}]
-    with pytest.raises(ConfigError, match=r"must match a parameter.*mlp\.gate\.weight"):
-        plan(at(3, rules=near))
     spec = ModelSpec("index", (parameter("a.w", (4, 4), klass=""),))
     with pytest.raises(ConfigError, match="no module classes"):
         plan(at(0, rules=[{"class": "torch.nn.Linear", "pin": "fp32"}]), spec)
@@ -133,17 +123,14 @@ def test_tied_parameters_get_one_row_and_the_widest_demand() -> None:
     row = made.row("model.embed_tokens.weight")
     assert row is made.row("lm_head.weight") and row is not None
     assert row.columns.storage.dtype is DType.FP32 and row.columns.pinned
-    assert "widest" in row.columns.reasons()["compute"] or "lm_head" in row.columns.reasons()["compute"]
 
 
 # --- one key, one meaning ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "stage"), [("bf16", 0), ("fp16", 1), ("bf16", 2), ("fp32", 3)])
-def test_accumulation_dtype_means_the_same_everywhere(mode: str, stage: int) -> None:
-    ways = ({"gradient_accumulation_dtype": "fp32"}, {"data_types": {"grad_accum_dtype": "float32"}})
-    for written in (at(stage, mode, accumulate="fp32"), *(at(stage, mode) | way for way in ways)):
-        assert cells(written, QUERY)["accumulate"].rstrip("/") == "fp32", written
+def test_accumulation_dtype_means_the_same_everywhere() -> None:
+    for way in ({"gradient_accumulation_dtype": "fp32"}, {"data_types": {"grad_accum_dtype": "float32"}}):
+        assert cells(at(1, "fp16") | way, QUERY) == cells(at(1, "fp16", accumulate="fp32"), QUERY), way
 
 
 def test_buffers_are_kept_unless_told() -> None:
@@ -161,7 +148,6 @@ PARAM_FP32, SUMS_FP32 = ({"data_types": {key: "fp32"}} for key in ("param_dtype"
 REFUSED = [
     (at(1, "fp32", accumulate="bf16"), at(1, "fp32", accumulate="bf16", allow_narrow=True), "allow_narrow"),
     (at(1, accumulate="fp16"), at(1, accumulate="bf16"), "65504"),
-    (at(1, accumulate="fp16", allow_narrow=True), at(1), "65504"),
     (at(1, "fp16", master="split"), at(1, master="split"), "split"),
     (at(1, grad="fp32"), at(1, grad="bf16"), "accumulate"),
     (at(1, "autocast-bf16", gather="bf16"), at(3, gather="bf16"), "stage 3"),
@@ -170,7 +156,6 @@ REFUSED = [
     (at(1, rules=[{**ALL, "compute": "fp16"}]), at(1, "fp16", rules=[{**ALL, "compute": "bf16"}]), "loss"),
     (at(1) | WIRE_FP16, at(1, "fp16") | WIRE_FP16, "65504"),
     (at(1) | PARAM_FP32, at(1) | {"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype"),
-    ({"optimizer": {"type": "Adamm"}}, {"optimizer": {"type": "adamw"}}, "AdamW"),
     (at(1, accumulate="bf16") | SUMS_FP32, at(1, accumulate="fp32") | SUMS_FP32, "`precision.accumulate`"),
 ]
 
@@ -193,7 +178,6 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
     [
         ({TRAIN: 32}, (8, 1, 32)),
         ({MICRO: 2, STEPS: 3}, (2, 3, 24)),
-        ({TRAIN: 32, STEPS: 2}, (4, 2, 32)),
         ({TRAIN: 32, MICRO: 2}, (2, 4, 32)),
         ({TRAIN: 30}, None),
         ({TRAIN: 32, MICRO: 4, STEPS: 3}, None),
@@ -217,12 +201,8 @@ def test_numeric_auto_takes_the_callers_number() -> None:
 
 
 def test_a_number_for_auto_that_does_not_do() -> None:
-    for auto, said in (
-        ({}, "--auto gradient_clipping="),
-        ({"gradient_clipping": [1.0, 2.0]}, "be one number"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            policy({"gradient_clipping": "auto"}, **auto)
+    with pytest.raises(ConfigError, match="--auto gradient_clipping="):
+        policy({"gradient_clipping": "auto"})
     with pytest.raises(ConfigError, match="must be 'auto'"):
         policy({"gradient_clipping": 1.0}, gradient_clipping=0.5)
 
@@ -241,7 +221,6 @@ def test_loss_scale_keys() -> None:
     ("written", "shape"),
     [
         ({}, (8, 1, 1)),
-        ({"sharding": {"replicate": 2}}, (4, 2, 1)),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, (2, 4, 1)),
         ({"pipeline": {"stages": 4}}, (2, 1, 4)),
     ],
@@ -293,12 +272,7 @@ def test_a_weight_that_is_pinned_without_its_bias_is_refused() -> None:
     mine = [parameter(f"layers.{n}.own.{name}", (4,), "own.Module") for n in range(2) for name in "ab"]
     biased = ModelSpec("biased", (*(parameter(name, (4, 4)) for name in names), *mine))
     rules = [{"match": "*.router.weight", "pin": "fp32"}]
-    message = (
-        r"`precision\.rules\[0\]: .*`: must leave all parameters of a module one `compute` dtype; got weight "
-        r"fp32, bias bf16 in `layers\.0\.router` and 1 more\. Match them together: "
-        r'`\{match: "layers\.\*\.router\.\*", pin: fp32\}`\.'
-    )
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"one `compute` dtype; got weight fp32, bias bf16 in `layers\.0"):
         plan(at(3, rules=rules), biased)
     for match in ("*.router.*", "*.own.a"):
         assert plan(at(3, rules=[{"match": match, "pin": "fp32"}]), biased)
@@ -335,9 +309,7 @@ def exports(export: str, *rules: dict[str, str]) -> dict[str, tuple[str, str]]:
 def test_a_narrow_export_is_for_linear_layers(export: str, narrow: set[str]) -> None:
     found = exports(export)
     assert {name for name, (dtype, _) in found.items() if dtype != "bf16"} == narrow
-    wide = {"embed.weight": "an embedding", "turned.weight": "a matrix of Conv1D, no `nn.Linear`"}
-    for name, word in wide.items():
-        assert found[name][1].endswith(f"is for linear layers, and this is {word}"), found[name]
+    assert found["embed.weight"][1].endswith("is for linear layers, and this is an embedding")
 
 
 def test_a_rule_narrows_what_a_library_reads_and_nothing_else() -> None:
@@ -394,7 +366,6 @@ def test_every_row_of_the_rule(row: tuple[str, str, str]) -> None:
 
 
 AUTO = {"precision": {"mode": "auto"}}
-LOW_STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
 @pytest.mark.parametrize(
@@ -407,7 +378,7 @@ LOW_STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_opti
         ({"precision": {"mode": "autocast-bf16"}, **config("false")}, "autocast-bf16"),
         ({"torch_autocast": {"enabled": True}}, "autocast-bf16"),
         # a flag of bf16 that only sets dtypes of masters and states
-        ({"bf16": LOW_STATES, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "autocast-bf16"),
+        ({"bf16": LOW, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "autocast-bf16"),
     ],
     ids=str,
 )
@@ -415,21 +386,12 @@ def test_a_mode_is_what_is_written_or_asked_for(written: dict[str, object], expe
     assert mode(written) == expected
 
 
-@pytest.mark.parametrize(
-    ("written", "on"),
-    [
-        ({"bf16": {"enabled": True}}, True),
-        *(({"bf16": {}}, False), ({"bf16": {"enabled": False}}, False)),
-    ],
-    ids=str,
-)
-def test_flags_of_a_block_that_is_off_are_listed_as_ignored(written: dict[str, Any], on: bool) -> None:
-    flags = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    policy = resolve(load({**written, "bf16": {**written["bf16"], **flags}}), MeshShape())
-    demanded = {value for _, value, key in policy.demands if key in {f"bf16.{flag}" for flag in flags}}
-    assert demanded == ({"same", "bf16", "bf16-stochastic"} if on else set())
-    ignored = [] if on else [(f"bf16.{flag}", "`bf16.enabled` is not true") for flag in flags]
-    assert [pair for pair in policy.ignored if pair[0].startswith("bf16.")] == ignored
+@pytest.mark.parametrize("block", [{}, {"enabled": False}])
+def test_flags_of_a_block_that_is_off_are_listed_as_ignored(block: dict[str, Any]) -> None:
+    policy = resolve(load({"bf16": {**dict.fromkeys([*LOW][1:], True), **block}}), MeshShape())
+    assert not any(key.startswith("bf16.") for _, _, key in policy.demands)
+    flags = [(key, why) for key, why in policy.ignored if key.startswith("bf16.bf16_")]
+    assert flags == [(f"bf16.{flag}", "`bf16.enabled` is not true") for flag in [*LOW][1:]]
 
 
 LOW_MODE = {"mode": "autocast-bf16"}
@@ -440,11 +402,11 @@ AUTOCAST = {"enabled": True, "dtype": "bf16"}
     ("written", "key"),
     [
         ({"bf16": {"enabled": True}, "torch_autocast": AUTOCAST}, "bf16.enabled"),
-        ({"bf16": LOW_STATES, "torch_autocast": {**AUTOCAST, "dtype": "float16"}}, "bf16.enabled"),
+        ({"bf16": LOW, "torch_autocast": {**AUTOCAST, "dtype": "float16"}}, "bf16.enabled"),
         ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype"),
-        ({"precision": {"mode": "bf16"}, "bf16": {"enabled": False}}, "bf16.enabled"),
         ({"precision": {"mode": "fp32"}, "bf16": {"enabled": True}}, "bf16.enabled"),
         ({"precision": {"mode": "bf16"}, "fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"precision": {"mode": "bf16"}, "bf16": {"enabled": False}}, "bf16.enabled"),
         ({"fp16": {"enabled": True}, "torch_autocast": AUTOCAST}, "fp16.enabled"),
         ({"precision": {"mode": "fp32"}, "torch_autocast": {"enabled": True}}, "precision.mode"),
         (config(precision=LOW_MODE, torch_autocast={"enabled": False}), "torch_autocast.enabled"),
