@@ -64,7 +64,6 @@ _LLAMAFACTORY = {
     "overwrite_cache": True,
 }
 _LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "q_proj,v_proj"}
-_OFT = {"finetuning_type": "oft", "oft_block_size": 4, "oft_rank": 0, "oft_target": "q_proj,v_proj"}
 _FULL = {"finetuning_type": "full"}
 _KINDS: Mapping[str, Mapping[str, Any]] = {
     "pt": {"dataset": "text"},

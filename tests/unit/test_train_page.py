@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +89,6 @@ def test_a_loss_that_is_no_number_has_no_perplexity() -> None:
     assert "never a number" in text and "above 1" not in text
     text = page([*LINES, {"kind": "evaluation", "step": 4, "validation_loss": math.nan}])
     assert "best 1.8750 at step 3" in text
-
-
-def test_resumes_and_skips_are_marked_and_told() -> None:
-    change = ["config.optimizer.params.lr", "0.01", "0.001", "the job's holds from step 3 on"]
-    start = {"kind": "start", "step": 2, "from": "runs/a/checkpoints/step-2", "changed": [change]}
-    lines = [*LINES, start, {"kind": "step", **asdict(step(3, skipped=True))}]
-    text = page(lines)
-    charts = text.count('class="curve"')
-    assert text.count('class="mark resume"') == charts == text.count('class="mark skip"') > 4
-    assert "resumed after step 2; changed: config.optimizer.params.lr" in text
-    plain = html.unescape(text).replace("<wbr>", "")
-    assert all(f"<td>{cell}</td>" in plain for cell in change)
-    assert 'class="mark ' not in page(LINES)
 
 
 @pytest.mark.parametrize(
