@@ -214,8 +214,9 @@ MOVES: dict[str, Move] = {
 
 def values_of(engine: Engine) -> Run:
     """Return all values and counts, without weights where a rank shows its own experts only."""
-    run, states = finish(engine), engine.optimizer.state.values()
-    run.scales = sorted({float(count) for state in states for count in state.values() if count.dim() == 0})
+    run, counters = finish(engine), engine.updater.counters().values()
+    counts = (count for state in counters if isinstance(state, dict) for count in state.values())
+    run.scales = sorted({float(count) for count in counts if isinstance(count, torch.Tensor)})
     return run if engine.mesh.size("expert") == 1 else replace(run, weights={})
 
 

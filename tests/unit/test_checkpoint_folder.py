@@ -49,6 +49,7 @@ from zerodrift.record import encode
 ENTRIES = (
     SavedParameter(("embed.weight", "head.weight"), (61, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
     SavedParameter(("layers.0.up.weight",), (64, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
+    SavedParameter(("layers.1.up.weight",), (64, 32), "fp32", 0, ("exp_avg", "exp_avg_sq")),
     SavedParameter(("frozen",), (), "bf16", -1, ()),
 )
 
