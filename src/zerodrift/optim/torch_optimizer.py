@@ -57,14 +57,14 @@ class _View:
 
 
 class _MovedState(dict[str, Any]):
-    """The state of a parameter between steps: reading it is an error."""
+    """The state of a parameter between steps: to look for a value there is an error, and it lists none."""
 
     def _refuse(self, *_: Any) -> NoReturn:
         must = "must be read from the engine between steps, when the optimizer has no values"
         do = "`engine.parameter(name).state` has it. A method that needs it, beside `step`, cannot be called."
         raise UnsupportedError("optimizer.state", must, do=do)
 
-    __contains__ = __getitem__ = __setitem__ = __iter__ = __len__ = get = items = keys = values = _refuse
+    __contains__ = __getitem__ = __setitem__ = __len__ = get = _refuse
 
 
 class TorchOptimizerUpdater:
