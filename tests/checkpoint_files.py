@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from tests.unit.test_checkpoint_folder import manifest
 from zerodrift.checkpoint.folder import CheckpointFolder, save_of
@@ -30,6 +31,7 @@ from zerodrift.checkpoint.manifest import (
     write_whole,
 )
 from zerodrift.checkpoint.tensors import Item, holders, moment_key, weight_key, write_items
+from zerodrift.model.safetensors import list_tensors
 from zerodrift.plan.table import Plan
 
 MOMENTS = ("exp_avg",)
@@ -105,3 +107,12 @@ def misplaced_chunks(tag: Path) -> list[str]:
             if rank not in said or len(said) != replicas:
                 wrong.append(f"{chunk.key}[{chunk.start}:+{chunk.count}] of rank {rank}, by the rule {said}")
     return wrong
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of all safetensors files in a folder, which must belong together."""
+    list_tensors(folder)
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import zerodrift as zd
 from tests import commands
+from tests.checkpoint_files import tensors
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
-from zerodrift.model.safetensors import list_tensors
 
 
 def convert(*arguments: str | Path, code: int = 0) -> str:
@@ -22,14 +22,6 @@ def convert(*arguments: str | Path, code: int = 0) -> str:
     assert done.returncode == code, done.stderr + done.stdout
     assert "Traceback" not in done.stderr
     return done.stdout if code == 0 else done.stderr
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    list_tensors(folder)
-    found: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
 
 
 @pytest.fixture

@@ -13,10 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 import zerodrift as zd
+from tests.checkpoint_files import tensors
 from tests.numerics import runs
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, diff, masters
@@ -24,7 +25,6 @@ from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.api import empty, initialize, load_weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError
-from zerodrift.model.safetensors import list_tensors
 from zerodrift.optim.rounding import round_away
 from zerodrift.policy.decisions import Master
 from zerodrift.weights.reader import SafetensorsReader
@@ -61,14 +61,6 @@ def save(model: nn.Module, folder: Path) -> Path:
 def size_of(folder: Path) -> int:
     """Return the bytes of tensors in the files of a folder."""
     return sum(value.nbytes for value in tensors(folder).values())
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    list_tensors(folder)
-    found: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
 
 
 def make(stage: int, scheme: str = "split", **rest: Any) -> Engine:

@@ -55,11 +55,11 @@ if __name__ == "__main__":
 
 def tag_validation(config: Mapping[str, Any]) -> str:
     """Return `ignore`, `warn` or `fail`: what `checkpoint.tag_validation` says, in any case of letters."""
-    block = config.get("checkpoint")
+    block: Any = config.get("checkpoint")
     mode = str(block.get("tag_validation", "warn")).lower() if isinstance(block, Mapping) else "warn"
     if mode not in ("ignore", "warn", "fail"):
-        where, must = "checkpoint.tag_validation", "must be `ignore`, `warn` or `fail`"
-        raise ConfigError(where, must, got=repr(mode), do="Leave it out for `warn`.")
+        must, got = "must be `ignore`, `warn` or `fail`", repr(block["tag_validation"])
+        raise ConfigError("checkpoint.tag_validation", must, got=got, do="Leave it out for `warn`.")
     return mode
 
 
