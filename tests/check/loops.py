@@ -413,10 +413,11 @@ def scaled(
     scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
     before: Callable[[Any, torch.optim.Optimizer, nn.Module], Any] = nothing,
     steps: bool = True,
+    power: int = 10,
 ) -> zerodrift.Observation:
     """Train under autocast to fp16; `before` is called before the step, which a `GradScaler` takes."""
-    model, scaler = dense(), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, scaler = dense(), torch.amp.GradScaler("cpu", init_scale=2.0**power)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=power > 10)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
         with torch.autocast("cpu", FP16):

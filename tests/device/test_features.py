@@ -17,6 +17,8 @@ import pytest
 from torch import nn
 
 import zerodrift as zd
+from tests.check import loops
+from tests.check.tiny import Dense
 from tests.device.build import needs_device
 from tests.device.plugin import ROOT, environment
 from tests.device.ranks import instead_of_cpu
@@ -62,6 +64,12 @@ def summed_by_the_tree(stage: int, when: str, model: str) -> list[Any]:
     return list(test_order.train_cell(test_order.Cell(stage, when, model=model)))
 
 
+def watched() -> list[Any]:
+    """Return what was seen of gradients, with lines: a device runs the backward in a thread of its own."""
+    seen = loops.made(Dense).process.models[0].parameters
+    return [record.cells[column] for record in seen for column in ("grad", "accumulate")]
+
+
 FEATURES: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "stage 0": (2, train_model, (0, "bf16", 1, "experts", {})),
     "fp16, pins and accumulation": (2, train_model, (2, "fp16", 2, "experts", {**FP16, **PINS})),
@@ -71,6 +79,7 @@ FEATURES: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "replicas": (4, train_model, (3, "fp32", 1, "dense", {"sharding": {"replicate": 2}})),
     "ranks of experts": (2, on_ranks_of_experts, (3,)),
     "fully_shard": (2, by_fully_shard, (3, "bf16")),
+    "watched": (1, watched, ()),
     "zbv": (2, test_pipelines.train_stages, (0, "zbv", "queue")),
 }
 

@@ -16,6 +16,7 @@ from zerodrift.api import make_plan
 from zerodrift.errors import ModelError
 from zerodrift.inspect.check.compare import computes, hidden, nondeterministic
 from zerodrift.inspect.trace.dry_run import trace
+from zerodrift.inspect.trace.operations import flops_of
 from zerodrift.model.inputs import Inputs, inputs_for
 from zerodrift.plan.table import Plan
 from zerodrift.plan.trace import Trace
@@ -392,3 +393,8 @@ def test_the_text_joins_neighbours_and_fits_the_terminal_whatever_the_names(widt
     text = trace_text(plan, seen, hidden(plan, seen), color=False, width=width)
     assert "\x1b" not in text and max(map(cell_len, text.splitlines())) <= width
     assert any(line.split()[1:3] == ["x3", "bf16"] for line in text.splitlines())
+
+
+def test_shapes_that_a_formula_of_torch_refuses_have_no_flops() -> None:
+    heads = [torch.ones(1, count, 4, 8) for count in (2, 3, 3)]
+    assert flops_of(torch.ops.aten._scaled_dot_product_flash_attention.default, tuple(heads), {}, None) == 0

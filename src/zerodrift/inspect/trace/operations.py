@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import sysconfig
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -134,7 +135,12 @@ def flops_of(operation: Any, arguments: tuple[Any, ...], named: Mapping[str, Any
         left, right = arguments[0], arguments[1]  # each row meets one of the matrices
         return int(2 * left.numel() * right.shape[-1])
     formula = flop_registry.get(_LIKE.get(packet, packet))
-    return 0 if formula is None else int(formula(*arguments, **(named or {}), out_val=result))
+    if formula is None:
+        return 0
+    try:
+        return int(formula(*arguments, **(named or {}), out_val=result))
+    except Exception:  # it refuses shapes that the operation takes, as torch 2.11's did grouped heads
+        return 0
 
 
 _FLASH = "_scaled_dot_product_flash_attention"
@@ -270,8 +276,17 @@ def _targets() -> tuple[str, ...]:
 
 
 def _frames() -> Iterator[tuple[str, types.FrameType]]:
-    """Yield the files and frames of the calls that are under way, the innermost first."""
-    frame: types.FrameType | None = sys._getframe(1)
+    """Yield the files and frames of the calls that are under way, the innermost first.
+
+    The backward of a GPU runs in a thread of autograd, and its caller waits in the main thread.
+    """
+    yield from _outwards(sys._getframe(1))
+    waiting = sys._current_frames().get(threading.main_thread().ident or 0)
+    if waiting is not None and waiting.f_code.co_filename == torch.autograd.graph.__file__:
+        yield from _outwards(waiting)
+
+
+def _outwards(frame: types.FrameType | None) -> Iterator[tuple[str, types.FrameType]]:
     while frame is not None:
         yield frame.f_code.co_filename, frame
         frame = frame.f_back

@@ -150,7 +150,8 @@ class StepWatch:
         is_step = since or not state.passes  # else it is one group of a step that was counted
         if is_step:
             self._stepped[optimizer] = state.passes
-        if is_step and not is_inside:
+        skipped = getattr(optimizer, "found_inf", None)  # a gradient scaler's, where the step is fused
+        if is_step and not is_inside and not (skipped is not None and skipped):
             what = parameters[0] if parameters else optimizer
             if parameters and optimizer in state.counts:  # steps before its masters were copied
                 state.counts[what] = state.counts.get(what, 0) + state.counts.pop(optimizer)
