@@ -25,8 +25,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -126,11 +126,6 @@ class ZerodriftError(Exception):
     def relayed(cls, text: str, problems: Iterable[Problem] = ()) -> Self:
         """Make an error from the text of another rank or process, with its problems if they are known."""
         return cls._made(text, tuple(problems))
-
-    def reworded(self, change: Callable[[str], str]) -> Self:
-        """Apply `change` to the advice and to the text of this error."""
-        problems = tuple(replace(problem, do=change(problem.do)) for problem in self.problems)
-        return self._made(change(self.args[0]), problems)
 
     @property
     def where(self) -> str:

@@ -185,7 +185,7 @@ def _job_source(
     source: str, model: str | None, world_size: int | None, overrides: Sequence[str], auto: Sequence[str]
 ) -> PlanSource:
     from zerodrift.api import make_plan
-    from zerodrift.train import planned_from, read_job, worded_for_a_job
+    from zerodrift.train import planned_from, read_job
 
     if model is not None or auto:
         do = "Override the job's: `--set model.source=...`, `--set auto={KEY: NUMBER}`."
@@ -194,9 +194,7 @@ def _job_source(
     job, config = read_job(source, overrides)
     ranks = world_size or job.run.nproc or 1
     built_on = functools.cache(functools.partial(planned_from, job, config))
-    built_on(ranks)  # its errors are worded for a job already
 
-    @worded_for_a_job()
     def of_job(ranks: int, more: Sequence[str] = ()) -> Plan:
         built, values = built_on(ranks)
         return make_plan(config, built, ranks, auto=values, overrides=tuple(more))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from zerodrift.faces import face
 
 if TYPE_CHECKING:
-    from zerodrift.train.job_file import job_of_run, read_job, worded_for_a_job
+    from zerodrift.train.job_file import job_of_run, read_job
     from zerodrift.train.loop.session import job_to_audit, planned_from
     from zerodrift.train.loop.start import dry_run, evaluate, train
     from zerodrift.train.report.summary import preview

@@ -7,9 +7,7 @@ tells everything that is wrong with a file. Nothing is started, and no other fil
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from pydantic import BaseModel
 
 from zerodrift.config import Config, Keys, TreeReader, fields, join, load, override, tree_of
 from zerodrift.dtypes import ADMITTED, parse_among
-from zerodrift.errors import ConfigError, Problems, ZerodriftError, nearest
+from zerodrift.errors import ConfigError, Problems, nearest
 from zerodrift.train.data.files import from_cache
 from zerodrift.train.job import Job, Model
 
@@ -133,45 +131,3 @@ def every_path() -> Iterator[str]:
 
 
 KEYS = Keys("job", Job, "a job", _suggestion, free="a block of keys")
-
-
-# --- advice of the library, in the words of a job -------------------------------------------------------
-
-_IN_A_JOB = (
-    (r", or a class of torch\.optim(\.lr_scheduler)?", ""),
-    (
-        r"Pass --auto (\S+?)=\.\.\. on the command line, or auto=\{.*?\} in Python\.",
-        r"Set it in the job's `auto`: `--set 'auto={\1: NUMBER}'`.",
-    ),
-    (
-        r"Any (other elementwise optimizer|torch scheduler): build it and pass it to `initialize`\.",
-        r"A job takes these alone; any \1 goes to `zerodrift.initialize`, in Python.",
-    ),
-    (
-        r"Build (?:the optimizer yourself|it) and pass it to `initialize`(?:; for a DeepSpeed [^.]*)?\.",
-        r"One that is built by hand goes to `zerodrift.initialize`, in Python.",
-    ),
-    (
-        r"[Pp]ass `parts=zerodrift\.Parts\(\.\.\.\)`(?: to `initialize`)?",
-        r"Name a function that returns `zerodrift.Parts` in `model.parts`",
-    ),
-    (r"`device='cpu'`", r"`run.device: cpu`"),
-)
-
-
-def for_a_job(text: str) -> str:
-    """Replace arguments of `initialize` in advice by keys of a job."""
-    for pattern, words in _IN_A_JOB:
-        text = re.sub(pattern, words, text)
-    return text
-
-
-@contextmanager
-def worded_for_a_job() -> Iterator[None]:
-    """Raise errors with advice for a job."""
-    try:
-        yield
-    except ZerodriftError as error:
-        if for_a_job(str(error)) == str(error):
-            raise
-        raise error.reworded(for_a_job) from error.__cause__

@@ -36,7 +36,7 @@ from zerodrift.train.data.prepare import PreparedData, packing_of, prepare, requ
 from zerodrift.train.data.sampling import BatchLayout, Feed, Mixture
 from zerodrift.train.data.tokenizer import Tokenizer, TransformersTokenizer, copy_tokenizer, tokenizer
 from zerodrift.train.job import Job
-from zerodrift.train.job_file import numbers_of, totals, worded_for_a_job
+from zerodrift.train.job_file import numbers_of, totals
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop import resume
 from zerodrift.train.loop.launcher import LaunchRequest
@@ -381,7 +381,6 @@ def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: i
 # --- jobs without a run: no rank is started, no weights are placed ---------------------------------------
 
 
-@worded_for_a_job()
 def planned_from(job: Job, config: Config, world: int) -> tuple[ModelSpec, AutoValues]:
     """Return a job's model and the values of its "auto" keys on so many ranks."""
     steps = job.run.steps

@@ -23,7 +23,7 @@ from zerodrift.config import Config
 from zerodrift.errors import ConfigError, ZerodriftError, refused_by_system
 from zerodrift.legible import legible
 from zerodrift.train.job import Job
-from zerodrift.train.job_file import numbers_of, read_job, worded_for_a_job
+from zerodrift.train.job_file import numbers_of, read_job
 from zerodrift.train.loop.launcher import (
     IN_ORDER,
     Launcher,
@@ -71,7 +71,7 @@ def evaluate(
     job, config = read_job(source, overrides)
     request = LaunchRequest(_command(source, overrides, nproc, "evaluate"), evaluation=True)
     is_joined = join()
-    with refused_files(), worded_for_a_job():
+    with refused_files():
         overrides = overrides_to_evaluate(job, overrides)
     count = 1 if is_joined else processes(job, config, nproc)
     return _run(source, overrides, count, RunFolder(RunFolder.of(job).evaluation), debug, request)
@@ -90,7 +90,7 @@ def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan
     folder = RunFolder.of(job).path
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
-        with refused_files(), worded_for_a_job():
+        with refused_files():
             made = outline(job, config, show, ranks)
             plan = make_plan(config, made.model, ranks, auto=numbers_of(job, config, made.steps))
             show.say(head_text(plan, show, whole_plan))
@@ -133,8 +133,7 @@ def processes(job: Job, config: Config, nproc: int | None) -> int:
     if count > MOST:
         must = f"must be at most {MOST:,} processes of one machine"
         raise ConfigError("--nproc" if nproc else "run.nproc", must, got=f"{count:,}")
-    with worded_for_a_job():
-        resolve(config, mesh_for(config, count), numbers_of(job, config, job.run.steps))
+    resolve(config, mesh_for(config, count), numbers_of(job, config, job.run.steps))
     return count
 
 
@@ -157,7 +156,7 @@ def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | Non
     rank, _ = started()
     show = display(rank, job.run.log_every)
     full_disk = full_disk_named(RunFolder.of(job).path)
-    with refused_files(), worded_for_a_job(), full_disk, listen(rank == 0, request.launched) as stop:
+    with refused_files(), full_disk, listen(rank == 0, request.launched) as stop:
         session = None
         try:
             session = assemble(job, config, show, request)
