@@ -152,6 +152,8 @@ class LaunchRequest:
     """Whether our launcher started the rank, and announces signals before the first step."""
     evaluation: bool = False
     """Evaluate a checkpoint, and train nothing."""
+    replay: dict[str, Any] | None = None
+    """Arguments of `replay_here`, to replay steps of a run instead."""
 
 
 def write_failure(path: str, message: str, refusal: ZerodriftError | None, when: float) -> None:
@@ -188,10 +190,8 @@ class Launcher:
         count: int,
         logs: Path,
         debug: bool,
-        *,
-        request: LaunchRequest | None = None,
+        request: LaunchRequest,
         threads: int | None = None,
-        replay: dict[str, Any] | None = None,
     ) -> None:
         """`threads` of each rank; by default OMP_NUM_THREADS, else a share of the processors."""
         self._count = count
@@ -209,7 +209,7 @@ class Launcher:
         common = {**os.environ, **place, "OMP_NUM_THREADS": str(threads_of_rank)}
         # A rank ends when the pipe `watch` closes, as it does when the launcher ends.
         arguments = {"source": source, "overrides": [*overrides], "watch": self._read, "debug": debug}
-        arguments |= {"request": asdict(replace(request or LaunchRequest(), launched=True)), "replay": replay}
+        arguments["request"] = asdict(replace(request, launched=True))
         self._ranks: list[_Rank] = []
         for number in range(count):
             failure, log = logs / f"rank-{number}.failure", logs / f"rank-{number}.txt"

@@ -90,12 +90,13 @@ def source_of(written: Model) -> ModelSource:
     return ModelSource(written.source, config, path if there and written.weights != "random" else None)
 
 
-def build(written: Model, source: ModelSource) -> nn.Module:
+def build(written: Model) -> nn.Module:
     """Return the model in training mode.
 
     A model of `transformers` has no memory for its parameters yet: the engine reads or draws each rank's own
     slices. Except that adapters on random weights need those in memory.
     """
+    source = source_of(written)
     torch.manual_seed(written.seed)  # for first values, drawn here or by the engine
     if source.config is None:
         model = make(source.text)
@@ -104,7 +105,7 @@ def build(written: Model, source: ModelSource) -> nn.Module:
             model = _from_config(source, None)
             model = model if written.lora is None else add_adapters(model, written.lora)
     else:
-        model = add_adapters(whole_model(written, source), written.lora)
+        model = add_adapters(whole_model(written), written.lora)
     _freeze(model, written)
     model.train()
     return model
@@ -153,8 +154,9 @@ def _freeze(model: nn.Module, written: Model) -> None:
     problems.raise_as(ModelError)
 
 
-def whole_model(written: Model, source: ModelSource) -> nn.Module:
+def whole_model(written: Model) -> nn.Module:
     """Return the model with its weights in this process's memory, without adapters."""
+    source = source_of(written)
     torch.manual_seed(written.seed)
     return make(source.text) if source.config is None else _from_config(source, source.weights)
 
@@ -271,7 +273,12 @@ class SmoothedLoss:
         self.was_called = True
         if not torch.is_grad_enabled():
             return self._plain(logits, labels, *args, **rest)
-        return smoothed_loss(logits, labels, self._share)
+        return F.cross_entropy(
+            logits[..., :-1, :].float().flatten(0, -2),
+            labels[..., 1:].flatten(),
+            ignore_index=IGNORED,
+            label_smoothing=self._share,
+        )
 
     def require_called(self, comm: Collectives, model: nn.Module) -> None:
         """Require after the first step that the model of some rank has called this loss. Collective."""
@@ -285,16 +292,6 @@ class SmoothedLoss:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SmoothedLoss:
         return self  # shared by the stages of a model, of which one calls it
-
-
-def smoothed_loss(logits: torch.Tensor, labels: torch.Tensor, share: float) -> torch.Tensor:
-    """Return the mean over labels, which are not shifted; fp32."""
-    return F.cross_entropy(
-        logits[..., :-1, :].float().flatten(0, -2),
-        labels[..., 1:].flatten(),
-        ignore_index=IGNORED,
-        label_smoothing=share,
-    )
 
 
 def smooth_loss(model: nn.Module, share: float) -> SmoothedLoss | None:

@@ -19,7 +19,7 @@ import sys
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,20 +118,12 @@ class Metrics:
         self._file = folder.metrics.open("a", encoding="utf-8")
         self._boards = _boards(folder, job, after)
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of training so far."""
-        return self.lines.last("seconds") or 0.0
-
     def tokens(self, step: int, of_a_step: int) -> int:
         """Return the tokens of the steps so far; unwritten steps count `of_a_step` each."""
         last, tokens = self.lines.last("step"), self.lines.last("tokens")
         if last is None or tokens is None:
             return step * of_a_step
         return round(tokens) + (step - round(last)) * of_a_step
-
-    def step(self, step: StepMetrics) -> None:
-        self.write("step", asdict(step))
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         line = {"kind": kind, **values}

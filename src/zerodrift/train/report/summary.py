@@ -31,7 +31,6 @@ from zerodrift.train.data.sampling import WINDOW, GroupedSampler, lengths_of, pa
 from zerodrift.train.data.tokenizer import Tokenizer, tokenizer
 from zerodrift.train.job import Job, Run
 from zerodrift.train.loop import model as models
-from zerodrift.train.loop.model import check_model
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.report.display import Display
 from zerodrift.versions import TESTED, __version__
@@ -104,9 +103,9 @@ def preview(job: Job, *, color: bool, width: int) -> str:
     """
     require_validation(job)
     letters = tokenizer(job.data.tokenizer, job.model.source)
-    source = models.source_of(job.model)
-    if source.config is not None and job.model.lora is None:  # the model of a function is not built for this
-        check_model(models.build(job.model, source), job, letters)
+    # The model of a function is not built for this.
+    if models.source_of(job.model).config is not None and job.model.lora is None:
+        models.check_model(models.build(job.model), job, letters)
     prepared = prepare(job.data, letters, RunFolder.of(job).cache(job.data.cache))
     facts = [*prepared.facts(), ("tokenizer", f"{letters.name}, {letters.vocabulary:,} tokens")]
     parts: list[RenderableType] = [grid(facts, (24,), ("bold",), width)]

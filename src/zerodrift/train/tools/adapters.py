@@ -34,7 +34,7 @@ from zerodrift.model import attempt, describe, importable, quiet
 from zerodrift.plan import Plan
 from zerodrift.train.data.files import advice, path_of
 from zerodrift.train.data.tokenizer import copy_tokenizer, has_tokenizer
-from zerodrift.train.job import Lora, Model
+from zerodrift.train.job import Model
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop.model import add_adapters, require_peft
 from zerodrift.train.loop.run_folder import TrainedModel, base_of, checkpoints_at, model_at
@@ -77,26 +77,24 @@ def write(engine: Engine, folder: Path, source: str, digest: str) -> None:
                 new.publish()
 
 
-def read(base: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a base in `dtype`, by default its own, with the adapters of a folder."""
-    require_peft(str(folder))
-    from peft import PeftModel
+def read(base: nn.Module, found: TrainedModel, dtype: torch.dtype | None) -> nn.Module:
+    """Return a base in `dtype`, by default its own, with the adapters of an export or a checkpoint."""
+    if found.export is not None:
+        folder = found.export
+        require_peft(str(folder))
+        from peft import PeftModel
 
-    require_base(base, saved_base(folder).get("digest"), str(folder))
-    _cast(base, _saved(folder).get("formats"), dtype)
-    with quiet():
-        load = functools.partial(PeftModel.from_pretrained, base, str(folder))
-        return attempt(load, str(folder), "must hold adapters of its base")
-
-
-def read_from_checkpoint(
-    base: nn.Module, lora: Lora, place: Path, digest: str | None, dtype: torch.dtype | None = None
-) -> nn.Module:
-    """Return a base in `dtype` with the adapters of a checkpoint; `digest` is that of their base."""
-    require_base(base, digest, str(place))
+        require_base(base, saved_base(folder).get("digest"), str(folder))
+        _cast(base, _saved(folder).get("formats"), dtype)
+        with quiet():
+            load = functools.partial(PeftModel.from_pretrained, base, str(folder))
+            return attempt(load, str(folder), "must hold adapters of its base")
+    place, job = found.checkpoint, found.job
+    assert place is not None and job is not None and job.model.lora is not None
+    require_base(base, base_of(place), str(place))
     document = checkpoint.read_plan(place)
     _cast(base, None if document is None else _formats(Plan.from_json(document)), dtype)
-    model = add_adapters(base, lora)
+    model = add_adapters(base, job.model.lora)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     if missing := copy_weights(place, trained):
         got = f"none of {first_of([f'`{name}`' for name in missing], 1)}"
@@ -221,13 +219,7 @@ def merge(
         base, written = _base(found, base_path)
         cast = None if dtype is None else dtype.torch
         written_in = cast or base.dtype
-        model: Any
-        if found.export is not None:
-            model = read(base, found.export, cast)
-        else:
-            assert found.checkpoint is not None and found.job is not None and found.job.model.lora is not None
-            digest = base_of(found.checkpoint)
-            model = read_from_checkpoint(base, found.job.model.lora, found.checkpoint, digest, cast)
+        model: Any = read(base, found, cast)
     _require_untied(model)
     merged = attempt(model.merge_and_unload, str(source), "must hold adapters that can be merged")
     if merged.dtype is not written_in:  # the base rested in a narrow format
@@ -293,7 +285,7 @@ def _base(found: TrainedModel, named: str | None) -> tuple[nn.Module, Model]:
         must = "must not be quantised: sums would be rounded to its few values"
         todo = "Name the base in full precision: `--model PATH`."
         raise UnsupportedError(where, must, got=f"{method} in {source.config}", do=todo)
-    return models.whole_model(written, source), written
+    return models.whole_model(written), written
 
 
 def _require_untied(model: nn.Module) -> None:

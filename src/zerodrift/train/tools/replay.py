@@ -17,7 +17,7 @@ from typing import Any
 from zerodrift.checkpoint import CheckpointFolder, read_manifest
 from zerodrift.errors import ConfigError, Problems, several
 from zerodrift.plan import Plan, rank_micro_batches
-from zerodrift.train.loop.launcher import Launcher, RankFailedError
+from zerodrift.train.loop.launcher import Launcher, LaunchRequest, RankFailedError
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.report.metrics import read as read_metrics
 
@@ -50,15 +50,14 @@ def replay(run: Path, first: int | None, last: int | None, nproc: int | None, de
     result = folder.replay / "found.json"
     result.parent.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)
-    request = {"run": str(folder.path), "last": max(steps), "result": str(result)}
+    request = LaunchRequest(replay={"run": str(folder.path), "last": max(steps), "result": str(result)})
     where = f"steps {began + 1} to {max(steps)} on {several(count, 'rank')}"
     print(f"replay of {folder.path}: {where}", flush=True)
     starts = [line for line in lines if line["kind"] == "start"]
     threads = starts[-1].get("threads") if starts else None  # the bits of some operations depend on it
     logs = folder.replay / "logs"
     try:
-        launcher = Launcher(str(folder.job), overrides, count, logs, debug, threads=threads, replay=request)
-        code = launcher.wait()
+        code = Launcher(str(folder.job), overrides, count, logs, debug, request, threads).wait()
     except RankFailedError as error:
         print(error, file=sys.stderr)
         code = 2

@@ -26,7 +26,7 @@ from zerodrift.train.data.tokenizer import Tokenizer, has_tokenizer, tokenizer
 from zerodrift.train.job import Job
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop.model import positions
-from zerodrift.train.loop.run_folder import TrainedModel, base_of, model_at
+from zerodrift.train.loop.run_folder import TrainedModel, model_at
 from zerodrift.train.tools import adapters
 
 
@@ -124,15 +124,14 @@ def choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Gene
 def load(found: TrainedModel) -> nn.Module:
     """Return the model of an export or a checkpoint in fp32, which holds every exported dtype."""
     job, checkpoint = found.job, found.checkpoint
+    if job is not None and job.model.lora is not None:
+        return adapters.read(models.whole_model(job.model), found, torch.float32)
     if found.export is not None:
         return _of_export(found.export, job)
     if job is None or checkpoint is None:
         must = "must carry the job that it was trained by, or lie in its run"
         raise ConfigError(str(checkpoint), must, got="none", do="Convert it: `zerodrift convert`.")
-    model = models.whole_model(job.model, models.source_of(job.model))
-    if job.model.lora is not None:
-        lora, base = job.model.lora, base_of(checkpoint)
-        return adapters.read_from_checkpoint(model, lora, checkpoint, base, torch.float32)
+    model = models.whole_model(job.model)
     missing = adapters.copy_weights(checkpoint, dict(model.named_parameters()))
     models.require_whole(checkpoint, missing, ())
     with torch.no_grad():
@@ -141,17 +140,14 @@ def load(found: TrainedModel) -> nn.Module:
 
 
 def _of_export(folder: Path, job: Job | None) -> nn.Module:
-    if (folder / CONFIG).is_file() and (job is None or job.model.lora is None):
+    if (folder / CONFIG).is_file():
         return models.load_pretrained(folder, torch.float32)
     if job is None:
         must = "must hold a `config.json`, or lie in its run, beside the `job.json`"
         raise ConfigError(str(folder), must, got="neither")
-    source = models.source_of(job.model)
-    if job.model.lora is not None:
-        return adapters.read(models.whole_model(job.model, source), folder, torch.float32)
     from safetensors.torch import load_file
 
-    model, tensors = make(source.text), dict[str, torch.Tensor]()
+    model, tensors = make(job.model.source), dict[str, torch.Tensor]()
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= attempt(functools.partial(load_file, str(file)), str(file), "must be readable")
     load = functools.partial(model.load_state_dict, tensors, strict=False)
