@@ -275,12 +275,10 @@ def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
     return difflib.get_close_matches(str(word), list(known), n=count, cutoff=0.6)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], count: int = 3) -> str:
     """Return a sentence that offers the nearest known words, or `""`."""
-    near = nearest(word, known, count=3)
-    if not near:
-        return ""
-    return "Did you mean " + " or ".join(f"`{name}`" for name in near) + "?"
+    near = " or ".join(f"`{name}`" for name in nearest(word, known, count))
+    return f"Did you mean {near}?" if near else ""
 
 
 def nearest_path(written: str | os.PathLike[str]) -> str:

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -55,10 +55,6 @@ def color() -> bool:
     """Return True if stdout is a terminal and NO_COLOR is unset (https://no-color.org)."""
     dumb = os.environ.get("TERM") == "dumb"
     return sys.stdout is not None and sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
-
-
-def environment() -> Mapping[str, str]:
-    return os.environ
 
 
 def layout() -> dict[str, Any]:

@@ -35,7 +35,7 @@ def read_job(
     source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> tuple[Job, Config]:
     """Read a job from a file, a dict, or the folder of a run, which goes on there."""
-    file = job_of_run(source)
+    file = _job_of_run(source)
     heading, tree, problems = tree_of(source if file is None else file, "job")
     if file is not None and isinstance(run := tree.setdefault("run", {}), dict):
         run["folder"] = str(file.parent)  # from any working folder
@@ -67,7 +67,18 @@ def read_job(
     return from_cache(job).model_copy(update={"config": tree}), config
 
 
-def job_of_run(source: object) -> Path | None:
+def is_job(source: str) -> bool:
+    """Return True if a file has the blocks of a job, or for the folder of a run."""
+    if _job_of_run(source) is not None:
+        return True
+    try:
+        _, tree, _ = tree_of(source, "job")
+    except ConfigError:
+        return False
+    return "data" in tree and "model" in tree
+
+
+def _job_of_run(source: object) -> Path | None:
     """Return the job in the folder of a run, which has its plan beside it; None for any other source."""
     if not isinstance(source, (str, os.PathLike)):
         return None
