@@ -100,10 +100,6 @@ class Loop:
         mesh, traces = self._engine.mesh, self._folder.traces
         self._recorder = StepRecorder(self._run.profile, traces, mesh.rank(), mesh.device.type)
 
-    @property
-    def _leads(self) -> bool:
-        return self._engine.mesh.rank() == 0
-
     def run(self) -> str:
         """Train to the end, or until asked to stop; return the signal that ended the run, or an empty
         text."""
@@ -114,7 +110,7 @@ class Loop:
         with self._display.doing("looking for a checkpoint"):
             resumed = session.resume()
         step = self._done = resumed.step
-        if self._leads:
+        if self._engine.mesh.rank() == 0:
             self._metrics = Metrics(folder, job, step)
             self._seconds = self._metrics.lines.last("seconds") or 0.0
             self._tokens = self._metrics.tokens(step, self._feed.seat.samples * self._feed.blocks.length)
@@ -127,7 +123,7 @@ class Loop:
         has_ended = step >= steps or bool(self._best.reason)
         is_done = has_ended and session.is_own(resumed)
         try:
-            if self._leads:
+            if self._metrics is not None:
                 if not is_done:
                     folder.save_job(job)
                     folder.save_plan(self._engine.plan)
@@ -147,7 +143,7 @@ class Loop:
             self._stop.doing = END
             self._finish(step, is_done)
         except Exception as error:
-            if self._leads:
+            if self._metrics is not None:
                 with contextlib.suppress(OSError):  # a disk that is full now was so before
                     is_ours = isinstance(error, ZerodriftError)
                     text = str(error)[:LONGEST_ERROR] if is_ours else said(error)
@@ -197,7 +193,7 @@ class Loop:
             self._display.say(f"{done}; start again{again} to go on")
         elif self._run.export:
             self._export(self._folder.export)
-        if self._leads:
+        if self._metrics is not None:
             early = self._best.reason if step < self._outline.steps and not self._asked else ""
             self._write("end", {"step": step, "stopped": self._asked, "early": early})
         if self._metrics is not None and (self._metrics.has_news or not self._folder.report.is_file()):
@@ -224,7 +220,7 @@ class Loop:
             self._report_nonfinite(step + 1, tried)
         else:
             self._skips = 0
-        if self._leads:
+        if self._metrics is not None:
             self._report_step(step + 1, loss, result, time.perf_counter() - began)
         if step + 1 in job.audit.at:
             seen = probe(engine, [batch.inputs() for batch in tried.batches])
@@ -267,7 +263,7 @@ class Loop:
             yield
         if not (is_first and self._run.check_precision):
             return
-        if any(flops) and self._leads and plan.policy.pipeline is None:
+        if any(flops) and plan.policy.pipeline is None:
             tokens = self._feed.tokens(step - 1)[self._feed.seat.numbers[0]]
             # A backward counts as two forwards: recomputed activations are not the model's work.
             self._write("flops", {"step": step, "per_token": 3 * sum(flops) / tokens})
@@ -275,7 +271,7 @@ class Loop:
         line, wider = compare.line(plan, seen), compare.widened(plan, seen)
         for text in (line, *map(legible, wider)):
             self._display.say(text)
-        if self._leads:
+        if self._metrics is not None:
             cells = [list(cell[:-1]) for cell in compare.table(plan, seen)]
             values = {"step": step, "line": line, "logits": sorted(seen.logits)}
             self._write("precision", {**values, "cells": cells, "notes": wider})
@@ -344,7 +340,7 @@ class Loop:
         started = time.perf_counter()
         with self._display.doing("saving"):
             self._session.checkpoint(step)
-        if self._leads:
+        if self._metrics is not None:
             took, digest = time.perf_counter() - started, str(self._session.checkpoints.digest)
             self._write("checkpoint", {"step": step, "took": took, "digest": digest})
             self._session.report(self._lines)

@@ -61,8 +61,8 @@ def data_facts(
     train, blocks = prepared.train, steps * _samples(plan)
     whole = " in whole blocks" if job.data.group_by_length else ""
     run = f"{blocks * train.length:,} tokens{whole}, {blocks / len(train):.2f} epochs"
-    filled = _padding(job, prepared, steps, plan)
-    return (*prepared.facts(), ("tokenizer", letters.name), ("padding", filled), ("this run", run))
+    padding = _padding(job, prepared, steps, plan)
+    return (*prepared.facts(), ("tokenizer", letters.name), *padding, ("this run", run))
 
 
 def data_text(job: Job, prepared: PreparedData, steps: int, plan: Plan, display: Display) -> str:
@@ -71,25 +71,22 @@ def data_text(job: Job, prepared: PreparedData, steps: int, plan: Plan, display:
     training = f"{steps:,} steps of {samples} blocks, {steps * samples / len(prepared.train):.2f} epochs"
     if job.run.steps is not None and job.run.epochs != Run().epochs:
         training += f"; `run.epochs` {job.run.epochs:g} is not used, as `run.steps` is given"
-    facts = [*prepared.lines(), ("training", training)]
-    if job.data.group_by_length:
-        facts.append(("padding", _padding(job, prepared, steps, plan)))
+    facts = [*prepared.lines(), ("training", training), *_padding(job, prepared, steps, plan)]
     lines = [(label.ljust(len("optimizer")), text) for label, text in facts]  # as wide as the plan's lines
     return render([grid(lines, (10,), ("bold",), display.width)], display.color, display.width).rstrip("\n")
 
 
-def _padding(job: Job, prepared: PreparedData, steps: int, plan: Plan) -> str:
+def _padding(job: Job, prepared: PreparedData, steps: int, plan: Plan) -> list[tuple[str, str]]:
+    """Return the share of padding where micro-batches are cut; for whole blocks the data's facts have it."""
     train = prepared.train
     if not job.data.group_by_length:
-        trained = [(each.weight or 1.0, each.counts.train) for each in prepared.sets if len(each.train)]
-        shares = [(weight, part.padding / (part.blocks * train.length)) for weight, part in trained]
-        return f"{sum(w * share for w, share in shares) / sum(w for w, _ in shares):.1%} of what is computed"
+        return []
     some = min(steps, 2 * WINDOW)
     sampler = GroupedSampler(sampler_of(train, job.data.seed), lengths_of(train), job.data.seed)
     micro = max(1, plan.policy.batch.micro)
     with_groups, without = padding_shares(sampler, some, _samples(plan), micro, train.length)
     what = "of what is computed" if some == steps else f"of the first {some} steps"
-    return f"{with_groups:.1%} {what}; {without:.1%} without `data.group_by_length`"
+    return [("padding", f"{with_groups:.1%} {what}; {without:.1%} without `data.group_by_length`")]
 
 
 # --- a preview of the data --------------------------------------------------------------------------------

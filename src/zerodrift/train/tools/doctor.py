@@ -64,22 +64,16 @@ def examine(environment: Mapping[str, str]) -> list[MachineFact]:
 def _versions() -> Iterator[MachineFact]:
     yield MachineFact("versions", "zerodrift", __version__, f"in {Path(__file__).parents[2]}")
     for name in ("python", "torch", *EXTRAS):
-        found = platform.python_version() if name == "python" else _installed(name)
-        if not found:
+        try:
+            found = platform.python_version() if name == "python" else importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
             extra = f"'zerodrift[{EXTRAS[name]}]'" if EXTRAS[name] else name
             yield MachineFact("versions", name, "-", f"not installed: pip install {extra}")
             continue
-        is_untested = bool(warning({name: found})) if name in TESTED else False
+        is_untested = name in TESTED and bool(warning({name: found}))
         tested = f"tested: {' to '.join(TESTED[name])}" if name in TESTED else ""
         note = f"not {tested}: check results" if is_untested else tested
         yield MachineFact("versions", name, found, note, bad=is_untested)
-
-
-def _installed(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _cpu(environment: Mapping[str, str]) -> Iterator[MachineFact]:

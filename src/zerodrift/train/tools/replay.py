@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zerodrift.checkpoint import CheckpointFolder, read_manifest
-from zerodrift.errors import ConfigError, Problems, several
+from zerodrift.errors import ConfigError, Problems, first_of, several
 from zerodrift.plan import Plan, rank_micro_batches
 from zerodrift.train.loop.launcher import Launcher, LaunchRequest, RankFailedError
 from zerodrift.train.loop.run_folder import RunFolder
@@ -197,17 +197,12 @@ def difference_lines(
 
     `changed` are circumstances of the computation.
     """
-
-    def few(names: Sequence[str]) -> str:
-        more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        return ", ".join(names[:SHOWN]) + more
-
     ranks = {n: rank for rank in range(plan.mesh.data) for n in rank_micro_batches(plan, rank)}
-    losses = few([f"{number} (rank {ranks[number]})" for number in found["losses"]])
+    losses = first_of([f"{number} (rank {ranks[number]})" for number in found["losses"]], SHOWN)
     lines = [f"  losses     {f'other in micro-batch {losses}' if losses else 'the same'}"]
     for part in ("gradients", "state"):
         names = [name or OUTSIDE for name in found[part]]
-        other = f"other in {len(names)} of {several(units, 'unit')}: {few(names)}"
+        other = f"other in {len(names)} of {several(units, 'unit')}: {first_of(names, SHOWN)}"
         lines.append(f"  {part:10} {other if names else 'the same'}")
     if changed:
         lines.append(f"  {'computed':10} {'; '.join(changed)}")
