@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -93,12 +93,18 @@ class Stop:
 def listen(prints: bool = True, launched: bool = False) -> Iterator[Stop]:
     """Send signals to the `Stop` that is yielded, and restore their handlers at the end."""
     stop = Stop(prints, launched)
-    before = {number: signal.signal(number, stop.ask) for number in SIGNALS}
-    try:
+    with _signals_to(stop.ask):
         yield stop
+
+
+@contextlib.contextmanager
+def _signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
 
 
 # --- ranks ----------------------------------------------------------------------------------------------
@@ -237,17 +243,15 @@ class Launcher:
 
     def wait(self) -> int:
         """Wait for all ranks; return 0, or 128 and the number of a signal; raise the first failure."""
-        before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
-        try:
-            return self._watch()
-        finally:
-            for rank in self._ranks:
-                if rank.process.poll() is None:
-                    rank.process.kill()
-                rank.process.wait()
-            os.close(self._write)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with _signals_to(self._pass_on):
+            try:
+                return self._watch()
+            finally:
+                for rank in self._ranks:
+                    if rank.process.poll() is None:
+                        rank.process.kill()
+                    rank.process.wait()
+                os.close(self._write)
 
     def _watch(self) -> int:
         deadline: float | None = None

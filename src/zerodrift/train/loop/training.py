@@ -113,7 +113,8 @@ class Loop:
         if self._engine.mesh.rank() == 0:
             self._metrics = Metrics(folder, job, step)
             self._seconds = self._metrics.lines.last("seconds") or 0.0
-            self._tokens = self._metrics.tokens(step, self._feed.seat.samples * self._feed.blocks.length)
+            whole = step * self._feed.seat.samples * self._feed.blocks.length
+            self._tokens = round(self._metrics.lines.last("tokens") or whole)
             if self._metrics.lost:
                 lost = f"{self._metrics.lost} that cannot be read, which are left out"
                 say(f"{legible(str(folder.metrics))}: lines of earlier steps, {lost}")

@@ -118,13 +118,6 @@ class Metrics:
         self._file = folder.metrics.open("a", encoding="utf-8")
         self._boards = _boards(folder, job, after)
 
-    def tokens(self, step: int, of_a_step: int) -> int:
-        """Return the tokens of the steps so far; unwritten steps count `of_a_step` each."""
-        last, tokens = self.lines.last("step"), self.lines.last("tokens")
-        if last is None or tokens is None:
-            return step * of_a_step
-        return round(tokens) + (step - round(last)) * of_a_step
-
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         line = {"kind": kind, **values}
         self.has_news |= line != self._end

@@ -68,7 +68,6 @@ def run_page(job: Job, plan: Plan, lines: RunLines, steps: int) -> str:
         PageSection("Data", "data", [FactList(data)] if data else ()),
         PageSection("Precision, declared and observed", "precision", _precision(lines)),
         _rounding(lines),
-        _traces(lines),
         _digests(lines),
         _environment(lines),
         PageSection("Plan", "plan", [FactList(summary.facts(plan))]),
@@ -255,9 +254,7 @@ def _samples(lines: RunLines) -> PageSection:
 
 def _environment(lines: RunLines) -> PageSection:
     here: Mapping[str, str] = lines.last_of_kind("start").get("environment", {})
-    first = [(key, here[key]) for key in ("command", "folder", "commit", "host", "started") if key in here]
-    rest = [(key, value) for key, value in here.items() if key not in dict(first)]
-    return PageSection("Environment", "environment", [FactList(first), FactList(rest)] if here else ())
+    return PageSection("Environment", "environment", [FactList([*here.items()])] if here else ())
 
 
 def _resumes(lines: RunLines) -> PageSection:
@@ -277,12 +274,6 @@ def _digests(lines: RunLines) -> PageSection:
     rows = [(str(line["step"]), str(line["digest"])) for line in found[-SHOWN_DIGESTS:]]
     words = "Digests of weights, moments and counters. Equal digests are equal bits, on any number of ranks."
     return table_section("Digests", "digests", ("step", "digest"), rows, words)
-
-
-def _traces(lines: RunLines) -> PageSection:
-    facts = [(f"steps {line['first']} to {line['step']}", line["folder"]) for line in lines.of_kind("trace")]
-    words = Paragraph("One of each rank, for Perfetto (ui.perfetto.dev) or chrome://tracing.")
-    return PageSection("Traces", "traces", [words, FactList(facts)] if facts else ())
 
 
 def held_out(lines: RunLines) -> list[Point]:

@@ -64,9 +64,8 @@ def examine(environment: Mapping[str, str]) -> list[MachineFact]:
 def _versions() -> Iterator[MachineFact]:
     yield MachineFact("versions", "zerodrift", __version__, f"in {Path(__file__).parents[2]}")
     for name in ("python", "torch", *EXTRAS):
-        try:
-            found = platform.python_version() if name == "python" else importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        found = platform.python_version() if name == "python" else _installed(name)
+        if not found:
             extra = f"'zerodrift[{EXTRAS[name]}]'" if EXTRAS[name] else name
             yield MachineFact("versions", name, "-", f"not installed: pip install {extra}")
             continue
@@ -74,6 +73,13 @@ def _versions() -> Iterator[MachineFact]:
         tested = f"tested: {' to '.join(TESTED[name])}" if name in TESTED else ""
         note = f"not {tested}: check results" if is_untested else tested
         yield MachineFact("versions", name, found, note, bad=is_untested)
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _cpu(environment: Mapping[str, str]) -> Iterator[MachineFact]:
