@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -239,19 +239,14 @@ def load_pretrained(folder: Path, dtype: Any, config: Any = None) -> nn.Module:
         )
         model, report = attempt(load, str(folder), "must hold the weights of its config")
     other = [str(mismatch[0]) for mismatch in report.get("mismatched_keys") or ()]
-    require_whole(folder, [*report["missing_keys"], *other], report["unexpected_keys"])
-    return cast(nn.Module, model)
-
-
-def require_whole(folder: Path, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Refuse missing weights, which would silently stay at first values, and unknown ones."""
-    problems = Problems()
-    if names := sorted(missing):
+    problems = Problems()  # missing weights would silently stay at first values
+    if names := sorted([*report["missing_keys"], *other]):
         must = "must hold every tensor of the model, in its shape"
         problems.add(str(folder), must, got=f"none of {listed(names)}")
-    if names := sorted(unexpected):
+    if names := sorted(report["unexpected_keys"]):
         problems.add(str(folder), "must hold no tensor that the model lacks", got=listed(names))
     problems.raise_as(ModelError)
+    return cast(nn.Module, model)
 
 
 # --- label smoothing --------------------------------------------------------------------------------------

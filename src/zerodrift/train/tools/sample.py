@@ -6,7 +6,6 @@ machine's device. It is for looking, not for serving. Equal seed, prompt and set
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -15,18 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.checkpoint import SHARED
-from zerodrift.checkpoint import state as states
 from zerodrift.comm import usable_accelerator
 from zerodrift.errors import ConfigError, NonFiniteError
-from zerodrift.model import CONFIG, attempt, importable, make
+from zerodrift.model import CONFIG, importable
 from zerodrift.train.data import chat_template
 from zerodrift.train.data.tokenizer import Tokenizer, has_tokenizer, tokenizer
-from zerodrift.train.job import Job
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop.model import positions
 from zerodrift.train.loop.run_folder import TrainedModel, model_at
 from zerodrift.train.tools import adapters
+from zerodrift.weights import fill_module
 
 
 class TextGenerator:
@@ -108,37 +105,15 @@ def chooser(temperature: float, top: int, seed: int) -> Callable[[torch.Tensor],
 
 def load(found: TrainedModel) -> nn.Module:
     """Return the model of an export or a checkpoint in fp32, which holds every exported dtype."""
-    job, checkpoint = found.job, found.checkpoint
+    job, place = found.job, found.export or found.checkpoint
+    assert place is not None
     if job is not None and job.model.lora is not None:
         return adapters.read(models.whole_model(job.model), found, torch.float32)
-    if found.export is not None:
-        return _of_export(found.export, job)
-    if job is None or checkpoint is None:
-        must = "must carry the job that it was trained by, or lie in its run"
-        raise ConfigError(str(checkpoint), must, got="none", do="Convert it: `zerodrift convert`.")
-    model = models.whole_model(job.model)
-    missing = adapters.copy_weights(checkpoint, dict(model.named_parameters()))
-    models.require_whole(checkpoint, missing, ())
-    with torch.no_grad():
-        states.put_buffers(model, states.read_state(checkpoint, SHARED)["buffers"])
-    return model
-
-
-def _of_export(folder: Path, job: Job | None) -> nn.Module:
-    if (folder / CONFIG).is_file():
-        return models.load_pretrained(folder, torch.float32)
+    if found.export is not None and (place / CONFIG).is_file():
+        return models.load_pretrained(place, torch.float32)
     if job is None:
-        must = "must hold a `config.json`, or lie in its run, beside the `job.json`"
-        raise ConfigError(str(folder), must, got="neither")
-    from safetensors.torch import load_file
-
-    model, tensors = make(job.model.source), dict[str, torch.Tensor]()
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= attempt(functools.partial(load_file, str(file)), str(file), "must be readable")
-    load = functools.partial(model.load_state_dict, tensors, strict=False)
-    keys = attempt(load, str(folder), "must hold the tensors of the model of this run")
-    here = model.state_dict(keep_vars=True)
-    filled = {id(here[name]) for name in tensors if name in here}
-    missing = [name for name in keys.missing_keys if id(here[name]) not in filled]
-    models.require_whole(folder, missing, keys.unexpected_keys)
-    return model
+        must = "must hold a `config.json`, carry the job that it was trained by, or lie in its run"
+        raise ConfigError(str(place), must, got="none of these")
+    model = models.whole_model(job.model)
+    fill_module(model, place)
+    return model.float()
