@@ -30,25 +30,18 @@ def errors(debug: bool) -> Iterator[None]:
     """Turn refusals into a message on stderr and an exit code."""
     try:
         yield
-    except ZerodriftError as error:
+    except (ZerodriftError, OSError) as error:
+        refused = error if isinstance(error, ZerodriftError) else refused_by_system(error)
+        if refused is None:
+            raise
         if debug:
             traceback.print_exc()
-        _print_refusal(error)
-        raise typer.Exit(USAGE) from None
-    except OSError as error:
-        refused = refused_by_system(error)
-        if refused is None or debug:
-            raise
-        _print_refusal(refused)
+        # An argument of Python is a flag here.
+        text = str(refused).replace("`overrides`: ", "`--set`: ")
+        print(f"zerodrift: error: {text}\n{refused.see()}", file=sys.stderr)
         raise typer.Exit(USAGE) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-
-
-def _print_refusal(error: ZerodriftError) -> None:
-    # An argument of Python is a flag here.
-    text = str(error).replace("`overrides`: ", "`--set`: ")
-    print(f"zerodrift: error: {text}\n{error.see()}", file=sys.stderr)
 
 
 def color() -> bool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -60,10 +60,6 @@ class DataCounts:
     @property
     def noun(self) -> str:
         return "conversation" if self.kind == "chat" else "document"
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> DataCounts:
-        return DataCounts(**{**values, **{name: PartCounts(**values[name]) for name in ("train", "held")}})
 
     def reasons(self) -> list[str]:
         """Say what was left out of the files that were read."""

@@ -67,6 +67,7 @@ class StepRecorder:
             yield
 
     def write(self) -> bool:
+        """Write what was recorded since the last time; return False for nothing."""
         if self._profiler is None:
             return False
         profiler, self._profiler = self._profiler, None

@@ -68,6 +68,7 @@ def run_page(job: Job, plan: Plan, lines: RunLines, steps: int) -> str:
         PageSection("Data", "data", [FactList(data)] if data else ()),
         PageSection("Precision, declared and observed", "precision", _precision(lines)),
         _rounding(lines),
+        _traces(lines),
         _digests(lines),
         _environment(lines),
         PageSection("Plan", "plan", [FactList(summary.facts(plan))]),
@@ -274,6 +275,12 @@ def _digests(lines: RunLines) -> PageSection:
     rows = [(str(line["step"]), str(line["digest"])) for line in found[-SHOWN_DIGESTS:]]
     words = "Digests of weights, moments and counters. Equal digests are equal bits, on any number of ranks."
     return table_section("Digests", "digests", ("step", "digest"), rows, words)
+
+
+def _traces(lines: RunLines) -> PageSection:
+    facts = [(f"steps {line['first']} to {line['step']}", line["folder"]) for line in lines.of_kind("trace")]
+    words = Paragraph("One of each rank, for Perfetto (ui.perfetto.dev) or chrome://tracing.")
+    return PageSection("Traces", "traces", [words, FactList(facts)] if facts else ())
 
 
 def held_out(lines: RunLines) -> list[Point]:

@@ -44,6 +44,7 @@ from zerodrift.weights import (
     SafetensorsWeights,
     expected_tensors,
     exported_dtype,
+    open_source,
     size_in_bytes,
 )
 
@@ -96,26 +97,16 @@ def read(base: nn.Module, found: TrainedModel, dtype: torch.dtype | None) -> nn.
     _cast(base, None if document is None else _formats(Plan.from_json(document)), dtype)
     model = add_adapters(base, job.model.lora)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    if missing := copy_weights(place, trained):
+    source = open_source(place)
+    shapes = {name: entry.shape for entry in source.entries for name in entry.names}
+    if missing := [name for name, value in trained.items() if shapes.get(name) != tuple(value.shape)]:
         got = f"none of {first_of([f'`{name}`' for name in missing], 1)}"
         must = "must hold the adapters of the model, in their shapes"
         raise ModelError(str(place), must, got=got, do="Set `model.lora` as it was trained.")
-    return model
-
-
-def copy_weights(place: Path, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Copy the weights of a checkpoint, or return the names that it does not hold in their shapes."""
-    checkpoint.verified(place)
-    reader, table = checkpoint.CheckpointReader(place), checkpoint.read_entries(place)
-    for entry in table:
-        reader.check(entry)
-    entries = {name: entry for entry in table for name in entry.names}
-    shapes = {name: entry.shape for name, entry in entries.items()}
-    missing = [name for name, value in parameters.items() if shapes.get(name) != tuple(value.shape)]
     with torch.no_grad():
-        for name, parameter in parameters.items() if not missing else ():
-            parameter.copy_(reader.weight(entries[name]))
-    return missing
+        for name, parameter in trained.items():
+            parameter.copy_(source.whole(name))
+    return model
 
 
 def saved_base(folder: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ from zerodrift.errors import ConfigError, NonFiniteError
 from zerodrift.model import CONFIG, importable
 from zerodrift.train.data import chat_template
 from zerodrift.train.data.tokenizer import Tokenizer, has_tokenizer, tokenizer
+from zerodrift.train.job import Model
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop.model import positions
 from zerodrift.train.loop.run_folder import TrainedModel, model_at
@@ -110,7 +111,7 @@ def load(found: TrainedModel) -> nn.Module:
     if job is not None and job.model.lora is not None:
         return adapters.read(models.whole_model(job.model), found, torch.float32)
     if found.export is not None and (place / CONFIG).is_file():
-        return models.load_pretrained(place, torch.float32)
+        return models.whole_model(Model(source=str(place), weights="load")).float()
     if job is None:
         must = "must hold a `config.json`, carry the job that it was trained by, or lie in its run"
         raise ConfigError(str(place), must, got="none of these")
