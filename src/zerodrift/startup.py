@@ -86,12 +86,10 @@ def spawn(
 
 
 def record_failure(folder: str, error: Exception) -> None:
-    """Record an error in the folder."""
     (Path(folder) / f"{os.getpid()}.failed").write_text(f"{sys.executable}: {said(error)}")
 
 
 def failures(folder: Path) -> list[str]:
-    """Return the recorded errors of all processes."""
     return [path.read_text() for path in sorted(folder.glob("*.failed"))]
 
 

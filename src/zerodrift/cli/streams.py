@@ -51,7 +51,6 @@ def color() -> bool:
 
 
 def layout() -> dict[str, Any]:
-    """Return colour and width of a report."""
     from zerodrift.report import report_width
 
     return {"color": color(), "width": report_width()}

@@ -92,7 +92,6 @@ def numbers_of(job: Job, config: Config, steps: int | None) -> Mapping[str, Any]
 
 
 def totals(config: Config) -> list[str]:
-    """Return the keys of the config that ask for the number of steps."""
     params = {} if config.scheduler is None else config.scheduler.params
     return [f"scheduler.params.{name}" for name in TOTALS if params.get(name) == "auto"]
 

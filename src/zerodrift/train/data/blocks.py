@@ -182,7 +182,6 @@ def _check_tokens(tokens: np.ndarray, rows: Rows, vocabulary: int, place: str) -
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return the index of a folder of blocks."""
     try:
         with opened(folder / INDEX) as stream:
             written = stream.read().decode()

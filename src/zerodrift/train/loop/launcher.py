@@ -61,8 +61,6 @@ def announce(text: str, number: int, what: str = STEP) -> None:
 
 
 class Stop:
-    """The request to stop a run."""
-
     def __init__(self, prints: bool = True, launched: bool = False) -> None:
         """A `launched` rank leaves signals before the first step to its launcher."""
         self.asked = False

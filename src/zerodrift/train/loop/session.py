@@ -201,7 +201,6 @@ class Session:
 
 
 def outline(job: Job, config: Config, display: Display, world: int) -> tuple[Outline, nn.Module]:
-    """Read the data, build the model, and check both."""
     check_boards(job.run)
     for text in cached_names(job):
         display.say(legible(text))

@@ -78,14 +78,13 @@ def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan
     folder = RunFolder.of(job).path
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
-        with refused_files():
-            made, model = outline(job, config, show, ranks)
-            plan = make_plan(config, model, ranks, auto=numbers_of(job, config, made.steps))
-            show.say(head_text(plan, show, whole_plan))
-            show.say(data_text(job, made.prepared, made.steps, plan, show))
-            start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, made.folder)
-            begins = "would begin anew" if start is None else f"would go on from {start}"
-            show.say(legible(f"dry run: {begins}, in {made.folder.path}; nothing was started"))
+        made, model = outline(job, config, show, ranks)
+        plan = make_plan(config, model, ranks, auto=numbers_of(job, config, made.steps))
+        show.say(head_text(plan, show, whole_plan))
+        show.say(data_text(job, made.prepared, made.steps, plan, show))
+        start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, made.folder)
+        begins = "would begin anew" if start is None else f"would go on from {start}"
+        show.say(legible(f"dry run: {begins}, in {made.folder.path}; nothing was started"))
     finally:
         show.stop()
         for place in new:  # made to check that it can be
@@ -103,8 +102,7 @@ def _run(
     if is_joined and (nproc is not None or job.run.nproc is not None):
         print("zerodrift: `nproc` is not used: a launcher has started the ranks", file=sys.stderr)
     if request.evaluation:
-        with refused_files():
-            overrides = overrides_to_evaluate(job, overrides)
+        overrides = overrides_to_evaluate(job, overrides)
         folder = RunFolder(folder.evaluation)
     count = 1 if is_joined else processes(job, config, nproc)
     if count == 1:

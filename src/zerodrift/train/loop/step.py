@@ -26,8 +26,6 @@ from zerodrift.train.data.sampling import Feed, MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """A step that was tried."""
-
     batches: list[MicroBatch]
     own: list[float]
     """Losses of this rank's micro-batches, not weighted."""

@@ -93,7 +93,6 @@ class RunLines:
         return [(step, value) for step, value in pairs if math.isfinite(value)]
 
     def last(self, key: str) -> float | None:
-        """Return the last value."""
         return next((value for value in reversed(self._columns[key]) if math.isfinite(value)), None)
 
 
@@ -206,7 +205,6 @@ def memory(device: torch.device) -> int:
 
 
 def check_boards(run: Run) -> None:
-    """Refuse a board that is not installed."""
     problems = Problems()
     for key, is_wanted in (("tensorboard", run.tensorboard), ("wandb", bool(run.wandb))):
         if is_wanted and importlib.util.find_spec(key) is None:

@@ -259,7 +259,6 @@ def _environment(lines: RunLines) -> PageSection:
 
 
 def _resumes(lines: RunLines) -> PageSection:
-    """Return each resume with its differences."""
     rows: list[list[str]] = []
     for line in (line for line in lines.of_kind("start") if line["step"] > 0):
         where = (line["step"], line.get("from", ""))

@@ -57,7 +57,6 @@ def _samples(plan: Plan) -> int:
 def data_facts(
     job: Job, prepared: PreparedData, letters: Tokenizer, steps: int, plan: Plan
 ) -> tuple[tuple[str, str], ...]:
-    """Return labelled facts about the data, for the page."""
     train, blocks = prepared.train, steps * _samples(plan)
     whole = " in whole blocks" if job.data.group_by_length else ""
     run = f"{blocks * train.length:,} tokens{whole}, {blocks / len(train):.2f} epochs"

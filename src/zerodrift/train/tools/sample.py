@@ -28,8 +28,6 @@ from zerodrift.weights import fill_module
 
 
 class TextGenerator:
-    """A trained model and its tokenizer."""
-
     def __init__(self, path: Path) -> None:
         found = model_at(path)
         job, beside = found.job, found.export
