@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -50,12 +50,10 @@ class BestEvaluation:
     It depends on the losses in their order alone, so a resumed run knows what an unbroken one would.
     """
 
-    def __init__(self, patience: int, losses: Iterable[float | None] = ()) -> None:
+    def __init__(self, patience: int) -> None:
         """`patience` is how many evaluations may follow the best; 0 for any number."""
         self._patience = patience
         self._loss, self._since = math.inf, 0
-        for loss in losses:
-            self.add(math.nan if loss is None else loss)
 
     def add(self, loss: float) -> bool:
         """Return True if a loss is the best so far; NaN never is."""

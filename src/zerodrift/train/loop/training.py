@@ -120,8 +120,8 @@ class Loop:
                 lost = f"{self._metrics.lost} that cannot be read, which are left out"
                 say(f"{legible(str(folder.metrics))}: lines of earlier steps, {lost}")
         losses = [line["validation_loss"] for line in self._lines.of_kind("evaluation")]
-        losses = list(self._engine.comm.broadcast_object(losses, 0))
-        self._best = BestEvaluation(self._run.patience, losses)
+        for loss in self._engine.comm.broadcast_object(losses, 0):
+            self._best.add(math.nan if loss is None else loss)
         has_ended = step >= steps or bool(self._best.reason)
         is_done = has_ended and session.is_own(resumed)
         try:
@@ -209,7 +209,7 @@ class Loop:
         smoothed = self._outline.smoothed
         digests = StepDigests(engine) if _is_due(self._run.digest_every, step + 1) else None
         with self._recorder.around(step + 1):
-            watched = self._watched(step + 1, digests)
+            watched = self._watched(step + 1)
             tried = run_step(engine, self._feed, job.run.seed, step, watched, lambda: self._stop.asked)
         if is_first and smoothed is not None:
             smoothed.require_called(engine.comm, engine.module)
@@ -252,7 +252,7 @@ class Loop:
         self._display.step(line)
 
     @contextlib.contextmanager
-    def _watched(self, step: int, digests: StepDigests | None) -> Iterator[None]:
+    def _watched(self, step: int) -> Iterator[None]:
         """Watch this process's first step, which must do what the plan says."""
         is_first, self._is_first = self._is_first, False
         engine, plan, is_compiled = self._engine, self._engine.plan, self._outline.job.model.compile
@@ -261,7 +261,6 @@ class Loop:
                 # Compiled code has no operations to observe.
                 mine = inside.enter_context(observe(engine, operations=not is_compiled))
                 flops = [] if is_compiled else inside.enter_context(forward_flops(engine.module))
-            inside.enter_context(digests or contextlib.nullcontext())
             yield
         if not (is_first and self._run.check_precision):
             return

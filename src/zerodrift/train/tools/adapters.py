@@ -85,8 +85,9 @@ def read(base: nn.Module, found: TrainedModel, dtype: torch.dtype | None) -> nn.
         require_peft(str(folder))
         from peft import PeftModel
 
-        require_base(base, saved_base(folder).get("digest"), str(folder))
-        _cast(base, _saved(folder).get("formats"), dtype)
+        saved = saved_base(folder)
+        require_base(base, saved.get("digest"), str(folder))
+        _cast(base, saved.get("formats"), dtype)
         with quiet():
             load = functools.partial(PeftModel.from_pretrained, base, str(folder))
             return attempt(load, str(folder), "must hold adapters of its base")
@@ -109,22 +110,17 @@ def read(base: nn.Module, found: TrainedModel, dtype: torch.dtype | None) -> nn.
     return model
 
 
-def saved_base(folder: Path) -> dict[str, str]:
-    """Return `source` and `digest` of the base; for adapters of others the `source` of their config."""
+def saved_base(folder: Path) -> dict[str, Any]:
+    """Return what `BASE` says of the base; for adapters of others the `source` of their config."""
     try:
         if (folder / BASE).is_file():
-            found = _saved(folder)
-            return {key: str(found[key]) for key in ("source", "digest")}
+            found = json.loads((folder / BASE).read_text(encoding="utf-8"))
+            return {**found, "source": str(found["source"]), "digest": str(found["digest"])}
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         return {"source": str(config.get("base_model_name_or_path") or "")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         must, todo = f"must hold a `{CONFIG}` that can be read", "Export it again."
         raise ModelError(str(folder), must, got="a damaged one, or none", do=todo) from None
-
-
-def _saved(folder: Path) -> dict[str, Any]:
-    file = folder / BASE
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def _formats(plan: Plan) -> dict[str, list[str]]:
