@@ -262,8 +262,7 @@ def audit(
 
         goal = None if narrow is None else parse_goal(narrow, "--narrow")
         rank = this_rank()
-        is_watched = not rank and streams.is_watched()
-        with streams.count_progress() if is_watched else nullcontext() as report:
+        with nullcontext() if rank else streams.progress(f"auditing {source}") as report:
             if is_job(source):
                 subject = _load_job(source, set_ or [], batches, (model, weights, tokens))
             else:

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -56,28 +56,20 @@ def layout() -> dict[str, Any]:
     return {"color": color(), "width": report_width()}
 
 
-def progress(text: str) -> AbstractContextManager[object]:
-    """Show a spinner while stderr is a terminal."""
-    if not is_watched():
-        return nullcontext()
-    from rich.console import Console
-    from rich.text import Text
-
-    return Console(stderr=True).status(Text(legible(text)))
-
-
-def is_watched() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
-
-
 @contextmanager
-def count_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a line with the current work, its progress and the time left."""
+def progress(text: str) -> Iterator[Callable[[str, int, int], None] | None]:
+    """Show a spinner while stderr is a terminal.
+
+    Yields a function that shows the current work, how much of it is done, and the time left.
+    """
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
     from rich.console import Console
     from rich.text import Text
 
     began: dict[str, float] = {}
-    with Console(stderr=True).status("") as line:
+    with Console(stderr=True).status(Text(legible(text))) as line:
 
         def show(what: str, done: int, of: int) -> None:
             now = time.monotonic()
