@@ -321,7 +321,7 @@ def _length_of(job: Job, config: Config, prepared: PreparedData, world: int) -> 
     policy = resolve(config, mesh, numbers_of(job, config, job.run.steps))
     if job.run.steps is not None:
         return policy, job.run.steps
-    samples = max(1, policy.batch.micro) * policy.batch.accumulation * mesh.data
+    samples = policy.batch.train or policy.batch.accumulation * mesh.data
     steps = math.floor(job.run.epochs * len(prepared.train) / samples)
     if steps < 1:
         must = f"must make at least one step of {samples} blocks"

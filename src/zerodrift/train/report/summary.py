@@ -49,15 +49,10 @@ def head_text(plan: Plan, display: Display, whole_plan: bool) -> str:
     return brief_text(plan, cost(plan), group_rows(plan), **look).rstrip("\n")
 
 
-def _samples(plan: Plan) -> int:
-    batch = plan.policy.batch
-    return plan.mesh.data * max(1, batch.micro) * batch.accumulation
-
-
 def data_facts(
     job: Job, prepared: PreparedData, letters: Tokenizer, steps: int, plan: Plan
 ) -> tuple[tuple[str, str], ...]:
-    train, blocks = prepared.train, steps * _samples(plan)
+    train, blocks = prepared.train, steps * plan.policy.batch.train
     whole = " in whole blocks" if job.data.group_by_length else ""
     run = f"{blocks * train.length:,} tokens{whole}, {blocks / len(train):.2f} epochs"
     padding = _padding(job, prepared, steps, plan)
@@ -66,7 +61,7 @@ def data_facts(
 
 def data_text(job: Job, prepared: PreparedData, steps: int, plan: Plan, display: Display) -> str:
     """Return the data and the length of the run in a few lines."""
-    samples = _samples(plan)
+    samples = plan.policy.batch.train
     training = f"{steps:,} steps of {samples} blocks, {steps * samples / len(prepared.train):.2f} epochs"
     if job.run.steps is not None and job.run.epochs != Run().epochs:
         training += f"; `run.epochs` {job.run.epochs:g} is not used, as `run.steps` is given"
@@ -82,8 +77,8 @@ def _padding(job: Job, prepared: PreparedData, steps: int, plan: Plan) -> list[t
         return []
     some = min(steps, 2 * WINDOW)
     sampler = GroupedSampler(sampler_of(train, job.data.seed), lengths_of(train), job.data.seed)
-    micro = max(1, plan.policy.batch.micro)
-    with_groups, without = padding_shares(sampler, some, _samples(plan), micro, train.length)
+    batch = plan.policy.batch
+    with_groups, without = padding_shares(sampler, some, batch.train, batch.micro, train.length)
     what = "of what is computed" if some == steps else f"of the first {some} steps"
     return [("padding", f"{with_groups:.1%} {what}; {without:.1%} without `data.group_by_length`")]
 
