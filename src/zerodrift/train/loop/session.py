@@ -201,6 +201,7 @@ class Session:
 
 
 def outline(job: Job, config: Config, display: Display, world: int) -> tuple[Outline, nn.Module]:
+    """Read the data, build the model, and check both."""
     check_boards(job.run)
     for text in cached_names(job):
         display.say(legible(text))
