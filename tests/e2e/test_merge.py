@@ -153,8 +153,9 @@ def test_another_base_is_refused(
     for file in (folder / "run" / "job.json", folder / "run" / "export" / "base.json"):
         file.write_text(file.read_text().replace(str(trained), str(folder)))
     named = change(folder)
-    with pytest.raises(ZerodriftError, match=re.escape(words)):
-        merge(folder / "run", tmp_path / "merged", base_path=named)
+    for place in ("run", "run/checkpoints"):
+        with pytest.raises(ZerodriftError, match=re.escape(words)):
+            merge(folder / place, tmp_path / "merged", base_path=named)
     assert not (tmp_path / "merged").exists()
     if change is moved:  # and where it is named, it is found
         merge(folder / "run", tmp_path / "merged", base_path=str(folder / "elsewhere"))

@@ -49,10 +49,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         export_with(lambda tensors: {name: tensors[name] for name in sorted(tensors)[1:]}),
         "must hold every|must have a value for every",
     ),
-    "a shape": (
-        export_with(lambda tensors: {**tensors, min(tensors): torch.ones(2)}),
-        "must have shape",
-    ),
+    "a shape": (export_with(lambda tensors: {**tensors, min(tensors): torch.ones(2)}), "must have shape"),
     "cut": (cut, "It was cut short"),
     "no JSON": (lambda folder: (folder / "job.json").write_text("{") and None, "must be valid JSON"),
 }
