@@ -256,7 +256,8 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
         )
     lock = None
     try:
-        lock = _locked(folder, engine)
+        with raise_on_all_ranks(engine.comm):  # two runs would overwrite each other's files
+            lock = Lock.take(folder.path) if engine.mesh.rank() == 0 else None
         models.prepare(engine.module, [unit.name for unit in engine.plan.units], job.model)
         if engine.mesh.rank() == 0:
             display.say(head_text(engine.plan, display, request.whole_plan))
@@ -281,19 +282,6 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
         if lock is not None:
             lock.release()
         raise
-
-
-def _locked(folder: RunFolder, engine: Engine) -> Lock | None:
-    """Lock the run folder on rank 0. Two runs in one folder would overwrite each other's files."""
-    with raise_on_all_ranks(engine.comm):
-        if engine.mesh.rank() != 0:
-            return None
-        try:
-            return Lock.take(folder.path)
-        except CheckpointError as error:
-            must, todo = "must have one run at a time", "Wait for it, or use another `run.folder`."
-            got = f"{folder.path} with {error.got}"
-            raise CheckpointError("run.folder", must, got=got, do=todo) from error
 
 
 def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
