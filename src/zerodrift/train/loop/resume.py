@@ -127,9 +127,17 @@ def load(checkpoints: Checkpoints, path: Path, job: Job, engine: Engine) -> tupl
     except CheckpointError as error:
         if not error.problems:
             raise
-        # What `allow=` of Python would let pass, a job sets.
-        todo = "Set it as it was, or begin another run: another `run.folder`, from the `export` of this one."
-        problems = [replace(each, do=todo if "allow=" in each.do else each.do) for each in error.problems]
+        another = "Set it as it was, or begin another run with another `run.folder`."
+        optimizer = (
+            "Set `config.optimizer.type` as it was. For a new optimizer, begin another run: another "
+            "`run.folder`, and `model.source` the `export` of this one."
+        )
+        problems = [
+            replace(problem, do=optimizer if problem.where == "optimizer" else another)
+            if "allow=" in problem.do
+            else problem
+            for problem in error.problems
+        ]
         raise CheckpointError.of(problems, f"{path} cannot be resumed from") from error
     _restore_numbers(engine, own, any(difference.what == "schedule" for difference in loaded.differences))
     engine.seed = job.run.seed
