@@ -26,7 +26,7 @@ from zerodrift.engine.executor import loss_in
 from zerodrift.train.job_file import read_job
 from zerodrift.train.loop.launcher import Stop
 from zerodrift.train.loop.session import Session, assemble
-from zerodrift.train.loop.training import Loop, _Clock
+from zerodrift.train.loop.training import Loop
 from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import Metrics
 
@@ -75,9 +75,9 @@ def time_engine(session: Session, steps: int) -> float:
 
 def time_loop(loop: Loop, first: int, steps: int) -> float:
     """Return the seconds per step of the trainer's loop."""
-    start, clock = time.perf_counter(), _Clock(0.0)
+    start = time.perf_counter()
     for step in range(first, first + steps):
-        loop._step(step, clock)
+        loop._step(step)
     return (time.perf_counter() - start) / steps
 
 
@@ -97,7 +97,7 @@ def main() -> None:
         show = Display()
         session = assemble(written, config, show)
         loop = Loop(session, show, Stop())
-        loop._metrics = Metrics(session.folder, written.run, 0)
+        loop._metrics = Metrics(session.outline.folder, written, 0)
         time_engine(session, 2)
         time_loop(loop, 0, 2)
         ratios, alone, step = [], [], 2

@@ -25,8 +25,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -107,30 +107,20 @@ class ZerodriftError(Exception):
         found = tuple(problems)
         prefix = f"{legible(heading)}: " if heading else ""
         if len(found) == 1:
-            return cls._made(f"{prefix}{found[0]}", found)
+            return cls.relayed(f"{prefix}{found[0]}", found)
         lines = [f"{prefix}{len(found)} problems"]
         lines += [f"  {number}. {problem}" for number, problem in enumerate(found[:MOST], 1)]
         if len(found) > MOST:
             lines.append(f"  and {len(found) - MOST:,} more")
-        return cls._made("\n".join(lines), found)
+        return cls.relayed("\n".join(lines), found)
 
     @classmethod
     def joined(cls, errors: Iterable[ZerodriftError]) -> Self:
         """Join the texts and problems of several errors."""
         found = list(errors)
-        return cls._made(
+        return cls.relayed(
             "\n".join(map(str, found)), tuple(each for error in found for each in error.problems)
         )
-
-    @classmethod
-    def relayed(cls, text: str, problems: Iterable[Problem] = ()) -> Self:
-        """Make an error from the text of another rank or process, with its problems if they are known."""
-        return cls._made(text, tuple(problems))
-
-    def reworded(self, change: Callable[[str], str]) -> Self:
-        """Apply `change` to the advice and to the text of this error."""
-        problems = tuple(replace(problem, do=change(problem.do)) for problem in self.problems)
-        return self._made(change(self.args[0]), problems)
 
     @property
     def where(self) -> str:
@@ -162,9 +152,11 @@ class ZerodriftError(Exception):
         return f"To read about it: {listed(f'zerodrift help {kind}' for kind in self.kinds[:3])}"
 
     @classmethod
-    def _made(cls, text: str, problems: tuple[Problem, ...]) -> Self:
+    def relayed(cls, text: str, problems: Iterable[Problem] = ()) -> Self:
+        """Make an error from a text, as another rank or process had it, with its problems if they are
+        known."""
         error = cls.__new__(cls)
-        error._set(text, problems)
+        error._set(text, tuple(problems))
         return error
 
     def _set(self, text: str, problems: tuple[Problem, ...]) -> None:
@@ -173,7 +165,7 @@ class ZerodriftError(Exception):
         self.__notes__ = [self.see()]  # Python 3.11 and later print it below the message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self)._made, (self.args[0], self.problems), self.__dict__
+        return type(self).relayed, (self.args[0], self.problems), self.__dict__
 
 
 class ConfigError(ZerodriftError):
@@ -280,12 +272,10 @@ def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
     return difflib.get_close_matches(str(word), list(known), n=count, cutoff=0.6)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], count: int = 3) -> str:
     """Return a sentence that offers the nearest known words, or `""`."""
-    near = nearest(word, known, count=3)
-    if not near:
-        return ""
-    return "Did you mean " + " or ".join(f"`{name}`" for name in near) + "?"
+    near = " or ".join(f"`{name}`" for name in nearest(word, known, count))
+    return f"Did you mean {near}?" if near else ""
 
 
 def nearest_path(written: str | os.PathLike[str]) -> str:

@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 
 def encode(value: Any) -> Any:
-    """Convert a value to JSON values."""
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value):

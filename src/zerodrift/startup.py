@@ -73,7 +73,7 @@ def spawn(
     }  # fmt: skip
     try:
         return subprocess.Popen(
-            _resolve(command, environment["PATH"]),
+            [shutil.which(command[0], path=environment["PATH"]) or command[0], *command[1:]],
             env=environment,
             stdout=stdout,
             start_new_session=new_session,
@@ -86,12 +86,10 @@ def spawn(
 
 
 def record_failure(folder: str, error: Exception) -> None:
-    """Record an error in the folder."""
     (Path(folder) / f"{os.getpid()}.failed").write_text(f"{sys.executable}: {said(error)}")
 
 
 def failures(folder: Path) -> list[str]:
-    """Return the recorded errors of all processes."""
     return [path.read_text() for path in sorted(folder.glob("*.failed"))]
 
 
@@ -144,7 +142,7 @@ class _ImportFinder(importlib.abc.MetaPathFinder):
 
 def isolation_option(command: Sequence[str]) -> str:
     """Return the option by which a Python of the command would ignore its environment, or `""`."""
-    words = iter([*_interpreter(command[0]), *command])
+    words = iter(command)
     for word in words:
         if not _PYTHON.fullmatch(os.path.basename(word)):
             continue
@@ -160,22 +158,6 @@ def isolation_option(command: Sequence[str]) -> str:
 
 _PYTHON = re.compile(r"python[0-9.]*(\.exe)?")
 _ISOLATED = re.compile(r"-[bBdhiOPqsuvVx]*[EIS]")
-
-
-def _interpreter(program: str) -> list[str]:
-    """Return the interpreter that the first line of a script names."""
-    file_path = _resolve([program], os.environ.get("PATH", os.defpath))[0]
-    try:
-        with open(file_path, "rb") as file:
-            first = file.readline(512)
-    except OSError:
-        return []
-    return first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
-
-
-def _resolve(command: Sequence[str], path: str) -> list[str]:
-    """Return the command with the path of its program in `path`."""
-    return [shutil.which(command[0], path=path) or command[0], *command[1:]]
 
 
 _START = '''\

@@ -21,7 +21,7 @@ from zerodrift.errors import ZerodriftError
 from zerodrift.kernels import narrow
 from zerodrift.train.loop.start import train
 from zerodrift.train.tools.adapters import merge
-from zerodrift.train.tools.sample import SamplingOptions, TextGenerator
+from zerodrift.train.tools.sample import TextGenerator, chooser
 from zerodrift.weights import ConvertOptions
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
@@ -96,9 +96,9 @@ def test_every_door_leads_to_what_peft_makes(
         assert f"merged into {trained / 'base'}" in said
         found = weights(target)
         assert found.keys() == expected.keys() and all(found[k].equal(expected[k]) for k in found), place
-    options = SamplingOptions(4, 0.0, 0, 0)
     places = (run, run / "checkpoints", *[tmp_path / "0"] * (dtype == "fp32"))
-    assert len({"".join(TextGenerator(place).continue_prompt("It", options)) for place in places}) == 1
+    models, likeliest = map(TextGenerator, places), chooser(0.0, 0, 0)
+    assert len({"".join(model.continue_prompt("It", 4, likeliest)) for model in models}) == 1
 
 
 def test_a_base_that_rested_in_a_format_is_merged_with_its_decoded_values(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_base_that_rested_in_a_format_is_merged_with_its_decoded_values(tmp_pa
             of = torch.float32 if dtype else torch.bfloat16
             found = weights(target)
             assert all(found[name].equal(value.to(of)) for name, value in expected.items())
-        texts.add("".join(TextGenerator(place).continue_prompt("It", SamplingOptions(4, 0.0, 0, 0))))
+        texts.add("".join(TextGenerator(place).continue_prompt("It", 4, chooser(0.0, 0, 0))))
     assert len(texts) == 1
 
 
@@ -153,8 +153,9 @@ def test_another_base_is_refused(
     for file in (folder / "run" / "job.json", folder / "run" / "export" / "base.json"):
         file.write_text(file.read_text().replace(str(trained), str(folder)))
     named = change(folder)
-    with pytest.raises(ZerodriftError, match=re.escape(words)):
-        merge(folder / "run", tmp_path / "merged", base_path=named)
+    for place in ("run", "run/checkpoints"):
+        with pytest.raises(ZerodriftError, match=re.escape(words)):
+            merge(folder / place, tmp_path / "merged", base_path=named)
     assert not (tmp_path / "merged").exists()
     if change is moved:  # and where it is named, it is found
         merge(folder / "run", tmp_path / "merged", base_path=str(folder / "elsewhere"))

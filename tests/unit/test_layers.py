@@ -52,7 +52,7 @@ inspect.drift: inspect.audit inspect.trace inspect.check weights checkpoint conf
 inspect.simulate: inspect.trace engine comm config model plan policy report dtypes errors mesh record
 api: backends weights config model plan policy mesh engine comm report optim pipeline dtypes errors versions
 train: api inspect.trace inspect.check inspect.audit pipeline config engine checkpoint weights comm kernels
-    plan policy report model dtypes errors files legible mesh versions
+    plan policy report model dtypes errors files legible mesh record versions
 lightning: api checkpoint config engine errors
 verl: api checkpoint comm config engine model weights errors
 deepspeed: api checkpoint config engine comm inspect.trace inspect.check optim plan policy weights dtypes

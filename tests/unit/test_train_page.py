@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +125,14 @@ def test_going_on_takes_out_what_came_after_the_checkpoint(tmp_path: Path) -> No
     folder = RunFolder(tmp_path)
     first = Metrics(folder, JOB, after=0)
     for number in range(1, 6):
-        first.step(step(number, loss=math.nan if number == 2 else 1.0))
+        first.write("step", asdict(step(number, loss=math.nan if number == 2 else 1.0)))
     first.write("end", {"step": 5})
     first.close()
     with folder.metrics.open("a") as file:
         file.write('{"kind": "step", "ste')
     again = Metrics(folder, JOB, after=3)
-    assert again.seconds == 1.5
-    again.step(step(4))
+    assert again.lines.last("seconds") == 1.5
+    again.write("step", asdict(step(4)))
     again.close()
     found = read(folder.metrics)
     assert [line["step"] for line in found] == [1, 2, 3, 4]
@@ -156,13 +157,13 @@ def test_a_damaged_line_is_left_out_and_counted(damage: bytes, tmp_path: Path) -
     folder = RunFolder(tmp_path)
     first = Metrics(folder, JOB, after=0)
     for number in (1, 2):
-        first.step(step(number))
+        first.write("step", asdict(step(number)))
     first.close()
     whole = folder.metrics.read_bytes().split(b"\n")
     folder.metrics.write_bytes(b"\n".join([whole[0], damage, *whole[1:]]))
     again = Metrics(folder, JOB, after=2)
     again.close()
-    assert again.lost == 1 and again.seconds == 1.0
+    assert again.lost == 1 and again.lines.last("seconds") == 1.0
     assert [line["step"] for line in read(folder.metrics)] == [1, 2]
     assert page(read(folder.metrics))
 

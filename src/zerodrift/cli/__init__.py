@@ -9,14 +9,13 @@ Invariant: a refusal ends as one message and exit code 2, never as a traceback.
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from zerodrift.cli import check, machine, plan, run, streams, train
-from zerodrift.errors import nearest
+from zerodrift.errors import did_you_mean
 from zerodrift.versions import __version__
 
 OTHER_NAMES = {
@@ -46,8 +45,7 @@ class _Advised:
                 raise
             wrong = error.option_name  # type: ignore[attr-defined]
         known = [name for each in ctx.command.get_params(ctx) for name in each.opts]
-        near = "".join(f" Did you mean `{name}`?" for name in nearest(wrong, known))
-        return ctx.fail(f"No such option: {wrong}.{near}")
+        return ctx.fail(f"No such option: {wrong}. {did_you_mean(wrong, known, 1)}".rstrip())
 
 
 class Verb(_Advised, TyperCommand):
@@ -76,8 +74,7 @@ class Verbs(_Advised, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         word = args[0]
         if not ctx.resilient_parsing and self.get_command(ctx, word) is None and not word.startswith("-"):
-            near = difflib.get_close_matches(word, self.commands, n=1, cutoff=0.7)
-            hint = OTHER_NAMES.get(word) or "".join(f"Did you mean `{name}`?" for name in near)
+            hint = OTHER_NAMES.get(word) or did_you_mean(word, self.commands, 1)
             ctx.fail(f"No such command: {word!r}. {hint or '`zerodrift --help` lists all.'}")
         return super().resolve_command(ctx, args)
 

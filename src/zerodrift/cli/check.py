@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from zerodrift.cli import options, streams
-from zerodrift.cli.plan import is_job, numbers, require_model, write_file
+from zerodrift.cli.plan import numbers, require_model, write_file
 from zerodrift.errors import ConfigError, ZerodriftError
 
 if TYPE_CHECKING:
@@ -258,11 +258,11 @@ def audit(
             raise typer.BadParameter("must be rest, peak or wire", param_hint="--of")
         share = _parse_share(budget)
         from zerodrift.inspect.audit import audit_subject, load_subject, parse_goal, this_rank
+        from zerodrift.train import is_job
 
         goal = None if narrow is None else parse_goal(narrow, "--narrow")
         rank = this_rank()
-        is_watched = not rank and streams.is_watched()
-        with streams.count_progress() if is_watched else nullcontext() as report:
+        with nullcontext() if rank else streams.progress(f"auditing {source}") as report:
             if is_job(source):
                 subject = _load_job(source, set_ or [], batches, (model, weights, tokens))
             else:

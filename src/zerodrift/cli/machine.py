@@ -6,6 +6,7 @@ Invariant: no existing file is changed.
 from __future__ import annotations
 
 import json as json_module
+import os
 import re
 import shutil
 import textwrap
@@ -56,7 +57,7 @@ def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
         from zerodrift.train import doctor_text, examine
 
         with streams.progress("looking"):
-            findings = examine(streams.environment())
+            findings = examine(os.environ)
         if json:
             streams.emit(json_module.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ from zerodrift.files import kind
 from zerodrift.legible import legible
 
 if TYPE_CHECKING:
-    from zerodrift.inspect.simulate import Plans
     from zerodrift.plan import Plan, Timeline
 
 
@@ -77,7 +76,7 @@ def plan(
             if simulate is not None:
                 text = _simulation_text(source, simulate, sweep, tokens, recompute, inputs, json)
             else:
-                planned = source.plans(())
+                planned = source.plan_on(source.ranks)
                 traced = _trace_text(planned, source, inputs, device, json) if trace else ""
                 text = _plan_text(planned, micro_batches, rows, json, html) if html or not trace else ""
                 text = traced or text
@@ -114,7 +113,8 @@ def explain(
         from zerodrift.report import explain as explained
 
         with streams.progress(f"planning {model or config}"):
-            planned = _plan_source(config, model, world_size, set_ or (), auto or ()).plans(())
+            source = _plan_source(config, model, world_size, set_ or (), auto or ())
+            planned = source.plan_on(source.ranks)
             explanation = explained(planned, parameter)
         if json:
             streams.emit(as_json.explanation_json(explanation, planned))
@@ -149,11 +149,11 @@ def support(
 
 @dataclass(frozen=True, slots=True)
 class PlanSource:
-    """A config or a job, and a function that plans its model under more overrides."""
+    """A config or a job, and a function that plans its model."""
 
-    plans: Plans
-    plan_on: Callable[[int], Plan]
-    """Plans the model on another number of ranks."""
+    plan_on: Callable[..., Plan]
+    """Plans the model on some ranks, under more overrides."""
+    ranks: int
     model: str
     tokens: int | None = None
     """Tokens of a sample. None for a config, which does not say it."""
@@ -166,11 +166,13 @@ class PlanSource:
 def _plan_source(
     source: str, model: str | None, world_size: int | None, overrides: Sequence[str], auto: Sequence[str]
 ) -> PlanSource:
-    if is_job(source):
-        return _job_source(source, model, world_size, overrides, auto)
     from zerodrift.api import make_plan
     from zerodrift.config import load, without_torch_classes
     from zerodrift.model import describe
+    from zerodrift.train import is_job
+
+    if is_job(source):
+        return _job_source(source, model, world_size, overrides, auto)
 
     name, given, spec = require_model(model), numbers(auto), functools.cache(describe)
 
@@ -178,46 +180,29 @@ def _plan_source(
         config = without_torch_classes(load(source, (*overrides, *more)))  # its mistakes come first
         return make_plan(config, spec(name), ranks, auto=given)
 
-    return PlanSource(functools.partial(of_config, world_size or 1), of_config, name)
+    return PlanSource(of_config, world_size or 1, name)
 
 
 def _job_source(
     source: str, model: str | None, world_size: int | None, overrides: Sequence[str], auto: Sequence[str]
 ) -> PlanSource:
     from zerodrift.api import make_plan
-    from zerodrift.train import planned_from, read_job, worded_for_a_job
+    from zerodrift.train import planned_from, read_job
 
     if model is not None or auto:
         do = "Override the job's: `--set model.source=...`, `--set auto={KEY: NUMBER}`."
         must = "must be left out with a job, which has its own"
         raise ConfigError("--model and --auto", must, got="a job file", do=do)
     job, config = read_job(source, overrides)
-    ranks = world_size or job.run.nproc or 1
     built_on = functools.cache(functools.partial(planned_from, job, config))
-    built_on(ranks)  # its errors are worded for a job already
 
-    @worded_for_a_job()
     def of_job(ranks: int, more: Sequence[str] = ()) -> Plan:
         built, values = built_on(ranks)
         return make_plan(config, built, ranks, auto=values, overrides=tuple(more))
 
     of, run = job.model, job.run
     keys = of.source, job.data.block, of.activation_checkpointing, run.device, run.digest_every
-    return PlanSource(functools.partial(of_job, ranks), of_job, *keys)
-
-
-def is_job(source: str) -> bool:
-    """Return True if a file has the blocks of a job, or for the folder of a run."""
-    from zerodrift.config import tree_of
-    from zerodrift.train import job_of_run
-
-    if job_of_run(source) is not None:
-        return True
-    try:
-        _, tree, _ = tree_of(source, "job")
-    except ConfigError:
-        return False
-    return isinstance(tree, Mapping) and "data" in tree and "model" in tree
+    return PlanSource(of_job, world_size or job.run.nproc or 1, *keys)
 
 
 def require_model(model: str | None) -> str:
@@ -329,7 +314,7 @@ def _simulation_text(
     if length is None and inputs is None:
         must = "must say how many tokens a sample has"
         raise ConfigError("--tokens", must, got="none", do="Or give a job file.")
-    planned = step.plans(())
+    planned = step.plan_on(step.ranks)
     order = _timeline(planned)
     simulate.require_known_order(planned, cluster, order)
     samples = max(1, planned.policy.batch.micro)
@@ -340,7 +325,8 @@ def _simulation_text(
         print(f"zerodrift: cluster {cluster_name} is {legible(str(path))}", file=sys.stderr)
     again = recompute if step.recompute is None else step.recompute
     if sweeps:
-        fit, others = simulate.sweep(planned, step.plans, _timeline, work, cluster)
+        plans = functools.partial(step.plan_on, step.ranks)
+        fit, others = simulate.sweep(planned, plans, _timeline, work, cluster)
         if json:
             return simulate.sweep_json(cluster_name, fit, others)
         own = simulate.own_choice(planned, again)

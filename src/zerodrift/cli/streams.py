@@ -12,8 +12,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -30,25 +30,18 @@ def errors(debug: bool) -> Iterator[None]:
     """Turn refusals into a message on stderr and an exit code."""
     try:
         yield
-    except ZerodriftError as error:
+    except (ZerodriftError, OSError) as error:
+        refused = error if isinstance(error, ZerodriftError) else refused_by_system(error)
+        if refused is None:
+            raise
         if debug:
             traceback.print_exc()
-        _print_refusal(error)
-        raise typer.Exit(USAGE) from None
-    except OSError as error:
-        refused = refused_by_system(error)
-        if refused is None or debug:
-            raise
-        _print_refusal(refused)
+        # An argument of Python is a flag here.
+        text = str(refused).replace("`overrides`: ", "`--set`: ")
+        print(f"zerodrift: error: {text}\n{refused.see()}", file=sys.stderr)
         raise typer.Exit(USAGE) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-
-
-def _print_refusal(error: ZerodriftError) -> None:
-    # An argument of Python is a flag here.
-    text = str(error).replace("`overrides`: ", "`--set`: ")
-    print(f"zerodrift: error: {text}\n{error.see()}", file=sys.stderr)
 
 
 def color() -> bool:
@@ -57,39 +50,26 @@ def color() -> bool:
     return sys.stdout is not None and sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
 
 
-def environment() -> Mapping[str, str]:
-    return os.environ
-
-
 def layout() -> dict[str, Any]:
-    """Return colour and width of a report."""
     from zerodrift.report import report_width
 
     return {"color": color(), "width": report_width()}
 
 
-def progress(text: str) -> AbstractContextManager[object]:
-    """Show a spinner while stderr is a terminal."""
-    if not is_watched():
-        return nullcontext()
-    from rich.console import Console
-    from rich.text import Text
-
-    return Console(stderr=True).status(Text(legible(text)))
-
-
-def is_watched() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
-
-
 @contextmanager
-def count_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a line with the current work, its progress and the time left."""
+def progress(text: str) -> Iterator[Callable[[str, int, int], None] | None]:
+    """Show a spinner while stderr is a terminal.
+
+    Yields a function that shows the current work, how much of it is done, and the time left.
+    """
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
     from rich.console import Console
     from rich.text import Text
 
     began: dict[str, float] = {}
-    with Console(stderr=True).status("") as line:
+    with Console(stderr=True).status(Text(legible(text))) as line:
 
         def show(what: str, done: int, of: int) -> None:
             now = time.monotonic()

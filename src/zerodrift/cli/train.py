@@ -137,13 +137,13 @@ def sample(
         --prompt 'Who are you?'
     """
     with streams.errors(debug):
-        from zerodrift.train import SamplingOptions, TextGenerator
+        from zerodrift.train import TextGenerator, chooser
 
         if not math.isfinite(temperature):
             raise ConfigError("--temperature", "must be a finite number", got=temperature)
         with streams.progress(f"reading {run}"):
             sampler = TextGenerator(run)
-        texts = sampler.continue_prompt(prompt, SamplingOptions(tokens, temperature, top, seed), chat)
+        texts = sampler.continue_prompt(prompt, tokens, chooser(temperature, top, seed), chat)
         streams.emit(prompt if not chat else "")
         for text in texts:
             streams.emit(text)

@@ -282,7 +282,8 @@ def _device(process: _Process, asked: torch.device | str | None) -> torch.device
         return device
     if not _carries(process, device.type):
         got = f"a {device.type} device and {dist.get_backend()!r}"
-        do = f"Initialize torch.distributed with `{_backend(device)}`, or pass `device='cpu'`."
+        cpu = "or pass `device='cpu'` (in a job `run.device: cpu`)"
+        do = f"Initialize torch.distributed with `{_backend(device)}`, {cpu}."
         raise MeshError("device", "must fit the backend of the running process group", got=got, do=do)
     if device.type == "cuda" and not torch.cuda.is_available():
         got = "`cuda`, where torch finds no GPU"

@@ -126,7 +126,7 @@ class Causal:
                 f"must be a causal language model of transformers of type {', '.join(CAUSAL)}, or "
                 "come with `parts`, to be cut into a pipeline",
                 got=type(model).__name__,
-                do="Pass `parts=zerodrift.Parts(...)`, which names its list of layers.",
+                do="Pass `parts=zerodrift.Parts(...)`, in a job `model.parts`: it names its list of layers.",
             )
         _require_the_librarys(model, known)
         for key in ELSEWHERE:
@@ -267,8 +267,8 @@ def _require_the_librarys(model: nn.Module, cut: Causal) -> None:
                 "must have the forward of transformers to be cut into a pipeline as it is",
                 got=f"one of {type(part).__name__}'s own",
                 do=(
-                    "Pass `parts=zerodrift.Parts(...)`, which says what comes before, in and after its "
-                    "layers."
+                    "Pass `parts=zerodrift.Parts(...)`, in a job `model.parts`: it says what comes before, "
+                    "in and after its layers."
                 ),
             )
     version = str(getattr(sys.modules.get("transformers"), "__version__", TESTED_SINCE))
@@ -279,7 +279,7 @@ def _require_the_librarys(model: nn.Module, cut: Causal) -> None:
             f"must come from transformers {TESTED_SINCE} or later to be cut into a pipeline, being of type "
             f"{kind}",
             got=f"transformers {version}",
-            do="Update it, or pass `parts=zerodrift.Parts(...)`.",
+            do="Update it, or pass `parts=zerodrift.Parts(...)`, in a job `model.parts`.",
         )
 
 

@@ -261,7 +261,7 @@ class AutoNumbers:
         if key in self._numbers and self._numbers[key] != "auto":
             return self._numbers[key]
         must = "must be a number here: it is auto and nothing was passed for it"
-        do = f"Pass --auto {key}=... on the command line, or auto={{'{key}': ...}} in Python."
+        do = f"Pass `--auto {key}=...`, or auto={{'{key}': ...}} in Python; a job has `auto: {{{key}: ...}}`."
         self._problems.add(key, must, got="'auto'", do=do)
         return None
 

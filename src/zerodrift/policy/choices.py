@@ -156,7 +156,7 @@ def decide_optimizer(
     decisions = []
     kind = None if block is None else TYPES.get(block.type.lower())
     if block is not None and kind is None:
-        other = "Any other elementwise optimizer: build it and pass it to `initialize`."
+        other = "Any other elementwise optimizer: build it and pass it to `zerodrift.initialize`, in Python."
         _refuse_type("optimizer", block.type, TYPES.values(), TORCH_OPTIMIZERS, other, problems)
     elif block is not None and kind is not None:
         spec = ComponentSpec(kind, numbers.params("optimizer.params", kind, block.params))
@@ -177,7 +177,8 @@ def _refuse_type(
     if kind in only_torch:
         do = "Build it and pass it to `initialize`; for a DeepSpeed script `zerodrift run` builds it."
     else:
-        must += f", or a class of torch.optim{'.lr_scheduler' if block == 'scheduler' else ''}"
+        module = "torch.optim.lr_scheduler" if block == "scheduler" else "torch.optim"
+        must += f", or a class of {module} in a script of `zerodrift run`"
         do = did_you_mean(kind, (*own, *only_torch)) or other
     problems.add(f"{block}.type", must, got=shown(kind), do=do)
 
@@ -197,7 +198,7 @@ def decide_schedule(
         return None
     kind = ALIASES.get(config.scheduler.type, config.scheduler.type)
     if kind not in SCHEDULES:
-        other = "Any torch scheduler: build it and pass it to `initialize`."
+        other = "Any torch scheduler: build it and pass it to `zerodrift.initialize`, in Python."
         _refuse_type("scheduler", kind, SCHEDULES, TORCH_SCHEDULES, other, problems)
         return None
     params = numbers.params("scheduler.params", kind, config.scheduler.params)

@@ -231,6 +231,3 @@ class Job(Block):
     auto: dict[str, Any] = Field(default_factory=dict)
     """Numbers for keys of the config that are "auto", by dotted key. The total number of steps is filled in
     automatically."""
-
-
-Job.model_rebuild()

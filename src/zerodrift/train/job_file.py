@@ -7,9 +7,7 @@ tells everything that is wrong with a file. Nothing is started, and no other fil
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from pydantic import BaseModel
 
 from zerodrift.config import Config, Keys, TreeReader, fields, join, load, override, tree_of
 from zerodrift.dtypes import ADMITTED, parse_among
-from zerodrift.errors import ConfigError, Problems, ZerodriftError, nearest
+from zerodrift.errors import ConfigError, Problems, nearest
 from zerodrift.train.data.files import from_cache
 from zerodrift.train.job import Job, Model
 
@@ -37,7 +35,7 @@ def read_job(
     source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> tuple[Job, Config]:
     """Read a job from a file, a dict, or the folder of a run, which goes on there."""
-    file = job_of_run(source)
+    file = _job_of_run(source)
     heading, tree, problems = tree_of(source if file is None else file, "job")
     if file is not None and isinstance(run := tree.setdefault("run", {}), dict):
         run["folder"] = str(file.parent)  # from any working folder
@@ -69,7 +67,18 @@ def read_job(
     return from_cache(job).model_copy(update={"config": tree}), config
 
 
-def job_of_run(source: object) -> Path | None:
+def is_job(source: str) -> bool:
+    """Return True if a file has the blocks of a job, or for the folder of a run."""
+    if _job_of_run(source) is not None:
+        return True
+    try:
+        _, tree, _ = tree_of(source, "job")
+    except ConfigError:
+        return False
+    return "data" in tree and "model" in tree
+
+
+def _job_of_run(source: object) -> Path | None:
     """Return the job in the folder of a run, which has its plan beside it; None for any other source."""
     if not isinstance(source, (str, os.PathLike)):
         return None
@@ -83,7 +92,6 @@ def numbers_of(job: Job, config: Config, steps: int | None) -> Mapping[str, Any]
 
 
 def totals(config: Config) -> list[str]:
-    """Return the keys of the config that ask for the number of steps."""
     params = {} if config.scheduler is None else config.scheduler.params
     return [f"scheduler.params.{name}" for name in TOTALS if params.get(name) == "auto"]
 
@@ -133,45 +141,3 @@ def every_path() -> Iterator[str]:
 
 
 KEYS = Keys("job", Job, "a job", _suggestion, free="a block of keys")
-
-
-# --- advice of the library, in the words of a job -------------------------------------------------------
-
-_IN_A_JOB = (
-    (r", or a class of torch\.optim(\.lr_scheduler)?", ""),
-    (
-        r"Pass --auto (\S+?)=\.\.\. on the command line, or auto=\{.*?\} in Python\.",
-        r"Set it in the job's `auto`: `--set 'auto={\1: NUMBER}'`.",
-    ),
-    (
-        r"Any (other elementwise optimizer|torch scheduler): build it and pass it to `initialize`\.",
-        r"A job takes these alone; any \1 goes to `zerodrift.initialize`, in Python.",
-    ),
-    (
-        r"Build (?:the optimizer yourself|it) and pass it to `initialize`(?:; for a DeepSpeed [^.]*)?\.",
-        r"One that is built by hand goes to `zerodrift.initialize`, in Python.",
-    ),
-    (
-        r"[Pp]ass `parts=zerodrift\.Parts\(\.\.\.\)`(?: to `initialize`)?",
-        r"Name a function that returns `zerodrift.Parts` in `model.parts`",
-    ),
-    (r"`device='cpu'`", r"`run.device: cpu`"),
-)
-
-
-def for_a_job(text: str) -> str:
-    """Replace arguments of `initialize` in advice by keys of a job."""
-    for pattern, words in _IN_A_JOB:
-        text = re.sub(pattern, words, text)
-    return text
-
-
-@contextmanager
-def worded_for_a_job() -> Iterator[None]:
-    """Raise errors with advice for a job."""
-    try:
-        yield
-    except ZerodriftError as error:
-        if for_a_job(str(error)) == str(error):
-            raise
-        raise error.reworded(for_a_job) from error.__cause__

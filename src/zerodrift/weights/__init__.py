@@ -7,7 +7,7 @@ from zerodrift.faces import face
 if TYPE_CHECKING:
     from zerodrift.weights.boxes import Box
     from zerodrift.weights.converter import (
-        ConversionResult, ConvertOptions, convert, open_source, to_checkpoint,
+        ConversionResult, ConvertOptions, convert, fill_module, open_source, set_parameter, to_checkpoint,
     )  # fmt: skip
     from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
     from zerodrift.weights.deepspeed.files import find_tag

@@ -25,15 +25,17 @@ from zerodrift.checkpoint import Manifest, SavedParameter
 from zerodrift.dtypes import DType
 from zerodrift.errors import (
     CheckpointError,
+    ModelError,
     Problems,
     UnsupportedError,
     ZerodriftError,
     first_of,
+    listed,
     nearest_path,
     said,
 )
 from zerodrift.mesh import MeshShape
-from zerodrift.model import non_persistent_buffers, safetensors
+from zerodrift.model import describe, non_persistent_buffers, safetensors
 from zerodrift.policy import exported_as
 from zerodrift.weights.boxes import Shape
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
@@ -137,6 +139,35 @@ def open_source(
     must = "must be a zerodrift checkpoint, a DeepSpeed checkpoint or safetensors files"
     do = "Give the folder that was saved to, or the one of a tag in it."
     raise CheckpointError(checkpoint.short(path), must, got="a folder with none of them", do=do)
+
+
+def fill_module(module: nn.Module, path: Path) -> None:
+    """Replace all parameters by the values of a checkpoint."""
+    source = open_source(path.expanduser(), module)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    entries = {name: entry for entry in source.entries for name in entry.names}
+    names = [parameter.names for parameter in describe(module).parameters]
+    lacking = [tied[0] for tied in names if not set(tied) & entries.keys()]
+    if lacking:
+        must = "must have a value for every parameter of the model"
+        raise ModelError(path, must, got=f"none for {listed(lacking[:3])}")
+    for tied in names:
+        entry, parameter = entries[next(name for name in tied if name in entries)], parameters[tied[0]]
+        if entry.shape != tuple(parameter.shape):
+            must = f"must have shape {list(parameter.shape)}"
+            raise ModelError(tied[0], must, got=f"{list(entry.shape)} in {path}")
+        filled = nn.Parameter(source.whole(entry.name), requires_grad=False)
+        for name in tied:
+            set_parameter(module, name, filled)
+    buffers = dict(module.named_buffers())
+    for name, values in source.buffers.items():
+        if name in buffers:
+            buffers[name].copy_(values)
+
+
+def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, attribute = name.rpartition(".")
+    module.get_submodule(path)._parameters[attribute] = parameter
 
 
 def _build_model(model: str | None, source: Path) -> tuple[nn.Module | None, Path | None]:

@@ -31,11 +31,12 @@ from zerodrift.errors import ConfigError, Problems, UnsupportedError, did_you_me
 from zerodrift.inspect.audit import LOSSES, Batch, Signals, Subject, forward_signals, make_rule, running
 from zerodrift.inspect.drift.sampler import Role, SamplerDtypes, SamplerTensor
 from zerodrift.inspect.drift.tensor_status import TensorVerdict
-from zerodrift.inspect.drift.trainer import TrainerSide, set_parameter
+from zerodrift.inspect.drift.trainer import TrainerSide
 from zerodrift.inspect.trace import ModulePaths
 from zerodrift.mesh import MeshShape
 from zerodrift.plan import Plan, Row, build
 from zerodrift.policy import PIN, PRODUCTS, Mode, Policy, glob
+from zerodrift.weights import set_parameter
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from zerodrift.mesh import MeshShape
 from zerodrift.model import ModelSpec, build_runnable, describe, holds, is_factory, make
 from zerodrift.plan import Plan, build
 from zerodrift.policy import AutoValues, Policy, mesh_for, resolve
-from zerodrift.weights import open_source
+from zerodrift.weights import fill_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def _load_model(model: str | nn.Module, weights: str | os.PathLike[str] | None) 
         if weights is None and Path(model).is_dir() and holds(Path(model)):
             weights = model
     if weights is not None:
-        _fill(module, Path(weights))
+        fill_module(module, Path(weights))
     bare = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if bare:
         must = "must be given where the model has no values of its own"
@@ -98,40 +98,6 @@ def _load_model(model: str | nn.Module, weights: str | os.PathLike[str] | None) 
             count = int((~parameter.isfinite()).sum())
             raise NonFiniteError(name, "must be finite on the trainer's side", got=f"{count:,} inf or nan")
     return module
-
-
-def _fill(module: nn.Module, path: Path) -> None:
-    """Replace all parameters by the values of a checkpoint."""
-    source = open_source(path.expanduser(), module)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    entries = {name: entry for entry in source.entries for name in entry.names}
-    names = [parameter.names for parameter in describe(module).parameters]
-    lacking = [tied[0] for tied in names if not set(tied) & entries.keys()]
-    if lacking:
-        must = "must have a value for every parameter of the model"
-        raise ModelError(path, must, got=f"none for {listed(lacking[:3])}")
-    for tied in names:
-        entry, parameter = entries[next(name for name in tied if name in entries)], parameters[tied[0]]
-        if entry.shape != tuple(parameter.shape):
-            must = f"must have shape {list(parameter.shape)}"
-            raise ModelError(tied[0], must, got=f"{list(entry.shape)} in {path}")
-        flat = torch.empty(0, dtype=parameter.dtype)
-        for start, run in source.weight(entry):
-            if not flat.numel():
-                flat = torch.empty(parameter.numel(), dtype=run.dtype)
-            flat[start : start + run.numel()] = run.reshape(-1)
-        filled = nn.Parameter(flat.view(entry.shape), requires_grad=False)
-        for name in tied:
-            set_parameter(module, name, filled)
-    buffers = dict(module.named_buffers())
-    for name, values in source.buffers.items():
-        if name in buffers:
-            buffers[name].copy_(values)
-
-
-def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    path, _, attribute = name.rpartition(".")
-    module.get_submodule(path)._parameters[attribute] = parameter
 
 
 def _load_policy(

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from zerodrift.errors import ConfigError, Problems, first_line, said
-from zerodrift.files import kind, opened
+from zerodrift.files import opened
 
 IGNORED = -100
 """Label of a token that is not learned, as in torch's cross entropy."""
@@ -182,7 +182,6 @@ def _check_tokens(tokens: np.ndarray, rows: Rows, vocabulary: int, place: str) -
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return the index of a folder of blocks."""
     try:
         with opened(folder / INDEX) as stream:
             written = stream.read().decode()
@@ -205,9 +204,6 @@ def open_blocks(folder: Path, part: str) -> Blocks:
         tokens = Rows.of(folder / f"{part}.tokens", np.dtype(index["dtype"]), length)
         file = folder / f"{part}.marks"
         marks = Rows.of(file, MARK, length) if file.is_file() else None
-        for name in (f"{part}.counts", f"{part}.sums"):
-            if other := kind(folder / name):
-                raise ValueError(f"{other} at {name}")
         counts = np.memmap(folder / f"{part}.counts", np.int32, "r")
         sums = np.memmap(folder / f"{part}.sums", np.uint32, "r").reshape(-1, 2)
     except (OSError, ValueError) as error:

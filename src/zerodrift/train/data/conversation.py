@@ -138,7 +138,7 @@ def read_conversation(row: Mapping[str, Any], key: str, where: str) -> Conversat
                 raise ConfigError(place, "must be 0 or 1, or not be there", got=repr(turn[mark]))
             muted |= set() if turn[mark] else {number}
     messages = tuple({name: turn[name] for name in turn if name not in _LEARNED} for turn in turns)
-    tools = _parsed(row, "tools", where)
+    tools = _json(row.get("tools"), f"{where}: tools")
     if not has_content(tools):
         tools = []
     elif not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -175,7 +175,7 @@ def _question_and_answer(
 
 
 def _history(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    earlier = _parsed(row, "history", where)
+    earlier = _json(row.get("history"), f"{where}: history")
     if not has_content(earlier):
         return []
     turns: list[dict[str, Any]] = []
@@ -189,7 +189,8 @@ def _history(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _turns(row: Mapping[str, Any], column: str, where: str) -> list[dict[str, Any]]:
-    value, where = _parsed(row, column, where), f"{where}: {column}"
+    where = f"{where}: {column}"
+    value = _json(row.get(column), where)
     if not isinstance(value, list) or not value:
         must = "must be a list of `role` and `content`, or of `from` and `value`"
         raise ConfigError(where, must, got=type_name(value))
@@ -293,10 +294,6 @@ def unicode(text: str, where: str) -> str:
         half = f"half of a character, {text[error.start]!a}, at {error.start:,}"
         raise ConfigError(where, "must be valid Unicode", got=half) from None
     return text
-
-
-def _parsed(row: Mapping[str, Any], key: str, where: str) -> Any:
-    return _json(row.get(key), f"{where}: {key}")
 
 
 def _json(value: Any, where: str) -> Any:

@@ -217,7 +217,8 @@ class DocumentWatch:
     ) -> Iterator[tuple[Tokens, Tokens]]:
         mark = ""
         if document.talk is not None:
-            self._noted[UNTEMPLATED] += not self._has_template
+            if not self._has_template:
+                self._noted[UNTEMPLATED] += 1
             contents = (turn["content"] or "" for turn in document.talk.messages) if self._marks else ()
             mark = next((match[0] for text in contents if (match := self._spelled.search(text))), "")
         for tokens, learned in pieces:
@@ -232,9 +233,8 @@ class DocumentWatch:
     def close(self, folder: Path) -> None:
         """Write the digests of training documents, and count the documents that are there twice."""
         (folder / DIGESTS).write_bytes(self._digests.tobytes())
-        self._noted[TWICE] += len(self._digests) - len(np.unique(self._digests))
-        for warning in [warning for warning, count in self._noted.items() if not count]:
-            del self._noted[warning]
+        if twice := len(self._digests) - len(np.unique(self._digests)):
+            self._noted[TWICE] = twice
 
 
 def shared_documents(held: tuple[Path, int], trained: Sequence[tuple[Path, int]]) -> int:

@@ -223,15 +223,13 @@ class _Folder:
         for item in written if isinstance(written, list) else [written]:
             is_block = isinstance(item, dict)
             key, globs = (item.get("split"), item.get("path", [])) if is_block else (TRAIN, item)
-            if isinstance(key, str):
-                files = self._globbed([globs] if isinstance(globs, str) else globs)
-                by_split.setdefault(SPLITS.get(key.lower(), key), []).extend(files)
+            if not isinstance(key, str):
+                continue
+            texts = map(str, [globs] if isinstance(globs, str) else globs)
+            inside = [text for text in texts if not Path(text).is_absolute() and ".." not in Path(text).parts]
+            found = {path for text in inside for path in self._folder.glob(text) if path.is_file()}
+            by_split.setdefault(SPLITS.get(key.lower(), key), []).extend(sorted(found))
         return {name: files for name, files in by_split.items() if files}
-
-    def _globbed(self, globs: Sequence[Any]) -> list[Path]:
-        texts = [text for text in map(str, globs) if "://" not in text and ".." not in Path(text).parts]
-        inside = [text for text in texts if not Path(text).is_absolute()]
-        return sorted({path for text in inside for path in self._folder.glob(text) if path.is_file()})
 
 
 def _texts(files: Iterable[Path], *more: str) -> DataFiles:

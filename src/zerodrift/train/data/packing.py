@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -61,10 +61,6 @@ class DataCounts:
     def noun(self) -> str:
         return "conversation" if self.kind == "chat" else "document"
 
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> DataCounts:
-        return DataCounts(**{**values, **{name: PartCounts(**values[name]) for name in ("train", "held")}})
-
     def reasons(self) -> list[str]:
         """Say what was left out of the files that were read."""
         empty = f"{several(self.empty_blocks, 'block')} with nothing to learn"
@@ -77,20 +73,13 @@ class DataCounts:
         cut = f"{several(self.cut, self.noun)} cut at the end of a block, by {self.cut_tokens:,} tokens"
         return [f"{cut} in all{longest}"] if self.cut else []
 
-    def notes(self) -> list[str]:
-        documents = self.train.documents + self.held.documents
-        most = f"most {self.noun}s are cut, {self.cut:,} of {documents:,}: raise `data.block`"
-        noted = [f"{several(count, self.noun)} {warning}" for warning, count in self.noted.items()]
-        return [*([most] if 2 * self.cut > documents else []), *noted]
-
     def facts(self) -> list[tuple[str, str]]:
         """Return labelled facts; the first is a summary of all."""
         train, held = self.train, self.held
-        tokens = train.tokens + held.tokens
+        tokens, documents = train.tokens + held.tokens, train.documents + held.documents
         summary = [several(self.files, "file"), f"{tokens:,} tokens"]
         if self.kind != "tokens":
-            documents = train.documents + held.documents + sum(self.left.values())
-            summary.insert(1, several(documents, self.noun))
+            summary.insert(1, several(documents + sum(self.left.values()), self.noun))
         if self.kind == "chat":
             summary.append(f"{train.learned + held.learned:,} of them learned")
         facts = [("data", ", ".join(summary))]
@@ -108,7 +97,10 @@ class DataCounts:
         facts += [("too long", cut) for cut in self.cuts()]
         if reasons := [*self.reasons(), *self.beside]:
             facts.append(("left out", "; ".join(reasons)))
-        if notes := self.notes():
+        notes = [f"{several(count, self.noun)} {warning}" for warning, count in self.noted.items()]
+        if 2 * self.cut > documents:
+            notes.insert(0, f"most {self.noun}s are cut, {self.cut:,} of {documents:,}: raise `data.block`")
+        if notes:
             facts.append(("look at", "; ".join(notes)))
         if self.unread:
             facts.append(("not read", f"columns {first_of([f'`{name}`' for name in self.unread], 6)}"))

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from zerodrift import record
 from zerodrift.errors import ConfigError, Problems
 from zerodrift.files import locked, opened
 from zerodrift.train.data import chat_template, documents, formats
@@ -57,7 +58,7 @@ class PreparedData:
     def lines(self) -> list[tuple[str, str]]:
         if len(self.sets) == 1:
             return [("data", self.sets[0].counts.line())]
-        shares = [f"{share}, " if share else "" for share in self._shares()]
+        shares = [f"{self._share(each)}, " if each.weight else "" for each in self.sets]
         named = zip(self.sets, shares, strict=True)
         return [("data", f"{each.name}: {share}{each.counts.line()}") for each, share in named]
 
@@ -65,15 +66,14 @@ class PreparedData:
         if len(self.sets) == 1:
             return self.sets[0].counts.facts()
         facts = []
-        for each, share in zip(self.sets, self._shares(), strict=True):
-            of_training = f", {share} of training" if share else ""
+        for each in self.sets:
+            of_training = f", {self._share(each)} of training" if each.weight else ""
             facts.append((each.name, f"{each.counts.kind}{of_training}"))
             facts += [(f"  {name}", fact) for name, fact in each.counts.facts()]
         return facts
 
-    def _shares(self) -> list[str]:
-        total = sum(each.weight or 0.0 for each in self.sets)
-        return [f"{each.weight / total:.1%}" if each.weight else "" for each in self.sets]
+    def _share(self, source: DataSource) -> str:
+        return f"{(source.weight or 0.0) / sum(each.weight or 0.0 for each in self.sets):.1%}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class _Maker:
                     shutil.rmtree(folder, ignore_errors=True)
                 problems.raise_as(ConfigError)
         train, held = open_blocks(folder, TRAIN), open_blocks(folder, VALIDATION)
-        counts = replace(DataCounts.from_json(read_index(folder)["reading"]), beside=found.left)
+        counts = replace(record.decode(DataCounts, read_index(folder)["reading"]), beside=found.left)
         if share and not len(train):
             # Of very few documents all may have been drawn: then none is held out.
             train, held, counts = held, train, replace(counts, train=counts.held, held=counts.train)
@@ -311,7 +311,7 @@ def _make_blocks(
             writer.add(watch.watched(document, tokens_of(document, data, tokenizer)))
         watch.close(beside)
         parts = {part: writer.close() for part, writer in zip((TRAIN, VALIDATION), writers, strict=True)}
-        reading = {**vars(counts), "train": vars(counts.train), "held": vars(counts.held)}
+        reading = record.encode(counts)
         write_index(beside, data.block, tokenizer.vocabulary, parts, apart=is_apart, reading=reading)
         try:
             beside.rename(folder)

@@ -4,8 +4,8 @@ JSON and CSV are not read by `datasets` or `pyarrow`, which change values in sil
 None and `007` becomes 7, a text that looks like a time becomes a `datetime`, a 1 beside a 1.0 becomes a
 float.
 
-Only some rows are in memory at a time. Every value comes from the file, or the file is refused by name and
-row.
+Except of a JSON array, only some rows are in memory at a time. Every value comes from the file, or the file
+is refused by name and row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from zerodrift.train.data.formats import not_utf8, stream_of, type_name, without
 Row = dict[str, Any]
 
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
-_PIECE = 1 << 16
 _LARGEST_CELL = 1 << 30
 """Characters. Python's default limit is shorter than a document."""
 
@@ -40,7 +39,7 @@ def read_rows(file: Path, holds: str) -> Generator[tuple[int, Row]]:
         elif holds == formats.CSV:
             yield from _table(stream, file)
         else:
-            yield from _JsonReader(stream, file).rows(is_array=holds == formats.ARRAY)
+            yield from _json(stream, file, holds == formats.ARRAY)
 
 
 def _lines(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
@@ -59,72 +58,21 @@ def _lines(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
             raise _unusual_json(where, error) from None
 
 
-class _JsonReader:
-    """Reads the objects of an array one by one, or the only object of a file."""
-
-    def __init__(self, stream: BinaryIO, file: Path) -> None:
-        self._stream = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-        self._file = str(file)
-        self._text, self._at, self._ended = "", 0, False
-        self._decoder = json.JSONDecoder(object_pairs_hook=_block)
-
-    def rows(self, is_array: bool) -> Iterator[tuple[int, Row]]:
-        number, ending = 0, self._take("[") if is_array else ""
-        if is_array and self._peek() == "]":
-            ending = self._take("]")
-        while ending != "]" and (is_array or not number):
-            number += 1
-            where = f"{self._file}: row {number:,}"
-            yield number, _object(self._value(where), where)
-            ending = self._take("],", where) if is_array else ""
-        if found := self._peek():
-            todo = f"Run `jq -c . {self._file} > {Path(self._file).stem}.jsonl`: a line for each object."
-            raise _not_json(self._file, f"{found!r} after the end", "" if is_array else todo)
-        self._stream.detach()
-
-    def _read(self, size: int) -> bool:
-        """Read more; return False at the end of the file."""
-        if self._ended:
-            return False
-        try:
-            piece = self._stream.read(size)
-        except UnicodeDecodeError as error:
-            raise not_utf8(error, self._file) from None
-        self._ended = not piece
-        self._text, self._at = self._text[self._at :] + piece, 0
-        return True
-
-    def _peek(self) -> str:
-        """Return the next character that is not white space; empty at the end."""
-        while True:
-            while self._at < len(self._text):
-                if self._text[self._at] not in " \t\r\n":
-                    return self._text[self._at]
-                self._at += 1
-            if not self._read(_PIECE):
-                return ""
-
-    def _take(self, wanted: str, where: str = "") -> str:
-        found = self._peek()
-        if not found or found not in wanted:
-            got = f"{found!r} for {' or '.join(map(repr, wanted))}" if found else "an end in the middle"
-            raise _not_json(where or self._file, got)
-        self._at += 1
-        return found
-
-    def _value(self, where: str) -> Any:
-        size = _PIECE
-        self._peek()
-        while True:
-            try:
-                value, self._at = self._decoder.raw_decode(self._text, self._at)
-                return value
-            except json.JSONDecodeError as error:
-                size *= 2
-                if not self._read(size):  # what is not read yet might complete the value
-                    raise _not_json(where, _fault(error, f"character {error.pos - self._at:,}")) from None
-            except (ValueError, RecursionError) as error:
-                raise _unusual_json(where, error) from None
+def _json(stream: BinaryIO, file: Path, is_array: bool) -> Iterator[tuple[int, Row]]:
+    """Yield the objects of an array, or the only object of a file, which is read whole."""
+    try:
+        value = json.loads(stream.read().decode("utf-8-sig"), object_pairs_hook=_block)
+    except UnicodeDecodeError as error:
+        raise not_utf8(error, str(file)) from None
+    except json.JSONDecodeError as error:
+        todo = f"Run `jq -c . {file} > {file.stem}.jsonl`: a line for each object."
+        is_more = error.msg == "Extra data" and not is_array
+        fault = _fault(error, f"line {error.lineno:,}, column {error.colno:,}")
+        raise _not_json(str(file), fault, todo if is_more else "") from None
+    except (ValueError, RecursionError) as error:
+        raise _unusual_json(str(file), error) from None
+    for number, row in enumerate(value if is_array else [value], 1):
+        yield number, _object(row, f"{file}: row {number:,}")
 
 
 def _block(pairs: list[tuple[str, Any]]) -> Row:

@@ -15,7 +15,7 @@ small weight. The labels of a step follow from the blocks' counts, so every rank
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,15 +35,27 @@ _ROWS = 4096
 
 
 class BlockSampler:
-    """The order of `count` blocks, epoch after epoch."""
+    """The order of `count` blocks, epoch after epoch.
 
-    def __init__(self, count: int, seed: int) -> None:
+    Blocks may belong to several `sets`, each with its number of blocks and its share of an epoch.
+    """
+
+    def __init__(self, count: int, seed: int, sets: Sequence[tuple[int, int]] = ()) -> None:
         self._count, self._seed = count, seed
+        self._sets = [
+            (BlockSampler(blocks, mix_bits(seed + number)), share)
+            for number, (blocks, share) in enumerate(sets, 1)
+        ]
 
     def at(self, position: int) -> int:
         """Return the block of a sample, counted from the start of training."""
         epoch, place = divmod(position, self._count)
-        return permute(place, self._count, epoch_key(self._seed, epoch))
+        place, first = permute(place, self._count, epoch_key(self._seed, epoch)), 0
+        for sampler, share in self._sets:
+            if place < share:
+                return first + sampler.at(epoch * share + place)
+            place, first = place - share, first + sampler._count
+        return place
 
     def step(self, number: int, samples: int) -> np.ndarray:
         """Return the `samples` blocks of step `number`, counted from 0."""
@@ -93,10 +105,10 @@ class Mixture:
         return sum(map(len, self.sets))
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
-        return np.array([int(self.sets[n].labels(np.array([at]))[0]) for n, at in self._places(indices)])
+        return np.array([int(blocks.labels(at)[0]) for blocks, at in self._places(indices)])
 
     def read(self, indices: np.ndarray) -> BlockValues:
-        read = [self.sets[number].read(np.array([at])) for number, at in self._places(indices)]
+        read = [blocks.read(at) for blocks, at in self._places(indices)]
         positions = [np.arange(self.length)[None] if one.positions is None else one.positions for one in read]
         return BlockValues(
             np.concatenate([one.tokens for one in read]),
@@ -104,44 +116,22 @@ class Mixture:
             np.concatenate(positions) if self.separate_documents else None,
         )
 
-    def _places(self, indices: np.ndarray) -> list[tuple[int, int]]:
+    def _places(self, indices: np.ndarray) -> list[tuple[Blocks, np.ndarray]]:
+        """Return the set of each block, and its number there. Shape [1]."""
         ends = np.cumsum([len(blocks) for blocks in self.sets])
-        sets = np.searchsorted(ends, indices, side="right")
-        starts = ends - [len(blocks) for blocks in self.sets]
-        return [(int(n), int(index - starts[n])) for n, index in zip(sets, indices, strict=True)]
+        numbers = np.searchsorted(ends, indices, side="right")
+        sets = [self.sets[number] for number in numbers]
+        starts = ends[numbers] - list(map(len, sets))
+        return list(zip(sets, (indices - starts)[:, None], strict=True))
 
 
-class MixtureSampler:
-    """The order of the blocks of several sets, which have `counts` blocks.
-
-    Among as many samples as there are blocks in all, each set has its `shares`.
-    """
-
-    def __init__(self, counts: tuple[int, ...], shares: tuple[int, ...], seed: int) -> None:
-        self._order, self._total = BlockSampler(sum(counts), seed), sum(counts)
-        self._shares = shares
-        self._samplers = [BlockSampler(count, mix_bits(seed + n)) for n, count in enumerate(counts, 1)]
-        self._firsts = np.cumsum([0, *counts]).tolist()
-
-    def at(self, position: int) -> int:
-        """Return the block of a sample, counted from the start of training."""
-        place, turn = self._order.at(position), position // self._total
-        for sampler, share, first in zip(self._samplers, self._shares, self._firsts, strict=False):
-            if place < share:
-                return int(first) + sampler.at(turn * share + place)
-            place -= share
-        raise AssertionError("shares must add up to the blocks in all")
-
-    def step(self, number: int, samples: int) -> np.ndarray:
-        return np.array([self.at(number * samples + sample) for sample in range(samples)], dtype=np.int64)
-
-
-def sampler_of(blocks: Blocks | Mixture, seed: int) -> BlockSampler | MixtureSampler:
+def sampler_of(blocks: Blocks | Mixture, seed: int) -> BlockSampler:
     """Return the order in which blocks are trained on."""
     if isinstance(blocks, Blocks):
         return BlockSampler(len(blocks), seed)
     counts = tuple(map(len, blocks.sets))
-    return MixtureSampler(counts, divide_by_weight(counts, blocks.weights), seed)
+    shares = divide_by_weight(counts, blocks.weights)
+    return BlockSampler(len(blocks), seed, list(zip(counts, shares, strict=True)))
 
 
 def divide_by_weight(counts: tuple[int, ...], weights: tuple[float, ...]) -> tuple[int, ...]:
@@ -179,7 +169,7 @@ class GroupedSampler:
     steps in an order of its own. A step still depends on its number alone.
     """
 
-    def __init__(self, order: BlockSampler | MixtureSampler, lengths: np.ndarray, seed: int) -> None:
+    def __init__(self, order: BlockSampler, lengths: np.ndarray, seed: int) -> None:
         self.lengths = lengths
         self._order, self._seed = order, seed
         self._cached: tuple[tuple[int, int], np.ndarray] = ((-1, 0), np.empty(0))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,9 +29,9 @@ LONGEST = 64
 
 def evaluate(session: Session) -> tuple[float, int]:
     """Return the mean loss over the labels of the held-out blocks, and their number. Collective."""
-    assert session.validation is not None
-    seat, most = session.seat, session.job.run.evaluate_blocks
-    held = list(validation_batches(session.validation, seat, most))
+    outline, seat = session.outline, session.feed.seat
+    assert outline.prepared.validation is not None
+    held = list(validation_batches(outline.prepared.validation, seat, outline.job.run.evaluate_blocks))
     losses = losses_of(session.engine, [batch for batch, _ in held])
     counts = torch.tensor([count for _, count in held], device=losses.device)
     # Sums go by the numbers of micro-batches over all ranks: a sum of ranks' sums would depend on their
@@ -50,12 +50,10 @@ class BestEvaluation:
     It depends on the losses in their order alone, so a resumed run knows what an unbroken one would.
     """
 
-    def __init__(self, patience: int, losses: Iterable[float | None] = ()) -> None:
+    def __init__(self, patience: int) -> None:
         """`patience` is how many evaluations may follow the best; 0 for any number."""
         self._patience = patience
         self._loss, self._since = math.inf, 0
-        for loss in losses:
-            self.add(math.nan if loss is None else loss)
 
     def add(self, loss: float) -> bool:
         """Return True if a loss is the best so far; NaN never is."""
@@ -79,8 +77,8 @@ def continue_prompt(session: Session, prompt: str) -> str:
     forward, so a model that fits no single rank writes too. It has no cache, and suits a few dozen tokens. It
     ends at an end token, at the model's positions, or after `LONGEST` tokens.
     """
-    engine, letters = session.engine, session.tokenizer
-    given, ends = prompt_tokens(prompt, letters, session.is_chat)
+    engine, letters = session.engine, session.outline.tokenizer
+    given, ends = prompt_tokens(prompt, letters, session.outline.prepared.is_chat)
     room = positions(engine.module)
     written: list[int] = []
     engine.eval()
@@ -109,8 +107,9 @@ def overrides_to_evaluate(job: Job, overrides: Sequence[str]) -> list[str]:
     return [*overrides, *folder.separate_run(job, folder.evaluation, "" if start is None else str(start))]
 
 
-def evaluate_here(job: Job, session: Session, show: Display) -> None:
+def evaluate_here(session: Session, show: Display) -> None:
     """Evaluate one checkpoint on this rank, and print the result."""
+    job = session.outline.job
     own = None if job.run.resume == "never" else Path(job.run.resume)
     # A run that is going on may save another checkpoint between two ranks' looks.
     path = session.engine.comm.broadcast_object(own, 0)
@@ -129,5 +128,6 @@ def evaluate_here(job: Job, session: Session, show: Display) -> None:
     for prompt in job.run.samples:
         with show.doing("writing samples"):
             text = continue_prompt(session, prompt)
-        for line in (f"user: {prompt}", f"assistant: {text}") if session.is_chat else (f"{prompt}{text}",):
+        is_chat = session.outline.prepared.is_chat
+        for line in (f"user: {prompt}", f"assistant: {text}") if is_chat else (f"{prompt}{text}",):
             show.say(legible(line))

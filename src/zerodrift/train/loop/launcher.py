@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -61,8 +61,6 @@ def announce(text: str, number: int, what: str = STEP) -> None:
 
 
 class Stop:
-    """The request to stop a run."""
-
     def __init__(self, prints: bool = True, launched: bool = False) -> None:
         """A `launched` rank leaves signals before the first step to its launcher."""
         self.asked = False
@@ -93,12 +91,18 @@ class Stop:
 def listen(prints: bool = True, launched: bool = False) -> Iterator[Stop]:
     """Send signals to the `Stop` that is yielded, and restore their handlers at the end."""
     stop = Stop(prints, launched)
-    before = {number: signal.signal(number, stop.ask) for number in SIGNALS}
-    try:
+    with _signals_to(stop.ask):
         yield stop
+
+
+@contextlib.contextmanager
+def _signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
 
 
 # --- ranks ----------------------------------------------------------------------------------------------
@@ -152,6 +156,8 @@ class LaunchRequest:
     """Whether our launcher started the rank, and announces signals before the first step."""
     evaluation: bool = False
     """Evaluate a checkpoint, and train nothing."""
+    replay: dict[str, Any] | None = None
+    """Arguments of `replay_here`, to replay steps of a run instead."""
 
 
 def write_failure(path: str, message: str, refusal: ZerodriftError | None, when: float) -> None:
@@ -188,10 +194,8 @@ class Launcher:
         count: int,
         logs: Path,
         debug: bool,
-        *,
-        request: LaunchRequest | None = None,
+        request: LaunchRequest,
         threads: int | None = None,
-        replay: dict[str, Any] | None = None,
     ) -> None:
         """`threads` of each rank; by default OMP_NUM_THREADS, else a share of the processors."""
         self._count = count
@@ -209,7 +213,7 @@ class Launcher:
         common = {**os.environ, **place, "OMP_NUM_THREADS": str(threads_of_rank)}
         # A rank ends when the pipe `watch` closes, as it does when the launcher ends.
         arguments = {"source": source, "overrides": [*overrides], "watch": self._read, "debug": debug}
-        arguments |= {"request": asdict(replace(request or LaunchRequest(), launched=True)), "replay": replay}
+        arguments["request"] = asdict(replace(request, launched=True))
         self._ranks: list[_Rank] = []
         for number in range(count):
             failure, log = logs / f"rank-{number}.failure", logs / f"rank-{number}.txt"
@@ -237,17 +241,15 @@ class Launcher:
 
     def wait(self) -> int:
         """Wait for all ranks; return 0, or 128 and the number of a signal; raise the first failure."""
-        before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
-        try:
-            return self._watch()
-        finally:
-            for rank in self._ranks:
-                if rank.process.poll() is None:
-                    rank.process.kill()
-                rank.process.wait()
-            os.close(self._write)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with _signals_to(self._pass_on):
+            try:
+                return self._watch()
+            finally:
+                for rank in self._ranks:
+                    if rank.process.poll() is None:
+                        rank.process.kill()
+                    rank.process.wait()
+                os.close(self._write)
 
     def _watch(self) -> int:
         deadline: float | None = None

@@ -15,10 +15,10 @@ import functools
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +35,6 @@ from zerodrift.model import (
     attempt,
     call,
     is_factory,
-    listed,
     make,
     quiet,
     read_config,
@@ -49,6 +48,7 @@ from zerodrift.train.data.sampling import BatchLayout, MicroBatch
 from zerodrift.train.data.tokenizer import Tokenizer
 from zerodrift.train.job import Job, Lora, Model
 from zerodrift.train.loop.step import losses_of
+from zerodrift.weights import fill_module
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size")
 """Names of the longest text in configs."""
@@ -90,21 +90,22 @@ def source_of(written: Model) -> ModelSource:
     return ModelSource(written.source, config, path if there and written.weights != "random" else None)
 
 
-def build(written: Model, source: ModelSource) -> nn.Module:
+def build(written: Model) -> nn.Module:
     """Return the model in training mode.
 
     A model of `transformers` has no memory for its parameters yet: the engine reads or draws each rank's own
     slices. Except that adapters on random weights need those in memory.
     """
+    source = source_of(written)
     torch.manual_seed(written.seed)  # for first values, drawn here or by the engine
     if source.config is None:
         model = make(source.text)
     elif written.lora is None or source.weights is not None:
         with empty():
-            model = _from_config(source, None)
+            model = _from_config(source)
             model = model if written.lora is None else add_adapters(model, written.lora)
     else:
-        model = add_adapters(whole_model(written, source), written.lora)
+        model = add_adapters(whole_model(written), written.lora)
     _freeze(model, written)
     model.train()
     return model
@@ -153,10 +154,18 @@ def _freeze(model: nn.Module, written: Model) -> None:
     problems.raise_as(ModelError)
 
 
-def whole_model(written: Model, source: ModelSource) -> nn.Module:
+def whole_model(written: Model) -> nn.Module:
     """Return the model with its weights in this process's memory, without adapters."""
+    source = source_of(written)
     torch.manual_seed(written.seed)
-    return make(source.text) if source.config is None else _from_config(source, source.weights)
+    if source.config is None:
+        return make(source.text)
+    if source.weights is None:
+        return _from_config(source)
+    with empty():
+        model = _from_config(source)
+    fill_module(model, source.weights)
+    return model
 
 
 def parts(written: Model) -> Parts | None:
@@ -200,7 +209,7 @@ def _recomputed(forward: Any, block: nn.Module, *args: Any, **kwargs: Any) -> An
 # --- transformers -------------------------------------------------------------------------------------
 
 
-def _from_config(source: ModelSource, weights: Path | None) -> nn.Module:
+def _from_config(source: ModelSource) -> nn.Module:
     where = source.text
     require_installed(where, "a model's config")
     with quiet():
@@ -210,46 +219,11 @@ def _from_config(source: ModelSource, weights: Path | None) -> nn.Module:
         read = functools.partial(read_config, source.config)
         config: Any = attempt(read, where, "must be a config that `transformers` can read")
         config.use_cache = False
-        if weights is not None:
-            return load_pretrained(weights, "auto", config)
         if source.weights is None:
             # First values are drawn in fp32, so that a master has all their bits.
             config.dtype = torch.float32
         from_config = functools.partial(AutoModelForCausalLM.from_config, config)
         return attempt(from_config, where, "must be a config that a model can be built from")
-
-
-def load_pretrained(folder: Path, dtype: Any, config: Any = None) -> nn.Module:
-    """Return the model of a folder with all its weights."""
-    with quiet():
-        from transformers import AutoModelForCausalLM
-
-        # `output_loading_info` changes the type of the result.
-        load: Any = functools.partial(
-            AutoModelForCausalLM.from_pretrained,
-            str(folder),
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            **({} if config is None else {"config": config}),
-        )
-        model, report = attempt(load, str(folder), "must hold the weights of its config")
-    other = [str(mismatch[0]) for mismatch in report.get("mismatched_keys") or ()]
-    require_whole(folder, [*report["missing_keys"], *other], report["unexpected_keys"])
-    return cast(nn.Module, model)
-
-
-def require_whole(folder: Path, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Refuse missing weights, which would silently stay at first values, and unknown ones."""
-    problems = Problems()
-    if names := sorted(missing):
-        must = "must hold every tensor of the model, in its shape"
-        problems.add(str(folder), must, got=f"none of {listed(names)}")
-    if names := sorted(unexpected):
-        problems.add(str(folder), "must hold no tensor that the model lacks", got=listed(names))
-    problems.raise_as(ModelError)
 
 
 # --- label smoothing --------------------------------------------------------------------------------------
@@ -271,7 +245,12 @@ class SmoothedLoss:
         self.was_called = True
         if not torch.is_grad_enabled():
             return self._plain(logits, labels, *args, **rest)
-        return smoothed_loss(logits, labels, self._share)
+        return F.cross_entropy(
+            logits[..., :-1, :].float().flatten(0, -2),
+            labels[..., 1:].flatten(),
+            ignore_index=IGNORED,
+            label_smoothing=self._share,
+        )
 
     def require_called(self, comm: Collectives, model: nn.Module) -> None:
         """Require after the first step that the model of some rank has called this loss. Collective."""
@@ -285,16 +264,6 @@ class SmoothedLoss:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SmoothedLoss:
         return self  # shared by the stages of a model, of which one calls it
-
-
-def smoothed_loss(logits: torch.Tensor, labels: torch.Tensor, share: float) -> torch.Tensor:
-    """Return the mean over labels, which are not shifted; fp32."""
-    return F.cross_entropy(
-        logits[..., :-1, :].float().flatten(0, -2),
-        labels[..., 1:].flatten(),
-        ignore_index=IGNORED,
-        label_smoothing=share,
-    )
 
 
 def smooth_loss(model: nn.Module, share: float) -> SmoothedLoss | None:

@@ -164,7 +164,6 @@ def _restore_numbers(engine: Engine, own: Sequence[Mapping[str, Any]], schedule_
 
 
 def packed(job: Job) -> str:
-    """Return the job as checkpoints carry it."""
     return json.dumps(job.model_dump(mode="json", by_alias=True), sort_keys=True)
 
 

@@ -1,21 +1,6 @@
 """The folder of a run, and a trained model that is found by a path of one.
 
-Every path in the folder is spelled here:
-
-runs/a/job.json         the job as it ran, defaults written out
-runs/a/plan.json        every decision
-runs/a/environment.json where it was started, with which command and versions
-runs/a/metrics.jsonl    a line per step, evaluation and event
-runs/a/report.html      the page of the run
-runs/a/checkpoints/     to go on from
-runs/a/export/          the trained model
-runs/a/exports/         the model at earlier steps
-runs/a/best/            the model at its best evaluation
-runs/a/bad/             batches whose loss or gradient was not finite
-runs/a/logs/            what ranks printed
-runs/a/traces/          steps as torch's profiler recorded them
-runs/a/replay/          what a replay of its steps left
-runs/a/evaluation/      what an evaluation of a checkpoint left
+Every path in the folder is spelled here; docs/train.md says what each is.
 
 A model is found by the path of a run, of its export or checkpoints, or of one of them. Any other path is
 refused.

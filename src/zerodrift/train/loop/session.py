@@ -29,14 +29,13 @@ from zerodrift.legible import legible
 from zerodrift.model import ModelSpec, describe
 from zerodrift.plan import Plan, rank_micro_batches
 from zerodrift.policy import SPLIT, AutoValues, Policy, mesh_for, need_of, resolve
-from zerodrift.train.data.blocks import Blocks
 from zerodrift.train.data.chat_template import prompt_tokens
 from zerodrift.train.data.files import cached_names
 from zerodrift.train.data.prepare import PreparedData, packing_of, prepare, require_validation
-from zerodrift.train.data.sampling import BatchLayout, Feed, Mixture
+from zerodrift.train.data.sampling import BatchLayout, Feed
 from zerodrift.train.data.tokenizer import Tokenizer, TransformersTokenizer, copy_tokenizer, tokenizer
 from zerodrift.train.job import Job
-from zerodrift.train.job_file import numbers_of, totals, worded_for_a_job
+from zerodrift.train.job_file import numbers_of, totals
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop import resume
 from zerodrift.train.loop.launcher import LaunchRequest
@@ -54,24 +53,26 @@ NO_COMPILER = "! no compiled kernels: updates are several times slower; `zerodri
 
 
 @dataclass(frozen=True)
-class Session:
+class Outline:
+    """A job with its data on some ranks, before an engine is started."""
+
     job: Job
     folder: RunFolder
-    engine: Engine
     tokenizer: Tokenizer
-    feed: Feed
-    validation: Blocks | Mixture | None
+    prepared: PreparedData
     steps: int
+    smoothed: models.SmoothedLoss | None
+
+
+@dataclass(frozen=True)
+class Session:
+    outline: Outline
+    engine: Engine
+    feed: Feed
     checkpoints: Checkpoints
-    key: str
-    """Digest of the blocks."""
-    data: tuple[tuple[str, str], ...]
     command: str
     base: str
     """Digest of the base of adapters; empty without adapters."""
-    smoothed: models.SmoothedLoss | None
-    is_chat: bool
-    """Whether all data are conversations."""
     lock: Lock | None
     """Lock of the folder, on rank 0."""
 
@@ -80,24 +81,20 @@ class Session:
         if self.lock is not None:
             self.lock.release()
 
-    @property
-    def seat(self) -> BatchLayout:
-        return self.feed.seat
-
     def resume(self) -> ResumePoint:
         """Load the checkpoint that `run.resume` names, if there is one. Collective."""
-        wanted, comm = self.job.run.resume, self.engine.comm
+        wanted, folder, comm = self.outline.job.run.resume, self.outline.folder, self.engine.comm
         if wanted == "never":
-            if there := comm.broadcast_object(CheckpointFolder(self.folder.checkpoints).tags(), 0):
+            if there := comm.broadcast_object(CheckpointFolder(folder.checkpoints).tags(), 0):
                 must = "must be `auto` for a folder with checkpoints"
-                got = f"never, and {', '.join(there)} in {self.folder.checkpoints}"
+                got = f"never, and {', '.join(there)} in {folder.checkpoints}"
                 todo = "Use another `run.folder`, or remove them."
                 raise CheckpointError("run.resume", must, got=got, do=todo)
             return ResumePoint(0, None)
         own: Path | None = None
         with raise_on_all_ranks(comm):
             if comm.mesh.rank() == 0:  # other ranks may see a folder a moment later
-                own = resume.checkpoint_to_resume(wanted, self.folder)
+                own = resume.checkpoint_to_resume(wanted, folder)
         path: Path | None = comm.broadcast_object(own, 0)
         if path is None:
             return ResumePoint(0, None)
@@ -114,9 +111,9 @@ class Session:
 
     def load(self, path: Path) -> tuple[ResumePoint, Any]:
         """Load a checkpoint, and return the place in the data that its step stands for."""
-        is_own = path.parent == self.folder.checkpoints
+        is_own = path.parent == self.outline.folder.checkpoints
         there = self.checkpoints if is_own else Checkpoints(self.engine, path.parent, quiet=True)
-        loaded, changes = resume.load(there, path, self.job, self.engine)
+        loaded, changes = resume.load(there, path, self.outline.job, self.engine)
         self.checkpoints.run, self.checkpoints.digest = there.run, there.digest
         client = loaded.client if isinstance(loaded.client, dict) else {}
         if self.base and client.get(BASE, self.base) != self.base:
@@ -127,19 +124,22 @@ class Session:
         return ResumePoint(step, loaded.path, changes), client.get(PLACE)
 
     def is_own(self, resumed: ResumePoint) -> bool:
-        return resumed.checkpoint is not None and resumed.checkpoint.parent == self.folder.checkpoints
+        own = self.outline.folder.checkpoints
+        return resumed.checkpoint is not None and resumed.checkpoint.parent == own
 
     def start_line(self, resumed: ResumePoint) -> dict[str, Any]:
         """Return the metrics line for the start of training, and write the environment."""
-        computed = computed_by(self.engine.mesh.device)
+        outline, computed = self.outline, computed_by(self.engine.mesh.device)
         here = environment(self.command, computed)
-        self.folder.environment.write_text(json.dumps(here, indent=1) + "\n", encoding="utf-8")
+        outline.folder.environment.write_text(json.dumps(here, indent=1) + "\n", encoding="utf-8")
         return {
-            "ranks": self.seat.ranks,
-            "steps": self.steps,
+            "ranks": self.feed.seat.ranks,
+            "steps": outline.steps,
             **computed,
             "environment": here,
-            "data": self.data,
+            "data": data_facts(
+                outline.job, outline.prepared, outline.tokenizer, outline.steps, self.engine.plan
+            ),
             "from": "" if resumed.checkpoint is None else str(resumed.checkpoint),
             "changed": [astuple(change) for change in resumed.changes],
         }
@@ -147,10 +147,11 @@ class Session:
     def resume_lines(self, resumed: ResumePoint, early: str, width: int) -> list[str]:
         if resumed.checkpoint is None:
             return []
-        step, steps, where = resumed.step, self.steps, resumed.checkpoint
+        job, steps = self.outline.job, self.outline.steps
+        step, where = resumed.step, resumed.checkpoint
         lines = [f"going on after step {step} of {steps}, from {where}"]
         if step >= steps:
-            key = "run.epochs" if self.job.run.steps is None else "run.steps"
+            key = "run.epochs" if job.run.steps is None else "run.steps"
             lines = [
                 f"nothing to train: the run has had {step} of {steps} steps ({where}). To train on, raise "
                 f"`{key}`; to begin anew, use another `run.folder`."
@@ -160,20 +161,21 @@ class Session:
         changes = []
         for change in resumed.changes if not early and step < steps else ():
             changes += textwrap.wrap(f"  {change}", width, subsequent_indent="    ", **WHOLE_WORDS)
-        wanted = self.job.run.resume
+        wanted = job.run.resume
         if wanted not in ("auto", "never", LATEST, where.name) and self.is_own(resumed):
-            lines += [f"  and not from {wanted}, where it once began: {self.folder.path} is further"]
+            lines += [f"  and not from {wanted}, where it once began: {self.outline.folder.path} is further"]
         return [*lines, *(["changed since it was saved:"] if changes else []), *changes]
 
     @property
     def place(self) -> list[Any]:
         """The choices that give a step's number its meaning in the data."""
-        grouped = ["grouped"] if self.job.data.group_by_length else []
-        return [self.key, self.job.data.seed, self.seat.samples, *grouped]
+        data = self.outline.job.data
+        grouped = ["grouped"] if data.group_by_length else []
+        return [self.outline.prepared.key, data.seed, self.feed.seat.samples, *grouped]
 
     def checkpoint(self, step: int) -> None:
         base = {BASE: self.base} if self.base else {}
-        client = {STEP: step, PLACE: self.place, JOB: resume.packed(self.job), **base}
+        client = {STEP: step, PLACE: self.place, JOB: resume.packed(self.outline.job), **base}
         self.checkpoints.save(client=client)
 
     def export(self, folder: Path) -> None:
@@ -181,36 +183,24 @@ class Session:
 
         Collective.
         """
-        engine = self.engine
-        if self.job.model.lora is None:
+        engine, model, letters = self.engine, self.outline.job.model, self.outline.tokenizer
+        if model.lora is None:
             export(engine, folder, overwrite=True)
         else:
-            adapters.write(engine, folder, self.job.model.source, self.base)
-        if engine.mesh.rank() == 0 and isinstance(self.tokenizer, TransformersTokenizer):
-            copy_tokenizer(Path(self.tokenizer.name), folder)
+            adapters.write(engine, folder, model.source, self.base)
+        if engine.mesh.rank() == 0 and isinstance(letters, TransformersTokenizer):
+            copy_tokenizer(Path(letters.name), folder)
         engine.comm.barrier()
 
     def report(self, lines: RunLines, plan: Plan | None = None) -> None:
         """Write the page of the run, with the plan of its steps. Called on one rank."""
-        text = run_page(self.job, plan or self.engine.plan, lines, self.steps)
-        with new_file(self.folder.report) as page:
+        outline = self.outline
+        text = run_page(outline.job, plan or self.engine.plan, lines, outline.steps)
+        with new_file(outline.folder.report) as page:
             page.write_text(text, encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class Outline:
-    """A job with its data and model on some ranks, before an engine is started."""
-
-    folder: RunFolder
-    tokenizer: Tokenizer
-    prepared: PreparedData
-    steps: int
-    source: models.ModelSource
-    model: nn.Module
-    smoothed: models.SmoothedLoss | None
-
-
-def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
+def outline(job: Job, config: Config, display: Display, world: int) -> tuple[Outline, nn.Module]:
     """Read the data, build the model, and check both."""
     check_boards(job.run)
     for text in cached_names(job):
@@ -224,9 +214,8 @@ def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
     require_writable("data.cache", cache)
     letters = tokenizer(job.data.tokenizer, job.model.source)
     require_validation(job)
-    source = models.source_of(job.model)
     with display.doing("building the model"):
-        model = models.build(job.model, source)
+        model = models.build(job.model)
     models.check_model(model, job, letters)
     smoothed = models.smooth_loss(model, job.data.label_smoothing)
     with display.doing("reading the data"), full_disk_named(cache):
@@ -240,37 +229,39 @@ def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
         problems.add("config.train_micro_batch_size_per_gpu", must, got="neither")
     problems.raise_as(ConfigError)
     _require_within_run(job, model, letters, steps, prepared.is_chat)
-    return Outline(folder, letters, prepared, steps, source, model, smoothed)
+    return Outline(job, folder, letters, prepared, steps, smoothed), model
 
 
 def assemble(job: Job, config: Config, display: Display, request: LaunchRequest | None = None) -> Session:
     """Put a run together, and print what there is. Collective."""
     request = request or LaunchRequest()
-    made = outline(job, config, display, started()[1])
-    config = resume.with_order_of_run(config, job.run.resume, made.folder)
-    folder, letters, prepared, steps = made.folder, made.tokenizer, made.prepared, made.steps
-    base = "" if job.model.lora is None else adapters.base_digest(made.model, made.source.weights)
+    made, model = outline(job, config, display, started()[1])
+    folder, prepared = made.folder, made.prepared
+    config = resume.with_order_of_run(config, job.run.resume, folder)
+    weights = models.source_of(job.model).weights
+    base = "" if job.model.lora is None else adapters.base_digest(model, weights)
     if config.pipeline is not None and config.pipeline.stages > 1:
         _require_cuttable(job, config.pipeline)
     is_cut = config.pipeline is not None and job.model.lora is None  # `parts` does not name adapters
     with display.doing("placing the model"):
         engine = initialize(
-            made.model,
+            model,
             None,
             config,
             parts=models.parts(job.model) if is_cut else None,
-            weights=made.source.weights,
+            weights=weights,
             device=None if job.run.device == "auto" else job.run.device,
-            auto=numbers_of(job, config, steps),
+            auto=numbers_of(job, config, made.steps),
             quiet=True,
         )
     lock = None
     try:
-        lock = _locked(folder, engine)
+        with raise_on_all_ranks(engine.comm):  # two runs would overwrite each other's files
+            lock = Lock.take(folder.path) if engine.mesh.rank() == 0 else None
         models.prepare(engine.module, [unit.name for unit in engine.plan.units], job.model)
         if engine.mesh.rank() == 0:
             display.say(head_text(engine.plan, display, request.whole_plan))
-            display.say(data_text(job, prepared, steps, engine.plan, display))
+            display.say(data_text(job, prepared, made.steps, engine.plan, display))
             if engine.mesh.device.type == "cpu" and computed_by(engine.mesh.device)["kernels"] == "plain":
                 display.say(NO_COMPILER)
         engine.seed = job.run.seed
@@ -280,46 +271,17 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
         seat = BatchLayout(mesh.rank("data"), mesh.size("data"), micro, numbers, mesh.device)
         feed = Feed(prepared.train, job.data.seed, seat, job.data.group_by_length)
         if prepared.train.separate_documents:
-            models.require_document_mask(engine, seat, job.data.block, letters.vocabulary)
+            models.require_document_mask(engine, seat, job.data.block, made.tokenizer.vocabulary)
         is_async = job.run.asynchronous_checkpoints
         checkpoints = Checkpoints(
             engine, folder.checkpoints, keep=job.run.keep, asynchronous=is_async, quiet=True
         )
-        return Session(
-            job=job,
-            folder=folder,
-            engine=engine,
-            tokenizer=letters,
-            feed=feed,
-            validation=prepared.validation,
-            steps=steps,
-            checkpoints=checkpoints,
-            key=prepared.key,
-            data=data_facts(job, prepared, letters, steps, engine.plan),
-            command=request.command,
-            base=base,
-            smoothed=made.smoothed,
-            is_chat=prepared.is_chat,
-            lock=lock,
-        )
+        return Session(made, engine, feed, checkpoints, request.command, base, lock)
     except BaseException:
         engine.destroy()
         if lock is not None:
             lock.release()
         raise
-
-
-def _locked(folder: RunFolder, engine: Engine) -> Lock | None:
-    """Lock the run folder on rank 0. Two runs in one folder would overwrite each other's files."""
-    with raise_on_all_ranks(engine.comm):
-        if engine.mesh.rank() != 0:
-            return None
-        try:
-            return Lock.take(folder.path)
-        except CheckpointError as error:
-            must, todo = "must have one run at a time", "Wait for it, or use another `run.folder`."
-            got = f"{folder.path} with {error.got}"
-            raise CheckpointError("run.folder", must, got=got, do=todo) from error
 
 
 def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
@@ -348,7 +310,7 @@ def _length_of(job: Job, config: Config, prepared: PreparedData, world: int) -> 
     policy = resolve(config, mesh, numbers_of(job, config, job.run.steps))
     if job.run.steps is not None:
         return policy, job.run.steps
-    samples = max(1, policy.batch.micro) * policy.batch.accumulation * mesh.data
+    samples = policy.batch.train or policy.batch.accumulation * mesh.data
     steps = math.floor(job.run.epochs * len(prepared.train) / samples)
     if steps < 1:
         must = f"must make at least one step of {samples} blocks"
@@ -381,7 +343,6 @@ def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: i
 # --- jobs without a run: no rank is started, no weights are placed ---------------------------------------
 
 
-@worded_for_a_job()
 def planned_from(job: Job, config: Config, world: int) -> tuple[ModelSpec, AutoValues]:
     """Return a job's model and the values of its "auto" keys on so many ranks."""
     steps = job.run.steps
@@ -389,8 +350,7 @@ def planned_from(job: Job, config: Config, world: int) -> tuple[ModelSpec, AutoV
         letters = tokenizer(job.data.tokenizer, job.model.source)
         cache = RunFolder.of(job).cache(job.data.cache)
         _, steps = _length_of(job, config, prepare(job.data, letters, cache), world)
-    model = models.build(job.model, models.source_of(job.model))
-    return describe(model), numbers_of(job, config, steps)
+    return describe(models.build(job.model)), numbers_of(job, config, steps)
 
 
 def job_to_audit(job: Job, config: Config, count: int) -> tuple[Plan, Subject, list[Batch]]:
@@ -399,15 +359,13 @@ def job_to_audit(job: Job, config: Config, count: int) -> tuple[Plan, Subject, l
     letters = tokenizer(job.data.tokenizer, job.model.source)
     prepared = prepare(job.data, letters, RunFolder.of(job).cache(job.data.cache))
     _, steps = _length_of(job, config, prepared, world)
-    source = models.source_of(job.model)
-    make = functools.partial(models.build, job.model, source)
+    make = functools.partial(models.build, job.model)
     model = make()
-    models.check_vocabulary(model, letters.vocabulary, letters.name)
-    models.check_positions(model, job.data.block)
+    models.check_model(model, job, letters)
     plan = make_plan(config, model, world, auto=numbers_of(job, config, steps))
     micro = max(1, plan.policy.batch.micro)
     seat = BatchLayout(rank, plan.mesh.data, micro, rank_micro_batches(plan, rank), torch.device("cpu"))
     feed = Feed(prepared.train, job.data.seed, seat, job.data.group_by_length)
     batches = itertools.islice(itertools.chain.from_iterable(map(feed.step, itertools.count())), count)
-    subject = Subject(make, source.weights)
+    subject = Subject(make, models.source_of(job.model).weights)
     return plan, subject, [batch.inputs() for batch in batches]

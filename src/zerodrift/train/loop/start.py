@@ -23,7 +23,7 @@ from zerodrift.config import Config
 from zerodrift.errors import ConfigError, ZerodriftError, refused_by_system
 from zerodrift.legible import legible
 from zerodrift.train.job import Job
-from zerodrift.train.job_file import numbers_of, read_job, worded_for_a_job
+from zerodrift.train.job_file import numbers_of, read_job
 from zerodrift.train.loop.launcher import (
     IN_ORDER,
     Launcher,
@@ -50,13 +50,8 @@ def train(
     whole_plan: bool = False,
 ) -> int:
     """Run a job here, as a joined rank, or in processes of our own; return the exit code."""
-    job, config = read_job(source, overrides)
-    request = LaunchRequest(_command(source, overrides, nproc), whole_plan)
-    is_joined = join()
-    if is_joined and (nproc is not None or job.run.nproc is not None):
-        print("zerodrift: `nproc` is not used: a launcher has started the ranks", file=sys.stderr)
-    count = 1 if is_joined else processes(job, config, nproc)
-    return _run(source, overrides, count, RunFolder.of(job), debug, request)
+    request = LaunchRequest(_command("train", source, overrides, nproc), whole_plan)
+    return _run(source, overrides, nproc, debug, request)
 
 
 def evaluate(
@@ -66,15 +61,8 @@ def evaluate(
 
     Nothing is trained, and the run stays as it is.
     """
-    from zerodrift.train.loop.evaluation import overrides_to_evaluate
-
-    job, config = read_job(source, overrides)
-    request = LaunchRequest(_command(source, overrides, nproc, "evaluate"), evaluation=True)
-    is_joined = join()
-    with refused_files(), worded_for_a_job():
-        overrides = overrides_to_evaluate(job, overrides)
-    count = 1 if is_joined else processes(job, config, nproc)
-    return _run(source, overrides, count, RunFolder(RunFolder.of(job).evaluation), debug, request)
+    request = LaunchRequest(_command("evaluate", source, overrides, nproc), evaluation=True)
+    return _run(source, overrides, nproc, debug, request)
 
 
 def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan: bool) -> None:
@@ -90,14 +78,13 @@ def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan
     folder = RunFolder.of(job).path
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
-        with refused_files(), worded_for_a_job():
-            made = outline(job, config, show, ranks)
-            plan = make_plan(config, made.model, ranks, auto=numbers_of(job, config, made.steps))
-            show.say(head_text(plan, show, whole_plan))
-            show.say(data_text(job, made.prepared, made.steps, plan, show))
-            start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, made.folder)
-            begins = "would begin anew" if start is None else f"would go on from {start}"
-            show.say(legible(f"dry run: {begins}, in {made.folder.path}; nothing was started"))
+        made, model = outline(job, config, show, ranks)
+        plan = make_plan(config, model, ranks, auto=numbers_of(job, config, made.steps))
+        show.say(head_text(plan, show, whole_plan))
+        show.say(data_text(job, made.prepared, made.steps, plan, show))
+        start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, made.folder)
+        begins = "would begin anew" if start is None else f"would go on from {start}"
+        show.say(legible(f"dry run: {begins}, in {made.folder.path}; nothing was started"))
     finally:
         show.stop()
         for place in new:  # made to check that it can be
@@ -106,13 +93,23 @@ def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan
 
 
 def _run(
-    source: str, overrides: Sequence[str], count: int, folder: RunFolder, debug: bool, request: LaunchRequest
+    source: str, overrides: Sequence[str], nproc: int | None, debug: bool, request: LaunchRequest
 ) -> int:
+    from zerodrift.train.loop.evaluation import overrides_to_evaluate
+
+    job, config = read_job(source, overrides)
+    folder, is_joined = RunFolder.of(job), join()
+    if is_joined and (nproc is not None or job.run.nproc is not None):
+        print("zerodrift: `nproc` is not used: a launcher has started the ranks", file=sys.stderr)
+    if request.evaluation:
+        overrides = overrides_to_evaluate(job, overrides)
+        folder = RunFolder(folder.evaluation)
+    count = 1 if is_joined else processes(job, config, nproc)
     if count == 1:
         return run_here(source, overrides, request)
     require_writable("run.folder", folder.path)
     with full_disk_named(folder.path):
-        launcher = Launcher(source, overrides, count, folder.logs, debug, request=request)
+        launcher = Launcher(source, overrides, count, folder.logs, debug, request)
     try:
         return launcher.wait()
     except RankFailedError as error:
@@ -133,12 +130,11 @@ def processes(job: Job, config: Config, nproc: int | None) -> int:
     if count > MOST:
         must = f"must be at most {MOST:,} processes of one machine"
         raise ConfigError("--nproc" if nproc else "run.nproc", must, got=f"{count:,}")
-    with worded_for_a_job():
-        resolve(config, mesh_for(config, count), numbers_of(job, config, job.run.steps))
+    resolve(config, mesh_for(config, count), numbers_of(job, config, job.run.steps))
     return count
 
 
-def _command(source: str, overrides: Sequence[str], nproc: int | None, verb: str = "train") -> str:
+def _command(verb: str, source: str, overrides: Sequence[str], nproc: int | None) -> str:
     sets = [word for text in overrides for word in ("--set", text)]
     count = ["--nproc", str(nproc)] if nproc else []
     return shlex.join(["zerodrift", verb, str(source), *sets, *count])
@@ -157,26 +153,27 @@ def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | Non
     rank, _ = started()
     show = display(rank, job.run.log_every)
     full_disk = full_disk_named(RunFolder.of(job).path)
-    with refused_files(), worded_for_a_job(), full_disk, listen(rank == 0, request.launched) as stop:
+    with refused_files(), full_disk, listen(rank == 0, request.launched) as stop:
         session = None
         try:
             session = assemble(job, config, show, request)
             if request.evaluation:
-                evaluate_here(job, session, show)
+                evaluate_here(session, show)
                 return 0
             stopped = Loop(session, show, stop).run()
         except Exception as error:
             if session is not None and is_out_of_memory(error):
                 plan, checkpointing = session.engine.plan, job.model.activation_checkpointing
-                raise out_of_memory(plan, session.seat.micro, checkpointing) from error
+                raise out_of_memory(plan, session.feed.seat.micro, checkpointing) from error
             raise
         finally:
             show.stop()
             if session is not None:
                 session.close()
-        show.say(f"report: {legible(str(session.folder.report))}")
-        if session.folder.export.is_dir() and not stopped and job.run.export:
-            show.say(f"model: {legible(str(session.folder.export))}")
+        folder = session.outline.folder
+        show.say(f"report: {legible(str(folder.report))}")
+        if folder.export.is_dir() and not stopped and job.run.export:
+            show.say(f"model: {legible(str(folder.export))}")
         return exit_code(stopped) if stopped else 0
 
 
@@ -203,14 +200,15 @@ def main(text: str) -> int:
     It ends when its launcher does, and writes its error to a file.
     """
     work = json.loads(text)
+    request = LaunchRequest(**work["request"])
     threading.Thread(target=_end_with_launcher, args=(work["watch"],), daemon=True).start()
     try:
-        if work["replay"] is not None:
+        if request.replay is not None:
             from zerodrift.train.tools.replay import replay_here
 
-            replay_here(work["source"], work["overrides"], **work["replay"])
+            replay_here(work["source"], work["overrides"], **request.replay)
             return 0
-        code = run_here(work["source"], work["overrides"], LaunchRequest(**work["request"]))
+        code = run_here(work["source"], work["overrides"], request)
         return IN_ORDER + code - 128 if code else 0
     except SystemExit as stopped:  # by a signal before the first step
         os._exit(stopped.code if isinstance(stopped.code, int) else 1)

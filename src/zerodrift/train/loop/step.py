@@ -26,8 +26,6 @@ from zerodrift.train.data.sampling import Feed, MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """A step that was tried."""
-
     batches: list[MicroBatch]
     own: list[float]
     """Losses of this rank's micro-batches, not weighted."""
@@ -102,18 +100,14 @@ class StepDigests:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._gradients: Digest | None = None
+        engine.before_update = self._digest_gradients
 
-    def __enter__(self) -> None:
-        def digest_gradients() -> None:
-            self._gradients = self._engine.gradient_digest()
-
-        self._engine.before_update = digest_gradients
-
-    def __exit__(self, *error: object) -> None:
-        self._engine.before_update = None
+    def _digest_gradients(self) -> None:
+        self._gradients = self._engine.gradient_digest()
 
     def line(self, step: int, losses: list[float]) -> dict[str, Any]:
         """Return the metrics line of a step; `losses` by the numbers of micro-batches. Collective."""
+        self._engine.before_update = None
         state = self._engine.digest()
         return {
             "step": step,

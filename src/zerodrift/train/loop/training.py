@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 
 from zerodrift.checkpoint import writing
-from zerodrift.engine import Engine, StepResult
+from zerodrift.engine import StepResult
 from zerodrift.errors import NonFiniteError, ZerodriftError, said
 from zerodrift.inspect.audit import probe, require_probe
 from zerodrift.inspect.check import compare
@@ -34,24 +34,6 @@ from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, memory
 
 LONGEST_ERROR = 4000
-
-
-@dataclass
-class _Clock:
-    """Seconds of training, without evaluations, checkpoints and reports."""
-
-    spent: float
-    since: float = field(default_factory=time.perf_counter)
-
-    def pause(self) -> None:
-        self.spent += time.perf_counter() - self.since
-
-    def go_on(self) -> None:
-        self.since = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        return self.spent + time.perf_counter() - self.since
 
 
 class StepRecorder:
@@ -85,6 +67,7 @@ class StepRecorder:
             yield
 
     def write(self) -> bool:
+        """Write what was recorded since the last time; return False for nothing."""
         if self._profiler is None:
             return False
         profiler, self._profiler = self._profiler, None
@@ -100,8 +83,8 @@ class StepRecorder:
 class Loop:
     def __init__(self, session: Session, display: Display, stop: Stop) -> None:
         self._session, self._display, self._stop = session, display, stop
-        self._engine: Engine = session.engine
-        self._feed, self._run = session.feed, session.job.run
+        self._outline, self._engine, self._feed = session.outline, session.engine, session.feed
+        self._folder, self._run = session.outline.folder, session.outline.job.run
         self._is_first = True
         """Whether the next step is this process's first, which is watched."""
         self._skips = 0
@@ -109,59 +92,60 @@ class Loop:
         self._metrics: Metrics | None = None
         self._tokens = 0
         """Tokens of all steps so far, with padding."""
+        self._seconds = 0.0
+        """Seconds of all steps so far, without what comes between them."""
         self._asked = ""
         self._best = BestEvaluation(self._run.patience)
         self._done = 0
         """Steps tried."""
-        mesh, traces = self._engine.mesh, session.folder.traces
+        mesh, traces = self._engine.mesh, self._folder.traces
         self._recorder = StepRecorder(self._run.profile, traces, mesh.rank(), mesh.device.type)
-
-    @property
-    def _leads(self) -> bool:
-        return self._engine.mesh.rank() == 0
 
     def run(self) -> str:
         """Train to the end, or until asked to stop; return the signal that ended the run, or an empty
         text."""
-        session, say = self._session, self._display.say
-        if session.job.audit.at:
+        session, folder, say = self._session, self._folder, self._display.say
+        job, steps = self._outline.job, self._outline.steps
+        if job.audit.at:
             require_probe(self._engine.plan)
         with self._display.doing("looking for a checkpoint"):
             resumed = session.resume()
         step = self._done = resumed.step
-        if self._leads:
-            self._metrics = Metrics(session.folder, session.job, step)
-            self._tokens = self._metrics.tokens(step, self._feed.seat.samples * self._feed.blocks.length)
+        if self._engine.mesh.rank() == 0:
+            self._metrics = Metrics(folder, job, step)
+            self._seconds = self._metrics.lines.last("seconds") or 0.0
+            whole = step * self._feed.seat.samples * self._feed.blocks.length
+            self._tokens = round(self._metrics.lines.last("tokens") or whole)
             if self._metrics.lost:
                 lost = f"{self._metrics.lost} that cannot be read, which are left out"
-                say(f"{legible(str(session.folder.metrics))}: lines of earlier steps, {lost}")
+                say(f"{legible(str(folder.metrics))}: lines of earlier steps, {lost}")
         losses = [line["validation_loss"] for line in self._lines.of_kind("evaluation")]
-        losses = list(self._engine.comm.broadcast_object(losses, 0))
-        self._best = BestEvaluation(self._run.patience, losses)
-        has_ended = step >= session.steps or bool(self._best.reason)
+        for loss in self._engine.comm.broadcast_object(losses, 0):
+            self._best.add(math.nan if loss is None else loss)
+        has_ended = step >= steps or bool(self._best.reason)
         is_done = has_ended and session.is_own(resumed)
         try:
-            if self._leads:
+            if self._metrics is not None:
                 if not is_done:
-                    session.folder.save_job(session.job)
-                    session.folder.save_plan(self._engine.plan)
+                    folder.save_job(job)
+                    folder.save_plan(self._engine.plan)
                     self._write("start", {"step": step, **session.start_line(resumed)})
                 texts = session.resume_lines(resumed, self._best.reason, self._display.width)
                 wanted = self._run.profile
-                is_over = wanted is not None and wanted.last <= step and not session.folder.traces.is_dir()
+                is_over = wanted is not None and wanted.last <= step and not folder.traces.is_dir()
                 if wanted is not None and is_over and not has_ended:
                     over = f"steps {wanted.from_} to {wanted.last} are over and are not recorded"
                     texts.append(f"{over} (`run.profile`)")
                 for text in texts:
                     say(legible(text))
             engine = self._engine
-            self._display.start(step, session.steps, lambda: (engine.micro_batches, engine.accumulation))
+            self._display.start(step, steps, lambda: (engine.micro_batches, engine.accumulation))
             self._stop.doing = STEP
             step = self._train(step)
             self._stop.doing = END
             self._finish(step, is_done)
         except Exception as error:
-            if self._leads:
+            if self._metrics is not None:
                 with contextlib.suppress(OSError):  # a disk that is full now was so before
                     is_ours = isinstance(error, ZerodriftError)
                     text = str(error)[:LONGEST_ERROR] if is_ours else said(error)
@@ -175,25 +159,22 @@ class Loop:
         return self._asked
 
     def _train(self, step: int) -> int:
-        run, session, began = self._run, self._session, step
-        clock = _Clock(self._metrics.seconds if self._metrics is not None else 0.0)
-        while step < session.steps and not self._asked and not self._best.reason:
-            step = self._done = self._step(step, clock)
-            clock.pause()
+        run, steps, began = self._run, self._outline.steps, step
+        while step < steps and not self._asked and not self._best.reason:
+            step = self._done = self._step(step)
             if self._run.profile is not None and step == self._run.profile.last:
                 self._write_trace()
-            is_last = step == session.steps or bool(self._asked)
+            is_last = step == steps or bool(self._asked)
             if _is_due(run.evaluate_every, step) and not is_last:
                 self._evaluate(step)
                 self._write_samples(step)
             is_last = is_last or bool(self._best.reason)
             if _is_due(run.export_every, step) and not is_last:
-                self._export(session.folder.export_of(step))
+                self._export(self._folder.export_of(step))
             if _is_due(run.checkpoint_every, step) and not is_last:
                 self._checkpoint(step)
-            clock.go_on()
-        if self._best.reason and not self._asked and began < step < session.steps:
-            self._display.say(f"ended after step {step} of {session.steps}: {self._best.reason}")
+        if self._best.reason and not self._asked and began < step < steps:
+            self._display.say(f"ended after step {step} of {steps}: {self._best.reason}")
         return step
 
     def _finish(self, step: int, is_done: bool) -> None:
@@ -213,24 +194,25 @@ class Loop:
             done = f"{signal_name(self._asked)}: step {step} is finished and saved"
             self._display.say(f"{done}; start again{again} to go on")
         elif self._run.export:
-            self._export(session.folder.export)
-        if self._leads:
-            early = self._best.reason if step < session.steps and not self._asked else ""
+            self._export(self._folder.export)
+        if self._metrics is not None:
+            early = self._best.reason if step < self._outline.steps and not self._asked else ""
             self._write("end", {"step": step, "stopped": self._asked, "early": early})
-        if self._metrics is not None and (self._metrics.has_news or not session.folder.report.is_file()):
-            session.report(self._lines, session.folder.load_plan() if is_done else session.engine.plan)
+        if self._metrics is not None and (self._metrics.has_news or not self._folder.report.is_file()):
+            session.report(self._lines, self._folder.load_plan() if is_done else session.engine.plan)
 
     # --- a step -----------------------------------------------------------------------------------------
 
-    def _step(self, step: int, clock: _Clock) -> int:
-        before = clock.seconds
-        engine, job, is_first = self._engine, self._session.job, self._is_first
+    def _step(self, step: int) -> int:
+        began = time.perf_counter()
+        engine, job, is_first = self._engine, self._outline.job, self._is_first
+        smoothed = self._outline.smoothed
         digests = StepDigests(engine) if _is_due(self._run.digest_every, step + 1) else None
         with self._recorder.around(step + 1):
-            watched = self._watched(step + 1, digests)
+            watched = self._watched(step + 1)
             tried = run_step(engine, self._feed, job.run.seed, step, watched, lambda: self._stop.asked)
-        if is_first and self._session.smoothed is not None:
-            self._session.smoothed.require_called(engine.comm, engine.module)
+        if is_first and smoothed is not None:
+            smoothed.require_called(engine.comm, engine.module)
         if digests is not None:
             self._write("digest", digests.line(step + 1, tried.losses))
         result, loss = tried.result, tried.loss
@@ -240,16 +222,17 @@ class Loop:
             self._report_nonfinite(step + 1, tried)
         else:
             self._skips = 0
-        if self._leads:
-            self._report_step(step + 1, loss, result, clock.seconds, clock.seconds - before)
+        if self._metrics is not None:
+            self._report_step(step + 1, loss, result, time.perf_counter() - began)
         if step + 1 in job.audit.at:
             seen = probe(engine, [batch.inputs() for batch in tried.batches])
             self._write("audit", {"step": step + 1, **asdict(seen)})
         return step + 1
 
-    def _report_step(self, step: int, loss: float, result: StepResult, seconds: float, took: float) -> None:
+    def _report_step(self, step: int, loss: float, result: StepResult, took: float) -> None:
         tokens = sum(self._feed.tokens(step - 1))
         self._tokens += tokens
+        self._seconds += took
         line = StepMetrics(
             step=step,
             loss=loss,
@@ -258,32 +241,30 @@ class Loop:
             loss_scale=result.loss_scale,
             tokens=self._tokens,
             epoch=step * self._feed.seat.samples / len(self._feed.blocks),
-            seconds=seconds,
+            seconds=self._seconds,
             tokens_per_second=tokens / took,
             memory=memory(self._feed.seat.device),
             skipped=result.skipped,
         )
-        if self._metrics is not None:
-            self._metrics.step(line)
+        self._write("step", asdict(line))
         if self._session.lock is not None:
             self._session.lock.touch()
         self._display.step(line)
 
     @contextlib.contextmanager
-    def _watched(self, step: int, digests: StepDigests | None) -> Iterator[None]:
+    def _watched(self, step: int) -> Iterator[None]:
         """Watch this process's first step, which must do what the plan says."""
         is_first, self._is_first = self._is_first, False
-        engine, plan, is_compiled = self._engine, self._engine.plan, self._session.job.model.compile
+        engine, plan, is_compiled = self._engine, self._engine.plan, self._outline.job.model.compile
         with contextlib.ExitStack() as inside:
             if is_first and self._run.check_precision:
                 # Compiled code has no operations to observe.
                 mine = inside.enter_context(observe(engine, operations=not is_compiled))
                 flops = [] if is_compiled else inside.enter_context(forward_flops(engine.module))
-            inside.enter_context(digests or contextlib.nullcontext())
             yield
         if not (is_first and self._run.check_precision):
             return
-        if any(flops) and self._leads and plan.policy.pipeline is None:
+        if any(flops) and plan.policy.pipeline is None:
             tokens = self._feed.tokens(step - 1)[self._feed.seat.numbers[0]]
             # A backward counts as two forwards: recomputed activations are not the model's work.
             self._write("flops", {"step": step, "per_token": 3 * sum(flops) / tokens})
@@ -291,15 +272,15 @@ class Loop:
         line, wider = compare.line(plan, seen), compare.widened(plan, seen)
         for text in (line, *map(legible, wider)):
             self._display.say(text)
-        if self._leads:
+        if self._metrics is not None:
             cells = [list(cell[:-1]) for cell in compare.table(plan, seen)]
             values = {"step": step, "line": line, "logits": sorted(seen.logits)}
             self._write("precision", {**values, "cells": cells, "notes": wider})
-            self._session.folder.save_plan(plan.noted(wider))
+            self._folder.save_plan(plan.noted(wider))
         compare.require_declared(plan, seen)
 
     def _report_nonfinite(self, step: int, tried: StepRun) -> None:
-        mesh, folder = self._engine.mesh, self._session.folder
+        mesh, folder = self._engine.mesh, self._folder
         trouble = find_nonfinite(self._engine, step, tried.batches, tried.own, tried.result)
         saved = False
         if not mesh.rank("pipeline"):
@@ -339,18 +320,18 @@ class Loop:
         for prompt in self._run.samples:
             with self._display.doing("writing samples"):
                 text = continue_prompt(self._session, prompt)
-            is_chat = self._session.is_chat
+            is_chat = self._outline.prepared.is_chat
             self._write("sample", {"step": step, "prompt": prompt, "text": text, "chat": is_chat})
 
     def _evaluate(self, step: int) -> None:
-        if self._session.validation is None:
+        if self._outline.prepared.validation is None:
             return
         with self._display.doing("evaluating"):
             loss, labels = evaluate(self._session)
         self._display.evaluation(step, loss)
         self._write("evaluation", {"step": step, "validation_loss": loss, "labels": labels})
         if self._best.add(loss) and self._run.export_best:
-            self._export(self._session.folder.best)
+            self._export(self._folder.best)
 
     def _export(self, folder: Path) -> None:
         with self._display.doing("exporting"):
@@ -360,7 +341,7 @@ class Loop:
         started = time.perf_counter()
         with self._display.doing("saving"):
             self._session.checkpoint(step)
-        if self._leads:
+        if self._metrics is not None:
             took, digest = time.perf_counter() - started, str(self._session.checkpoints.digest)
             self._write("checkpoint", {"step": step, "took": took, "digest": digest})
             self._session.report(self._lines)

@@ -19,7 +19,7 @@ import sys
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,6 @@ class RunLines:
         return [(step, value) for step, value in pairs if math.isfinite(value)]
 
     def last(self, key: str) -> float | None:
-        """Return the last value."""
         return next((value for value in reversed(self._columns[key]) if math.isfinite(value)), None)
 
 
@@ -117,21 +116,6 @@ class Metrics:
             file.write_text("".join(_text(line) for line in kept), encoding="utf-8")
         self._file = folder.metrics.open("a", encoding="utf-8")
         self._boards = _boards(folder, job, after)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training so far."""
-        return self.lines.last("seconds") or 0.0
-
-    def tokens(self, step: int, of_a_step: int) -> int:
-        """Return the tokens of the steps so far; unwritten steps count `of_a_step` each."""
-        last, tokens = self.lines.last("step"), self.lines.last("tokens")
-        if last is None or tokens is None:
-            return step * of_a_step
-        return round(tokens) + (step - round(last)) * of_a_step
-
-    def step(self, step: StepMetrics) -> None:
-        self.write("step", asdict(step))
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         line = {"kind": kind, **values}
@@ -221,7 +205,6 @@ def memory(device: torch.device) -> int:
 
 
 def check_boards(run: Run) -> None:
-    """Refuse a board that is not installed."""
     problems = Problems()
     for key, is_wanted in (("tensorboard", run.tensorboard), ("wandb", bool(run.wandb))):
         if is_wanted and importlib.util.find_spec(key) is None:

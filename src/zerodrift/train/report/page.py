@@ -255,13 +255,10 @@ def _samples(lines: RunLines) -> PageSection:
 
 def _environment(lines: RunLines) -> PageSection:
     here: Mapping[str, str] = lines.last_of_kind("start").get("environment", {})
-    first = [(key, here[key]) for key in ("command", "folder", "commit", "host", "started") if key in here]
-    rest = [(key, value) for key, value in here.items() if key not in dict(first)]
-    return PageSection("Environment", "environment", [FactList(first), FactList(rest)] if here else ())
+    return PageSection("Environment", "environment", [FactList([*here.items()])] if here else ())
 
 
 def _resumes(lines: RunLines) -> PageSection:
-    """Return each resume with its differences."""
     rows: list[list[str]] = []
     for line in (line for line in lines.of_kind("start") if line["step"] > 0):
         where = (line["step"], line.get("from", ""))

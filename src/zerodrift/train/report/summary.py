@@ -31,7 +31,6 @@ from zerodrift.train.data.sampling import WINDOW, GroupedSampler, lengths_of, pa
 from zerodrift.train.data.tokenizer import Tokenizer, tokenizer
 from zerodrift.train.job import Job, Run
 from zerodrift.train.loop import model as models
-from zerodrift.train.loop.model import check_model
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.report.display import Display
 from zerodrift.versions import TESTED, __version__
@@ -50,47 +49,38 @@ def head_text(plan: Plan, display: Display, whole_plan: bool) -> str:
     return brief_text(plan, cost(plan), group_rows(plan), **look).rstrip("\n")
 
 
-def _samples(plan: Plan) -> int:
-    batch = plan.policy.batch
-    return plan.mesh.data * max(1, batch.micro) * batch.accumulation
-
-
 def data_facts(
     job: Job, prepared: PreparedData, letters: Tokenizer, steps: int, plan: Plan
 ) -> tuple[tuple[str, str], ...]:
-    """Return labelled facts about the data, for the page."""
-    train, blocks = prepared.train, steps * _samples(plan)
+    train, blocks = prepared.train, steps * plan.policy.batch.train
     whole = " in whole blocks" if job.data.group_by_length else ""
     run = f"{blocks * train.length:,} tokens{whole}, {blocks / len(train):.2f} epochs"
-    filled = _padding(job, prepared, steps, plan)
-    return (*prepared.facts(), ("tokenizer", letters.name), ("padding", filled), ("this run", run))
+    padding = _padding(job, prepared, steps, plan)
+    return (*prepared.facts(), ("tokenizer", letters.name), *padding, ("this run", run))
 
 
 def data_text(job: Job, prepared: PreparedData, steps: int, plan: Plan, display: Display) -> str:
     """Return the data and the length of the run in a few lines."""
-    samples = _samples(plan)
+    samples = plan.policy.batch.train
     training = f"{steps:,} steps of {samples} blocks, {steps * samples / len(prepared.train):.2f} epochs"
     if job.run.steps is not None and job.run.epochs != Run().epochs:
         training += f"; `run.epochs` {job.run.epochs:g} is not used, as `run.steps` is given"
-    facts = [*prepared.lines(), ("training", training)]
-    if job.data.group_by_length:
-        facts.append(("padding", _padding(job, prepared, steps, plan)))
+    facts = [*prepared.lines(), ("training", training), *_padding(job, prepared, steps, plan)]
     lines = [(label.ljust(len("optimizer")), text) for label, text in facts]  # as wide as the plan's lines
     return render([grid(lines, (10,), ("bold",), display.width)], display.color, display.width).rstrip("\n")
 
 
-def _padding(job: Job, prepared: PreparedData, steps: int, plan: Plan) -> str:
+def _padding(job: Job, prepared: PreparedData, steps: int, plan: Plan) -> list[tuple[str, str]]:
+    """Return the share of padding where micro-batches are cut; for whole blocks the data's facts have it."""
     train = prepared.train
     if not job.data.group_by_length:
-        trained = [(each.weight or 1.0, each.counts.train) for each in prepared.sets if len(each.train)]
-        shares = [(weight, part.padding / (part.blocks * train.length)) for weight, part in trained]
-        return f"{sum(w * share for w, share in shares) / sum(w for w, _ in shares):.1%} of what is computed"
+        return []
     some = min(steps, 2 * WINDOW)
     sampler = GroupedSampler(sampler_of(train, job.data.seed), lengths_of(train), job.data.seed)
-    micro = max(1, plan.policy.batch.micro)
-    with_groups, without = padding_shares(sampler, some, _samples(plan), micro, train.length)
+    batch = plan.policy.batch
+    with_groups, without = padding_shares(sampler, some, batch.train, batch.micro, train.length)
     what = "of what is computed" if some == steps else f"of the first {some} steps"
-    return f"{with_groups:.1%} {what}; {without:.1%} without `data.group_by_length`"
+    return [("padding", f"{with_groups:.1%} {what}; {without:.1%} without `data.group_by_length`")]
 
 
 # --- a preview of the data --------------------------------------------------------------------------------
@@ -104,9 +94,9 @@ def preview(job: Job, *, color: bool, width: int) -> str:
     """
     require_validation(job)
     letters = tokenizer(job.data.tokenizer, job.model.source)
-    source = models.source_of(job.model)
-    if source.config is not None and job.model.lora is None:  # the model of a function is not built for this
-        check_model(models.build(job.model, source), job, letters)
+    # The model of a function is not built for this.
+    if models.source_of(job.model).config is not None and job.model.lora is None:
+        models.check_model(models.build(job.model), job, letters)
     prepared = prepare(job.data, letters, RunFolder.of(job).cache(job.data.cache))
     facts = [*prepared.facts(), ("tokenizer", f"{letters.name}, {letters.vocabulary:,} tokens")]
     parts: list[RenderableType] = [grid(facts, (24,), ("bold",), width)]

@@ -34,7 +34,7 @@ from zerodrift.model import attempt, describe, importable, quiet
 from zerodrift.plan import Plan
 from zerodrift.train.data.files import advice, path_of
 from zerodrift.train.data.tokenizer import copy_tokenizer, has_tokenizer
-from zerodrift.train.job import Lora, Model
+from zerodrift.train.job import Model
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop.model import add_adapters, require_peft
 from zerodrift.train.loop.run_folder import TrainedModel, base_of, checkpoints_at, model_at
@@ -44,6 +44,7 @@ from zerodrift.weights import (
     SafetensorsWeights,
     expected_tensors,
     exported_dtype,
+    open_source,
     size_in_bytes,
 )
 
@@ -77,65 +78,49 @@ def write(engine: Engine, folder: Path, source: str, digest: str) -> None:
                 new.publish()
 
 
-def read(base: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a base in `dtype`, by default its own, with the adapters of a folder."""
-    require_peft(str(folder))
-    from peft import PeftModel
+def read(base: nn.Module, found: TrainedModel, dtype: torch.dtype | None) -> nn.Module:
+    """Return a base in `dtype`, by default its own, with the adapters of an export or a checkpoint."""
+    if found.export is not None:
+        folder = found.export
+        require_peft(str(folder))
+        from peft import PeftModel
 
-    require_base(base, saved_base(folder).get("digest"), str(folder))
-    _cast(base, _saved(folder).get("formats"), dtype)
-    with quiet():
-        load = functools.partial(PeftModel.from_pretrained, base, str(folder))
-        return attempt(load, str(folder), "must hold adapters of its base")
-
-
-def read_from_checkpoint(
-    base: nn.Module, lora: Lora, place: Path, digest: str | None, dtype: torch.dtype | None = None
-) -> nn.Module:
-    """Return a base in `dtype` with the adapters of a checkpoint; `digest` is that of their base."""
-    require_base(base, digest, str(place))
+        saved = saved_base(folder)
+        require_base(base, saved.get("digest"), str(folder))
+        _cast(base, saved.get("formats"), dtype)
+        with quiet():
+            load = functools.partial(PeftModel.from_pretrained, base, str(folder))
+            return attempt(load, str(folder), "must hold adapters of its base")
+    place, job = found.checkpoint, found.job
+    assert place is not None and job is not None and job.model.lora is not None
+    require_base(base, base_of(place), str(place))
     document = checkpoint.read_plan(place)
     _cast(base, None if document is None else _formats(Plan.from_json(document)), dtype)
-    model = add_adapters(base, lora)
+    model = add_adapters(base, job.model.lora)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    if missing := copy_weights(place, trained):
+    source = open_source(place)
+    shapes = {name: entry.shape for entry in source.entries for name in entry.names}
+    if missing := [name for name, value in trained.items() if shapes.get(name) != tuple(value.shape)]:
         got = f"none of {first_of([f'`{name}`' for name in missing], 1)}"
         must = "must hold the adapters of the model, in their shapes"
         raise ModelError(str(place), must, got=got, do="Set `model.lora` as it was trained.")
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(source.whole(name))
     return model
 
 
-def copy_weights(place: Path, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Copy the weights of a checkpoint, or return the names that it does not hold in their shapes."""
-    checkpoint.verified(place)
-    reader, table = checkpoint.CheckpointReader(place), checkpoint.read_entries(place)
-    for entry in table:
-        reader.check(entry)
-    entries = {name: entry for entry in table for name in entry.names}
-    shapes = {name: entry.shape for name, entry in entries.items()}
-    missing = [name for name, value in parameters.items() if shapes.get(name) != tuple(value.shape)]
-    with torch.no_grad():
-        for name, parameter in parameters.items() if not missing else ():
-            parameter.copy_(reader.weight(entries[name]))
-    return missing
-
-
-def saved_base(folder: Path) -> dict[str, str]:
-    """Return `source` and `digest` of the base; for adapters of others the `source` of their config."""
+def saved_base(folder: Path) -> dict[str, Any]:
+    """Return what `BASE` says of the base; for adapters of others the `source` of their config."""
     try:
         if (folder / BASE).is_file():
-            found = _saved(folder)
-            return {key: str(found[key]) for key in ("source", "digest")}
+            found = json.loads((folder / BASE).read_text(encoding="utf-8"))
+            return {**found, "source": str(found["source"]), "digest": str(found["digest"])}
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         return {"source": str(config.get("base_model_name_or_path") or "")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         must, todo = f"must hold a `{CONFIG}` that can be read", "Export it again."
         raise ModelError(str(folder), must, got="a damaged one, or none", do=todo) from None
-
-
-def _saved(folder: Path) -> dict[str, Any]:
-    file = folder / BASE
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def _formats(plan: Plan) -> dict[str, list[str]]:
@@ -221,13 +206,7 @@ def merge(
         base, written = _base(found, base_path)
         cast = None if dtype is None else dtype.torch
         written_in = cast or base.dtype
-        model: Any
-        if found.export is not None:
-            model = read(base, found.export, cast)
-        else:
-            assert found.checkpoint is not None and found.job is not None and found.job.model.lora is not None
-            digest = base_of(found.checkpoint)
-            model = read_from_checkpoint(base, found.job.model.lora, found.checkpoint, digest, cast)
+        model: Any = read(base, found, cast)
     _require_untied(model)
     merged = attempt(model.merge_and_unload, str(source), "must hold adapters that can be merged")
     if merged.dtype is not written_in:  # the base rested in a narrow format
@@ -293,7 +272,7 @@ def _base(found: TrainedModel, named: str | None) -> tuple[nn.Module, Model]:
         must = "must not be quantised: sums would be rounded to its few values"
         todo = "Name the base in full precision: `--model PATH`."
         raise UnsupportedError(where, must, got=f"{method} in {source.config}", do=todo)
-    return models.whole_model(written, source), written
+    return models.whole_model(written), written
 
 
 def _require_untied(model: nn.Module) -> None:

@@ -69,7 +69,7 @@ def _versions() -> Iterator[MachineFact]:
             extra = f"'zerodrift[{EXTRAS[name]}]'" if EXTRAS[name] else name
             yield MachineFact("versions", name, "-", f"not installed: pip install {extra}")
             continue
-        is_untested = bool(warning({name: found})) if name in TESTED else False
+        is_untested = name in TESTED and bool(warning({name: found}))
         tested = f"tested: {' to '.join(TESTED[name])}" if name in TESTED else ""
         note = f"not {tested}: check results" if is_untested else tested
         yield MachineFact("versions", name, found, note, bad=is_untested)

@@ -11,13 +11,14 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from zerodrift.checkpoint import CheckpointFolder, read_manifest
-from zerodrift.errors import ConfigError, Problems, several
+from zerodrift.errors import ConfigError, Problems, first_of, several
 from zerodrift.plan import Plan, rank_micro_batches
-from zerodrift.train.loop.launcher import Launcher, RankFailedError
+from zerodrift.train.loop.launcher import Launcher, LaunchRequest, RankFailedError
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.report.metrics import read as read_metrics
 
@@ -50,15 +51,14 @@ def replay(run: Path, first: int | None, last: int | None, nproc: int | None, de
     result = folder.replay / "found.json"
     result.parent.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)
-    request = {"run": str(folder.path), "last": max(steps), "result": str(result)}
+    request = LaunchRequest(replay={"run": str(folder.path), "last": max(steps), "result": str(result)})
     where = f"steps {began + 1} to {max(steps)} on {several(count, 'rank')}"
     print(f"replay of {folder.path}: {where}", flush=True)
     starts = [line for line in lines if line["kind"] == "start"]
     threads = starts[-1].get("threads") if starts else None  # the bits of some operations depend on it
     logs = folder.replay / "logs"
     try:
-        launcher = Launcher(str(folder.job), overrides, count, logs, debug, threads=threads, replay=request)
-        code = launcher.wait()
+        code = Launcher(str(folder.job), overrides, count, logs, debug, request, threads).wait()
     except RankFailedError as error:
         print(error, file=sys.stderr)
         code = 2
@@ -141,7 +141,7 @@ def replay_here(source: str, overrides: Sequence[str], run: str, last: int, resu
         began = time.perf_counter()
         for step in range(first + 1, last + 1):
             digests = StepDigests(engine)
-            tried = run_step(engine, session.feed, job.run.seed, step - 1, digests)
+            tried = run_step(engine, session.feed, job.run.seed, step - 1, nullcontext())
             if step not in recorded:
                 continue
             compared += 1
@@ -198,17 +198,12 @@ def difference_lines(
 
     `changed` are circumstances of the computation.
     """
-
-    def few(names: Sequence[str]) -> str:
-        more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        return ", ".join(names[:SHOWN]) + more
-
     ranks = {n: rank for rank in range(plan.mesh.data) for n in rank_micro_batches(plan, rank)}
-    losses = few([f"{number} (rank {ranks[number]})" for number in found["losses"]])
+    losses = first_of([f"{number} (rank {ranks[number]})" for number in found["losses"]], SHOWN)
     lines = [f"  losses     {f'other in micro-batch {losses}' if losses else 'the same'}"]
     for part in ("gradients", "state"):
         names = [name or OUTSIDE for name in found[part]]
-        other = f"other in {len(names)} of {several(units, 'unit')}: {few(names)}"
+        other = f"other in {len(names)} of {several(units, 'unit')}: {first_of(names, SHOWN)}"
         lines.append(f"  {part:10} {other if names else 'the same'}")
     if changed:
         lines.append(f"  {'computed':10} {'; '.join(changed)}")
