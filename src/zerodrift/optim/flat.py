@@ -74,7 +74,6 @@ class FlatUpdater:
         self._algorithm = algorithm.rest or algorithm
         self._root = root
         self._steps = 0
-        self._schemes = {piece.number: scheme_of(piece) for piece in owned}
         self.statistics: Mapping[int, torch.Tensor] = empty_statistics(plan, owned)
         self._owned = {piece.number: piece.without_values() for piece in owned}
         self._matrices = {piece.number for piece in owned if piece.update.optimizer == MUON.name}
@@ -86,19 +85,19 @@ class FlatUpdater:
         count = self._moments = len(self._algorithm.kept(groups.param_groups))
         self._slices = {
             piece.number: schemes.allocate(
-                self._schemes[piece.number],
+                scheme_of(piece),
                 piece.storage,
                 1 if piece.number in self._matrices else count,
                 initial=piece.initial,
                 groups=self._group_table(piece, group_of),
-                keys=_keys(piece) if self._schemes[piece.number].state.drawn else None,
+                keys=_keys(piece) if piece.update.state.drawn else None,
             )
             for piece in owned
         }
 
     def _require_states_that_move(self) -> None:
         """Refuse a caller's beta2 that a moment's dtype cannot follow, as the plan refuses a config's."""
-        states = {scheme.state for number, scheme in self._schemes.items() if number not in self._matrices}
+        states = {piece.update.state for piece in self._owned.values() if piece.number not in self._matrices}
         for state in states if self._algorithm.beta2 else ():
             for number, group in enumerate(self.groups.param_groups):
                 if "betas" not in group:
@@ -161,9 +160,8 @@ class FlatUpdater:
             if number in self._matrices:
                 self._update_matrices(number, gradients[number], step)
             else:
-                scheme, of, room = self._schemes[number], self._slices[number], self.statistics.get(number)
-                before = self._values_to_keep(number)
-                self._update_slice(scheme, of, gradients[number], step, room)
+                before, room = self._values_to_keep(number), self.statistics.get(number)
+                self._update_slice(self._slices[number], gradients[number], step, room)
                 for tensor, span, values in before:
                     tensor[span] = values
             written(number)
@@ -178,12 +176,11 @@ class FlatUpdater:
     def _update_matrices(self, number: int, gradient: torch.Tensor, step: UpdateStep) -> None:
         group = self.groups.param_groups[0]
         numbers = MuonHyper(**{field.name: group[field.name] for field in fields(MuonHyper)})
-        piece, scheme, of = self._owned[number], self._schemes[number], self._slices[number]
-        room = self.statistics.get(number)
+        piece, of, room = self._owned[number], self._slices[number], self.statistics.get(number)
         for row in piece.rows:
             if row.name not in self._skipped:
                 span = piece.span(row)
-                muon.update_matrices(scheme, of, span, row.shape, gradient, numbers, step, room)
+                muon.update_matrices(of, span, row.shape, gradient, numbers, step, room)
 
     def _values_to_keep(self, number: int) -> list[tuple[torch.Tensor, slice, torch.Tensor]]:
         """Return what to put back after the update of a piece with skipped rows: (tensor, place, values)."""
@@ -201,11 +198,11 @@ class FlatUpdater:
     # --- values in and out ------------------------------------------------------------------------------
 
     def master(self, number: int) -> torch.Tensor:
-        return schemes.read(self._schemes[number], self._slices[number])
+        return schemes.read(self._slices[number])
 
     @torch.no_grad()
     def set_master(self, number: int, values: torch.Tensor) -> None:
-        schemes.write(self._schemes[number], self._slices[number], values)
+        schemes.write(self._slices[number], values)
 
     def _names(self, number: int) -> tuple[str, ...]:
         algorithm = MUON if number in self._matrices else self._algorithm
@@ -214,13 +211,12 @@ class FlatUpdater:
     def states(self, number: int) -> dict[str, torch.Tensor]:
         if self._steps == 0:
             return {}
-        scheme, of = self._schemes[number], self._slices[number]
-        return {name: schemes.read_moment(scheme, of, i) for i, name in enumerate(self._names(number))}
+        of = self._slices[number]
+        return {name: schemes.read_moment(of, i) for i, name in enumerate(self._names(number))}
 
     @torch.no_grad()
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
-        place = self._names(number).index(key)
-        schemes.write_moment(self._schemes[number], self._slices[number], place, values)
+        schemes.write_moment(self._slices[number], self._names(number).index(key), values)
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
         of = self._slices[number]
