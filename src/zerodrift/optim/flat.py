@@ -27,7 +27,15 @@ from zerodrift.kernels import block_keys, parameter_key
 from zerodrift.optim import muon, schemes
 from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.muon import MuonHyper
-from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
+from zerodrift.optim.updater import (
+    Counters,
+    Owned,
+    Written,
+    empty_statistics,
+    no_callback,
+    refuse_calls,
+    scheme_of,
+)
 from zerodrift.optim.updates import Hyper, Root, UpdateStep
 from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, MUON, SGD, Algorithm, algorithm_for
 from zerodrift.plan import Plan, Row
@@ -45,9 +53,6 @@ class Groups(torch.optim.Optimizer):
 
     # Without torch's wrapper, whose first call imports the compiler: seconds, on every rank.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Replaced on every object by `_refuse_step`."""
 
 
 class FlatUpdater:
@@ -71,6 +76,8 @@ class FlatUpdater:
         groups.step = types.MethodType(_refuse_step, groups)  # type: ignore[method-assign]
         # A `GradScaler` gets to that error too, instead of an assertion of its own about gradients.
         groups._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        hooks, must = ("register_step_pre_hook", "register_step_post_hook"), f"{_STEPS}, and calls no hooks"
+        refuse_calls(groups, hooks, must, "Do before or after `engine.step()` what it does.")
         self._algorithm = algorithm.rest or algorithm
         self._root = root
         self._steps = 0
@@ -110,9 +117,6 @@ class FlatUpdater:
                     raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
 
     # --- groups -----------------------------------------------------------------------------------------
-
-    def learning_rates(self) -> tuple[float, ...]:
-        return tuple(float(group["lr"]) for group in self.groups.param_groups)
 
     def leave_alone(self, names: Collection[str]) -> None:
         self._skipped = frozenset(names).intersection(self.group_of)
@@ -243,10 +247,13 @@ class FlatUpdater:
         return self._algorithm.kept(self.groups.param_groups)
 
 
+_STEPS = "must not be called: `engine.step()` updates this rank's pieces"
+
+
 def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None, *, grad_scaler: Any = None) -> None:
     """Raise. A `GradScaler` asks for `grad_scaler`, and reads no gradients before it calls."""
-    must = "must not be called: `engine.step()` updates this rank's pieces"
-    raise UnsupportedError(f"{type(optimizer).__name__}.step", must, got="a call", do="Call `engine.step()`.")
+    where = f"{type(optimizer).__name__}.step"
+    raise UnsupportedError(where, _STEPS, got="a call", do="Call `engine.step()`.")
 
 
 # A scheduler that was made before the engine looks for its own mark on the method (torch 2.13 to 2.15).

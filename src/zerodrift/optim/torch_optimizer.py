@@ -151,9 +151,6 @@ class TorchOptimizerUpdater:
             if mine:
                 owner.state[view] = {key.removeprefix(prefix): left.pop(key) for key in mine}
 
-    def learning_rates(self) -> tuple[float, ...]:
-        return tuple(float(group["lr"]) for group in self.groups.param_groups)
-
     def leave_alone(self, names: Collection[str]) -> None:
         self._skipped = frozenset(names)
 
