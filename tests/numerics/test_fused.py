@@ -6,7 +6,7 @@ import copy
 import itertools
 import platform
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -197,7 +197,7 @@ def test_codes_around_the_bounds_of_decades_and_binades(
         compiler = build.find_compiler()
         if compiler is None or not level.needs <= native._features():
             pytest.skip("no C++ compiler, or another processor")
-        same = replace(level, contraction=astuple(contraction()))
+        same = replace(level, contraction=contraction())
         monkeypatch.setitem(build.VARIANTS, platform.machine(), (same,))
         made = native.Library(next(build.compile_variants(compiler, tmp_path)), "")
         monkeypatch.setattr(native, "library", lambda: made)
