@@ -79,6 +79,11 @@ class Axis:
         count = flat.numel() // self.size
         return flat[rank * count : (rank + 1) * count]
 
+    def begin(self, op: str, of: str) -> StartedCollective:
+        """Log the next collective. `of` says what is moved, in words that are the same on all ranks."""
+        what = f"{op} of {of}" if of else op
+        return StartedCollective(self, self.trail.add(what), op, what)
+
     def missing(self, op: str, error: Exception, peer: int | None = None) -> RankError:
         """Return the error for ranks of this axis, or one of them, that did not take part."""
         others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
@@ -90,6 +95,17 @@ class Axis:
             "failed first. If it was only slow, start the mesh with a longer `timeout`."
         )
         return RankError(f"`{op}` on axis `{self.name}`", must, got=repr(first_line(error)), do=do)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedCollective:
+    """One collective of an axis."""
+
+    line: Axis
+    number: int
+    op: str
+    what: str
+    """The operation and what it is for, the same on every rank that takes part."""
 
 
 class Mesh:
@@ -282,7 +298,8 @@ def _device(process: _Process, asked: torch.device | str | None) -> torch.device
         return device
     if not _carries(process, device.type):
         got = f"a {device.type} device and {dist.get_backend()!r}"
-        do = f"Initialize torch.distributed with `{_backend(device)}`, or pass `device='cpu'`."
+        backend = dist.get_default_backend_for_device(device.type)
+        do = f"Initialize torch.distributed with `{backend}`, or pass `device='cpu'`."
         raise MeshError("device", "must fit the backend of the running process group", got=got, do=do)
     if device.type == "cuda" and not torch.cuda.is_available():
         got = "`cuda`, where torch finds no GPU"
@@ -310,11 +327,6 @@ def _carries(process: _Process, kind: str) -> bool:
     return process.source != "running" or process.world == 1 or backend in dist.get_backend_config()
 
 
-def _backend(device: torch.device) -> str:
-    """Return torch's backend for a device: gloo, nccl, xccl, ..."""
-    return dist.get_default_backend_for_device(device.type)
-
-
 def _world_group(process: _Process, device: torch.device, timeout: float) -> dist.ProcessGroup:
     limit = timedelta(seconds=timeout)
     if process.source == "running":
@@ -323,7 +335,7 @@ def _world_group(process: _Process, device: torch.device, timeout: float) -> dis
         return dist.new_group(list(range(process.world)), timeout=limit)
     try:
         dist.init_process_group(
-            backend=_backend(device),
+            backend=dist.get_default_backend_for_device(device.type),
             store=meet(process.rank, process.world, limit),
             rank=process.rank,
             world_size=process.world,

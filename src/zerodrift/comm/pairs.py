@@ -37,9 +37,8 @@ import torch
 import torch.distributed as dist
 
 from zerodrift.comm.fold import HalvingExchange, Sum, fold, halving_exchanges
-from zerodrift.comm.mesh import Axis
+from zerodrift.comm.mesh import Axis, StartedCollective
 from zerodrift.comm.shared import SharedMemory
-from zerodrift.comm.watch import StartedCollective
 from zerodrift.kernels import HostBuffers
 
 CHUNK = 2 << 20
@@ -66,41 +65,31 @@ class Pairs:
         self._scratch = HostBuffers()
         self._shared = shared
 
-    def _post(self, turn: StartedCollective, line: Axis, message: int, total: int) -> Post:
-        return Post(turn, line, message, total, self._shared)
-
-    def gather(
-        self, turn: StartedCollective, line: Axis, out: torch.Tensor, shard: torch.Tensor
-    ) -> Callable[[], None]:
+    def gather(self, turn: StartedCollective, out: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
         """Receive every other rank's slice into its place in `out`."""
-        post = self._post(turn, line, shard.nbytes, shard.nbytes)
+        post = Post(turn, shard.nbytes, shard.nbytes, self._shared)
         for _, source in post.turns:
-            post.receive(line.slice(out, source), source)
+            post.receive(turn.line.slice(out, source), source)
         post.send(shard, [to for to, _ in post.turns])
         return post.finish
 
     def swap(
-        self,
-        turn: StartedCollective,
-        line: Axis,
-        incoming: Sequence[torch.Tensor],
-        outgoing: Sequence[torch.Tensor],
+        self, turn: StartedCollective, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]
     ) -> Callable[[], None]:
         """Send `outgoing[rank]` to every rank, and receive `incoming[rank]` from it. Both know the sizes."""
         width = outgoing[0].shape[1] * outgoing[0].itemsize
-        post = self._post(turn, line, width, 0)
+        post = Post(turn, width, 0, self._shared)
         for to, source in post.turns:
             if incoming[source].shape[0]:
                 post.receive(incoming[source], source)
             if outgoing[to].shape[0]:
                 post.send(outgoing[to], [to])
-        incoming[line.rank].copy_(outgoing[line.rank])
+        incoming[turn.line.rank].copy_(outgoing[turn.line.rank])
         return post.finish
 
     def sum(
         self,
         turn: StartedCollective,
-        line: Axis,
         out: torch.Tensor,
         outgoing: Sequence[torch.Tensor],
         how: Sum,
@@ -111,11 +100,12 @@ class Pairs:
 
         A window of chunks is received before their sums, or all with `ahead`. See [Note: messages].
         """
+        line = turn.line
         own = outgoing[line.rank]
         # The elements of one message: the same on every rank, whatever has been sent before.
         share = WINDOW // (DEPTH * (line.size - 1))
         chunk = min(own.numel(), max(1, min(CHUNK, share) // own.itemsize))
-        post = self._post(turn, line, chunk * own.itemsize, own.nbytes)
+        post = Post(turn, chunk * own.itemsize, own.nbytes, self._shared)
         near = [rank for rank, _ in post.turns if post.shares(rank, own.nbytes)]
         far_to = [to for to, _ in post.turns if to not in near]
         far_from = [source for _, source in post.turns if source not in near]
@@ -164,10 +154,10 @@ class Pairs:
 
     @torch.no_grad()
     def halve(
-        self, turn: StartedCollective, line: Axis, out: torch.Tensor, full: torch.Tensor, how: Sum
+        self, turn: StartedCollective, out: torch.Tensor, full: torch.Tensor, how: Sum
     ) -> Callable[[], None]:
         """Sum by recursive halving. See [Note: by halves]."""
-        post = self._post(turn, line, full.nbytes // 2, full.nbytes)
+        post = Post(turn, full.nbytes // 2, full.nbytes, self._shared)
         room = self._scratch.take(full.numel(), full.dtype)
 
         def begin(exchange: HalvingExchange) -> HalvingExchange:
@@ -175,7 +165,7 @@ class Pairs:
             post.send(exchange.outgoing, [exchange.partner])
             return exchange
 
-        exchanges = halving_exchanges(full, line.rank, line.size, room)
+        exchanges = halving_exchanges(full, turn.line.rank, turn.line.size, room)
         first = begin(next(exchanges))
 
         @torch.no_grad()
@@ -219,13 +209,13 @@ class Post:
     """The messages of one collective between this rank and the others of its axis."""
 
     def __init__(
-        self, turn: StartedCollective, line: Axis, message: int, total: int, shared: SharedMemory | None
+        self, turn: StartedCollective, message: int, total: int, shared: SharedMemory | None
     ) -> None:
         """Send `message` bytes at a time, `total` to each rank."""
-        self._op, self.line = turn.op, line
+        self._op, self.line = turn.op, turn.line
         digest = zlib.crc32(f"{turn.what} {message} {total}".encode()) % _TAGS
         self._tag = _FIRST_TAG + digest * _TAGS + turn.number % _TAGS
-        size, rank = line.size, line.rank
+        size, rank = turn.line.size, turn.line.rank
         self.turns = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
         """(to, from): in each turn every rank sends one message and receives one."""
         self._posted: dict[int, list[_Message]] = {}

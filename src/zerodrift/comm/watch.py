@@ -41,13 +41,16 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from zerodrift.comm.call_stack import ForeignCall, foreign_call, user_line
 from zerodrift.errors import Problem, RankError
+
+if TYPE_CHECKING:
+    from zerodrift.comm.mesh import StartedCollective
 
 INTERVAL = 0.5
 """Seconds between two looks of the thread."""
@@ -68,17 +71,6 @@ _UNUSED_TAG = (1 << 30) - 1
 """A tag below those of `pairs`."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartedCollective:
-    """One collective of a group."""
-
-    trail: CollectiveLog
-    number: int
-    op: str
-    what: str
-    """The operation and what it is for, the same on every rank that takes part."""
-
-
 class CollectiveLog:
     """The collectives of one group, as this rank has started them."""
 
@@ -89,14 +81,13 @@ class CollectiveLog:
         """A checksum of the words of all collectives, in their order; below 2^32."""
         self._kept = [""] * KEPT
 
-    def begin(self, op: str, of: str) -> StartedCollective:
-        """Log the next collective. `of` says what is moved, in words that are the same on all ranks."""
-        what = f"{op} of {of}" if of else op
-        turn = StartedCollective(self, self.count, op, what)
-        self._kept[self.count % KEPT] = what
+    def add(self, what: str) -> int:
+        """Log the next collective, in words that are the same on all ranks; return its number."""
+        number = self.count
+        self._kept[number % KEPT] = what
         self.checksum = zlib.crc32(what.encode(), self.checksum)
         self.count += 1
-        return turn
+        return number
 
     def last(self) -> list[str]:
         """Return the words of the last collectives, oldest first."""
@@ -207,7 +198,7 @@ class DeadlockWatch:
             return
         cause = self.read_error()
         if not cause and self._store is not None:
-            left = [rank for rank in turn.trail.ranks if read_key(self._store, f"{self._key}/left/{rank}")]
+            left = [rank for rank in turn.line.ranks if read_key(self._store, f"{self._key}/left/{rank}")]
             cause = deadlock_text({}, left, f"{ranks_text([self._rank])} in {turn.what}") if left else ""
         if cause and cause != str(error):
             raise RankError.relayed(cause) from error
@@ -266,8 +257,8 @@ class DeadlockWatch:
                 if now - wait.since < PATIENCE:
                     continue
                 turn, at = wait.turn, user_line(sys._current_frames().get(wait.thread))
-                place = (f"turn {wait.serial}", turn.what, at, str(turn.trail.ranks), turn.number)
-                ranks: Sequence[int] = turn.trail.ranks
+                place = (f"turn {wait.serial}", turn.what, at, str(turn.line.ranks), turn.number)
+                ranks: Sequence[int] = turn.line.ranks
             else:
                 call = foreign_call()
                 if call is None or seen is None or call.key != seen[0].key:
