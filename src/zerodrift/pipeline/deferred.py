@@ -108,26 +108,20 @@ class WeightQueue:
         self.peak = max(self.peak, self.held)
 
     def _require_known(self, parameter: nn.Parameter, form: Any) -> None:
-        if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf or not parameter.requires_grad:
-            got = type(parameter).__name__
-            if isinstance(parameter, torch.Tensor):
-                got = (
-                    f"{self._name(parameter)}, frozen" if parameter.is_leaf else "the result of an operation"
-                )
-            raise ModelError("put", "must be given a parameter that is trained", got=got)
+        must = "must be given a parameter that is trained"
+        if not isinstance(parameter, torch.Tensor):
+            raise ModelError("put", must, got=type(parameter).__name__)
+        if not parameter.is_leaf:
+            raise ModelError("put", must, got="the result of an operation")
+        if not parameter.requires_grad:
+            raise ModelError("put", must, got=f"{self._name(parameter)}, frozen")
         if self._gradients is not None and parameter not in self._names:
-            raise ModelError(
-                "put",
-                "must be given a parameter of the model that the queue belongs to",
-                got=f"a tensor {list(parameter.shape)} of another, whose gradient nobody would reduce",
-            )
+            must = "must be given a parameter of the model that the queue belongs to"
+            got = f"a tensor {list(parameter.shape)} of another, whose gradient nobody would reduce"
+            raise ModelError("put", must, got=got)
         if not callable(form):
-            raise ModelError(
-                self._name(parameter),
-                "must come with a function that forms its gradient, of a dtype",
-                got=type(form).__name__,
-                do="Write `lambda dtype: ...`.",
-            )
+            must, got = "must come with a function that forms its gradient, of a dtype", type(form).__name__
+            raise ModelError(self._name(parameter), must, got=got, do="Write `lambda dtype: ...`.")
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.get(parameter) or f"parameter {list(parameter.shape)}"
@@ -191,25 +185,19 @@ class WeightQueue:
         self.held -= late.held
         for tensor, version in late.holds:
             if tensor._version != version:
-                raise ModelError(
-                    self._name(parameter),
-                    "what its late gradient is formed from must not be written to before",
-                    got=(
-                        f"a tensor {list(tensor.shape)} that was written to in place "
-                        f"{tensor._version - version} times after its backward"
-                    ),
-                    do="Call `drain()` first, or write to a clone.",
-                )
+                must = "what its late gradient is formed from must not be written to before"
+                times = f"{tensor._version - version} times after its backward"
+                got = f"a tensor {list(tensor.shape)} that was written to in place {times}"
+                do = "Call `drain()` first, or write to a clone."
+                raise ModelError(self._name(parameter), must, got=got, do=do)
         value = late.form(dtype)
         shape = tuple(parameter.shape) if late.place is None else late.place.size
         made = isinstance(value, torch.Tensor)
         if not made or (tuple(value.shape), value.dtype, value.device) != (shape, dtype, parameter.device):
-            raise ModelError(
-                self._name(parameter),
-                f"must get a late gradient {list(shape)} {dtype} on {parameter.device}",
-                got=f"{list(value.shape)} {value.dtype} on {value.device}" if made else type(value).__name__,
-                do="`form(dtype)` returns a tensor of the dtype that it is called with.",
-            )
+            must = f"must get a late gradient {list(shape)} {dtype} on {parameter.device}"
+            got = f"{list(value.shape)} {value.dtype} on {value.device}" if made else type(value).__name__
+            do = "`form(dtype)` returns a tensor of the dtype that it is called with."
+            raise ModelError(self._name(parameter), must, got=got, do=do)
         self.formed += 1
         if parameter.grad is None:
             if late.place is None:
@@ -238,12 +226,8 @@ def defer_weight_grads(what: nn.Module | Engine, limit: int | None = None) -> We
     for path, owner in module.named_modules():
         if any(parameter.dim() > 1 for parameter in owner.parameters(recurse=False)):
             if hasattr(owner, _MARK):
-                raise ModelError(
-                    path or "module",
-                    "must have one queue for its weight gradients",
-                    got="another, which it has already",
-                    do="Call `detach()` of the first.",
-                )
+                must, got = "must have one queue for its weight gradients", "another, which it has already"
+                raise ModelError(path or "module", must, got=got, do="Call `detach()` of the first.")
             queue._handles += _attach(owner, queue)
             queue._owners.append(owner)
     queue._names = {parameter: name for name, parameter in module.named_parameters()}

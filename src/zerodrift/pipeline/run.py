@@ -240,16 +240,10 @@ class PipelineExecutor(NativeExecutor):
             while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
                 causes.append(cause)
             if any("use_reentrant=True" in str(cause) for cause in causes):
-                refused = UnsupportedError(
-                    "checkpoint",
-                    "must be called with `use_reentrant=False` in a pipeline, whose backwards "
-                    "ask for gradients of inputs by themselves",
-                    got="True",
-                    do=(
-                        "Change the call, or pass `{'use_reentrant': False}` to "
-                        "`gradient_checkpointing_enable`."
-                    ),
-                )
+                must = "must be called with `use_reentrant=False` in a pipeline, whose backwards ask for "
+                must += "gradients of inputs by themselves"
+                do = "Change the call, or pass `{'use_reentrant': False}` to `gradient_checkpointing_enable`."
+                refused = UnsupportedError("checkpoint", must, got="True", do=do)
                 refused.__cause__ = own or error
                 return refused
             if own is not None or isinstance(error, ZerodriftError) or not isinstance(error, RuntimeError):
@@ -338,12 +332,9 @@ def _unlike(signatures: list[Signature]) -> Problem | None:
     other = next((number for number, signature in enumerate(signatures) if signature != signatures[0]), None)
     if other is None:
         return None
-    return Problem(
-        "micro_batches",
-        "must have the same shapes, because memory for what travels is laid out once",
-        got=f"{signatures[0]} and, in micro-batch {other}, {signatures[other]}",
-        do="Pad them to one length.",
-    )
+    must = "must have the same shapes, because memory for what travels is laid out once"
+    got = f"{signatures[0]} and, in micro-batch {other}, {signatures[other]}"
+    return Problem("micro_batches", must, got=got, do="Pad them to one length.")
 
 
 def difference(given_by_rank: Mapping[int, BatchDescription]) -> Problem | None:
@@ -362,12 +353,9 @@ def difference(given_by_rank: Mapping[int, BatchDescription]) -> Problem | None:
             number = next(number for number, (one, two) in pairs if one != two)
             pair = f"one micro-batch {number}", "one with other contents"
         if any(pair):
-            return Problem(
-                where,
-                "must be the same on every stage of a pipeline",
-                got=f"{pair[0]} on rank {first}, {pair[1]} on rank {rank}",
-                do="Give the data of one data rank to all of its stages.",
-            )
+            got = f"{pair[0]} on rank {first}, {pair[1]} on rank {rank}"
+            do = "Give the data of one data rank to all of its stages."
+            return Problem(where, "must be the same on every stage of a pipeline", got=got, do=do)
     return None
 
 

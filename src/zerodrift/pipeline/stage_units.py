@@ -47,9 +47,9 @@ class StageUnits:
         """Unit -> micro-batches that have ended in it, once per piece."""
         self._tree = part.policy.tree
         self._ends: Counter[tuple[int, int]] = Counter()
+        """(unit, micro-batch) -> the pieces in which it has ended."""
         self.are_ends_summed = False
         """Whether both ends of the pipeline have the sum of their gradients of what is tied across it."""
-        """(unit, micro-batch) -> the pieces in which it has ended."""
         self._taken: Counter[int] = Counter()
         """Unit -> its micro-batches that are in the tree."""
         self._micro_batches = 0
