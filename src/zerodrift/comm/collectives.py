@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zerodrift.comm.fold import Sum, fold
 from zerodrift.comm.mesh import Axis, AxisName, Mesh, StartedCollective
@@ -116,17 +117,12 @@ class Collectives:
         finally:
             self._logs = [kept for kept in self._logs if kept is not log]
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, axis: AxisName, of: str = "") -> None:
+    def all_gather(self, out: Tensor, shard: Tensor, axis: AxisName, of: str = "") -> None:
         """Gather every rank's slice, in rank order, into the flat buffer `out`."""
         self.start_all_gather(out, shard, axis, of).wait()
 
     def start_all_gather(
-        self,
-        out: torch.Tensor,
-        shard: torch.Tensor,
-        axis: AxisName,
-        of: str = "",
-        note: Recorded | None = None,
+        self, out: Tensor, shard: Tensor, axis: AxisName, of: str = "", note: Recorded | None = None
     ) -> Handle:
         """Start an all-gather. `shard` may be its own place in `out`; slices travel in the dtype of `out`.
         `note` is recorded instead, of bytes that hold something else."""
@@ -149,14 +145,7 @@ class Collectives:
         return self._handle(turn, finish)
 
     def start_reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        axis: AxisName,
-        how: Sum,
-        of: str = "",
-        *,
-        ahead: bool = True,
+        self, out: Tensor, full: Tensor, axis: AxisName, how: Sum, of: str = "", *, ahead: bool = True
     ) -> Handle:
         """Start to write this rank's slice of the sum of every rank's `full` into `out`.
 
@@ -171,7 +160,7 @@ class Collectives:
         return Handle(self._reductions.wait_for_work(out, full))
 
     def _reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum, of: str, *, ahead: bool
+        self, out: Tensor, full: Tensor, axis: AxisName, how: Sum, of: str, *, ahead: bool
     ) -> Handle:
         line = self.mesh.axis(axis)
         self._note("reduce_scatter", full, axis, how.dtype)
@@ -197,9 +186,7 @@ class Collectives:
             how = replace(how, order="rank")
         return Handle(self._native.sum(turn, out, full, how))
 
-    def all_reduce(
-        self, out: torch.Tensor, values: torch.Tensor, axis: AxisName, how: Sum, of: str = ""
-    ) -> None:
+    def all_reduce(self, out: Tensor, values: Tensor, axis: AxisName, how: Sum, of: str = "") -> None:
         """Write the sum of every rank's `values` into every rank's `out`, which may be `values` itself.
 
         Values are summed and converted as in a reduce-scatter. On CUDA the stream waits, not the host.
@@ -229,21 +216,21 @@ class Collectives:
             finally:
                 self._logs = logs
 
-    def all_reduce_sum(self, tensor: torch.Tensor, axis: AxisName, of: str = "") -> torch.Tensor:
+    def all_reduce_sum(self, tensor: Tensor, axis: AxisName, of: str = "") -> Tensor:
         """Return the sum over ranks of a small tensor, such as a flag or part of a norm, in its own dtype."""
         values = tensor.detach().reshape(-1).contiguous()
         total = torch.empty_like(values)
         self.all_reduce(total, values, axis, Sum(tensor.dtype), of)
         return total.view(tensor.shape)
 
-    def read(self, tensor: torch.Tensor) -> list[Any]:
+    def read(self, tensor: Tensor) -> list[Any]:
         """Return the values of a tensor on the host, after all collectives that were started before."""
         if self._last is None:
             return list(tensor.tolist())
         with self._at(self._last):
             return list(tensor.tolist())
 
-    def broadcast(self, tensor: torch.Tensor, source: int, axis: AxisName) -> None:
+    def broadcast(self, tensor: Tensor, source: int, axis: AxisName) -> None:
         """Overwrite `tensor`, of any contiguous shape, with that of rank `source` of the axis."""
         line = self.mesh.axis(axis)
         flat = tensor.detach().view(-1)
@@ -255,13 +242,13 @@ class Collectives:
 
     def start_all_to_all(
         self,
-        rows: torch.Tensor,
+        rows: Tensor,
         send: Sequence[int],
         receive: Sequence[int],
         axis: AxisName,
         of: str = "",
         note: Recorded | None = None,
-    ) -> tuple[torch.Tensor, Handle]:
+    ) -> tuple[Tensor, Handle]:
         """Start to send the first `send[0]` of `rows` to rank 0 of the axis, and so on; return the rows that
         have arrived when the handle has been waited for.
 
@@ -381,7 +368,7 @@ class Collectives:
     def _note(
         self,
         op: Op,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         axis: AxisName,
         sum_dtype: torch.dtype | None,
         note: Recorded | None = None,
@@ -396,7 +383,7 @@ class Collectives:
             log.append(entry)
 
 
-def _cast(shard: torch.Tensor, out: torch.Tensor, line: Axis) -> torch.Tensor:
+def _cast(shard: Tensor, out: Tensor, line: Axis) -> Tensor:
     """Return a slice in the dtype of `out`. If that is another dtype, the slice is in its place in `out`."""
     if shard.dtype is out.dtype:
         return shard
@@ -406,6 +393,6 @@ def _cast(shard: torch.Tensor, out: torch.Tensor, line: Axis) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _copy(place: torch.Tensor, shard: torch.Tensor) -> None:
+def _copy(place: Tensor, shard: Tensor) -> None:
     if place.data_ptr() != shard.data_ptr():
         place.copy_(shard)

@@ -136,10 +136,7 @@ class Mesh:
         return self.device.type != "cpu"
 
     def axis(self, name: AxisName) -> Axis:
-        axis = self._axes.get(name)
-        if axis is None:
-            raise AssertionError(f"no axis {name!r}; a mesh has {', '.join(self._axes)}")
-        return axis
+        return self._axes[name]
 
     def group(self, name: AxisName) -> dist.ProcessGroup | None:
         """Return the process group of an axis; None if this rank is alone on it."""

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zerodrift.comm.fold import Sum, fold, halving_exchanges
 from zerodrift.comm.mesh import Mesh, StartedCollective
@@ -50,28 +51,19 @@ class NativeCalls:
                 raise turn.line.missing(turn.op, error, partner) from error
 
     def _start(
-        self,
-        turn: StartedCollective,
-        function: Callable[..., Any],
-        out: torch.Tensor,
-        values: torch.Tensor,
+        self, turn: StartedCollective, function: Callable[..., Any], out: Tensor, values: Tensor
     ) -> Callable[[], None]:
         host_waits = not self._mesh.asynchronous
         work = self.call(turn, function, out, values, group=turn.line.group, async_op=host_waits)
         return (lambda: self.call(turn, work.wait)) if host_waits else lambda: None
 
-    def gather(self, turn: StartedCollective, out: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
+    def gather(self, turn: StartedCollective, out: Tensor, shard: Tensor) -> Callable[[], None]:
         """Gather every rank's slice into `out`."""
         # As bytes, since nothing is computed on the way and no backend knows every dtype.
         return self._start(turn, dist.all_gather_single, out.view(torch.uint8), shard.view(torch.uint8))
 
     def swap(
-        self,
-        turn: StartedCollective,
-        out: torch.Tensor,
-        rows: torch.Tensor,
-        receive: Sequence[int],
-        send: Sequence[int],
+        self, turn: StartedCollective, out: Tensor, rows: Tensor, receive: Sequence[int], send: Sequence[int]
     ) -> Callable[[], None]:
         """Exchange rows between all ranks. On CUDA the current stream waits when the result is called."""
         function, data = dist.all_to_all_single, (out.view(torch.uint8), rows.view(torch.uint8))
@@ -79,9 +71,7 @@ class NativeCalls:
         work = self.call(turn, function, *data, *sizes, group=turn.line.group, async_op=True)
         return lambda: self.call(turn, work.wait)
 
-    def sum(
-        self, turn: StartedCollective, out: torch.Tensor, full: torch.Tensor, how: Sum
-    ) -> Callable[[], None]:
+    def sum(self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum) -> Callable[[], None]:
         """Sum this rank's slices of every rank's `full` into `out`; a native order is left to the backend."""
         if how.order == "native" and full.dtype is how.dtype:
             is_separate = out.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
@@ -101,14 +91,14 @@ class NativeCalls:
 
         return finish
 
-    def sum_whole(self, turn: StartedCollective, out: torch.Tensor, values: torch.Tensor, how: Sum) -> None:
+    def sum_whole(self, turn: StartedCollective, out: Tensor, values: Tensor, how: Sum) -> None:
         """Gather every rank's `values`, and sum them here."""
         received = values.new_empty(turn.line.size, values.numel())
         self.gather(turn, received.view(-1), values)()
         fold(out, received, how, scratch=True)
 
     @torch.no_grad()
-    def halve(self, turn: StartedCollective, out: torch.Tensor, full: torch.Tensor, how: Sum) -> None:
+    def halve(self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum) -> None:
         """Sum by recursive halving. All of it is issued here, or over on return."""
         line = turn.line
         for each in halving_exchanges(full, line.rank, line.size, torch.empty_like(full)):
@@ -117,7 +107,7 @@ class NativeCalls:
         fold(out, (each.incoming, each.kept), how, each.incoming)
 
 
-def exchange(group: Any, partner: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+def exchange(group: Any, partner: int, outgoing: Tensor, incoming: Tensor) -> None:
     """Send and receive at once, and wait for both: the current stream does, or on a CPU the host.
 
     The calls are those of `torch.distributed.batch_isend_irecv`, which makes 60 to 80 more of the host, and
@@ -153,7 +143,7 @@ class CommunicationStream:
         with self._streams.stream(self._stream):
             yield
 
-    def wait_for_work(self, *buffers: torch.Tensor) -> Callable[[], None]:
+    def wait_for_work(self, *buffers: Tensor) -> Callable[[], None]:
         """Return a function that makes the computation wait for all work in the stream now.
 
         It holds the buffers until then; see [Note: buffers on streams].

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zerodrift.comm.fold import HalvingExchange, Sum, fold, halving_exchanges
 from zerodrift.comm.mesh import Axis, StartedCollective
@@ -65,7 +66,7 @@ class Pairs:
         self._scratch = HostBuffers()
         self._shared = shared
 
-    def gather(self, turn: StartedCollective, out: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
+    def gather(self, turn: StartedCollective, out: Tensor, shard: Tensor) -> Callable[[], None]:
         """Receive every other rank's slice into its place in `out`."""
         post = Post(turn, shard.nbytes, shard.nbytes, self._shared)
         for _, source in post.turns:
@@ -74,7 +75,7 @@ class Pairs:
         return post.finish
 
     def swap(
-        self, turn: StartedCollective, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]
+        self, turn: StartedCollective, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]
     ) -> Callable[[], None]:
         """Send `outgoing[rank]` to every rank, and receive `incoming[rank]` from it. Both know the sizes."""
         width = outgoing[0].shape[1] * outgoing[0].itemsize
@@ -88,13 +89,7 @@ class Pairs:
         return post.finish
 
     def sum(
-        self,
-        turn: StartedCollective,
-        out: torch.Tensor,
-        outgoing: Sequence[torch.Tensor],
-        how: Sum,
-        *,
-        ahead: bool,
+        self, turn: StartedCollective, out: Tensor, outgoing: Sequence[Tensor], how: Sum, *, ahead: bool
     ) -> Callable[[], None]:
         """Send `outgoing[rank]` to every other rank; sum what they send, and our own, into `out`.
 
@@ -106,7 +101,7 @@ class Pairs:
         share = WINDOW // (DEPTH * (line.size - 1))
         chunk = min(own.numel(), max(1, min(CHUNK, share) // own.itemsize))
         post = Post(turn, chunk * own.itemsize, own.nbytes, self._shared)
-        near = [rank for rank, _ in post.turns if post.shares(rank, own.nbytes)]
+        near = [rank for rank, _ in post.turns if _shares(self._shared, line, rank, own.nbytes)]
         far_to = [to for to, _ in post.turns if to not in near]
         far_from = [source for _, source in post.turns if source not in near]
         count = -(-own.numel() // chunk)
@@ -153,9 +148,7 @@ class Pairs:
         return finish
 
     @torch.no_grad()
-    def halve(
-        self, turn: StartedCollective, out: torch.Tensor, full: torch.Tensor, how: Sum
-    ) -> Callable[[], None]:
+    def halve(self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum) -> Callable[[], None]:
         """Sum by recursive halving. See [Note: by halves]."""
         post = Post(turn, full.nbytes // 2, full.nbytes, self._shared)
         room = self._scratch.take(full.numel(), full.dtype)
@@ -198,9 +191,9 @@ class _Message:
 
     work: dist.Work
     peer: int
-    into: torch.Tensor | None = None
+    into: Tensor | None = None
     """Its destination, or a tensor of its size if it is read in place; None for a message to others."""
-    start: torch.Tensor | None = None
+    start: Tensor | None = None
     """Its place in shared memory, which gloo brings; None without shared memory."""
     in_place: bool = False
 
@@ -224,13 +217,9 @@ class Post:
         self._borrowed: list[tuple[int, int]] = []
         """(rank, place) of messages that are read in place."""
 
-    def shares(self, rank: int, size: int) -> bool:
-        """Return whether messages of this size, to and from this rank, go through shared memory."""
-        return _shares(self._shared, self.line, rank, size)
-
-    def send(self, tensor: torch.Tensor, to: Sequence[int], batch: int = 0) -> None:
+    def send(self, tensor: Tensor, to: Sequence[int], batch: int = 0) -> None:
         """Send the same to each of several ranks."""
-        near = [rank for rank in to if self.shares(rank, tensor.nbytes)]
+        near = [rank for rank in to if _shares(self._shared, self.line, rank, tensor.nbytes)]
         start = NOT_SHARED
         if near and self._shared is not None:
             with contextlib.suppress(OSError):
@@ -241,22 +230,23 @@ class Post:
             if rank not in near or start == NOT_SHARED:
                 self._send(tensor, rank, batch)
 
-    def _send(self, tensor: torch.Tensor, to: int, batch: int) -> None:
+    def _send(self, tensor: Tensor, to: int, batch: int) -> None:
         work = self._call(to, dist.isend, tensor, group=self.line.group, tag=self._tag, group_dst=to)
         self._posted.setdefault(batch, []).append(_Message(work, to))
 
-    def receive(self, tensor: torch.Tensor, source: int, batch: int = 0) -> None:
-        start = torch.tensor(NOT_SHARED) if self.shares(source, tensor.nbytes) else None
+    def receive(self, tensor: Tensor, source: int, batch: int = 0) -> None:
+        is_near = _shares(self._shared, self.line, source, tensor.nbytes)
+        start = torch.tensor(NOT_SHARED) if is_near else None
         work = self._receive(tensor if start is None else start, source)
         self._posted.setdefault(batch, []).append(_Message(work, source, tensor, start))
 
-    def borrow(self, like: torch.Tensor, source: int) -> None:
+    def borrow(self, like: Tensor, source: int) -> None:
         """Read a message of this size and dtype in shared memory, until `give_back`."""
         start = torch.tensor(NOT_SHARED)
         message = _Message(self._receive(start, source), source, like, start, in_place=True)
         self._posted.setdefault(IN_PLACE, []).append(message)
 
-    def _receive(self, tensor: torch.Tensor, source: int) -> Any:
+    def _receive(self, tensor: Tensor, source: int) -> Any:
         places = {"group": self.line.group, "tag": self._tag, "group_src": source}
         return self._call(source, dist.irecv, tensor, **places)
 
@@ -267,7 +257,7 @@ class Post:
         except RuntimeError as error:
             raise self.line.missing(self._op, error, peer) from error
 
-    def collect(self, batch: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def collect(self, batch: int) -> Iterator[tuple[int, Tensor]]:
         """Wait for a batch, and yield (source, tensor) of its messages."""
         for message in self._posted.pop(batch, []):
             self._call(message.peer, message.work.wait)
@@ -276,7 +266,7 @@ class Post:
                 yield message.peer, self._arrived(message, message.into, start)
 
     @torch.no_grad()
-    def _arrived(self, message: _Message, into: torch.Tensor, start: int) -> torch.Tensor:
+    def _arrived(self, message: _Message, into: Tensor, start: int) -> Tensor:
         if message.start is None:
             return into
         if start == NOT_SHARED or self._shared is None:
@@ -309,4 +299,5 @@ class Post:
 
 
 def _shares(shared: SharedMemory | None, line: Axis, rank: int, size: int) -> bool:
+    """Return whether messages of this size, to and from this rank, go through shared memory."""
     return size >= LEAST and shared is not None and line.ranks[rank] in shared.peers

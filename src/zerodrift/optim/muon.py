@@ -102,8 +102,6 @@ def update_matrices(
     if count == 0:
         return
     shape = (-1, *shape[-2:])
-    if count % math.prod(shape[1:]):
-        raise AssertionError(f"{count} elements are no whole matrices of {shape[1:]}")
 
     def advance_all(weight: Tensor, moments: Moments, gradient: Tensor, is_counted: bool) -> Tensor | None:
         wanted = direction(numbers, moments[0], gradient)

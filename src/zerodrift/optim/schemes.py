@@ -90,36 +90,9 @@ def allocate(
         groups=groups,
         keys=keys,
     )
-    check(tensors)
     if initial is not None and not halves:
         write(tensors, initial)
     return tensors
-
-
-def check(of: SliceTensors) -> None:
-    """Check that the tensors are what the scheme says: the compiled path sees only addresses."""
-    scheme, numel, blocks = of.scheme, of.numel, of.blocks
-    expected = [
-        (of.storage, scheme.storage.torch, numel),
-        (of.master, torch.float32 if scheme.master is Master.FP32 else torch.int16, numel),
-        *((moment, scheme.state.dtype.torch, numel) for moment in of.moments),
-        *((scale, torch.float32, blocks) for scale in of.scales),
-        (of.groups, torch.int32, blocks),
-        (of.keys, torch.int64, blocks),
-    ]
-    for tensor, dtype, length in expected:
-        if tensor is None:
-            continue
-        if tensor.dtype is not dtype or tensor.shape != (length,) or not tensor.is_contiguous():
-            got = f"{tensor.dtype}, {tensor.shape} of a slice"
-            raise AssertionError(f"{got} must be {dtype}, flat, contiguous and of {length}")
-        if tensor.device != of.storage.device:
-            raise AssertionError("the tensors of a slice must be on one device")
-    scales = len(of.moments) if scheme.state is State.EIGHT_BIT else 0
-    if (of.master is None) != (scheme.master is Master.SAME) or len(of.scales) != scales:
-        raise AssertionError(f"{scheme} with another master, or {len(of.scales)} tensors of scales")
-    if scheme.state.drawn and of.moments and of.keys is None:
-        raise AssertionError(f"state `{scheme.state}` needs a key per block")
 
 
 def read(of: SliceTensors, start: int = 0, stop: int | None = None) -> Tensor:

@@ -44,14 +44,10 @@ CACHED_BLOCKS = 1024
 class Root(enum.Enum):
     """The square root that Adam takes. See [Note: roots]."""
 
-    __hash__ = object.__hash__  # as `DType`
     EXACT = "exact"
     """Correctly rounded: the same bits on every machine, and those of torch's fused kernels."""
     TORCH = "torch"
     """`torch.sqrt` as it is on this machine: the bits of torch's default and foreach kernels."""
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)

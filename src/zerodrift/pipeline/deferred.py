@@ -16,7 +16,6 @@ looks again. Hooks on nodes of the graph are not noticed.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,12 +64,8 @@ class WeightQueue:
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.held = 0
-        self.peak = 0
-        """The most that was, since the queue was made."""
-        self.formed = 0
-        self._open: list[DeferredGradient] = []
-        self._closed: deque[list[DeferredGradient]] = deque()
-        self.ended = 0
+        self._waiting: list[list[DeferredGradient]] = [[]]
+        """By micro-batch; the last one has not ended."""
         self._gradients: Gradients | None = None
         """Gradients of the engine that the module belongs to."""
         self._scheduled = False
@@ -81,7 +76,7 @@ class WeightQueue:
 
     def __len__(self) -> int:
         """Return the number of weight gradients that wait."""
-        return len(self._open) + sum(map(len, self._closed))
+        return sum(map(len, self._waiting))
 
     def __bool__(self) -> bool:
         return True
@@ -101,11 +96,9 @@ class WeightQueue:
         late = DeferredGradient(parameter, place, form, kept, sum(tensor.nbytes for tensor in holds))
         if self.limit is not None:
             while self.held + late.held > self.limit and len(self):
-                oldest = next((waiting for waiting in self._closed if waiting), self._open)
-                self._form(oldest.pop(0))
-        self._open.append(late)
+                self._form(next(filter(None, self._waiting)).pop(0))
+        self._waiting[-1].append(late)
         self.held += late.held
-        self.peak = max(self.peak, self.held)
 
     def _require_known(self, parameter: nn.Parameter, form: Any) -> None:
         must = "must be given a parameter that is trained"
@@ -128,23 +121,20 @@ class WeightQueue:
 
     def end_micro_batch(self) -> None:
         """End a micro-batch: the gradients queued since the last call are its own. An engine calls this."""
-        self._closed.append(self._open)
-        self._open = []
-        self.ended += 1
+        self._waiting.append([])
 
     def drain(self) -> int:
         """Form what waits, oldest first. Returns the number of gradients."""
-        before = self.formed
-        while self._closed:
-            self._form_all(self._closed.popleft())
-        self._form_all(self._open)
-        return self.formed - before
+        count = len(self)
+        for waiting in self._waiting:
+            self._form_all(waiting)
+        self._waiting = [[]]
+        return count
 
     def clear(self) -> int:
         """Drop what waits, of a step that failed or a backward that was only run to learn shapes."""
         dropped = len(self)
-        self._open, self.held, self.ended = [], 0, 0
-        self._closed.clear()
+        self._waiting, self.held = [[]], 0
         return dropped
 
     def dw_builder(self) -> Callable[[], None]:
@@ -152,7 +142,7 @@ class WeightQueue:
         `torch.distributed.pipelining`."""
         if self._gradients is None or self._scheduled:
             self.end_micro_batch()
-        mine = self._closed[-1] if self._closed else []
+        mine = self._waiting[-2] if len(self._waiting) > 1 else []
         return lambda: self._form_all(mine)
 
     def detach(self) -> None:
@@ -198,7 +188,6 @@ class WeightQueue:
             got = f"{list(value.shape)} {value.dtype} on {value.device}" if made else type(value).__name__
             do = "`form(dtype)` returns a tensor of the dtype that it is called with."
             raise ModelError(self._name(parameter), must, got=got, do=do)
-        self.formed += 1
         if parameter.grad is None:
             if late.place is None:
                 parameter.grad = value.clone()  # of a tensor that a caller's function may go on to use

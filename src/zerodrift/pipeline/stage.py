@@ -213,8 +213,6 @@ class Piece(nn.Module):
     @contextlib.contextmanager
     def backward(self, micro_batch: int) -> Iterator[None]:
         """Run a backward of a micro-batch, or the first part of one, inside the context."""
-        if self.queue is not None and self.queue.ended != micro_batch:
-            raise AssertionError(f"backward {micro_batch} after {self.queue.ended} others")
         scheduled = self.shared.scheduled
         with self.gathered(), self.shared.precision.backward(), scheduled.backward(self.number, micro_batch):
             yield
