@@ -39,7 +39,7 @@ from torch import Tensor
 
 from zerodrift.comm.fold import HalvingExchange, Sum, fold, halving_exchanges
 from zerodrift.comm.mesh import Axis, StartedCollective
-from zerodrift.comm.shared import SharedMemory
+from zerodrift.comm.shared import OwnMemory, SharedMemory
 from zerodrift.kernels import HostBuffers
 
 CHUNK = 2 << 20
@@ -64,7 +64,7 @@ class Pairs:
 
     def __init__(self, shared: SharedMemory | None) -> None:
         self._scratch = HostBuffers()
-        self._shared = shared
+        self._shared = shared or SharedMemory(OwnMemory(), {})
 
     def gather(self, turn: StartedCollective, out: Tensor, shard: Tensor) -> Callable[[], None]:
         """Receive every other rank's slice into its place in `out`."""
@@ -134,7 +134,7 @@ class Pairs:
             self._scratch.give(spare)
 
         for source in near:
-            post.borrow(own, source)
+            post.receive(own, source, IN_PLACE)
         for number in range(depth):
             receive(number)
         if all(values is own for values in outgoing):
@@ -181,8 +181,7 @@ class Pairs:
     def release(self) -> None:
         """Let the system have the memory that is kept between reductions."""
         self._scratch.rest()
-        if self._shared is not None:
-            self._shared.own.release()
+        self._shared.own.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,15 +194,12 @@ class _Message:
     """Its destination, or a tensor of its size if it is read in place; None for a message to others."""
     start: Tensor | None = None
     """Its place in shared memory, which gloo brings; None without shared memory."""
-    in_place: bool = False
 
 
 class Post:
     """The messages of one collective between this rank and the others of its axis."""
 
-    def __init__(
-        self, turn: StartedCollective, message: int, total: int, shared: SharedMemory | None
-    ) -> None:
+    def __init__(self, turn: StartedCollective, message: int, total: int, shared: SharedMemory) -> None:
         """Send `message` bytes at a time, `total` to each rank."""
         self._op, self.line = turn.op, turn.line
         digest = zlib.crc32(f"{turn.what} {message} {total}".encode()) % _TAGS
@@ -221,7 +217,7 @@ class Post:
         """Send the same to each of several ranks."""
         near = [rank for rank in to if _shares(self._shared, self.line, rank, tensor.nbytes)]
         start = NOT_SHARED
-        if near and self._shared is not None:
+        if near:
             with contextlib.suppress(OSError):
                 start = self._shared.own.write(tensor.view(-1), near, self.line.size)
         for rank in to:
@@ -235,16 +231,11 @@ class Post:
         self._posted.setdefault(batch, []).append(_Message(work, to))
 
     def receive(self, tensor: Tensor, source: int, batch: int = 0) -> None:
+        """Receive into a tensor; `IN_PLACE`, read a message like it in shared memory until `give_back`."""
         is_near = _shares(self._shared, self.line, source, tensor.nbytes)
         start = torch.tensor(NOT_SHARED) if is_near else None
         work = self._receive(tensor if start is None else start, source)
         self._posted.setdefault(batch, []).append(_Message(work, source, tensor, start))
-
-    def borrow(self, like: Tensor, source: int) -> None:
-        """Read a message of this size and dtype in shared memory, until `give_back`."""
-        start = torch.tensor(NOT_SHARED)
-        message = _Message(self._receive(start, source), source, like, start, in_place=True)
-        self._posted.setdefault(IN_PLACE, []).append(message)
 
     def _receive(self, tensor: Tensor, source: int) -> Any:
         places = {"group": self.line.group, "tag": self._tag, "group_src": source}
@@ -263,14 +254,14 @@ class Post:
             self._call(message.peer, message.work.wait)
             if message.into is not None:
                 start = NOT_SHARED if message.start is None else int(message.start)
-                yield message.peer, self._arrived(message, message.into, start)
+                yield message.peer, self._arrived(message, message.into, start, in_place=batch == IN_PLACE)
 
     @torch.no_grad()
-    def _arrived(self, message: _Message, into: Tensor, start: int) -> Tensor:
+    def _arrived(self, message: _Message, into: Tensor, start: int, *, in_place: bool) -> Tensor:
         if message.start is None:
             return into
-        if start == NOT_SHARED or self._shared is None:
-            into = torch.empty_like(into) if message.in_place else into
+        if start == NOT_SHARED:
+            into = torch.empty_like(into) if in_place else into
             self._call(message.peer, self._receive(into, message.peer).wait)
             return into
         memory = self._shared.peers[self.line.ranks[message.peer]]
@@ -278,7 +269,7 @@ class Post:
             values = memory.read(start, into.nbytes, self.line.size).view(into.dtype)
         except OSError as error:
             raise self.line.missing(self._op, error, message.peer) from error
-        if message.in_place:
+        if in_place:
             self._borrowed.append((message.peer, start))
             return values
         into.copy_(values.view(into.shape))
@@ -288,7 +279,6 @@ class Post:
     def give_back(self) -> None:
         """Tell the senders that borrowed messages are not read any more."""
         for peer, start in self._borrowed:
-            assert self._shared is not None
             self._shared.peers[self.line.ranks[peer]].done(start, self.line.rank)
         self._borrowed.clear()
 
@@ -298,6 +288,6 @@ class Post:
                 pass
 
 
-def _shares(shared: SharedMemory | None, line: Axis, rank: int, size: int) -> bool:
+def _shares(shared: SharedMemory, line: Axis, rank: int, size: int) -> bool:
     """Return whether messages of this size, to and from this rank, go through shared memory."""
-    return size >= LEAST and shared is not None and line.ranks[rank] in shared.peers
+    return size >= LEAST and line.ranks[rank] in shared.peers
