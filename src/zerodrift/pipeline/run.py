@@ -96,8 +96,6 @@ class PipelineExecutor(NativeExecutor):
         self._begun = False
         self._weights: tuple[float, ...] = ()
         """Weights of the running micro-batches; empty where all count 1."""
-        self._before: list[dict[str, torch.Tensor]] = []
-        """Buffers of each piece, for [Note: learning shapes] of `stage.py`."""
         self.actions: list[Action] = []
 
     def _attach(self) -> list[Any]:
@@ -206,9 +204,6 @@ class PipelineExecutor(NativeExecutor):
         for piece in self._pieces:
             piece.batches, piece.failed = batches, None
             piece.losses.clear()
-        if self._pieces[0].learning:
-            held = (piece.module.named_buffers() for piece in self._pieces)
-            self._before = [{name: buffer.clone() for name, buffer in buffers} for buffers in held]
         if self._units.all_step or self._pieces[0].learning:
             self._units.gather()
         self._draws.begin(seeds)
@@ -260,10 +255,7 @@ class PipelineExecutor(NativeExecutor):
         self._begun = True
         if self._pieces[0].learning:
             for piece in self._pieces:
-                piece.learning = False
-            for piece, saved in zip(self._pieces, self._before, strict=True):
-                piece.put_buffers(saved)
-            self._before = []
+                piece.end_learning()
             if not self._units.all_step:
                 self._units.release()
         for piece in self._pieces:
@@ -290,7 +282,7 @@ class PipelineExecutor(NativeExecutor):
         if known is not None:
             return known.schedule
         for piece in self._pieces:
-            piece.learning = True
+            piece.before = {name: buffer.clone() for name, buffer in piece.module.named_buffers()}
         stages = [Stage(piece, self._begin, self._record) for piece in self._pieces]
         if training:
             schedule = schedules.training(self._schedule, stages, len(batches), self._scaled)

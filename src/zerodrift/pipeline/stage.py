@@ -130,8 +130,8 @@ class Piece(nn.Module):
         """Queue of the weight gradients that the schedule defers; None where autograd keeps them."""
         self.batches: list[Any] = []
         self.losses: dict[int, torch.Tensor] = {}
-        self.learning = False
-        """Whether torch is about to learn shapes: parameters stay full for a backward without hooks."""
+        self.before: dict[str, torch.Tensor] | None = None
+        """Buffers from before torch learns shapes; None when it has."""
         self.failed: BaseException | None = None
         """Exception of a forward or a backward here: see [Note: whose error]."""
         self._agreed: dict[bool, Kinds] = {}
@@ -217,8 +217,14 @@ class Piece(nn.Module):
         with self.gathered(), self.shared.precision.backward(), scheduled.backward(self.number, micro_batch):
             yield
 
+    @property
+    def learning(self) -> bool:
+        """Whether torch is about to learn shapes: parameters stay full for a backward without hooks."""
+        return self.before is not None
+
     @torch.no_grad()
-    def put_buffers(self, saved: dict[str, torch.Tensor]) -> None:
+    def end_learning(self) -> None:
+        saved, self.before = self.before or {}, None
         for name, buffer in self.module.named_buffers():
             buffer.copy_(saved[name])
 

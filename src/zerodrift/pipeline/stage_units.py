@@ -21,7 +21,7 @@ import torch
 
 from zerodrift.comm import Collectives, Sum
 from zerodrift.engine import BEFORE_ALL, Gradients, LiveUnit, TrainedSegment, saved_views
-from zerodrift.plan import Plan, is_tied_across_ranks, pieces, reduce_order, units_of_piece
+from zerodrift.plan import Plan, is_tied_across_ranks, reduce_order, units_of_piece
 
 
 class StageUnits:
@@ -31,13 +31,8 @@ class StageUnits:
         self._part = part
         self._gradients = gradients
         live = dict(zip((unit.name for unit in part.units), units, strict=True))
-        count = pieces(part.policy.pipeline, part.mesh)
         mine = sorted({unit.stage for unit in part.units if unit.name} | {part.units[0].stage})
-        self._units = {
-            piece: [live[unit.name] for unit in units_of_piece(part, piece)]
-            for piece in range(count)
-            if piece in mine
-        }
+        self._units = {piece: [live[unit.name] for unit in units_of_piece(part, piece)] for piece in mine}
         self._uses = Counter(unit.number for held in self._units.values() for unit in held)
         """Unit -> how many of this rank's pieces use it; only the root has more than one."""
         self.all_step = part.policy.sharding.keep_gathered == "step"
