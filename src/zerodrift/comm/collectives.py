@@ -98,13 +98,14 @@ class Collectives:
         self.mesh = mesh
         carrier = carrier or ("shared" if mesh.device.type == "cpu" else "native")
         self.calls: Literal["pairs", "native"] = "native" if carrier == "native" else "pairs"
+        """The kind of calls that are made; with `shared`, messages between pairs."""
         self._logs: list[list[Recorded]] = []
         self._pairs = Pairs(mesh.shared if carrier == "shared" else None)
         self._native = NativeCalls(mesh)
         has_streams = mesh.asynchronous and self.calls != "pairs"
         self._gathers = CommunicationStream(mesh.device) if has_streams else None
         self._reductions = CommunicationStream(mesh.device) if has_streams else None
-        self._at = mesh.watch.at
+        self._at = mesh.at
         self._last: StartedCollective | None = None
 
     @contextlib.contextmanager

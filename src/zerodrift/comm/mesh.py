@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from zerodrift.comm.rendezvous import meet
 from zerodrift.comm.shared import SharedMemory, share
-from zerodrift.comm.watch import CollectiveLog, DeadlockWatch, ranks_text
+from zerodrift.comm.watch import CollectiveLog, CollectiveWait, DeadlockWatch, ranks_text
 from zerodrift.errors import MeshError, Problems, RankError, first_line
 from zerodrift.mesh import MeshShape
 
@@ -129,6 +129,10 @@ class Mesh:
         self.watch = DeadlockWatch(axes["world"].rank, list(trails.values()), created, device.type)
         weakref.finalize(self, self.watch.stop)
         self._unshare = weakref.finalize(self, shared.close) if shared is not None else None
+
+    def at(self, turn: StartedCollective) -> CollectiveWait:
+        """Return a context in which this rank is in a collective. A deadlock raises its error there."""
+        return self.watch.at(turn.what, turn.number, turn.line.ranks)
 
     @property
     def asynchronous(self) -> bool:

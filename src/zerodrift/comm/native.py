@@ -44,7 +44,7 @@ class NativeCalls:
         **kwargs: Any,
     ) -> Any:
         """Call a function of torch.distributed; its errors name `partner`, or all other ranks of the axis."""
-        with self._mesh.watch.at(turn):
+        with self._mesh.at(turn):
             try:
                 return function(*args, **kwargs)
             except RuntimeError as error:

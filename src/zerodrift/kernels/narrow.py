@@ -143,7 +143,6 @@ _ELEMENTS = (Element.E4M3, Element.E5M2, Element.E2M1, Element.INT8, Element.INT
 _RULES = ("exact", "floor", "ceil")
 _SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.uint8}
 """The dtypes of scales in memory, in the order of their numbers; e8m0 as bytes."""
-_COMPILED_BLOCKS = (32, 64, 128, 256)
 
 
 def _split(dtype: DType, numel: int, packed: Tensor) -> tuple[Format, Tensor, Tensor]:
@@ -161,7 +160,7 @@ def _execute(
     """Run the fast form; return False if neither compiled code nor a program takes these tensors."""
     if values.dtype not in native.TYPES or not (values.is_contiguous() and codes.is_contiguous()):
         return False
-    built = native.library() if values.device.type == "cpu" and form.block in _COMPILED_BLOCKS else None
+    built = native.library() if values.device.type == "cpu" else None
     if built is None and not (values.numel() and device.works(values.device)):
         return False
     words, threads = choices(form), torch.get_num_threads()

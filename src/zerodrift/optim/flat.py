@@ -27,15 +27,7 @@ from zerodrift.kernels import block_keys, parameter_key
 from zerodrift.optim import muon, schemes
 from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.muon import MuonHyper
-from zerodrift.optim.updater import (
-    Counters,
-    Owned,
-    Written,
-    empty_statistics,
-    no_callback,
-    refuse_calls,
-    scheme_of,
-)
+from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, refuse_calls
 from zerodrift.optim.updates import Hyper, Root, UpdateStep
 from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, MUON, SGD, Algorithm, algorithm_for
 from zerodrift.plan import Plan, Row
@@ -92,7 +84,7 @@ class FlatUpdater:
         count = self._moments = len(self._algorithm.kept(groups.param_groups))
         self._slices = {
             piece.number: schemes.allocate(
-                scheme_of(piece),
+                piece.scheme,
                 piece.storage,
                 1 if piece.number in self._matrices else count,
                 initial=piece.initial,

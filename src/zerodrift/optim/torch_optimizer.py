@@ -26,7 +26,7 @@ from zerodrift.errors import UnsupportedError, ZerodriftError, said
 from zerodrift.optim import schemes
 from zerodrift.optim.elementwise import WHOLE
 from zerodrift.optim.schemes import Scheme
-from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
+from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback
 from zerodrift.optim.updates import account
 from zerodrift.optimizers import ALGORITHMS, ELEMENTWISE, either
 from zerodrift.plan import Plan, Row
@@ -350,7 +350,7 @@ def state_owners(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Opti
 
 def _scheme(piece: Owned) -> Scheme:
     """Return the scheme of a shard; refuse one in which torch's classes would compute something else."""
-    scheme = scheme_of(piece)
+    scheme = piece.scheme
     if scheme.state is not State.FP32:
         must = "must be fp32 for an optimizer that rounds its moments itself"
         names = either(known.name for known in ELEMENTWISE)

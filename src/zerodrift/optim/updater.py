@@ -43,6 +43,10 @@ class Owned:
     part: int = 0
     """The number of its part, for rows in several parts (`Row.parts`)."""
 
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme(self.spec.columns.storage.dtype, self.update.master, self.update.state)
+
     def without_values(self) -> Owned:
         """Return the same piece without the first master, which it would keep alive."""
         return replace(self, initial=self.initial.new_empty(0))
@@ -50,11 +54,6 @@ class Owned:
     def span(self, row: Row) -> slice:
         """Return the part of `row` in this piece, as a slice of the piece; may be empty."""
         return row.within(self.start, self.storage.numel())
-
-
-def scheme_of(piece: Owned) -> Scheme:
-    """Return the columns that an update of a piece obeys."""
-    return Scheme(piece.spec.columns.storage.dtype, piece.update.master, piece.update.state)
 
 
 def empty_statistics(plan: Plan, owned: Sequence[Owned]) -> dict[int, torch.Tensor]:
