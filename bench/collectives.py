@@ -65,7 +65,7 @@ def candidates(comm: Collectives, numel: int, dtype: torch.dtype) -> Candidates:
         "gloo all_gather": lambda: dist.all_gather_into_tensor(out, shard, group=group),
         "all_gather": lambda: comm.all_gather(out, shard, "shard"),
         "gloo reduce_scatter": lambda: dist.reduce_scatter_tensor(reduced, full, group=group),
-        "reduce_scatter": lambda: comm.reduce_scatter(total, full, "shard", how),
+        "reduce_scatter": lambda: comm.start_reduce_scatter(total, full, "shard", how, ahead=False).wait(),
         "reduce_scatter, started": lambda: comm.start_reduce_scatter(total, full, "shard", how).wait(),
         "gloo all_reduce": lambda: dist.all_reduce(out, group=group),
         "all_reduce": lambda: comm.all_reduce(everywhere, full, "shard", how),

@@ -37,7 +37,7 @@ from zerodrift.kernels.build import find_compiler
 from zerodrift.kernels.squares import block_square_sums, digits, total
 from zerodrift.optim.fused import update
 from zerodrift.optim.schemes import Scheme, allocate
-from zerodrift.optim.updates import Hyper, Root, UpdateStep, moment_count, reference_update
+from zerodrift.optim.updates import Hyper, Root, UpdateStep, reference_update
 from zerodrift.optimizers import Algorithm
 from zerodrift.policy.decisions import Master, State
 
@@ -201,12 +201,11 @@ def ours(
     slow: bool = False,
 ) -> Case:
     def build(gradient: Tensor) -> Callable[[], object]:
-        scheme = Scheme(storage, master, state)
         blocks = gradient.numel() // BLOCK
         mine = allocate(
-            scheme,
+            Scheme(storage, master, state),
             gradient.to(storage.torch, copy=True),
-            moment_count(algorithm, (HYPER,)),
+            len(algorithm.moments),
             groups=torch.zeros(blocks, dtype=torch.int32, device=gradient.device),
             keys=block_keys(parameter_key("weight"), 0, blocks, gradient.device),
         )
@@ -217,7 +216,7 @@ def ours(
             factor = 0.5
             if clip:
                 factor = min(1.0, 1.0 / (total(digits(block_square_sums(given))) ** 0.5 + 1e-6))
-            path(scheme, mine, given, UpdateStep(algorithm, (HYPER,), 10, factor, root))
+            path(mine, given, UpdateStep(algorithm, (HYPER,), 10, factor, root))
 
         return step
 

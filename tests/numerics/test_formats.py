@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple
 from pathlib import Path
 from typing import Literal
 
@@ -129,7 +128,7 @@ def test_plain_loops_equal_the_definition(tmp_path: Path, monkeypatch: pytest.Mo
     compiler = build.find_compiler()
     if compiler is None:
         pytest.skip("no C++ compiler on this machine")
-    plain = build.native_flags(astuple(contraction()))[-1]
+    plain = build.native_flags(contraction())[-1]
     build.compile_library(compiler, [(*plain, "-O1")], tmp_path / "plain.so")
     library = native.Library(tmp_path / "plain.so", "")
     monkeypatch.setattr(native, "library", lambda: library)

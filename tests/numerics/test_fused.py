@@ -6,7 +6,7 @@ import copy
 import itertools
 import platform
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,21 +94,21 @@ def assert_equal(one: SliceTensors, other: SliceTensors, what: str = "") -> None
 
 # --- work of a slice, for the kernels here and the programs in `tests/gpu` ------------------------------
 
-Work = tuple[Scheme, SliceTensors, list[Tensor], list[UpdateStep]]
+Work = tuple[SliceTensors, list[Tensor], list[UpdateStep]]
 """A slice with the gradients of some steps."""
 
 
 def usual(scheme: Scheme, algorithm: Algorithm, dtype: torch.dtype, root: Root = Root.EXACT) -> Work:
     steps = [step_of(algorithm, number, root) for number in (1, 2)]
     gradients = [gradient_of(NUMEL, number, dtype) for number in (1, 2)]
-    return scheme, make(scheme, moments_of(algorithm)), gradients, steps
+    return make(scheme, moments_of(algorithm)), gradients, steps
 
 
 def without_moments(state: State) -> Work:
     """SGD without momentum and with `8bit` in its `state` column once read scales at address 0."""
     scheme = Scheme(DType.BF16, Master.SPLIT, state)
     step = UpdateStep(optimizers.SGD, (Hyper(1e-2, weight_decay=0.1),), 1, 0.5)
-    return scheme, make(scheme, 0, groups=False), [gradient_of(NUMEL, 1)], [step]
+    return make(scheme, 0, groups=False), [gradient_of(NUMEL, 1)], [step]
 
 
 def special(scheme: Scheme, algorithm: Algorithm) -> Work:
@@ -119,7 +119,7 @@ def special(scheme: Scheme, algorithm: Algorithm) -> Work:
     of = allocate(scheme, storage, moments_of(algorithm), initial=weight, keys=keys)
     hypers = [Hyper(1e-2, number, weight_decay=0.1, momentum=0.9) for number in (1, 2)]
     steps = [UpdateStep(algorithm, (hyper,), number) for number, hyper in enumerate(hypers, 1)]
-    return scheme, of, [gradient, gradient], steps
+    return of, [gradient, gradient], steps
 
 
 LENGTHS = (1, 7, 255, 256, 257, 1000)
@@ -129,18 +129,16 @@ def of_length(numel: int, state: State, dtype: torch.dtype) -> Work:
     """Return a slice and a gradient whose addresses are multiples of nothing."""
     scheme, storage = Scheme(DType.BF16, Master.SPLIT, state), torch.randn(numel + 1, generator=generator())
     of = allocate(scheme, storage.bfloat16()[1:], 2, keys=block_keys(9, 0, -(-numel // 256)))
-    return scheme, of, [gradient_of(numel + 3, 1, dtype)[3:]], [step_of(optimizers.ADAMW, 1)]
+    return of, [gradient_of(numel + 3, 1, dtype)[3:]], [step_of(optimizers.ADAMW, 1)]
 
 
-def require_reference(
-    scheme: Scheme, one: SliceTensors, gradients: list[Tensor], steps: list[UpdateStep]
-) -> None:
+def require_reference(one: SliceTensors, gradients: list[Tensor], steps: list[UpdateStep]) -> None:
     """Compare each step of the compiled path with the definition."""
     other = copy.deepcopy(one)
     for gradient, step in zip(gradients, steps, strict=True):
-        reference_update(scheme, one, gradient, step)
-        fused.update(scheme, other, gradient, step)
-        assert_equal(one, other, f"{scheme} {gradient.dtype} {step.algorithm} step {step.number}")
+        reference_update(one, gradient, step)
+        fused.update(other, gradient, step)
+        assert_equal(one, other, f"{one.scheme} {gradient.dtype} {step.algorithm} step {step.number}")
 
 
 # --- the compiled path ----------------------------------------------------------------------------------
@@ -169,15 +167,15 @@ def test_any_length_and_alignment_and_no_moments(state: State) -> None:
 @pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=str)
 def test_statistics_equal_the_reference_and_change_nothing(algorithm: Algorithm) -> None:
     for storage, master in MASTERS:
-        scheme, one, gradients, steps = usual(
+        one, gradients, steps = usual(
             Scheme(storage, master, State.BF16_STOCHASTIC), algorithm, torch.float32
         )
         other, silent = copy.deepcopy(one), copy.deepcopy(one)
         mine, theirs = room_for_statistics(BLOCKS), room_for_statistics(BLOCKS)
         for gradient, step in zip(gradients, steps, strict=True):
-            reference_update(scheme, one, gradient, step, theirs)
-            fused.update(scheme, other, gradient, step, mine)
-            fused.update(scheme, silent, gradient, step)
+            reference_update(one, gradient, step, theirs)
+            fused.update(other, gradient, step, mine)
+            fused.update(silent, gradient, step)
             assert torch.equal(mine, theirs)
             assert_equal(one, other)
             assert_equal(other, silent)
@@ -199,7 +197,7 @@ def test_codes_around_the_bounds_of_decades_and_binades(
         compiler = build.find_compiler()
         if compiler is None or not level.needs <= native._features():
             pytest.skip("no C++ compiler, or another processor")
-        same = replace(level, contraction=astuple(contraction()))
+        same = replace(level, contraction=contraction())
         monkeypatch.setitem(build.VARIANTS, platform.machine(), (same,))
         made = native.Library(next(build.compile_variants(compiler, tmp_path)), "")
         monkeypatch.setattr(native, "library", lambda: made)
@@ -217,7 +215,7 @@ def test_codes_around_the_bounds_of_decades_and_binades(
         one = allocate(scheme, torch.zeros(values.numel()), moments_of(algorithm), keys=keys)
         for number in range(1, 9):
             step = UpdateStep(algorithm, (Hyper(1e-3, 1, (0.9, 0.0), momentum=0.9),), number)
-            require_reference(scheme, one, [gradient], [step])
+            require_reference(one, [gradient], [step])
             assert one.moments[-1].unique().numel() > 30 and (one.scales[-1] == 1).all()
 
 
@@ -231,7 +229,7 @@ def test_8bit_blocks_without_an_ordinary_scale() -> None:
     for algorithm in ELEMENTWISE:
         one = allocate(scheme, torch.zeros(gradient.numel()), moments_of(algorithm), keys=keys)
         steps = [UpdateStep(algorithm, (Hyper(1e-3, number, momentum=0.9),), number) for number in (1, 2, 3)]
-        require_reference(scheme, one, [gradient.flatten()] * 3, steps)
+        require_reference(one, [gradient.flatten()] * 3, steps)
         assert one.moments[0].view(-1, 256)[4].unique().numel() > 30
 
 
@@ -250,7 +248,7 @@ def test_large_slices_equal_the_reference(storage: DType, master: Master, shift:
         for path in (reference_update, fused.update):
             held = torch.zeros(numel + shift, dtype=storage.torch)[shift:]
             mine = allocate(scheme, held, 2, initial=weights.clone())
-            path(scheme, mine, gradient, UpdateStep(optimizers.ADAMW, (Hyper(1e-2, 1),), 1, 0.37))
+            path(mine, gradient, UpdateStep(optimizers.ADAMW, (Hyper(1e-2, 1),), 1, 0.37))
             made.append(mine)
     finally:
         torch.set_num_threads(before)
@@ -267,8 +265,8 @@ def test_slices_do_not_change_bits(path: Callable[..., None], state: State) -> N
     pieces = [fused._blocks(copy.deepcopy(whole), *span) for span in spans]
     for number in (1, 2, 3):
         gradient, step = gradient_of(NUMEL, number), step_of(optimizers.ADAMW, number)
-        path(scheme, whole, gradient, step)
+        path(whole, gradient, step)
         for piece, (start, end) in zip(pieces, spans, strict=True):
-            path(scheme, piece, gradient[256 * start : 256 * end], step)
+            path(piece, gradient[256 * start : 256 * end], step)
     for piece, span in zip(pieces, spans, strict=True):
         assert_equal(fused._blocks(whole, *span), piece)

@@ -14,7 +14,7 @@ from tests.numerics.networks import GPT, WIDTH, Attention
 from tests.numerics.pieces import Values, flat, gathered, owned
 from tests.numerics.runs import config
 from zerodrift.api import make_plan
-from zerodrift.optim import muon
+from zerodrift.optim import learning_rates, muon
 from zerodrift.optim.muon import MuonHyper
 from zerodrift.optim.offload import make_updater
 from zerodrift.plan.table import Plan
@@ -204,7 +204,7 @@ def test_deepspeeds_keys_reach_the_groups() -> None:
     def groups(**params: Any) -> list[dict[str, Any]]:
         plan = make_plan({"optimizer": {"type": "Muon", "params": params}}, network())
         updater = make_updater(plan, owned(plan, initial(plan), 0), None, {})
-        assert updater.learning_rates() == tuple(group["lr"] for group in updater.groups.param_groups)
+        assert learning_rates(updater) == tuple(group["lr"] for group in updater.groups.param_groups)
         return updater.groups.param_groups
 
     first, second = groups(

@@ -210,7 +210,7 @@ def test_a_plain_loop_that_sums_by_the_tree_has_the_same_bits(world: int, total:
         engine = Cell(stage, when, model=model, total=total, rest=MOMENTUM).engine()
         engine.seed = 5
         if not engine.mesh.asynchronous:  # a device has one carrier
-            engine.comm.carrier = carrier
+            engine.comm.calls = carrier
         collectives.HALVING = dict.fromkeys(collectives.HALVING, halving)
         for step in range(STEPS):
             numbers = engine.micro_batches_of_this_rank()

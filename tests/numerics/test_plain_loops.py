@@ -23,6 +23,7 @@ from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels.narrow import round_trip
+from zerodrift.optim import learning_rates
 from zerodrift.optim.rounding import round_away
 
 STEPS = 6
@@ -77,7 +78,7 @@ def engine_of(
 def run_engine(engine: Engine, steps: int = STEPS, micro_batches: int = 1) -> Run:
     """Train, and keep the learning rates of each step in the place of norms."""
     rates: list[Any] = []
-    engine.before_update = lambda: rates.append(tuple(engine.updater.learning_rates()))
+    engine.before_update = lambda: rates.append(tuple(learning_rates(engine.updater)))
     run = train(engine, steps, micro_batches)
     names = [name for name, _ in engine.module.named_parameters()]
     run.weights = {name: run.weights[name] for name in names}

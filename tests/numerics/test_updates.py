@@ -15,7 +15,7 @@ from torch import Tensor
 from zerodrift import optimizers
 from zerodrift.dtypes import DType
 from zerodrift.optim.schemes import Scheme, allocate
-from zerodrift.optim.updates import Hyper, Root, UpdateStep, moment_count, reference_update
+from zerodrift.optim.updates import Hyper, Root, UpdateStep, reference_update
 from zerodrift.optimizers import Algorithm
 from zerodrift.policy.decisions import Master, State
 
@@ -62,7 +62,7 @@ def differences(case: Case, numel: int, root: Root, **kind: bool) -> dict[str, T
     start = torch.randn(numel, generator=torch.Generator().manual_seed(3))
     parameter = torch.nn.Parameter(start.clone())
     plain = case.torch([parameter], lr=1.0, **case.numbers, **kind)  # type: ignore[call-arg]
-    count = moment_count(case.algorithm, (Hyper(1.0, **case.numbers),))
+    count = len(case.algorithm.kept([case.numbers]))
     mine = allocate(PLAIN, start.clone(), count)
     for number, gradient in enumerate(gradients(numel, 12), 1):
         rate = 1e-2 / number
@@ -70,7 +70,7 @@ def differences(case: Case, numel: int, root: Root, **kind: bool) -> dict[str, T
         parameter.grad = gradient.clone()
         plain.step()
         hyper = Hyper(rate, number, **case.numbers)
-        reference_update(PLAIN, mine, gradient, UpdateStep(case.algorithm, (hyper,), number, root=root))
+        reference_update(mine, gradient, UpdateStep(case.algorithm, (hyper,), number, root=root))
     theirs = [parameter.detach()]
     theirs += [value for value in plain.state[parameter].values() if value is not None and value.dim() == 1]
     names = ["weight", "first", "second"]
@@ -104,7 +104,7 @@ def test_lion_is_its_formula() -> None:
     weight, mean = weight.double(), torch.zeros(numel, dtype=torch.float64)
     for number, gradient in enumerate(gradients(numel, 10), 1):
         hyper = Hyper(rate, number, (beta1, beta2), weight_decay=decay)
-        reference_update(PLAIN, mine, gradient, UpdateStep(optimizers.LION, (hyper,), number))
+        reference_update(mine, gradient, UpdateStep(optimizers.LION, (hyper,), number))
         wide = gradient.double()
         weight = weight * (1 - rate * decay) - rate * (beta1 * mean + (1 - beta1) * wide).sign()
         mean = beta2 * mean + (1 - beta2) * wide
@@ -121,10 +121,10 @@ def test_groups_are_as_if_alone() -> None:
     gradient = gradients(256 * blocks, 1)[0]
     step = UpdateStep(optimizers.ADAMW, hypers, 1)
     together = allocate(PLAIN, start.clone(), 2, groups=groups)
-    reference_update(PLAIN, together, gradient, step)
+    reference_update(together, gradient, step)
     for number, hyper in enumerate(hypers):
         where = (groups == number).repeat_interleave(256)
         alone = allocate(PLAIN, start[where].clone(), 2)
-        reference_update(PLAIN, alone, gradient[where].clone(), replace(step, hypers=(hyper,)))
+        reference_update(alone, gradient[where].clone(), replace(step, hypers=(hyper,)))
         assert torch.equal(together.storage[where], alone.storage)
         assert torch.equal(together.moments[1][where], alone.moments[1])

@@ -204,7 +204,8 @@ def rows_between(carrier: Carrier) -> list[str]:
         going, coming = [count(rank, to) for to in range(size)], [count(peer, rank) for peer in range(size)]
         with comm.record() as log:
             given = torch.cat([rows(rank, to) for to in range(size)])
-            found = comm.all_to_all(given, going, coming, "shard")
+            found, under_way = comm.start_all_to_all(given, going, coming, "shard")
+            under_way.wait()
         if not same_bits(found, torch.cat([rows(source, rank) for source in range(size)])):
             wrong.append(f"case {case} {dtype}")
         calls = [(call.op, call.numel, call.axis, call.sum) for call in log]
@@ -233,7 +234,8 @@ def test_every_carrier_brings_every_bit(
 
 def reduced(comm: Collectives, numel: int, how: Sum) -> None:
     size = comm.mesh.size("shard")
-    comm.reduce_scatter(torch.empty(numel), torch.ones(size * numel), "shard", how)
+    full = torch.ones(size * numel)
+    comm.start_reduce_scatter(torch.empty(numel), full, "shard", how, ahead=False).wait()
 
 
 def halved(comm: Collectives) -> None:

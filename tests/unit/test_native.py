@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from zerodrift.kernels import build, native
-from zerodrift.kernels.native import Contraction
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +152,6 @@ def test_a_carried_library_is_the_best_that_suits(
         shutil.copy(built, path)
         build.checksum_file(path).write_text("" if variant.name == damaged else build.checksum(path))
     monkeypatch.setattr(native, "_features", lambda: features)
-    monkeypatch.setattr(native, "contraction", lambda: Contraction(*[contracts] * 3))
+    monkeypatch.setattr(native, "contraction", lambda: build.Contraction(*[contracts] * 3))
     found = native.carried(tmp_path, variants)
     assert (found and found.origin) == (loaded and f"carried by the wheel for {loaded}")

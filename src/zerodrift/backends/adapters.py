@@ -212,7 +212,7 @@ def sum_over_shards(
         full.div_(before)
     how = Sum(reduce.sum.torch, order=reduce.order)
     with collectives.issue() as comm:
-        comm.reduce_scatter(out, full.to(reduce.wire.torch), "shard", how)
+        comm.start_reduce_scatter(out, full.to(reduce.wire.torch), "shard", how, ahead=False).wait()
 
 
 @torch.no_grad()

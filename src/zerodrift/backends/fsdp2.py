@@ -43,6 +43,7 @@ from zerodrift.engine import (
     refuse_wrapper,
 )
 from zerodrift.errors import ModelError, UnsupportedError
+from zerodrift.optim import learning_rates
 from zerodrift.plan import Plan
 from zerodrift.report import UpdateReport
 
@@ -125,8 +126,7 @@ class FullyShardExecutor(Executor):
         gradients = [(member, member.gradient()) for member in self._trained]
         counted = [gradient for member, gradient in gradients if member.counts(self.comm.mesh)]
         order, self.backwards.checksum = self.backwards.checksum, 0
-        rates = () if self.updater is None else self.updater.learning_rates()
-        agreement = RankAgreement(order, rates=rates)
+        agreement = RankAgreement(order, rates=learning_rates(self.updater))
         return global_norm(counted, self.comm, self._progress.unscale, agreement)
 
     def reduced(self) -> Iterator[tuple[Sequence[Span], torch.Tensor]]:

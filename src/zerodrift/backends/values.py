@@ -307,9 +307,6 @@ class TensorUpdater:
         self.kind = type(self.groups).__name__ if ours is None else ours[0].kind
         self._steps = 0
 
-    def learning_rates(self) -> tuple[float, ...]:
-        return tuple(float(group["lr"]) for group in self.groups.param_groups)
-
     @torch.no_grad()
     def step(self, multiplier: float) -> None:
         """Step; every parameter without a gradient gets one of zero, as on the native backend."""

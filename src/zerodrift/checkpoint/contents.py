@@ -31,7 +31,7 @@ from zerodrift.engine import MOMENTS, Digest, Engine, Shards, Span
 from zerodrift.errors import CheckpointError
 from zerodrift.kernels import PackedRun, narrow
 from zerodrift.model import non_persistent_buffers
-from zerodrift.optim import SCHEDULES, Counters
+from zerodrift.optim import SCHEDULES, Counters, learning_rates
 from zerodrift.versions import __version__
 
 VERSIONS = (("zerodrift", __version__), ("torch", torch.__version__))
@@ -120,7 +120,7 @@ def head(
         optimizer="" if updater is None else updater.kind,
         schedule=schedule_name(engine),
         loss_scale=engine.scaler.scale,
-        lr=() if updater is None else updater.learning_rates(),
+        lr=learning_rates(updater),
         ranks=plan.mesh.world,
         parameters=len(rows),
         elements=sum(row.whole_numel for row in rows),

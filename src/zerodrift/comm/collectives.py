@@ -24,12 +24,13 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zerodrift.comm.fold import Sum, fold
-from zerodrift.comm.mesh import Axis, AxisName, Mesh
+from zerodrift.comm.mesh import Axis, AxisName, Mesh, StartedCollective
 from zerodrift.comm.native import CommunicationStream, NativeCalls
 from zerodrift.comm.pairs import Pairs
-from zerodrift.comm.watch import EVERYWHERE, StartedCollective
+from zerodrift.comm.watch import EVERYWHERE
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import RankError
 
@@ -95,14 +96,16 @@ class Collectives:
 
     def __init__(self, mesh: Mesh, carrier: Carrier | None = None) -> None:
         self.mesh = mesh
-        self.carrier: Carrier = carrier or ("shared" if mesh.device.type == "cpu" else "native")
+        carrier = carrier or ("shared" if mesh.device.type == "cpu" else "native")
+        self.calls: Literal["pairs", "native"] = "native" if carrier == "native" else "pairs"
+        """The kind of calls that are made; with `shared`, messages between pairs."""
         self._logs: list[list[Recorded]] = []
-        self._pairs = Pairs(mesh.shared if self.carrier == "shared" else None)
+        self._pairs = Pairs(mesh.shared if carrier == "shared" else None)
         self._native = NativeCalls(mesh)
-        has_streams = mesh.asynchronous and self._calls != "pairs"
+        has_streams = mesh.asynchronous and self.calls != "pairs"
         self._gathers = CommunicationStream(mesh.device) if has_streams else None
         self._reductions = CommunicationStream(mesh.device) if has_streams else None
-        self._at = mesh.watch.at
+        self._at = mesh.at
         self._last: StartedCollective | None = None
 
     @contextlib.contextmanager
@@ -115,22 +118,16 @@ class Collectives:
         finally:
             self._logs = [kept for kept in self._logs if kept is not log]
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, axis: AxisName, of: str = "") -> None:
+    def all_gather(self, out: Tensor, shard: Tensor, axis: AxisName, of: str = "") -> None:
         """Gather every rank's slice, in rank order, into the flat buffer `out`."""
         self.start_all_gather(out, shard, axis, of).wait()
 
     def start_all_gather(
-        self,
-        out: torch.Tensor,
-        shard: torch.Tensor,
-        axis: AxisName,
-        of: str = "",
-        note: Recorded | None = None,
+        self, out: Tensor, shard: Tensor, axis: AxisName, of: str = "", note: Recorded | None = None
     ) -> Handle:
         """Start an all-gather. `shard` may be its own place in `out`; slices travel in the dtype of `out`.
         `note` is recorded instead, of bytes that hold something else."""
         line = self.mesh.axis(axis)
-        _check_slices(out, shard, line)
         self._note("all_gather", out, axis, None, note)
         if line.group is None or not out.numel():
             _copy(line.slice(out, line.rank), shard)
@@ -138,35 +135,25 @@ class Collectives:
         turn = self._turn("all_gather", line, of)
         if self._gathers is not None:
             with self._gathers.current():
-                self._native.gather(turn, line, out, _cast(shard, out, line))()
+                self._native.gather(turn, out, _cast(shard, out, line))()
             return Handle(self._gathers.wait_for_work(out, shard))
         shard = _cast(shard, out, line)
-        if self._calls == "native":
-            return Handle(self._native.gather(turn, line, out, shard))
+        if self.calls == "native":
+            return Handle(self._native.gather(turn, out, shard))
         with self._at(turn):
-            finish = self._pairs.gather(turn, line, out, shard)
+            finish = self._pairs.gather(turn, out, shard)
         _copy(line.slice(out, line.rank), shard)  # while the messages travel
         return self._handle(turn, finish)
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum) -> None:
-        """Write this rank's slice of the sum of every rank's `full` into `out`.
+    def start_reduce_scatter(
+        self, out: Tensor, full: Tensor, axis: AxisName, how: Sum, of: str = "", *, ahead: bool = True
+    ) -> Handle:
+        """Start to write this rank's slice of the sum of every rank's `full` into `out`.
 
         Values travel in the dtype of `full`, are summed as `how` says, and are converted once to the dtype of
-        `out`, which may be this rank's slice of `full`.
+        `out`, which may be this rank's slice of `full`. `ahead` gives the other ranks' slices memory of their
+        own until `wait`.
         """
-        self.start_reduce_scatter(out, full, axis, how, ahead=False).wait()
-
-    def start_reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        axis: AxisName,
-        how: Sum,
-        of: str = "",
-        *,
-        ahead: bool = True,
-    ) -> Handle:
-        """Start a reduce-scatter. `ahead` gives the other ranks' slices memory of their own until `wait`."""
         if self._reductions is None or self.mesh.group(axis) is None:
             return self._reduce_scatter(out, full, axis, how, of, ahead=ahead)
         with self._reductions.current():
@@ -174,60 +161,53 @@ class Collectives:
         return Handle(self._reductions.wait_for_work(out, full))
 
     def _reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum, of: str, *, ahead: bool
+        self, out: Tensor, full: Tensor, axis: AxisName, how: Sum, of: str, *, ahead: bool
     ) -> Handle:
         line = self.mesh.axis(axis)
-        _check_slices(full, out, line)
-        _check_sum(full, how)
         self._note("reduce_scatter", full, axis, how.dtype)
         if line.group is None or not full.numel():
             fold(out, [full], how)
             return Handle()
         turn = self._turn("reduce_scatter", line, of)
         # Halves are faster between many ranks, and round nothing on the way.
-        halves = line.size >= HALVING[self._calls] and not line.size & (line.size - 1)
+        halves = line.size >= HALVING[self.calls] and not line.size & (line.size - 1)
         halves = halves and how.order == "tree" and full.dtype is how.dtype
-        if halves and self._calls == "native":
-            self._native.halve(turn, line, out, full, how)
+        if halves and self.calls == "native":
+            self._native.halve(turn, out, full, how)
             return Handle()
         if halves:
             with self._at(turn):
-                return self._handle(turn, self._pairs.halve(turn, line, out, full, how))
-        if self._calls == "pairs" and line.size < AT_ONCE:
+                return self._handle(turn, self._pairs.halve(turn, out, full, how))
+        if self.calls == "pairs" and line.size < AT_ONCE:
             slices = [line.slice(full, rank) for rank in range(line.size)]
             with self._at(turn):
-                finish = self._pairs.sum(turn, line, out, slices, how, ahead=ahead)
+                finish = self._pairs.sum(turn, out, slices, how, ahead=ahead)
             return self._handle(turn, finish)
-        if how.order == "native" and self._calls != "native":
+        if how.order == "native" and self.calls != "native":
             how = replace(how, order="rank")
-        return Handle(self._native.sum(turn, line, out, full, how))
+        return Handle(self._native.sum(turn, out, full, how))
 
-    def all_reduce(
-        self, out: torch.Tensor, values: torch.Tensor, axis: AxisName, how: Sum, of: str = ""
-    ) -> None:
+    def all_reduce(self, out: Tensor, values: Tensor, axis: AxisName, how: Sum, of: str = "") -> None:
         """Write the sum of every rank's `values` into every rank's `out`, which may be `values` itself.
 
         Values are summed and converted as in a reduce-scatter. On CUDA the stream waits, not the host.
         """
         line = self.mesh.axis(axis)
-        _check_sum(values, how)
-        if out.numel() != values.numel() or how.add:
-            raise AssertionError(f"an all-reduce of {values.numel()} elements into {out.numel()}, {how}")
         self._note("all_reduce", values, axis, how.dtype)
         if line.group is None or not values.numel():
             fold(out, [values], how)
-        elif how == Sum(torch.int64) and out.dtype is how.dtype and line.size > FEW[self._calls]:
+        elif how == Sum(torch.int64) and out.dtype is how.dtype and line.size > FEW[self.calls]:
             out.copy_(values)
             turn = self._turn("all_reduce", line, of)
-            self._native.call(turn, line, dist.all_reduce, out, group=line.group)
+            self._native.call(turn, dist.all_reduce, out, group=line.group)
         elif values.nbytes <= DIRECT or line.size == 2 or values.numel() % line.size:
             # Everything goes to all ranks, each of which forms the whole sum.
             turn = self._turn("all_reduce", line, of)
-            if self._calls == "native" or line.size >= AT_ONCE:
-                self._native.sum_whole(turn, line, out, values, how)
+            if self.calls == "native" or line.size >= AT_ONCE:
+                self._native.sum_whole(turn, out, values, how)
                 return
             with self._at(turn):
-                self._pairs.sum(turn, line, out, [values] * line.size, how, ahead=False)()
+                self._pairs.sum(turn, out, [values] * line.size, how, ahead=False)()
         else:
             mine = line.slice(out, line.rank)
             logs, self._logs = self._logs, []  # the parts of one operation are not recorded
@@ -237,21 +217,21 @@ class Collectives:
             finally:
                 self._logs = logs
 
-    def all_reduce_sum(self, tensor: torch.Tensor, axis: AxisName, of: str = "") -> torch.Tensor:
+    def all_reduce_sum(self, tensor: Tensor, axis: AxisName, of: str = "") -> Tensor:
         """Return the sum over ranks of a small tensor, such as a flag or part of a norm, in its own dtype."""
         values = tensor.detach().reshape(-1).contiguous()
         total = torch.empty_like(values)
         self.all_reduce(total, values, axis, Sum(tensor.dtype), of)
         return total.view(tensor.shape)
 
-    def read(self, tensor: torch.Tensor) -> list[Any]:
+    def read(self, tensor: Tensor) -> list[Any]:
         """Return the values of a tensor on the host, after all collectives that were started before."""
         if self._last is None:
             return list(tensor.tolist())
         with self._at(self._last):
             return list(tensor.tolist())
 
-    def broadcast(self, tensor: torch.Tensor, source: int, axis: AxisName) -> None:
+    def broadcast(self, tensor: Tensor, source: int, axis: AxisName) -> None:
         """Overwrite `tensor`, of any contiguous shape, with that of rank `source` of the axis."""
         line = self.mesh.axis(axis)
         flat = tensor.detach().view(-1)
@@ -259,44 +239,34 @@ class Collectives:
         if line.group is not None and flat.numel():
             data = flat.view(torch.uint8)  # no backend knows every dtype
             turn = self._turn("broadcast", line, "")
-            self._native.call(turn, line, dist.broadcast, data, group=line.group, group_src=source)
-
-    def all_to_all(
-        self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: AxisName
-    ) -> torch.Tensor:
-        """Send the first `send[0]` of `rows` to rank 0 of the axis, and so on; return the rows that arrive.
-
-        `receive` has the number of rows that arrive from each rank. Recorded with the elements that this rank
-        sends. Shape [rows, width].
-        """
-        arrived, under_way = self.start_all_to_all(rows, send, receive, axis)
-        under_way.wait()
-        return arrived
+            self._native.call(turn, dist.broadcast, data, group=line.group, group_src=source)
 
     def start_all_to_all(
         self,
-        rows: torch.Tensor,
+        rows: Tensor,
         send: Sequence[int],
         receive: Sequence[int],
         axis: AxisName,
         of: str = "",
         note: Recorded | None = None,
-    ) -> tuple[torch.Tensor, Handle]:
-        """Start an all-to-all. The rows have arrived when the handle has been waited for. `note` is recorded
-        instead, of rows that are parts of something else."""
+    ) -> tuple[Tensor, Handle]:
+        """Start to send the first `send[0]` of `rows` to rank 0 of the axis, and so on; return the rows that
+        have arrived when the handle has been waited for.
+
+        `receive` has the number of rows that arrive from each rank. Recorded with the elements that this rank
+        sends; `note` is recorded instead, of rows that are parts of something else. Shape [rows, width].
+        """
         line = self.mesh.axis(axis)
-        if rows.dim() != 2 or not rows.is_contiguous() or rows.shape[0] != sum(send):
-            raise AssertionError(f"rows {tuple(rows.shape)} for {list(send)}")
         self._note("all_to_all", rows, axis, None, note)
         if line.group is None:
             return rows.clone(), Handle()
         arrived = rows.new_empty(sum(receive), rows.shape[1])
         turn = self._turn("all_to_all", line, of)
-        if self._calls == "native":
-            return arrived, Handle(self._native.swap(turn, line, arrived, rows, receive, send))
+        if self.calls == "native":
+            return arrived, Handle(self._native.swap(turn, arrived, rows, receive, send))
         outgoing, incoming = rows.split(list(send)), arrived.split(list(receive))
         with self._at(turn):
-            return arrived, self._handle(turn, self._pairs.swap(turn, line, incoming, outgoing))
+            return arrived, self._handle(turn, self._pairs.swap(turn, incoming, outgoing))
 
     def all_gather_object(self, value: T, axis: AxisName = "world") -> list[T]:
         """Return every rank's small Python value, in rank order. Pickled; not recorded."""
@@ -306,9 +276,9 @@ class Collectives:
         values: list[Any] = [None] * line.size
         turn = self._turn("all_gather_object", line, "")
         numbered = (turn.number, value)
-        if line.size > SEVERAL and self._all_have(pickle.dumps(numbered), turn, line):
+        if line.size > SEVERAL and self._all_have(pickle.dumps(numbered), turn):
             return [value] * line.size
-        self._native.call(turn, line, dist.all_gather_object, values, numbered, group=line.group)
+        self._native.call(turn, dist.all_gather_object, values, numbered, group=line.group)
         if len({number for number, _ in values}) > 1:
             counts = (f"rank {rank} {count}" for rank, (count, _) in zip(line.ranks, values, strict=True))
             got = f"ranks of axis `{axis}` that have made different numbers of them: {', '.join(counts)}"
@@ -317,17 +287,17 @@ class Collectives:
             )
         return [value for _, value in values]
 
-    def _all_have(self, text: bytes, turn: StartedCollective, line: Axis) -> bool:
+    def _all_have(self, text: bytes, turn: StartedCollective) -> bool:
         """Return whether every rank has this text, by 126 bits of a hash; the same answer on every rank."""
         words = torch.tensor([word >> 1 for word in struct.unpack("<QQ", hashlib.sha256(text).digest()[:16])])
         both = torch.cat([words, -words]).to(self.mesh.device)
 
         def is_same() -> bool:
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=line.group)
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=turn.line.group)
             most, least = both.tolist()[:2], both.neg().tolist()[2:]
             return bool(most == least)
 
-        return bool(self._native.call(turn, line, is_same))
+        return bool(self._native.call(turn, is_same))
 
     def gather_object(self, value: T, axis: AxisName = "world") -> list[T]:
         """Return every rank's Python value on rank 0, in rank order, and [] elsewhere. Not recorded."""
@@ -336,7 +306,7 @@ class Collectives:
             return [value]
         values: list[Any] | None = [None] * line.size if line.rank == 0 else None
         turn = self._turn("gather_object", line, "")
-        self._native.call(turn, line, dist.gather_object, value, values, group=line.group, group_dst=0)
+        self._native.call(turn, dist.gather_object, value, values, group=line.group, group_dst=0)
         return values or []
 
     def broadcast_object(self, value: T | None, source: int, axis: AxisName = "world") -> T:
@@ -345,14 +315,14 @@ class Collectives:
         held: list[Any] = [value]
         if line.group is not None:
             turn, send = self._turn("broadcast_object", line, ""), dist.broadcast_object_list
-            self._native.call(turn, line, send, held, group=line.group, group_src=source)
+            self._native.call(turn, send, held, group=line.group, group_src=source)
         return held[0]
 
     def barrier(self, axis: AxisName = "world") -> None:
         """Return when every rank of the axis is here. Not recorded."""
         line = self.mesh.axis(axis)
         if line.group is not None:
-            self._native.call(self._turn("barrier", line, ""), line, dist.barrier, group=line.group)
+            self._native.call(self._turn("barrier", line, ""), dist.barrier, group=line.group)
 
     def agree(self, digest: str, rows: Callable[[], Sequence[str]]) -> None:
         """Raise on every rank unless all have the same digest.
@@ -376,22 +346,17 @@ class Collectives:
     def make_room(self, full: int, axis: AxisName) -> None:
         """Free what is kept between reductions, if a reduction of `full` bytes is too large for it."""
         line = self.mesh.axis(axis)
-        if self._calls == "pairs" and line.group is not None:
+        if self.calls == "pairs" and line.group is not None:
             self._pairs.make_room(line, full // line.size)
 
     def release(self) -> None:
         """Free the memory that is kept between reductions."""
         self._pairs.release()
 
-    @property
-    def _calls(self) -> Literal["pairs", "native"]:
-        """The kind of calls that are made; with `shared`, messages between pairs."""
-        return "native" if self.carrier == "native" else "pairs"
-
     # --- one collective ---------------------------------------------------------------------------------
 
     def _turn(self, op: str, line: Axis, of: str) -> StartedCollective:
-        self._last = line.trail.begin(op, of)
+        self._last = line.begin(op, of)
         return self._last
 
     def _handle(self, turn: StartedCollective, finish: Callable[[], None]) -> Handle:
@@ -404,7 +369,7 @@ class Collectives:
     def _note(
         self,
         op: Op,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         axis: AxisName,
         sum_dtype: torch.dtype | None,
         note: Recorded | None = None,
@@ -419,7 +384,7 @@ class Collectives:
             log.append(entry)
 
 
-def _cast(shard: torch.Tensor, out: torch.Tensor, line: Axis) -> torch.Tensor:
+def _cast(shard: Tensor, out: Tensor, line: Axis) -> Tensor:
     """Return a slice in the dtype of `out`. If that is another dtype, the slice is in its place in `out`."""
     if shard.dtype is out.dtype:
         return shard
@@ -429,17 +394,6 @@ def _cast(shard: torch.Tensor, out: torch.Tensor, line: Axis) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _copy(place: torch.Tensor, shard: torch.Tensor) -> None:
+def _copy(place: Tensor, shard: Tensor) -> None:
     if place.data_ptr() != shard.data_ptr():
         place.copy_(shard)
-
-
-def _check_slices(full: torch.Tensor, shard: torch.Tensor, line: Axis) -> None:
-    count, ranks = shard.numel(), line.size
-    if shard.shape != (count,) or full.shape != (count * ranks,):
-        raise AssertionError(f"{ranks} slices of {tuple(shard.shape)} for {tuple(full.shape)}")
-
-
-def _check_sum(values: torch.Tensor, how: Sum) -> None:
-    if values.dtype is not how.dtype and torch.promote_types(values.dtype, how.dtype) is not how.dtype:
-        raise AssertionError(f"a sum in {how.dtype} would round values that travel in {values.dtype}")

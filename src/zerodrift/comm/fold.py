@@ -29,6 +29,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from zerodrift.kernels import device, native
 
@@ -78,10 +79,10 @@ def additions(count: int) -> Iterator[tuple[int, int]]:
 
 @torch.no_grad()
 def fold(
-    out: torch.Tensor,
-    parts: Sequence[torch.Tensor] | torch.Tensor,
+    out: Tensor,
+    parts: Sequence[Tensor] | Tensor,
     how: Sum,
-    spare: torch.Tensor | None = None,
+    spare: Tensor | None = None,
     *,
     scratch: bool = False,
 ) -> None:
@@ -94,7 +95,7 @@ def fold(
     """
     # Only the first addition may read what `out` holds.
     can_hold = out.dtype is how.dtype and not how.add
-    if isinstance(parts, torch.Tensor):
+    if isinstance(parts, Tensor):
         can_hold = can_hold and parts.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
     else:
         can_hold = can_hold and all(part.data_ptr() != out.data_ptr() for part in parts[2:])
@@ -108,7 +109,7 @@ def fold(
     if not _add_up(total, parts, tree=tree):
         if not tree:
             _add_in_turn(total, parts)
-        elif isinstance(parts, torch.Tensor) and len(parts) > FEW:
+        elif isinstance(parts, Tensor) and len(parts) > FEW:
             _add_by_levels(total, parts, scratch=scratch)
         else:
             _add_by_tree(total, parts)
@@ -120,13 +121,13 @@ def fold(
         out.copy_(total)
 
 
-def _add_up(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, *, tree: bool) -> bool:
+def _add_up(total: Tensor, parts: Sequence[Tensor] | Tensor, *, tree: bool) -> bool:
     """Add up all parts in one call, with the same bits; return False if this case is not compiled."""
     kind, count = parts[0].dtype, len(parts)
     if count <= FEW or kind not in native.TYPES or total.dtype not in (kind, torch.float32):
         return False
     if total.device.type != "cpu":
-        if not isinstance(parts, torch.Tensor) or not parts.is_contiguous():
+        if not isinstance(parts, Tensor) or not parts.is_contiguous():
             return False
         if (tree and count > device.TREE_PARTS) or not device.works(total.device):
             return False
@@ -135,7 +136,7 @@ def _add_up(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, *
     built = native.library()
     if built is None:
         return False
-    if isinstance(parts, torch.Tensor):
+    if isinstance(parts, Tensor):
         addresses = np.arange(count, dtype=np.int64) * (parts.stride(0) * parts.itemsize) + parts.data_ptr()
     else:
         addresses = np.array([part.data_ptr() for part in parts], dtype=np.int64)
@@ -147,7 +148,7 @@ def _add_up(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, *
     return True
 
 
-def _add_in_turn(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
+def _add_in_turn(total: Tensor, parts: Sequence[Tensor] | Tensor) -> None:
     first, *others = parts
     if others and first.dtype is total.dtype:
         torch.add(first, others.pop(0), out=total)
@@ -158,7 +159,7 @@ def _add_in_turn(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tens
         total.add_(part)
 
 
-def _add_by_levels(total: torch.Tensor, parts: torch.Tensor, *, scratch: bool) -> None:
+def _add_by_levels(total: Tensor, parts: Tensor, *, scratch: bool) -> None:
     """Add the tree level by level, each in one call. The last sum of a level may wait for one above."""
     is_room = scratch and parts.dtype is total.dtype
     sums, last = parts if is_room else parts.to(total.dtype, copy=True), None
@@ -173,9 +174,9 @@ def _add_by_levels(total: torch.Tensor, parts: torch.Tensor, *, scratch: bool) -
         torch.add(sums[0], last, out=total)
 
 
-def _add_by_tree(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
+def _add_by_tree(total: Tensor, parts: Sequence[Tensor] | Tensor) -> None:
     """Add by the tree. Sums that begin with the first part are formed in `total`, others in new memory."""
-    sums: dict[int, torch.Tensor] = {}
+    sums: dict[int, Tensor] = {}
     for left, right in additions(len(parts)):
         other = sums.pop(right, parts[right])
         if left in sums:
@@ -197,16 +198,14 @@ class HalvingExchange:
     """One exchange of two ranks."""
 
     partner: int
-    outgoing: torch.Tensor
-    incoming: torch.Tensor
+    outgoing: Tensor
+    incoming: Tensor
     """Memory for what the partner sends, which is to be added to `kept`."""
-    kept: torch.Tensor
+    kept: Tensor
     """Values of this rank. In the last exchange they are flat, like `incoming`."""
 
 
-def halving_exchanges(
-    full: torch.Tensor, rank: int, ranks: int, room: torch.Tensor
-) -> Iterator[HalvingExchange]:
+def halving_exchanges(full: Tensor, rank: int, ranks: int, room: Tensor) -> Iterator[HalvingExchange]:
     """Yield the exchanges of a rank, each to be done before the next is asked for. See [Note: halving].
 
     After the last, the sum of the rank's slice is `incoming + kept`. `room` has as many elements as `full`.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from zerodrift.comm.rendezvous import meet
 from zerodrift.comm.shared import SharedMemory, share
-from zerodrift.comm.watch import CollectiveLog, DeadlockWatch, ranks_text
+from zerodrift.comm.watch import CollectiveLog, CollectiveWait, DeadlockWatch, ranks_text
 from zerodrift.errors import MeshError, Problems, RankError, first_line
 from zerodrift.mesh import MeshShape
 
@@ -79,6 +79,11 @@ class Axis:
         count = flat.numel() // self.size
         return flat[rank * count : (rank + 1) * count]
 
+    def begin(self, op: str, of: str) -> StartedCollective:
+        """Log the next collective. `of` says what is moved, in words that are the same on all ranks."""
+        what = f"{op} of {of}" if of else op
+        return StartedCollective(self, self.trail.add(what), op, what)
+
     def missing(self, op: str, error: Exception, peer: int | None = None) -> RankError:
         """Return the error for ranks of this axis, or one of them, that did not take part."""
         others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
@@ -90,6 +95,17 @@ class Axis:
             "failed first. If it was only slow, start the mesh with a longer `timeout`."
         )
         return RankError(f"`{op}` on axis `{self.name}`", must, got=repr(first_line(error)), do=do)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedCollective:
+    """One collective of an axis."""
+
+    line: Axis
+    number: int
+    op: str
+    what: str
+    """The operation and what it is for, the same on every rank that takes part."""
 
 
 class Mesh:
@@ -114,16 +130,17 @@ class Mesh:
         weakref.finalize(self, self.watch.stop)
         self._unshare = weakref.finalize(self, shared.close) if shared is not None else None
 
+    def at(self, turn: StartedCollective) -> CollectiveWait:
+        """Return a context in which this rank is in a collective. A deadlock raises its error there."""
+        return self.watch.at(turn.what, turn.number, turn.line.ranks)
+
     @property
     def asynchronous(self) -> bool:
         """Whether the device works beside the host, which waits only where it reads a value."""
         return self.device.type != "cpu"
 
     def axis(self, name: AxisName) -> Axis:
-        axis = self._axes.get(name)
-        if axis is None:
-            raise AssertionError(f"no axis {name!r}; a mesh has {', '.join(self._axes)}")
-        return axis
+        return self._axes[name]
 
     def group(self, name: AxisName) -> dist.ProcessGroup | None:
         """Return the process group of an axis; None if this rank is alone on it."""
@@ -282,8 +299,9 @@ def _device(process: _Process, asked: torch.device | str | None) -> torch.device
         return device
     if not _carries(process, device.type):
         got = f"a {device.type} device and {dist.get_backend()!r}"
+        backend = dist.get_default_backend_for_device(device.type)
         cpu = "or pass `device='cpu'` (in a job `run.device: cpu`)"
-        do = f"Initialize torch.distributed with `{_backend(device)}`, {cpu}."
+        do = f"Initialize torch.distributed with `{backend}`, {cpu}."
         raise MeshError("device", "must fit the backend of the running process group", got=got, do=do)
     if device.type == "cuda" and not torch.cuda.is_available():
         got = "`cuda`, where torch finds no GPU"
@@ -311,11 +329,6 @@ def _carries(process: _Process, kind: str) -> bool:
     return process.source != "running" or process.world == 1 or backend in dist.get_backend_config()
 
 
-def _backend(device: torch.device) -> str:
-    """Return torch's backend for a device: gloo, nccl, xccl, ..."""
-    return dist.get_default_backend_for_device(device.type)
-
-
 def _world_group(process: _Process, device: torch.device, timeout: float) -> dist.ProcessGroup:
     limit = timedelta(seconds=timeout)
     if process.source == "running":
@@ -324,7 +337,7 @@ def _world_group(process: _Process, device: torch.device, timeout: float) -> dis
         return dist.new_group(list(range(process.world)), timeout=limit)
     try:
         dist.init_process_group(
-            backend=_backend(device),
+            backend=dist.get_default_backend_for_device(device.type),
             store=meet(process.rank, process.world, limit),
             rank=process.rank,
             world_size=process.world,

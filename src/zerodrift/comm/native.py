@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zerodrift.comm.fold import Sum, fold, halving_exchanges
-from zerodrift.comm.mesh import Axis, Mesh
-from zerodrift.comm.watch import StartedCollective
+from zerodrift.comm.mesh import Mesh, StartedCollective
 
 
 class NativeCalls:
@@ -38,68 +38,52 @@ class NativeCalls:
     def call(
         self,
         turn: StartedCollective,
-        line: Axis,
         function: Callable[..., Any],
         *args: Any,
         partner: int | None = None,
         **kwargs: Any,
     ) -> Any:
         """Call a function of torch.distributed; its errors name `partner`, or all other ranks of the axis."""
-        with self._mesh.watch.at(turn):
+        with self._mesh.at(turn):
             try:
                 return function(*args, **kwargs)
             except RuntimeError as error:
-                raise line.missing(turn.op, error, partner) from error
+                raise turn.line.missing(turn.op, error, partner) from error
 
     def _start(
-        self,
-        turn: StartedCollective,
-        line: Axis,
-        function: Callable[..., Any],
-        out: torch.Tensor,
-        values: torch.Tensor,
+        self, turn: StartedCollective, function: Callable[..., Any], out: Tensor, values: Tensor
     ) -> Callable[[], None]:
         host_waits = not self._mesh.asynchronous
-        work = self.call(turn, line, function, out, values, group=line.group, async_op=host_waits)
-        return (lambda: self.call(turn, line, work.wait)) if host_waits else lambda: None
+        work = self.call(turn, function, out, values, group=turn.line.group, async_op=host_waits)
+        return (lambda: self.call(turn, work.wait)) if host_waits else lambda: None
 
-    def gather(
-        self, turn: StartedCollective, line: Axis, out: torch.Tensor, shard: torch.Tensor
-    ) -> Callable[[], None]:
+    def gather(self, turn: StartedCollective, out: Tensor, shard: Tensor) -> Callable[[], None]:
         """Gather every rank's slice into `out`."""
         # As bytes, since nothing is computed on the way and no backend knows every dtype.
-        return self._start(turn, line, dist.all_gather_single, out.view(torch.uint8), shard.view(torch.uint8))
+        return self._start(turn, dist.all_gather_single, out.view(torch.uint8), shard.view(torch.uint8))
 
     def swap(
-        self,
-        turn: StartedCollective,
-        line: Axis,
-        out: torch.Tensor,
-        rows: torch.Tensor,
-        receive: Sequence[int],
-        send: Sequence[int],
+        self, turn: StartedCollective, out: Tensor, rows: Tensor, receive: Sequence[int], send: Sequence[int]
     ) -> Callable[[], None]:
         """Exchange rows between all ranks. On CUDA the current stream waits when the result is called."""
         function, data = dist.all_to_all_single, (out.view(torch.uint8), rows.view(torch.uint8))
         sizes = list(receive), list(send)
-        work = self.call(turn, line, function, *data, *sizes, group=line.group, async_op=True)
-        return lambda: self.call(turn, line, work.wait)
+        work = self.call(turn, function, *data, *sizes, group=turn.line.group, async_op=True)
+        return lambda: self.call(turn, work.wait)
 
-    def sum(
-        self, turn: StartedCollective, line: Axis, out: torch.Tensor, full: torch.Tensor, how: Sum
-    ) -> Callable[[], None]:
+    def sum(self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum) -> Callable[[], None]:
         """Sum this rank's slices of every rank's `full` into `out`; a native order is left to the backend."""
         if how.order == "native" and full.dtype is how.dtype:
             is_separate = out.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
             if is_separate and out.dtype is full.dtype and not how.add:
-                return self._start(turn, line, dist.reduce_scatter_single, out, full)
+                return self._start(turn, dist.reduce_scatter_single, out, full)
             parts = torch.empty_like(out, dtype=full.dtype)[None]
-            arrive = self._start(turn, line, dist.reduce_scatter_single, parts[0], full)
+            arrive = self._start(turn, dist.reduce_scatter_single, parts[0], full)
         else:
             received = torch.empty_like(full)
-            parts = received.view(line.size, -1)
+            parts = received.view(turn.line.size, -1)
             data = received.view(torch.uint8), full.view(torch.uint8)
-            arrive = self._start(turn, line, dist.all_to_all_single, *data)
+            arrive = self._start(turn, dist.all_to_all_single, *data)
 
         def finish() -> None:
             arrive()
@@ -107,26 +91,23 @@ class NativeCalls:
 
         return finish
 
-    def sum_whole(
-        self, turn: StartedCollective, line: Axis, out: torch.Tensor, values: torch.Tensor, how: Sum
-    ) -> None:
+    def sum_whole(self, turn: StartedCollective, out: Tensor, values: Tensor, how: Sum) -> None:
         """Gather every rank's `values`, and sum them here."""
-        received = values.new_empty(values.numel() * line.size)
-        self.gather(turn, line, received, values)()
-        fold(out, received.view(line.size, -1), how, scratch=True)
+        received = values.new_empty(turn.line.size, values.numel())
+        self.gather(turn, received.view(-1), values)()
+        fold(out, received, how, scratch=True)
 
     @torch.no_grad()
-    def halve(
-        self, turn: StartedCollective, line: Axis, out: torch.Tensor, full: torch.Tensor, how: Sum
-    ) -> None:
+    def halve(self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum) -> None:
         """Sum by recursive halving. All of it is issued here, or over on return."""
+        line = turn.line
         for each in halving_exchanges(full, line.rank, line.size, torch.empty_like(full)):
             ends = line.group, each.partner, each.outgoing, each.incoming
-            self.call(turn, line, exchange, *ends, partner=each.partner)
+            self.call(turn, exchange, *ends, partner=each.partner)
         fold(out, (each.incoming, each.kept), how, each.incoming)
 
 
-def exchange(group: Any, partner: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+def exchange(group: Any, partner: int, outgoing: Tensor, incoming: Tensor) -> None:
     """Send and receive at once, and wait for both: the current stream does, or on a CPU the host.
 
     The calls are those of `torch.distributed.batch_isend_irecv`, which makes 60 to 80 more of the host, and
@@ -162,7 +143,7 @@ class CommunicationStream:
         with self._streams.stream(self._stream):
             yield
 
-    def wait_for_work(self, *buffers: torch.Tensor) -> Callable[[], None]:
+    def wait_for_work(self, *buffers: Tensor) -> Callable[[], None]:
         """Return a function that makes the computation wait for all work in the stream now.
 
         It holds the buffers until then; see [Note: buffers on streams].

@@ -35,11 +35,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zerodrift.comm.fold import HalvingExchange, Sum, fold, halving_exchanges
-from zerodrift.comm.mesh import Axis
-from zerodrift.comm.shared import SharedMemory
-from zerodrift.comm.watch import StartedCollective
+from zerodrift.comm.mesh import Axis, StartedCollective
+from zerodrift.comm.shared import OwnMemory, SharedMemory
 from zerodrift.kernels import HostBuffers
 
 CHUNK = 2 << 20
@@ -64,59 +64,44 @@ class Pairs:
 
     def __init__(self, shared: SharedMemory | None) -> None:
         self._scratch = HostBuffers()
-        self._shared = shared
+        self._shared = shared or SharedMemory(OwnMemory(), {})
 
-    def _post(self, turn: StartedCollective, line: Axis, message: int, total: int) -> Post:
-        return Post(turn, line, message, total, self._shared)
-
-    def gather(
-        self, turn: StartedCollective, line: Axis, out: torch.Tensor, shard: torch.Tensor
-    ) -> Callable[[], None]:
+    def gather(self, turn: StartedCollective, out: Tensor, shard: Tensor) -> Callable[[], None]:
         """Receive every other rank's slice into its place in `out`."""
-        post = self._post(turn, line, shard.nbytes, shard.nbytes)
+        post = Post(turn, shard.nbytes, shard.nbytes, self._shared)
         for _, source in post.turns:
-            post.receive(line.slice(out, source), source)
+            post.receive(turn.line.slice(out, source), source)
         post.send(shard, [to for to, _ in post.turns])
         return post.finish
 
     def swap(
-        self,
-        turn: StartedCollective,
-        line: Axis,
-        incoming: Sequence[torch.Tensor],
-        outgoing: Sequence[torch.Tensor],
+        self, turn: StartedCollective, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]
     ) -> Callable[[], None]:
         """Send `outgoing[rank]` to every rank, and receive `incoming[rank]` from it. Both know the sizes."""
         width = outgoing[0].shape[1] * outgoing[0].itemsize
-        post = self._post(turn, line, width, 0)
+        post = Post(turn, width, 0, self._shared)
         for to, source in post.turns:
             if incoming[source].shape[0]:
                 post.receive(incoming[source], source)
             if outgoing[to].shape[0]:
                 post.send(outgoing[to], [to])
-        incoming[line.rank].copy_(outgoing[line.rank])
+        incoming[turn.line.rank].copy_(outgoing[turn.line.rank])
         return post.finish
 
     def sum(
-        self,
-        turn: StartedCollective,
-        line: Axis,
-        out: torch.Tensor,
-        outgoing: Sequence[torch.Tensor],
-        how: Sum,
-        *,
-        ahead: bool,
+        self, turn: StartedCollective, out: Tensor, outgoing: Sequence[Tensor], how: Sum, *, ahead: bool
     ) -> Callable[[], None]:
         """Send `outgoing[rank]` to every other rank; sum what they send, and our own, into `out`.
 
         A window of chunks is received before their sums, or all with `ahead`. See [Note: messages].
         """
+        line = turn.line
         own = outgoing[line.rank]
         # The elements of one message: the same on every rank, whatever has been sent before.
         share = WINDOW // (DEPTH * (line.size - 1))
         chunk = min(own.numel(), max(1, min(CHUNK, share) // own.itemsize))
-        post = self._post(turn, line, chunk * own.itemsize, own.nbytes)
-        near = [rank for rank, _ in post.turns if post.shares(rank, own.nbytes)]
+        post = Post(turn, chunk * own.itemsize, own.nbytes, self._shared)
+        near = [rank for rank, _ in post.turns if _shares(self._shared, line, rank, own.nbytes)]
         far_to = [to for to, _ in post.turns if to not in near]
         far_from = [source for _, source in post.turns if source not in near]
         count = -(-own.numel() // chunk)
@@ -149,7 +134,7 @@ class Pairs:
             self._scratch.give(spare)
 
         for source in near:
-            post.borrow(own, source)
+            post.receive(own, source, IN_PLACE)
         for number in range(depth):
             receive(number)
         if all(values is own for values in outgoing):
@@ -163,11 +148,9 @@ class Pairs:
         return finish
 
     @torch.no_grad()
-    def halve(
-        self, turn: StartedCollective, line: Axis, out: torch.Tensor, full: torch.Tensor, how: Sum
-    ) -> Callable[[], None]:
+    def halve(self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum) -> Callable[[], None]:
         """Sum by recursive halving. See [Note: by halves]."""
-        post = self._post(turn, line, full.nbytes // 2, full.nbytes)
+        post = Post(turn, full.nbytes // 2, full.nbytes, self._shared)
         room = self._scratch.take(full.numel(), full.dtype)
 
         def begin(exchange: HalvingExchange) -> HalvingExchange:
@@ -175,7 +158,7 @@ class Pairs:
             post.send(exchange.outgoing, [exchange.partner])
             return exchange
 
-        exchanges = halving_exchanges(full, line.rank, line.size, room)
+        exchanges = halving_exchanges(full, turn.line.rank, turn.line.size, room)
         first = begin(next(exchanges))
 
         @torch.no_grad()
@@ -198,8 +181,7 @@ class Pairs:
     def release(self) -> None:
         """Let the system have the memory that is kept between reductions."""
         self._scratch.rest()
-        if self._shared is not None:
-            self._shared.own.release()
+        self._shared.own.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,24 +190,21 @@ class _Message:
 
     work: dist.Work
     peer: int
-    into: torch.Tensor | None = None
+    into: Tensor | None = None
     """Its destination, or a tensor of its size if it is read in place; None for a message to others."""
-    start: torch.Tensor | None = None
+    start: Tensor | None = None
     """Its place in shared memory, which gloo brings; None without shared memory."""
-    in_place: bool = False
 
 
 class Post:
     """The messages of one collective between this rank and the others of its axis."""
 
-    def __init__(
-        self, turn: StartedCollective, line: Axis, message: int, total: int, shared: SharedMemory | None
-    ) -> None:
+    def __init__(self, turn: StartedCollective, message: int, total: int, shared: SharedMemory) -> None:
         """Send `message` bytes at a time, `total` to each rank."""
-        self._op, self.line = turn.op, line
+        self._op, self.line = turn.op, turn.line
         digest = zlib.crc32(f"{turn.what} {message} {total}".encode()) % _TAGS
         self._tag = _FIRST_TAG + digest * _TAGS + turn.number % _TAGS
-        size, rank = line.size, line.rank
+        size, rank = turn.line.size, turn.line.rank
         self.turns = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
         """(to, from): in each turn every rank sends one message and receives one."""
         self._posted: dict[int, list[_Message]] = {}
@@ -234,15 +213,11 @@ class Post:
         self._borrowed: list[tuple[int, int]] = []
         """(rank, place) of messages that are read in place."""
 
-    def shares(self, rank: int, size: int) -> bool:
-        """Return whether messages of this size, to and from this rank, go through shared memory."""
-        return _shares(self._shared, self.line, rank, size)
-
-    def send(self, tensor: torch.Tensor, to: Sequence[int], batch: int = 0) -> None:
+    def send(self, tensor: Tensor, to: Sequence[int], batch: int = 0) -> None:
         """Send the same to each of several ranks."""
-        near = [rank for rank in to if self.shares(rank, tensor.nbytes)]
+        near = [rank for rank in to if _shares(self._shared, self.line, rank, tensor.nbytes)]
         start = NOT_SHARED
-        if near and self._shared is not None:
+        if near:
             with contextlib.suppress(OSError):
                 start = self._shared.own.write(tensor.view(-1), near, self.line.size)
         for rank in to:
@@ -251,22 +226,18 @@ class Post:
             if rank not in near or start == NOT_SHARED:
                 self._send(tensor, rank, batch)
 
-    def _send(self, tensor: torch.Tensor, to: int, batch: int) -> None:
+    def _send(self, tensor: Tensor, to: int, batch: int) -> None:
         work = self._call(to, dist.isend, tensor, group=self.line.group, tag=self._tag, group_dst=to)
         self._posted.setdefault(batch, []).append(_Message(work, to))
 
-    def receive(self, tensor: torch.Tensor, source: int, batch: int = 0) -> None:
-        start = torch.tensor(NOT_SHARED) if self.shares(source, tensor.nbytes) else None
+    def receive(self, tensor: Tensor, source: int, batch: int = 0) -> None:
+        """Receive into a tensor; `IN_PLACE`, read a message like it in shared memory until `give_back`."""
+        is_near = _shares(self._shared, self.line, source, tensor.nbytes)
+        start = torch.tensor(NOT_SHARED) if is_near else None
         work = self._receive(tensor if start is None else start, source)
         self._posted.setdefault(batch, []).append(_Message(work, source, tensor, start))
 
-    def borrow(self, like: torch.Tensor, source: int) -> None:
-        """Read a message of this size and dtype in shared memory, until `give_back`."""
-        start = torch.tensor(NOT_SHARED)
-        message = _Message(self._receive(start, source), source, like, start, in_place=True)
-        self._posted.setdefault(IN_PLACE, []).append(message)
-
-    def _receive(self, tensor: torch.Tensor, source: int) -> Any:
+    def _receive(self, tensor: Tensor, source: int) -> Any:
         places = {"group": self.line.group, "tag": self._tag, "group_src": source}
         return self._call(source, dist.irecv, tensor, **places)
 
@@ -277,20 +248,20 @@ class Post:
         except RuntimeError as error:
             raise self.line.missing(self._op, error, peer) from error
 
-    def collect(self, batch: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def collect(self, batch: int) -> Iterator[tuple[int, Tensor]]:
         """Wait for a batch, and yield (source, tensor) of its messages."""
         for message in self._posted.pop(batch, []):
             self._call(message.peer, message.work.wait)
             if message.into is not None:
                 start = NOT_SHARED if message.start is None else int(message.start)
-                yield message.peer, self._arrived(message, message.into, start)
+                yield message.peer, self._arrived(message, message.into, start, in_place=batch == IN_PLACE)
 
     @torch.no_grad()
-    def _arrived(self, message: _Message, into: torch.Tensor, start: int) -> torch.Tensor:
+    def _arrived(self, message: _Message, into: Tensor, start: int, *, in_place: bool) -> Tensor:
         if message.start is None:
             return into
-        if start == NOT_SHARED or self._shared is None:
-            into = torch.empty_like(into) if message.in_place else into
+        if start == NOT_SHARED:
+            into = torch.empty_like(into) if in_place else into
             self._call(message.peer, self._receive(into, message.peer).wait)
             return into
         memory = self._shared.peers[self.line.ranks[message.peer]]
@@ -298,7 +269,7 @@ class Post:
             values = memory.read(start, into.nbytes, self.line.size).view(into.dtype)
         except OSError as error:
             raise self.line.missing(self._op, error, message.peer) from error
-        if message.in_place:
+        if in_place:
             self._borrowed.append((message.peer, start))
             return values
         into.copy_(values.view(into.shape))
@@ -308,7 +279,6 @@ class Post:
     def give_back(self) -> None:
         """Tell the senders that borrowed messages are not read any more."""
         for peer, start in self._borrowed:
-            assert self._shared is not None
             self._shared.peers[self.line.ranks[peer]].done(start, self.line.rank)
         self._borrowed.clear()
 
@@ -318,5 +288,6 @@ class Post:
                 pass
 
 
-def _shares(shared: SharedMemory | None, line: Axis, rank: int, size: int) -> bool:
-    return size >= LEAST and shared is not None and line.ranks[rank] in shared.peers
+def _shares(shared: SharedMemory, line: Axis, rank: int, size: int) -> bool:
+    """Return whether messages of this size, to and from this rank, go through shared memory."""
+    return size >= LEAST and line.ranks[rank] in shared.peers

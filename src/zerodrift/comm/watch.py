@@ -68,17 +68,6 @@ _UNUSED_TAG = (1 << 30) - 1
 """A tag below those of `pairs`."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartedCollective:
-    """One collective of a group."""
-
-    trail: CollectiveLog
-    number: int
-    op: str
-    what: str
-    """The operation and what it is for, the same on every rank that takes part."""
-
-
 class CollectiveLog:
     """The collectives of one group, as this rank has started them."""
 
@@ -89,14 +78,13 @@ class CollectiveLog:
         """A checksum of the words of all collectives, in their order; below 2^32."""
         self._kept = [""] * KEPT
 
-    def begin(self, op: str, of: str) -> StartedCollective:
-        """Log the next collective. `of` says what is moved, in words that are the same on all ranks."""
-        what = f"{op} of {of}" if of else op
-        turn = StartedCollective(self, self.count, op, what)
-        self._kept[self.count % KEPT] = what
+    def add(self, what: str) -> int:
+        """Log the next collective, in words that are the same on all ranks; return its number."""
+        number = self.count
+        self._kept[number % KEPT] = what
         self.checksum = zlib.crc32(what.encode(), self.checksum)
         self.count += 1
-        return turn
+        return number
 
     def last(self) -> list[str]:
         """Return the words of the last collectives, oldest first."""
@@ -139,13 +127,14 @@ class WaitReport:
         return json.dumps({name: getattr(self, name) for name in self.__slots__})
 
 
-class _Wait:
+class CollectiveWait:
     """The context of `DeadlockWatch.at`: a class, because a step has hundreds."""
 
-    __slots__ = ("_before", "_watch", "serial", "since", "thread", "turn")
+    __slots__ = ("_before", "_watch", "number", "ranks", "serial", "since", "thread", "what")
 
-    def __init__(self, watch: DeadlockWatch, turn: StartedCollective, serial: int) -> None:
-        self._watch, self.turn, self.serial = watch, turn, serial
+    def __init__(self, watch: DeadlockWatch, what: str, number: int, ranks: range) -> None:
+        self._watch, self.serial = watch, next(watch._serials)
+        self.what, self.number, self.ranks = what, number, ranks
 
     def __enter__(self) -> None:
         watch = self._watch
@@ -158,7 +147,7 @@ class _Wait:
         watch = self._watch
         try:
             if error is not None:
-                watch.explain(self.turn, error)
+                watch.explain(self, error)
         finally:
             watch._waits = self._before
         if error is None and watch.error:
@@ -179,7 +168,7 @@ class DeadlockWatch:
         self._rank = rank
         self._trails = {str(trail.ranks): trail for trail in trails}
         self._groups, self._device = tuple(groups), device
-        self._waits: _Wait | None = None
+        self._waits: CollectiveWait | None = None
         self._serials = itertools.count()
         self._is_over, self._is_cut = threading.Event(), threading.Lock()
         self._process = os.getpid()
@@ -197,18 +186,19 @@ class DeadlockWatch:
             )
             self._thread.start()
 
-    def at(self, turn: StartedCollective) -> _Wait:
-        """Return a context in which this rank is in a collective. A deadlock raises its error there."""
-        return _Wait(self, turn, next(self._serials))
+    def at(self, what: str, number: int, ranks: range) -> CollectiveWait:
+        """Return a context in which this rank is in a collective of these ranks. A deadlock raises its error
+        there."""
+        return CollectiveWait(self, what, number, ranks)
 
-    def explain(self, turn: StartedCollective, error: BaseException) -> None:
+    def explain(self, wait: CollectiveWait, error: BaseException) -> None:
         """Raise the known cause of a collective's error; if there is none, tell the others of the error."""
         if not isinstance(error, (RuntimeError, RankError)):
             return
         cause = self.read_error()
         if not cause and self._store is not None:
-            left = [rank for rank in turn.trail.ranks if read_key(self._store, f"{self._key}/left/{rank}")]
-            cause = deadlock_text({}, left, f"{ranks_text([self._rank])} in {turn.what}") if left else ""
+            left = [rank for rank in wait.ranks if read_key(self._store, f"{self._key}/left/{rank}")]
+            cause = deadlock_text({}, left, f"{ranks_text([self._rank])} in {wait.what}") if left else ""
         if cause and cause != str(error):
             raise RankError.relayed(cause) from error
         if isinstance(error, RankError) and not cause:
@@ -265,9 +255,8 @@ class DeadlockWatch:
                 seen = None
                 if now - wait.since < PATIENCE:
                     continue
-                turn, at = wait.turn, user_line(sys._current_frames().get(wait.thread))
-                place = (f"turn {wait.serial}", turn.what, at, str(turn.trail.ranks), turn.number)
-                ranks: Sequence[int] = turn.trail.ranks
+                at, ranks = user_line(sys._current_frames().get(wait.thread)), list(wait.ranks)
+                place = (f"turn {wait.serial}", wait.what, at, str(wait.ranks), wait.number)
             else:
                 call = foreign_call()
                 if call is None or seen is None or call.key != seen[0].key:
@@ -276,7 +265,7 @@ class DeadlockWatch:
                 if now - seen[1] < (PATIENCE if call.is_barrier else LONG):
                     continue
                 place = (f"call {call.key}", call.name, call.at, "", 0)
-                ranks = call.ranks or range(self._world)
+                ranks = list(call.ranks or range(self._world))
             needs = [rank for rank in ranks if rank != self._rank]
             trails = {group: (trail.count, trail.last()) for group, trail in self._trails.items()}
             report = WaitReport(beat, *place, needs, trails)

@@ -45,7 +45,7 @@ from zerodrift.engine.step.unit import LiveUnit, attach_parts, refuse_wrapper
 from zerodrift.engine.step.update import choose_update_function, collect_statistics, update_segments
 from zerodrift.engine.values import SegmentValues, WholeValues
 from zerodrift.experts import Turns, distribute_experts
-from zerodrift.optim import Updater, hold_parameters, make_updater
+from zerodrift.optim import Updater, hold_parameters, learning_rates, make_updater
 from zerodrift.plan import Plan, part, prefetch_budget
 from zerodrift.policy import Mode
 from zerodrift.report import UpdateReport
@@ -206,7 +206,7 @@ class NativeExecutor(Executor):
         gradients = [segment.reduced for segment in counted if segment.reduced is not None]
         order, self._traversal.checksum = self._traversal.checksum, 0
         still = tuple(row.name for segment in self._trained for row in segment.rows_without_update)
-        rates = () if self.updater is None else self.updater.learning_rates()
+        rates = learning_rates(self.updater)
         agreement = RankAgreement(order, unreduced, self._progress.dropped, still, rates)
         return global_norm(gradients, self.comm, self._progress.unscale, agreement, written, checksum)
 

@@ -20,7 +20,7 @@ from torch import nn
 from zerodrift.engine.nested import in_backward, tensors_in
 from zerodrift.engine.step.norm import Norm
 from zerodrift.errors import NonFiniteError, UnsupportedError
-from zerodrift.optim import OptimizerState
+from zerodrift.optim import OptimizerState, learning_rates
 from zerodrift.plan import Plan, sums_by_tree
 from zerodrift.policy import LossScale
 
@@ -197,7 +197,7 @@ class TrainingProgress:
         if self._rates is None:
             raise refusal("no optimizer")
         self.require_open()
-        rates = self._rates.learning_rates()
+        rates = learning_rates(self._rates)
         return StepResult(False, False, None, self.scaler.scale, rates, self.global_steps)
 
     def begin_step(self) -> bool:
@@ -250,7 +250,7 @@ class TrainingProgress:
                 self.schedule.step(**(schedule_arguments or {}))
             every = self._plan.policy.print_every
             if self._shows and self._rates is not None and every and self.global_steps % every == 0:
-                shown = ", ".join(f"{rate:.6g}" for rate in self._rates.learning_rates()) or "-"
+                shown = ", ".join(f"{rate:.6g}" for rate in learning_rates(self._rates)) or "-"
                 text = f"step {self.global_steps}  grad norm {self.grad_norm:.6g}  lr {shown}"
                 if self.scaler.active:
                     text += f"  loss scale {self.scaler.scale:g}"

@@ -122,7 +122,8 @@ class Exchange:
         going = TokenRouting(index, self._experts)
         counts = going.counts.view(self._ranks, self.own)
         ones = [1] * self._ranks
-        coming = self._comm.all_to_all(counts, ones, ones, "expert")
+        coming, under_way = self._comm.start_all_to_all(counts, ones, ones, "expert")
+        under_way.wait()
         send, receive = torch.stack([counts.sum(1), coming.sum(1)]).tolist()
         arrived = _AllToAll.apply(self._travel, going.rows_of(tokens), send, receive)
         kinds = torch.arange(self.own, device=index.device).repeat(self._ranks)

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("native.cpp")
 """The source that is compiled; the headers beside it are its parts."""
@@ -40,8 +41,14 @@ _NATIVE = {
 }
 """Flags for the processor that compiles, by machine."""
 
-Contraction = tuple[bool, bool, bool]
-"""Whether `add`, `addcmul` and `lerp` round `a * b + c` once; see `kernels/native.py`."""
+
+class Contraction(NamedTuple):
+    """Which of torch's kernels round once where plain arithmetic rounds twice; see `kernels/native.py`."""
+
+    add: bool
+    """`add(x, alpha=a)`"""
+    addcmul: bool
+    lerp: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,7 @@ _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 _V4_BYTES = _V4 | {"avx512vbmi", "avx512_vnni"}
-_ALWAYS, _NEVER = (True, True, True), (False, False, False)
+_ALWAYS, _NEVER = Contraction(True, True, True), Contraction(False, False, False)
 
 VARIANTS: dict[str, tuple[Variant, ...]] = {
     "x86_64": (
@@ -140,5 +147,4 @@ def checksum(library: Path) -> str:
 
 
 def _definitions(contraction: Contraction) -> tuple[str, ...]:
-    names = ("ADD", "ADDCMUL", "LERP")
-    return tuple(f"-DZERODRIFT_FMA_{name}={once:d}" for name, once in zip(names, contraction, strict=True))
+    return tuple(f"-DZERODRIFT_FMA_{name.upper()}={once:d}" for name, once in contraction._asdict().items())

@@ -20,7 +20,6 @@ Invariant: the fast forms leave the bits of `reference_encode` and `reference_de
 from __future__ import annotations
 
 import ctypes
-import enum
 import functools
 import math
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerodrift.dtypes import BLOCK, NF4, DType, Element, Format
+from zerodrift.dtypes import NF4, DType, Element, Format
 from zerodrift.kernels import device, native
 from zerodrift.kernels.random_bits import random_words, step_key
 
@@ -73,17 +72,14 @@ def encode(dtype: DType, values: Tensor, packed: Tensor, draws: Draws | None = N
     With `draws` each value is rounded up or down by the lower 16 bits of its random word, so that the mean is
     kept. NF4 is only rounded to nearest.
     """
-    run = _Run(dtype, values, packed)
-    if draws is not None:
-        run.require_drawable(draws)
-    if run.has_fast_form:
-        run.execute(_Way.ENCODE, draws)
-    else:
-        blocks = values.reshape(-1, run.block)
-        words = None if draws is None else draws.words(values.numel()).view(blocks.shape)
-        codes, scales = reference_encode(run.form, blocks, words)
-        run.codes.copy_(pack(run.form.element, codes.view(-1)))
-        run.scales.copy_(scales)
+    form, codes, scales = _split(dtype, values.numel(), packed)
+    if _execute(_ENCODE, form, values, codes, scales, draws):
+        return
+    blocks = values.reshape(-1, _flat_block(form))
+    words = None if draws is None else draws.words(values.numel()).view(blocks.shape)
+    made, steps = reference_encode(form, blocks, words)
+    codes.copy_(pack(form.element, made.view(-1)))
+    scales.copy_(steps)
 
 
 @torch.no_grad()
@@ -97,12 +93,11 @@ def decode(dtype: DType, packed: Tensor, out: Tensor, add: bool = False) -> None
         decode(dtype, packed, decoded)
         out += decoded
         return
-    run = _Run(dtype, out, packed)
-    if run.has_fast_form:
-        run.execute(_Way.DECODE_AND_ADD if add else _Way.DECODE)
+    form, codes, scales = _split(dtype, out.numel(), packed)
+    if _execute(_DECODE_AND_ADD if add else _DECODE, form, out, codes, scales):
         return
-    codes = unpack(run.form.element, run.codes).view(-1, run.block)
-    decoded = reference_decode(run.form, codes, run.scales).view(-1)
+    unpacked = unpack(form.element, codes).view(-1, _flat_block(form))
+    decoded = reference_decode(form, unpacked, scales).view(-1)
     if add:
         out += decoded
     else:
@@ -141,66 +136,44 @@ def _flat_block(form: Format) -> int:
 
 # --- the fast forms ---------------------------------------------------------------------------------------
 
-
-class _Way(enum.IntEnum):
-    """The three things that a fast form does with a run, as `narrow.h` and `narrow_programs.py` number it."""
-
-    ENCODE = 0
-    DECODE = 1
-    DECODE_AND_ADD = 2
-
+_ENCODE, _DECODE, _DECODE_AND_ADD = range(3)
+"""The three things that a fast form does with a run, as `narrow.h` and `narrow_programs.py` number them."""
 
 _ELEMENTS = (Element.E4M3, Element.E5M2, Element.E2M1, Element.INT8, Element.INT4, Element.NF4)
 _RULES = ("exact", "floor", "ceil")
 _SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.uint8}
 """The dtypes of scales in memory, in the order of their numbers; e8m0 as bytes."""
-_COMPILED_BLOCKS = (32, 64, 128, 256)
 
 
-class _Run:
-    """Flat values of whole blocks beside their packed bytes."""
+def _split(dtype: DType, numel: int, packed: Tensor) -> tuple[Format, Tensor, Tensor]:
+    """Return the format of a packed run, its codes and its scales."""
+    form = form_of(dtype)
+    if numel % _flat_block(form) or packed.numel() != dtype.nbytes(numel) or packed.dtype is not torch.uint8:
+        raise AssertionError(f"{packed.numel()} bytes are no run of {numel} values in {dtype}")
+    codes, scales = packed.tensor_split([numel * form.element.bits // 8])
+    return form, codes, scales.view(_SCALE_DTYPES[form.scale])
 
-    def __init__(self, dtype: DType, values: Tensor, packed: Tensor) -> None:
-        self.form = form_of(dtype)
-        self.block = _flat_block(self.form)
-        numel = values.numel()
-        if numel % self.block or packed.numel() != dtype.nbytes(numel) or packed.dtype is not torch.uint8:
-            raise AssertionError(f"{packed.numel()} bytes are no run of {numel} values in {dtype}")
-        self.values = values
-        self.codes, scales = packed.tensor_split([numel * self.form.element.bits // 8])
-        self.scales = scales.view(_SCALE_DTYPES[self.form.scale])
 
-    @property
-    def has_fast_form(self) -> bool:
-        """Whether compiled code or a program takes these tensors."""
-        tensors = (self.values, self.codes)
-        if self.values.dtype not in native.TYPES or not all(tensor.is_contiguous() for tensor in tensors):
-            return False
-        if self.values.device.type == "cpu":
-            return self.block in _COMPILED_BLOCKS and native.library() is not None
-        return self.values.numel() > 0 and device.works(self.values.device)
-
-    def require_drawable(self, draws: Draws) -> None:
-        """Raise unless these draws are of this run."""
-        keys, count = draws.keys, -(-self.values.numel() // BLOCK)
-        if keys.dtype is not torch.int64 or keys.numel() != count or not keys.is_contiguous():
-            raise AssertionError(f"{keys.numel()} keys in {keys.dtype} for {count} blocks")
-        if self.form.element is Element.NF4:
-            raise AssertionError("NF4 is only rounded to nearest")
-
-    def execute(self, way: _Way, draws: Draws | None = None) -> None:
-        """Run the fast form."""
-        words, values, threads = choices(self.form), self.values, torch.get_num_threads()
-        keys, number = (None, 0) if draws is None else (draws.keys, step_key(draws.number))
-        built = native.library() if values.device.type == "cpu" else None
-        if built is None:
-            numbers = numbers_of(self.form.element, values.device)
-            device.narrow(self.codes, self.scales, values, numbers, keys, number, way=int(way), **words)
-            return
-        described = (ctypes.c_int32 * 4)(*(words[name] for name in ("element", "block", "rule", "scale")))
-        values_at, codes, scales = (tensor.data_ptr() for tensor in (values, self.codes, self.scales))
-        kind, keys_at = native.TYPES[values.dtype], None if keys is None else keys.data_ptr()
-        built.narrow(values.numel(), described, way, values_at, kind, codes, scales, keys_at, number, threads)
+def _execute(
+    way: int, form: Format, values: Tensor, codes: Tensor, scales: Tensor, draws: Draws | None = None
+) -> bool:
+    """Run the fast form; return False if neither compiled code nor a program takes these tensors."""
+    if values.dtype not in native.TYPES or not (values.is_contiguous() and codes.is_contiguous()):
+        return False
+    built = native.library() if values.device.type == "cpu" else None
+    if built is None and not (values.numel() and device.works(values.device)):
+        return False
+    words, threads = choices(form), torch.get_num_threads()
+    keys, number = (None, 0) if draws is None else (draws.keys, step_key(draws.number))
+    if built is None:
+        numbers = numbers_of(form.element, values.device)
+        device.narrow(codes, scales, values, numbers, keys, number, way=way, **words)
+        return True
+    described = (ctypes.c_int32 * 4)(*(words[name] for name in ("element", "block", "rule", "scale")))
+    run = values.data_ptr(), native.TYPES[values.dtype], codes.data_ptr(), scales.data_ptr()
+    keys_at = None if keys is None else keys.data_ptr()
+    built.narrow(values.numel(), described, way, *run, keys_at, number, threads)
+    return True
 
 
 def choices(form: Format) -> dict[str, Any]:
@@ -231,7 +204,9 @@ def reference_encode(form: Format, blocks: Tensor, draws: Tensor | None = None) 
     codes = codes_of(form.element, quotients, draws)
     if form.scale == "bf16":  # by its bits: a cast of torch's leaves other NaNs
         return codes, (scales.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-    return codes, _exponents(scales) if form.scale == "e8m0" else scales
+    if form.scale == "e8m0":  # the biased exponent, 255 for a NaN; of zero it is 0, whose codes are 0
+        return codes, (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+    return codes, scales
 
 
 @torch.no_grad()
@@ -324,11 +299,6 @@ def half_steps(element: Element) -> Tensor:
     gaps = known.diff()
     farther = torch.maximum(torch.cat((gaps[:1], gaps)), torch.cat((gaps, gaps[-1:])))
     return farther[torch.searchsorted(known, numbers)] / 2
-
-
-def _exponents(scales: Tensor) -> Tensor:
-    """Return fp32 powers of two as e8m0: the biased exponent, 255 for a NaN. Zero is 0, whose codes are 0."""
-    return (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
 
 
 def powers_of(exponents: Tensor) -> Tensor:

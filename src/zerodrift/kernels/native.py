@@ -26,7 +26,6 @@ import logging
 import platform
 import tempfile
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,7 @@ def carried(
     has = _features()
     for variant in variants:
         path = folder / variant.file
-        if not path.exists() or not variant.needs <= has or variant.contraction != astuple(contraction()):
+        if not path.exists() or not variant.needs <= has or variant.contraction != contraction():
             continue
         if _loads(path):
             return Library(path, f"carried by the wheel for {variant.name}")
@@ -126,7 +125,7 @@ def _obtain(folder: Path, compiler: str | None) -> Library:
     with locked(folder / "lock"):
         if not _loads(path):
             _log.warning("zerodrift: compiling its CPU kernels, once for this machine, into %s", folder)
-            build.compile_library(compiler, build.native_flags(astuple(contraction())), path)
+            build.compile_library(compiler, build.native_flags(contraction()), path)
     try:
         return Library(path, origin)
     except OSError as error:
@@ -145,7 +144,7 @@ def _loads(path: Path) -> bool:
 
 def key() -> str:
     """Name everything that a library depends on: source, flags, processor, torch and how it contracts."""
-    flags = build.native_flags(astuple(contraction()))[0]
+    flags = build.native_flags(contraction())[0]
     sources = [build.SOURCE, *sorted(build.SOURCE.parent.glob("*.h"))]
     parts = (*(source.read_text() for source in sources), " ".join(flags), torch.__version__, processor())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -175,18 +174,8 @@ _SIZE = 64
 _ULP = 2.0**-12
 
 
-@dataclass(frozen=True, slots=True)
-class Contraction:
-    """Which of torch's kernels round once where plain arithmetic rounds twice."""
-
-    add: bool
-    """`add(x, alpha=a)`"""
-    addcmul: bool
-    lerp: bool
-
-
 @functools.cache
-def contraction() -> Contraction:
+def contraction() -> build.Contraction:
     """Probe the contractions: (1 + u)^2 - 1 is 2u + u^2 rounded once, and 2u rounded twice."""
     one = torch.ones(_SIZE)
     above = one + _ULP
@@ -195,7 +184,7 @@ def contraction() -> Contraction:
     # lerp(-1/4, 3/4 + u, weight (1 + u) / 4) is a quarter of the same sum.
     lerp = torch.lerp(-one / 4, one * 0.75 + _ULP, (1 + _ULP) / 4) * 4
     once = 2 * _ULP + _ULP * _ULP
-    return Contraction(*((result == once).all().item() is True for result in (add, addcmul, lerp)))
+    return build.Contraction(*((result == once).all().item() is True for result in (add, addcmul, lerp)))
 
 
 def exact_sqrt(values: Tensor) -> Tensor:

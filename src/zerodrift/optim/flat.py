@@ -27,7 +27,7 @@ from zerodrift.kernels import block_keys, parameter_key
 from zerodrift.optim import muon, schemes
 from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.muon import MuonHyper
-from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
+from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, refuse_calls
 from zerodrift.optim.updates import Hyper, Root, UpdateStep
 from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, MUON, SGD, Algorithm, algorithm_for
 from zerodrift.plan import Plan, Row
@@ -45,9 +45,6 @@ class Groups(torch.optim.Optimizer):
 
     # Without torch's wrapper, whose first call imports the compiler: seconds, on every rank.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Replaced on every object by `_refuse_step`."""
 
 
 class FlatUpdater:
@@ -71,10 +68,11 @@ class FlatUpdater:
         groups.step = types.MethodType(_refuse_step, groups)  # type: ignore[method-assign]
         # A `GradScaler` gets to that error too, instead of an assertion of its own about gradients.
         groups._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        hooks, must = ("register_step_pre_hook", "register_step_post_hook"), f"{_STEPS}, and calls no hooks"
+        refuse_calls(groups, hooks, must, "Do before or after `engine.step()` what it does.")
         self._algorithm = algorithm.rest or algorithm
         self._root = root
         self._steps = 0
-        self._schemes = {piece.number: scheme_of(piece) for piece in owned}
         self.statistics: Mapping[int, torch.Tensor] = empty_statistics(plan, owned)
         self._owned = {piece.number: piece.without_values() for piece in owned}
         self._matrices = {piece.number for piece in owned if piece.update.optimizer == MUON.name}
@@ -86,19 +84,19 @@ class FlatUpdater:
         count = self._moments = len(self._algorithm.kept(groups.param_groups))
         self._slices = {
             piece.number: schemes.allocate(
-                self._schemes[piece.number],
+                piece.scheme,
                 piece.storage,
                 1 if piece.number in self._matrices else count,
                 initial=piece.initial,
                 groups=self._group_table(piece, group_of),
-                keys=_keys(piece) if self._schemes[piece.number].state.drawn else None,
+                keys=_keys(piece) if piece.update.state.drawn else None,
             )
             for piece in owned
         }
 
     def _require_states_that_move(self) -> None:
         """Refuse a caller's beta2 that a moment's dtype cannot follow, as the plan refuses a config's."""
-        states = {scheme.state for number, scheme in self._schemes.items() if number not in self._matrices}
+        states = {piece.update.state for piece in self._owned.values() if piece.number not in self._matrices}
         for state in states if self._algorithm.beta2 else ():
             for number, group in enumerate(self.groups.param_groups):
                 if "betas" not in group:
@@ -111,9 +109,6 @@ class FlatUpdater:
                     raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
 
     # --- groups -----------------------------------------------------------------------------------------
-
-    def learning_rates(self) -> tuple[float, ...]:
-        return tuple(float(group["lr"]) for group in self.groups.param_groups)
 
     def leave_alone(self, names: Collection[str]) -> None:
         self._skipped = frozenset(names).intersection(self.group_of)
@@ -161,9 +156,8 @@ class FlatUpdater:
             if number in self._matrices:
                 self._update_matrices(number, gradients[number], step)
             else:
-                scheme, of, room = self._schemes[number], self._slices[number], self.statistics.get(number)
-                before = self._values_to_keep(number)
-                self._update_slice(scheme, of, gradients[number], step, room)
+                before, room = self._values_to_keep(number), self.statistics.get(number)
+                self._update_slice(self._slices[number], gradients[number], step, room)
                 for tensor, span, values in before:
                     tensor[span] = values
             written(number)
@@ -178,12 +172,11 @@ class FlatUpdater:
     def _update_matrices(self, number: int, gradient: torch.Tensor, step: UpdateStep) -> None:
         group = self.groups.param_groups[0]
         numbers = MuonHyper(**{field.name: group[field.name] for field in fields(MuonHyper)})
-        piece, scheme, of = self._owned[number], self._schemes[number], self._slices[number]
-        room = self.statistics.get(number)
+        piece, of, room = self._owned[number], self._slices[number], self.statistics.get(number)
         for row in piece.rows:
             if row.name not in self._skipped:
                 span = piece.span(row)
-                muon.update_matrices(scheme, of, span, row.shape, gradient, numbers, step, room)
+                muon.update_matrices(of, span, row.shape, gradient, numbers, step, room)
 
     def _values_to_keep(self, number: int) -> list[tuple[torch.Tensor, slice, torch.Tensor]]:
         """Return what to put back after the update of a piece with skipped rows: (tensor, place, values)."""
@@ -201,11 +194,11 @@ class FlatUpdater:
     # --- values in and out ------------------------------------------------------------------------------
 
     def master(self, number: int) -> torch.Tensor:
-        return schemes.read(self._schemes[number], self._slices[number])
+        return schemes.read(self._slices[number])
 
     @torch.no_grad()
     def set_master(self, number: int, values: torch.Tensor) -> None:
-        schemes.write(self._schemes[number], self._slices[number], values)
+        schemes.write(self._slices[number], values)
 
     def _names(self, number: int) -> tuple[str, ...]:
         algorithm = MUON if number in self._matrices else self._algorithm
@@ -214,13 +207,12 @@ class FlatUpdater:
     def states(self, number: int) -> dict[str, torch.Tensor]:
         if self._steps == 0:
             return {}
-        scheme, of = self._schemes[number], self._slices[number]
-        return {name: schemes.read_moment(scheme, of, i) for i, name in enumerate(self._names(number))}
+        of = self._slices[number]
+        return {name: schemes.read_moment(of, i) for i, name in enumerate(self._names(number))}
 
     @torch.no_grad()
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
-        place = self._names(number).index(key)
-        schemes.write_moment(self._schemes[number], self._slices[number], place, values)
+        schemes.write_moment(self._slices[number], self._names(number).index(key), values)
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
         of = self._slices[number]
@@ -247,10 +239,13 @@ class FlatUpdater:
         return self._algorithm.kept(self.groups.param_groups)
 
 
+_STEPS = "must not be called: `engine.step()` updates this rank's pieces"
+
+
 def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None, *, grad_scaler: Any = None) -> None:
     """Raise. A `GradScaler` asks for `grad_scaler`, and reads no gradients before it calls."""
-    must = "must not be called: `engine.step()` updates this rank's pieces"
-    raise UnsupportedError(f"{type(optimizer).__name__}.step", must, got="a call", do="Call `engine.step()`.")
+    where = f"{type(optimizer).__name__}.step"
+    raise UnsupportedError(where, _STEPS, got="a call", do="Call `engine.step()`.")
 
 
 # A scheduler that was made before the engine looks for its own mark on the method (torch 2.13 to 2.15).

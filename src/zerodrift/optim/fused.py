@@ -26,19 +26,19 @@ from torch import Tensor
 from zerodrift.dtypes import BLOCK
 from zerodrift.kernels import contraction, device, native, step_key, vector_root
 from zerodrift.optim import rounding
-from zerodrift.optim.schemes import Scheme, SliceTensors, read, read_moment
+from zerodrift.optim.schemes import SliceTensors, read, read_moment
 from zerodrift.optim.updates import (
     ARITHMETIC,
     Coefficients,
     Root,
     UpdateStep,
     account,
-    check_step,
+    check_gradient,
     reference_update,
 )
 from zerodrift.policy import Master, State
 
-UpdateFunction = Callable[[Scheme, SliceTensors, Tensor, UpdateStep, Tensor | None], None]
+UpdateFunction = Callable[[SliceTensors, Tensor, UpdateStep, Tensor | None], None]
 """A way to step a slice: `update`, or the reference."""
 
 # `native.cpp`, with its headers, and `kernels/programs.py` know the same numbers.
@@ -53,20 +53,18 @@ CPU = torch.device("cpu")
 _log = logging.getLogger("zerodrift")
 
 
-def update(
-    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Tensor | None = None
-) -> None:
+def update(of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Tensor | None = None) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
     gradient, where = gradient.contiguous(), of.storage.device
     library = compiled_for(where, step)
     if library is not None:
         if of.numel:
-            _update_compiled(library, scheme, of, gradient, step, statistics)
+            _update_compiled(library, of, gradient, step, statistics)
     elif ARITHMETIC[step.algorithm].compiled is not None and device.works(where):
         if of.numel:
-            update_on_device(scheme, of, gradient, step, statistics)
+            update_on_device(of, gradient, step, statistics)
     else:
-        reference_update(scheme, of, gradient, step, statistics)
+        reference_update(of, gradient, step, statistics)
 
 
 def compiled_for(where: torch.device, step: UpdateStep) -> native.Library | None:
@@ -108,14 +106,9 @@ class _Update(ctypes.Structure):
 
 
 def _update_compiled(
-    library: native.Library,
-    scheme: Scheme,
-    of: SliceTensors,
-    gradient: Tensor,
-    step: UpdateStep,
-    statistics: Tensor | None,
+    library: native.Library, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Tensor | None
 ) -> None:
-    check_step(scheme, of, gradient, step)
+    check_gradient(of, gradient)
     if of.groups is not None:
         least, most = map(int, torch.aminmax(of.groups))
         if least < 0 or most >= len(step.hypers):
@@ -131,7 +124,7 @@ def _update_compiled(
         None if statistics is None else statistics.data_ptr(),
         native.TYPES[gradient.dtype],
         native.TYPES[of.storage.dtype],
-        *_kinds(scheme, of, step).values(),
+        *_kinds(of, step).values(),
         torch.get_num_threads(),
     )
     library.update(ctypes.addressof(call))
@@ -141,34 +134,29 @@ def _update_compiled(
 
 
 def update_on_device(
-    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Tensor | None = None
+    of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Tensor | None = None
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
-    check_step(scheme, of, gradient, step)
+    check_gradient(of, gradient)
     table = coefficient_table(step, of.storage.device)
     if statistics is None:
-        _launch(scheme, of, gradient, step, table)
+        _launch(of, gradient, step, table)
         return
     for first in range(0, of.blocks, COUNTED_BLOCKS):
         last = min(first + COUNTED_BLOCKS, of.blocks)
         part = _blocks(of, first, last)
         grad = gradient[first * BLOCK : first * BLOCK + part.numel]
         wanted = torch.empty_like(grad, dtype=torch.float32)
-        before = (read(scheme, part), part.storage.clone(), grad)
-        _launch(scheme, part, grad, step, table, wanted)
-        moment = read_moment(scheme, part, len(part.moments) - 1) if part.moments else None
-        account(statistics[first:last], wanted, before, (read(scheme, part), part.storage, moment))
+        before = (read(part), part.storage.clone(), grad)
+        _launch(part, grad, step, table, wanted)
+        moment = read_moment(part, len(part.moments) - 1) if part.moments else None
+        account(statistics[first:last], wanted, before, (read(part), part.storage, moment))
 
 
 def _launch(
-    scheme: Scheme,
-    of: SliceTensors,
-    gradient: Tensor,
-    step: UpdateStep,
-    table: Tensor,
-    wanted: Tensor | None = None,
+    of: SliceTensors, gradient: Tensor, step: UpdateStep, table: Tensor, wanted: Tensor | None = None
 ) -> None:
-    once, keys = contraction(), of.keys if scheme.state.drawn and of.moments else None
+    once, keys = contraction(), of.keys if of.scheme.state.drawn and of.moments else None
     device.update(
         of.storage,
         (gradient, *_others(of), of.groups, keys, table, wanted),
@@ -176,7 +164,7 @@ def _launch(
         fma_add=once.add,
         fma_addcmul=once.addcmul,
         fma_lerp=once.lerp,
-        **_kinds(scheme, of, step),
+        **_kinds(of, step),
     )
 
 
@@ -184,6 +172,7 @@ def _blocks(of: SliceTensors, first: int, last: int) -> SliceTensors:
     """Return blocks [first, last) of a slice, in the same memory."""
     elements, blocks = slice(first * BLOCK, min(last * BLOCK, of.numel)), slice(first, last)
     return SliceTensors(
+        of.scheme,
         storage=of.storage[elements],
         master=None if of.master is None else of.master[elements],
         moments=tuple(moment[elements] for moment in of.moments),
@@ -202,14 +191,14 @@ def _others(of: SliceTensors) -> tuple[Tensor | None, ...]:
     return (of.master, *moments, *scales, rounding.tables(of.storage.device) if of.scales else None)
 
 
-def _kinds(scheme: Scheme, of: SliceTensors, step: UpdateStep) -> dict[str, int]:
+def _kinds(of: SliceTensors, step: UpdateStep) -> dict[str, int]:
     """Return the choices that are made once per slice, as numbers."""
     algorithm = ARITHMETIC[step.algorithm].compiled
     if algorithm is None:
         raise AssertionError(f"{step.algorithm} has no compiled update")
     # A slice without moments has no scales or codes to read, whatever its column says.
-    state = STATES[scheme.state if of.moments else State.FP32]
-    return {"master_kind": MASTERS[scheme.master], "state": state, "algorithm": algorithm}
+    state = STATES[of.scheme.state if of.moments else State.FP32]
+    return {"master_kind": MASTERS[of.scheme.master], "state": state, "algorithm": algorithm}
 
 
 @functools.lru_cache(maxsize=2)

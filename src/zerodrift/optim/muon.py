@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.optim.schemes import Scheme, SliceTensors
+from zerodrift.optim.schemes import SliceTensors
 from zerodrift.optim.updates import Moments, UpdateStep, update_blocks
 
 
@@ -89,7 +89,6 @@ def advance(numbers: MuonHyper, weights: Tensor, directions: Tensor, change: Ten
 
 
 def update_matrices(
-    scheme: Scheme,
     of: SliceTensors,
     span: slice,
     shape: tuple[int, ...],
@@ -103,8 +102,6 @@ def update_matrices(
     if count == 0:
         return
     shape = (-1, *shape[-2:])
-    if count % math.prod(shape[1:]):
-        raise AssertionError(f"{count} elements are no whole matrices of {shape[1:]}")
 
     def advance_all(weight: Tensor, moments: Moments, gradient: Tensor, is_counted: bool) -> Tensor | None:
         wanted = direction(numbers, moments[0], gradient)
@@ -115,4 +112,4 @@ def update_matrices(
 
     # To the end of the last block: what is behind the row there is zero and stays so.
     blocks = span.start // BLOCK, -(-span.stop // BLOCK)
-    update_blocks(scheme, of, gradient, step, blocks, advance_all, statistics=statistics)
+    update_blocks(of, gradient, step, blocks, advance_all, statistics=statistics)

@@ -20,7 +20,6 @@ its copy has arrived, and nothing is written that a copy still reads.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,11 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerodrift.errors import UnsupportedError
 from zerodrift.optim import flat, torch_optimizer
 from zerodrift.optim.elementwise import require_elementwise
 from zerodrift.optim.fused import UpdateFunction, update
-from zerodrift.optim.updater import Owned, Updater, Written, no_callback
+from zerodrift.optim.updater import Owned, Updater, Written, no_callback, refuse_calls
 from zerodrift.plan import Plan
 
 AHEAD = 2
@@ -60,8 +58,8 @@ class OffloadedUpdater:
         self._inner = build([self._to_host(piece) for piece in owned])
         inner = self._inner  # what follows is the same in any memory
         self.groups, self.group_of, self.kind = inner.groups, inner.group_of, inner.kind
-        self.leave_alone, self.learning_rates = inner.leave_alone, inner.learning_rates
         self.counters, self.set_counters = inner.counters, inner.set_counters
+        self.leave_alone = inner.leave_alone
         self.moment_names, self.resting = inner.moment_names, inner.resting
         self._upload_all(self._on_device)
 
@@ -263,37 +261,12 @@ def make_updater(
         made = make(owned)
     else:
         made = OffloadedUpdater(owned, make, transfers or SideStreams(device))
-    steps_itself = optimizer is not None and flat.algorithm_of(optimizer) is None
-    for name, (must, do) in _REFUSED_CALLS.items():
-        if not (steps_itself and do is _HOOK[1]):
-            setattr(made.groups, name, functools.partial(_refuse_call, name, must, do))
+    must, do = "must be called before the engine is made", "Give the optimizer all of its groups there."
+    refuse_calls(made.groups, ["add_param_group"], must, do)
+    must = "must not be called: the engine has the moments"
+    do = "Save and load with `zerodrift.Checkpoints`; `engine.parameter(name).state` has those of one "
+    refuse_calls(made.groups, ["state_dict", "load_state_dict"], must, f"{do}parameter.")
     return made
-
-
-_STATE = (
-    "must not be called: the engine has the moments",
-    "Save and load with `zerodrift.Checkpoints`; `engine.parameter(name).state` has those of one parameter.",
-)
-_HOOK = (
-    "must not be called: `engine.step()` updates this rank's pieces, and calls no hooks",
-    "Do before or after `engine.step()` what it does.",
-)
-_REFUSED_CALLS = {
-    "add_param_group": (
-        "must be called before the engine is made",
-        "Give the optimizer all of its groups there.",
-    ),
-    "state_dict": _STATE,
-    "load_state_dict": _STATE,
-    "register_step_pre_hook": _HOOK,
-    "register_step_post_hook": _HOOK,
-}
-"""Methods of an optimizer that would do nothing, without a word -> (what must hold, what to do). Hooks are
-called where the optimizer's own `step` is."""
-
-
-def _refuse_call(name: str, must: str, do: str, *args: Any, **kwargs: Any) -> None:
-    raise UnsupportedError(f"optimizer.{name}", must, got="a call", do=do)
 
 
 def hold_parameters(updater: Updater, model: nn.Module) -> None:

@@ -123,24 +123,19 @@ def tables(device: torch.device) -> Tensor:
 def _table(code: Code) -> list[float]:
     last = code.top.bit_length() - 1
     tops = [Fraction(1, 10 ** (last - level)) for level in range(last + 1)]
-    bounds = tops[:-1]
-    starts = [Fraction(0), *bounds]
+    bounds, starts = tops[:-1], [Fraction(0), *tops[:-1]]
     steps = [(top - start) / 2**level for level, (top, start) in enumerate(zip(tops, starts, strict=True))]
     values = [Fraction(0)]
     for level, (start, step) in enumerate(zip(starts, steps, strict=True)):
         values += [start + step * (place + 1) for place in range(2**level)]
-    fill = [0.0] * (LEVELS - len(starts))
     magnitudes = [float(value) for value in values]
-    return [
-        *(float(bound) for bound in bounds),
-        *[2.0] * (LEVELS - len(bounds)),
-        *(float(start) for start in starts),
-        *fill,
-        *(float(1 / step) for step in steps),
-        *fill,
-        *magnitudes,
-        *(-value for value in magnitudes if code is Code.SIGNED),
-    ]
+    signed = [-value for value in magnitudes if code is Code.SIGNED]
+
+    def filled(numbers: list[Fraction], fill: float) -> list[float]:
+        return [*map(float, numbers), *[fill] * (LEVELS - len(numbers))]
+
+    inverse = [1 / step for step in steps]
+    return [*filled(bounds, 2.0), *filled(starts, 0.0), *filled(inverse, 0.0), *magnitudes, *signed]
 
 
 def decode(code: Code, codes: Tensor, scales: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ class _WarmupSchedule(Schedule):
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
     def _ramp(self) -> float:
-        """Return how much of the warm-up is done, from 0 to 1."""
+        """Return the share of the way from min to max: how much of the warm-up is done."""
         step, steps = self.last_batch_iteration, self.warmup_num_steps
         if step >= steps:
             return 1.0
@@ -157,12 +157,8 @@ class WarmupLR(_WarmupSchedule):
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
-        share = self._share()
+        share = self._ramp()
         return [low + rise * share for low, rise in zip(self.min_lrs, self.delta_lrs, strict=True)]
-
-    def _share(self) -> float:
-        """Return the share of the way from min to max."""
-        return self._ramp()
 
 
 class WarmupDecayLR(WarmupLR):
@@ -183,10 +179,10 @@ class WarmupDecayLR(WarmupLR):
             optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
         )
 
-    def _share(self) -> float:
+    def _ramp(self) -> float:
         step, steps = self.last_batch_iteration, self.warmup_num_steps
         if step < steps:
-            return self._ramp()
+            return super()._ramp()
         return max(0.0, (self.total_num_steps - step) / max(1.0, self.total_num_steps - steps))
 
 
@@ -338,18 +334,16 @@ class OneCycle(Schedule):
         pairs = zip(self.min_moms, self.max_moms, strict=True)
         return [(high - (high - low) * height, 0.99) for low, high in pairs]
 
-    def _set_betas(self, betas: Sequence[tuple[float, float]] | None) -> None:
-        for group, pair in zip(self.optimizer.param_groups, betas or (), strict=betas is not None):
+    def _set_rates(self) -> None:
+        super()._set_rates()
+        self._set_betas(self.get_mom() or [])
+
+    def _set_betas(self, betas: Sequence[tuple[float, float]]) -> None:
+        for group, pair in zip(self.optimizer.param_groups, betas, strict=False):
             group["betas"] = pair
 
     def step(self, batch_iteration: int | None = None) -> None:
         super().step(batch_iteration)
-        self._set_betas(self.get_mom())
-
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        super().load_state_dict(sd)
-        if self.last_batch_iteration >= 0:
-            self._set_betas(self.get_mom())
 
 
 # --- those of transformers ------------------------------------------------------------------------------

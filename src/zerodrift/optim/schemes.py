@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerodrift.dtypes import ADMITTED, BLOCK, DType
-from zerodrift.errors import UnsupportedError
+from zerodrift.dtypes import BLOCK, DType
 from zerodrift.kernels import random_words, resting_zeros
 from zerodrift.optim import rounding
 from zerodrift.optim.rounding import join, round_stochastic, split
@@ -30,21 +29,12 @@ class Scheme:
     master: Master
     state: State
 
-    def __post_init__(self) -> None:
-        must = do = ""
-        if self.storage not in ADMITTED["storage"]:
-            must = "must have storage fp32, bf16 or fp16"
-        elif self.master is Master.SPLIT and self.storage is not DType.BF16:
-            must, do = "must have bf16 storage for a split master", "Use master `fp32`."
-        if must:
-            got = f"storage {self.storage}, master {self.master}"
-            raise UnsupportedError("optim.Scheme", must, got=got, do=do)
-
 
 @dataclass(frozen=True, slots=True)
 class SliceTensors:
     """The tensors of one slice: all flat, contiguous and of one length, on one device."""
 
+    scheme: Scheme
     storage: Tensor
     """The weights that the model computes with, in the storage dtype."""
     master: Tensor | None
@@ -92,6 +82,7 @@ def allocate(
         # Zeros mean that storage is exact.
         master = initial if halves else resting_zeros(storage.shape, torch.int16, device)
     tensors = SliceTensors(
+        scheme,
         storage=storage,
         master=master,
         moments=tuple(resting_zeros(storage.shape, like, device) for _ in range(moments)),
@@ -99,50 +90,23 @@ def allocate(
         groups=groups,
         keys=keys,
     )
-    check(scheme, tensors)
     if initial is not None and not halves:
-        write(scheme, tensors, initial)
+        write(tensors, initial)
     return tensors
 
 
-def check(scheme: Scheme, of: SliceTensors) -> None:
-    """Check that the tensors are what the scheme says: the compiled path sees only addresses."""
-    numel, blocks = of.numel, of.blocks
-    expected = [
-        (of.storage, scheme.storage.torch, numel),
-        (of.master, torch.float32 if scheme.master is Master.FP32 else torch.int16, numel),
-        *((moment, scheme.state.dtype.torch, numel) for moment in of.moments),
-        *((scale, torch.float32, blocks) for scale in of.scales),
-        (of.groups, torch.int32, blocks),
-        (of.keys, torch.int64, blocks),
-    ]
-    for tensor, dtype, length in expected:
-        if tensor is None:
-            continue
-        if tensor.dtype is not dtype or tensor.shape != (length,) or not tensor.is_contiguous():
-            got = f"{tensor.dtype}, {tensor.shape} of a slice"
-            raise AssertionError(f"{got} must be {dtype}, flat, contiguous and of {length}")
-        if tensor.device != of.storage.device:
-            raise AssertionError("the tensors of a slice must be on one device")
-    scales = len(of.moments) if scheme.state is State.EIGHT_BIT else 0
-    if (of.master is None) != (scheme.master is Master.SAME) or len(of.scales) != scales:
-        raise AssertionError(f"{scheme} with another master, or {len(of.scales)} tensors of scales")
-    if scheme.state.drawn and of.moments and of.keys is None:
-        raise AssertionError(f"state `{scheme.state}` needs a key per block")
-
-
-def read(scheme: Scheme, of: SliceTensors, start: int = 0, stop: int | None = None) -> Tensor:
+def read(of: SliceTensors, start: int = 0, stop: int | None = None) -> Tensor:
     """Return the master's values in fp32, as a copy."""
     part = slice(start, stop)
-    if scheme.master is Master.SPLIT and of.master is not None:
+    if of.scheme.master is Master.SPLIT and of.master is not None:
         return join(of.storage[part], of.master[part])
     return (of.storage if of.master is None else of.master)[part].to(torch.float32, copy=True)
 
 
-def write(scheme: Scheme, of: SliceTensors, values: Tensor, start: int = 0) -> None:
+def write(of: SliceTensors, values: Tensor, start: int = 0) -> None:
     """Set master and storage, from `start` on, to fp32 values."""
     part = slice(start, start + values.numel())
-    if scheme.master is Master.SPLIT and of.master is not None:
+    if of.scheme.master is Master.SPLIT and of.master is not None:
         split(values, of.storage[part], of.master[part])
         return
     if of.master is not None and of.master.data_ptr() != values.data_ptr():
@@ -153,19 +117,17 @@ def write(scheme: Scheme, of: SliceTensors, values: Tensor, start: int = 0) -> N
 # --- moments ------------------------------------------------------------------------------------------
 
 
-def read_moment(
-    scheme: Scheme, of: SliceTensors, number: int, first: int = 0, last: int | None = None
-) -> Tensor:
+def read_moment(of: SliceTensors, number: int, first: int = 0, last: int | None = None) -> Tensor:
     """Return a moment's values in fp32, of blocks [first, last), as a copy."""
     stop = None if last is None else last * BLOCK
     held = of.moments[number][first * BLOCK : stop]
-    if scheme.state is State.EIGHT_BIT:
+    if of.scheme.state is State.EIGHT_BIT:
         return rounding.decode(rounding.code_of(number), held, of.scales[number][first:last])
     return held.to(torch.float32, copy=True)
 
 
 def write_moment(
-    scheme: Scheme, of: SliceTensors, number: int, values: Tensor, first: int = 0, words: Tensor | None = None
+    of: SliceTensors, number: int, values: Tensor, first: int = 0, words: Tensor | None = None
 ) -> None:
     """Set a moment, from block `first` on, to fp32 values.
 
@@ -175,20 +137,18 @@ def write_moment(
     """
     part = slice(first * BLOCK, first * BLOCK + values.numel())
     draws = None if words is None else (words >> (16 * number)) & 0xFFFF
-    if scheme.state is State.EIGHT_BIT:
+    if of.scheme.state is State.EIGHT_BIT:
         codes, scales = rounding.encode(rounding.code_of(number), values, draws)
         of.moments[number][part] = codes
         of.scales[number][first : first + scales.numel()] = scales
-    elif scheme.state is State.BF16_STOCHASTIC and draws is not None:
+    elif of.scheme.state is State.BF16_STOCHASTIC and draws is not None:
         of.moments[number][part] = round_stochastic(values, draws)
     else:
         of.moments[number][part] = values
 
 
-def draw(scheme: Scheme, of: SliceTensors, step: int, first: int, last: int) -> Tensor | None:
+def draw(of: SliceTensors, step: int, first: int, last: int) -> Tensor | None:
     """Return the random words of a step for blocks [first, last); None if rounding draws none."""
-    if not (scheme.state.drawn and of.moments):
+    if of.keys is None or not (of.scheme.state.drawn and of.moments):
         return None
-    if of.keys is None:
-        raise AssertionError(f"state `{scheme.state}` needs a key per block")
     return random_words(of.keys[first:last], step).flatten()[: of.numel - first * BLOCK]

@@ -26,7 +26,7 @@ from zerodrift.errors import UnsupportedError, ZerodriftError, said
 from zerodrift.optim import schemes
 from zerodrift.optim.elementwise import WHOLE
 from zerodrift.optim.schemes import Scheme
-from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
+from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback
 from zerodrift.optim.updates import account
 from zerodrift.optimizers import ALGORITHMS, ELEMENTWISE, either
 from zerodrift.plan import Plan, Row
@@ -81,14 +81,12 @@ class TorchOptimizerUpdater:
         self.group_of = group_of
         self.kind = type(optimizer).__name__
         self._pieces = {piece.number: piece.without_values() for piece in owned}
-        self._schemes = {piece.number: _scheme(piece) for piece in owned}
         self._slices = {
-            piece.number: schemes.allocate(self._schemes[piece.number], piece.storage, 0, piece.initial)
-            for piece in owned
+            piece.number: schemes.allocate(_scheme(piece), piece.storage, 0, piece.initial) for piece in owned
         }
         self._values: dict[int, torch.Tensor] = {}
         """Flat fp32 masters: storage itself, the copy, or for a split master what `_join` fills."""
-        self._joined = [n for n, scheme in self._schemes.items() if scheme.master is Master.SPLIT]
+        self._joined = [n for n, of in self._slices.items() if of.scheme.master is Master.SPLIT]
         for number, of in self._slices.items():
             self._values[number] = of.storage if of.master is None else of.master
             if number in self._joined:
@@ -153,9 +151,6 @@ class TorchOptimizerUpdater:
             if mine:
                 owner.state[view] = {key.removeprefix(prefix): left.pop(key) for key in mine}
 
-    def learning_rates(self) -> tuple[float, ...]:
-        return tuple(float(group["lr"]) for group in self.groups.param_groups)
-
     def leave_alone(self, names: Collection[str]) -> None:
         self._skipped = frozenset(names)
 
@@ -170,7 +165,7 @@ class TorchOptimizerUpdater:
         for number in self._joined:
             values = self._values[number]
             values.untyped_storage().resize_(values.numel() * values.element_size())
-            values.copy_(schemes.read(self._schemes[number], self._slices[number]))
+            values.copy_(schemes.read(self._slices[number]))
         for view in self._views:
             if view.number in ready and view.row.name not in self._skipped:
                 view.parameter.grad = ready[view.number][view.span].view(view.parameter.shape)
@@ -187,7 +182,7 @@ class TorchOptimizerUpdater:
                 values.copy_(view.parameter.reshape(-1))
                 view.parameter.data = values.view(view.parameter.shape)
         for number in ready:
-            schemes.write(self._schemes[number], self._slices[number], self._values[number])
+            schemes.write(self._slices[number], self._values[number])
         for view in self._views:
             if view.number in before:
                 self._account(view, before[view.number], ready[view.number])
@@ -247,11 +242,11 @@ class TorchOptimizerUpdater:
             self._values[number].untyped_storage().resize_(0)
 
     def master(self, number: int) -> torch.Tensor:
-        return schemes.read(self._schemes[number], self._slices[number])
+        return schemes.read(self._slices[number])
 
     @torch.no_grad()
     def set_master(self, number: int, values: torch.Tensor) -> None:
-        schemes.write(self._schemes[number], self._slices[number], values)
+        schemes.write(self._slices[number], values)
 
     def states(self, number: int) -> dict[str, torch.Tensor]:
         states: dict[str, torch.Tensor] = {}
@@ -355,7 +350,7 @@ def state_owners(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Opti
 
 def _scheme(piece: Owned) -> Scheme:
     """Return the scheme of a shard; refuse one in which torch's classes would compute something else."""
-    scheme = scheme_of(piece)
+    scheme = piece.scheme
     if scheme.state is not State.FP32:
         must = "must be fp32 for an optimizer that rounds its moments itself"
         names = either(known.name for known in ELEMENTWISE)

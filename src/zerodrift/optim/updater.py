@@ -9,13 +9,15 @@ Invariant: after `update`, owned storage is the master rounded once to the stora
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from zerodrift.dtypes import BLOCK
+from zerodrift.errors import UnsupportedError
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.updates import room_for_statistics
 from zerodrift.plan import Plan, Row, Segment
@@ -41,6 +43,10 @@ class Owned:
     part: int = 0
     """The number of its part, for rows in several parts (`Row.parts`)."""
 
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme(self.spec.columns.storage.dtype, self.update.master, self.update.state)
+
     def without_values(self) -> Owned:
         """Return the same piece without the first master, which it would keep alive."""
         return replace(self, initial=self.initial.new_empty(0))
@@ -48,11 +54,6 @@ class Owned:
     def span(self, row: Row) -> slice:
         """Return the part of `row` in this piece, as a slice of the piece; may be empty."""
         return row.within(self.start, self.storage.numel())
-
-
-def scheme_of(piece: Owned) -> Scheme:
-    """Return the columns that an update of a piece obeys."""
-    return Scheme(piece.spec.columns.storage.dtype, piece.update.master, piece.update.state)
 
 
 def empty_statistics(plan: Plan, owned: Sequence[Owned]) -> dict[int, torch.Tensor]:
@@ -88,9 +89,6 @@ class OptimizerState(Protocol):
     group_of: Mapping[str, int]
     """Row name -> parameter group, without trained rows that the optimizer was not given."""
 
-    def learning_rates(self) -> tuple[float, ...]:
-        """Return the learning rate of each parameter group."""
-
     def counters(self) -> Counters:
         """Return the rest of the state, of parameters that this rank owns a part of."""
 
@@ -99,6 +97,21 @@ class OptimizerState(Protocol):
 
     def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
         """Return the moments of a parameter in an optimizer with such counters."""
+
+
+def learning_rates(optimizer: OptimizerState | None) -> tuple[float, ...]:
+    """Return the learning rate of each parameter group; none without an optimizer."""
+    return () if optimizer is None else tuple(float(group["lr"]) for group in optimizer.groups.param_groups)
+
+
+def refuse_calls(optimizer: torch.optim.Optimizer, names: Iterable[str], must: str, do: str) -> None:
+    """Make methods of an optimizer raise that would do nothing, without a word."""
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(f"optimizer.{name}", must, got="a call", do=do)
+
+    for name in names:
+        setattr(optimizer, name, partial(refuse, name))
 
 
 class Updater(OptimizerState, Protocol):

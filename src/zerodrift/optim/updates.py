@@ -34,7 +34,7 @@ from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.kernels import exact_sqrt, reference_square_sums
-from zerodrift.optim.schemes import Scheme, SliceTensors, check, draw, read, read_moment, write, write_moment
+from zerodrift.optim.schemes import SliceTensors, draw, read, read_moment, write, write_moment
 from zerodrift.optimizers import ADAM, ADAMW, LION, SGD, Algorithm
 
 CACHED_BLOCKS = 1024
@@ -44,14 +44,10 @@ CACHED_BLOCKS = 1024
 class Root(enum.Enum):
     """The square root that Adam takes. See [Note: roots]."""
 
-    __hash__ = object.__hash__  # as `DType`
     EXACT = "exact"
     """Correctly rounded: the same bits on every machine, and those of torch's fused kernels."""
     TORCH = "torch"
     """`torch.sqrt` as it is on this machine: the bits of torch's default and foreach kernels."""
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,15 +308,15 @@ def _same(one: Tensor, other: Tensor) -> Tensor:
 
 
 def reference_update(
-    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Tensor | None = None
+    of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Tensor | None = None
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
-    check_step(scheme, of, gradient, step)
+    check_gradient(of, gradient)
     arithmetic = ARITHMETIC[step.algorithm]
     for first, last, group in runs(of):
         numbers = arithmetic.coefficients(step.hypers[group])
         advance = partial(_advance, arithmetic, numbers, step.root)
-        update_blocks(scheme, of, gradient, step, (first, last), advance, numbers.sign, statistics)
+        update_blocks(of, gradient, step, (first, last), advance, numbers.sign, statistics)
 
 
 def _advance(
@@ -339,21 +335,11 @@ def _advance(
     return None if before is None else arithmetic.wanted(numbers, before, moments, gradient, root)
 
 
-def check_step(scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep) -> None:
-    """Check that all tensors fit together: compiled code would write outside of one that does not."""
-    check(scheme, of)
+def check_gradient(of: SliceTensors, gradient: Tensor) -> None:
+    """Check that a gradient fits: compiled code would read outside of one that does not."""
     if gradient.shape != of.storage.shape or gradient.device != of.storage.device:
         got = f"{tuple(gradient.shape)} on {gradient.device}"
         raise AssertionError(f"gradient {got} of a slice {tuple(of.storage.shape)} on {of.storage.device}")
-    needed = moment_count(step.algorithm, step.hypers)
-    if len(of.moments) < needed:
-        raise AssertionError(f"{step.algorithm} needs {needed} moments: {len(of.moments)}")
-
-
-def moment_count(algorithm: Algorithm, hypers: tuple[Hyper, ...]) -> int:
-    """Return how many moments a slice with these groups has."""
-    name = algorithm.moments_with
-    return len(algorithm.kept({name: getattr(hyper, name)} for hyper in hypers))
 
 
 def runs(of: SliceTensors) -> Iterator[tuple[int, int, int]]:
@@ -371,7 +357,6 @@ def runs(of: SliceTensors) -> Iterator[tuple[int, int, int]]:
 
 
 def update_blocks(
-    scheme: Scheme,
     of: SliceTensors,
     gradient: Tensor,
     step: UpdateStep,
@@ -390,17 +375,17 @@ def update_blocks(
     # Filled in, and not made on the host: the host would wait for that copy.
     scale = torch.full((), step.multiplier * sign, dtype=torch.float32, device=of.storage.device)
     scaled = gradient[start:stop].float() * scale
-    weight = read(scheme, of, start, stop)
-    moments = tuple(read_moment(scheme, of, number, first, last) for number in range(len(of.moments)))
+    weight = read(of, start, stop)
+    moments = tuple(read_moment(of, number, first, last) for number in range(len(of.moments)))
     before = None
     if statistics is not None:
         before = (weight.clone(), of.storage[start:stop].clone(), scaled.clone())
     change = advance(weight, moments, scaled, statistics is not None)
-    write(scheme, of, weight, start)
-    words = draw(scheme, of, step.number, first, last)
+    write(of, weight, start)
+    words = draw(of, step.number, first, last)
     for number, moment in enumerate(moments):
-        write_moment(scheme, of, number, moment, first, words)
+        write_moment(of, number, moment, first, words)
     if statistics is not None and before is not None and change is not None:
-        stored = read_moment(scheme, of, len(moments) - 1, first, last) if moments else None
-        after = (read(scheme, of, start, stop), of.storage[start:stop], stored)
+        stored = read_moment(of, len(moments) - 1, first, last) if moments else None
+        after = (read(of, start, stop), of.storage[start:stop], stored)
         account(statistics[first:last], change, before, after)

@@ -57,12 +57,9 @@ class Parts:
     def __post_init__(self) -> None:
         given = _positional(self.each)
         if given not in (3, 4):
-            raise ModelError(
-                "each",
-                "must take the model, a layer, its input and the micro-batch",
-                got=f"a function of {given}",
-                do="Write `each=lambda model, layer, hidden, batch: ...`.",
-            )
+            must = "must take the model, a layer, its input and the micro-batch"
+            do = "Write `each=lambda model, layer, hidden, batch: ...`."
+            raise ModelError("each", must, got=f"a function of {given}", do=do)
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -91,13 +88,11 @@ class Parts:
 
 def _positional(function: Callable[..., Any]) -> int:
     """Count the arguments by position; 4 for a function that takes any number."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+    kinds = [each.kind for each in inspect.signature(function).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
         return 4
-    return sum(
-        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        for parameter in parameters
-    )
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(kind in positional for kind in kinds)
 
 
 ROUTED = "output_router_logits"
@@ -121,13 +116,10 @@ class Causal:
         kind = getattr(config, "model_type", None)
         known = CAUSAL.get(kind) if isinstance(kind, str) else None
         if known is None or not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
-            raise UnsupportedError(
-                "model",
-                f"must be a causal language model of transformers of type {', '.join(CAUSAL)}, or "
-                "come with `parts`, to be cut into a pipeline",
-                got=type(model).__name__,
-                do="Pass `parts=zerodrift.Parts(...)`, in a job `model.parts`: it names its list of layers.",
-            )
+            must = f"must be a causal language model of transformers of type {', '.join(CAUSAL)}, or "
+            must += "come with `parts`, to be cut into a pipeline"
+            do = "Pass `parts=zerodrift.Parts(...)`, in a job `model.parts`: it names its list of layers."
+            raise UnsupportedError("model", must, got=type(model).__name__, do=do)
         _require_the_librarys(model, known)
         for key in ELSEWHERE:
             if getattr(config, key, False):
@@ -262,25 +254,17 @@ def _require_the_librarys(model: nn.Module, cut: Causal) -> None:
     for path, part in parts.items():
         forward = part.__dict__.get("forward", type(part).forward)
         if not str(getattr(forward, "__module__", "")).startswith(("transformers.", "torch.")):
-            raise UnsupportedError(
-                path or "model",
-                "must have the forward of transformers to be cut into a pipeline as it is",
-                got=f"one of {type(part).__name__}'s own",
-                do=(
-                    "Pass `parts=zerodrift.Parts(...)`, in a job `model.parts`: it says what comes before, "
-                    "in and after its layers."
-                ),
-            )
+            must = "must have the forward of transformers to be cut into a pipeline as it is"
+            got = f"one of {type(part).__name__}'s own"
+            do = "Pass `parts=zerodrift.Parts(...)`, in a job `model.parts`: it says what comes before, in and "
+            do += "after its layers."
+            raise UnsupportedError(path or "model", must, got=got, do=do)
     version = str(getattr(sys.modules.get("transformers"), "__version__", TESTED_SINCE))
     kind = str(getattr(model.config, "model_type", ""))
     if kind not in OLDER and numbers(version, TESTED_SINCE) < numbers(TESTED_SINCE):
-        raise UnsupportedError(
-            "model",
-            f"must come from transformers {TESTED_SINCE} or later to be cut into a pipeline, being of type "
-            f"{kind}",
-            got=f"transformers {version}",
-            do="Update it, or pass `parts=zerodrift.Parts(...)`, in a job `model.parts`.",
-        )
+        must = f"must come from transformers {TESTED_SINCE} or later to be cut into a pipeline, being of "
+        got, do = f"transformers {version}", "Update it, or pass `parts=zerodrift.Parts(...)`, in a job `model.parts`."
+        raise UnsupportedError("model", f"{must}type {kind}", got=got, do=do)
 
 
 # --- a tree of modules, pruned ----------------------------------------------------------------------------
@@ -316,15 +300,10 @@ class AbsentModule(nn.Module):
         self.path = path
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise ModelError(
-            self.path,
-            "must be used in the piece of the pipeline that it is in",
-            got="a use in another",
-            do=(
-                "What `before` uses must come before the layers in the order of the model's "
-                "parameters, what `after` uses behind them."
-            ),
-        )
+        do = "What `before` uses must come before the layers in the order of the model's parameters, what "
+        do += "`after` uses behind them."
+        must = "must be used in the piece of the pipeline that it is in"
+        raise ModelError(self.path, must, got="a use in another", do=do)
 
 
 def prune(model: nn.Module, names: frozenset[str], cut: Cut) -> nn.Module:
@@ -338,11 +317,9 @@ def _without(model: nn.Module, names: frozenset[str], cut: Cut) -> frozenset[str
     try:
         layers = model.get_submodule(cut.layers)
     except AttributeError:
-        raise ModelError(
-            "layers",
-            "must be the path of the model's list of layers",
-            got=f"{cut.layers!r}, which {type(model).__name__} does not have",
-        ) from None
+        got = f"{cut.layers!r}, which {type(model).__name__} does not have"
+        must = "must be the path of the model's list of layers"
+        raise ModelError("layers", must, got=got) from None
     bare, here = set(), True
     for name, layer in layers.named_children():
         path = f"{cut.layers}.{name}".lstrip(".")

@@ -16,7 +16,6 @@ looks again. Hooks on nodes of the graph are not noticed.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,12 +64,8 @@ class WeightQueue:
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.held = 0
-        self.peak = 0
-        """The most that was, since the queue was made."""
-        self.formed = 0
-        self._open: list[DeferredGradient] = []
-        self._closed: deque[list[DeferredGradient]] = deque()
-        self.ended = 0
+        self._waiting: list[list[DeferredGradient]] = [[]]
+        """By micro-batch; the last one has not ended."""
         self._gradients: Gradients | None = None
         """Gradients of the engine that the module belongs to."""
         self._scheduled = False
@@ -81,7 +76,7 @@ class WeightQueue:
 
     def __len__(self) -> int:
         """Return the number of weight gradients that wait."""
-        return len(self._open) + sum(map(len, self._closed))
+        return sum(map(len, self._waiting))
 
     def __bool__(self) -> bool:
         return True
@@ -101,56 +96,45 @@ class WeightQueue:
         late = DeferredGradient(parameter, place, form, kept, sum(tensor.nbytes for tensor in holds))
         if self.limit is not None:
             while self.held + late.held > self.limit and len(self):
-                oldest = next((waiting for waiting in self._closed if waiting), self._open)
-                self._form(oldest.pop(0))
-        self._open.append(late)
+                self._form(next(filter(None, self._waiting)).pop(0))
+        self._waiting[-1].append(late)
         self.held += late.held
-        self.peak = max(self.peak, self.held)
 
     def _require_known(self, parameter: nn.Parameter, form: Any) -> None:
-        if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf or not parameter.requires_grad:
-            got = type(parameter).__name__
-            if isinstance(parameter, torch.Tensor):
-                got = (
-                    f"{self._name(parameter)}, frozen" if parameter.is_leaf else "the result of an operation"
-                )
-            raise ModelError("put", "must be given a parameter that is trained", got=got)
+        must = "must be given a parameter that is trained"
+        if not isinstance(parameter, torch.Tensor):
+            raise ModelError("put", must, got=type(parameter).__name__)
+        if not parameter.is_leaf:
+            raise ModelError("put", must, got="the result of an operation")
+        if not parameter.requires_grad:
+            raise ModelError("put", must, got=f"{self._name(parameter)}, frozen")
         if self._gradients is not None and parameter not in self._names:
-            raise ModelError(
-                "put",
-                "must be given a parameter of the model that the queue belongs to",
-                got=f"a tensor {list(parameter.shape)} of another, whose gradient nobody would reduce",
-            )
+            must = "must be given a parameter of the model that the queue belongs to"
+            got = f"a tensor {list(parameter.shape)} of another, whose gradient nobody would reduce"
+            raise ModelError("put", must, got=got)
         if not callable(form):
-            raise ModelError(
-                self._name(parameter),
-                "must come with a function that forms its gradient, of a dtype",
-                got=type(form).__name__,
-                do="Write `lambda dtype: ...`.",
-            )
+            must, got = "must come with a function that forms its gradient, of a dtype", type(form).__name__
+            raise ModelError(self._name(parameter), must, got=got, do="Write `lambda dtype: ...`.")
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.get(parameter) or f"parameter {list(parameter.shape)}"
 
     def end_micro_batch(self) -> None:
         """End a micro-batch: the gradients queued since the last call are its own. An engine calls this."""
-        self._closed.append(self._open)
-        self._open = []
-        self.ended += 1
+        self._waiting.append([])
 
     def drain(self) -> int:
         """Form what waits, oldest first. Returns the number of gradients."""
-        before = self.formed
-        while self._closed:
-            self._form_all(self._closed.popleft())
-        self._form_all(self._open)
-        return self.formed - before
+        count = len(self)
+        for waiting in self._waiting:
+            self._form_all(waiting)
+        self._waiting = [[]]
+        return count
 
     def clear(self) -> int:
         """Drop what waits, of a step that failed or a backward that was only run to learn shapes."""
         dropped = len(self)
-        self._open, self.held, self.ended = [], 0, 0
-        self._closed.clear()
+        self._waiting, self.held = [[]], 0
         return dropped
 
     def dw_builder(self) -> Callable[[], None]:
@@ -158,7 +142,7 @@ class WeightQueue:
         `torch.distributed.pipelining`."""
         if self._gradients is None or self._scheduled:
             self.end_micro_batch()
-        mine = self._closed[-1] if self._closed else []
+        mine = self._waiting[-2] if len(self._waiting) > 1 else []
         return lambda: self._form_all(mine)
 
     def detach(self) -> None:
@@ -191,26 +175,19 @@ class WeightQueue:
         self.held -= late.held
         for tensor, version in late.holds:
             if tensor._version != version:
-                raise ModelError(
-                    self._name(parameter),
-                    "what its late gradient is formed from must not be written to before",
-                    got=(
-                        f"a tensor {list(tensor.shape)} that was written to in place "
-                        f"{tensor._version - version} times after its backward"
-                    ),
-                    do="Call `drain()` first, or write to a clone.",
-                )
+                must = "what its late gradient is formed from must not be written to before"
+                times = f"{tensor._version - version} times after its backward"
+                got = f"a tensor {list(tensor.shape)} that was written to in place {times}"
+                do = "Call `drain()` first, or write to a clone."
+                raise ModelError(self._name(parameter), must, got=got, do=do)
         value = late.form(dtype)
         shape = tuple(parameter.shape) if late.place is None else late.place.size
         made = isinstance(value, torch.Tensor)
         if not made or (tuple(value.shape), value.dtype, value.device) != (shape, dtype, parameter.device):
-            raise ModelError(
-                self._name(parameter),
-                f"must get a late gradient {list(shape)} {dtype} on {parameter.device}",
-                got=f"{list(value.shape)} {value.dtype} on {value.device}" if made else type(value).__name__,
-                do="`form(dtype)` returns a tensor of the dtype that it is called with.",
-            )
-        self.formed += 1
+            must = f"must get a late gradient {list(shape)} {dtype} on {parameter.device}"
+            got = f"{list(value.shape)} {value.dtype} on {value.device}" if made else type(value).__name__
+            do = "`form(dtype)` returns a tensor of the dtype that it is called with."
+            raise ModelError(self._name(parameter), must, got=got, do=do)
         if parameter.grad is None:
             if late.place is None:
                 parameter.grad = value.clone()  # of a tensor that a caller's function may go on to use
@@ -238,12 +215,8 @@ def defer_weight_grads(what: nn.Module | Engine, limit: int | None = None) -> We
     for path, owner in module.named_modules():
         if any(parameter.dim() > 1 for parameter in owner.parameters(recurse=False)):
             if hasattr(owner, _MARK):
-                raise ModelError(
-                    path or "module",
-                    "must have one queue for its weight gradients",
-                    got="another, which it has already",
-                    do="Call `detach()` of the first.",
-                )
+                must, got = "must have one queue for its weight gradients", "another, which it has already"
+                raise ModelError(path or "module", must, got=got, do="Call `detach()` of the first.")
             queue._handles += _attach(owner, queue)
             queue._owners.append(owner)
     queue._names = {parameter: name for name, parameter in module.named_parameters()}

@@ -43,7 +43,10 @@ def pipeline_engine(
         executor = PipelineExecutor(plan, tree, comm, _known_here(plan, mine, sources))
         executor.whole = model
         make_equal(mine, executor.own_values)  # the model of the other end may have another seed
-        _free_other_parameters(model, tree)
+        kept = {id(parameter) for parameter in tree.parameters()}
+        for parameter in model.parameters():
+            if id(parameter) not in kept and not parameter.is_meta:
+                parameter.data = parameter.data.new_empty(0)
         parts = [prune(tree, names, how) for names in pieces]
         for module, names in zip(parts, pieces, strict=True):
             check_names(module, names)
@@ -56,19 +59,13 @@ def pipeline_engine(
 def _require_trained(plan: Plan) -> None:
     for rank in range(plan.mesh.pipeline):
         if all(not row.trained for row in part(plan, rank).rows):
-            raise UnsupportedError(
-                "pipeline",
-                "must train something on every stage",
-                got=f"stage {rank}, on which everything is frozen",
-                do="Use fewer stages, or train without a pipeline.",
-            )
+            must, got = "must train something on every stage", f"stage {rank}, on which everything is frozen"
+            do = "Use fewer stages, or train without a pipeline."
+            raise UnsupportedError("pipeline", must, got=got, do=do)
     if plan.policy.optimizer is None:
-        raise UnsupportedError(
-            "optimizer",
-            "must be a block of the config with a pipeline, whose ranks each build their part of it",
-            got="none",
-            do="Write `optimizer: {type: AdamW, params: {...}}`.",
-        )
+        must = "must be a block of the config with a pipeline, whose ranks each build their part of it"
+        do = "Write `optimizer: {type: AdamW, params: {...}}`."
+        raise UnsupportedError("optimizer", must, got="none", do=do)
 
 
 def _require_eager(plan: Plan, model: nn.Module) -> None:
@@ -80,12 +77,10 @@ def _require_eager(plan: Plan, model: nn.Module) -> None:
         return
     for path, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
-            raise UnsupportedError(
-                path or "model",
-                f"must not be compiled under `{pipeline.schedule}`, which splits backwards",
-                got=f"a compiled {type(module).__name__}",
-                do="Use `gpipe`, `1f1b` or `interleaved`, or do not compile it.",
-            )
+            must = f"must not be compiled under `{pipeline.schedule}`, which splits backwards"
+            got = f"a compiled {type(module).__name__}"
+            do = "Use `gpipe`, `1f1b` or `interleaved`, or do not compile it."
+            raise UnsupportedError(path or "model", must, got=got, do=do)
 
 
 @dataclass(frozen=True)
@@ -113,10 +108,3 @@ def _known_here(plan: Plan, mine: Plan, sources: ValueSources) -> ValueSources:
         if whole is not None and whole.name in sources.rows:
             known[row.name] = _Named(sources.rows[whole.name], whole.name)
     return ValueSources(known, sources.buffers)
-
-
-def _free_other_parameters(model: nn.Module, tree: nn.Module) -> None:
-    kept = {id(parameter) for parameter in tree.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in kept and not parameter.is_meta:
-            parameter.data = parameter.data.new_empty(0)

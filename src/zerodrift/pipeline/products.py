@@ -214,8 +214,6 @@ def input_gradient(
     if kind == "linear":
         return grad.matmul(weight)
     if kind == "grouped":
-        if offsets is None:
-            raise AssertionError("a grouped product without groups")
         return F.grouped_mm(grad, weight.transpose(-2, -1), offs=offsets)
     return grad.matmul(weight.transpose(-2, -1))
 

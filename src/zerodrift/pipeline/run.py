@@ -96,8 +96,6 @@ class PipelineExecutor(NativeExecutor):
         self._begun = False
         self._weights: tuple[float, ...] = ()
         """Weights of the running micro-batches; empty where all count 1."""
-        self._before: list[dict[str, torch.Tensor]] = []
-        """Buffers of each piece, for [Note: learning shapes] of `stage.py`."""
         self.actions: list[Action] = []
 
     def _attach(self) -> list[Any]:
@@ -206,9 +204,6 @@ class PipelineExecutor(NativeExecutor):
         for piece in self._pieces:
             piece.batches, piece.failed = batches, None
             piece.losses.clear()
-        if self._pieces[0].learning:
-            held = (piece.module.named_buffers() for piece in self._pieces)
-            self._before = [{name: buffer.clone() for name, buffer in buffers} for buffers in held]
         if self._units.all_step or self._pieces[0].learning:
             self._units.gather()
         self._draws.begin(seeds)
@@ -240,16 +235,10 @@ class PipelineExecutor(NativeExecutor):
             while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
                 causes.append(cause)
             if any("use_reentrant=True" in str(cause) for cause in causes):
-                refused = UnsupportedError(
-                    "checkpoint",
-                    "must be called with `use_reentrant=False` in a pipeline, whose backwards "
-                    "ask for gradients of inputs by themselves",
-                    got="True",
-                    do=(
-                        "Change the call, or pass `{'use_reentrant': False}` to "
-                        "`gradient_checkpointing_enable`."
-                    ),
-                )
+                must = "must be called with `use_reentrant=False` in a pipeline, whose backwards ask for "
+                must += "gradients of inputs by themselves"
+                do = "Change the call, or pass `{'use_reentrant': False}` to `gradient_checkpointing_enable`."
+                refused = UnsupportedError("checkpoint", must, got="True", do=do)
                 refused.__cause__ = own or error
                 return refused
             if own is not None or isinstance(error, ZerodriftError) or not isinstance(error, RuntimeError):
@@ -266,10 +255,7 @@ class PipelineExecutor(NativeExecutor):
         self._begun = True
         if self._pieces[0].learning:
             for piece in self._pieces:
-                piece.learning = False
-            for piece, saved in zip(self._pieces, self._before, strict=True):
-                piece.put_buffers(saved)
-            self._before = []
+                piece.end_learning()
             if not self._units.all_step:
                 self._units.release()
         for piece in self._pieces:
@@ -296,7 +282,7 @@ class PipelineExecutor(NativeExecutor):
         if known is not None:
             return known.schedule
         for piece in self._pieces:
-            piece.learning = True
+            piece.before = {name: buffer.clone() for name, buffer in piece.module.named_buffers()}
         stages = [Stage(piece, self._begin, self._record) for piece in self._pieces]
         if training:
             schedule = schedules.training(self._schedule, stages, len(batches), self._scaled)
@@ -338,12 +324,9 @@ def _unlike(signatures: list[Signature]) -> Problem | None:
     other = next((number for number, signature in enumerate(signatures) if signature != signatures[0]), None)
     if other is None:
         return None
-    return Problem(
-        "micro_batches",
-        "must have the same shapes, because memory for what travels is laid out once",
-        got=f"{signatures[0]} and, in micro-batch {other}, {signatures[other]}",
-        do="Pad them to one length.",
-    )
+    must = "must have the same shapes, because memory for what travels is laid out once"
+    got = f"{signatures[0]} and, in micro-batch {other}, {signatures[other]}"
+    return Problem("micro_batches", must, got=got, do="Pad them to one length.")
 
 
 def difference(given_by_rank: Mapping[int, BatchDescription]) -> Problem | None:
@@ -362,12 +345,9 @@ def difference(given_by_rank: Mapping[int, BatchDescription]) -> Problem | None:
             number = next(number for number, (one, two) in pairs if one != two)
             pair = f"one micro-batch {number}", "one with other contents"
         if any(pair):
-            return Problem(
-                where,
-                "must be the same on every stage of a pipeline",
-                got=f"{pair[0]} on rank {first}, {pair[1]} on rank {rank}",
-                do="Give the data of one data rank to all of its stages.",
-            )
+            got = f"{pair[0]} on rank {first}, {pair[1]} on rank {rank}"
+            do = "Give the data of one data rank to all of its stages."
+            return Problem(where, "must be the same on every stage of a pipeline", got=got, do=do)
     return None
 
 

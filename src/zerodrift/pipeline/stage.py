@@ -130,8 +130,8 @@ class Piece(nn.Module):
         """Queue of the weight gradients that the schedule defers; None where autograd keeps them."""
         self.batches: list[Any] = []
         self.losses: dict[int, torch.Tensor] = {}
-        self.learning = False
-        """Whether torch is about to learn shapes: parameters stay full for a backward without hooks."""
+        self.before: dict[str, torch.Tensor] | None = None
+        """Buffers from before torch learns shapes; None when it has."""
         self.failed: BaseException | None = None
         """Exception of a forward or a backward here: see [Note: whose error]."""
         self._agreed: dict[bool, Kinds] = {}
@@ -180,26 +180,17 @@ class Piece(nn.Module):
         other = next((tensor for tensor in leaves if not isinstance(tensor, torch.Tensor)), None)
         if not leaves or other is not None:
             got = type(other).__name__ if leaves else "an empty one"
-            raise ModelError(
-                "hidden",
-                f"must be a tensor or a tuple of tensors, to go from piece {self.number} to the next",
-                got=f"{got} for micro-batch {micro_batch}",
-            )
+            must = f"must be a tensor or a tuple of tensors, to go from piece {self.number} to the next"
+            raise ModelError("hidden", must, got=f"{got} for micro-batch {micro_batch}")
         kinds = tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in leaves)
         agreed = self._agreed.get(torch.is_grad_enabled())
         if self.learning or agreed is None:
             self._agreed[torch.is_grad_enabled()] = kinds
         elif kinds != agreed:
-            raise ModelError(
-                "hidden",
-                "must have the same shapes and dtypes in every micro-batch, because memory for "
-                "what travels is laid out once",
-                got=(
-                    f"{_words(kinds)} from piece {self.number} for micro-batch {micro_batch}, and "
-                    f"{_words(agreed)} before"
-                ),
-                do="Pad it to one length.",
-            )
+            must = "must have the same shapes and dtypes in every micro-batch, because memory for what "
+            must += "travels is laid out once"
+            got = f"{_words(kinds)} from piece {self.number} for micro-batch {micro_batch}, and "
+            raise ModelError("hidden", must, got=f"{got}{_words(agreed)} before", do="Pad it to one length.")
         # torch detaches what has left in place: no view bears that, nor a tensor of the user's.
         sent = tuple(
             tensor.clone()
@@ -222,14 +213,18 @@ class Piece(nn.Module):
     @contextlib.contextmanager
     def backward(self, micro_batch: int) -> Iterator[None]:
         """Run a backward of a micro-batch, or the first part of one, inside the context."""
-        if self.queue is not None and self.queue.ended != micro_batch:
-            raise AssertionError(f"backward {micro_batch} after {self.queue.ended} others")
         scheduled = self.shared.scheduled
         with self.gathered(), self.shared.precision.backward(), scheduled.backward(self.number, micro_batch):
             yield
 
+    @property
+    def learning(self) -> bool:
+        """Whether torch is about to learn shapes: parameters stay full for a backward without hooks."""
+        return self.before is not None
+
     @torch.no_grad()
-    def put_buffers(self, saved: dict[str, torch.Tensor]) -> None:
+    def end_learning(self) -> None:
+        saved, self.before = self.before or {}, None
         for name, buffer in self.module.named_buffers():
             buffer.copy_(saved[name])
 
@@ -239,13 +234,10 @@ def _require_one_lookup(name: str, parameter: torch.Tensor, left: Sequence[torch
     end = torch.autograd.graph.get_gradient_edge(parameter).node
     found = [node.name() for node in _nodes(left) for after, _ in node.next_functions if after is end]
     if found != ["EmbeddingBackward0"]:
-        raise UnsupportedError(
-            name,
-            "must be looked up once in the first piece, and used for nothing else there, to be tied to the "
-            "last under `precision.reduce.order: tree`",
-            got=", ".join(found) or "no use",
-            do="Untie it, or leave `order` out.",
-        )
+        must = "must be looked up once in the first piece, and used for nothing else there, to be tied to "
+        must += "the last under `precision.reduce.order: tree`"
+        got = ", ".join(found) or "no use"
+        raise UnsupportedError(name, must, got=got, do="Untie it, or leave `order` out.")
 
 
 def _nodes(tensors: Sequence[torch.Tensor]) -> Iterator[torch.autograd.graph.Node]:

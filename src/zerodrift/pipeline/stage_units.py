@@ -21,7 +21,7 @@ import torch
 
 from zerodrift.comm import Collectives, Sum
 from zerodrift.engine import BEFORE_ALL, Gradients, LiveUnit, TrainedSegment, saved_views
-from zerodrift.plan import Plan, is_tied_across_ranks, pieces, reduce_order, units_of_piece
+from zerodrift.plan import Plan, is_tied_across_ranks, reduce_order, units_of_piece
 
 
 class StageUnits:
@@ -31,13 +31,8 @@ class StageUnits:
         self._part = part
         self._gradients = gradients
         live = dict(zip((unit.name for unit in part.units), units, strict=True))
-        count = pieces(part.policy.pipeline, part.mesh)
         mine = sorted({unit.stage for unit in part.units if unit.name} | {part.units[0].stage})
-        self._units = {
-            piece: [live[unit.name] for unit in units_of_piece(part, piece)]
-            for piece in range(count)
-            if piece in mine
-        }
+        self._units = {piece: [live[unit.name] for unit in units_of_piece(part, piece)] for piece in mine}
         self._uses = Counter(unit.number for held in self._units.values() for unit in held)
         """Unit -> how many of this rank's pieces use it; only the root has more than one."""
         self.all_step = part.policy.sharding.keep_gathered == "step"
@@ -47,9 +42,9 @@ class StageUnits:
         """Unit -> micro-batches that have ended in it, once per piece."""
         self._tree = part.policy.tree
         self._ends: Counter[tuple[int, int]] = Counter()
+        """(unit, micro-batch) -> the pieces in which it has ended."""
         self.are_ends_summed = False
         """Whether both ends of the pipeline have the sum of their gradients of what is tied across it."""
-        """(unit, micro-batch) -> the pieces in which it has ended."""
         self._taken: Counter[int] = Counter()
         """Unit -> its micro-batches that are in the tree."""
         self._micro_batches = 0

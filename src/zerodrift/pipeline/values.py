@@ -75,7 +75,7 @@ class StagedValues:
         if is_tied and not self.units.are_ends_summed:
             pipeline = self.plan.policy.pipeline
             last = rank_of(pipeline, self.plan.mesh, pieces(pipeline, self.plan.mesh) - 1)
-            whole = whole + self._from(last, row, read, torch.float32)
+            whole = whole + self._from_owner(row, read, owner=last)
         return whole
 
     def set_gradient(self, row: Row, value: torch.Tensor) -> None:
@@ -111,19 +111,19 @@ class StagedValues:
         return rank_of(self.plan.policy.pipeline, self.plan.mesh, self.plan.units[row.unit].stage)
 
     def _from_owner(
-        self, row: Row, read: Callable[[Row], torch.Tensor], dtype: torch.dtype = torch.float32
+        self,
+        row: Row,
+        read: Callable[[Row], torch.Tensor],
+        dtype: torch.dtype = torch.float32,
+        owner: int | None = None,
     ) -> torch.Tensor:
-        return self._from(self._home(row), row, read, dtype)
-
-    def _from(
-        self, rank: int, row: Row, read: Callable[[Row], torch.Tensor], dtype: torch.dtype
-    ) -> torch.Tensor:
+        owner = self._home(row) if owner is None else owner
         mine, mesh = self._here(row), self.comm.mesh
-        if mine is not None and rank == mesh.rank("pipeline"):
+        if mine is not None and owner == mesh.rank("pipeline"):
             value = read(mine).contiguous()
         else:
             value = torch.empty(row.whole_shape, dtype=dtype, device=mesh.device)
-        self.comm.broadcast(value, rank, "pipeline")
+        self.comm.broadcast(value, owner, "pipeline")
         return value
 
 
@@ -139,6 +139,6 @@ def make_equal(part: Plan, own: SegmentValues) -> None:
             comm.broadcast(master, 0, "ends")
             if not segment.spec.lead:
                 updater.set_master(segment.number, master)
-            if isinstance(segment, TrainedSegment) and segment.shows_narrow_values:
+            if segment.shows_narrow_values:
                 segment.sync_storage(updater).wait()
         mark_storage_changed(segment)
