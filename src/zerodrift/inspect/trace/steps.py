@@ -134,7 +134,7 @@ class StepWatch:
                     state.counts.pop(part.parameter, None)  # steps by hand were none
                 self._see_master(part.parameter, tensor, held)
             self._rounding.ends(updated, tensor, held)
-            self._script.copies.running.forget(held.values())
+            self._script.copies.results.forget(held.values())
             updates = (part.parameter for part in updated.parts if part.parameter.tensor() is tensor)
             if not any(parameter.arrived for parameter in updates):
                 self._script.copies.stepped(tensor, updated)
