@@ -266,7 +266,7 @@ class DeepSpeed(Adapter):
     def _step(self, optimizer: Any) -> None:
         """Find the parameters in its masters, and the sums of gradients before the step takes them apart."""
         self._parts = {}
-        self._state.optimized.clear()
+        self._state.forget_parts()
         for flat, parameter, begin, at, length in _masters(optimizer):
             watched = self._state.resting(parameter)
             if watched is not None:

@@ -52,8 +52,8 @@ class ForwardWatch:
 
     def begin(self) -> None:
         patches = self.state.patches
-        patches.undo(register_module_forward_pre_hook(self.begins).remove)
-        patches.undo(register_module_forward_hook(self._ends, always_call=True).remove)
+        patches.callback(register_module_forward_pre_hook(self.begins).remove)
+        patches.callback(register_module_forward_hook(self._ends, always_call=True).remove)
         patches.replace(torch, "compile", self._compiled)
 
     def leave(self) -> None:
@@ -126,7 +126,7 @@ class ForwardWatch:
         model = state.model_of(module)
         changed = model.look()
         if changed:
-            state.optimized.clear()
+            state.forget_parts()
         if changed or any(parameter.is_used_unseen for parameter in model.parameters):
             self._known.clear()
         if self._compiles:
@@ -292,9 +292,9 @@ class GradientWatch:
 
         handle = leaf.register_hook(lambda gradient: self._arrives(parameter, gradient, holder()))
         _put_first(leaf, handle.id)  # before hooks of the script's, which may round what arrives
-        state.patches.undo(handle.remove)
-        state.patches.undo(leaf.register_post_accumulate_grad_hook(accumulated).remove)
-        state.patches.undo(forget)
+        state.patches.callback(handle.remove)
+        state.patches.callback(leaf.register_post_accumulate_grad_hook(accumulated).remove)
+        state.patches.callback(forget)
 
     @guarded
     def _arrives(self, parameter: LiveParameter, gradient: torch.Tensor, leaf: torch.Tensor | None) -> None:
@@ -338,7 +338,7 @@ class CollectiveWatch:
         for namespace in ("c10d", "_c10d_functional"):
             operations = getattr(torch.ops, namespace)
             library = torch.library.Library(namespace, "IMPL")
-            self.state.patches.undo(library._destroy)
+            self.state.patches.callback(library._destroy)
             for name in _FIRST_SENT | _SECOND_SENT:
                 if hasattr(operations, name):
                     operation = getattr(operations, name).default

@@ -245,9 +245,7 @@ class CopyWatch:
         if any(part.parameter is parameter for part in master.parts):
             return
         begin = parameter.begin if tensor.numel() == parameter.record.numel else -1
-        master.parts = [*master.parts, OptimizedPart(parameter, begin)]
-        master.given.clear()
-        master.kept = None
+        master.renew([*master.parts, OptimizedPart(parameter, begin)])
         parameter.optimized = True
         line = line_of_script()
         parameter.record.add("master", dtype_name(tensor.dtype), "a tensor that the script copies", "", line)

@@ -35,14 +35,8 @@ class OptimizedPart:
     sums: bool = True  # whether micro-batches were added in the tensor's `.grad`, and not in another tensor
 
 
-class Patches:
+class Patches(contextlib.ExitStack):
     """Replaced attributes of other people's code, and other hooks; undone in the end, the last first."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], Any]] = []
-
-    def undo(self, call: Callable[[], Any]) -> None:
-        self._undo.append(call)
 
     def replace(self, holder: Any, name: str, watched: Callable[..., Any]) -> None:
         """Send calls of `holder.name` to `watched`, with the original before their own arguments."""
@@ -64,11 +58,7 @@ class Patches:
                 else:
                     delattr(holder, name)
 
-        self.undo(restore)
-
-    def restore(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self.callback(restore)
 
 
 class Adapter:
@@ -154,7 +144,7 @@ class WatchState:
                 why = f"{type(error).__name__}: {str(error).partition(' (')[0]}"
                 self.note(f"{unseen} ({why}).")
 
-        self.patches.undo(when_imported(name, imported))
+        self.patches.callback(when_imported(name, imported))
 
     def note(self, text: str) -> None:
         if text not in self.process.notes:
@@ -169,10 +159,15 @@ class WatchState:
         for model in self.models:
             if made.path(model.root) is not None:  # a wrapper around it, or a module that it is a part of
                 model.become(made)
-                self.optimized.clear()
+                self.forget_parts()
                 return model
         self.models.append(made)
         return made
+
+    def forget_parts(self) -> None:
+        """Have the parameters found anew in what optimizers update."""
+        for updated in self.optimized.values():
+            updated.is_stale = True
 
     def resting(self, tensor: torch.Tensor) -> LiveParameter | None:
         """Return the parameter that this tensor is."""

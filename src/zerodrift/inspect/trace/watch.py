@@ -73,7 +73,7 @@ class Watcher:
         self._script.leave()
         if self.state.active:
             self.state.active = False
-            self.state.patches.restore()
+            self.state.patches.close()
 
     def files_end(self) -> None:
         """Hand over the record once more, with the files that were written since."""
@@ -101,7 +101,7 @@ class Watcher:
             state.broken(error)
         finally:
             self.forwards.leave()
-            state.patches.restore()
+            state.patches.close()
         if process.ended != "broken":
             process.ended = ended
         state.see_place()
