@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerodrift.inspect.trace import operations
 from zerodrift.inspect.trace.model import is_compiled
@@ -201,6 +202,7 @@ class GradientWatch:
     def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
         self._script = script
+        self._hooked = WeakTensorKeyDictionary()  # leaves that are hooked on
 
     def begin(self) -> None:
         replace = self.state.patches.replace
@@ -273,11 +275,11 @@ class GradientWatch:
 
     def hook(self, parameter: LiveParameter, leaf: torch.Tensor) -> None:
         """See gradients arrive at a leaf: the tensor that rests, or another that a module computes with."""
-        if not leaf.requires_grad or not leaf.is_leaf or getattr(leaf, "_zerodrift_watched", False):
+        if not leaf.requires_grad or not leaf.is_leaf or leaf in self._hooked:
             return
         if hasattr(leaf, "_shard_param_infos"):
             return  # FSDP's adapter sees the gradients of the parameters that are packed in it
-        leaf._zerodrift_watched = True  # type: ignore[attr-defined]
+        self._hooked[leaf] = True
         holder, state = weakref.ref(leaf), self.state
 
         def accumulated(tensor: torch.Tensor) -> None:
@@ -285,16 +287,12 @@ class GradientWatch:
             if state.several and gradient is not None and not torch.compiler.is_compiling():
                 state.safely(lambda: state.gradient_memory.put(gradient, parameter), False)
 
-        def forget() -> None:
-            tensor: Any = holder()
-            if tensor is not None:
-                del tensor._zerodrift_watched
-
         handle = leaf.register_hook(lambda gradient: self._arrives(parameter, gradient, holder()))
-        _put_first(leaf, handle.id)  # before hooks of the script's, which may round what arrives
+        hooks: Any = leaf._backward_hooks  # ours is before the script's, which may round what arrives
+        for key in [key for key in hooks if key != handle.id]:
+            hooks[key] = hooks.pop(key)  # torch calls them in the order of insertion
         state.patches.callback(handle.remove)
         state.patches.callback(leaf.register_post_accumulate_grad_hook(accumulated).remove)
-        state.patches.callback(forget)
 
     @guarded
     def _arrives(self, parameter: LiveParameter, gradient: torch.Tensor, leaf: torch.Tensor | None) -> None:
@@ -304,15 +302,6 @@ class GradientWatch:
             return
         if local(held).any():  # zeros are no sum: DeepSpeed's BF16_Optimizer leaves them
             record.add("accumulate", dtype_name(held.dtype), ".grad", "", line_of_script)
-
-
-def _put_first(leaf: torch.Tensor, number: int) -> None:
-    """Make a hook on a tensor the first to be called: torch calls them in the order of insertion."""
-    hooks: Any = leaf._backward_hooks
-    others = [(key, hook) for key, hook in hooks.items() if key != number]
-    for key, hook in others:
-        del hooks[key]
-        hooks[key] = hook
 
 
 _KEY = "ADInplaceOrView"  # of the dispatcher, between autograd and the backends
