@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -47,27 +46,6 @@ Verdict = Literal["as declared", "not seen", "as autocast chose", "wider", "DIFF
 
 THE_MODELS: tuple[Column, ...] = ("compute", "grad")
 """Columns that a model's own code may widen; the engine decides the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One cell that is not as declared."""
-
-    name: str
-    column: Column
-    declared: str
-    seen: tuple[str, ...]
-    why: str  # the reason of the cell in the plan
-
-    @property
-    def problem(self) -> Problem:
-        must = f"`{self.column}` must be {self.declared} ({self.why})"
-        do = "The model's own code may round what it is given: change that, or what the plan says."
-        got, do = ", ".join(self.seen), do if self.column in THE_MODELS else ""
-        return Problem(self.name, must, got=got, do=do)
-
-    def __str__(self) -> str:
-        return str(self.problem)
 
 
 def declared(columns: Columns) -> dict[Column, str]:
@@ -118,13 +96,16 @@ def _judged(plan: Plan, observed: EngineRecord) -> Iterator[tuple[Row, Column, s
             yield row, column, said, sorted(seen), verdict(plan, row.columns, column, seen)
 
 
-def findings(plan: Plan, observed: EngineRecord) -> list[Finding]:
+def findings(plan: Plan, observed: EngineRecord) -> list[Problem]:
     """Return every cell that was seen to be another dtype than declared, in plan order."""
-    return [
-        Finding(row.name, column, said, tuple(seen), row.columns.reasons().get(column, ""))
-        for row, column, said, seen, judged in _judged(plan, observed)
-        if judged == "DIFFERENT"
-    ]
+    found = []
+    for row, column, said, seen, judged in _judged(plan, observed):
+        if judged == "DIFFERENT":
+            must = f"`{column}` must be {said} ({row.columns.reasons().get(column, '')})"
+            do = "The model's own code may round what it is given: change that, or what the plan says."
+            do = do if column in THE_MODELS else ""
+            found.append(Problem(row.name, must, got=", ".join(seen), do=do))
+    return found
 
 
 def table(plan: Plan, observed: EngineRecord) -> list[tuple[Column, str, str, int, int, Verdict, str]]:
@@ -169,7 +150,7 @@ def widened(plan: Plan, observed: EngineRecord) -> tuple[str, ...]:
 def require_declared(plan: Plan, observed: EngineRecord) -> None:
     """Raise one error for all cells that are neither as declared nor wider."""
     if wrong := findings(plan, observed):
-        raise PrecisionError.of([finding.problem for finding in wrong], "the run and its plan differ")
+        raise PrecisionError.of(wrong, "the run and its plan differ")
 
 
 def unexpected(path: Path, processes: Sequence[ProcessRecord]) -> list[RunFinding]:

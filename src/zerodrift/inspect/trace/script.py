@@ -352,9 +352,9 @@ class ScriptWatch:
         self.in_step = False  # whether an optimizer's step is under way
         self._mode = every_operation(self._called, compiled=False)
         self._is_entered = False
-        self._scaled: Owners[LiveParameter] = Owners()
-        """Memory of the gradients with a loss scale in them, as the last backward left it."""
-        self._scaled_copies: Owners[list[bool]] = Owners()  # whether a copy still has the scale in it
+        self._scaled: Owners[Any] = Owners()
+        """Memory of the gradients with a loss scale in them, as the last backward left it, and of copies."""
+        self._scaled_copies: set[Any] = set()  # stand for copies that still have the scale in them
         self._looked_after = 0  # backward passes that there had been when it was filled
 
     def enter(self) -> None:
@@ -395,23 +395,23 @@ class ScriptWatch:
         if not clips and not times and name not in _COPIES:
             return
         if self._looked_after != self.state.passes:
-            self._looked_after, self._scaled, self._scaled_copies = self.state.passes, Owners(), Owners()
+            self._looked_after, self._scaled, self._scaled_copies = self.state.passes, Owners(), set()
             for parameter in self.state.scaled:
                 if (gradient := parameter.gradient) is not None:
                     self._scaled.put(gradient, parameter)
         tensors = [each for each in _flat(args) if isinstance(each, torch.Tensor)]
-        held = {owner for each in tensors for owner in self._scaled.all_of(each)} & self.state.scaled
-        copies = [copy for each in tensors for copy in self._scaled_copies.all_of(each)]
+        held = {owner for each in tensors for owner in self._scaled.all_of(each)}
+        held &= self.state.scaled | self._scaled_copies
         if times:
             if not (isinstance(args[1], (int, float)) and 1 / 8 < abs(args[1]) < 8):
                 self.state.scaled -= held
-                for copy in copies:
-                    copy[0] = False
-        elif held or any(is_scaled for (is_scaled,) in copies):
-            if clips:
-                self.state.event("clipped_scaled", line_of_script())
-            else:
-                self._scaled_copies.put(out, [True])
+                self._scaled_copies -= held
+        elif held and clips:
+            self.state.event("clipped_scaled", line_of_script())
+        elif held:
+            copy = object()
+            self._scaled.put(out, copy)
+            self._scaled_copies.add(copy)
 
     def record(self) -> None:
         """Hand over what was seen, once the run is over."""

@@ -158,7 +158,8 @@ class WatchState:
         made = LiveModel(module)
         for model in self.models:
             if made.path(model.root) is not None:  # a wrapper around it, or a module that it is a part of
-                model.become(made)
+                model.root = made.root
+                model.scan()
                 self.forget_parts()
                 return model
         self.models.append(made)

@@ -259,8 +259,8 @@ class StepWatch:
             if known is None or known.tensor() is not tensor:
                 known = _OptimizedTensor(weakref.ref(tensor), self._parts(optimizer, tensor))
                 self.state.optimized[id(tensor)] = known
-            elif known.is_stale or not known.parts:
-                known.renew(self._parts(optimizer, tensor))
+            elif known.is_stale:
+                known.renew(self._parts(optimizer, tensor) or known.parts)
             pairs.append((tensor, known))
         return pairs
 
