@@ -30,8 +30,8 @@ from zerodrift.inspect.trace.state import Adapter, OptimizedPart, WatchState
 
 
 class Own(Adapter):
-    def begin(self, state: WatchState) -> None:
-        self._state = state
+    def __init__(self, state: WatchState) -> None:
+        super().__init__(state)
         self._seen: dict[Any, list[EngineRecord]] = {}  # engine -> a record of each step
         self._steps: dict[Any, contextlib.ExitStack] = {}  # engine -> the observation of the step under way
         self._modules: set[int] = set()
@@ -104,8 +104,8 @@ def _see_sum(total: torch.Tensor, name: str, parameters: Sequence[LiveParameter]
 
 
 class Fsdp2(Adapter):
-    def begin(self, state: WatchState) -> None:
-        self._state = state
+    def __init__(self, state: WatchState) -> None:
+        super().__init__(state)
         state.when_imported("torch.distributed.fsdp._fully_shard._fsdp_param_group", self._imported)
 
     def _imported(self, module: Any) -> None:
@@ -152,8 +152,8 @@ class Fsdp2(Adapter):
 
 
 class Fsdp1(Adapter):
-    def begin(self, state: WatchState) -> None:
-        self._state = state
+    def __init__(self, state: WatchState) -> None:
+        super().__init__(state)
         self._sums: dict[int, torch.Tensor] = {}
         """Id of a flat parameter -> its gradient of the micro-batches that were not reduced yet."""
 
@@ -240,11 +240,9 @@ TRIED = ("0.19.6", "0.19.8")
 
 
 class DeepSpeed(Adapter):
-    def __init__(self) -> None:
+    def __init__(self, state: WatchState) -> None:
+        super().__init__(state)
         self._parts: dict[int, list[OptimizedPart]] = {}  # parts of a flat master, by its id
-
-    def begin(self, state: WatchState) -> None:
-        self._state = state
 
         def imported(module: Any) -> None:
             version = str(getattr(module, "__version__", "unknown"))

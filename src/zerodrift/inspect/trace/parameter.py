@@ -50,6 +50,7 @@ class Owners(Generic[Owner]):
     def __init__(self) -> None:
         self._held: dict[int, tuple[StorageWeakRef, list[tuple[int, int, Owner]]]] = {}
         """A storage, and the begin, end and owner of ranges of its elements, in the order of their begins."""
+        self._most = 64  # storages from which those that were freed are forgotten
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -64,6 +65,9 @@ class Owners(Generic[Owner]):
         """Give a range of elements to an owner, in a storage that may have no memory now."""
         ranges = self._ranges(storage)
         if not ranges:
+            if len(self._held) > self._most:
+                self._held = {key: held for key, held in self._held.items() if not _is_freed(held[0].cdata)}
+                self._most = 64 + 2 * len(self._held)
             self._held[storage._cdata] = (StorageWeakRef(storage), ranges)
         place = bisect.bisect_left(ranges, begin, key=_FIRST)
         if place == len(ranges) or ranges[place][0] != begin:
@@ -98,9 +102,6 @@ class Owners(Generic[Owner]):
             for first, last, owner in self._ranges(tensor.untyped_storage())
             if first < begin + numel and begin < last
         ]
-
-    def forget_freed(self) -> None:
-        self._held = {key: held for key, held in self._held.items() if not _is_freed(held[0].cdata)}
 
 
 class Samples:
@@ -179,9 +180,7 @@ class LiveParameter:
         self.is_drawn = False  # whether it was rounded at random
         self.residue = ""  # the optimizer's state that keeps what its rounding lost
         self.arrived = self._arrived_before = 0  # gradients of it that arrived
-        self._arrived_in: set[torch.dtype] = set()
         self._was_used = False
-        self._numel = record.numel
         self._first_digest: int | None = None
         self._looked_at = self.tensor  # returns the tensor of that digest
 
@@ -233,11 +232,9 @@ class LiveParameter:
     def arrives(self, gradient: torch.Tensor, sample: bool) -> None:
         """Record a gradient at the leaf, and sample it to compare it with what an optimizer is given."""
         self.arrived += 1
-        if gradient.dtype not in self._arrived_in:
-            self._arrived_in.add(gradient.dtype)
-            path, dtype = self.record.name.rpartition(".")[0], dtype_name(gradient.dtype)
-            self.record.add("grad", dtype, "the gradient at the leaf", path, line_of_script)
-        if sample and _is_whole(gradient, self._numel):
+        path, dtype = self.record.name.rpartition(".")[0], dtype_name(gradient.dtype)
+        self.record.add("grad", dtype, "the gradient at the leaf", path, line_of_script)
+        if sample and _is_whole(gradient, self.record.numel):
             self.samples.arrives(gradient)
         else:
             self.samples.missed = True

@@ -263,7 +263,6 @@ class GradientWatch:
         state = self.state
         self._script.losses.reaches(losses)
         state.passes += 1
-        state.gradient_memory.forget_freed()
         state.settle()  # the step before is over, if its optimizer was given the gradients that had arrived
         state.see_place()
         for model in state.models:

@@ -128,9 +128,6 @@ class UpdateWatch:
         if alone is not None and state.passes > self._passes:
             state.has_stepped(alone, state.passes - self._passes)
             self._passes = state.passes
-        memories: tuple[Owners[Any], ...] = (self._drawn, self._read, self._derived, self._residues)
-        for memory in memories:
-            memory.forget_freed()
 
     def record(self) -> None:
         """Hand over the weights that no optimizer has, and that the script updates."""
@@ -265,7 +262,6 @@ class CopyWatch:
         averages = self.results.rests(self.state.process.steps, self._may_average_now())
         for number, (average, result) in enumerate(averages):
             self._sees_average(average, result, number)
-        self._sources.forget_freed()
 
     def _may_average_now(self) -> Callable[[torch.Tensor], bool]:
         """Return a function that is False for weights that train, and for their gradients."""

@@ -64,9 +64,9 @@ class Patches(contextlib.ExitStack):
 class Adapter:
     """Knows one library, and the parameters in the tensors that it packs. Most methods are optional."""
 
-    def begin(self, state: WatchState) -> None:
+    def __init__(self, state: WatchState) -> None:
         """Hook on the library, now or when it is imported, before any model was seen."""
-        raise NotImplementedError
+        self._state = state
 
     def parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart] | None:
         """Return the parameters in a tensor that an optimizer updates; None if the tensor is not its own."""
@@ -87,7 +87,7 @@ class Adapter:
 class WatchState:
     """Everything that is known of a run that is watched."""
 
-    def __init__(self, only: Any, adapters: Iterable[Adapter], may_finish: Callable[[], None]) -> None:
+    def __init__(self, only: Any, may_finish: Callable[[], None]) -> None:
         self.active = False
         self.only = only
         self.thread: int | None = None  # the thread whose calls are watched; None until one trains
@@ -95,7 +95,7 @@ class WatchState:
         self.models: list[LiveModel] = []
         self.patches = Patches()
         self.process = ProcessRecord(rank=0, world=1, steps=0, models=[])
-        self.adapters = tuple(adapters)
+        self.adapters: list[Adapter] = []
         self.may_finish = may_finish
         """Finishes if every step was seen; called when a forward of the next begins."""
         self.memory: Owners[LiveParameter] = Owners()
@@ -179,7 +179,6 @@ class WatchState:
         """Fill `memory` before it is asked."""
         if self.rested:
             self.rested = False
-            self.memory.forget_freed()
             for model in self.models:
                 model.remember(self.memory)
 

@@ -42,8 +42,6 @@ class _OptimizedTensor:
     tensor: weakref.ref[torch.Tensor]
     parts: Sequence[OptimizedPart]
     is_stale: bool = False  # whether its parts are to be found anew
-    given: set[torch.dtype | None] = field(default_factory=set)
-    """Dtypes of gradients that it was given; None for no gradient."""
     kept: list[Any] | None = field(default_factory=list)  # dtypes of its state when that was last seen
     _narrow: torch.Tensor | None = None  # elements of a tensor of 16 bits before the update under way
     _updates: list[Pair] = field(default_factory=list)  # those before and after each update
@@ -54,7 +52,6 @@ class _OptimizedTensor:
     def renew(self, parts: Sequence[OptimizedPart]) -> None:
         """Have other parts, whose cells are to be recorded."""
         self.parts, self.kept, self.is_stale = parts, None, False
-        self.given.clear()
 
     def begins(self, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
         """Sample at the beginning of a step what was sampled at the end of the one before."""
@@ -138,21 +135,18 @@ class StepWatch:
         for key, value in ((key, value) for group in optimizer.param_groups for key, value in group.items()):
             if key != "params":
                 self._see_number(key, value)
+        divides = getattr(optimizer, "grad_scale", None) is not None  # a fused one, by the loss scale
         for tensor, updated in self._updated(optimizer):
             updated.begins(tensor, _states(optimizer, tensor))
-            gradient = tensor.grad
-            dtype = None if gradient is None else gradient.dtype
-            if dtype not in updated.given:
-                updated.given.add(dtype)
-                for part in updated.parts:
-                    if part.sums and dtype is not None:
-                        name = dtype_name(dtype)
-                        part.parameter.record.add("accumulate", name, ".grad", "", line_of_script)
-            is_scaled = any(part.parameter in self.state.scaled for part in updated.parts)
-            if is_scaled and getattr(optimizer, "grad_scale", None) is None:  # else it divides by the scale
-                self.state.event("stepped_scaled", line_of_script())
+            if (gradient := tensor.grad) is None:
+                continue
             for part in updated.parts:
-                if gradient is not None and (self.state.several or not part.parameter.has_gradient):
+                if part.parameter in self.state.scaled and not divides:
+                    self.state.event("stepped_scaled", line_of_script())
+                if part.sums:
+                    dtype = dtype_name(gradient.dtype)
+                    part.parameter.record.add("accumulate", dtype, ".grad", "", line_of_script)
+                if self.state.several or not part.parameter.has_gradient:
                     part.parameter.samples.given(local(gradient), part.begin, part.at, part.length)
 
     @guarded

@@ -149,8 +149,6 @@ class LossWatch:
             for each in sorted(self._carried.of(tensor) or (), key=lambda each: order.get(each, -1)):
                 if each.kind not in ("wide", "sum"):
                     self._reached.setdefault(each)
-        self._carried.forget_freed()
-        self._whole.forget_freed()
 
     def events(self) -> Iterable[dict[str, Any]]:
         """Yield everything that reached a loss, with the greatest sampled magnitude."""
@@ -311,4 +309,3 @@ class ResultWatch:
                 if result.is_average:
                     yield tensor, result
         self._results.clear()
-        self._lines.forget_freed()

@@ -49,7 +49,7 @@ class Watcher:
         files_after: bool = False,
     ) -> None:
         """`files_after`: see the files that are written after these steps too, until `files_end`."""
-        self.state = WatchState(only, (Own(), Fsdp2(), Fsdp1(), DeepSpeed()), self._may_finish)
+        self.state = WatchState(only, self._may_finish)
         self._wanted, self._finished = steps, finished
         self._files_after, self.ended = files_after, False
         self._script = ScriptWatch(self.state)
@@ -65,8 +65,7 @@ class Watcher:
             part.begin()
         if torch.distributed.is_available():
             self._collectives.begin()
-        for adapter in self.state.adapters:
-            adapter.begin(self.state)
+        self.state.adapters += [library(self.state) for library in (Own, Fsdp2, Fsdp1, DeepSpeed)]
 
     def end(self) -> None:
         self._exports.end()
