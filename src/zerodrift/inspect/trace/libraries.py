@@ -38,18 +38,14 @@ class Own(Adapter):
         state.when_imported("zerodrift.engine.engine", self._imported)
 
     def _imported(self, module: Any) -> None:
-        replace = self._state.patches.replace
         for name in ("__call__", "accumulate", "train_batch"):
-            replace(module.Engine, name, self._runs_forward)
-        replace(module.Engine, "step", self._takes_step)
-        replace(module.Engine, "destroy", self._destroys)
+            self._state.before(module.Engine, name, self._runs_forward)
+        self._state.patches.replace(module.Engine, "step", self._takes_step)
+        self._state.before(module.Engine, "destroy", self._step_ends)
 
-    def _runs_forward(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self._state.safely(lambda: self._step_begins(engine), None)
-        return original(engine, *args, **kwargs)
-
-    def _step_begins(self, engine: Any) -> None:
+    def _runs_forward(self, engine: Any, *args: Any, **kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
         if engine not in self._seen:
             self._seen[engine] = []
             self._modules |= {id(part) for root in (engine.module, engine.whole) for part in root.modules()}
@@ -60,7 +56,7 @@ class Own(Adapter):
             self._steps[engine] = contextlib.ExitStack()
             self._seen[engine].append(self._steps[engine].enter_context(observe(engine)))
 
-    def _step_ends(self, engine: Any) -> None:
+    def _step_ends(self, engine: Any, *args: Any, **kwargs: Any) -> None:
         if engine in self._steps:
             self._steps.pop(engine).close()
 
@@ -71,10 +67,6 @@ class Own(Adapter):
             self._state.safely(lambda: self._step_ends(engine), None)
             self._state.safely(lambda: self._state.has_stepped(engine, engine.accumulation), None)
         return out
-
-    def _destroys(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-        self._step_ends(engine)
-        return original(engine, *args, **kwargs)
 
     def claims(self, module: torch.nn.Module) -> bool:
         return id(module) in self._modules or type(module).__module__.startswith("zerodrift.")
@@ -161,7 +153,7 @@ class Fsdp1(Adapter):
             state.patches.replace(module.FlatParamHandle, "_all_gather_flat_param", self._gathers)
 
         def runtime(module: Any) -> None:
-            state.patches.replace(module, "_post_backward_hook", self._gradient_arrives)
+            state.before(module, "_post_backward_hook", self._gradient_arrives)
             for name in ("_reduce_grad", "_reduce_grad_no_shard"):
                 state.patches.replace(module, name, self._reduces)
 
@@ -182,10 +174,6 @@ class Fsdp1(Adapter):
                 name, parameters = "FSDP's shard of the gradient", self._parameters
                 self._state.safely(lambda: _see_sum(kept, name, parameters(handle.flat_param)), None)
 
-    def _gradient_arrives(self, original: Callable[..., Any], runtime: Any, handle: Any, *args: Any) -> Any:
-        self._state.safely(lambda: self._arrives(handle.flat_param, runtime._sync_gradients), None)
-        return original(runtime, handle, *args)
-
     def _members(self, flat: Any) -> Iterator[tuple[LiveParameter, Any, int]]:
         """Yield a parameter, its place in this rank's shard, its begin in the whole flat parameter."""
         begins, at = [], 0
@@ -201,8 +189,9 @@ class Fsdp1(Adapter):
     def _parameters(self, flat: Any) -> list[LiveParameter]:
         return [parameter for parameter, *_ in self._members(flat)]
 
-    def _arrives(self, flat: Any, reduces: bool) -> None:
+    def _gradient_arrives(self, runtime: Any, handle: Any, *args: Any) -> None:
         """See the whole gradient before it is reduced; under `no_sync` it contains those before."""
+        flat, reduces = handle.flat_param, runtime._sync_gradients
         if flat.grad is None:
             return
         total = flat.grad.detach().reshape(-1)
@@ -250,18 +239,14 @@ class DeepSpeed(Adapter):
                 untried = f"deepspeed {version} is not among those that were tried ({', '.join(TRIED)})"
                 state.note(f"{untried}: what it packs may be told of the wrong parameters, or of none.")
 
-        def step(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            state.safely(lambda: self._step(optimizer), None)
-            return original(optimizer, *args, **kwargs)
-
         def watch(kind: str, module: Any) -> None:
-            state.patches.replace(getattr(module, kind), "step", step)
+            state.before(getattr(module, kind), "step", self._step)
 
         state.when_imported("deepspeed", imported)
         for home, kind in _STEPS:
             state.when_imported(home, functools.partial(watch, kind))
 
-    def _step(self, optimizer: Any) -> None:
+    def _step(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Find the parameters in its masters, and the sums of gradients before the step takes them apart."""
         self._parts = {}
         self._state.forget_parts()

@@ -55,7 +55,7 @@ class ForwardWatch:
         patches = self.state.patches
         patches.callback(register_module_forward_pre_hook(self.begins).remove)
         patches.callback(register_module_forward_hook(self._ends, always_call=True).remove)
-        patches.replace(torch, "compile", self._compiled)
+        self.state.before(torch, "compile", self._compiled)
 
     def leave(self) -> None:
         """Drop whatever is under way."""
@@ -145,10 +145,9 @@ class ForwardWatch:
         self.state.note("Modules run on several threads: those of the first are seen.")
         return False
 
-    def _compiled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _compiled(self, *args: Any, **kwargs: Any) -> None:
         # Libraries decorate functions with it that may never run; `anything_compiled` knows what has run.
         self._compiles |= is_from_script()
-        return original(*args, **kwargs)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
         if self.state.packed:  # a library packs and unpacks
@@ -205,42 +204,32 @@ class GradientWatch:
         self._hooked = WeakTensorKeyDictionary()  # leaves that are hooked on
 
     def begin(self) -> None:
-        replace = self.state.patches.replace
-        for name in ("backward", "grad"):
-            replace(torch.autograd, name, self._backward)
         state = self.state
+        for name in ("backward", "grad"):
+            state.patches.replace(torch.autograd, name, self._backward)
 
-        def clips(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if state.active and state.scaled and threading.get_ident() == state.thread:
+        def clips(*args: Any, **kwargs: Any) -> None:
+            if state.scaled and threading.get_ident() == state.thread:
                 state.event("clipped_scaled", line_of_script())
-            return original(*args, **kwargs)
 
-        def scales(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        def scales(scaler: Any, *args: Any, **kwargs: Any) -> None:
             if scaler.is_enabled():
                 self._script.losses.scales()
                 state.is_scaled = True  # until the next backward has ended
-            return original(scaler, *args, **kwargs)
-
-        def unscales(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            state.scaled.clear()
-            return original(*args, **kwargs)
 
         for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-                replace(module, name, clips)
-        replace(torch.amp.GradScaler, "scale", scales)
+                state.before(module, name, clips)
+        state.before(torch.amp.GradScaler, "scale", scales)
         for name in ("unscale_", "update"):
-            replace(torch.amp.GradScaler, name, unscales)
+            state.before(torch.amp.GradScaler, name, lambda *args, **kwargs: state.scaled.clear())
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
-            replace(torch.nn.parallel.DistributedDataParallel, name, self._registers_hook)
+            state.before(torch.nn.parallel.DistributedDataParallel, name, self._registers_hook)
 
-    def _registers_hook(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        state = self.state
-        if state.active:
-            hook = kwargs.get("hook", kwargs.get("comm_hook_type", args[-1] if args else None))
-            name = getattr(hook, "__qualname__", "") or str(hook).rpartition(".")[2]
-            state.event("communication-hook", line_of_script(), name=name)
-        return original(*args, **kwargs)
+    def _registers_hook(self, *args: Any, **kwargs: Any) -> None:
+        hook = kwargs.get("hook", kwargs.get("comm_hook_type", args[-1] if args else None))
+        name = getattr(hook, "__qualname__", "") or str(hook).rpartition(".")[2]
+        self.state.event("communication-hook", line_of_script(), name=name)
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self.state

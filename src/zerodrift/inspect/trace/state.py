@@ -133,6 +133,15 @@ class WatchState:
         self.active = False  # hooks stay, and do nothing: one of them may be running
         self.process.ended = "broken"
 
+    def before(self, holder: Any, name: str, watched: Callable[..., Any]) -> None:
+        """Hand the arguments of each call of `holder.name` to `watched` first."""
+
+        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.safely(lambda: watched(*args, **kwargs), None)
+            return original(*args, **kwargs)
+
+        self.patches.replace(holder, name, call)
+
     def when_imported(self, name: str, call: Callable[[Any], None]) -> None:
         """Call with a library's module; a module that lacks what is watched goes on unwatched."""
 
