@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from zerodrift.inspect.trace.parameter import LiveParameter, Owners, local, unwrapped
+from zerodrift.inspect.trace.parameter import LiveParameter, local, unwrapped
 from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord, dtype_name
 
 _WRAPPED = {
@@ -111,14 +111,11 @@ class LiveModel:
     def __init__(self, root: torch.nn.Module) -> None:
         self.root = root
         self.parameters: list[LiveParameter] = []
-        self._paths: dict[int, str] = {}
+        self.paths: dict[int, str] = {}  # id of a module -> its path
         self._leaves: dict[int, list[tuple[str, LiveParameter]]] = {}
         self._by_tensor: dict[int, LiveParameter] = {}
         self._scanned: list[int] = []
         self.scan()
-
-    def path(self, module: torch.nn.Module) -> str | None:
-        return self._paths.get(id(module))
 
     def _wrapping(self) -> list[torch.nn.Module]:
         chain = [self.root]
@@ -151,12 +148,6 @@ class LiveModel:
         for parameter in self.parameters:
             changed |= parameter.look()
         return changed
-
-    def remember(self, memory: Owners[LiveParameter]) -> None:
-        for parameter in self.parameters:
-            tensor = parameter.tensor()
-            if tensor is not None and local(tensor).numel():
-                memory.put(tensor, parameter)
 
     def held(self, module: torch.nn.Module) -> Iterator[tuple[LiveParameter, torch.Tensor]]:
         """Yield the tensors that a module's forward computes with, which a library may have replaced."""
@@ -196,7 +187,7 @@ class LiveModel:
         modules, known = list(_modules_of(self.root)), self._by_tensor
         names = {parameter.record.name: parameter for parameter in self.parameters}
         self.parameters, self._leaves, self._by_tensor = [], {}, {}
-        self._paths = {id(module): path for path, module in modules}
+        self.paths = {id(module): path for path, module in modules}
         for path, module, leaf, tensor, shape, is_sliced in _leaves_of(modules):
             name, is_packed = _join(path, leaf), hasattr(tensor, "_param_infos")
             parameter = self._by_tensor.get(id(tensor))

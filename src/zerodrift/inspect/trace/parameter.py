@@ -113,13 +113,8 @@ class Samples:
     def __init__(self, numel: int) -> None:
         self.places = range(0, max(numel, 1), max(1, -(-numel // 8)))
         self._arrived: list[torch.Tensor] = []
-        self._given: list[tuple[range, torch.Tensor]] = []  # numbers of elements, and their values
+        self.used: list[tuple[range, torch.Tensor]] = []  # numbers of elements, and their values
         self.missed = False  # whether a gradient was not sampled
-
-    @property
-    def was_given(self) -> bool:
-        """Whether an optimizer was given some of them since the last end."""
-        return bool(self._given)
 
     def arrives(self, gradient: torch.Tensor) -> None:
         self._arrived.append(_elements(gradient, self.places))
@@ -133,7 +128,7 @@ class Samples:
         if numbers:
             first = self.places[numbers.start] - begin + at
             places = range(first, first + (len(numbers) - 1) * step + 1, step)
-            self._given.append((numbers, _elements(gradient, places)))
+            self.used.append((numbers, _elements(gradient, places)))
 
     def end(self) -> tuple[list[float], list[float | None]]:
         """Return sums of what arrived (empty if some was missed) and the last that was given; begin anew."""
@@ -141,10 +136,10 @@ class Samples:
         if self._arrived:
             own = torch.stack(self._arrived).cpu().double().sum(0).tolist()
         used: list[float | None] = [None] * len(self.places)
-        for numbers, values in self._given:
+        for numbers, values in self.used:
             used[numbers.start : numbers.stop] = values.tolist()
         own = [] if self.missed else own
-        self._arrived, self._given, self.missed = [], [], False
+        self._arrived, self.used, self.missed = [], [], False
         return own, used
 
 
@@ -248,7 +243,7 @@ class LiveParameter:
 
         Where only other ranks use them, they belong to those ranks' step, once there was a step `since`.
         """
-        if self.samples.was_given or (since and not self._was_used):
+        if self.samples.used or (since and not self._was_used):
             own, used = self.samples.end()
             self.record.facts["own"], self.record.facts["used"] = own, used
             self.has_gradient = any(used)

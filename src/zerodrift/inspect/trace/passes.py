@@ -165,7 +165,7 @@ class ForwardWatch:
             state.looked = True
             self._look(self._calls[-1][0], is_watched=True)
         module, tensors = self._calls[-1][0], list(operations.floating(args, kwargs))
-        path = next((path for model in state.models if (path := model.path(module)) is not None), "")
+        path = next((model.paths[id(module)] for model in state.models if id(module) in model.paths), "")
         owners = (state.memory.of(tensor) for tensor in tensors if is_product(operation))
         weight = next((owner.record.name for owner in owners if owner is not None), None)
         home = path if weight is None else weight.rpartition(".")[0]

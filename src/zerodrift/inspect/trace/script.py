@@ -365,9 +365,8 @@ class ScriptWatch:
 
     def leave(self) -> bool:
         """Leave the mode; return True if it was on."""
-        if threading.get_ident() != self.state.thread:
-            return False
-        if not self._is_entered or _get_current_dispatch_mode() is not self._mode:
+        is_on = self._is_entered and threading.get_ident() == self.state.thread
+        if not is_on or _get_current_dispatch_mode() is not self._mode:
             return False  # a script that is inside a mode of its own keeps both
         self._is_entered = False
         self._mode.__exit__(None, None, None)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from zerodrift.inspect.trace.model import LiveModel
-from zerodrift.inspect.trace.parameter import LiveParameter, Owners
+from zerodrift.inspect.trace.parameter import LiveParameter, Owners, local
 from zerodrift.inspect.trace.records import Column, ModelRecord, ProcessRecord
 from zerodrift.startup import when_imported
 
@@ -162,11 +162,11 @@ class WatchState:
     def model_of(self, module: torch.nn.Module) -> LiveModel:
         """Return the model that this module is, wraps, or is a part of."""
         for model in self.models:
-            if model.path(module) is not None:
+            if id(module) in model.paths:
                 return model
         made = LiveModel(module)
         for model in self.models:
-            if made.path(model.root) is not None:  # a wrapper around it, or a module that it is a part of
+            if id(model.root) in made.paths:  # a wrapper around it, or a module that it is a part of
                 model.root = made.root
                 model.scan()
                 self.forget_parts()
@@ -188,8 +188,10 @@ class WatchState:
         """Fill `memory` before it is asked."""
         if self.rested:
             self.rested = False
-            for model in self.models:
-                model.remember(self.memory)
+            for parameter in (parameter for model in self.models for parameter in model.parameters):
+                tensor = parameter.tensor()
+                if tensor is not None and local(tensor).numel():
+                    self.memory.put(tensor, parameter)
 
     @contextlib.contextmanager
     def packing(self, members: Callable[[], list[LiveParameter]]) -> Iterator[None]:
