@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,16 +49,6 @@ class Source:
     parameters: frozenset[LiveParameter] = frozenset()
     masters: frozenset[Any] = frozenset()
     is_mixed: bool = False  # whether the weights were combined with another tensor of their shape
-
-
-@dataclass(slots=True)
-class _Average:
-    dtype: str
-    operation: str
-    line: str
-    names: tuple[str, ...]
-    samples: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
-    """Elements after an update, and those of the weight that it follows."""
 
 
 class UpdateWatch:
@@ -146,7 +136,7 @@ class CopyWatch:
         self.state = state
         self.updates, self.results = UpdateWatch(state), ResultWatch()
         self._sources: Owners[Source] = Owners()
-        self._averages: dict[Any, _Average] = {}
+        self._averages: dict[Any, Result] = {}  # the first of each
 
     def stepped(self, tensor: torch.Tensor, master: Any) -> None:
         """Follow a tensor that an optimizer has updated, and that no gradients arrive at by a backward."""
@@ -281,10 +271,10 @@ class CopyWatch:
         weights: frozenset[LiveParameter] = result.source.parameters
         names = tuple(sorted(parameter.record.name for parameter in weights))
         key: Any = names or (result.line, number)
-        if not names:
-            names = tuple(name for model in self.state.models for name in model.buffers_in(tensor))
-        made = _Average(dtype_name(tensor.dtype), result.operation, result.line, names)
-        known = self._averages.setdefault(key, made)
+        known = self._averages.setdefault(key, result)
+        if known is result:
+            buffers = (name for model in self.state.models for name in model.buffers_in(tensor))
+            known.names = names or tuple(buffers)
         if len(self._averages) <= _MOST and len(known.samples) < 8:
             weight = next(iter(weights)).tensor() if len(weights) == 1 else None
             is_alike = weight is not None and local(weight).numel() == local(tensor).numel()
@@ -300,7 +290,7 @@ class CopyWatch:
                 moves += int(due.sum())
                 still += int((due & (before == after)).sum())
             yield {"kind": "average", "line": average.line, "operation": average.operation, "moves": moves,
-                   "dtype": average.dtype, "names": average.names, "still": still}  # fmt: skip
+                   "dtype": dtype_name(average.dtype), "names": average.names, "still": still}  # fmt: skip
 
 
 def _is_average(name: str, tensors: Sequence[torch.Tensor], result: torch.Tensor, source: Source) -> bool:

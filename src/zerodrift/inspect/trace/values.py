@@ -241,19 +241,21 @@ class Result:
 
     def __init__(self, tensor: torch.Tensor, operation: str, source: Any, is_average: bool) -> None:
         tensor = local(tensor)
-        self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._view = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+        self.dtype, self._storage = tensor.dtype, StorageWeakRef(tensor.untyped_storage())
+        self._view = tensor.storage_offset(), tensor.shape, tensor.stride()
         self.operation, self.line, self.source = operation, line_of_script(), source
         self.is_average = is_average
         """Whether it is an average: of weights, or computed from what the same line left a step before."""
+        self.names: tuple[str, ...] = ()  # weights that it is an average of, or buffers
+        self.samples: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        """Elements after an update, and those of the weight that it follows."""
 
     def tensor(self) -> torch.Tensor | None:
         """Return the tensor, if its memory was not freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None:
             return None
-        dtype, offset, shape, stride = self._view
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self._view)
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
