@@ -178,11 +178,9 @@ class FakeRecorder(TorchFunctionMode):
         if func._schema.is_mutable:
             for place, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    for leaf in operations.tensors_of(
-                        args[place] if place < len(args) else kwargs.get(argument.name)
-                    ):
-                        if self._is_known(leaf):
-                            self._unknown.add(leaf.untyped_storage()._cdata)
+                    written = args[place] if place < len(args) else kwargs.get(argument.name)
+                    known = filter(self._is_known, operations.tensors_of(written))
+                    self._unknown.update(leaf.untyped_storage()._cdata for leaf in known)
             stands_for = {id(new): old for old, new in self._instead.values()}
             out = tree_map(lambda leaf: stands_for.get(id(leaf), leaf), out)
         if not given and isinstance(out, FakeTensor) and _keeps_values(out) and out.numel() <= SMALL:

@@ -101,15 +101,10 @@ class Fsdp2(Adapter):
         state.when_imported("torch.distributed.fsdp._fully_shard._fsdp_param_group", self._imported)
 
     def _imported(self, module: Any) -> None:
-        group = module.FSDPParamGroup
-        missing = [name for name in ("unshard", "post_backward") if not hasattr(group, name)]
-        if missing:
-            unseen = f"This torch's fully_shard has no {', '.join(missing)}: its collectives are not seen."
-            self._state.note(f"{unseen} It was tried with torch 2.13 and 2.15.")
-            return
+        replace, group = self._state.patches.replace, module.FSDPParamGroup
         for name in ("unshard", "wait_for_unshard"):
-            self._state.patches.replace(group, name, self._gathers)
-        self._state.patches.replace(group, "post_backward", self._reduces)
+            replace(group, name, self._gathers)
+        replace(group, "post_backward", self._reduces)
 
     def _members(self, group: Any) -> list[tuple[Any, LiveParameter]]:
         pairs = ((member, self._state.resting(member.sharded_param)) for member in group.fsdp_params)

@@ -52,9 +52,6 @@ class Owners(Generic[Owner]):
         """A storage, and the begin, end and owner of ranges of its elements, in the order of their begins."""
         self._most = 64  # storages from which those that were freed are forgotten
 
-    def __bool__(self) -> bool:
-        return bool(self._held)
-
     def put(self, tensor: torch.Tensor, owner: Owner) -> bool:
         """Give a tensor's memory to an owner until it is freed; return True if the owner is new."""
         tensor = local(tensor)

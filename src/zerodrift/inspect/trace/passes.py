@@ -50,12 +50,9 @@ class ForwardWatch:
         accelerator = torch.accelerator.current_accelerator()
         self._devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
         """Devices whose autocast may be on."""
-
-    def begin(self) -> None:
-        patches = self.state.patches
-        patches.callback(register_module_forward_pre_hook(self.begins).remove)
-        patches.callback(register_module_forward_hook(self._ends, always_call=True).remove)
-        self.state.before(torch, "compile", self._compiled)
+        state.patches.callback(register_module_forward_pre_hook(self.begins).remove)
+        state.patches.callback(register_module_forward_hook(self._ends, always_call=True).remove)
+        state.before(torch, "compile", self._compiled)
 
     def leave(self) -> None:
         """Drop whatever is under way."""
@@ -202,9 +199,6 @@ class GradientWatch:
         self.state = state
         self._script = script
         self._hooked = WeakTensorKeyDictionary()  # leaves that are hooked on
-
-    def begin(self) -> None:
-        state = self.state
         for name in ("backward", "grad"):
             state.patches.replace(torch.autograd, name, self._backward)
 
@@ -310,12 +304,10 @@ class CollectiveWatch:
         self.state = state
         self._script = script
         self.unknown: dict[str, int] = {}  # counts of reductions and gathers whose parameters nobody knows
-
-    def begin(self) -> None:
-        for namespace in ("c10d", "_c10d_functional"):
+        for namespace in ("c10d", "_c10d_functional") if torch.distributed.is_available() else ():
             operations = getattr(torch.ops, namespace)
             library = torch.library.Library(namespace, "IMPL")
-            self.state.patches.callback(library._destroy)
+            state.patches.callback(library._destroy)
             for name in _FIRST_SENT | _SECOND_SENT:
                 if hasattr(operations, name):
                     operation = getattr(operations, name).default
@@ -362,21 +354,17 @@ class CollectiveWatch:
         own = (state.gradient_memory if column == "reduce" else state.memory).all_of(tensor)
         if own:
             return own
-        if (
-            column == "reduce"
-            and not state.in_backward
-            and (weights := self._script.copies.weights_of(tensor))
-        ):
+        if column == "reduce" and not state.in_backward:
+            weights = self._script.copies.weights_of(tensor)
             for parameter in weights:
                 parameter.record.facts["averaged"] = True
-            return ()
+            if weights:
+                return ()
         if tensor.numel() < 2 or not state.models:
             return ()
-        if column == "reduce" and state.in_backward:
+        if column == "reduce" and state.in_backward and (trained := self._replicated()):
             # DDP's parameters of a bucket's dtype, or all of them if a hook cast the bucket.
-            trained = self._replicated()
-            if trained:
-                return [p for p in trained if p.record.has("grad", dtype_name(tensor.dtype))] or trained
+            return [p for p in trained if p.record.has("grad", dtype_name(tensor.dtype))] or trained
         for adapter in state.adapters:
             carried = adapter.carried(column, tensor)
             if carried:

@@ -239,8 +239,7 @@ class CopyWatch:
 
     def rests(self) -> None:
         """Look at memory that was given to parameters, and at averages that are still there."""
-        models = self.state.models if self._sources else ()
-        for parameter in (parameter for model in models for parameter in model.parameters):
+        for parameter in (parameter for model in self.state.models for parameter in model.parameters):
             tensor = parameter.tensor()
             if tensor is not None and not parameter.optimized and local(tensor).numel():
                 for source in self._sources.all_of(tensor):

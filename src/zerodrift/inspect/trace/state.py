@@ -88,7 +88,7 @@ class WatchState:
     """Everything that is known of a run that is watched."""
 
     def __init__(self, only: Any, may_finish: Callable[[], None]) -> None:
-        self.active = False
+        self.active = True
         self.only = only
         self.thread: int | None = None  # the thread whose calls are watched; None until one trains
         self.several = False

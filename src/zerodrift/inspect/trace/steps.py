@@ -90,12 +90,9 @@ class StepWatch:
         """Optimizers, each in the step of the one before, and our hooks on it around those of the script."""
         self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """The backward passes that there had been at an optimizer's last step."""
-
-    def begin(self) -> None:
-        patches = self.state.patches
-        patches.callback(register_optimizer_step_pre_hook(self._begins).remove)
-        patches.callback(register_optimizer_step_post_hook(self._ends).remove)
-        patches.replace(torch.optim.Optimizer, "__init__", self._init)
+        state.patches.callback(register_optimizer_step_pre_hook(self._begins).remove)
+        state.patches.callback(register_optimizer_step_post_hook(self._ends).remove)
+        state.patches.replace(torch.optim.Optimizer, "__init__", self._init)
 
     def were(self, steps: int) -> bool:
         """Return True if everything that is updated was updated so many times."""
@@ -313,8 +310,6 @@ class ExportWatch:
         """Name in the file -> shape, dtype, the function that wrote it, line."""
         self._patches = Patches()
         self.end = self._patches.close
-
-    def begin(self) -> None:
         replace, partial = self._patches.replace, functools.partial
         replace(torch, "save", partial(self._save, "torch.save"))
 

@@ -39,7 +39,7 @@ def _accelerate_runs() -> bool:
 
 
 class Watcher:
-    """The hooks on torch in this process. One at a time."""
+    """The hooks on torch in this process, until it has finished or ends. One at a time."""
 
     def __init__(
         self,
@@ -54,17 +54,10 @@ class Watcher:
         self._files_after, self.ended = files_after, False
         self._script = ScriptWatch(self.state)
         self._steps = StepWatch(self.state, self._script)
-        self._gradients = GradientWatch(self.state, self._script)
         self._collectives = CollectiveWatch(self.state, self._script)
-        self.forwards = ForwardWatch(self.state, self._gradients, self._script)
+        gradients = GradientWatch(self.state, self._script)
+        self.forwards = ForwardWatch(self.state, gradients, self._script)
         self._exports = ExportWatch()
-
-    def begin(self) -> None:
-        self.state.active = True
-        for part in (self.forwards, self._gradients, self._steps, self._exports):
-            part.begin()
-        if torch.distributed.is_available():
-            self._collectives.begin()
         self.state.adapters += [library(self.state) for library in (Own, Fsdp2, Fsdp1, DeepSpeed)]
 
     def end(self) -> None:
