@@ -458,7 +458,7 @@ def running(kind: str, dtype: torch.dtype) -> zerodrift.Observation:
 
 def norm_by_hand(model: nn.Module) -> None:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    norm = torch.stack([gradient.clone().norm() for gradient in gradients]).norm()
     for gradient in gradients:
         gradient.mul_((1e3 / (norm + 1e-6)).clamp(max=1.0))
 
