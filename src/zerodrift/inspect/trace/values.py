@@ -237,7 +237,7 @@ _CARRIES = frozenset((
 
 
 class Result:
-    """What an operation left in 16 bits, which a tensor of another object may keep: `.data` was set of it."""
+    """A result in 16 bits, whose memory another tensor may keep: one whose `.data` was set."""
 
     def __init__(self, tensor: torch.Tensor, operation: str, source: Any, is_average: bool) -> None:
         tensor = local(tensor)
