@@ -282,6 +282,7 @@ def pairwise(update: Callable[[torch.Tensor, torch.Tensor], Any]) -> Update:
 
 AVERAGES: dict[str, Update] = {
     "mul_ and add_": pairwise(lambda a, w: a.mul_(0.9999).add_(w, alpha=1e-4)),
+    "add_ and mul_": pairwise(lambda a, w: a.add_(w, alpha=1e-4).mul_(0.9999)),
     "lerp_": pairwise(lambda a, w: a.lerp_(w, 1e-3)),
     "made anew": renew,
     "data": pairwise(lambda a, w: setattr(a, "data", 0.999 * a.data + 0.001 * w.data)),
@@ -457,7 +458,7 @@ def running(kind: str, dtype: torch.dtype) -> zerodrift.Observation:
 
 def norm_by_hand(model: nn.Module) -> None:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    norm = torch.stack([gradient.clone().norm() for gradient in gradients]).norm()
     for gradient in gradients:
         gradient.mul_((1e3 / (norm + 1e-6)).clamp(max=1.0))
 

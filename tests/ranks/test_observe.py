@@ -186,7 +186,7 @@ PLANTED = {
 def test_what_is_not_as_declared_is_found_unless_it_is_wider(backend: str) -> None:
     for what in PLANTED[backend]:
         engine, seen = planted(what) if backend == "native" else planted_on_fsdp2(what)
-        found = {(each.name, each.column) for each in compare.findings(engine.plan, seen)}
+        found = {(each.where, each.must.split("`")[1]) for each in compare.findings(engine.plan, seen)}
         planned = what.partition(" ")[0]
         if planned == "wider":
             assert not found, (what, found)

@@ -152,7 +152,7 @@ def test_a_cell_that_is_not_as_a_config_says_is_named(
 @pytest.mark.parametrize(
     ("config", "cells"),
     [
-        (CONFIG, {"compute": "float32"}),
+        ({**CONFIG, "communication_data_type": "bf16"}, {"compute": "float32", "reduce": "bfloat16"}),
         (CONFIG, {"master": "split"}),
         (WITHOUT_KEY, {"accumulate": "bfloat16"}),
     ],

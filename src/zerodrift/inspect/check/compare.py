@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from zerodrift.config import load, without_torch_classes
-from zerodrift.dtypes import DType, from_torch, lost
+from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ConfigError, PrecisionError, Problem
 from zerodrift.inspect.check import table as tables
 from zerodrift.inspect.check.table import Kind, RunFinding
@@ -39,7 +38,7 @@ from zerodrift.inspect.trace import (
 )
 from zerodrift.model import ModelSpec, OwningModule, ParameterSpec
 from zerodrift.plan import Hidden, Plan, Row, Trace, TracedOperation, TracedTensor, build
-from zerodrift.policy import SILENT, Columns, Master, State, mesh_for, need_of, remedy, resolve
+from zerodrift.policy import SILENT, Columns, Master, mesh_for, need_of, remedy, resolve
 
 COLUMNS = records.COLUMNS[:-1]  # the columns that a step shows; `export` is seen in files
 
@@ -47,27 +46,6 @@ Verdict = Literal["as declared", "not seen", "as autocast chose", "wider", "DIFF
 
 THE_MODELS: tuple[Column, ...] = ("compute", "grad")
 """Columns that a model's own code may widen; the engine decides the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One cell that is not as declared."""
-
-    name: str
-    column: Column
-    declared: str
-    seen: tuple[str, ...]
-    why: str  # the reason of the cell in the plan
-
-    @property
-    def problem(self) -> Problem:
-        must = f"`{self.column}` must be {self.declared} ({self.why})"
-        do = "The model's own code may round what it is given: change that, or what the plan says."
-        got, do = ", ".join(self.seen), do if self.column in THE_MODELS else ""
-        return Problem(self.name, must, got=got, do=do)
-
-    def __str__(self) -> str:
-        return str(self.problem)
 
 
 def declared(columns: Columns) -> dict[Column, str]:
@@ -107,7 +85,7 @@ def _hold(seen: Iterable[str], said: str) -> bool:
     """Return True if every seen dtype holds every value of the declared one."""
     least = from_torch(getattr(torch, said))
     dtypes = [from_torch(getattr(torch, part, torch.int8)) for word in seen for part in word.split(">")]
-    return least is None or all(dtype is not None and not lost(least, dtype) for dtype in dtypes)
+    return least is None or all(dtype is not None and dtype.holds(least) for dtype in dtypes)
 
 
 def _judged(plan: Plan, observed: EngineRecord) -> Iterator[tuple[Row, Column, str, list[str], Verdict]]:
@@ -118,13 +96,16 @@ def _judged(plan: Plan, observed: EngineRecord) -> Iterator[tuple[Row, Column, s
             yield row, column, said, sorted(seen), verdict(plan, row.columns, column, seen)
 
 
-def findings(plan: Plan, observed: EngineRecord) -> list[Finding]:
+def findings(plan: Plan, observed: EngineRecord) -> list[Problem]:
     """Return every cell that was seen to be another dtype than declared, in plan order."""
-    return [
-        Finding(row.name, column, said, tuple(seen), row.columns.reasons().get(column, ""))
-        for row, column, said, seen, judged in _judged(plan, observed)
-        if judged == "DIFFERENT"
-    ]
+    found = []
+    for row, column, said, seen, judged in _judged(plan, observed):
+        if judged == "DIFFERENT":
+            must = f"`{column}` must be {said} ({row.columns.reasons().get(column, '')})"
+            do = "The model's own code may round what it is given: change that, or what the plan says."
+            do = do if column in THE_MODELS else ""
+            found.append(Problem(row.name, must, got=", ".join(seen), do=do))
+    return found
 
 
 def table(plan: Plan, observed: EngineRecord) -> list[tuple[Column, str, str, int, int, Verdict, str]]:
@@ -169,7 +150,7 @@ def widened(plan: Plan, observed: EngineRecord) -> tuple[str, ...]:
 def require_declared(plan: Plan, observed: EngineRecord) -> None:
     """Raise one error for all cells that are neither as declared nor wider."""
     if wrong := findings(plan, observed):
-        raise PrecisionError.of([finding.problem for finding in wrong], "the run and its plan differ")
+        raise PrecisionError.of(wrong, "the run and its plan differ")
 
 
 def unexpected(path: Path, processes: Sequence[ProcessRecord]) -> list[RunFinding]:
@@ -224,15 +205,9 @@ def _differing(
         if parameter is None:
             yield row.name, "not-as-expected", "storage", "a parameter", "in the plan", "none of that name"
             continue
-        cells, update, why = declared(row.columns), row.columns.update, row.columns.reasons()
-        said: dict[Column, str] = {"storage": cells["storage"], "compute": cells["compute"]}
-        if update is not None:
-            state = "float32" if update.state is State.FP32 else str(update.state.value)
-            master = "same" if update.master is Master.SAME else "float32"
-            said |= {"accumulate": cells["accumulate"], "reduce": column_word(update.reduce.wire)}
-            said |= {"master": master, "state": state}
-        asked = dict(row.columns.asked)
-        for column, dtype in said.items():
+        cells, why, asked = declared(row.columns), row.columns.reasons(), dict(row.columns.asked)
+        for column in (column for column in cells if column not in _OWN):
+            dtype = "float32" if cells[column] == "split" else cells[column].partition(">")[0]
             key = asked.get("reduce.wire" if column == "reduce" else column)
             is_bound = binds_all or key is not None or column in _BY_MODE
             if parameter.dtypes(column) and is_bound and not _holds(plan, row, column, dtype, parameter):
@@ -246,6 +221,9 @@ def _differing(
 
 _BY_MODE: tuple[Column, ...] = ("storage", "compute", "master")
 """Columns that a mode decides; the others have defaults of zerodrift's own."""
+
+_OWN: tuple[Column, ...] = ("gather", "grad")
+"""Columns that other libraries do not have."""
 
 
 def _holds(plan: Plan, row: Row, column: Column, said: str, parameter: ParameterRecord) -> bool:

@@ -111,36 +111,36 @@ def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
         what = f"The {who} updates {dtype} weights in place: {lost}"
         what += "." if share is None else f"; {share:.0%} of the sampled elements did not change in a step."
         cost = 0.5 if share is None else max(share, 1 / 2**bits)
-        yield from finding("no-master", "master", _names(others), what, masters, "", cost)
+        yield from finding("no-master", "master", _names(others), what, masters, cost)
         what = f"Gains of norms are {dtype} and updated in place: near 1.0, {lost}"
         what += f"; {still} of {len(norms)} did not change at all." if still else "."
         cost = _share_lost(norms) or 0.5
-        yield from finding("norm-in-16-bits", "master", _names(norms), what, masters, "", cost)
+        yield from finding("norm-in-16-bits", "master", _names(norms), what, masters, cost)
         cast = wide[0].dtypes("compute")[0] if wide else ""
         what = f"Weights rest in {dtype} and are cast to {cast} where they compute: every update rounds them "
         what += f"to {bits} bits before, and a cast adds none."
-        yield from finding("upcast-without-effect", "compute", _names(wide), what, masters, "", 1 / 2**bits)
+        yield from finding("upcast-without-effect", "compute", _names(wide), what, masters, 1 / 2**bits)
         states = _names(p for p in parameters if p.has("state", dtype))
         what = f"Optimizer states are {dtype}: a second moment shrinks by 1/1000 of itself a step, which "
         what += f"{dtype} rounds away, so it can grow and never shrink."
-        yield from finding("state-too-narrow", "state", states, what, masters, "", 0.4)
+        yield from finding("state-too-narrow", "state", states, what, masters, 0.4)
         rounded = _names(p for p in sums if p.has("accumulate", dtype))
         what = f"Gradients of {micro_batches} micro-batches are added in {dtype}: each addition keeps {bits} "
         what += "bits."
         do = masters if set(rounded) & set(_names(bare)) and not library(model) else advice(_SUMS, model)
         cost = wire_error(dtype, micro_batches)
-        yield from finding("rounded-before-accumulation", "accumulate", rounded, what, do, "", cost)
+        yield from finding("rounded-before-accumulation", "accumulate", rounded, what, do, cost)
         found = [p for p in parameters if p.has("compute", dtype) and _is_router(p, model)]
         what = f"Routers compute in {dtype}: logits that differ by less than it resolves send tokens to "
         what += "other experts."
         is_rounded = any(p.has("gather", dtype) or p.has("storage", dtype) for p in found)
         do = advice(_ROUTERS, model) if is_rounded else _ROUTERS[""]
-        yield from finding("router-in-16-bits", "compute", _names(found), what, do, "", 1 / 2**bits)
+        yield from finding("router-in-16-bits", "compute", _names(found), what, do, 1 / 2**bits)
         buffers = [name for name, held in model.buffers.items() if held == dtype]
         what = f"Buffers are {dtype}: constants such as frequencies of positions or running statistics were "
         what += "rounded with the weights."
         do = "Cast parameters alone, not the module, or restore the buffers after the cast."
-        yield from finding("buffer-rounded", None, buffers, what, do, "", 1 / 2**bits)
+        yield from finding("buffer-rounded", None, buffers, what, do, 1 / 2**bits)
 
 
 def _share_lost(parameters: Sequence[ParameterRecord]) -> float | None:
@@ -294,7 +294,7 @@ def _rounded_gradients(processes: Sequence[ProcessRecord], model: ModelRecord) -
         what += f"{dtype}: the script rounds gradients, or adds them, in {dtype}."
         do = "Keep gradients, and what micro-batches are added in, in fp32 until the optimizer's step."
         cost = wire_error(dtype, processes[0].micro_batches)
-        yield from finding("gradients-rounded", "accumulate", dict.fromkeys(names), what, do, "", cost)
+        yield from finding("gradients-rounded", "accumulate", dict.fromkeys(names), what, do, cost)
 
 
 _SMALLEST = 2.0**-14  # the smallest normal number of fp16
@@ -311,7 +311,7 @@ def _not_scaled(processes: Sequence[ProcessRecord], model: ModelRecord) -> Itera
     what = "The model computes in float16, and the loss is not scaled: what is smaller than 6e-5 in the "
     what += f"backward loses bits or becomes zero; {share:.0%} of the sampled gradients are."
     do = "Scale the loss with `torch.amp.GradScaler`, or compute in bfloat16."
-    yield from finding("loss-not-scaled", "grad", _names(half), what, do, "", max(share, 2.0**-11))
+    yield from finding("loss-not-scaled", "grad", _names(half), what, do, max(share, 2.0**-11))
 
 
 def _with_gradients(

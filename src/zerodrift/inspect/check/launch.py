@@ -192,7 +192,6 @@ def _watch(seen: Path, steps: int, keep_going: bool) -> Any:
             watcher.files_end()
 
     watcher = Watcher(steps, finished, files_after=keep_going)
-    watcher.begin()
     path.with_suffix(".began").touch()
     atexit.register(at_exit)
     # A process that `multiprocessing` has forked leaves by `os._exit`, after these.
@@ -261,7 +260,6 @@ def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
         raise ZerodriftError("optimizer", must, got=type(optimizer).__name__, do=do)
     observation = Observation()
     watcher = Watcher(_FOREVER, lambda process: None, only=model)
-    watcher.begin()
     try:
         yield observation
     finally:

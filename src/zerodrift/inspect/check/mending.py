@@ -149,11 +149,12 @@ def _deepspeed(model: ModelRecord, found: set[Kind], half: str) -> str:
     short = "bf16" if half == "bfloat16" else "fp16"
     is_autocast = any(p.has("storage", "float32") and p.has("compute", half) for p in model.parameters)
     config: dict[str, Any] = {}
+    autocast = {"enabled": True, "dtype": half, "lower_precision_safe_modules": []}
     if not is_autocast and found & {*_PINNED}:
-        config = {short: {"enabled": False}, "torch_autocast": _autocast(half)}
+        config = {short: {"enabled": False}, "torch_autocast": autocast}
     elif is_autocast and found & {"wire-in-16-bits", "norm-of-scaled-gradients"}:
         scaled = "norm-of-scaled-gradients" in found
-        config["torch_autocast"] = _autocast("bfloat16" if scaled else half)
+        config["torch_autocast"] = {**autocast, "dtype": "bfloat16"} if scaled else autocast
     elif found & {*_WEIGHTS}:
         states = {"bf16_optimizer_states": False} if short == "bf16" else {}
         config[short] = {"enabled": True, f"{short}_master_weights_and_grads": False, **states}
@@ -167,11 +168,6 @@ def _deepspeed(model: ModelRecord, found: set[Kind], half: str) -> str:
     if short in config and "torch_autocast" in config:
         lines.append("model = model.float()  # before `deepspeed.initialize`")
     return "\n".join([*lines, *_script(found)])
-
-
-def _autocast(dtype: str) -> dict[str, object]:
-    """Return the autocast of DeepSpeed without the modules whose gradients it sends in 16 bits."""
-    return {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
 
 
 def _zerodrift(models: Sequence[ModelRecord], findings: Sequence[RunFinding]) -> str:

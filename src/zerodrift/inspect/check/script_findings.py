@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zerodrift.inspect.check.table import BITS, RunFinding, finding, library
+from zerodrift.inspect.check.table import BITS, RunFinding, library
 from zerodrift.inspect.trace import ModelRecord, ProcessRecord
 
 _FAR = 0.25  # error of a logit from which the rounding of a head that autocast chose is a finding
@@ -186,4 +186,4 @@ def wire_findings(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
         what += f"{wire_error(dtype, 64 * summed // ranks):.1%}."
         kind = library(model)
         kind = "ddp" if not kind and "DistributedDataParallel" in model.wrappers else kind
-        yield from finding("wire-in-16-bits", "reduce", names, what, _WIRES[kind], line, error)
+        yield RunFinding("wire-in-16-bits", "reduce", tuple(names), what, _WIRES[kind], line, error)

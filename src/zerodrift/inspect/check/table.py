@@ -221,14 +221,8 @@ def advice(texts: dict[str, str], model: ModelRecord) -> str:
 
 
 def finding(
-    kind: Kind,
-    column: Column | None,
-    names: Iterable[str],
-    what: str,
-    do: str,
-    line: str = "",
-    cost: float = 1.0,
+    kind: Kind, column: Column | None, names: Iterable[str], what: str, do: str, cost: float = 1.0
 ) -> list[RunFinding]:
     """Return a finding, unless no parameter has the fault."""
     names = tuple(names)
-    return [RunFinding(kind, column, names, what, do, line, cost)] if names else []
+    return [RunFinding(kind, column, names, what, do, cost=cost)] if names else []

@@ -88,36 +88,11 @@ class _FunctionCall:
         return "autocast" if self.autocast and not self.computed else "torch"
 
 
-class FunctionCalls(TorchFunctionMode):
-    """Tells a recorder which of torch's functions Python calls, and whether autocast is on."""
-
-    def __init__(self, recorder: FakeRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            return func(*args, **(kwargs or {}))
-        recorder = self._recorder
-        before, recorder.call = recorder.call, _FunctionCall(name, torch.is_autocast_enabled(DEVICE))
-        try:
-            return func(*args, **(kwargs or {}))
-        except RefusedError:
-            raise
-        except RuntimeError as error:  # a check of the function, before it runs an operation
-            dtypes = _floating_dtypes(operations.tensors_of((args, kwargs)))
-            if len(dtypes) > 1 and "type" in str(error).lower():
-                recorder.refuse(name, dtypes, str(error).splitlines()[0])
-            raise
-        finally:
-            recorder.call = before
-
-
-class FakeRecorder:
-    """Runs every operation without values, and writes it down."""
+class FakeRecorder(TorchFunctionMode):
+    """Runs every operation without values, and writes it down with the function that Python called."""
 
     def __init__(self, fake: FakeTensorMode, paths: operations.ModulePaths) -> None:
+        super().__init__()
         self._fake, self._paths = fake, paths
         self.operations: list[TracedOperation] = []
         self.backward = False
@@ -133,6 +108,23 @@ class FakeRecorder:
         self._nodes: list[int] = []
         self._made: list[tuple[str, int, str]] = []
         """Numbers of autograd's nodes, ascending, and the module, call and line that made each."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return func(*args, **(kwargs or {}))
+        before, self.call = self.call, _FunctionCall(name, torch.is_autocast_enabled(DEVICE))
+        try:
+            return func(*args, **(kwargs or {}))
+        except RefusedError:
+            raise
+        except RuntimeError as error:  # a check of the function, before it runs an operation
+            dtypes = _floating_dtypes(operations.tensors_of((args, kwargs)))
+            if len(dtypes) > 1 and "type" in str(error).lower():
+                self.refuse(name, dtypes, str(error).splitlines()[0])
+            raise
+        finally:
+            self.call = before
 
     def memory(self, tensor: torch.Tensor) -> int:
         whole: Any = tensor.untyped_storage() if tensor.layout is torch.strided else tensor
@@ -186,11 +178,9 @@ class FakeRecorder:
         if func._schema.is_mutable:
             for place, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    for leaf in operations.tensors_of(
-                        args[place] if place < len(args) else kwargs.get(argument.name)
-                    ):
-                        if self._is_known(leaf):
-                            self._unknown.add(leaf.untyped_storage()._cdata)
+                    written = args[place] if place < len(args) else kwargs.get(argument.name)
+                    known = filter(self._is_known, operations.tensors_of(written))
+                    self._unknown.update(leaf.untyped_storage()._cdata for leaf in known)
             stands_for = {id(new): old for old, new in self._instead.values()}
             out = tree_map(lambda leaf: stands_for.get(id(leaf), leaf), out)
         if not given and isinstance(out, FakeTensor) and _keeps_values(out) and out.numel() <= SMALL:
@@ -382,7 +372,7 @@ class _DryRun:
         recorder, loss, refused = self._recorder, "", None
         try:
             calls = operations.every_operation(recorder.write_down, compiled=False, run=recorder.run)
-            with FunctionCalls(recorder), calls:
+            with recorder, calls:
                 here = (inputs.args, inputs.kwargs)
                 given = tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(DEVICE), here)
                 with self._precision.forward(), self._precision.cast(given) as (args, kwargs):

@@ -198,16 +198,14 @@ class _NativeTensors:
     @contextlib.contextmanager
     def watching(self, seen: EngineRecord) -> Iterator[None]:
         """See the flat gradients that the update reads, and the collectives."""
-        patches = Patches()
 
         def update(original: Callable[..., Any], gradients: Mapping[int, torch.Tensor], *rest: Any) -> None:
             for number, flat in gradients.items():
                 self._add(seen, self._segments[number], "accumulate", dtype_name(flat.dtype))
             original(gradients, *rest)
 
-        with self._engine.comm.record() as log, contextlib.ExitStack() as stack:
+        with self._engine.comm.record() as log, Patches() as patches:
             patches.replace(self._engine.updater, "update", update)
-            stack.callback(patches.restore)
             yield
         self._see_sent(seen, log)
 
@@ -271,7 +269,6 @@ class _FullyShardTensors:
     @contextlib.contextmanager
     def watching(self, seen: EngineRecord) -> Iterator[None]:
         """See the sums that autograd adds to, those that the update reads, and the collectives."""
-        patches = Patches()
 
         def added(parameter: Any) -> None:
             if parameter.grad is not None:
@@ -284,13 +281,12 @@ class _FullyShardTensors:
                     seen.add(member.row.name, "accumulate", dtype_name(member.gradient().dtype))
             original(multiplier)
 
-        with contextlib.ExitStack() as stack:
+        with Patches() as patches:
             for member in self._trained:
-                stack.callback(member.full.register_post_accumulate_grad_hook(added).remove)
+                patches.callback(member.full.register_post_accumulate_grad_hook(added).remove)
             groups = self._executor.units
-            logs = [(group, stack.enter_context(group.collectives.record())) for group in groups]
+            logs = [(group, patches.enter_context(group.collectives.record())) for group in groups]
             patches.replace(self._executor.updater, "step", step)
-            stack.callback(patches.restore)
             yield
         for group, log in logs:
             for call in log:

@@ -30,26 +30,22 @@ from zerodrift.inspect.trace.state import Adapter, OptimizedPart, WatchState
 
 
 class Own(Adapter):
-    def begin(self, state: WatchState) -> None:
-        self._state = state
+    def __init__(self, state: WatchState) -> None:
+        super().__init__(state)
         self._seen: dict[Any, list[EngineRecord]] = {}  # engine -> a record of each step
         self._steps: dict[Any, contextlib.ExitStack] = {}  # engine -> the observation of the step under way
         self._modules: set[int] = set()
         state.when_imported("zerodrift.engine.engine", self._imported)
 
     def _imported(self, module: Any) -> None:
-        replace = self._state.patches.replace
         for name in ("__call__", "accumulate", "train_batch"):
-            replace(module.Engine, name, self._runs_forward)
-        replace(module.Engine, "step", self._takes_step)
-        replace(module.Engine, "destroy", self._destroys)
+            self._state.before(module.Engine, name, self._runs_forward)
+        self._state.patches.replace(module.Engine, "step", self._takes_step)
+        self._state.before(module.Engine, "destroy", self._step_ends)
 
-    def _runs_forward(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self._state.safely(lambda: self._step_begins(engine), None)
-        return original(engine, *args, **kwargs)
-
-    def _step_begins(self, engine: Any) -> None:
+    def _runs_forward(self, engine: Any, *args: Any, **kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
         if engine not in self._seen:
             self._seen[engine] = []
             self._modules |= {id(part) for root in (engine.module, engine.whole) for part in root.modules()}
@@ -60,7 +56,7 @@ class Own(Adapter):
             self._steps[engine] = contextlib.ExitStack()
             self._seen[engine].append(self._steps[engine].enter_context(observe(engine)))
 
-    def _step_ends(self, engine: Any) -> None:
+    def _step_ends(self, engine: Any, *args: Any, **kwargs: Any) -> None:
         if engine in self._steps:
             self._steps.pop(engine).close()
 
@@ -71,10 +67,6 @@ class Own(Adapter):
             self._state.safely(lambda: self._step_ends(engine), None)
             self._state.safely(lambda: self._state.has_stepped(engine, engine.accumulation), None)
         return out
-
-    def _destroys(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-        self._step_ends(engine)
-        return original(engine, *args, **kwargs)
 
     def claims(self, module: torch.nn.Module) -> bool:
         return id(module) in self._modules or type(module).__module__.startswith("zerodrift.")
@@ -104,20 +96,15 @@ def _see_sum(total: torch.Tensor, name: str, parameters: Sequence[LiveParameter]
 
 
 class Fsdp2(Adapter):
-    def begin(self, state: WatchState) -> None:
-        self._state = state
+    def __init__(self, state: WatchState) -> None:
+        super().__init__(state)
         state.when_imported("torch.distributed.fsdp._fully_shard._fsdp_param_group", self._imported)
 
     def _imported(self, module: Any) -> None:
-        group = module.FSDPParamGroup
-        missing = [name for name in ("unshard", "post_backward") if not hasattr(group, name)]
-        if missing:
-            unseen = f"This torch's fully_shard has no {', '.join(missing)}: its collectives are not seen."
-            self._state.note(f"{unseen} It was tried with torch 2.13 and 2.15.")
-            return
+        replace, group = self._state.patches.replace, module.FSDPParamGroup
         for name in ("unshard", "wait_for_unshard"):
-            self._state.patches.replace(group, name, self._gathers)
-        self._state.patches.replace(group, "post_backward", self._reduces)
+            replace(group, name, self._gathers)
+        replace(group, "post_backward", self._reduces)
 
     def _members(self, group: Any) -> list[tuple[Any, LiveParameter]]:
         pairs = ((member, self._state.resting(member.sharded_param)) for member in group.fsdp_params)
@@ -152,8 +139,8 @@ class Fsdp2(Adapter):
 
 
 class Fsdp1(Adapter):
-    def begin(self, state: WatchState) -> None:
-        self._state = state
+    def __init__(self, state: WatchState) -> None:
+        super().__init__(state)
         self._sums: dict[int, torch.Tensor] = {}
         """Id of a flat parameter -> its gradient of the micro-batches that were not reduced yet."""
 
@@ -161,7 +148,7 @@ class Fsdp1(Adapter):
             state.patches.replace(module.FlatParamHandle, "_all_gather_flat_param", self._gathers)
 
         def runtime(module: Any) -> None:
-            state.patches.replace(module, "_post_backward_hook", self._gradient_arrives)
+            state.before(module, "_post_backward_hook", self._gradient_arrives)
             for name in ("_reduce_grad", "_reduce_grad_no_shard"):
                 state.patches.replace(module, name, self._reduces)
 
@@ -182,10 +169,6 @@ class Fsdp1(Adapter):
                 name, parameters = "FSDP's shard of the gradient", self._parameters
                 self._state.safely(lambda: _see_sum(kept, name, parameters(handle.flat_param)), None)
 
-    def _gradient_arrives(self, original: Callable[..., Any], runtime: Any, handle: Any, *args: Any) -> Any:
-        self._state.safely(lambda: self._arrives(handle.flat_param, runtime._sync_gradients), None)
-        return original(runtime, handle, *args)
-
     def _members(self, flat: Any) -> Iterator[tuple[LiveParameter, Any, int]]:
         """Yield a parameter, its place in this rank's shard, its begin in the whole flat parameter."""
         begins, at = [], 0
@@ -201,8 +184,9 @@ class Fsdp1(Adapter):
     def _parameters(self, flat: Any) -> list[LiveParameter]:
         return [parameter for parameter, *_ in self._members(flat)]
 
-    def _arrives(self, flat: Any, reduces: bool) -> None:
+    def _gradient_arrives(self, runtime: Any, handle: Any, *args: Any) -> None:
         """See the whole gradient before it is reduced; under `no_sync` it contains those before."""
+        flat, reduces = handle.flat_param, runtime._sync_gradients
         if flat.grad is None:
             return
         total = flat.grad.detach().reshape(-1)
@@ -240,11 +224,9 @@ TRIED = ("0.19.6", "0.19.8")
 
 
 class DeepSpeed(Adapter):
-    def __init__(self) -> None:
+    def __init__(self, state: WatchState) -> None:
+        super().__init__(state)
         self._parts: dict[int, list[OptimizedPart]] = {}  # parts of a flat master, by its id
-
-    def begin(self, state: WatchState) -> None:
-        self._state = state
 
         def imported(module: Any) -> None:
             version = str(getattr(module, "__version__", "unknown"))
@@ -252,21 +234,17 @@ class DeepSpeed(Adapter):
                 untried = f"deepspeed {version} is not among those that were tried ({', '.join(TRIED)})"
                 state.note(f"{untried}: what it packs may be told of the wrong parameters, or of none.")
 
-        def step(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            state.safely(lambda: self._step(optimizer), None)
-            return original(optimizer, *args, **kwargs)
-
         def watch(kind: str, module: Any) -> None:
-            state.patches.replace(getattr(module, kind), "step", step)
+            state.before(getattr(module, kind), "step", self._step)
 
         state.when_imported("deepspeed", imported)
         for home, kind in _STEPS:
             state.when_imported(home, functools.partial(watch, kind))
 
-    def _step(self, optimizer: Any) -> None:
+    def _step(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Find the parameters in its masters, and the sums of gradients before the step takes them apart."""
         self._parts = {}
-        self._state.optimized.clear()
+        self._state.forget_parts()
         for flat, parameter, begin, at, length in _masters(optimizer):
             watched = self._state.resting(parameter)
             if watched is not None:

@@ -5,14 +5,13 @@ Every wrapper around a model, and every pack of parameters, is looked through.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from zerodrift.inspect.trace.parameter import LiveParameter, Owners, local, unwrapped
+from zerodrift.inspect.trace.parameter import LiveParameter, local, unwrapped
 from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord, dtype_name
 
 _WRAPPED = {
@@ -112,15 +111,11 @@ class LiveModel:
     def __init__(self, root: torch.nn.Module) -> None:
         self.root = root
         self.parameters: list[LiveParameter] = []
-        self._paths: dict[int, str] = {}
+        self.paths: dict[int, str] = {}  # id of a module -> its path
         self._leaves: dict[int, list[tuple[str, LiveParameter]]] = {}
         self._by_tensor: dict[int, LiveParameter] = {}
-        self._copies: dict[int, tuple[Any, LiveParameter | None]] = {}
         self._scanned: list[int] = []
-        self._scan()
-
-    def path(self, module: torch.nn.Module) -> str | None:
-        return self._paths.get(id(module))
+        self.scan()
 
     def _wrapping(self) -> list[torch.nn.Module]:
         chain = [self.root]
@@ -133,11 +128,6 @@ class LiveModel:
         """Classes around the model, outermost first."""
         return tuple(type(module).__name__ for module in self._wrapping()[:-1])
 
-    def become(self, larger: LiveModel) -> None:
-        """Rename everything from a module around the model."""
-        self.root = larger.root
-        self._scan()
-
     def leaf(self, module: torch.nn.Module, name: str) -> LiveParameter | None:
         return next((p for leaf, p in self._leaves.get(id(module), ()) if leaf == name), None)
 
@@ -147,27 +137,17 @@ class LiveModel:
 
     def copied(self, tensor: torch.Tensor) -> LiveParameter | None:
         """Return the parameter that this tensor is a wider copy of, by its values."""
-        known = self._copies.get(id(tensor))
-        if known is None or known[0]() is not tensor:
-            copies = [p for p in self.parameters if _is_copy(tensor, p.tensor())]
-            known = weakref.ref(tensor), copies[0] if len(copies) == 1 else None
-            self._copies[id(tensor)] = known
-        return known[1]
+        copies = [p for p in self.parameters if _is_copy(tensor, p.tensor())]
+        return copies[0] if len(copies) == 1 else None
 
     def look(self) -> bool:
         """Record what rests between steps; return True if a name or a dtype changed."""
         changed = _identities(self.root) != self._scanned
         if changed:
-            self._scan()
+            self.scan()
         for parameter in self.parameters:
             changed |= parameter.look()
         return changed
-
-    def remember(self, memory: Owners[LiveParameter]) -> None:
-        for parameter in self.parameters:
-            tensor = parameter.tensor()
-            if tensor is not None and local(tensor).numel():
-                memory.put(tensor, parameter)
 
     def held(self, module: torch.nn.Module) -> Iterator[tuple[LiveParameter, torch.Tensor]]:
         """Yield the tensors that a module's forward computes with, which a library may have replaced."""
@@ -202,12 +182,12 @@ class LiveModel:
             ties=ties if isinstance(ties, bool) else None,
         )
 
-    def _scan(self) -> None:
+    def scan(self) -> None:
         """Name everything; keep the records of tensors and of names that are still there."""
         modules, known = list(_modules_of(self.root)), self._by_tensor
         names = {parameter.record.name: parameter for parameter in self.parameters}
         self.parameters, self._leaves, self._by_tensor = [], {}, {}
-        self._paths = {id(module): path for path, module in modules}
+        self.paths = {id(module): path for path, module in modules}
         for path, module, leaf, tensor, shape, is_sliced in _leaves_of(modules):
             name, is_packed = _join(path, leaf), hasattr(tensor, "_param_infos")
             parameter = self._by_tensor.get(id(tensor))

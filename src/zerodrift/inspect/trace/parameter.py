@@ -50,9 +50,7 @@ class Owners(Generic[Owner]):
     def __init__(self) -> None:
         self._held: dict[int, tuple[StorageWeakRef, list[tuple[int, int, Owner]]]] = {}
         """A storage, and the begin, end and owner of ranges of its elements, in the order of their begins."""
-
-    def __bool__(self) -> bool:
-        return bool(self._held)
+        self._most = 64  # storages from which those that were freed are forgotten
 
     def put(self, tensor: torch.Tensor, owner: Owner) -> bool:
         """Give a tensor's memory to an owner until it is freed; return True if the owner is new."""
@@ -64,6 +62,9 @@ class Owners(Generic[Owner]):
         """Give a range of elements to an owner, in a storage that may have no memory now."""
         ranges = self._ranges(storage)
         if not ranges:
+            if len(self._held) > self._most:
+                self._held = {key: held for key, held in self._held.items() if not _is_freed(held[0].cdata)}
+                self._most = 64 + 2 * len(self._held)
             self._held[storage._cdata] = (StorageWeakRef(storage), ranges)
         place = bisect.bisect_left(ranges, begin, key=_FIRST)
         if place == len(ranges) or ranges[place][0] != begin:
@@ -99,9 +100,6 @@ class Owners(Generic[Owner]):
             if first < begin + numel and begin < last
         ]
 
-    def forget_freed(self) -> None:
-        self._held = {key: held for key, held in self._held.items() if not _is_freed(held[0].cdata)}
-
 
 class Samples:
     """A few elements of each gradient: as they arrive on a rank, and as an optimizer is given them.
@@ -112,13 +110,8 @@ class Samples:
     def __init__(self, numel: int) -> None:
         self.places = range(0, max(numel, 1), max(1, -(-numel // 8)))
         self._arrived: list[torch.Tensor] = []
-        self._given: list[tuple[range, torch.Tensor]] = []  # numbers of elements, and their values
+        self.used: list[tuple[range, torch.Tensor]] = []  # numbers of elements, and their values
         self.missed = False  # whether a gradient was not sampled
-
-    @property
-    def was_given(self) -> bool:
-        """Whether an optimizer was given some of them since the last end."""
-        return bool(self._given)
 
     def arrives(self, gradient: torch.Tensor) -> None:
         self._arrived.append(_elements(gradient, self.places))
@@ -132,7 +125,7 @@ class Samples:
         if numbers:
             first = self.places[numbers.start] - begin + at
             places = range(first, first + (len(numbers) - 1) * step + 1, step)
-            self._given.append((numbers, _elements(gradient, places)))
+            self.used.append((numbers, _elements(gradient, places)))
 
     def end(self) -> tuple[list[float], list[float | None]]:
         """Return sums of what arrived (empty if some was missed) and the last that was given; begin anew."""
@@ -140,10 +133,10 @@ class Samples:
         if self._arrived:
             own = torch.stack(self._arrived).cpu().double().sum(0).tolist()
         used: list[float | None] = [None] * len(self.places)
-        for numbers, values in self._given:
+        for numbers, values in self.used:
             used[numbers.start : numbers.stop] = values.tolist()
         own = [] if self.missed else own
-        self._arrived, self._given, self.missed = [], [], False
+        self._arrived, self.used, self.missed = [], [], False
         return own, used
 
 
@@ -179,9 +172,7 @@ class LiveParameter:
         self.is_drawn = False  # whether it was rounded at random
         self.residue = ""  # the optimizer's state that keeps what its rounding lost
         self.arrived = self._arrived_before = 0  # gradients of it that arrived
-        self._arrived_in: set[torch.dtype] = set()
         self._was_used = False
-        self._numel = record.numel
         self._first_digest: int | None = None
         self._looked_at = self.tensor  # returns the tensor of that digest
 
@@ -233,11 +224,9 @@ class LiveParameter:
     def arrives(self, gradient: torch.Tensor, sample: bool) -> None:
         """Record a gradient at the leaf, and sample it to compare it with what an optimizer is given."""
         self.arrived += 1
-        if gradient.dtype not in self._arrived_in:
-            self._arrived_in.add(gradient.dtype)
-            path, dtype = self.record.name.rpartition(".")[0], dtype_name(gradient.dtype)
-            self.record.add("grad", dtype, "the gradient at the leaf", path, line_of_script)
-        if sample and _is_whole(gradient, self._numel):
+        path, dtype = self.record.name.rpartition(".")[0], dtype_name(gradient.dtype)
+        self.record.add("grad", dtype, "the gradient at the leaf", path, line_of_script)
+        if sample and _is_whole(gradient, self.record.numel):
             self.samples.arrives(gradient)
         else:
             self.samples.missed = True
@@ -251,7 +240,7 @@ class LiveParameter:
 
         Where only other ranks use them, they belong to those ranks' step, once there was a step `since`.
         """
-        if self.samples.was_given or (since and not self._was_used):
+        if self.samples.used or (since and not self._was_used):
             own, used = self.samples.end()
             self.record.facts["own"], self.record.facts["used"] = own, used
             self.has_gradient = any(used)

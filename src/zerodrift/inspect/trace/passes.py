@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerodrift.inspect.trace import operations
 from zerodrift.inspect.trace.model import is_compiled
@@ -49,12 +50,9 @@ class ForwardWatch:
         accelerator = torch.accelerator.current_accelerator()
         self._devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
         """Devices whose autocast may be on."""
-
-    def begin(self) -> None:
-        patches = self.state.patches
-        patches.undo(register_module_forward_pre_hook(self.begins).remove)
-        patches.undo(register_module_forward_hook(self._ends, always_call=True).remove)
-        patches.replace(torch, "compile", self._compiled)
+        state.patches.callback(register_module_forward_pre_hook(self.begins).remove)
+        state.patches.callback(register_module_forward_hook(self._ends, always_call=True).remove)
+        state.before(torch, "compile", self._compiled)
 
     def leave(self) -> None:
         """Drop whatever is under way."""
@@ -126,7 +124,7 @@ class ForwardWatch:
         model = state.model_of(module)
         changed = model.look()
         if changed:
-            state.optimized.clear()
+            state.forget_parts()
         if changed or any(parameter.is_used_unseen for parameter in model.parameters):
             self._known.clear()
         if self._compiles:
@@ -144,10 +142,9 @@ class ForwardWatch:
         self.state.note("Modules run on several threads: those of the first are seen.")
         return False
 
-    def _compiled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _compiled(self, *args: Any, **kwargs: Any) -> None:
         # Libraries decorate functions with it that may never run; `anything_compiled` knows what has run.
         self._compiles |= is_from_script()
-        return original(*args, **kwargs)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
         if self.state.packed:  # a library packs and unpacks
@@ -165,7 +162,7 @@ class ForwardWatch:
             state.looked = True
             self._look(self._calls[-1][0], is_watched=True)
         module, tensors = self._calls[-1][0], list(operations.floating(args, kwargs))
-        path = next((path for model in state.models if (path := model.path(module)) is not None), "")
+        path = next((model.paths[id(module)] for model in state.models if id(module) in model.paths), "")
         owners = (state.memory.of(tensor) for tensor in tensors if is_product(operation))
         weight = next((owner.record.name for owner in owners if owner is not None), None)
         home = path if weight is None else weight.rpartition(".")[0]
@@ -201,44 +198,32 @@ class GradientWatch:
     def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
         self._script = script
-
-    def begin(self) -> None:
-        replace = self.state.patches.replace
+        self._hooked = WeakTensorKeyDictionary()  # leaves that are hooked on
         for name in ("backward", "grad"):
-            replace(torch.autograd, name, self._backward)
-        state = self.state
+            state.patches.replace(torch.autograd, name, self._backward)
 
-        def clips(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if state.active and state.scaled and threading.get_ident() == state.thread:
+        def clips(*args: Any, **kwargs: Any) -> None:
+            if state.scaled and threading.get_ident() == state.thread:
                 state.event("clipped_scaled", line_of_script())
-            return original(*args, **kwargs)
 
-        def scales(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        def scales(scaler: Any, *args: Any, **kwargs: Any) -> None:
             if scaler.is_enabled():
                 self._script.losses.scales()
                 state.is_scaled = True  # until the next backward has ended
-            return original(scaler, *args, **kwargs)
-
-        def unscales(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            state.scaled.clear()
-            return original(*args, **kwargs)
 
         for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-                replace(module, name, clips)
-        replace(torch.amp.GradScaler, "scale", scales)
+                state.before(module, name, clips)
+        state.before(torch.amp.GradScaler, "scale", scales)
         for name in ("unscale_", "update"):
-            replace(torch.amp.GradScaler, name, unscales)
+            state.before(torch.amp.GradScaler, name, lambda *args, **kwargs: state.scaled.clear())
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
-            replace(torch.nn.parallel.DistributedDataParallel, name, self._registers_hook)
+            state.before(torch.nn.parallel.DistributedDataParallel, name, self._registers_hook)
 
-    def _registers_hook(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        state = self.state
-        if state.active:
-            hook = kwargs.get("hook", kwargs.get("comm_hook_type", args[-1] if args else None))
-            name = getattr(hook, "__qualname__", "") or str(hook).rpartition(".")[2]
-            state.event("communication-hook", line_of_script(), name=name)
-        return original(*args, **kwargs)
+    def _registers_hook(self, *args: Any, **kwargs: Any) -> None:
+        hook = kwargs.get("hook", kwargs.get("comm_hook_type", args[-1] if args else None))
+        name = getattr(hook, "__qualname__", "") or str(hook).rpartition(".")[2]
+        self.state.event("communication-hook", line_of_script(), name=name)
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self.state
@@ -261,7 +246,6 @@ class GradientWatch:
         state = self.state
         self._script.losses.reaches(losses)
         state.passes += 1
-        state.gradient_memory.forget_freed()
         state.settle()  # the step before is over, if its optimizer was given the gradients that had arrived
         state.see_place()
         for model in state.models:
@@ -273,11 +257,11 @@ class GradientWatch:
 
     def hook(self, parameter: LiveParameter, leaf: torch.Tensor) -> None:
         """See gradients arrive at a leaf: the tensor that rests, or another that a module computes with."""
-        if not leaf.requires_grad or not leaf.is_leaf or getattr(leaf, "_zerodrift_watched", False):
+        if not leaf.requires_grad or not leaf.is_leaf or leaf in self._hooked:
             return
         if hasattr(leaf, "_shard_param_infos"):
             return  # FSDP's adapter sees the gradients of the parameters that are packed in it
-        leaf._zerodrift_watched = True  # type: ignore[attr-defined]
+        self._hooked[leaf] = True
         holder, state = weakref.ref(leaf), self.state
 
         def accumulated(tensor: torch.Tensor) -> None:
@@ -285,16 +269,12 @@ class GradientWatch:
             if state.several and gradient is not None and not torch.compiler.is_compiling():
                 state.safely(lambda: state.gradient_memory.put(gradient, parameter), False)
 
-        def forget() -> None:
-            tensor: Any = holder()
-            if tensor is not None:
-                del tensor._zerodrift_watched
-
         handle = leaf.register_hook(lambda gradient: self._arrives(parameter, gradient, holder()))
-        _put_first(leaf, handle.id)  # before hooks of the script's, which may round what arrives
-        state.patches.undo(handle.remove)
-        state.patches.undo(leaf.register_post_accumulate_grad_hook(accumulated).remove)
-        state.patches.undo(forget)
+        hooks: Any = leaf._backward_hooks  # ours is before the script's, which may round what arrives
+        for key in [key for key in hooks if key != handle.id]:
+            hooks[key] = hooks.pop(key)  # torch calls them in the order of insertion
+        state.patches.callback(handle.remove)
+        state.patches.callback(leaf.register_post_accumulate_grad_hook(accumulated).remove)
 
     @guarded
     def _arrives(self, parameter: LiveParameter, gradient: torch.Tensor, leaf: torch.Tensor | None) -> None:
@@ -304,15 +284,6 @@ class GradientWatch:
             return
         if local(held).any():  # zeros are no sum: DeepSpeed's BF16_Optimizer leaves them
             record.add("accumulate", dtype_name(held.dtype), ".grad", "", line_of_script)
-
-
-def _put_first(leaf: torch.Tensor, number: int) -> None:
-    """Make a hook on a tensor the first to be called: torch calls them in the order of insertion."""
-    hooks: Any = leaf._backward_hooks
-    others = [(key, hook) for key, hook in hooks.items() if key != number]
-    for key, hook in others:
-        del hooks[key]
-        hooks[key] = hook
 
 
 _KEY = "ADInplaceOrView"  # of the dispatcher, between autograd and the backends
@@ -333,12 +304,10 @@ class CollectiveWatch:
         self.state = state
         self._script = script
         self.unknown: dict[str, int] = {}  # counts of reductions and gathers whose parameters nobody knows
-
-    def begin(self) -> None:
-        for namespace in ("c10d", "_c10d_functional"):
+        for namespace in ("c10d", "_c10d_functional") if torch.distributed.is_available() else ():
             operations = getattr(torch.ops, namespace)
             library = torch.library.Library(namespace, "IMPL")
-            self.state.patches.undo(library._destroy)
+            state.patches.callback(library._destroy)
             for name in _FIRST_SENT | _SECOND_SENT:
                 if hasattr(operations, name):
                     operation = getattr(operations, name).default
@@ -385,21 +354,17 @@ class CollectiveWatch:
         own = (state.gradient_memory if column == "reduce" else state.memory).all_of(tensor)
         if own:
             return own
-        if (
-            column == "reduce"
-            and not state.in_backward
-            and (weights := self._script.copies.weights_of(tensor))
-        ):
+        if column == "reduce" and not state.in_backward:
+            weights = self._script.copies.weights_of(tensor)
             for parameter in weights:
                 parameter.record.facts["averaged"] = True
-            return ()
+            if weights:
+                return ()
         if tensor.numel() < 2 or not state.models:
             return ()
-        if column == "reduce" and state.in_backward:
+        if column == "reduce" and state.in_backward and (trained := self._replicated()):
             # DDP's parameters of a bucket's dtype, or all of them if a hook cast the bucket.
-            trained = self._replicated()
-            if trained:
-                return [p for p in trained if p.record.has("grad", dtype_name(tensor.dtype))] or trained
+            return [p for p in trained if p.record.has("grad", dtype_name(tensor.dtype))] or trained
         for adapter in state.adapters:
             carried = adapter.carried(column, tensor)
             if carried:

@@ -11,11 +11,10 @@ stack of modes only, and left only from the top.
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from zerodrift.inspect.trace.operations import (
 from zerodrift.inspect.trace.parameter import LiveParameter, Owners, local, sample
 from zerodrift.inspect.trace.records import dtype_name
 from zerodrift.inspect.trace.state import OptimizedPart, WatchState, guarded
-from zerodrift.inspect.trace.values import NARROW, LossWatch, MadeTensor, RunningWatch
+from zerodrift.inspect.trace.values import NARROW, LossWatch, Result, ResultWatch
 
 _MOVES = frozenset(("add", "add_", "addcdiv_", "addcmul_", "lerp", "lerp_", "sub_"))
 """Operations whose result is an average, if they read a weight and another tensor of its shape."""
@@ -50,16 +49,6 @@ class Source:
     parameters: frozenset[LiveParameter] = frozenset()
     masters: frozenset[Any] = frozenset()
     is_mixed: bool = False  # whether the weights were combined with another tensor of their shape
-
-
-@dataclass(slots=True)
-class _Average:
-    dtype: str
-    operation: str
-    line: str
-    names: tuple[str, ...]
-    samples: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
-    """Elements after an update, and those of the weight that it follows."""
 
 
 class UpdateWatch:
@@ -129,9 +118,6 @@ class UpdateWatch:
         if alone is not None and state.passes > self._passes:
             state.has_stepped(alone, state.passes - self._passes)
             self._passes = state.passes
-        memories: tuple[Owners[Any], ...] = (self._drawn, self._read, self._derived, self._residues)
-        for memory in memories:
-            memory.forget_freed()
 
     def record(self) -> None:
         """Hand over the weights that no optimizer has, and that the script updates."""
@@ -148,11 +134,9 @@ class CopyWatch:
 
     def __init__(self, state: WatchState) -> None:
         self.state = state
-        self.updates, self.running = UpdateWatch(state), RunningWatch()
+        self.updates, self.results = UpdateWatch(state), ResultWatch()
         self._sources: Owners[Source] = Owners()
-        self._scaled: Owners[bool] = Owners()  # memory of 16 bits that was multiplied by a number below one
-        self._made: list[tuple[MadeTensor, str, str, Source]] = []
-        self._averages: dict[Any, _Average] = {}
+        self._averages: dict[Any, Result] = {}  # the first of each
 
     def stepped(self, tensor: torch.Tensor, master: Any) -> None:
         """Follow a tensor that an optimizer has updated, and that no gradients arrive at by a backward."""
@@ -202,28 +186,10 @@ class CopyWatch:
                 is_copy = name == "copy_" and parameter not in source.parameters
                 is_wider = is_copy and result.dtype in NARROW and reads[0].dtype not in NARROW
                 self.updates.by_hand(parameter, reads[0] if is_wider else None)
-        is_average = result.dtype in NARROW and not in_step and result.numel() > 1
-        is_average = is_average and self._find_average(name, inputs, result, source)
-        self.running.computed(name, reads, result, source, is_average)
+        is_average = not in_step and result.numel() > 1 and _is_average(name, tensors, result, source)
+        self.results.computed(name, reads, result, source, is_average)
         if source.parameters or source.masters or self._sources.of(result):
             self._sources.put(result, Source(masters=source.masters) if is_in_place else source)
-
-    def _find_average(self, name: str, inputs: list[Any], result: torch.Tensor, source: Source) -> bool:
-        """Return True if a result is an average, or may turn out to be one between steps."""
-        is_in_place = name.endswith("_")
-        moved = source.is_mixed if name == "copy_" else is_in_place and name in _MOVES
-        moved = moved and any(t.numel() >= result.numel() for t in inputs[1:] if isinstance(t, torch.Tensor))
-        scaled = name == "add_" and bool(self._scaled.of(result))
-        if (moved and source.parameters) or (is_in_place and (scaled or name == "lerp_")):
-            if self._may_average(result, self._trained_storages):
-                self._averages_in(result, name, source)
-            return True
-        if source.is_mixed and source.parameters and name in _MOVES:
-            self._made.append((MadeTensor(result), name, line_of_script(), source))
-            return True
-        if name == "mul_" and any(isinstance(n, float) and 0.5 <= n < 1 for n in inputs[1:]):
-            self._scaled.put(result, True)
-        return False
 
     def _joined(self, reads: Sequence[torch.Tensor], result: torch.Tensor) -> Source:
         """Return what a result comes from; parameters and masters are found by memory."""
@@ -266,17 +232,14 @@ class CopyWatch:
         if any(part.parameter is parameter for part in master.parts):
             return
         begin = parameter.begin if tensor.numel() == parameter.record.numel else -1
-        master.parts = [*master.parts, OptimizedPart(parameter, begin)]
-        master.given.clear()
-        master.kept = None
+        master.renew([*master.parts, OptimizedPart(parameter, begin)])
         parameter.optimized = True
         line = line_of_script()
         parameter.record.add("master", dtype_name(tensor.dtype), "a tensor that the script copies", "", line)
 
     def rests(self) -> None:
         """Look at memory that was given to parameters, and at averages that are still there."""
-        models = self.state.models if self._sources else ()
-        for parameter in (parameter for model in models for parameter in model.parameters):
+        for parameter in (parameter for model in self.state.models for parameter in model.parameters):
             tensor = parameter.tensor()
             if tensor is not None and not parameter.optimized and local(tensor).numel():
                 for source in self._sources.all_of(tensor):
@@ -285,49 +248,34 @@ class CopyWatch:
                     if parameter in source.parameters and parameter.arrived:
                         self.updates.by_hand(parameter)
         self.updates.end_step()
-        trained = functools.cache(self._trained_storages)  # the same for all that rests now
-        for made, name, line, source in self._made:
-            average = made.tensor()
-            if average is not None and self._may_average(average, trained):
-                self._averages_in(average, name, source, line)
-        self._made.clear()
-        running = self.running.rests(
-            self.state.process.steps, lambda value: self._may_average(value, trained)
-        )
-        for number, (value, result) in enumerate(running):
-            self._averages_in(value, result.operation, result.source, result.line, number)
-        self._sources.forget_freed()
-        self._scaled.forget_freed()
+        averages = self.results.rests(self.state.process.steps, self._may_average_now())
+        for number, (average, result) in enumerate(averages):
+            self._sees_average(average, result, number)
 
-    def _may_average(self, tensor: torch.Tensor, trained: Callable[[], set[int]]) -> bool:
-        """Return False for weights that train, and for their gradients."""
-        if any(parameter.arrived for parameter in self.state.memory.all_of(tensor)):
-            return False
-        return _storage(tensor) not in trained()
-
-    def _trained_storages(self) -> set[int]:
-        """Return the storages of weights that train, and of all gradients."""
+    def _may_average_now(self) -> Callable[[torch.Tensor], bool]:
+        """Return a function that is False for weights that train, and for their gradients."""
         parameters = [parameter for model in self.state.models for parameter in model.parameters]
         held = [parameter.gradient for parameter in parameters]
         held += [parameter.tensor() for parameter in parameters if parameter.arrived]
-        return {_storage(each) for each in held if each is not None}
+        trained = {_storage(each) for each in held if each is not None}
 
-    def _averages_in(
-        self, tensor: torch.Tensor, name: str, source: Source, line: str | None = None, number: int = -1
-    ) -> None:
-        """Sample an average; the `number` of a running value stands for a place that changes."""
-        names = tuple(sorted(parameter.record.name for parameter in source.parameters))
-        key: Any = names
-        if not names:
-            key = _storage(tensor), tensor.storage_offset()
-            key = key if number < 0 else (line, number)
-            names = tuple(name for model in self.state.models for name in model.buffers_in(tensor))
-        known = self._averages.get(key)
-        if known is None:
-            line = line_of_script() if line is None else line
-            known = self._averages[key] = _Average(dtype_name(tensor.dtype), name.strip("_"), line, names)
+        def may_average(tensor: torch.Tensor) -> bool:
+            owners = self.state.memory.all_of(tensor)
+            return _storage(tensor) not in trained and not any(owner.arrived for owner in owners)
+
+        return may_average
+
+    def _sees_average(self, tensor: torch.Tensor, result: Result, number: int) -> None:
+        """Sample an average; the `number` of one of no weights stands for a place that changes."""
+        weights: frozenset[LiveParameter] = result.source.parameters
+        names = tuple(sorted(parameter.record.name for parameter in weights))
+        key: Any = names or (result.line, number)
+        known = self._averages.setdefault(key, result)
+        if known is result:
+            buffers = (name for model in self.state.models for name in model.buffers_in(tensor))
+            known.names = names or tuple(buffers)
         if len(self._averages) <= _MOST and len(known.samples) < 8:
-            weight = next(iter(source.parameters)).tensor() if len(source.parameters) == 1 else None
+            weight = next(iter(weights)).tensor() if len(weights) == 1 else None
             is_alike = weight is not None and local(weight).numel() == local(tensor).numel()
             followed = _sample(weight) if is_alike and weight is not None else None
             known.samples.append((_sample(tensor), followed))
@@ -335,15 +283,21 @@ class CopyWatch:
     def events(self) -> Iterable[dict[str, Any]]:
         """Yield averages of 16 bits: the sampled elements that had to move, and those that did not."""
         for average in self._averages.values():
-            if not average.names and len(average.samples) < 2:
-                continue  # one operation on values that are no weights is no average yet
             moves = still = 0
             for (before, _), (after, followed) in zip(average.samples, average.samples[1:], strict=False):
                 due = torch.ones_like(after, dtype=torch.bool) if followed is None else followed != before
                 moves += int(due.sum())
                 still += int((due & (before == after)).sum())
             yield {"kind": "average", "line": average.line, "operation": average.operation, "moves": moves,
-                   "dtype": average.dtype, "names": average.names, "still": still}  # fmt: skip
+                   "dtype": dtype_name(average.dtype), "names": average.names, "still": still}  # fmt: skip
+
+
+def _is_average(name: str, tensors: Sequence[torch.Tensor], result: torch.Tensor, source: Source) -> bool:
+    """Return True if a result is of a weight and of another tensor of its shape."""
+    is_moved = name in _MOVES and (name.endswith("_") or source.is_mixed)
+    is_copied = name == "copy_" and source.is_mixed
+    is_whole = any(tensor.numel() >= result.numel() for tensor in tensors[1:])
+    return bool(source.parameters) and (is_moved or is_copied) and is_whole
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -383,9 +337,9 @@ class ScriptWatch:
         self.in_step = False  # whether an optimizer's step is under way
         self._mode = every_operation(self._called, compiled=False)
         self._is_entered = False
-        self._scaled: Owners[LiveParameter] = Owners()
-        """Memory of the gradients with a loss scale in them, as the last backward left it."""
-        self._scaled_copies: Owners[list[bool]] = Owners()  # whether a copy still has the scale in it
+        self._scaled: Owners[Any] = Owners()
+        """Memory of the gradients with a loss scale in them, as the last backward left it, and of copies."""
+        self._scaled_copies: set[Any] = set()  # stand for copies that still have the scale in them
         self._looked_after = 0  # backward passes that there had been when it was filled
 
     def enter(self) -> None:
@@ -400,9 +354,8 @@ class ScriptWatch:
 
     def leave(self) -> bool:
         """Leave the mode; return True if it was on."""
-        if threading.get_ident() != self.state.thread:
-            return False
-        if not self._is_entered or _get_current_dispatch_mode() is not self._mode:
+        is_on = self._is_entered and threading.get_ident() == self.state.thread
+        if not is_on or _get_current_dispatch_mode() is not self._mode:
             return False  # a script that is inside a mode of its own keeps both
         self._is_entered = False
         self._mode.__exit__(None, None, None)
@@ -426,23 +379,23 @@ class ScriptWatch:
         if not clips and not times and name not in _COPIES:
             return
         if self._looked_after != self.state.passes:
-            self._looked_after, self._scaled, self._scaled_copies = self.state.passes, Owners(), Owners()
+            self._looked_after, self._scaled, self._scaled_copies = self.state.passes, Owners(), set()
             for parameter in self.state.scaled:
                 if (gradient := parameter.gradient) is not None:
                     self._scaled.put(gradient, parameter)
         tensors = [each for each in _flat(args) if isinstance(each, torch.Tensor)]
-        held = {owner for each in tensors for owner in self._scaled.all_of(each)} & self.state.scaled
-        copies = [copy for each in tensors for copy in self._scaled_copies.all_of(each)]
+        held = {owner for each in tensors for owner in self._scaled.all_of(each)}
+        held &= self.state.scaled | self._scaled_copies
         if times:
             if not (isinstance(args[1], (int, float)) and 1 / 8 < abs(args[1]) < 8):
                 self.state.scaled -= held
-                for copy in copies:
-                    copy[0] = False
-        elif held or any(is_scaled for (is_scaled,) in copies):
-            if clips:
-                self.state.event("clipped_scaled", line_of_script())
-            else:
-                self._scaled_copies.put(out, [True])
+                self._scaled_copies -= held
+        elif held and clips:
+            self.state.event("clipped_scaled", line_of_script())
+        elif held:
+            copy = object()
+            self._scaled.put(out, copy)
+            self._scaled_copies.add(copy)
 
     def record(self) -> None:
         """Hand over what was seen, once the run is over."""

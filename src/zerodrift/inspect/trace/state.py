@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from zerodrift.inspect.trace.model import LiveModel
-from zerodrift.inspect.trace.parameter import LiveParameter, Owners
+from zerodrift.inspect.trace.parameter import LiveParameter, Owners, local
 from zerodrift.inspect.trace.records import Column, ModelRecord, ProcessRecord
 from zerodrift.startup import when_imported
 
@@ -35,14 +35,8 @@ class OptimizedPart:
     sums: bool = True  # whether micro-batches were added in the tensor's `.grad`, and not in another tensor
 
 
-class Patches:
+class Patches(contextlib.ExitStack):
     """Replaced attributes of other people's code, and other hooks; undone in the end, the last first."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], Any]] = []
-
-    def undo(self, call: Callable[[], Any]) -> None:
-        self._undo.append(call)
 
     def replace(self, holder: Any, name: str, watched: Callable[..., Any]) -> None:
         """Send calls of `holder.name` to `watched`, with the original before their own arguments."""
@@ -64,19 +58,15 @@ class Patches:
                 else:
                     delattr(holder, name)
 
-        self.undo(restore)
-
-    def restore(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self.callback(restore)
 
 
 class Adapter:
     """Knows one library, and the parameters in the tensors that it packs. Most methods are optional."""
 
-    def begin(self, state: WatchState) -> None:
+    def __init__(self, state: WatchState) -> None:
         """Hook on the library, now or when it is imported, before any model was seen."""
-        raise NotImplementedError
+        self._state = state
 
     def parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart] | None:
         """Return the parameters in a tensor that an optimizer updates; None if the tensor is not its own."""
@@ -97,15 +87,15 @@ class Adapter:
 class WatchState:
     """Everything that is known of a run that is watched."""
 
-    def __init__(self, only: Any, adapters: Iterable[Adapter], may_finish: Callable[[], None]) -> None:
-        self.active = False
+    def __init__(self, only: Any, may_finish: Callable[[], None]) -> None:
+        self.active = True
         self.only = only
         self.thread: int | None = None  # the thread whose calls are watched; None until one trains
         self.several = False
         self.models: list[LiveModel] = []
         self.patches = Patches()
         self.process = ProcessRecord(rank=0, world=1, steps=0, models=[])
-        self.adapters = tuple(adapters)
+        self.adapters: list[Adapter] = []
         self.may_finish = may_finish
         """Finishes if every step was seen; called when a forward of the next begins."""
         self.memory: Owners[LiveParameter] = Owners()
@@ -143,6 +133,15 @@ class WatchState:
         self.active = False  # hooks stay, and do nothing: one of them may be running
         self.process.ended = "broken"
 
+    def before(self, holder: Any, name: str, watched: Callable[..., Any]) -> None:
+        """Hand the arguments of each call of `holder.name` to `watched` first."""
+
+        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.safely(lambda: watched(*args, **kwargs), None)
+            return original(*args, **kwargs)
+
+        self.patches.replace(holder, name, call)
+
     def when_imported(self, name: str, call: Callable[[Any], None]) -> None:
         """Call with a library's module; a module that lacks what is watched goes on unwatched."""
 
@@ -154,7 +153,7 @@ class WatchState:
                 why = f"{type(error).__name__}: {str(error).partition(' (')[0]}"
                 self.note(f"{unseen} ({why}).")
 
-        self.patches.undo(when_imported(name, imported))
+        self.patches.callback(when_imported(name, imported))
 
     def note(self, text: str) -> None:
         if text not in self.process.notes:
@@ -163,16 +162,22 @@ class WatchState:
     def model_of(self, module: torch.nn.Module) -> LiveModel:
         """Return the model that this module is, wraps, or is a part of."""
         for model in self.models:
-            if model.path(module) is not None:
+            if id(module) in model.paths:
                 return model
         made = LiveModel(module)
         for model in self.models:
-            if made.path(model.root) is not None:  # a wrapper around it, or a module that it is a part of
-                model.become(made)
-                self.optimized.clear()
+            if id(model.root) in made.paths:  # a wrapper around it, or a module that it is a part of
+                model.root = made.root
+                model.scan()
+                self.forget_parts()
                 return model
         self.models.append(made)
         return made
+
+    def forget_parts(self) -> None:
+        """Have the parameters found anew in what optimizers update."""
+        for updated in self.optimized.values():
+            updated.is_stale = True
 
     def resting(self, tensor: torch.Tensor) -> LiveParameter | None:
         """Return the parameter that this tensor is."""
@@ -183,9 +188,10 @@ class WatchState:
         """Fill `memory` before it is asked."""
         if self.rested:
             self.rested = False
-            self.memory.forget_freed()
-            for model in self.models:
-                model.remember(self.memory)
+            for parameter in (parameter for model in self.models for parameter in model.parameters):
+                tensor = parameter.tensor()
+                if tensor is not None and local(tensor).numel():
+                    self.memory.put(tensor, parameter)
 
     @contextlib.contextmanager
     def packing(self, members: Callable[[], list[LiveParameter]]) -> Iterator[None]:

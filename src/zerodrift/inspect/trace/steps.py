@@ -27,16 +27,56 @@ from zerodrift.inspect.trace.state import OptimizedPart, Patches, WatchState, gu
 from zerodrift.inspect.trace.values import NARROW
 from zerodrift.startup import when_imported
 
+_WIDE = frozenset((torch.float32, torch.float64))
+_SAMPLED = 64  # elements of a tensor
+_LEAST = 4  # elements other than zero that it takes to tell
+_STEPS = 2  # pairs of steps that are compared
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(slots=True, eq=False)
 class _OptimizedTensor:
-    """A tensor that an optimizer updates."""
+    """A tensor that an optimizer updates, with samples of it and of its states."""
 
     tensor: weakref.ref[torch.Tensor]
     parts: Sequence[OptimizedPart]
-    given: set[torch.dtype | None] = field(default_factory=set)
-    """Dtypes of gradients that it was given; None for no gradient."""
+    is_stale: bool = False  # whether its parts are to be found anew
     kept: list[Any] | None = field(default_factory=list)  # dtypes of its state when that was last seen
+    _narrow: torch.Tensor | None = None  # elements of a tensor of 16 bits before the update under way
+    _updates: list[Pair] = field(default_factory=list)  # those before and after each update
+    _ended: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Name of a state, empty for the tensor itself -> its elements at the end of the last step."""
+    pairs: dict[str, list[Pair]] = field(default_factory=dict)  # those, and what the next step began with
+
+    def renew(self, parts: Sequence[OptimizedPart]) -> None:
+        """Have other parts, whose cells are to be recorded."""
+        self.parts, self.kept, self.is_stale = parts, None, False
+
+    def begins(self, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
+        """Sample at the beginning of a step what was sampled at the end of the one before."""
+        if tensor.dtype in NARROW and tensor.grad is not None and len(self._updates) < _STEPS:
+            self._narrow = sample(tensor, _SAMPLED).clone()
+        for key, value in _wide(tensor, states):
+            ended = self._ended.pop(key, None)
+            if ended is not None:
+                begun = sample(value, _SAMPLED).clone()
+                if begun.shape == ended.shape:
+                    self.pairs.setdefault(key, []).append((ended, begun))
+
+    def ends(self, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
+        """Sample at the first end of a step."""
+        if self._narrow is not None:
+            self._updates.append((self._narrow, sample(tensor, _SAMPLED).clone()))
+            self._narrow = None
+        for key, value in _wide(tensor, states):
+            if key not in self._ended and len(self.pairs.get(key, ())) < _STEPS:
+                self._ended[key] = sample(value, _SAMPLED).clone()
+
+    def lost(self) -> float | None:
+        """Return the share of sampled elements that updates did not change; None if none was sampled."""
+        shares = [float((before == after).float().mean()) for before, after in self._updates if len(after)]
+        return sum(shares) / len(shares) if shares else None
 
 
 class StepWatch:
@@ -44,18 +84,15 @@ class StepWatch:
 
     def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
-        self._script, self._rounding = script, RoundingWatch()
+        self._script = script
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._under_way: list[tuple[Any, list[Any]]] = []
         """Optimizers, each in the step of the one before, and our hooks on it around those of the script."""
         self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """The backward passes that there had been at an optimizer's last step."""
-
-    def begin(self) -> None:
-        patches = self.state.patches
-        patches.undo(register_optimizer_step_pre_hook(self._begins).remove)
-        patches.undo(register_optimizer_step_post_hook(self._ends).remove)
-        patches.replace(torch.optim.Optimizer, "__init__", self._init)
+        state.patches.callback(register_optimizer_step_pre_hook(self._begins).remove)
+        state.patches.callback(register_optimizer_step_post_hook(self._ends).remove)
+        state.patches.replace(torch.optim.Optimizer, "__init__", self._init)
 
     def were(self, steps: int) -> bool:
         """Return True if everything that is updated was updated so many times."""
@@ -95,28 +132,25 @@ class StepWatch:
         for key, value in ((key, value) for group in optimizer.param_groups for key, value in group.items()):
             if key != "params":
                 self._see_number(key, value)
+        divides = getattr(optimizer, "grad_scale", None) is not None  # a fused one, by the loss scale
         for tensor, updated in self._updated(optimizer):
-            self._rounding.begins(updated, tensor, _states(optimizer, tensor))
-            gradient = tensor.grad
-            dtype = None if gradient is None else gradient.dtype
-            if dtype not in updated.given:
-                updated.given.add(dtype)
-                for part in updated.parts:
-                    if part.sums and dtype is not None:
-                        name = dtype_name(dtype)
-                        part.parameter.record.add("accumulate", name, ".grad", "", line_of_script)
-            is_scaled = any(part.parameter in self.state.scaled for part in updated.parts)
-            if is_scaled and getattr(optimizer, "grad_scale", None) is None:  # else it divides by the scale
-                self.state.event("stepped_scaled", line_of_script())
+            updated.begins(tensor, _states(optimizer, tensor))
+            if (gradient := tensor.grad) is None:
+                continue
             for part in updated.parts:
-                if gradient is not None and (self.state.several or not part.parameter.has_gradient):
+                if part.parameter in self.state.scaled and not divides:
+                    self.state.event("stepped_scaled", line_of_script())
+                if part.sums:
+                    dtype = dtype_name(gradient.dtype)
+                    part.parameter.record.add("accumulate", dtype, ".grad", "", line_of_script)
+                if self.state.several or not part.parameter.has_gradient:
                     part.parameter.samples.given(local(gradient), part.begin, part.at, part.length)
 
     @guarded
     def _has_updated(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Look at what an optimizer has updated, before any hook of the script's runs."""
         for tensor, updated in self._updated(optimizer):
-            self._rounding.ends(updated, tensor, _states(optimizer, tensor))
+            updated.ends(tensor, _states(optimizer, tensor))
         self._script.in_step = False
         self._script.enter()
 
@@ -133,8 +167,8 @@ class StepWatch:
                     part.parameter.optimized = True
                     state.counts.pop(part.parameter, None)  # steps by hand were none
                 self._see_master(part.parameter, tensor, held)
-            self._rounding.ends(updated, tensor, held)
-            self._script.copies.running.forget(held.values())
+            updated.ends(tensor, held)
+            self._script.copies.results.forget(held.values())
             updates = (part.parameter for part in updated.parts if part.parameter.tensor() is tensor)
             if not any(parameter.arrived for parameter in updates):
                 self._script.copies.stepped(tensor, updated)
@@ -193,20 +227,19 @@ class StepWatch:
 
     def record(self) -> None:
         """Hand over what was rounded between steps, and whether parameters follow their masters."""
-        for key, dtype, owners in self._rounding.rounded():
-            names = [part.parameter.record.name for updated in owners for part in updated.parts]
+        optimized: list[_OptimizedTensor] = list(self.state.optimized.values())
+        for key, dtype, names in _rounded(optimized):
             event = {"kind": "rounded-between-steps", "line": "", "state": key, "dtype": dtype}
             self.state.process.events.append({**event, "names": names})
-        for updated, share in self._rounding.lost():
+        for updated in optimized:
+            share, master = updated.lost(), updated.tensor()
             for part in updated.parts:
-                part.parameter.record.facts["lost"] = share
-        for updated in self.state.optimized.values():
-            master = updated.tensor()
-            for part in () if master is None else updated.parts:
                 parameter, tensor = part.parameter, part.parameter.tensor()
-                if parameter.is_written or parameter.is_drawn:
+                if share is not None:
+                    parameter.record.facts["lost"] = share
+                if master is not None and (parameter.is_written or parameter.is_drawn):
                     parameter.record.facts["follows"] = True
-                elif tensor is not None and tensor is not master:
+                elif master is not None and tensor is not None and tensor is not master:
                     parameter.record.facts["follows"] = _follows(part, tensor, master)
 
     def _updated(self, optimizer: Any) -> list[tuple[torch.Tensor, _OptimizedTensor]]:
@@ -217,8 +250,8 @@ class StepWatch:
             if known is None or known.tensor() is not tensor:
                 known = _OptimizedTensor(weakref.ref(tensor), self._parts(optimizer, tensor))
                 self.state.optimized[id(tensor)] = known
-            elif not known.parts:
-                known.parts = self._parts(optimizer, tensor)
+            elif known.is_stale:
+                known.renew(self._parts(optimizer, tensor) or known.parts)
             pairs.append((tensor, known))
         return pairs
 
@@ -276,16 +309,14 @@ class ExportWatch:
         self._written: dict[str, tuple[tuple[int, ...], str, str, str]] = {}
         """Name in the file -> shape, dtype, the function that wrote it, line."""
         self._patches = Patches()
-        self.end = self._patches.restore
-
-    def begin(self) -> None:
+        self.end = self._patches.close
         replace, partial = self._patches.replace, functools.partial
         replace(torch, "save", partial(self._save, "torch.save"))
 
         def imported(module: Any) -> None:
             replace(module, "save_file", partial(self._save, "safetensors"))
 
-        self._patches.undo(when_imported("safetensors.torch", imported))
+        self._patches.callback(when_imported("safetensors.torch", imported))
 
     def _save(self, by: str, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         line = line_of_script()
@@ -313,67 +344,21 @@ def _named(value: Any, depth: int = 4) -> Iterator[tuple[str, torch.Tensor]]:
             yield key, item
 
 
-_WIDE = frozenset((torch.float32, torch.float64))
-_SAMPLED = 64  # elements of a tensor
-_LEAST = 4  # elements other than zero that it takes to tell
-_STEPS = 2  # pairs of steps that are compared
+def _rounded(optimized: Iterable[_OptimizedTensor]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the name of a state, the dtype that it was rounded to between steps, and its parameters.
 
-Key = tuple[int, str]  # id of what an optimizer updates, and the name of a state; empty for the tensor itself
-
-
-class RoundingWatch:
-    """Samples of weights and states around the pauses between steps."""
-
-    def __init__(self) -> None:
-        self._ended: dict[Key, tuple[Any, torch.Tensor]] = {}
-        self._narrow: dict[int, torch.Tensor] = {}
-        self._updates: dict[int, list[tuple[Any, torch.Tensor, torch.Tensor]]] = {}
-        """Id of a tensor of 16 bits -> its owner, and its elements before and after each update."""
-        self._pairs: dict[Key, tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
-
-    def ends(self, owner: Any, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
-        """Sample at the first end of a step; `owner` is returned by `rounded` and `lost`."""
-        before = self._narrow.pop(id(tensor), None)
-        if before is not None:
-            pair = owner, before, sample(tensor, _SAMPLED).clone()
-            self._updates.setdefault(id(tensor), []).append(pair)
-        for key, value in _wide(tensor, states):
-            pairs = self._pairs.get((id(tensor), key))
-            if (id(tensor), key) not in self._ended and (pairs is None or len(pairs[1]) < _STEPS):
-                self._ended[id(tensor), key] = owner, sample(value, _SAMPLED).clone()
-
-    def begins(self, owner: Any, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
-        """Sample at the beginning of a step what was sampled at the end of the one before."""
-        is_updated = tensor.dtype in NARROW and tensor.grad is not None
-        if is_updated and len(self._updates.get(id(tensor), ())) < _STEPS:
-            self._narrow[id(tensor)] = sample(tensor, _SAMPLED).clone()
-        for key, value in _wide(tensor, states):
-            _, ended = self._ended.pop((id(tensor), key), (None, None))
-            if ended is not None:
-                begun = sample(value, _SAMPLED).clone()
-                if begun.shape == ended.shape:
-                    self._pairs.setdefault((id(tensor), key), (owner, []))[1].append((ended, begun))
-
-    def lost(self) -> Iterator[tuple[Any, float]]:
-        """Yield owner and the share of sampled elements that updates did not change."""
-        for updates in self._updates.values():
-            shares = [float((before == after).float().mean()) for _, before, after in updates if len(after)]
-            if shares:
-                yield updates[0][0], sum(shares) / len(shares)
-
-    def rounded(self) -> Iterator[tuple[str, str, list[Any]]]:
-        """Yield the name of a state, the dtype that it was rounded to between steps, and its owners.
-
-        Values that a narrower dtype happens to hold, such as gains of norms, count with the rest.
-        """
-        found: dict[str, dict[str, list[Any]]] = {}
-        for (_, key), (owner, pairs) in self._pairs.items():
+    Values that a narrower dtype happens to hold, such as gains of norms, count with the rest.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for updated in optimized:
+        names = [part.parameter.record.name for part in updated.parts]
+        for key, pairs in updated.pairs.items():
             dtypes = [_rounded_to(ended.tolist(), begun.tolist()) for ended, begun in pairs]
-            if dtypes and "" not in dtypes:
-                found.setdefault(key, {}).setdefault(dtypes[0], []).append(owner)
-        for key, by_dtype in found.items():
-            owners = [owner for alike in by_dtype.values() for owner in alike]
-            yield key, max(by_dtype, key=lambda dtype: len(by_dtype[dtype])), owners
+            if "" not in dtypes:
+                found.setdefault(key, {}).setdefault(dtypes[0], []).extend(names)
+    for key, by_dtype in found.items():
+        dtype = max(by_dtype, key=lambda dtype: len(by_dtype[dtype]))
+        yield key, dtype, [name for names in by_dtype.values() for name in names]
 
 
 def _wide(tensor: torch.Tensor, states: dict[Any, Any]) -> Iterable[tuple[str, torch.Tensor]]:

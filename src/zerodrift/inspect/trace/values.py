@@ -149,8 +149,6 @@ class LossWatch:
             for each in sorted(self._carried.of(tensor) or (), key=lambda each: order.get(each, -1)):
                 if each.kind not in ("wide", "sum"):
                     self._reached.setdefault(each)
-        self._carried.forget_freed()
-        self._whole.forget_freed()
 
     def events(self) -> Iterable[dict[str, Any]]:
         """Yield everything that reached a loss, with the greatest sampled magnitude."""
@@ -238,61 +236,57 @@ _CARRIES = frozenset((
 ))  # fmt: skip
 
 
-class MadeTensor:
-    """A result that may be kept by a tensor of another object, which `.data` was set of."""
+class Result:
+    """A result in 16 bits, whose memory another tensor may keep: one whose `.data` was set."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, operation: str, source: Any, is_average: bool) -> None:
         tensor = local(tensor)
-        self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._view = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+        self.dtype, self._storage = tensor.dtype, StorageWeakRef(tensor.untyped_storage())
+        self._view = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self.operation, self.line, self.source = operation, line_of_script(), source
+        self.is_average = is_average
+        """Whether it is an average: of weights, or computed from what the same line left a step before."""
+        self.names: tuple[str, ...] = ()  # weights that it is an average of, or buffers
+        self.samples: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        """Elements after an update, and those of the weight that it follows."""
 
     def tensor(self) -> torch.Tensor | None:
         """Return the tensor, if its memory was not freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None:
             return None
-        dtype, offset, shape, stride = self._view
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    made: MadeTensor
-    operation: str
-    line: str
-    source: Any
-    is_running: bool  # whether it was computed from what the same line left a step before
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self._view)
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
     return local(tensor).untyped_storage()._cdata, int(local(tensor).storage_offset())
 
 
-class RunningWatch:
+class ResultWatch:
     """Follows what the results of one step become in the next."""
 
     def __init__(self) -> None:
         self._lines: Owners[frozenset[str]] = Owners()
         """Memory -> lines that left, at the end of the last step, what it was computed from."""
-        self._results: dict[tuple[int, int], _Result] = {}  # the last of each place
+        self._results: dict[tuple[int, int], Result] = {}  # the last of each place
         self._steps = 0  # steps that there had been when results were last looked at
 
     def computed(
-        self, name: str, reads: Sequence[torch.Tensor], result: torch.Tensor, source: Any, is_followed: bool
+        self, name: str, reads: Sequence[torch.Tensor], result: torch.Tensor, source: Any, is_average: bool
     ) -> None:
-        """Follow an operation; `source` is handed back, and of what is followed elsewhere only the way is."""
+        """Follow an operation; `source` is handed back, and so is what is known to be an average."""
         operation, lines = name.removesuffix("_"), frozenset[str]()
+        keeps = name.endswith("_") and operation not in _REPLACES
         if operation in _CARRIES:
-            read = [*reads, result] if name.endswith("_") and operation not in _REPLACES else reads
+            read = [*reads, result] if keeps else reads
             lines = lines.union(*(self._lines.of(tensor) or () for tensor in read))
         if lines or self._lines.of(result):
             self._lines.put(result, lines)
-        if is_followed:
-            self._results.pop(_place(result), None)
-        elif result.dtype in NARROW and operation in _CARRIES:
-            line = line_of_script()
-            made = _Result(MadeTensor(result), operation, line, source, line in lines)
-            self._results[_place(result)] = made
+        if result.dtype in NARROW and operation in _CARRIES:
+            before, made = self._results.get(_place(result)), Result(result, operation, source, is_average)
+            if is_average or not (keeps and before is not None and before.is_average):
+                made.is_average |= made.line in lines
+                self._results[_place(result)] = made
 
     def forget(self, tensors: Iterable[Any]) -> None:
         """Leave out the states of an optimizer, which are looked at as such."""
@@ -301,9 +295,9 @@ class RunningWatch:
                 self._results.pop(_place(tensor), None)
 
     def rests(
-        self, steps: int, may_run: Callable[[torch.Tensor], bool]
-    ) -> Iterator[tuple[torch.Tensor, _Result]]:
-        """Yield the running values that are there between two steps, of which there were so many.
+        self, steps: int, may_average: Callable[[torch.Tensor], bool]
+    ) -> Iterator[tuple[torch.Tensor, Result]]:
+        """Yield the averages that are there between two steps, of which there were so many.
 
         What is only kept from one micro-batch to the next is none: sums of gradients are looked at as such.
         """
@@ -311,10 +305,9 @@ class RunningWatch:
             return
         self._steps = steps
         for result in self._results.values():
-            tensor = result.made.tensor()
-            if tensor is not None and may_run(tensor):
+            tensor = result.tensor()
+            if tensor is not None and may_average(tensor):
                 self._lines.put(tensor, frozenset((result.line,)))
-                if result.is_running:
+                if result.is_average:
                     yield tensor, result
         self._results.clear()
-        self._lines.forget_freed()

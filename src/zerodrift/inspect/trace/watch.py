@@ -39,7 +39,7 @@ def _accelerate_runs() -> bool:
 
 
 class Watcher:
-    """The hooks on torch in this process. One at a time."""
+    """The hooks on torch in this process, until it has finished or ends. One at a time."""
 
     def __init__(
         self,
@@ -49,31 +49,23 @@ class Watcher:
         files_after: bool = False,
     ) -> None:
         """`files_after`: see the files that are written after these steps too, until `files_end`."""
-        self.state = WatchState(only, (Own(), Fsdp2(), Fsdp1(), DeepSpeed()), self._may_finish)
+        self.state = WatchState(only, self._may_finish)
         self._wanted, self._finished = steps, finished
         self._files_after, self.ended = files_after, False
         self._script = ScriptWatch(self.state)
         self._steps = StepWatch(self.state, self._script)
-        self._gradients = GradientWatch(self.state, self._script)
         self._collectives = CollectiveWatch(self.state, self._script)
-        self.forwards = ForwardWatch(self.state, self._gradients, self._script)
+        gradients = GradientWatch(self.state, self._script)
+        self.forwards = ForwardWatch(self.state, gradients, self._script)
         self._exports = ExportWatch()
-
-    def begin(self) -> None:
-        self.state.active = True
-        for part in (self.forwards, self._gradients, self._steps, self._exports):
-            part.begin()
-        if torch.distributed.is_available():
-            self._collectives.begin()
-        for adapter in self.state.adapters:
-            adapter.begin(self.state)
+        self.state.adapters += [library(self.state) for library in (Own, Fsdp2, Fsdp1, DeepSpeed)]
 
     def end(self) -> None:
         self._exports.end()
         self._script.leave()
         if self.state.active:
             self.state.active = False
-            self.state.patches.restore()
+            self.state.patches.close()
 
     def files_end(self) -> None:
         """Hand over the record once more, with the files that were written since."""
@@ -101,7 +93,7 @@ class Watcher:
             state.broken(error)
         finally:
             self.forwards.leave()
-            state.patches.restore()
+            state.patches.close()
         if process.ended != "broken":
             process.ended = ended
         state.see_place()
