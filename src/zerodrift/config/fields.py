@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, GetCoreSchemaHandler
+from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core.core_schema import CoreSchema, no_info_plain_validator_function
 
@@ -85,6 +85,16 @@ def fields(block: type[BaseModel]) -> dict[str, Any]:
     return {spell_field(name, field): hints[name] for name, field in block.model_fields.items()}
 
 
+def field_of(block: type[BaseModel], key: str) -> FieldInfo:
+    return next(field for name, field in block.model_fields.items() if spell_field(name, field) == key)
+
+
+@functools.cache
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return pydantic's validator of the values of a key."""
+    return TypeAdapter(kind)
+
+
 def spell_field(name: str, field: FieldInfo) -> str:
     """Return the name of a field in files and dicts, where `class` is an ordinary name."""
     return field.validation_alias if isinstance(field.validation_alias, str) else name
@@ -128,9 +138,7 @@ def kind_at(path: Sequence[str | int], root: type[BaseModel]) -> Any | None:
             kind = item_of(kind)
         else:
             block = block_of(kind)
-            field = block.model_fields.get(part) if block is not None else None
-            name = part if field is None else spell_field(part, field)
-            kind = fields(block).get(name) if block is not None else None
+            kind = fields(block).get(part) if block is not None else None
         if kind is None:
             return None
     return kind

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from zerodrift.config import Config, fields, join, plain, shown
 from zerodrift.errors import Problems, did_you_mean
@@ -272,7 +272,7 @@ class AutoNumbers:
         if number is None:
             return None
         try:
-            return TypeAdapter(kind).validate_python(number)
+            return fields.adapter(kind).validate_python(number)
         except ValidationError:
             one = not isinstance(number, (list, dict))
             must = fields.must(kind, number).replace(f' or "{AUTO}"', "") if one else "must be one number"

@@ -108,8 +108,8 @@ def read_back(path: Path) -> Job:
 
 
 def _validated(tree: dict[str, Any], problems: Problems) -> Job | None:
-    walk = TreeReader(KEYS, problems)
-    return walk.validate(walk.select_used(tree))
+    used = TreeReader(KEYS, problems).select_used(tree)
+    return None if problems else Job.model_validate(used)
 
 
 def _suggestion(key: str, block: type[BaseModel] | None, path: str) -> str:
