@@ -127,8 +127,3 @@ def with_secondary(shape: MeshShape, key: str, ranks: int) -> MeshShape:
         do = "Use the number of ranks of a node, or leave it out."
         raise MeshError(key, must, got=f"{ranks} on a mesh of {shape}", do=do)
     return replace(shape, secondary=ranks if ranks < shape.shard else 1)
-
-
-def with_tensor_axis(shape: MeshShape, tensor: int) -> MeshShape:
-    """Return the mesh with a tensor axis of this size."""
-    return replace(shape, tensor=tensor)

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from zerodrift.config import fields, schema
     from zerodrift.config.loader import Additions, ConfigSource, is_path, load, without_torch_classes
     from zerodrift.config.parser import parse_json, read
-    from zerodrift.config.plain_tree import join, override, plain, shown
+    from zerodrift.config.plain_tree import collect_written, join, override, plain, shown
     from zerodrift.config.schema import (
         BackendName, Bf16, Config, DataTypes, Experts, Flag, Fp16, MatrixProducts, Natural, NonNegativeFloat,
         OffloadOptimizer, Optimizer, Pipeline, Positive, PositiveFloat, Precision, RULES, Reduce, Rule,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         PIN, PRODUCTS, glob, is_by_rule, matches, require_matches, require_one_compute,
     )  # fmt: skip
     from zerodrift.policy.support import (
-        DEFAULT_ACCUMULATE, StateCell, SupportCell, narrow_storages, state_verdict, states, table,
+        DEFAULT_ACCUMULATE, StateCell, SupportCell, narrow_storages, states, table, why_not_state,
     )  # fmt: skip
 
 __getattr__, __dir__, __all__ = face(__name__)

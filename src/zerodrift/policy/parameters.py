@@ -13,7 +13,6 @@ Invariant: the result depends on the policy, the parameter and its checkpoint dt
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,11 +21,9 @@ from zerodrift import dtypes
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems, listed
 from zerodrift.model import ModelSpec, ParameterSpec
-from zerodrift.optimizers import of_type
 from zerodrift.policy import narrow, rules
-from zerodrift.policy.backends import BACKENDS
-from zerodrift.policy.columns import ColumnContext, ParameterTraits, complete
-from zerodrift.policy.decisions import Columns, ComponentSpec, Policy
+from zerodrift.policy.columns import ParameterTraits, complete
+from zerodrift.policy.decisions import Columns, Policy
 
 MUON_RULE = (
     "hidden matrices, stacked ones one by one; not embeddings, heads, routers, norms, biases, convolutions"
@@ -58,15 +55,6 @@ class ColumnsOf:
         self._frozen = self._base.pop("frozen", None)
         self._checkpoint = dict(model.checkpoint)
         self._checkpoint_below = _dtypes_below(self._checkpoint)
-        self._context = ColumnContext(
-            policy.mode,
-            BACKENDS[policy.backend],
-            policy.sharding.stage,
-            policy.allow_narrow,
-            _beta2(policy.optimizer),
-            policy.optimizer is not None and of_type(policy.optimizer.type).matrices,
-            policy.requires_tree,
-        )
         self._known: dict[Any, Columns] = {}
         matches = ((_COMPUTED_WITH.fullmatch(buffer.name), buffer.dtype) for buffer in model.buffers)
         self._statistics = {found["path"]: dtype for found, dtype in matches if found and dtype.is_floating}
@@ -103,7 +91,7 @@ class ColumnsOf:
             bool(safe) and all(_in_safe_list(owner.klass, safe) for owner in parameter.owners),
             checkpoint,
             len(parameter.shape),
-            not_hidden(parameter) if self._context.muon else "",
+            not_hidden(parameter) if self._policy.muon else "",
             f"experts: '{stack}'" if stack else "",
             kept,
             exported_wide,
@@ -113,7 +101,7 @@ class ColumnsOf:
         key = (tuple(demands.items()), output, pinned, traits)
         columns = self._known.get(key)
         if columns is None:
-            columns = complete(demands, self._context, traits, pinned, output, self.problems)
+            columns = complete(demands, self._policy, traits, pinned, output, self.problems)
             self._known[key] = columns
         self._require_as_wide_as_buffers(parameter, columns)
         shape = narrow.template(parameter.name)
@@ -193,20 +181,6 @@ def _dtypes_below(checkpoint: Mapping[str, DType]) -> dict[str, set[DType]]:
 @functools.lru_cache(maxsize=4096)
 def _in_safe_list(klass: str, safe: tuple[str, ...]) -> bool:
     return any(rules.is_class(klass, wanted) for wanted in safe)
-
-
-def _beta2(optimizer: ComponentSpec | None) -> float | None:
-    """Return the decay of the optimizer's second moment, or None without one; Muon's AdamW has one."""
-    if optimizer is None:
-        return None
-    algorithm = of_type(optimizer.type).rest or of_type(optimizer.type)
-    if not algorithm.beta2:
-        return None
-    betas = json.loads(optimizer.params).get("betas", algorithm.defaults["betas"])
-    try:
-        return float(betas[1])
-    except (TypeError, ValueError, IndexError):
-        return None
 
 
 def not_hidden(parameter: ParameterSpec) -> str:
