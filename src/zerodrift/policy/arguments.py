@@ -265,12 +265,12 @@ class AutoNumbers:
         self._problems.add(key, must, got="'auto'", do=do)
         return None
 
-    def _auto_number(self, key: str) -> Any:
-        """Return the caller's value for a key of the schema, checked as if written in the config."""
-        number = self._auto(key)
-        kind: Any = fields.kind_at(key.split("."), Config)
+    def value(self, key: str, written: Any) -> Any:
+        """Return what is written, or the caller's number for "auto", checked as if written in the config."""
+        number = self._auto(key) if written == AUTO else None
         if number is None:
-            return None
+            return None if written == AUTO else written
+        kind: Any = fields.kind_at(key.split("."), Config)
         try:
             return fields.adapter(kind).validate_python(number)
         except ValidationError:
@@ -279,15 +279,9 @@ class AutoNumbers:
             self._problems.add(key, must, got=shown(number), do="Pass another.")
             return None
 
-    def number(self, key: str, value: float | str | None, default: float) -> float:
-        if value == AUTO:
-            value = self._auto_number(key)
+    def number(self, key: str, written: float | str | None, default: float) -> float:
+        value = self.value(key, written)
         return default if value is None else float(value)
-
-    def integer(self, key: str, value: int | str | None) -> int | None:
-        if value == AUTO:
-            value = self._auto_number(key)
-        return None if value is None else int(value)
 
     def params(self, where: str, kind: str, params: Mapping[str, Any]) -> str:
         """Fill the autos of a block of arguments, check the block, and return it as JSON text."""

@@ -74,10 +74,10 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     demands = _demands(config, mode, problems)
     _check_dtypes(config, demands, mode, mesh, problems)
     batch, batch_decision = choices.decide_batch(
-        numbers.integer(choices.TRAIN, config.train_batch_size),
-        numbers.integer(choices.MICRO, config.train_micro_batch_size_per_gpu),
+        numbers.value(choices.TRAIN, config.train_batch_size),
+        numbers.value(choices.MICRO, config.train_micro_batch_size_per_gpu),
         pipelining.decide_micro_batches(
-            config, numbers.integer(choices.STEPS, config.gradient_accumulation_steps), problems
+            config, numbers.value(choices.STEPS, config.gradient_accumulation_steps), problems
         ),
         mesh,
         problems,
