@@ -12,10 +12,12 @@ what `load` refuses, in the same words, and no message is in pydantic's.
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +27,7 @@ from zerodrift import dtypes
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.parser import SourceBlock, read
 from zerodrift.config.plain_tree import Tree, join, plain, shown
-from zerodrift.errors import ConfigError, Problems, did_you_mean, listed
+from zerodrift.errors import ConfigError, Problems, did_you_mean, listed, nearest
 
 NULL = "null is the same as leaving it out"
 EMPTY = "an empty block says nothing"
@@ -47,7 +49,10 @@ class KeyUse:
     """Reason of an ignored key."""
 
 
-@dataclass(frozen=True, slots=True)
+MAX_WORDS = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Keys:
     """The keys that a tree may have."""
 
@@ -55,8 +60,10 @@ class Keys:
     root: type[BaseModel]
     owner: str
     """Owner of the keys, for the message about an unknown key."""
-    suggestion: Callable[[str, type[BaseModel] | None, str], str]
-    """(key, its block, path of the block) -> a sentence about an unknown key."""
+    pages: str
+    """Advice about an unknown key that is like no other: the pages that list every key."""
+    elsewhere: tuple[str, ...] = ()
+    """Paths of keys that belong to another file, to be suggested."""
     table: Mapping[str, deepspeed.Entry] = field(default_factory=dict)
     """Fates of the keys that the schema does not have."""
     remedies: Mapping[str, str] = field(default_factory=dict)
@@ -98,7 +105,7 @@ class Block(BaseModel):
             other = {word: key for word, key in spelled.items() if word != key}
             aliases = {word: deepspeed.Entry(word, "alias", key) for word, key in other.items()}
             problems = Problems()
-            reader = TreeReader(Keys(name, type(self), f"`{name}`", _suggest_field, aliases), problems)
+            reader = TreeReader(Keys(name, type(self), f"`{name}`", "", table=aliases), problems)
             used = reader.select_used(plain(given, problems))
             is_alone = [problem.where for problem in problems] == [name]
             problems.raise_as(ConfigError, "" if is_alone else name)
@@ -125,8 +132,41 @@ class Block(BaseModel):
         )
 
 
-def _suggest_field(key: str, block: type[BaseModel] | None, path: str) -> str:
-    return did_you_mean(key, fields.fields(block) if block is not None else ())
+@functools.lru_cache(maxsize=8)
+def paths_of(keys: Keys) -> tuple[str, ...]:
+    """List the paths of all keys that are used or ignored."""
+    ignored = (key for key, entry in keys.table.items() if entry.fate == "ignored")
+    known = (key.path for key in fields.every_key(keys.root))
+    return (*known, *(key for key in ignored if not key.endswith(".*")), *keys.elsewhere)
+
+
+@functools.lru_cache(maxsize=8)
+def _by_last_part(keys: Keys) -> dict[str, list[str]]:
+    """Map the last part of a path, in lower case, to the paths that end in it."""
+    paths: dict[str, list[str]] = {}
+    for path in paths_of(keys):
+        paths.setdefault(path.rpartition(".")[2].lower(), []).append(path)
+    return paths
+
+
+def _suggest_key(keys: Keys, key: str, block: type[BaseModel] | None, name: str) -> str:
+    """Return a sentence about a key that is unknown in the block called `name`."""
+    if not name and "." in key and (deepspeed.find(key, keys.table) or key in paths_of(keys)):
+        return f"Nest it: `{key.replace('.', '` > `')}`."
+    here = {*(fields.fields(block) if block is not None else ())}
+    here |= deepspeed.names_in(name) if keys.table is deepspeed.ENTRIES else set()
+    lower, elsewhere = {word.lower(): word for word in sorted(here)}, _by_last_part(keys)
+    word = key.lower()
+    paths = [lower[word]] if word in lower else []
+    paths += [path for path in elsewhere.get(word, ()) if path != join(name, key)]
+    close = difflib.get_close_matches(word, lower, MAX_WORDS, cutoff=0.7)
+    paths += [lower[near] for near in close or (() if paths else nearest(word, lower))]
+    if not paths:
+        paths = [path for near in nearest(word, elsewhere) for path in elsewhere[near]]
+    if not paths:
+        return keys.pages
+    words = [f"`{p}`{'' if '.' in p or p in here else ' at top level'}" for p in dict.fromkeys(paths)]
+    return f"Did you mean {' or '.join(words[:MAX_WORDS])}?"
 
 
 class TreeReader:
@@ -173,7 +213,7 @@ class TreeReader:
                 self._unknown += 1
                 if self._unknown <= MAX_UNKNOWN:
                     must = f"must be a key of {f'`{path}`' if path else self._keys.owner}"
-                    self._problems.add(here, must, do=self._keys.suggestion(key, block, name))
+                    self._problems.add(here, must, do=_suggest_key(self._keys, key, block, name))
         # In a block with an unknown key, what is missing was probably misspelt.
         if block is not None and not has_unknown:
             if used or not self._keys.empty_is_absent:

@@ -13,11 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
-from zerodrift.config import Config, Keys, TreeReader, fields, join, load, override, tree_of
+from zerodrift.config import Config, Keys, TreeReader, fields, load, override, tree_of
 from zerodrift.dtypes import ADMITTED, parse_among
-from zerodrift.errors import ConfigError, Problems, ZerodriftError, nearest
+from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.train.data.files import from_cache
 from zerodrift.train.job import Job, Model
 
@@ -112,27 +110,13 @@ def _validated(tree: dict[str, Any], problems: Problems) -> Job | None:
     return None if problems else Job.model_validate(used)
 
 
-def _suggestion(key: str, block: type[BaseModel] | None, path: str) -> str:
-    """Suggest the key that was probably meant: in this block, in another, or in the engine's config."""
-    known = fields.fields(block) if block is not None else {}
-    paths = [join(path, word) for word in nearest(key, known)]
-    paths += [other for other in every_path() if other.rpartition(".")[2] == key and other not in paths]
-    paths += [UNDER_CONFIG + key] if key in fields.fields(Config) else []
-    if not paths:
-        last = {other.rpartition(".")[2]: other for other in every_path()}
-        paths = [last[word] for word in nearest(key, last)]
-        paths += [UNDER_CONFIG + word for word in nearest(key, fields.fields(Config)) if not paths]
-    if not paths:
-        return "docs/job.md lists every key."
-    return f"Did you mean {' or '.join(f'`{name}`' for name in paths[:3])}?"
-
-
 def every_path() -> Iterator[str]:
     for key in fields.every_key(Job):
         yield key.path
 
 
-KEYS = Keys("job", Job, "a job", _suggestion, free="a block of keys")
+_OF_CONFIG = tuple(UNDER_CONFIG + key for key in fields.fields(Config))
+KEYS = Keys("job", Job, "a job", "docs/job.md lists every key.", _OF_CONFIG, free="a block of keys")
 
 
 # --- advice of the library, in the words of a job -------------------------------------------------------

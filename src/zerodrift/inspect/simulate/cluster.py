@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from zerodrift import config
 from zerodrift.comm import DIRECT, HALVING
@@ -162,12 +162,7 @@ def read_cluster(source: str | os.PathLike[str]) -> tuple[Cluster, Path]:
     return Cluster.model_validate(used), path
 
 
-def _suggestion(key: str, block: type[BaseModel] | None, path: str) -> str:
-    near = nearest(key, config.fields.fields(block) if block is not None else ())
-    return f"Did you mean `{config.join(path, near[0])}`?" if near else "See docs/simulate.md."
-
-
-KEYS = config.Keys("cluster", Cluster, "a cluster", _suggestion)
+KEYS = config.Keys("cluster", Cluster, "a cluster", "See docs/simulate.md.")
 
 
 @dataclass(frozen=True, slots=True)
