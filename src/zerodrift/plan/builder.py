@@ -27,15 +27,13 @@ from zerodrift.policy import (
     TIED,
     V_SHAPED,
     Columns,
-    ColumnsOf,
     Master,
     Policy,
+    decide_columns,
     for_parameters,
     queues,
     refuse_order,
     refuse_ranks,
-    require_matches,
-    require_one_compute,
 )
 
 
@@ -46,14 +44,14 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     """
     if not model.parameters:
         raise ModelError(model.source, "must have parameters", got="none", do="Is it the right file?")
-    columns = _columns(policy, model)
+    columns = decide_columns(policy, model)
     pieces = stages.pieces(policy.pipeline, mesh)
     split = "layers" if policy.pipeline is None else policy.pipeline.split
     found = gathered = find_units(model, policy.sharding.units, pieces, split)
     tied = any(columns[index].update is not None for members in found for index in members.copies)
     policy, before = for_parameters(policy, columns, mesh, tied), policy
     if policy is not before:
-        columns = _columns(policy, model)
+        columns = decide_columns(policy, model)
     problems = Problems()
     if policy.requires_tree:
         whens = [kind.update.reduce.when for kind in columns if kind.update is not None]
@@ -95,18 +93,6 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     if policy.backend == "fsdp2":
         find_groups(plan)  # a plan that fully_shard cannot run is refused where it is made
     return plan
-
-
-def _columns(policy: Policy, model: ModelSpec) -> list[Columns]:
-    columns_of = ColumnsOf(policy, model)
-    require_matches(policy.rules, model, columns_of.problems)
-    columns = [columns_of(parameter) for parameter in model.parameters]
-    columns_of.require_one_export(columns)
-    columns_of.problems.raise_as(ConfigError)
-    if not policy.mode.autocast:
-        require_one_compute(model, columns, policy.rules, columns_of.problems)
-        columns_of.problems.raise_as(ConfigError)
-    return columns
 
 
 def _require_experts(model: ModelSpec, columns: Sequence[Columns], ranks: int) -> None:

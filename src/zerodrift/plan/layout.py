@@ -71,11 +71,13 @@ def find_units(
         must = f"must not exceed the number of blocks, {len(blocks)}"
         do = "Use fewer stages, or name finer units in `sharding.units`."
         raise ConfigError("pipeline.stages", must, got=stages, do=do)
+    if stages == 1:
+        return [Members("", tuple(rest), 0), *(Members(name, tuple(of), 0) for name, of in blocks.items())]
     stage_of = {name: number * stages // len(blocks) for number, name in enumerate(blocks)}
     costs = {name: sum(products(model.parameters[i]) for i in block) for name, block in blocks.items()}
     ends = [i for i in rest if _root_stage(i, first_block, stages) or len(model.parameters[i].names) > 1]
     after = sum(products(model.parameters[i]) for i in ends)
-    if split == "cost" and stages > 1:
+    if split == "cost":
         sizes = even_by_cost(list(costs.values()), stages, after)
         stage_of = dict(zip(blocks, (s for s, size in enumerate(sizes) for _ in range(size)), strict=True))
     units = []
@@ -91,8 +93,6 @@ def find_units(
             units.append(Members("", tuple(root), stage, copies))
         here = [name for name in blocks if stage_of[name] == stage]
         units += [Members(name, tuple(blocks[name]), stage, products=costs[name]) for name in here]
-    if stages == 1:
-        return [replace(unit, products=0) for unit in units]
     # The last unit also carries the cost behind the blocks: the root of a tied head is elsewhere.
     return [*units[:-1], replace(units[-1], products=units[-1].products + after)]
 

@@ -71,30 +71,20 @@ def crossings(plan: Plan) -> int:
     return sum(one != other for one, other in itertools.pairwise(homes))
 
 
-def activation_width(plan: Plan) -> int | None:
-    """Return the values per token that travel between pieces: the embedding width of a `transformers` model.
+def activations(plan: Plan) -> tuple[int, DType] | None:
+    """Return the values per token that travel between pieces of a `transformers` model, and their dtype.
 
-    None for any other model, whose layers may pass anything on.
+    They are as wide as the embedding. All layers compute in the mode's dtype, except that under autocast the
+    residual stream keeps the embedding's storage dtype. None for any other model, whose layers may pass
+    anything on.
     """
-    row = _embedding(plan)
-    return None if row is None else row.shape[-1]
-
-
-def activation_dtype(plan: Plan) -> DType:
-    """Return the dtype of the activations that travel between pieces of a `transformers` model.
-
-    All layers compute in the mode's dtype. Except that under autocast the residual stream keeps the
-    embedding's storage dtype.
-    """
-    row, mode = _embedding(plan), plan.policy.mode
-    return mode.dtype if row is None or not mode.autocast else row.columns.storage.dtype
-
-
-def _embedding(plan: Plan) -> Row | None:
     if not any(row.klass.startswith("transformers.models.") for row in plan.rows):
         return None
     rows = (plan.row(f"{name}.weight") for name in ("model.embed_tokens", "transformer.wte"))
-    return next((row for row in rows if row is not None and len(row.shape) == 2), None)
+    row, mode = next((row for row in rows if row is not None and len(row.shape) == 2), None), plan.policy.mode
+    if row is None:
+        return None
+    return row.shape[-1], row.columns.storage.dtype if mode.autocast else mode.dtype
 
 
 # --- cutting --------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 
 from zerodrift import dtypes
 from zerodrift.dtypes import DType
-from zerodrift.errors import Problems, listed
+from zerodrift.errors import ConfigError, Problems, listed
 from zerodrift.model import ModelSpec, ParameterSpec
 from zerodrift.policy import narrow, rules
 from zerodrift.policy.columns import ParameterTraits, complete
@@ -44,6 +44,19 @@ _COMPUTED_WITH = re.compile(
     r"(?P<path>.*?)(\.parametrizations\.\w+\.\d+\._[uv]|\.running_(mean|var)|\.\w+_[uv])"
 )
 """Names of buffers that torch computes with parameters: running statistics and vectors of spectral norms."""
+
+
+def decide_columns(policy: Policy, model: ModelSpec) -> list[Columns]:
+    """Return the columns of every parameter of a model; one ConfigError has all that is wrong with them."""
+    columns_of = ColumnsOf(policy, model)
+    rules.require_matches(policy.rules, model, columns_of.problems)
+    columns = [columns_of(parameter) for parameter in model.parameters]
+    columns_of.require_one_export(columns)
+    columns_of.problems.raise_as(ConfigError)
+    if not policy.mode.autocast:
+        rules.require_one_compute(model, columns, policy.rules, columns_of.problems)
+        columns_of.problems.raise_as(ConfigError)
+    return columns
 
 
 class ColumnsOf:
