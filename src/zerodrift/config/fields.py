@@ -14,7 +14,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -85,10 +85,6 @@ def fields(block: type[BaseModel]) -> dict[str, Any]:
     return {spell_field(name, field): hints[name] for name, field in block.model_fields.items()}
 
 
-def field_of(block: type[BaseModel], key: str) -> FieldInfo:
-    return next(field for name, field in block.model_fields.items() if spell_field(name, field) == key)
-
-
 @functools.cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
     """Return pydantic's validator of the values of a key."""
@@ -128,20 +124,6 @@ def item_of(kind: Any) -> Any | None:
 def is_free(kind: Any) -> bool:
     """Return True if a key holds a block of names that the schema does not know: an optimizer's arguments."""
     return any(typing.get_origin(option) is dict for option, _ in _options(kind))
-
-
-def kind_at(path: Sequence[str | int], root: type[BaseModel]) -> Any | None:
-    """Return the annotation at a path, list indices included; None for a path that leaves the schema."""
-    kind: Any = root
-    for part in path:
-        if isinstance(part, int):
-            kind = item_of(kind)
-        else:
-            block = block_of(kind)
-            kind = fields(block).get(part) if block is not None else None
-        if kind is None:
-            return None
-    return kind
 
 
 def admits(kind: Any) -> str:

@@ -59,7 +59,7 @@ def load(source: ConfigSource | None, overrides: Sequence[str] = ()) -> Config:
     `overrides` are texts such as `bf16.enabled=true`, applied in order. `Config.keys` then lists every
     written key as used, or as ignored with the reason. One ConfigError lists every mistake.
     """
-    if isinstance(source, Config) and source.was_loaded:
+    if isinstance(source, Config) and source.keys:
         if overrides:
             must, got = "must come with the file or dict", "a Config that was loaded already"
             raise ConfigError("overrides", must, got=got, do="Pass them to `load`.")

@@ -409,17 +409,12 @@ class Config(Block):
     steps_per_print: Annotated[Natural, BeforeValidator(_never)] | Auto | None = None
     """How many optimizer steps between lines printed by rank 0. Default 0, which prints none."""
 
-    _keys: tuple[KeyUse, ...] | None = PrivateAttr(None)
+    _keys: tuple[KeyUse, ...] = PrivateAttr(())
 
     @property
     def keys(self) -> tuple[KeyUse, ...]:
         """The use of every written key; empty before `load` has read the config."""
-        return self._keys or ()
-
-    @property
-    def was_loaded(self) -> bool:
-        """True if every written key is in `keys`."""
-        return self._keys is not None
+        return self._keys
 
     def with_keys(self, keys: Iterable[KeyUse]) -> Config:
         """Return a copy of the config with the uses of its keys, as `load` recorded them."""

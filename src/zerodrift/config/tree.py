@@ -223,13 +223,14 @@ class TreeReader:
         return used
 
     def _require_given(self, block: type[BaseModel], tree: Tree, path: str) -> None:
-        for key, kind in fields.fields(block).items():
-            field, here = fields.field_of(block, key), join(path, key)
+        for name, of in block.model_fields.items():
+            key = fields.spell_field(name, of)
+            here = join(path, key)
             # A value that could not be read at all has its problem already.
             has_problem = any(problem.where == here for problem in self._problems)
-            if field.is_required() and tree.get(key) is None and not has_problem:
-                do = " ".join((field.description or "").split())
-                self._problems.add(here, f"must be given: {fields.admits(kind)}", do=do)
+            if of.is_required() and tree.get(key) is None and not has_problem:
+                do = " ".join((of.description or "").split())
+                self._problems.add(here, f"must be given: {fields.admits(fields.fields(block)[key])}", do=do)
 
     def _known(self, used: Tree, key: str, value: Any, kind: Any, path: str, name: str) -> None:
         may_be_absent = self._keys.empty_is_absent and fields.block_of(kind) is not None

@@ -135,17 +135,17 @@ def _numbered(name: str) -> list[tuple[str, int]]:
 
 def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
     """Find blocks by the config's patterns; the innermost module that matches wins."""
-    compiled = [re.compile(_module_glob(pattern)) for pattern in patterns]
     paths = {path for p in model.parameters for name in p.names for path in enclosing_modules(name)}
-    chosen = {path for path in paths if any(regex.match(path) for regex in compiled)}
+    found = [{path for path in paths if _matches(path, pattern)} for pattern in patterns]
     problems = Problems()
-    for number, (pattern, regex) in enumerate(zip(patterns, compiled, strict=True)):
-        if not any(regex.match(path) for path in paths):
+    for number, (pattern, matched) in enumerate(zip(patterns, found, strict=True)):
+        if not matched:
             shapes = sorted({re.sub(r"\d+", "*", path) for path in paths})
             hint = did_you_mean(pattern, shapes) or f"Modules here: {', '.join(shapes[:4])}."
             must = f"must match a module of {model.source}"
             problems.add(f"sharding.units[{number}]", must, got=f"no match for {pattern!r}", do=hint)
     problems.raise_as(ConfigError)
+    chosen = set[str]().union(*found)
 
     def block_of(name: str) -> str:
         return next((path for path in enclosing_modules(name) if path in chosen), "")
@@ -153,13 +153,10 @@ def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
     return block_of
 
 
-def _module_glob(pattern: str) -> str:
-    """Translate a glob on module paths to a regex; `*` stays within one component."""
-    out = []
-    for part in pattern.split("."):
-        piece = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
-        out.append(piece.replace(".*", "[^.]*"))
-    return r"(?s:" + r"\.".join(out) + r")\Z"
+def _matches(path: str, pattern: str) -> bool:
+    """Match a module path by a glob; `*` stays within one component."""
+    parts, globs = path.split("."), pattern.split(".")
+    return len(parts) == len(globs) and all(map(fnmatch.fnmatchcase, parts, globs))
 
 
 # --- segments ---------------------------------------------------------------------------------------

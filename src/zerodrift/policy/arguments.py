@@ -270,7 +270,7 @@ class AutoNumbers:
         number = self._auto(key) if written == AUTO else None
         if number is None:
             return None if written == AUTO else written
-        kind: Any = fields.kind_at(key.split("."), Config)
+        kind = next(known.kind for known in fields.every_key(Config) if known.path == key)
         try:
             return fields.adapter(kind).validate_python(number)
         except ValidationError:
