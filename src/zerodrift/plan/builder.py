@@ -166,15 +166,16 @@ def _add_unit(
         sliced = shared.storage.axis != "" or shared.trained
         placement = "sliced" if shared.update is None else shared.update.placement
         slices = mesh.shard // parts
-        packed = pack(parameters, slices if sliced else 1, placement)
+        offsets, padded = pack(parameters, slices if sliced else 1, placement)
         number, start = len(segments), len(rows)
-        for parameter, index, offset in zip(parameters, indices, packed.offsets, strict=True):
+        for parameter, index, offset in zip(parameters, indices, offsets, strict=True):
             names, klass = parameter.names, parameter.owners[0].klass
             place = unit, number, offset, parts
             rows.append(Row(names, parameter.shape, parameter.dtype, klass, columns[index], *place))
         numbers = tuple(sorted(range(start, len(rows)), key=lambda number: rows[number].offset))
         copies = members.copies.get(indices[0], ())
-        segments.append(Segment(unit, shared, numbers, packed.numel, packed.padded, copies))
+        numel = sum(parameter.numel for parameter in parameters)
+        segments.append(Segment(unit, shared, numbers, numel, padded, copies))
     held = tuple(range(first_row, len(rows))), tuple(range(first_segment, len(segments)))
     units.append(Unit(members.name, *held, members.stage, members.products))
 

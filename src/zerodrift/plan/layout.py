@@ -162,13 +162,6 @@ def _matches(path: str, pattern: str) -> bool:
 # --- segments ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    offsets: tuple[int, ...]
-    numel: int
-    padded: int
-
-
 def group(
     parameters: Sequence[int], columns: Sequence[Columns], copies: Container[int] = ()
 ) -> list[list[int]]:
@@ -189,43 +182,37 @@ def group(
     return parts
 
 
+Packed = tuple[tuple[int, ...], int]
+"""The offsets of parameters in a segment, and the elements that it allocates."""
+
+
 def pack(parameters: Sequence[ParameterSpec], slices: int, placement: Placement = "sliced") -> Packed:
     if placement == "whole" and slices > 1:
-        return _pack_whole(parameters, slices)
-    if placement == "matrices" and slices > 1:
-        return _pack_stack(parameters[0], slices)
+        return _pack_whole([round_up(parameter.numel, BLOCK) for parameter in parameters], slices)
+    if placement == "matrices" and slices > 1:  # slices end between two matrices and between two blocks
+        matrix = max(1, math.prod(parameters[0].shape[-2:]))
+        step = BLOCK // math.gcd(matrix, BLOCK)  # matrices that fill whole blocks
+        return (0,), round_up(-(-parameters[0].numel // (matrix * slices)), step) * matrix * slices
     offsets, end = [], 0
     for parameter in parameters:
         offsets.append(end)
         end = round_up(end + parameter.numel, BLOCK)
-    return Packed(tuple(offsets), sum(p.numel for p in parameters), round_up(end, BLOCK * slices))
+    return tuple(offsets), round_up(end, BLOCK * slices)
 
 
-def _pack_whole(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
+def _pack_whole(lengths: Sequence[int], slices: int) -> Packed:
     """Pack whole parameters into slices, longest first, each into the first slice with the least in it.
 
     The result is at worst a third longer than the best packing, and the same on every rank.
     """
-    lengths = [round_up(parameter.numel, BLOCK) for parameter in parameters]
-    filled = [(0, number) for number in range(min(slices, len(parameters)))]  # more would stay empty
-    places: list[tuple[int, int]] = [(0, 0)] * len(parameters)
-    for index in sorted(range(len(parameters)), key=lambda index: -lengths[index]):
+    filled = [(0, number) for number in range(min(slices, len(lengths)))]  # more would stay empty
+    places: list[tuple[int, int]] = [(0, 0)] * len(lengths)
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length, number = filled[0]
         places[index] = (number, length)
         heapq.heapreplace(filled, (length + lengths[index], number))
     size = max(length for length, _ in filled)
-    offsets = tuple(number * size + start for number, start in places)
-    return Packed(offsets, sum(parameter.numel for parameter in parameters), size * slices)
-
-
-def _pack_stack(parameter: ParameterSpec, slices: int) -> Packed:
-    """Divide a stack of matrices into slices that end between two matrices and between two blocks."""
-    matrix = math.prod(parameter.shape[-2:])
-    if matrix == 0:
-        return Packed((0,), 0, 0)
-    step = BLOCK // math.gcd(matrix, BLOCK)  # matrices that fill whole blocks
-    size = round_up(-(-parameter.numel // (matrix * slices)), step) * matrix
-    return Packed((0,), parameter.numel, size * slices)
+    return tuple(number * size + start for number, start in places), size * slices
 
 
 # --- small segments ---------------------------------------------------------------------------------
