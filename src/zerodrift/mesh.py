@@ -4,10 +4,8 @@
 `replicate` and `pipeline`, so that neighbours share a shard group.
 
 Expert parallelism adds no ranks. It folds the shard axis into `expert` x `expert_shard`: neighbours hold
-different experts, and every `expert`-th rank of a shard group holds slices of the same ones. `tensor`
-is tensor parallelism by the user's DTensors, and its ranks see the same data.
-
-`secondary` cuts the shard axis into groups of neighbours that hold a second copy of the gathered values.
+different experts, and every `expert`-th rank of a shard group holds slices of the same ones. Ranks of
+`tensor` see the same data.
 
 Invariant: the axes multiply to the world size, and `expert` and `secondary` divide `shard`.
 """

@@ -1,12 +1,7 @@
 """The layout of parameters: units from names, segments from columns, offsets from sizes.
 
-A *unit* is gathered together. Unless the config names units, they are the transformer blocks, found by name:
-the outermost numbered children that hold modules of their own (`model.layers.7`), or the children of such a
-module without a forward. The root takes the rest, and parameters that are tied across units.
-
-A *segment* is cut into equal slices, one per rank. Packing alone decides where the cuts fall, so an optimizer
-gets whole parameters or whole matrices by the offsets in its segment. The price is padding: every slice is as
-long as the fullest.
+Section 4 of `docs/architecture.md` says what units and segments are. Packing alone decides where the cuts of
+slices fall, so an optimizer gets whole parameters or whole matrices by the offsets in its segment.
 
 Invariant: pure arithmetic. Every parameter is in exactly one unit, and offsets are multiples of BLOCK.
 """

@@ -1,10 +1,8 @@
 """The pieces of a pipeline: the cuts of a model, the rank of each piece, and a rank's part of a plan.
 
-A model is cut into as many pieces as the pipeline axis has ranks, or `pipeline.chunks` times as many. Pieces
-are assigned to ranks in turns, or forth and back for V-shaped schedules. One plan describes all pieces, and
-`part` is the plan that one rank of the axis executes. `pipeline/schedules.py` gives the order of actions to a
-`Timeline`, in which a forward, an input's gradient and a weight's gradient take one unit of time each, and
-messages take none.
+Pieces are assigned to ranks in turns, or forth and back for V-shaped schedules. One plan describes all
+pieces, and `part` is the plan that one rank of the axis executes. `pipeline/schedules.py` gives the order of
+actions to a `Timeline`, in which messages take no time.
 
 Invariant: every row of a plan is in the part of exactly one rank as `lead`. An action of a timeline begins as
 soon as its rank is free and the actions that it needs have ended.
@@ -31,7 +29,7 @@ from zerodrift.policy import V_SHAPED, Pipelining
 
 
 def pieces(pipeline: Pipelining | None, mesh: MeshShape) -> int:
-    """Return the number of pieces of a model."""
+    """Return the number of pieces of a model: `pipeline.chunks` for each rank of the pipeline axis."""
     return mesh.pipeline * (1 if pipeline is None else pipeline.chunks)
 
 
@@ -223,6 +221,7 @@ def is_tied_across_ranks(plan: Plan, segment: Segment) -> bool:
 
 
 TIME = {"F": 1, "B": 2, "I": 1, "W": 1}
+"""Units of time of an action by its kind."""
 
 
 @dataclass(frozen=True, slots=True)
