@@ -8,7 +8,6 @@ Invariant: a plan that `build` returns has passed every check of `plan/check.py`
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -100,16 +99,15 @@ def _require_experts(model: ModelSpec, columns: Sequence[Columns], ranks: int) -
     if ranks == 1:
         return
     problems = Problems()
-    stacks = [p for p, of in zip(model.parameters, columns, strict=True) if of.parallel]
-    for stack, of in zip(model.parameters, columns, strict=True):
+    stacks = [(p, of) for p, of in zip(model.parameters, columns, strict=True) if of.parallel]
+    first_of: dict[str, tuple[int, str]] = {}  # module -> number of experts and name of its first stack
+    for parameter, of in stacks:
         form = of.storage.dtype.format or of.gather.format
         block = form.block if form is not None and isinstance(form.block, int) else 1
-        if of.parallel and math.prod(stack.shape) // ranks % block:
+        if parameter.numel // ranks % block:
             must = f"must have blocks of {block} that the experts of a rank fill"
-            got = f"{math.prod(stack.shape) // ranks:,} elements on each of {ranks} ranks"
-            problems.add(stack.name, must, got=got, do="Give it a plain dtype with a rule.")
-    first_of: dict[str, tuple[int, str]] = {}  # module -> number of experts and name of its first stack
-    for parameter in stacks:
+            got = f"{parameter.numel // ranks:,} elements on each of {ranks} ranks"
+            problems.add(parameter.name, must, got=got, do="Give it a plain dtype with a rule.")
         name, shape = parameter.name, list(parameter.shape)
         owner = name.rpartition(".")[0]
         parts = owner.split(".")
