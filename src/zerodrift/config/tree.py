@@ -226,9 +226,10 @@ class TreeReader:
         for name, of in block.model_fields.items():
             key = fields.spell_field(name, of)
             here = join(path, key)
+            if not of.is_required() or tree.get(key) is not None:
+                continue
             # A value that could not be read at all has its problem already.
-            has_problem = any(problem.where == here for problem in self._problems)
-            if of.is_required() and tree.get(key) is None and not has_problem:
+            if all(problem.where != here for problem in self._problems):
                 do = " ".join((of.description or "").split())
                 self._problems.add(here, f"must be given: {fields.admits(fields.fields(block)[key])}", do=do)
 

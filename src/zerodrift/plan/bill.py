@@ -176,8 +176,8 @@ def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
         owned = segment.padded // (shard if update.axis else 1)
         master += owned * MASTER_BYTES[update.master]
         is_sliced = bool(columns.storage.axis and shard > 1)
-        shows = is_sliced or columns.encodes or columns.storage.dtype is not columns.compute
-        if plan.policy.backend == "native" and MASTER_BYTES[update.master] and not shows:
+        is_gathered = is_sliced or columns.encodes or columns.storage.dtype is not columns.compute
+        if plan.policy.backend == "native" and MASTER_BYTES[update.master] and not is_gathered:
             checksums += -(-segment.padded * columns.storage.dtype.size // CHECKSUM_BLOCK) * 8
         if update.reduce.feedback and shard > 1:
             feedback += segment.padded * DType.FP32.size
@@ -359,7 +359,8 @@ def _wire_buffers(plan: Plan, segment: Segment) -> tuple[int, int]:
     received = wire.nbytes(elsewhere)
     sent = 0 if wire is update.accumulate.dtype else wire.nbytes(segment.padded)
     summed = segment.padded // shard * update.reduce.sum.size
-    return received + sent + summed * (1 + rank_levels(shard) * is_tree), received
+    levels = rank_levels(shard) if is_tree else 0
+    return received + sent + summed * (1 + levels), received
 
 
 HALVING = 8
