@@ -35,6 +35,7 @@ from zerodrift.policy.decisions import (
     Reduction,
     State,
     Update,
+    uses_muon,
 )
 from zerodrift.policy.order import CARRIED, WIRE, refuse_order
 from zerodrift.policy.rules import PRODUCTS, Demands, is_by_rule
@@ -376,7 +377,7 @@ class _ColumnFiller:
 
     def _optimizer(self) -> MuonUpdate:
         """Return the part of Muon that updates the parameter; `""` under any other optimizer."""
-        if not self.policy.muon:
+        if not uses_muon(self.policy):
             if "optimizer" in self.demands:
                 same = "every parameter gets the same update"
                 must = f"`optimizer` must be left out of rules without `optimizer.type: Muon`: {same}"

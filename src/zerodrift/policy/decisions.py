@@ -412,7 +412,7 @@ class Policy:
         """Whether gradients are summed by the tree over micro-batches."""
         return any(column == "reduce.order" and value == "tree" for column, value, _ in self.demands)
 
-    @property
-    def muon(self) -> bool:
-        """Whether the optimizer is Muon, which leaves some parameters to AdamW."""
-        return self.optimizer is not None and of_type(self.optimizer.type).matrices
+
+def uses_muon(policy: Policy) -> bool:
+    """Return True if the optimizer is Muon, which leaves some parameters to AdamW."""
+    return policy.optimizer is not None and of_type(policy.optimizer.type).matrices

@@ -23,7 +23,7 @@ from zerodrift.errors import ConfigError, Problems, listed
 from zerodrift.model import ModelSpec, ParameterSpec
 from zerodrift.policy import narrow, rules
 from zerodrift.policy.columns import ParameterTraits, complete
-from zerodrift.policy.decisions import Columns, Policy
+from zerodrift.policy.decisions import Columns, Policy, uses_muon
 
 MUON_RULE = (
     "hidden matrices, stacked ones one by one; not embeddings, heads, routers, norms, biases, convolutions"
@@ -104,7 +104,7 @@ class ColumnsOf:
             bool(safe) and all(_in_safe_list(owner.klass, safe) for owner in parameter.owners),
             checkpoint,
             len(parameter.shape),
-            not_hidden(parameter) if self._policy.muon else "",
+            not_hidden(parameter) if uses_muon(self._policy) else "",
             f"experts: '{stack}'" if stack else "",
             kept,
             exported_wide,
