@@ -64,7 +64,7 @@ class Problem:
 
 
 KINDS = (
-    ("unknown-key", r"must be a field of|must be a key of|must be known"),
+    ("unknown-key", r"must be a key of|must be known"),
     ("no-match", r"must match"),
     (
         "not-gathered",

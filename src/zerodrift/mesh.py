@@ -4,10 +4,8 @@
 `replicate` and `pipeline`, so that neighbours share a shard group.
 
 Expert parallelism adds no ranks. It folds the shard axis into `expert` x `expert_shard`: neighbours hold
-different experts, and every `expert`-th rank of a shard group holds slices of the same ones. `tensor`
-is tensor parallelism by the user's DTensors, and its ranks see the same data.
-
-`secondary` cuts the shard axis into groups of neighbours that hold a second copy of the gathered values.
+different experts, and every `expert`-th rank of a shard group holds slices of the same ones. Ranks of
+`tensor` see the same data.
 
 Invariant: the axes multiply to the world size, and `expert` and `secondary` divide `shard`.
 """
@@ -74,41 +72,23 @@ MOST_RANKS = 2**24
 def fit(world_size: int, replicate: int, shard: int, pipeline: int, expert: int = 1) -> MeshShape:
     """Fit a mesh to `world_size` ranks. 0 for `replicate` or `shard` means all ranks that are left."""
     if world_size % pipeline:
-        raise MeshError(
-            "pipeline.stages",
-            "must divide the world size",
-            got=f"{pipeline} stages for {world_size} ranks",
-            do=f"Use a multiple of {pipeline} ranks.",
-        )
+        got, do = f"{pipeline} stages for {world_size} ranks", f"Use a multiple of {pipeline} ranks."
+        raise MeshError("pipeline.stages", "must divide the world size", got=got, do=do)
     data = world_size // pipeline
     for key, size in (("sharding.replicate", replicate), ("zero_optimization.mics_shard_size", shard)):
         if size and data % size:
-            divisors = [n for n in range(1, data + 1) if data % n == 0]
-            raise MeshError(
-                key,
-                f"must divide the {data} data-parallel ranks",
-                got=size,
-                do=(
-                    "Possible here: "
-                    f"{', '.join(map(str, divisors[:12]))}{', ...' if len(divisors) > 12 else ''}."
-                ),
-            )
+            divisors = [str(n) for n in range(1, data + 1) if data % n == 0]
+            do = f"Possible here: {', '.join(divisors[:12])}{', ...' if len(divisors) > 12 else ''}."
+            raise MeshError(key, f"must divide the {data} data-parallel ranks", got=size, do=do)
     if replicate and shard and replicate * shard != data:
-        raise MeshError(
-            "sharding.replicate",
-            f"must multiply with `zero_optimization.mics_shard_size` to {data}, the data-parallel ranks",
-            got=f"{replicate} x {shard}",
-            do="Give one of the two.",
-        )
+        must = f"must multiply with `zero_optimization.mics_shard_size` to {data}, the data-parallel ranks"
+        raise MeshError("sharding.replicate", must, got=f"{replicate} x {shard}", do="Give one of the two.")
     copies = data // shard if shard else replicate or 1
     shape = MeshShape(shard=data // copies, replicate=copies, pipeline=pipeline)
     if shape.shard % expert:
-        raise MeshError(
-            "experts.ranks",
-            f"must divide the {shape.shard} ranks of a shard group",
-            got=f"{expert} on a mesh of {shape}",
-            do=f"Use a divisor of {shape.shard}, or fewer replicas.",
-        )
+        must = f"must divide the {shape.shard} ranks of a shard group"
+        do = f"Use a divisor of {shape.shard}, or fewer replicas."
+        raise MeshError("experts.ranks", must, got=f"{expert} on a mesh of {shape}", do=do)
     return replace(shape, expert=expert)
 
 
@@ -127,8 +107,3 @@ def with_secondary(shape: MeshShape, key: str, ranks: int) -> MeshShape:
         do = "Use the number of ranks of a node, or leave it out."
         raise MeshError(key, must, got=f"{ranks} on a mesh of {shape}", do=do)
     return replace(shape, secondary=ranks if ranks < shape.shard else 1)
-
-
-def with_tensor_axis(shape: MeshShape, tensor: int) -> MeshShape:
-    """Return the mesh with a tensor axis of this size."""
-    return replace(shape, tensor=tensor)

@@ -71,8 +71,9 @@ _GOOD = """
 """
 GOOD: tuple[dict[str, Any], ...] = tuple(map(yaml.safe_load, _GOOD.strip().splitlines()))
 
+KINDS = {key.path.replace("[]", ".0"): key.kind for key in fields.every_key(Config)}
 PATHS = sorted(
-    {key.path.replace("[]", ".0") for key in fields.every_key(Config) if fields.block_of(key.kind) is None}
+    {path for path, kind in KINDS.items() if fields.block_of(kind) is None}
     | {key.replace("*", "anything") for key in deepspeed.ENTRIES}
     | {f"optimizer.params.{name}" for table in OPTIMIZERS.values() for name in table}
     | {f"scheduler.params.{name}" for table in SCHEDULES.values() for name in table}
@@ -143,7 +144,7 @@ def _mutate(tree: dict[str, Any], draw: random.Random) -> None:
 
 def _fitting(path: list[str], draw: random.Random) -> Any:
     """Draw a value that the key may well admit."""
-    kind = fields.kind_at([int(part) if part == "0" else part for part in path], Config)
+    kind = KINDS.get(".".join(path))
     words = fields.choices(kind) if kind is not None else []
     entry = deepspeed.find(".".join(path))
     if entry is not None and entry.fate == "refused":

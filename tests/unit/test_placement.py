@@ -35,8 +35,8 @@ def options(made: Plan, name: str) -> dict[str, str]:
 
 def ends(packed: Packed, sizes: list[int], slices: int) -> list[tuple[int, int]]:
     """Return the first and the last slice of each parameter."""
-    each = packed.padded // slices
-    pairs = zip(packed.offsets, sizes, strict=True)
+    each = packed[1] // slices
+    pairs = zip(packed[0], sizes, strict=True)
     return [(offset // each, (offset + size - 1) // each) for offset, size in pairs if size]
 
 
@@ -47,17 +47,16 @@ SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
 @settings(max_examples=100, deadline=None)
 def test_whole_parameters_are_never_cut_and_never_overlap(sizes: list[int], slices: int) -> None:
     parameters = [parameter(f"p{n}", (size,)) for n, size in enumerate(sizes)]
-    packed = pack(parameters, slices, "whole")
+    offsets, padded = packed = pack(parameters, slices, "whole")
     assert packed == pack(parameters, slices, "whole")
-    assert packed.numel == sum(sizes) and packed.padded % (slices * BLOCK) == 0
     assert all(first == last for first, last in ends(packed, sizes, slices))
     end = 0
-    for offset, size in sorted(zip(packed.offsets, sizes, strict=True)):
+    for offset, size in sorted(zip(offsets, sizes, strict=True)):
         assert offset >= end and offset % BLOCK == 0
         end = offset + size
-    assert end <= packed.padded
+    assert end <= padded and padded % (slices * BLOCK) == 0
     blocks = [-(-size // BLOCK) for size in sizes]
-    assert packed.padded / slices <= BLOCK * (sum(blocks) / slices + max(blocks))
+    assert padded / slices <= BLOCK * (sum(blocks) / slices + max(blocks))
 
 
 # --- in a plan ----------------------------------------------------------------------------------------

@@ -352,7 +352,7 @@ def matching(row: tuple[str, str, str]) -> list[tuple[str, str]]:
 def test_every_row_of_the_rule(row: tuple[str, str, str]) -> None:
     for bf16, fp16 in matching(row):
         for asks in (False, True):
-            chosen, why = from_flags(bf16, fp16, asks)  # type: ignore[arg-type]
+            chosen, why = from_flags(WRITTEN.get(bf16), WRITTEN.get(fp16), asks)  # type: ignore[arg-type]
             assert why and (chosen is None) == (row[2] == "error")
         if row[2] == "error":
             assert (bf16, fp16) == ("true", "true")

@@ -217,7 +217,7 @@ def test_a_cluster_tells_all_that_is_wrong_with_it(tmp_path: Path) -> None:
         read_cluster(path)
     for part in (
         "`device.tflops.bf16`: must be a number above 0; got -1",
-        "`device.memroy_reached`: must be a key of `device`. Did you mean `device.memory_reached`?",
+        "`device.memroy_reached`: must be a key of `device`. Did you mean `memory_reached`?",
         "`device.tflops.fp32`",
         "`host.gb_per_s`: must be a finite number; got nan",
     ):

@@ -44,7 +44,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         KEYS,
         [
             "`modle`: must be a key of a job. Did you mean `model`?",
-            "`run.setps`: must be a key of `run`. Did you mean `run.steps`",
+            "`run.setps`: must be a key of `run`. Did you mean `steps`",
             "Did you mean `config.zero_optimization`?",
             "`bf16.enable`: must be a key of `bf16`. Did you mean `enabled`?",
         ],

@@ -86,10 +86,10 @@ BF16 = zd.Bf16(enabled=True)
 ALONE = zd.MeshShape()
 REFUSED: dict[str, Callable[[], Any]] = {
     "Config: `precision.reduce.wire`: must": lambda: zd.Config(precision={"reduce": {"wire": "bf17"}}),  # type: ignore
-    "Config: `precision.mod`: must be a field": lambda: zd.Config(precision={"mod": "bf16"}),  # type: ignore[arg-type]
+    "Config: `precision.mod`: must be a key of": lambda: zd.Config(precision={"mod": "bf16"}),  # type: ignore[arg-type]
     "Rule: `class_`: must be a string; got 3.": lambda: zd.Rule(class_=3, pin="fp32"),  # type: ignore[arg-type]
     "`Rule`: must set something: a column, `pin` or `output`": lambda: zd.Rule(match="*"),
-    "Config: `bf16`: must be a block of keys; got Fp16": lambda: zd.Config(bf16=FP16),  # type: ignore[arg-type]
+    "Config: `bf16`: must be a block of keys; got a `Fp16`": lambda: zd.Config(bf16=FP16),  # type: ignore[arg-type]
     "config: `bf16`: must be a block of keys; got a `Fp16`. Write `Bf16": lambda: zd.load({"bf16": FP16}),
     "`Precision`: must get its fields by name; got 1 without.": lambda: zd.Precision("bf16"),  # type: ignore[misc]
     "`Config.backend`: must be given when it is made": lambda: setattr(zd.Config(), "backend", "fsdp2"),

@@ -14,12 +14,12 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, GetCoreSchemaHandler
+from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core.core_schema import CoreSchema, no_info_plain_validator_function
 
@@ -85,6 +85,12 @@ def fields(block: type[BaseModel]) -> dict[str, Any]:
     return {spell_field(name, field): hints[name] for name, field in block.model_fields.items()}
 
 
+@functools.cache
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return pydantic's validator of the values of a key."""
+    return TypeAdapter(kind)
+
+
 def spell_field(name: str, field: FieldInfo) -> str:
     """Return the name of a field in files and dicts, where `class` is an ordinary name."""
     return field.validation_alias if isinstance(field.validation_alias, str) else name
@@ -118,22 +124,6 @@ def item_of(kind: Any) -> Any | None:
 def is_free(kind: Any) -> bool:
     """Return True if a key holds a block of names that the schema does not know: an optimizer's arguments."""
     return any(typing.get_origin(option) is dict for option, _ in _options(kind))
-
-
-def kind_at(path: Sequence[str | int], root: type[BaseModel]) -> Any | None:
-    """Return the annotation at a path, list indices included; None for a path that leaves the schema."""
-    kind: Any = root
-    for part in path:
-        if isinstance(part, int):
-            kind = item_of(kind)
-        else:
-            block = block_of(kind)
-            field = block.model_fields.get(part) if block is not None else None
-            name = part if field is None else spell_field(part, field)
-            kind = fields(block).get(name) if block is not None else None
-        if kind is None:
-            return None
-    return kind
 
 
 def admits(kind: Any) -> str:

@@ -169,9 +169,7 @@ def override(tree: Tree, texts: Sequence[str], problems: Problems) -> None:
         steps: list[str | int] = []
         for match in filter(None, matches):
             steps += [match.group(1), *map(int, re.findall(r"\d+", match.group(2)))]
-        mistakes = Problems()
-        _set(tree, steps, _Copier(mistakes).copy(parsed, path.strip(), len(steps)), mistakes)
-        problems.include(*mistakes)
+        _set(tree, steps, _Copier(problems).copy(parsed, path.strip(), len(steps)), problems)
 
 
 def _set(tree: Tree, steps: list[str | int], value: Any, problems: Problems) -> None:

@@ -13,16 +13,14 @@ The docstrings under the fields are the configuration reference: the docs are ge
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from zerodrift.config import fields
-from zerodrift.config.block import Block
 from zerodrift.config.fields import ColumnDType, Items
-from zerodrift.config.plain_tree import collect_written
+from zerodrift.config.plain_tree import Tree
+from zerodrift.config.tree import Block, KeyUse
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems
 from zerodrift.mesh import MOST_RANKS
@@ -159,18 +157,15 @@ class Rule(ColumnKeys):
     output: Literal["keep", "input"] | None = None
     """Dtype of a fully pinned module's output: the module's own (`keep`) or that of its input (`input`)."""
 
-    def check(self, problems: Problems) -> None:
-        check_rule(collect_written(self), "Rule", problems)
-
-
-def check_rule(rule: Mapping[str, Any], where: str, problems: Problems) -> None:
-    """Check that a rule selects parameters and sets something, which types cannot express."""
-    subjects = {"match", "class"}
-    if not any(map(rule.get, subjects)):  # an empty text would match everything
-        problems.add(where, "must say which parameters it is for", got="neither `match` nor `class`")
-    if not fields.fields(Rule).keys() & rule.keys() - subjects:
-        must = "must set something: a column, `pin` or `output`"
-        problems.add(where, must, got="nothing", do="As in `pin: fp32`.")
+    @classmethod
+    def check(cls, written: Tree, where: str, problems: Problems) -> None:
+        """Check that a rule selects parameters and sets something."""
+        subjects = {"match", "class"}
+        if not any(map(written.get, subjects)):  # an empty text would match everything
+            problems.add(where, "must say which parameters it is for", got="neither `match` nor `class`")
+        if not written.keys() - subjects:
+            must = "must set something: a column, `pin` or `output`"
+            problems.add(where, must, got="nothing", do="As in `pin: fp32`.")
 
 
 class Precision(ColumnKeys):
@@ -414,37 +409,15 @@ class Config(Block):
     steps_per_print: Annotated[Natural, BeforeValidator(_never)] | Auto | None = None
     """How many optimizer steps between lines printed by rank 0. Default 0, which prints none."""
 
-    _keys: tuple[KeyUse, ...] | None = PrivateAttr(None)
+    _keys: tuple[KeyUse, ...] = PrivateAttr(())
 
     @property
     def keys(self) -> tuple[KeyUse, ...]:
         """The use of every written key; empty before `load` has read the config."""
-        return self._keys or ()
-
-    @property
-    def was_loaded(self) -> bool:
-        """True if every written key is in `keys`."""
-        return self._keys is not None
+        return self._keys
 
     def with_keys(self, keys: Iterable[KeyUse]) -> Config:
         """Return a copy of the config with the uses of its keys, as `load` recorded them."""
         copy = self.model_copy()
         copy._keys = tuple(keys)
         return copy
-
-
-@dataclass(frozen=True, slots=True)
-class KeyUse:
-    """The use of one written key."""
-
-    path: str
-    """Dotted path, as written."""
-    value: Any
-    """The value, as written."""
-    status: Literal["used", "ignored"]
-    """A refused key has no use: it is an error."""
-    because: str = ""
-    """Reason of an ignored key."""
-
-
-Config.model_rebuild()

@@ -31,7 +31,7 @@ from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, 
 from zerodrift.optim.updates import Hyper, Root, UpdateStep
 from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, MUON, SGD, Algorithm, algorithm_for
 from zerodrift.plan import Plan, Row
-from zerodrift.policy import ANY, ComponentSpec, check_arguments, state_verdict
+from zerodrift.policy import ANY, ComponentSpec, check_arguments, why_not_state
 
 NO_UPDATE = Hyper(lr=0.0)
 """The group of trained parameters that the optimizer was not given: their update is exactly zero."""
@@ -101,10 +101,9 @@ class FlatUpdater:
             for number, group in enumerate(self.groups.param_groups):
                 if "betas" not in group:
                     continue  # Muon's group
-                verdict = state_verdict(state, "native", group["betas"][1])
-                if verdict.status == "no":
+                if reason := why_not_state(state, "native", group["betas"][1]):
                     must = f"must have a beta2 that `state: {state}` can follow"
-                    got = f"{group['betas'][1]}, and {verdict.reason}"
+                    got = f"{group['betas'][1]}, and {reason}"
                     do = "Lower the beta2 of the group, or use `state: fp32`."
                     raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
 

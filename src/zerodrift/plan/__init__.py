@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         sums_by_tree,
     )  # fmt: skip
     from zerodrift.plan.stages import (
-        Action, TIME, Timeline, activation_dtype, activation_width, can_interleave, crossings, dependencies,
+        Action, TIME, Timeline, activations, can_interleave, crossings, dependencies,
         is_tied_across_ranks, names_of, part, pieces, pieces_of, rank_of, units_of_piece, whole_row,
     )  # fmt: skip
     from zerodrift.plan.table import Boundary, BufferRow, Plan, Row, Segment, Unit

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.errors import ConfigError
@@ -61,8 +61,7 @@ class RestingBytes:
 
     @property
     def total(self) -> int:
-        held = self.storage + self.buffers + self.accumulate + self.master + self.state
-        return held + self.checksums + self.feedback + self.secondary + self.keys
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class Peak:
 
     @property
     def total(self) -> int:
-        return self.rest + self.gathered + self.accumulate + self.gradient + self.wire
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,9 @@ def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
             continue
         owned = segment.padded // (shard if update.axis else 1)
         master += owned * MASTER_BYTES[update.master]
-        if plan.policy.backend == "native" and MASTER_BYTES[update.master] and not _gathers(plan, segment):
+        is_sliced = bool(columns.storage.axis and shard > 1)
+        is_gathered = is_sliced or columns.encodes or columns.storage.dtype is not columns.compute
+        if plan.policy.backend == "native" and MASTER_BYTES[update.master] and not is_gathered:
             checksums += -(-segment.padded * columns.storage.dtype.size // CHECKSUM_BLOCK) * 8
         if update.reduce.feedback and shard > 1:
             feedback += segment.padded * DType.FP32.size
@@ -222,7 +223,7 @@ def _moments(plan: Plan, rest: RestingBytes, micro_batches: int) -> Iterator[Pea
     if plan.policy.pipeline is not None:
         sums += sum(made.values()) if is_first else 0
         most = max((size for name, size in left.items() if name), default=0)
-        wires = sorted((_wire_buffers(plan, segment) for segment in plan.segments), reverse=True)
+        wires = sorted((_wire_buffers(plan, segment)[0] for segment in plan.segments), reverse=True)
         yield moment(around, root + most, (), wires[:REDUCTIONS])
         return
     yield moment(around, root, (), ())
@@ -236,10 +237,10 @@ def _moments(plan: Plan, rest: RestingBytes, micro_batches: int) -> Iterator[Pea
         gradient = left[unit.name] + (root if unit.name else 0)
         yield moment(gathered, gradient, under_way, kept)
         under_way = [*under_way[1 - REDUCTIONS :], segment]
-        wire, arriving = _wire_buffers(plan, segment), _received(plan, segment)
+        wire, arriving = _wire_buffers(plan, segment)
         sums += made[id(segment)] if is_first else 0
         # Buffers that are too small for this segment have been freed.
-        others = kept if arriving <= largest else [_wire_buffers(plan, each) for each in under_way[:-1]]
+        others = kept if arriving <= largest else [_wire_buffers(plan, each)[0] for each in under_way[:-1]]
         yield moment(gathered, gradient, under_way, others)
         kept, largest = sorted([*kept, wire], reverse=True)[:REDUCTIONS], max(largest, arriving)
         own = _gradient_of(segment)
@@ -257,12 +258,6 @@ def _gathered(plan: Plan) -> tuple[int, int]:
     return roots + max(most_gathered_bytes(order, budget) for order in (blocks, blocks[::-1])), roots
 
 
-def _gathers(plan: Plan, segment: Segment) -> bool:
-    columns = segment.columns
-    sliced = bool(columns.storage.axis and plan.slices(segment) > 1)
-    return sliced or columns.encodes or columns.storage.dtype is not columns.compute
-
-
 def _resting_bytes(segment: Segment, placed: Placed, shard: int) -> int:
     return placed.dtype.nbytes(segment.padded) // (shard if placed.axis else 1)
 
@@ -277,17 +272,14 @@ def accumulators_of(plan: Plan, segment: Segment, micro_batches: int) -> int:
         return 1
     if plan.policy.pipeline is None or _sums_slices(plan, segment):
         return accumulators(micro_batches)
-    return micro_batches.bit_length() - 1 + _most_unfinished(plan, micro_batches)
+    unfinished = most_unfinished(plan.policy.pipeline, plan.mesh.pipeline, micro_batches)
+    return micro_batches.bit_length() - 1 + unfinished
 
 
 def _sums_slices(plan: Plan, segment: Segment) -> bool:
     """Return True if every micro-batch is reduced before it is added to others."""
     update = segment.columns.update
     return update is not None and bool(update.accumulate.axis) and plan.slices(segment) > 1
-
-
-def _most_unfinished(plan: Plan, micro_batches: int) -> int:
-    return most_unfinished(plan.policy.pipeline, plan.mesh.pipeline, micro_batches)
 
 
 def _arriving(plan: Plan, micro_batches: int) -> tuple[int, ...]:
@@ -325,7 +317,7 @@ def sums_bytes(plan: Plan, segment: Segment, micro_batches: int) -> int:
         return size + more
     landing = size
     if update.reduce.order == "tree" and _sums_slices(plan, segment):
-        landing *= _most_unfinished(plan, micro_batches)
+        landing *= most_unfinished(plan.policy.pipeline, plan.mesh.pipeline, micro_batches)
     if not update.axis:
         in_place = update.reduce.wire is update.accumulate.dtype and not update.accumulate.axis
         return more + (size if in_place else landing + size // shard)
@@ -352,35 +344,23 @@ def _landing(plan: Plan, segment: Segment, micro_batches: int) -> int:
     return segment.padded * update.accumulate.dtype.size
 
 
-def _wire_buffers(plan: Plan, segment: Segment) -> int:
-    """Count the buffers of a reduction: received parts, the copy in the wire's dtype, and the sum."""
+def _wire_buffers(plan: Plan, segment: Segment) -> tuple[int, int]:
+    """Count the buffers of a reduction, and those of them in which other ranks' parts arrive.
+
+    The others are the copy in the wire's dtype, and the sum.
+    """
     update, shard = segment.columns.update, plan.slices(segment)
     if update is None or shard == 1:
-        return 0
-    received = _received(plan, segment)
-    if _halves(update, shard):
-        return received
-    wire = update.reduce.wire
+        return 0, 0
+    wire, is_tree = update.reduce.wire, update.reduce.order == "tree"
+    if is_tree and shard >= HALVING and not shard & (shard - 1):  # the buffer of `halving_exchanges`
+        return wire.nbytes(segment.padded), wire.nbytes(segment.padded)
+    elsewhere = segment.padded if wire.format else segment.padded * (shard - 1) // shard
+    received = wire.nbytes(elsewhere)
     sent = 0 if wire is update.accumulate.dtype else wire.nbytes(segment.padded)
     summed = segment.padded // shard * update.reduce.sum.size
-    levels = rank_levels(shard) if update.reduce.order == "tree" else 0
-    return received + sent + summed * (1 + levels)
-
-
-def _received(plan: Plan, segment: Segment) -> int:
-    """Count the bytes of the buffer in which other ranks' parts arrive."""
-    update, shard = segment.columns.update, plan.slices(segment)
-    if update is None or shard == 1:
-        return 0
-    if _halves(update, shard):
-        return update.reduce.wire.nbytes(segment.padded)  # the buffer of `halving_exchanges`
-    wire = update.reduce.wire
-    return wire.nbytes(segment.padded) if wire.format else segment.padded * (shard - 1) // shard * wire.size
-
-
-def _halves(update: Update, shard: int) -> bool:
-    """Return True if a sum over ranks travels by recursive halving."""
-    return update.reduce.order == "tree" and shard >= HALVING and not shard & (shard - 1)
+    levels = rank_levels(shard) if is_tree else 0
+    return received + sent + summed * (1 + levels), received
 
 
 HALVING = 8

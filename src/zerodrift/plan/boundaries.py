@@ -1,12 +1,8 @@
 """The dtype boundaries of a forward: modules that compute in a dtype of their own, and the dtype they return.
 
-A module has a boundary if all its parameters compute in one dtype that is not the mode's, such as a pinned
-router, norm or head. The engine casts its floating inputs to that dtype, turns autocast off inside, and
-returns the module's dtype (`keep`) or its input's (`input`). The outermost such module has the boundary. A
-module without a forward, such as a `ModuleList`, is never called, so its children have boundaries instead.
-
-A plan from files knows only names: every tensor counts as a parameter, and a module whose children are all
-numbered counts as a list. Such a plan says so in a note, and the engine follows the plan or refuses it.
+Section 2 of `docs/architecture.md` says what a boundary is. A module without a forward, such as a
+`ModuleList`, is never called, so its children have boundaries instead. A plan from files says in a note that
+it knows only names, and the engine follows the plan or refuses it.
 
 Invariant: a pure function of policy and model; no boundary lies inside another.
 """

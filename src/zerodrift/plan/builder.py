@@ -8,7 +8,6 @@ Invariant: a plan that `build` returns has passed every check of `plan/check.py`
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -27,15 +26,13 @@ from zerodrift.policy import (
     TIED,
     V_SHAPED,
     Columns,
-    ColumnsOf,
     Master,
     Policy,
+    decide_columns,
     for_parameters,
     queues,
     refuse_order,
     refuse_ranks,
-    require_matches,
-    require_one_compute,
 )
 
 
@@ -46,14 +43,14 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     """
     if not model.parameters:
         raise ModelError(model.source, "must have parameters", got="none", do="Is it the right file?")
-    columns = _columns(policy, model)
+    columns = decide_columns(policy, model)
     pieces = stages.pieces(policy.pipeline, mesh)
     split = "layers" if policy.pipeline is None else policy.pipeline.split
     found = gathered = find_units(model, policy.sharding.units, pieces, split)
     tied = any(columns[index].update is not None for members in found for index in members.copies)
     policy, before = for_parameters(policy, columns, mesh, tied), policy
     if policy is not before:
-        columns = _columns(policy, model)
+        columns = decide_columns(policy, model)
     problems = Problems()
     if policy.requires_tree:
         whens = [kind.update.reduce.when for kind in columns if kind.update is not None]
@@ -97,33 +94,20 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     return plan
 
 
-def _columns(policy: Policy, model: ModelSpec) -> list[Columns]:
-    columns_of = ColumnsOf(policy, model)
-    require_matches(policy.rules, model, columns_of.problems)
-    columns = [columns_of(parameter) for parameter in model.parameters]
-    columns_of.require_one_export(columns)
-    columns_of.problems.raise_as(ConfigError)
-    if not policy.mode.autocast:
-        require_one_compute(model, columns, policy.rules, columns_of.problems)
-        columns_of.problems.raise_as(ConfigError)
-    return columns
-
-
 def _require_experts(model: ModelSpec, columns: Sequence[Columns], ranks: int) -> None:
     """Raise one error with all parameters that cannot be divided over `ranks`."""
     if ranks == 1:
         return
     problems = Problems()
-    stacks = [p for p, of in zip(model.parameters, columns, strict=True) if of.parallel]
-    for stack, of in zip(model.parameters, columns, strict=True):
+    stacks = [(p, of) for p, of in zip(model.parameters, columns, strict=True) if of.parallel]
+    first_of: dict[str, tuple[int, str]] = {}  # module -> number of experts and name of its first stack
+    for parameter, of in stacks:
         form = of.storage.dtype.format or of.gather.format
         block = form.block if form is not None and isinstance(form.block, int) else 1
-        if of.parallel and math.prod(stack.shape) // ranks % block:
+        if parameter.numel // ranks % block:
             must = f"must have blocks of {block} that the experts of a rank fill"
-            got = f"{math.prod(stack.shape) // ranks:,} elements on each of {ranks} ranks"
-            problems.add(stack.name, must, got=got, do="Give it a plain dtype with a rule.")
-    first_of: dict[str, tuple[int, str]] = {}  # module -> number of experts and name of its first stack
-    for parameter in stacks:
+            got = f"{parameter.numel // ranks:,} elements on each of {ranks} ranks"
+            problems.add(parameter.name, must, got=got, do="Give it a plain dtype with a rule.")
         name, shape = parameter.name, list(parameter.shape)
         owner = name.rpartition(".")[0]
         parts = owner.split(".")
@@ -180,15 +164,16 @@ def _add_unit(
         sliced = shared.storage.axis != "" or shared.trained
         placement = "sliced" if shared.update is None else shared.update.placement
         slices = mesh.shard // parts
-        packed = pack(parameters, slices if sliced else 1, placement)
+        offsets, padded = pack(parameters, slices if sliced else 1, placement)
         number, start = len(segments), len(rows)
-        for parameter, index, offset in zip(parameters, indices, packed.offsets, strict=True):
+        for parameter, index, offset in zip(parameters, indices, offsets, strict=True):
             names, klass = parameter.names, parameter.owners[0].klass
             place = unit, number, offset, parts
             rows.append(Row(names, parameter.shape, parameter.dtype, klass, columns[index], *place))
         numbers = tuple(sorted(range(start, len(rows)), key=lambda number: rows[number].offset))
         copies = members.copies.get(indices[0], ())
-        segments.append(Segment(unit, shared, numbers, packed.numel, packed.padded, copies))
+        numel = sum(parameter.numel for parameter in parameters)
+        segments.append(Segment(unit, shared, numbers, numel, padded, copies))
     held = tuple(range(first_row, len(rows))), tuple(range(first_segment, len(segments)))
     units.append(Unit(members.name, *held, members.stage, members.products))
 

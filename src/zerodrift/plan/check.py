@@ -83,17 +83,12 @@ def no_slice_cuts_what_is_whole(plan: Plan) -> Iterator[str]:
 
 
 def pins_hold_everywhere(plan: Plan) -> Iterator[str]:
-    for row in plan.rows:
-        columns = row.columns
-        if not columns.pinned:
-            continue
-        dtypes, update = {columns.storage.dtype, columns.gather, columns.compute}, columns.update
-        if update is not None:
-            dtypes |= {update.grad, update.accumulate.dtype, update.reduce.wire, update.reduce.sum}
-            dtypes.add(update.state.dtype)
-            if update.master is not Master.SAME:
-                yield f"{row.name} is pinned but has a master of its own"
-        if dtypes != {DType.FP32}:
+    for row in (row for row in plan.rows if row.columns.pinned):
+        cells = {column: text.rstrip("/") for column, text in row.columns.cells().items() if text != "-"}
+        if cells.pop("master", "same") != "same":
+            yield f"{row.name} is pinned but has a master of its own"
+        del cells["export"]
+        if set(cells.values()) != {"fp32"}:
             yield f"{row.name} is pinned but not fp32 in every column"
 
 

@@ -13,7 +13,7 @@ Invariant: pure. Every row is in exactly one group, and all rows of a group fit 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems
@@ -76,18 +76,6 @@ def find_groups(plan: Plan) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-@dataclass(slots=True)
-class _Node:
-    """A module of a unit, with the rows that it owns directly."""
-
-    path: str
-    rows: list[int] = field(default_factory=list)
-    children: dict[str, _Node] = field(default_factory=dict)
-
-    def below(self) -> list[int]:
-        return [*self.rows, *(row for child in self.children.values() for row in child.below())]
-
-
 class _UnitGroups:
     def __init__(self, plan: Plan, number: int, problems: Problems) -> None:
         self._unit, self._rows = plan.units[number], plan.rows
@@ -98,33 +86,19 @@ class _UnitGroups:
     def groups(self) -> list[Group]:
         unit = self._unit
         owners = {row: tuple(dict.fromkeys(map(_owner, self._rows[row].names))) for row in unit.rows}
-        root = self._tree(row for row in unit.rows if len(owners[row]) == 1)
-        kind = self._main(root.rows, unit.rows)
+        kind = self._main([row for row in unit.rows if owners[row] == (unit.name,)], unit.rows)
         self._made[(unit.name,)] = (kind, [])
         for row in (row for row in unit.rows if len(owners[row]) > 1):
             # A parameter of several modules is in the unit's group, or makes its modules one group.
             own = kind_of(self._rows[row])
             fits = kind.fits(self._rows[row])
             self._made.setdefault((unit.name,) if fits else owners[row], (own, []))[1].append(row)
-        self._visit(root, (unit.name,), kind)
+        self._visit(unit.name, [row for row in unit.rows if len(owners[row]) == 1], (unit.name,), kind)
         return [
             Group(self._number, paths, kind, tuple(sorted(rows)))
             for paths, (kind, rows) in self._made.items()
             if rows or paths == (unit.name,)
         ]
-
-    def _tree(self, rows: Iterable[int]) -> _Node:
-        name = self._unit.name
-        root = _Node(name)
-        for row in rows:
-            owner = _owner(self._rows[row].name)
-            inner = owner[len(name) :].strip(".")
-            node = root
-            for part in inner.split(".") if inner else ():
-                path = f"{node.path}.{part}" if node.path else part
-                node = node.children.setdefault(part, _Node(path))
-            node.rows.append(row)
-        return root
 
     def _kinds(self, rows: Iterable[int]) -> list[Kind]:
         """List the different kinds among rows. A frozen row counts only if it fits no trained kind."""
@@ -145,40 +119,42 @@ class _UnitGroups:
                 weights[kind] += self._rows[row].numel
         return max(weights, key=lambda kind: weights[kind]) if weights else Kind(DType.FP32, None)
 
-    def _visit(self, node: _Node, path: tuple[str, ...], kind: Kind) -> None:
+    def _visit(self, module: str, below: list[int], path: tuple[str, ...], kind: Kind) -> None:
         """Put the rows below a module into the group at `path`, or into groups of their own."""
-        below = node.below()
-        shared = next((paths for paths in self._made if len(paths) > 1 and node.path in paths), None)
+        shared = next((paths for paths in self._made if len(paths) > 1 and module in paths), None)
         if shared is not None:
             path, kind = shared, self._made[shared][0]
         if all(kind.fits(self._rows[row]) for row in below):
             self._made[path][1].extend(below)
             return
         kinds = self._kinds(below)
-        if len(kinds) == 1 and node.path not in path:
-            self._made[(node.path,)] = (kinds[0], list(below))
+        if len(kinds) == 1 and module not in path:
+            self._made[(module,)] = (kinds[0], list(below))
             return
-        direct = self._kinds(node.rows)
-        if len(direct) > 1:
-            self._refuse(node, direct)
+        children: dict[str, list[int]] = {}
+        for row in below:
+            inner = _owner(self._rows[row].name)[len(module) :].strip(".").partition(".")[0]
+            children.setdefault(f"{module}.{inner}".strip("."), []).append(row)
+        own = children.pop(module, [])
+        direct = self._kinds(own)
+        is_own_kind = all(kind.fits(self._rows[row]) for row in own)
+        if len(direct) > 1 or (module in path and not is_own_kind):
+            self._refuse(module, own, direct if len(direct) > 1 else [kind, *direct])
             return
-        if not all(kind.fits(self._rows[row]) for row in node.rows):
-            if node.path in path:
-                self._refuse(node, [kind, *direct])
-                return
-            path, kind = (node.path,), direct[0]
+        if not is_own_kind:
+            path, kind = (module,), direct[0]
             self._made[path] = (kind, [])
-        self._made[path][1].extend(node.rows)
-        for child in node.children.values():
-            self._visit(child, path, kind)
+        self._made[path][1].extend(own)
+        for child, rows in children.items():
+            self._visit(child, rows, path, kind)
 
-    def _refuse(self, node: _Node, kinds: list[Kind]) -> None:
-        names = ", ".join(self._rows[row].name.rpartition(".")[2] for row in node.rows)
-        below = f"{node.path}.*" if node.path else "*"
+    def _refuse(self, module: str, own: Sequence[int], kinds: list[Kind]) -> None:
+        names = ", ".join(self._rows[row].name.rpartition(".")[2] for row in own)
+        below = f"{module}.*" if module else "*"
         must = "must hold parameters of one kind: fully_shard has one policy per module"
         do = f"Give all of `{below}` the same columns, or use the native backend."
         got = f"{' and '.join(map(_kind_text, kinds))} among {names}"
-        self._problems.add(node.path or "model", must, got=got, do=do)
+        self._problems.add(module or "model", must, got=got, do=do)
 
 
 def _owner(name: str) -> str:

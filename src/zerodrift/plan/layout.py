@@ -1,12 +1,7 @@
 """The layout of parameters: units from names, segments from columns, offsets from sizes.
 
-A *unit* is gathered together. Unless the config names units, they are the transformer blocks, found by name:
-the outermost numbered children that hold modules of their own (`model.layers.7`), or the children of such a
-module without a forward. The root takes the rest, and parameters that are tied across units.
-
-A *segment* is cut into equal slices, one per rank. Packing alone decides where the cuts fall, so an optimizer
-gets whole parameters or whole matrices by the offsets in its segment. The price is padding: every slice is as
-long as the fullest.
+Section 4 of `docs/architecture.md` says what units and segments are. Packing alone decides where the cuts of
+slices fall, so an optimizer gets whole parameters or whole matrices by the offsets in its segment.
 
 Invariant: pure arithmetic. Every parameter is in exactly one unit, and offsets are multiples of BLOCK.
 """
@@ -71,11 +66,13 @@ def find_units(
         must = f"must not exceed the number of blocks, {len(blocks)}"
         do = "Use fewer stages, or name finer units in `sharding.units`."
         raise ConfigError("pipeline.stages", must, got=stages, do=do)
+    if stages == 1:
+        return [Members("", tuple(rest), 0), *(Members(name, tuple(of), 0) for name, of in blocks.items())]
     stage_of = {name: number * stages // len(blocks) for number, name in enumerate(blocks)}
     costs = {name: sum(products(model.parameters[i]) for i in block) for name, block in blocks.items()}
     ends = [i for i in rest if _root_stage(i, first_block, stages) or len(model.parameters[i].names) > 1]
     after = sum(products(model.parameters[i]) for i in ends)
-    if split == "cost" and stages > 1:
+    if split == "cost":
         sizes = even_by_cost(list(costs.values()), stages, after)
         stage_of = dict(zip(blocks, (s for s, size in enumerate(sizes) for _ in range(size)), strict=True))
     units = []
@@ -91,8 +88,6 @@ def find_units(
             units.append(Members("", tuple(root), stage, copies))
         here = [name for name in blocks if stage_of[name] == stage]
         units += [Members(name, tuple(blocks[name]), stage, products=costs[name]) for name in here]
-    if stages == 1:
-        return [replace(unit, products=0) for unit in units]
     # The last unit also carries the cost behind the blocks: the root of a tied head is elsewhere.
     return [*units[:-1], replace(units[-1], products=units[-1].products + after)]
 
@@ -135,17 +130,17 @@ def _numbered(name: str) -> list[tuple[str, int]]:
 
 def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
     """Find blocks by the config's patterns; the innermost module that matches wins."""
-    compiled = [re.compile(_module_glob(pattern)) for pattern in patterns]
     paths = {path for p in model.parameters for name in p.names for path in enclosing_modules(name)}
-    chosen = {path for path in paths if any(regex.match(path) for regex in compiled)}
+    found = [{path for path in paths if _matches(path, pattern)} for pattern in patterns]
     problems = Problems()
-    for number, (pattern, regex) in enumerate(zip(patterns, compiled, strict=True)):
-        if not any(regex.match(path) for path in paths):
+    for number, (pattern, matched) in enumerate(zip(patterns, found, strict=True)):
+        if not matched:
             shapes = sorted({re.sub(r"\d+", "*", path) for path in paths})
             hint = did_you_mean(pattern, shapes) or f"Modules here: {', '.join(shapes[:4])}."
             must = f"must match a module of {model.source}"
             problems.add(f"sharding.units[{number}]", must, got=f"no match for {pattern!r}", do=hint)
     problems.raise_as(ConfigError)
+    chosen = set[str]().union(*found)
 
     def block_of(name: str) -> str:
         return next((path for path in enclosing_modules(name) if path in chosen), "")
@@ -153,23 +148,13 @@ def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
     return block_of
 
 
-def _module_glob(pattern: str) -> str:
-    """Translate a glob on module paths to a regex; `*` stays within one component."""
-    out = []
-    for part in pattern.split("."):
-        piece = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
-        out.append(piece.replace(".*", "[^.]*"))
-    return r"(?s:" + r"\.".join(out) + r")\Z"
+def _matches(path: str, pattern: str) -> bool:
+    """Match a module path by a glob; `*` stays within one component."""
+    parts, globs = path.split("."), pattern.split(".")
+    return len(parts) == len(globs) and all(map(fnmatch.fnmatchcase, parts, globs))
 
 
 # --- segments ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    offsets: tuple[int, ...]
-    numel: int
-    padded: int
 
 
 def group(
@@ -192,43 +177,37 @@ def group(
     return parts
 
 
+Packed = tuple[tuple[int, ...], int]
+"""The offsets of parameters in a segment, and the elements that it allocates."""
+
+
 def pack(parameters: Sequence[ParameterSpec], slices: int, placement: Placement = "sliced") -> Packed:
     if placement == "whole" and slices > 1:
-        return _pack_whole(parameters, slices)
-    if placement == "matrices" and slices > 1:
-        return _pack_stack(parameters[0], slices)
+        return _pack_whole([round_up(parameter.numel, BLOCK) for parameter in parameters], slices)
+    if placement == "matrices" and slices > 1:  # slices end between two matrices and between two blocks
+        matrix = max(1, math.prod(parameters[0].shape[-2:]))
+        step = BLOCK // math.gcd(matrix, BLOCK)  # matrices that fill whole blocks
+        return (0,), round_up(-(-parameters[0].numel // (matrix * slices)), step) * matrix * slices
     offsets, end = [], 0
     for parameter in parameters:
         offsets.append(end)
         end = round_up(end + parameter.numel, BLOCK)
-    return Packed(tuple(offsets), sum(p.numel for p in parameters), round_up(end, BLOCK * slices))
+    return tuple(offsets), round_up(end, BLOCK * slices)
 
 
-def _pack_whole(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
+def _pack_whole(lengths: Sequence[int], slices: int) -> Packed:
     """Pack whole parameters into slices, longest first, each into the first slice with the least in it.
 
     The result is at worst a third longer than the best packing, and the same on every rank.
     """
-    lengths = [round_up(parameter.numel, BLOCK) for parameter in parameters]
-    filled = [(0, number) for number in range(min(slices, len(parameters)))]  # more would stay empty
-    places: list[tuple[int, int]] = [(0, 0)] * len(parameters)
-    for index in sorted(range(len(parameters)), key=lambda index: -lengths[index]):
+    filled = [(0, number) for number in range(min(slices, len(lengths)))]  # more would stay empty
+    places: list[tuple[int, int]] = [(0, 0)] * len(lengths)
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length, number = filled[0]
         places[index] = (number, length)
         heapq.heapreplace(filled, (length + lengths[index], number))
     size = max(length for length, _ in filled)
-    offsets = tuple(number * size + start for number, start in places)
-    return Packed(offsets, sum(parameter.numel for parameter in parameters), size * slices)
-
-
-def _pack_stack(parameter: ParameterSpec, slices: int) -> Packed:
-    """Divide a stack of matrices into slices that end between two matrices and between two blocks."""
-    matrix = math.prod(parameter.shape[-2:])
-    if matrix == 0:
-        return Packed((0,), 0, 0)
-    step = BLOCK // math.gcd(matrix, BLOCK)  # matrices that fill whole blocks
-    size = round_up(-(-parameter.numel // (matrix * slices)), step) * matrix
-    return Packed((0,), parameter.numel, size * slices)
+    return tuple(number * size + start for number, start in places), size * slices
 
 
 # --- small segments ---------------------------------------------------------------------------------

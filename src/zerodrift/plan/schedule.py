@@ -3,10 +3,6 @@
 The engine issues collectives in this order and a test compares the two lists; `cost` adds up the bytes. An
 operation is named by its meaning: a `reduce_scatter` may be carried by an exchange and a local sum.
 
-Each micro-batch gathers every unit in order for its forward and in reverse order for its backward, unless it
-was kept, and reduces a unit's gradient behind its backward. With a second copy of the blocks, gathers of a
-backward are among the ranks that share it. `step_end` follows the last micro-batch.
-
 Units are gathered ahead by bytes, so that many small units hide a wait as well as one large unit. The unit
 that runs and those gathered ahead share a budget: by default the size of the largest two neighbours, which
 costs no memory at the peak. At least one unit is gathered ahead, whatever its size.
@@ -82,12 +78,9 @@ def events(plan: Plan, stage: int = 0, micro_batches: int | None = None) -> Iter
     A gather begins at its place in the list and has ended before its unit computes. `cost.REDUCTIONS`
     reductions are under way at once, and none when a backward has ended.
     """
-    count = micro_batches or plan.policy.batch.accumulation
-    plan = part(plan, stage)
-    for times, first, last in _repetitions(count):
+    for times, some in _repeated(plan, stage, micro_batches or plan.policy.batch.accumulation):
         for _ in range(times):
-            yield from _micro_batch(plan, stage, first, last)
-    yield from step_end(plan)
+            yield from some
 
 
 def count_collectives(plan: Plan, stage: int, micro_batches: int) -> Iterator[tuple[Collective, int]]:
@@ -95,19 +88,18 @@ def count_collectives(plan: Plan, stage: int, micro_batches: int) -> Iterator[tu
 
     A million micro-batches make a list as short as that of three.
     """
-    plan = part(plan, stage)
-    parts = [
-        (times, _micro_batch(plan, stage, *ends)) for times, *ends in _repetitions(micro_batches) if times
-    ]
-    for times, some in (*parts, (1, step_end(plan))):
+    for times, some in _repeated(plan, stage, micro_batches):
         yield from ((event, times) for event in some if isinstance(event, Collective))
 
 
-def _repetitions(count: int) -> tuple[tuple[int, bool, bool], ...]:
-    """Group the micro-batches of a step that issue the same list: (times, is the first, is the last)."""
-    if count == 1:
-        return ((1, True, True),)
-    return ((1, True, False), (count - 2, False, False), (1, False, True))
+def _repeated(plan: Plan, stage: int, count: int) -> Iterator[tuple[int, list[Event]]]:
+    """List the events of a step by micro-batch, each list with the number of its repetitions."""
+    plan = part(plan, stage)
+    first, last = (1, True, count == 1), (int(count > 1), False, True)
+    for times, is_first, is_last in (first, (max(0, count - 2), False, False), last):
+        if times:
+            yield times, list(_micro_batch(plan, stage, is_first, is_last))
+    yield 1, list(step_end(plan))
 
 
 def step_end(plan: Plan) -> Iterator[Event]:

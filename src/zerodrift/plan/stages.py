@@ -1,10 +1,8 @@
 """The pieces of a pipeline: the cuts of a model, the rank of each piece, and a rank's part of a plan.
 
-A model is cut into as many pieces as the pipeline axis has ranks, or `pipeline.chunks` times as many. Pieces
-are assigned to ranks in turns, or forth and back for V-shaped schedules. One plan describes all pieces, and
-`part` is the plan that one rank of the axis executes. `pipeline/schedules.py` gives the order of actions to a
-`Timeline`, in which a forward, an input's gradient and a weight's gradient take one unit of time each, and
-messages take none.
+Pieces are assigned to ranks in turns, or forth and back for V-shaped schedules. One plan describes all
+pieces, and `part` is the plan that one rank of the axis executes. `pipeline/schedules.py` gives the order of
+actions to a `Timeline`, in which messages take no time.
 
 Invariant: every row of a plan is in the part of exactly one rank as `lead`. An action of a timeline begins as
 soon as its rank is free and the actions that it needs have ended.
@@ -31,7 +29,7 @@ from zerodrift.policy import V_SHAPED, Pipelining
 
 
 def pieces(pipeline: Pipelining | None, mesh: MeshShape) -> int:
-    """Return the number of pieces of a model."""
+    """Return the number of pieces of a model: `pipeline.chunks` for each rank of the pipeline axis."""
     return mesh.pipeline * (1 if pipeline is None else pipeline.chunks)
 
 
@@ -71,30 +69,20 @@ def crossings(plan: Plan) -> int:
     return sum(one != other for one, other in itertools.pairwise(homes))
 
 
-def activation_width(plan: Plan) -> int | None:
-    """Return the values per token that travel between pieces: the embedding width of a `transformers` model.
+def activations(plan: Plan) -> tuple[int, DType] | None:
+    """Return the values per token that travel between pieces of a `transformers` model, and their dtype.
 
-    None for any other model, whose layers may pass anything on.
+    They are as wide as the embedding. All layers compute in the mode's dtype, except that under autocast the
+    residual stream keeps the embedding's storage dtype. None for any other model, whose layers may pass
+    anything on.
     """
-    row = _embedding(plan)
-    return None if row is None else row.shape[-1]
-
-
-def activation_dtype(plan: Plan) -> DType:
-    """Return the dtype of the activations that travel between pieces of a `transformers` model.
-
-    All layers compute in the mode's dtype. Except that under autocast the residual stream keeps the
-    embedding's storage dtype.
-    """
-    row, mode = _embedding(plan), plan.policy.mode
-    return mode.dtype if row is None or not mode.autocast else row.columns.storage.dtype
-
-
-def _embedding(plan: Plan) -> Row | None:
     if not any(row.klass.startswith("transformers.models.") for row in plan.rows):
         return None
     rows = (plan.row(f"{name}.weight") for name in ("model.embed_tokens", "transformer.wte"))
-    return next((row for row in rows if row is not None and len(row.shape) == 2), None)
+    row, mode = next((row for row in rows if row is not None and len(row.shape) == 2), None), plan.policy.mode
+    if row is None:
+        return None
+    return row.shape[-1], row.columns.storage.dtype if mode.autocast else mode.dtype
 
 
 # --- cutting --------------------------------------------------------------------------------------------
@@ -233,6 +221,7 @@ def is_tied_across_ranks(plan: Plan, segment: Segment) -> bool:
 
 
 TIME = {"F": 1, "B": 2, "I": 1, "W": 1}
+"""Units of time of an action by its kind."""
 
 
 @dataclass(frozen=True, slots=True)

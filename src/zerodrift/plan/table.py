@@ -235,9 +235,7 @@ class Plan:
             "segment_fields": [*SEGMENT_FIELDS, *(["copies"] if tied else [])],
             "segments": segments,
             "boundary_fields": list(BOUNDARY_FIELDS),
-            "boundaries": [
-                [encode(getattr(boundary, name)) for name in BOUNDARY_FIELDS] for boundary in self.boundaries
-            ],
+            "boundaries": [list(encode(boundary).values()) for boundary in self.boundaries],
             "notes": list(self.notes),
         }
 

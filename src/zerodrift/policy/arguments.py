@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from zerodrift.config import Config, fields, join, plain, shown
 from zerodrift.errors import Problems, did_you_mean
@@ -265,29 +265,23 @@ class AutoNumbers:
         self._problems.add(key, must, got="'auto'", do=do)
         return None
 
-    def _auto_number(self, key: str) -> Any:
-        """Return the caller's value for a key of the schema, checked as if written in the config."""
-        number = self._auto(key)
-        kind: Any = fields.kind_at(key.split("."), Config)
+    def value(self, key: str, written: Any) -> Any:
+        """Return what is written, or the caller's number for "auto", checked as if written in the config."""
+        number = self._auto(key) if written == AUTO else None
         if number is None:
-            return None
+            return None if written == AUTO else written
+        kind = next(known.kind for known in fields.every_key(Config) if known.path == key)
         try:
-            return TypeAdapter(kind).validate_python(number)
+            return fields.adapter(kind).validate_python(number)
         except ValidationError:
             one = not isinstance(number, (list, dict))
             must = fields.must(kind, number).replace(f' or "{AUTO}"', "") if one else "must be one number"
             self._problems.add(key, must, got=shown(number), do="Pass another.")
             return None
 
-    def number(self, key: str, value: float | str | None, default: float) -> float:
-        if value == AUTO:
-            value = self._auto_number(key)
+    def number(self, key: str, written: float | str | None, default: float) -> float:
+        value = self.value(key, written)
         return default if value is None else float(value)
-
-    def integer(self, key: str, value: int | str | None) -> int | None:
-        if value == AUTO:
-            value = self._auto_number(key)
-        return None if value is None else int(value)
 
     def params(self, where: str, kind: str, params: Mapping[str, Any]) -> str:
         """Fill the autos of a block of arguments, check the block, and return it as JSON text."""

@@ -284,38 +284,32 @@ def _count(number: int, one: str, plural: str = "s") -> str:
 # --- the mode --------------------------------------------------------------------------------------------
 
 
-Flag = Literal["absent", "auto", "true", "false"]
-
-
-def flag(value: bool | str | None) -> Flag:
-    """Return the written form of a key that may be true, false, auto or absent."""
-    if value is None or value == "auto":
-        return "auto" if value else "absent"
-    return "true" if value else "false"
+Flag = bool | Literal["auto"] | None
+"""A key as it is written; None is absent."""
 
 
 def from_flags(bf16: Flag, fp16: Flag, asks: bool) -> tuple[Mode | None, str]:
     """Return the mode and its reason; None if both are true. `asks`: `precision.mode` is `auto`."""
-    if bf16 == fp16 == "true":
+    if bf16 is fp16 is True:
         return None, "both `bf16.enabled` and `fp16.enabled` are true"
-    if bf16 == "true":
+    if bf16 is True:
         return Mode.BF16, "`bf16.enabled` is true"
-    if fp16 == "true":
+    if fp16 is True:
         return Mode.FP16, "`fp16.enabled` is true"
     asked = [name for name, on in (("bf16.enabled", bf16), ("fp16.enabled", fp16)) if on == "auto"]
     asked += ["precision.mode"] if asks else []
     if not asked:
         return Mode.FP32, "nothing asks for mixed precision"
     auto = " and ".join(f"`{key}`" for key in asked) + (" is auto" if len(asked) == 1 else " are auto")
-    if bf16 == "false":
+    if bf16 is False:
         return Mode.FP32, f"{auto}, but `bf16.enabled` is false, and fp16 is never chosen by itself"
     return Mode.BF16, f"{auto} and bf16 is not ruled out"
 
 
 def decide_mode(config: Config, problems: Problems) -> Decision:
     """Decide the mode of a config, with its reason; contradictions go to `problems`."""
-    bf16 = flag(config.bf16.enabled if config.bf16 else None)
-    fp16 = flag(config.fp16.enabled if config.fp16 else None)
+    bf16 = config.bf16.enabled if config.bf16 else None
+    fp16 = config.fp16.enabled if config.fp16 else None
     written = config.precision.mode
     autocast = config.torch_autocast
     if autocast is not None and autocast.enabled:
@@ -330,8 +324,8 @@ def decide_mode(config: Config, problems: Problems) -> Decision:
     mode = Mode(written)
     must = f"must agree with `precision.mode`, which is {mode}"
     for key, state, own in (("bf16.enabled", bf16, Mode.BF16), ("fp16.enabled", fp16, Mode.FP16)):
-        if state == ("false" if mode is own else "true"):
-            problems.add(key, must, got=state, do=f"Remove `{key}` or `precision.mode`.")
+        if state is (mode is not own):
+            problems.add(key, must, got=shown(state), do=f"Remove `{key}` or `precision.mode`.")
     if mode.autocast and autocast is not None:
         do = "Remove one of the two keys."
         if autocast.enabled is False:
@@ -357,7 +351,7 @@ def _autocast(config: Config, block: TorchAutocast, bf16: Flag, fp16: Flag, prob
         do = "Remove `precision.mode` or the `torch_autocast` block."
         problems.add("precision.mode", must, got=written, do=do)
     for key, state, own in (("bf16", bf16, DType.BF16), ("fp16", fp16, DType.FP16)):
-        if state != "true":
+        if state is not True:
             continue
         if has_flag(config, f"{key}_master_weights_and_grads") and own is dtype:
             why += f"; `{key}.enabled` only sets the dtype of parameters, masters and accumulator"

@@ -9,17 +9,20 @@ Invariant: `complete` is a pure function of its arguments, and its result needs 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import json
+from dataclasses import dataclass, replace
 
 from zerodrift.dtypes import DType, lost
 from zerodrift.errors import Problems
+from zerodrift.optimizers import of_type
 from zerodrift.policy import narrow
-from zerodrift.policy.backends import Backend
+from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.decisions import (
     COLUMNS,
     OPTIONS,
     Axis,
     Columns,
+    ComponentSpec,
     Exclusion,
     LinearProducts,
     Master,
@@ -28,28 +31,17 @@ from zerodrift.policy.decisions import (
     Output,
     Placed,
     Placement,
+    Policy,
     Reduction,
     State,
     Update,
+    uses_muon,
 )
 from zerodrift.policy.order import CARRIED, WIRE, refuse_order
 from zerodrift.policy.rules import PRODUCTS, Demands, is_by_rule
-from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict, storage_verdict
+from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, why_not_state, why_not_storage
 
 VECTOR = "a vector: too few bytes to save"
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnContext:
-    mode: Mode
-    backend: Backend
-    stage: int
-    allow_narrow: bool
-    beta2: float | None
-    """Decay of the optimizer's second moment, which limits its rounding; None without one."""
-    muon: bool
-    """Whether the optimizer is Muon, which leaves some parameters to AdamW."""
-    requires_tree: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +70,7 @@ class ParameterTraits:
 
 def complete(
     demands: Demands,
-    context: ColumnContext,
+    policy: Policy,
     traits: ParameterTraits,
     pinned: bool,
     output: Output | None,
@@ -86,7 +78,7 @@ def complete(
 ) -> Columns:
     """Decide every column of a parameter."""
     if traits.source.is_floating:
-        fill = _ColumnFiller(demands, context, traits, problems)
+        fill = _ColumnFiller(demands, policy, traits, problems)
         storage = fill.storage()
         compute = fill.compute()
         gather = fill.gather(storage, compute)
@@ -97,7 +89,7 @@ def complete(
         placed = Placed(storage, fill.storage_axis)
         asked = tuple((key, by) for key, (_, by) in fill.demands.items() if key in (*COLUMNS, "reduce.wire"))
         columns = Columns(placed, gather, compute, update, export, output, pinned, why, "", products, asked)
-        context.backend.refuse_columns(columns, fill.place, problems)
+        BACKENDS[policy.backend].refuse_columns(columns, fill.place, problems)
     else:  # an integer or boolean parameter keeps its dtype
         dtype = traits.source
         reason = f"{dtype} is not a floating dtype: kept as it is"
@@ -108,15 +100,12 @@ def complete(
     return replace(columns, parallel="expert", why=(*columns.why, ("parallel", traits.expert)))
 
 
-@dataclass
 class _ColumnFiller:
-    demands: Demands
-    context: ColumnContext
-    traits: ParameterTraits
-    problems: Problems
-    why: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, demands: Demands, policy: Policy, traits: ParameterTraits, problems: Problems) -> None:
+        self.demands, self.policy, self.traits, self.problems = demands, policy, traits, problems
+        self.why: dict[str, str] = {}
+        self._mode, self._stage = policy.mode, policy.sharding.stage
+        self._backend = BACKENDS[policy.backend]
         self._kept_wide = ""
         """Clause on why a narrow gather of all parameters is not this one's; `""` if it is."""
         self._encoded = self._narrow_gather()
@@ -124,7 +113,7 @@ class _ColumnFiller:
 
     @property
     def storage_axis(self) -> Axis:
-        return "shard" if self.context.stage == 3 or self.context.backend.storage_sharded else ""
+        return "shard" if self._stage == 3 or self._backend.storage_sharded else ""
 
     def _text(self, column: str, default: str, reason: str) -> str:
         value, self.why[column] = self.demands.get(column, (default, reason))
@@ -162,7 +151,7 @@ class _ColumnFiller:
         return self.traits.dimensions < 2 and not is_by_rule(key)
 
     def storage(self) -> DType:
-        mode, source = self.context.mode, self.traits.source
+        mode, source = self._mode, self.traits.source
         if self._encoded is not None and self.storage_axis:
             reason = f"`gather` is {self._encoded}: it is encoded from fp32 values"
             storage = self._demanded("storage", DType.FP32, reason)
@@ -171,8 +160,8 @@ class _ColumnFiller:
             return storage
         if mode.autocast:
             default, reason = DType.FP32, f"mode {mode}: parameters rest in fp32"
-        elif self.context.backend.storage_fp32 and mode is not Mode.FP32:
-            default, reason = DType.FP32, self.context.backend.storage_fp32
+        elif self._backend.storage_fp32 and mode is not Mode.FP32:
+            default, reason = DType.FP32, self._backend.storage_fp32
         else:
             default, reason = mode.dtype, f"mode {mode}"
         if not self.traits.trained and source is not default and default.holds(source):
@@ -181,10 +170,9 @@ class _ColumnFiller:
             reason += f"; `precision.frozen` is for linear layers, and this is {self.traits.not_linear}"
         storage = self._demanded("storage", default, reason)
         if storage.format is not None:
-            verdict = storage_verdict(self.traits.trained, self.context.backend.name)
-            if verdict.status == "no":
+            if reason := why_not_storage(self.traits.trained, self._backend.name):
                 do = "`precision.frozen` is for frozen ones alone." if self.traits.trained else ""
-                self._refuse("storage", f"`storage` must not be {storage} here: {verdict.reason}", do=do)
+                self._refuse("storage", f"`storage` must not be {storage} here: {reason}", do=do)
             self.why["storage"] += f": {storage.format.describe()}, {self._coded(storage)}"
         return storage
 
@@ -200,7 +188,7 @@ class _ColumnFiller:
         return f"quantised from the checkpoint's {checkpoint}{decoded}"
 
     def compute(self) -> DType:
-        mode = self.context.mode
+        mode = self._mode
         default, reason = mode.dtype, f"mode {mode}"
         if mode.autocast and self.traits.safe:
             reason = "autocast: every module that owns it is in the safe list"
@@ -247,17 +235,17 @@ class _ColumnFiller:
             self.why["gather"] = f"{key}: {source} is the source, {after}"
             return self._encoded
         if not self.storage_axis:
-            reason = f"stage {self.context.stage}: storage is whole, an updated slice travels as stored"
+            reason = f"stage {self._stage}: storage is whole, an updated slice travels as stored"
             gather = self._demanded("gather", storage, reason + self._kept_wide)
             if gather is not storage:
                 whole = "where storage is whole and an updated slice travels as stored"
-                must = f"`gather` must be {storage} at stage {self.context.stage}, {whole}"
+                must = f"`gather` must be {storage} at stage {self._stage}, {whole}"
                 self._refuse("gather", must, gather, "Leave `gather` out, or use stage 3.")
             return gather
         narrower = storage if compute.holds(storage) else compute
         reason = "the narrower of storage and compute"
-        if self.context.backend.gather_compute:
-            narrower, reason = compute, self.context.backend.gather_compute
+        if self._backend.gather_compute:
+            narrower, reason = compute, self._backend.gather_compute
         gather = self._demanded("gather", narrower, reason + self._kept_wide)
         if gather not in (storage, compute):
             must = f"`gather` must be the storage dtype ({storage}) or the compute dtype ({compute})"
@@ -273,7 +261,7 @@ class _ColumnFiller:
         accumulate = self._demanded("accumulate", DEFAULT_ACCUMULATE, reason)
         self._allow("accumulate", accumulate, compute)
         reduce = self._reduce(accumulate)
-        axis: Axis = "shard" if self.context.stage >= 1 else self.storage_axis
+        axis: Axis = "shard" if self._stage >= 1 else self.storage_axis
         optimizer = self._optimizer()
         return Update(
             grad=grad,
@@ -287,7 +275,7 @@ class _ColumnFiller:
         )
 
     def _reduce(self, accumulate: DType) -> Reduction:
-        mode, stage = self.context.mode, self.context.stage
+        mode, stage = self._mode, self._stage
         order, order_why = self.demands.get("reduce.order", ("rank", ""))
         if mode.autocast and self.traits.safe and order == "rank":
             default, reason = mode.dtype, "autocast: a safe module's gradients travel in its dtype"
@@ -318,7 +306,7 @@ class _ColumnFiller:
             parts = {f"wire and sum {wire}": wire_why, f"when {when}": why}
         if order_why:  # none in plans from before there was a decision
             parts[f"order {order}"] = order_why
-        if self.context.requires_tree and not accumulate is wire is total:
+        if self.policy.requires_tree and not accumulate is wire is total:
             refuse_order(WIRE, "precision.reduce.order", self.problems)
         if order == "native" and wire is not total:
             refuse_order(CARRIED, "precision.reduce.order", self.problems, "native")
@@ -344,8 +332,8 @@ class _ColumnFiller:
         """Return whether what the wire has rounded away is added to the next gradient."""
         if self._wire_option("reduce.feedback", "false", wire, narrow.NO_WIRE) == "false":
             return False
-        if self.context.mode.scaled:
-            self._exclude(narrow.SCALED, self.context.mode)
+        if self._mode.scaled:
+            self._exclude(narrow.SCALED, self._mode)
         elif accumulate is not DType.FP32:
             self._exclude(narrow.ACCUMULATE, accumulate)
         return True
@@ -354,11 +342,11 @@ class _ColumnFiller:
         """Refuse a gradient column that loses bits of the column before it, unless the config allows that."""
         if not lost(of, dtype):
             return
-        name, mode = column.partition(".")[0], self.context.mode
+        name, mode = column.partition(".")[0], self._mode
         verdict = gradient_dtype(mode, dtype)
         if verdict.status == "no":
             self._refuse(column, f"`{name}` must not be {dtype} in mode {mode}: {verdict.reason}")
-        elif column == "accumulate" and not self.context.allow_narrow:
+        elif column == "accumulate" and not self.policy.allow_narrow:
             losses = " and ".join(lost(of, dtype))
             must = f"`accumulate` must hold the compute dtype, {of}: {dtype} loses {losses}"
             self._refuse(column, must, dtype, "Set `precision.allow_narrow: true` to allow that.")
@@ -383,13 +371,13 @@ class _ColumnFiller:
         master = Master(self._text("master", default.value, reason))
         if master is Master.SPLIT and storage is not DType.BF16:
             must = "`master: split` must have bf16 storage, whose bits are the high half of an fp32 value"
-            got = f"storage {storage} in mode {self.context.mode}"
+            got = f"storage {storage} in mode {self._mode}"
             self._refuse("master", must, got, "Use `master: fp32`.")
         return master
 
     def _optimizer(self) -> MuonUpdate:
         """Return the part of Muon that updates the parameter; `""` under any other optimizer."""
-        if not self.context.muon:
+        if not uses_muon(self.policy):
             if "optimizer" in self.demands:
                 same = "every parameter gets the same update"
                 must = f"`optimizer` must be left out of rules without `optimizer.type: Muon`: {same}"
@@ -427,12 +415,11 @@ class _ColumnFiller:
 
     def _state(self, optimizer: MuonUpdate) -> State:
         state = State(self._text("state", "fp32", "default: moments in fp32"))
-        beta2 = None if optimizer == "Muon" else self.context.beta2
-        backend = self.context.backend
-        verdict = state_verdict(state, backend.name, beta2)
-        if verdict.status == "no":
+        beta2 = None if optimizer == "Muon" else _beta2(self.policy.optimizer)
+        backend = self._backend
+        if reason := why_not_state(state, backend.name, beta2):
             got = f"backend {backend.name}" if backend.refuse_state(state) else f"beta2 {beta2}"
-            self._refuse("state", f"`state` must not be {state} here: {verdict.reason}", got)
+            self._refuse("state", f"`state` must not be {state} here: {reason}", got)
         return state
 
     def export(self, compute: DType) -> DType:
@@ -444,6 +431,20 @@ class _ColumnFiller:
             default, reason = checkpoint, "the dtype of the source checkpoint"
         elif checkpoint is not None:
             reason = f"compute: {checkpoint} of the source means nothing by itself"
-        elif self.context.mode.autocast:
+        elif self._mode.autocast:
             default, reason = DType.FP32, "no source checkpoint: autocast trains fp32 weights"
         return self._demanded("export", default, reason + self.traits.exported_wide)
+
+
+def _beta2(optimizer: ComponentSpec | None) -> float | None:
+    """Return the decay of the optimizer's second moment, or None without one; Muon's AdamW has one."""
+    if optimizer is None:
+        return None
+    algorithm = of_type(optimizer.type).rest or of_type(optimizer.type)
+    if not algorithm.beta2:
+        return None
+    betas = json.loads(optimizer.params).get("betas", algorithm.defaults["betas"])
+    try:
+        return float(betas[1])
+    except (TypeError, ValueError, IndexError):
+        return None

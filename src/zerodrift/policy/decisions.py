@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from zerodrift.config import BackendName
 from zerodrift.dtypes import DType
+from zerodrift.optimizers import of_type
 
 COLUMNS = ("storage", "gather", "compute", "grad", "accumulate", "reduce", "master", "state", "export")
 """The columns, in the order in which every table shows them."""
@@ -410,3 +411,8 @@ class Policy:
     def tree(self) -> bool:
         """Whether gradients are summed by the tree over micro-batches."""
         return any(column == "reduce.order" and value == "tree" for column, value, _ in self.demands)
+
+
+def uses_muon(policy: Policy) -> bool:
+    """Return True if the optimizer is Muon, which leaves some parameters to AdamW."""
+    return policy.optimizer is not None and of_type(policy.optimizer.type).matrices

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from zerodrift.dtypes import DType
 from zerodrift.errors import Problems
 from zerodrift.model import ParameterSpec
 from zerodrift.policy.decisions import Columns, Decision, Exclusion
@@ -207,9 +208,15 @@ def template(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def decide_products(backend: str, asked: Iterable[str], problems: Problems) -> tuple[Decision, ...]:
-    """Return the decision on products, and refuse what excludes all of them. `asked` are keys that ask."""
-    where = next(iter(asked), "")
+def decide_products(
+    backend: str, asked: Iterable[tuple[str, str, str]], problems: Problems
+) -> tuple[Decision, ...]:
+    """Return the decision on products, and refuse what excludes all of them.
+
+    `asked` are the columns of the config and of its rules, as (column, value, key).
+    """
+    fp8 = str(DType.FP8_ROW)
+    where = next((why for name, value, why in asked if name.startswith("compute.") and value == fp8), "")
     if not where:
         return ()
     if backend != "native":

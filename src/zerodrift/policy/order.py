@@ -28,7 +28,6 @@ from typing import Literal
 from zerodrift.config import Config
 from zerodrift.errors import Problems, listed, several
 from zerodrift.mesh import MeshShape
-from zerodrift.policy.backends import Backend
 from zerodrift.policy.decisions import Averaging, Columns, Decision, Exclusion, Order, Pipelining, Policy
 from zerodrift.policy.pipelining import most_unfinished, queues
 
@@ -202,22 +201,18 @@ SAME_BITS = {
 _IN_WORDS: dict[Order, str] = {"rank": BY_RANK, "native": "the carrier's"}
 
 
-@dataclass(frozen=True, slots=True)
-class OrderFeatures:
-    """Features of a run that decide the order of sums, beside its parameters."""
-
-    mesh: MeshShape
-    backend: Backend
-    averaging: Averaging
-    pipeline: Pipelining | None
-    narrows: bool
-    """Whether autocast chooses a narrow wire for some gradients."""
-
-
 def decide_order(
-    config: Config, features: OrderFeatures, written: str, problems: Problems
+    config: Config,
+    mesh: MeshShape,
+    averaging: Averaging,
+    pipeline: Pipelining | None,
+    narrows: bool,
+    written: str,
+    problems: Problems,
 ) -> tuple[Order, str]:
     """Return the order of sums and its reason. `written` is the config's word, `auto` without one.
+
+    `narrows` is True if autocast chooses a narrow wire for some gradients.
 
     `for_parameters` has what depends on the parameters. What excludes `tree` is refused if that is written,
     and makes `rank` the default.
@@ -225,21 +220,20 @@ def decide_order(
     for number, rule in enumerate(config.precision.rules):
         if getattr(rule.reduce, "order", None) not in (None, written):
             refuse_order(RULE, f"precision.rules[{number}].reduce.order", problems)
-    pipeline = features.pipeline
     excluding = [
         refusal
         for refusal, holds in (
-            (BACKEND, features.backend.name != "native"),
+            (BACKEND, config.backend not in (None, "native")),
             (QUEUE, queues(pipeline)),
-            (EXPERTS, features.mesh.expert > 1),
-            (TENSOR, features.mesh.tensor > 1),
-            (BEFORE, features.averaging.before != 1.0),
-            (SUM, not features.averaging.mean),
+            (EXPERTS, mesh.expert > 1),
+            (TENSOR, mesh.tensor > 1),
+            (BEFORE, averaging.before != 1.0),
+            (SUM, not averaging.mean),
         )
         if holds
     ]
     if written == "auto":
-        excluding += [AUTOCAST] if features.narrows else []
+        excluding += [AUTOCAST] if narrows else []
         return ("rank", _by_default(excluding[0])) if excluding else ("tree", "default")
     if written == "tree":
         for refusal in excluding:

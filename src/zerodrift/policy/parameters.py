@@ -13,20 +13,17 @@ Invariant: the result depends on the policy, the parameter and its checkpoint dt
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerodrift import dtypes
 from zerodrift.dtypes import DType
-from zerodrift.errors import Problems, listed
+from zerodrift.errors import ConfigError, Problems, listed
 from zerodrift.model import ModelSpec, ParameterSpec
-from zerodrift.optimizers import of_type
 from zerodrift.policy import narrow, rules
-from zerodrift.policy.backends import BACKENDS
-from zerodrift.policy.columns import ColumnContext, ParameterTraits, complete
-from zerodrift.policy.decisions import Columns, ComponentSpec, Policy
+from zerodrift.policy.columns import ParameterTraits, complete
+from zerodrift.policy.decisions import Columns, Policy, uses_muon
 
 MUON_RULE = (
     "hidden matrices, stacked ones one by one; not embeddings, heads, routers, norms, biases, convolutions"
@@ -49,6 +46,19 @@ _COMPUTED_WITH = re.compile(
 """Names of buffers that torch computes with parameters: running statistics and vectors of spectral norms."""
 
 
+def decide_columns(policy: Policy, model: ModelSpec) -> list[Columns]:
+    """Return the columns of every parameter of a model; one ConfigError has all that is wrong with them."""
+    columns_of = ColumnsOf(policy, model)
+    rules.require_matches(policy.rules, model, columns_of.problems)
+    columns = [columns_of(parameter) for parameter in model.parameters]
+    columns_of.require_one_export(columns)
+    columns_of.problems.raise_as(ConfigError)
+    if not policy.mode.autocast:
+        rules.require_one_compute(model, columns, policy.rules, columns_of.problems)
+        columns_of.problems.raise_as(ConfigError)
+    return columns
+
+
 class ColumnsOf:
     """A cache of columns: `columns_of(parameter)` returns one object for equal inputs."""
 
@@ -58,15 +68,6 @@ class ColumnsOf:
         self._frozen = self._base.pop("frozen", None)
         self._checkpoint = dict(model.checkpoint)
         self._checkpoint_below = _dtypes_below(self._checkpoint)
-        self._context = ColumnContext(
-            policy.mode,
-            BACKENDS[policy.backend],
-            policy.sharding.stage,
-            policy.allow_narrow,
-            _beta2(policy.optimizer),
-            policy.optimizer is not None and of_type(policy.optimizer.type).matrices,
-            policy.requires_tree,
-        )
         self._known: dict[Any, Columns] = {}
         matches = ((_COMPUTED_WITH.fullmatch(buffer.name), buffer.dtype) for buffer in model.buffers)
         self._statistics = {found["path"]: dtype for found, dtype in matches if found and dtype.is_floating}
@@ -103,7 +104,7 @@ class ColumnsOf:
             bool(safe) and all(_in_safe_list(owner.klass, safe) for owner in parameter.owners),
             checkpoint,
             len(parameter.shape),
-            not_hidden(parameter) if self._context.muon else "",
+            not_hidden(parameter) if uses_muon(self._policy) else "",
             f"experts: '{stack}'" if stack else "",
             kept,
             exported_wide,
@@ -113,7 +114,7 @@ class ColumnsOf:
         key = (tuple(demands.items()), output, pinned, traits)
         columns = self._known.get(key)
         if columns is None:
-            columns = complete(demands, self._context, traits, pinned, output, self.problems)
+            columns = complete(demands, self._policy, traits, pinned, output, self.problems)
             self._known[key] = columns
         self._require_as_wide_as_buffers(parameter, columns)
         shape = narrow.template(parameter.name)
@@ -193,20 +194,6 @@ def _dtypes_below(checkpoint: Mapping[str, DType]) -> dict[str, set[DType]]:
 @functools.lru_cache(maxsize=4096)
 def _in_safe_list(klass: str, safe: tuple[str, ...]) -> bool:
     return any(rules.is_class(klass, wanted) for wanted in safe)
-
-
-def _beta2(optimizer: ComponentSpec | None) -> float | None:
-    """Return the decay of the optimizer's second moment, or None without one; Muon's AdamW has one."""
-    if optimizer is None:
-        return None
-    algorithm = of_type(optimizer.type).rest or of_type(optimizer.type)
-    if not algorithm.beta2:
-        return None
-    betas = json.loads(optimizer.params).get("betas", algorithm.defaults["betas"])
-    try:
-        return float(betas[1])
-    except (TypeError, ValueError, IndexError):
-        return None
 
 
 def not_hidden(parameter: ParameterSpec) -> str:

@@ -11,6 +11,7 @@ Invariant: pure. No process group, no device and no environment variable is read
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zerodrift import mesh as meshes
 from zerodrift.config import Config, ConfigSource, load
@@ -20,7 +21,7 @@ from zerodrift.mesh import MeshShape
 from zerodrift.policy import choices, narrow, order, pipelining, rules
 from zerodrift.policy.arguments import AutoNumbers, AutoValues
 from zerodrift.policy.backends import BACKENDS
-from zerodrift.policy.decisions import Decision, Mode, Policy, ResolvedRule
+from zerodrift.policy.decisions import Decision, Mode, Policy
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
 
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
@@ -52,7 +53,7 @@ def mesh_for(config: ConfigSource, world_size: int, tensor: int = 1) -> MeshShap
     key, secondary = choices.secondary_of(config)
     if secondary > 1 and config.zero_optimization.stage == 3:
         shape = meshes.with_secondary(shape, key, secondary)
-    return meshes.with_tensor_axis(shape, tensor)
+    return replace(shape, tensor=tensor)
 
 
 def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = None) -> Policy:
@@ -73,10 +74,10 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     demands = _demands(config, mode, problems)
     _check_dtypes(config, demands, mode, mesh, problems)
     batch, batch_decision = choices.decide_batch(
-        numbers.integer(choices.TRAIN, config.train_batch_size),
-        numbers.integer(choices.MICRO, config.train_micro_batch_size_per_gpu),
+        numbers.value(choices.TRAIN, config.train_batch_size),
+        numbers.value(choices.MICRO, config.train_micro_batch_size_per_gpu),
         pipelining.decide_micro_batches(
-            config, numbers.integer(choices.STEPS, config.gradient_accumulation_steps), problems
+            config, numbers.value(choices.STEPS, config.gradient_accumulation_steps), problems
         ),
         mesh,
         problems,
@@ -85,15 +86,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     clip_why = "`gradient_clipping`" if config.gradient_clipping is not None else _CLIP_DEFAULT
     averaging, averaging_decision = choices.decide_averaging(config, mesh, problems)
     scale, scale_decision = choices.decide_loss_scale(config, mode, numbers)
-    buffers, theirs = precision.buffers, config.data_types.buffer_dtype if config.data_types else None
-    buffers_why = "default: buffers are kept as the model made them"
-    if buffers is not None:
-        buffers_why = "precision.buffers"
-        if theirs is not None and theirs != buffers:
-            must = f"must agree with `precision.buffers`, which says {buffers}"
-            problems.add("data_types.buffer_dtype", must, got=theirs, do="Keep one of the two keys.")
-    elif isinstance(theirs, DType):
-        buffers, buffers_why = theirs, "data_types.buffer_dtype"
+    buffers, buffers_why = demands.pop("buffers", ("keep", _BUFFERS_DEFAULT))
     sharding, sharding_decisions = choices.decide_sharding(config, stage, backend, mesh, problems)
     order_of_sums = demands.pop("reduce.order", ("auto", ""))[0]
     pipeline, pipeline_decisions = pipelining.decide_pipeline(
@@ -103,12 +96,11 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     narrows = bool(safe) and "reduce.wire" not in demands
     schedule = choices.decide_schedule(config, numbers, optimizer, problems)
     experts, expert_decisions = choices.decide_experts(config, mesh, averaging, problems)
-    features = order.OrderFeatures(mesh, backend, averaging, pipeline, narrows)
-    decided = order.decide_order(config, features, order_of_sums, problems)
+    decided = order.decide_order(config, mesh, averaging, pipeline, narrows, order_of_sums, problems)
     demands["reduce.order"] = decided
     resolved = rules.from_config(precision.rules, config.zero_optimization.fp32_pinned_parameters or ())
-    asked = [why for column, (value, why) in demands.items() if _is_narrow_product(column, value)]
-    asked += [rule.why for rule in resolved if any(_is_narrow_product(*pair) for pair in rule.sets)]
+    asked = [(column, value, why) for column, (value, why) in demands.items()]
+    asked += [(column, value, rule.why) for rule in resolved for column, value in rule.sets]
     product_decisions = narrow.decide_products(backend.name, asked, problems)
     if mesh.tensor > 1 and not backend.dtensors:
         takes = " or ".join(known.name for known in BACKENDS.values() if known.dtensors)
@@ -116,7 +108,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         do = f"Set `backend: {takes}`, or build the model without tensor parallelism."
         problems.add("backend", must, got=f"{backend.name}, and DTensors over {mesh.tensor} ranks", do=do)
     backend.refuse_settings(config, mesh, optimizer, problems)
-    _check_wire(demands, resolved, mesh, problems)
+    _check_wire(demands, asked, mesh, problems)
     print_every = int(numbers.number("steps_per_print", config.steps_per_print, 0))
     numbers.require_all_used()
     problems.raise_as(ConfigError)
@@ -144,7 +136,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         demands=tuple((column, value, why) for column, (value, why) in demands.items()),
         rules=resolved,
         safe=safe,
-        buffers=buffers if isinstance(buffers, DType) else None,
+        buffers=None if buffers == "keep" else DType(buffers),
         buffers_why=buffers_why,
         allow_narrow=bool(precision.allow_narrow),
         sharding=sharding,
@@ -170,6 +162,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
 
 
 _CLIP_DEFAULT = "default, as in DeepSpeed; 0 is off"
+_BUFFERS_DEFAULT = "default: buffers are kept as the model made them"
 
 
 def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
@@ -182,6 +175,8 @@ def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
         ),
         ("accumulate", config.gradient_accumulation_dtype, "gradient_accumulation_dtype"),
         ("accumulate", types.grad_accum_dtype if types else None, "data_types.grad_accum_dtype"),
+        ("buffers", config.precision.buffers, "precision.buffers"),
+        ("buffers", types.buffer_dtype if types else None, "data_types.buffer_dtype"),
         ("reduce.wire", config.communication_data_type, "communication_data_type"),
         *(
             (column, dtype, f"zero_optimization.{key}")
@@ -217,12 +212,10 @@ _ZERO_PLUS_PLUS = (
 
 
 def _check_wire(
-    demands: rules.Demands, resolved: Sequence[ResolvedRule], mesh: MeshShape, problems: Problems
+    demands: rules.Demands, asked: Sequence[tuple[str, str, str]], mesh: MeshShape, problems: Problems
 ) -> None:
     """Refuse options of a narrow wire where none is narrow, and feedback where gradients are rounded a second
     time, between replicas."""
-    asked = [(column, value, why) for column, (value, why) in demands.items()]
-    asked += [(column, value, rule.why) for rule in resolved for column, value in rule.sets]
     is_narrow = any(column == "reduce.wire" and DType(value).format for column, value, _ in asked)
     for column, word, refusal in (
         ("reduce.feedback", "true", narrow.NO_WIRE),
@@ -236,10 +229,6 @@ def _check_wire(
         for column, value, why in asked:
             if (column, value) == ("reduce.feedback", "true"):
                 problems.add(why, narrow.TWICE.must, got="true", do=narrow.TWICE.do)
-
-
-def _is_narrow_product(column: str, value: str) -> bool:
-    return column.startswith("compute.") and value == str(DType.FP8_ROW)
 
 
 def _check_dtypes(

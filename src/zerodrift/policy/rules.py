@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from zerodrift import dtypes
-from zerodrift.config import RULES, schema
+from zerodrift.config import RULES, collect_written, schema
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems, nearest
 from zerodrift.model import ModelSpec, OwningModule, ParameterSpec
@@ -39,8 +39,8 @@ def is_by_rule(why: str) -> bool:
     return why.startswith(RULES)
 
 
-_PLAIN = ("storage", "gather", "compute", "grad", "accumulate", "master", "state", "export")
-_OF_RULES = ("placement", "optimizer")
+_COLUMNS = ("storage", "gather", "compute", "grad", "accumulate", "master", "state", "export", "reduce")
+_OPTIONS = ("placement", "optimizer", "frozen")
 
 PRODUCTS = ("forward", "grad_input", "grad_weight")
 """The products of a linear layer, in the order in which they are formed."""
@@ -54,28 +54,16 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
 
     `reduce` is split into its parts, and so is a `compute` that is about products.
     """
-    values: list[tuple[str, str]] = []
-    for name in _PLAIN:
-        value = getattr(block, name)
-        if isinstance(value, schema.MatrixProducts):
-            parts = ((part, getattr(value, part)) for part in (*PRODUCTS, "pad"))
-            values += [(f"compute.{part}", str(of).lower()) for part, of in parts if of is not None]
-        elif isinstance(value, str) and value in _NARROW:
-            values += [(f"compute.{part}", str(DType.FP8_ROW)) for part in _NARROW[value]]
+    values: dict[str, str] = {}
+    for name in (*_COLUMNS, *_OPTIONS):
+        value = getattr(block, name, None)
+        if isinstance(value, (schema.MatrixProducts, schema.Reduce)):
+            values |= {f"{name}.{part}": str(of).lower() for part, of in collect_written(value).items()}
+        elif value in _NARROW:
+            values |= {f"compute.{part}": str(DType.FP8_ROW) for part in _NARROW[value]}
         elif value is not None:
-            values.append((name, str(value)))
-    reduce = block.reduce
-    if isinstance(reduce, DType):
-        values += [("reduce.wire", str(reduce))]
-    elif reduce is not None:
-        for part in ("wire", "sum", "when", "order", "feedback", "rounding"):
-            if (value := getattr(reduce, part)) is not None:
-                values.append((f"reduce.{part}", str(value).lower() if part == "feedback" else str(value)))
-    if isinstance(block, schema.Rule):
-        values += [(name, value) for name in _OF_RULES if (value := getattr(block, name)) is not None]
-    elif isinstance(block, schema.Precision) and block.frozen is not None:
-        values.append(("frozen", str(block.frozen)))
-    return tuple(values)
+            values["reduce.wire" if name == "reduce" else name] = str(value)
+    return tuple(values.items())
 
 
 def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tuple[ResolvedRule, ...]:

@@ -84,26 +84,24 @@ def verdict(mode: Mode, accumulate: DType, pipeline: bool, stage: int, backend: 
     return Verdict("no", refused) if refused else narrow
 
 
-def state_verdict(state: State, backend: BackendName, beta2: float | None) -> Verdict:
-    """Return whether moments may be kept in a state; `beta2` is the decay of the second moment, if known."""
-    refused = BACKENDS[backend].refuse_state(state)
-    if refused:
-        return Verdict("no", refused)
+def why_not_state(state: State, backend: BackendName, beta2: float | None) -> str:
+    """Return why moments cannot be kept in a state, or `""`. `beta2` decays the second moment, if known."""
     if state is State.BF16 and beta2 is not None and beta2 > MAX_NEAREST_BETA2:
-        return Verdict(
-            "no",
+        too_high = (
             f"it needs a beta2 of at most {MAX_NEAREST_BETA2}: above it the decay of the second moment is "
-            "less than half an ulp, and it can never shrink: use `bf16-stochastic` or `8bit`, or lower beta2",
+            "less than half an ulp, and it can never shrink: use `bf16-stochastic` or `8bit`, or lower beta2"
         )
-    return Verdict("yes")
+        return BACKENDS[backend].refuse_state(state) or too_high
+    return BACKENDS[backend].refuse_state(state)
 
 
-def storage_verdict(trained: bool, backend: BackendName) -> Verdict:
-    """Return whether a parameter may rest in a narrow format."""
-    if trained:
-        return Verdict("no", _TRAINED)
-    refused = BACKENDS[backend].refuse_narrow_storage
-    return Verdict("no", refused) if refused else Verdict("yes")
+def why_not_storage(trained: bool, backend: BackendName) -> str:
+    """Return why a parameter cannot rest in a narrow format, or `""`."""
+    return _TRAINED if trained else BACKENDS[backend].refuse_narrow_storage
+
+
+def _status(reason: str) -> tuple[Status, str]:
+    return ("no" if reason else "yes"), reason
 
 
 _TRAINED = "it is trained, and the small steps of an update would vanish between the few values of the format"
@@ -112,7 +110,7 @@ _TRAINED = "it is trained, and the small steps of an update would vanish between
 def narrow_storages() -> tuple[StorageCell, ...]:
     """List every narrow format at rest, of frozen and of trained parameters, on every backend."""
     return tuple(
-        StorageCell(str(dtype), trained, backend, *storage_verdict(trained, backend))
+        StorageCell(str(dtype), trained, backend, *_status(why_not_storage(trained, backend)))
         for dtype, trained, backend in product(ADMITTED["frozen"], (False, True), BACKENDS)
     )
 
@@ -120,7 +118,7 @@ def narrow_storages() -> tuple[StorageCell, ...]:
 def states() -> tuple[StateCell, ...]:
     """List every state on every backend, with a beta2 that bf16 can represent and one that it cannot."""
     return tuple(
-        StateCell(str(state), backend, beta2, *state_verdict(state, backend, beta2))
+        StateCell(str(state), backend, beta2, *_status(why_not_state(state, backend, beta2)))
         for state, backend, beta2 in product(State, BACKENDS, (MAX_NEAREST_BETA2, USUAL_BETA2))
     )
 

@@ -21,8 +21,7 @@ from zerodrift.plan import (
     Plan,
     Timeline,
     accumulators_of,
-    activation_dtype,
-    activation_width,
+    activations,
     crossings,
     part,
     pieces,
@@ -338,11 +337,12 @@ def _imbalance(plan: Plan) -> str:
 
 def _travels(plan: Plan) -> str:
     """Describe what is sent between pieces per token. The number of tokens is unknown before the run."""
-    count, values, dtype = crossings(plan), activation_width(plan), activation_dtype(plan)
+    count, known = crossings(plan), activations(plan)
     over = f"{several(count, 'boundary', 'boundaries')} between ranks"
-    if values is None:
-        known = "what the layers of the model pass on, which is not known before it runs"
-        return f"over {over}, there and back per micro-batch: {known}"
+    if known is None:
+        what = "what the layers of the model pass on, which is not known before it runs"
+        return f"over {over}, there and back per micro-batch: {what}"
+    values, dtype = known
     size, sent = figures.size(values * dtype.size), f"{values:,} values in {dtype}; not in the bill"
     return f"{size} per token over each of {over}, and as much back per micro-batch: {sent}"
 

@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
-from zerodrift.config import Config, Keys, TreeReader, fields, join, load, override, tree_of
+from zerodrift.config import Config, Keys, TreeReader, fields, load, override, tree_of
 from zerodrift.dtypes import ADMITTED, parse_among
-from zerodrift.errors import ConfigError, Problems, nearest
+from zerodrift.errors import ConfigError, Problems
 from zerodrift.train.data.files import from_cache
 from zerodrift.train.job import Job, Model
 
@@ -116,23 +114,8 @@ def read_back(path: Path) -> Job:
 
 
 def _validated(tree: dict[str, Any], problems: Problems) -> Job | None:
-    walk = TreeReader(KEYS, problems)
-    return walk.validate(walk.select_used(tree))
-
-
-def _suggestion(key: str, block: type[BaseModel] | None, path: str) -> str:
-    """Suggest the key that was probably meant: in this block, in another, or in the engine's config."""
-    known = fields.fields(block) if block is not None else {}
-    paths = [join(path, word) for word in nearest(key, known)]
-    paths += [other for other in every_path() if other.rpartition(".")[2] == key and other not in paths]
-    paths += [UNDER_CONFIG + key] if key in fields.fields(Config) else []
-    if not paths:
-        last = {other.rpartition(".")[2]: other for other in every_path()}
-        paths = [last[word] for word in nearest(key, last)]
-        paths += [UNDER_CONFIG + word for word in nearest(key, fields.fields(Config)) if not paths]
-    if not paths:
-        return "docs/job.md lists every key."
-    return f"Did you mean {' or '.join(f'`{name}`' for name in paths[:3])}?"
+    used = TreeReader(KEYS, problems).select_used(tree)
+    return None if problems else Job.model_validate(used)
 
 
 def every_path() -> Iterator[str]:
@@ -140,4 +123,5 @@ def every_path() -> Iterator[str]:
         yield key.path
 
 
-KEYS = Keys("job", Job, "a job", _suggestion, free="a block of keys")
+_OF_CONFIG = tuple(UNDER_CONFIG + key for key in fields.fields(Config))
+KEYS = Keys("job", Job, "a job", "docs/job.md lists every key.", _OF_CONFIG, free="a block of keys")

@@ -12,9 +12,9 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from zerodrift import config
 from zerodrift.comm import DIRECT, HALVING
@@ -157,18 +157,12 @@ def read_cluster(source: str | os.PathLike[str]) -> tuple[Cluster, Path]:
         do = f"{meant}Copy one of those from {FOLDER} and change it."
         raise ConfigError("--simulate", must, got=repr(text), do=do)
     heading, tree, problems = config.tree_of(path, "cluster")
-    reader = config.TreeReader(KEYS, problems)
-    cluster = reader.validate(reader.select_used(tree))
+    used = config.TreeReader(KEYS, problems).select_used(tree)
     problems.raise_as(ConfigError, heading)
-    return cast(Cluster, cluster), path
+    return Cluster.model_validate(used), path
 
 
-def _suggestion(key: str, block: type[BaseModel] | None, path: str) -> str:
-    near = nearest(key, config.fields.fields(block) if block is not None else ())
-    return f"Did you mean `{config.join(path, near[0])}`?" if near else "See docs/simulate.md."
-
-
-KEYS = config.Keys("cluster", Cluster, "a cluster", _suggestion)
+KEYS = config.Keys("cluster", Cluster, "a cluster", "See docs/simulate.md.")
 
 
 @dataclass(frozen=True, slots=True)
