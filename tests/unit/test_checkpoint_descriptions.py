@@ -29,7 +29,7 @@ from zerodrift.checkpoint.manifest import (
     verified,
     write_description,
 )
-from zerodrift.checkpoint.tensors import CheckpointReader, Destination, weight_key
+from zerodrift.checkpoint.tensors import CheckpointReader, weight_key
 from zerodrift.errors import CheckpointError
 from zerodrift.plan.table import Plan
 
@@ -99,7 +99,7 @@ def test_a_rank_opens_the_descriptions_of_those_whose_values_it_wants(
             needed |= {r for of, first, last, r in wrote if of == name and first < stop and start < last}
             reader.check(entries[name], start, stop)
             into = torch.empty(stop - start)
-            reader.read([Destination(weight_key(name), start, into)])
+            reader.read([(weight_key(name), start, into)])
             assert torch.equal(into, value(weight_key(name), stop)[start:])
         assert sorted(opened) == sorted(needed) and len(needed) <= 8 // ranks + 2, (ranks, rank, opened)
 

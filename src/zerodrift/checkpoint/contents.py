@@ -18,14 +18,7 @@ from zerodrift.checkpoint import state as states
 from zerodrift.checkpoint.differences import CurrentRun
 from zerodrift.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.checkpoint.save import Head
-from zerodrift.checkpoint.tensors import (
-    CheckpointReader,
-    Destination,
-    Item,
-    feedback_key,
-    moment_key,
-    weight_key,
-)
+from zerodrift.checkpoint.tensors import CheckpointReader, Item, feedback_key, moment_key, weight_key
 from zerodrift.dtypes import DType
 from zerodrift.engine import MOMENTS, Digest, Engine, Shards, Span
 from zerodrift.errors import CheckpointError
@@ -36,6 +29,8 @@ from zerodrift.versions import __version__
 
 VERSIONS = (("zerodrift", __version__), ("torch", torch.__version__))
 WINDOW = 1 << 20
+Table = Mapping[str, SavedParameter]
+"""The saved parameters by all of their names."""
 FORM = "form"
 """Key of the checksum beside the value digests that says in which dtypes values rest."""
 
@@ -164,52 +159,40 @@ def merged(ranks: Sequence[Counters]) -> Counters:
     return {name: counts for counters in ranks for name, counts in counters.items()}
 
 
-def check_moments(engine: Engine, table: Sequence[SavedParameter], counters: Counters) -> None:
-    """Raise unless this run's optimizer has every moment that would be loaded."""
-    updater, by_name = engine.updater, _by_name(table)
-    if updater is None:
-        return
+def check_counters(counters: Counters) -> None:
     for name, values in counters.items():
         # Counters of all parameters are numbers; those of one parameter may name the dtypes of its moments.
         kinds = [getattr(torch, value, None) for value in values.values() if isinstance(value, str)]
         if any(not name or not isinstance(kind, torch.dtype) for kind in kinds):
             must = "must be numbers and names of dtypes"
             raise CheckpointError("counters", must, got=repr(dict(values)))
+
+
+def check_held(engine: Engine, reader: CheckpointReader, table: Table, counters: Counters | None) -> None:
+    """Raise unless the files hold everything that this rank would read and, with `counters`, this run's
+    optimizer has every moment that would be loaded."""
+    updater = None if counters is None else engine.updater
     for piece in Shards(engine).pieces():
-        for span in piece.held if piece.updated else ():
-            entry = by_name.get(span.row.name)
-            known = () if entry is None else updater.moment_names(span.row.name, counters)
-            odd = () if entry is None else [key for key in entry.moments if key not in known]
-            if odd:
+        for span in (span for span in piece.held if span.row.name in table):
+            entry = table[span.row.name]
+            reader.check(entry, span.start, span.start + span.numel)
+            if updater is None or not piece.updated:
+                continue
+            known = updater.moment_names(span.row.name, counters or {})
+            if odd := [key for key in entry.moments if key not in known]:
                 must = f"must have been saved with the moments {', '.join(known) or 'none'}"
                 do = "`allow=('optimizer',)` begins with new moments."
                 raise CheckpointError(span.row.name, must, got=f"{', '.join(odd)} too", do=do)
 
 
-def _by_name(table: Sequence[SavedParameter]) -> dict[str, SavedParameter]:
-    return {name: entry for entry in table for name in entry.names}
-
-
-def check_held(engine: Engine, reader: CheckpointReader, table: Sequence[SavedParameter]) -> None:
-    """Raise unless the files hold everything that this rank would read."""
-    by_name = _by_name(table)
-    for piece in Shards(engine).pieces():
-        for span in piece.held:
-            if span.row.name in by_name:
-                reader.check(by_name[span.row.name], span.start, span.start + span.numel)
-
-
-def fill(
-    engine: Engine, reader: CheckpointReader, table: Sequence[SavedParameter], counters: Counters | None
-) -> None:
+def fill(engine: Engine, reader: CheckpointReader, table: Table, counters: Counters | None) -> None:
     """Fill the weights that this rank owns, and with `counters` the optimizer's state. Call
     `Shards.sync_storage` afterwards. A parameter that is not in the table keeps its values, and its moments
     become zero."""
-    by_name = _by_name(table)
     if counters is not None and engine.updater is not None:
         engine.updater.set_counters(counters)
     for piece in Shards(engine).pieces():
-        there = [(span, by_name[span.row.name]) for span in piece.held if span.row.name in by_name]
+        there = [(span, table[span.row.name]) for span in piece.held if span.row.name in table]
         if piece.packed is not None:
             for span, entry in there:
                 _fill_packed(piece.packed, reader, span, entry)
@@ -225,7 +208,7 @@ def fill(
         for moment in dict.fromkeys(moment for _, entry in there for moment in entry.moments):
             values = piece.zeros()
             spans = [(moment_key(moment, e.name), span) for span, e in there if moment in e.moments]
-            reader.read([Destination(key, span.start, values[span.place]) for key, span in spans])
+            reader.read((key, span.start, values[span.place]) for key, span in spans)
             piece.set_moment(moment, values)
             del values
 
@@ -246,7 +229,7 @@ def fill_feedback(engine: Engine, reader: CheckpointReader, ranks: int) -> None:
         for number in saved:
             for row in piece.rows:
                 values = torch.empty(row.numel)
-                reader.read([Destination(feedback_key(number, row.name), 0, values)])
+                reader.read([(feedback_key(number, row.name), 0, values)])
                 whole[row.offset : row.offset + row.numel] += values.to(whole.device)
         piece.set_feedback(whole)
 
@@ -286,7 +269,3 @@ def _form(engine: Engine) -> str:
         travels = f" {row.columns.gather}" if row.columns.rounds_on_the_way else ""
         text.append(f"{row.name} {row.columns.storage.dtype} {kept}{travels}")
     return hashlib.sha256("\n".join(text).encode(errors="surrogatepass")).hexdigest()[:16]
-
-
-def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in tensors.items()}

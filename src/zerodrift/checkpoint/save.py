@@ -48,6 +48,13 @@ def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
             raise CheckpointError("checkpoint", "must be read and written", got=said(error)) from error
 
 
+def on_rank_0(comm: Collectives, work: Callable[[], T]) -> T:
+    """Do work on rank 0 and return its result on every rank; if it fails, all ranks raise its error."""
+    lead = comm.mesh.rank() == 0
+    result: T | None = everywhere(comm, lambda: work() if lead else None)
+    return comm.broadcast_object(result, 0)
+
+
 def over_ranks(comm: Collectives, numbers: np.ndarray) -> np.ndarray:
     """Sum int64 numbers over all ranks, modulo 2^64."""
     own = torch.from_numpy(numbers).to(comm.mesh.device)
@@ -168,16 +175,14 @@ class Save:
 
     def _on_rank_0(self, work: Callable[[], Path]) -> Path:
         """Collective: return the path that rank 0 makes, or raise its error on all ranks."""
-        made: Path | ZerodriftError | None = None
-        if self._rank == 0:
+
+        def named() -> Path:
             try:
-                made = work()
+                return work()
             except Exception as error:
-                made = _refused(error, self._folder.path)
-        sent: Any = self._comm.broadcast_object(made, 0)
-        if isinstance(sent, ZerodriftError):
-            raise CheckpointError.joined([sent])
-        return Path(sent)
+                raise _refused(error, self._folder.path) from error
+
+        return on_rank_0(self._comm, named)
 
     def _publish(self, errors: Sequence[ZerodriftError | None], chunks: list[Chunk], sums: Sums) -> Path:
         """Write the last files on rank 0, and rename the folder."""

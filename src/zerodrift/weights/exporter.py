@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.checkpoint import NewFolder, everywhere, new_folder, writing
+from zerodrift.checkpoint import NewFolder, everywhere, new_folder, on_rank_0, writing
 from zerodrift.dtypes import ADMITTED, DType, parse_among, word
 from zerodrift.engine import Engine, SegmentShard, Shards, Span
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, ZerodriftError, listed, several
@@ -90,15 +90,13 @@ def export(
     started: list[NewFolder] = []
     """On rank 0 alone."""
 
-    def start() -> str:
-        if rank:
-            return ""
+    def start() -> Path:
         started.append(new_folder(target, overwrite))
         path = started[0].path
         with writing(target):
             SafetensorsWriter(path, files).create()
             write_config(path, layout, model if hasattr(model, "config") else None)
-        return str(path)
+        return path
 
     def publish() -> None:
         for new in started:
@@ -106,7 +104,7 @@ def export(
                 new.publish()
 
     try:
-        path = Path(comm.broadcast_object(everywhere(comm, start), 0))
+        path = on_rank_0(comm, start)
         everywhere(comm, lambda: _check_visible(path, files, rank))
         everywhere(comm, lambda: _write(engine, path, files, buffers))
         if layout.matrices:

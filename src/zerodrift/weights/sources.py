@@ -104,7 +104,7 @@ def open_zerodrift(path: Path) -> ConvertSource:
 
     def moment(entry: SavedParameter, key: str) -> Iterator[Run]:
         def read(start: int, into: torch.Tensor) -> None:
-            reader.read([checkpoint.Destination(checkpoint.moment_key(key, entry.name), start, into)])
+            reader.read([(checkpoint.moment_key(key, entry.name), start, into)])
 
         return _chunks(read, entry.shape, torch.float32)
 
