@@ -144,12 +144,11 @@ def initialize(
     try:
         if mesh.rank() == 0:
             versions.warn()
-        first = InitialValues.begin(model, weights, strict, Collectives(mesh))
-        plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
         shown = mesh.rank() == 0 and not quiet
+        first = InitialValues.begin(model, weights, strict, Collectives(mesh), shown)
+        plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
         if shown:
             print_plan(plan)
-        first.show(shown)
         engine = _engine(plan, model, mesh, optimizer, schedule, first.sources(plan), parts)
         done = first.finish()
         if shown and done is not None:

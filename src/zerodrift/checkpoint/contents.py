@@ -42,7 +42,7 @@ class StageSummary:
     counters: Counters
     moments: dict[str, tuple[str, ...]]
     buffers: dict[str, torch.Tensor]
-    hidden: frozenset[str] = frozenset()
+    hidden: frozenset[str]
     """Buffers that are not in a state dict."""
 
 
@@ -78,8 +78,6 @@ def _records(packed: PackedRun, span: Span) -> Item:
 
 def summary(engine: Engine, counters: Counters, known: Collection[str]) -> StageSummary:
     """Summarize this rank's pipeline stage; `known` are the buffers that rank 0 has."""
-    if engine.plan.policy.pipeline is None or engine.mesh.rank("data"):
-        return StageSummary(counters, {}, {})
     updater, rows = engine.updater, [row for row in engine.part.rows if row.trained]
     moments = {} if updater is None else {row.name: updater.moment_names(row.name, counters) for row in rows}
     buffers = {name: buffer.cpu() for name, buffer in engine.module.named_buffers() if name not in known}
@@ -124,18 +122,18 @@ def head(
     shared = {**states.shared(engine, counters), "alike": alike}
     if any(piece.feedback is not None for piece in Shards(engine).pieces()):
         shared["feedback"] = engine.mesh.size("data")
-    elsewhere: dict[str, tuple[str, ...]] = {}
+    moments: dict[str, tuple[str, ...]] = {}
     for stage in stages:
-        elsewhere |= stage.moments
+        moments |= stage.moments
         shared["buffers"] = {**stage.buffers, **shared["buffers"]}
         shared["hidden"] = sorted(stage.hidden.union(shared["hidden"]))
     table = []
     for row in rows:
-        dtype, group, moments = row.columns.storage.dtype, -1, elsewhere.get(row.name, ())
+        dtype, group = row.columns.storage.dtype, -1
         if updater is not None and row.trained:
             dtype, group = DType.FP32, engine.group_of.get(row.name, -1)
-            moments = elsewhere.get(row.name, updater.moment_names(row.name, counters))
-        table.append(SavedParameter(row.names, row.whole_shape, dtype.value, group, moments))
+        names, shape = row.names, row.whole_shape
+        table.append(SavedParameter(names, shape, dtype.value, group, moments.get(row.name, ())))
     packed = states.packed(shared, "optimizer, schedule and buffers")
     return Head(manifest, tuple(table), plan.to_json(), packed)
 

@@ -187,7 +187,7 @@ def _to_safetensors(
     total = sum(tensor.nbytes for file in layout.files for tensor in file.tensors)
     bar = closing(ProgressBar(f"writing {len(layout.files)} files", total, shown))
     with checkpoint.new_folder(target, options.overwrite) as new, checkpoint.writing(target):
-        with bar as progress, SafetensorsWriter.opened(new.path, layout.files) as writer:
+        with bar as progress, SafetensorsWriter.opened(new.path, layout.files, progress) as writer:
             writer.create()
             write_config(new.path, layout, model)
             matrices = MatrixCollector(layout.matrices, writer)
@@ -197,11 +197,9 @@ def _to_safetensors(
                         shutil.copyfile(file, new.path / file.name)
             for name, entry in names.items():
                 for start, values in source.weight(entry):
-                    before = writer.written
                     if name in writer:
                         writer.write(name, start, values)
                     matrices.add(name, start, values)
-                    progress(writer.written - before)
             for name, buffer in source.buffers.items():
                 if name in writer:
                     writer.write(name, 0, buffer.reshape(-1))
@@ -214,7 +212,7 @@ def _to_safetensors(
         )
     if source.trained.optimizer:
         notes.append("Moments and counters were left out: safetensors files hold weights alone.")
-    counts = len(names), source.elements, writer.written
+    counts = len(names), source.elements, total
     return ConversionResult(source.kind, "safetensors files", target, *counts, tuple(notes))
 
 

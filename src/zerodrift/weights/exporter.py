@@ -188,7 +188,7 @@ def _write(
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     title, share = f"exporting to {path.parent}", total // engine.mesh.size("world")
     bar = closing(ProgressBar(title, share, engine.mesh.rank() == 0))
-    with writing(path), bar as progress, SafetensorsWriter.opened(path, files) as writer:
+    with writing(path), bar as progress, SafetensorsWriter.opened(path, files, progress) as writer:
         for piece in Shards(engine).pieces():
             masters: torch.Tensor | None = None
             stored = piece.stored()
@@ -200,9 +200,7 @@ def _write(
                 columns = span.row.columns
                 if writer.dtype(name) is not columns.storage.dtype or columns.rounds_on_the_way:
                     flat = masters = piece.weights() if masters is None else masters
-                before = writer.written
                 writer.write(name, span.start, span.part(flat).values)
-                progress(writer.written - before)
         for name, buffer in buffers.items():
             if name in writer:
                 writer.write(name, 0, buffer.detach().reshape(-1))

@@ -10,7 +10,6 @@ files keeps every bit, and no rank holds more of the files than the reader's buf
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import resource
 import sys
@@ -80,25 +79,26 @@ class LoadedWeights:
 class SafetensorsWeights:
     """The tensors of one checkpoint as a source of values."""
 
-    def __init__(self, match: Match) -> None:
+    def __init__(self, match: Match, sharing: int = 0) -> None:
+        """With a progress bar, if `sharing` is the number of ranks that share the reading."""
         self.match = match
-        self._bar = ProgressBar()
-        self._reader = SafetensorsReader(lambda count: self._bar(count))
+        total = sum(tensor.stop - tensor.start for tensor in match.tensors)
+        self._bar = ProgressBar(f"weights of {match.path}", total // max(1, sharing), sharing > 0)
+        self._reader = SafetensorsReader(self._bar)
         self._begin = time.monotonic()
 
     @staticmethod
     def open(
-        path: str | os.PathLike[str], model: nn.Module, want: Sequence[ExpectedTensor], strict: Strict
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        want: Sequence[ExpectedTensor],
+        strict: Strict,
+        sharing: int = 0,
     ) -> SafetensorsWeights:
         """Read the headers and match them with the model; no weight is read yet."""
         where = Path(path).expanduser()
         kind_at(where)
-        return SafetensorsWeights(match(where, list_tensors(where), model, want, strict))
-
-    def show(self, shown: bool, ranks: int) -> None:
-        """Show a progress bar for one of `ranks` that share the reading."""
-        total = sum(tensor.stop - tensor.start for tensor in self.match.tensors)
-        self._bar = ProgressBar(f"weights of {self.match.path}", total // ranks, shown)
+        return SafetensorsWeights(match(where, list_tensors(where), model, want, strict), sharing)
 
     def holds(self, name: str) -> bool:
         return name in self.match.filled
@@ -124,14 +124,11 @@ class SafetensorsWeights:
     def fill_packed(self, name: str, start: int, run: PackedRun, at: int, numel: int) -> bool:
         """Copy `numel` codes and their scales into a run from element `at` on, if the files hold them."""
         filled, form = self.match.filled[name], narrow.form_of(run.dtype)
-        sources = [self.match.quantised.get(box.number) for box in filled.boxes]
-        if filled.again:
+        if filled.again or not has_whole_blocks(filled.boxes):
             return False
-        for source in sources:
-            if source is None or not has_whole_blocks(filled.boxes):
-                return False
-            if not form.keeps(source.form, source.shape[-1]):
-                return False
+        sources = [self.match.quantised.get(box.number) for box in filled.boxes]
+        if not all(source and form.keeps(source.form, source.shape[-1]) for source in sources):
+            return False
         for box in within(filled.boxes, start, start + numel):
             place = at + box.start - start
             copy_codes(self.match.quantised[box.number], self._reader, box.origin, run, place, box.numel)
@@ -195,9 +192,13 @@ class InitialValues:
 
     @staticmethod
     def begin(
-        model: nn.Module, weights: str | os.PathLike[str] | None, strict: Strict, comm: Collectives
+        model: nn.Module,
+        weights: str | os.PathLike[str] | None,
+        strict: Strict,
+        comm: Collectives,
+        shown: bool = False,
     ) -> InitialValues:
-        """Describe the model, and read the headers of the files. Collective."""
+        """Describe the model, and read the headers of the files; `shown` is for a bar. Collective."""
         with raise_on_all_ranks(comm):
             spec, files = describe(model), None
             if weights is not None:
@@ -206,14 +207,10 @@ class InitialValues:
                     got, do = f"DTensors: {listed(spread)}", "Load them before `parallelize_module`."
                     raise ModelError("weights", must, got=got, do=do)
                 want = expected_tensors(spec.parameters, spec.buffers, model)
-                files = SafetensorsWeights.open(weights, model, want, strict)
+                sharing = comm.mesh.size("shard") if shown else 0
+                files = SafetensorsWeights.open(weights, model, want, strict, sharing)
                 spec = replace(spec, checkpoint=tuple(dtypes(files.match).items()))
             return InitialValues(model, spec, files, comm)
-
-    def show(self, shown: bool) -> None:
-        """Show a progress bar while files are read."""
-        if self.files is not None:
-            self.files.show(shown, self.comm.mesh.size("shard"))
 
     def sources(self, plan: Plan) -> ValueSources:
         """Return the sources of everything that the model has no memory for. Collective."""
@@ -290,20 +287,17 @@ def load_weights(
     shown = engine.mesh.rank() == 0 and not quiet
     with raise_on_all_ranks(comm):
         want = expected_tensors(plan.rows, plan.buffers, model)
-        files = SafetensorsWeights.open(path, model, want, strict)
-        files.show(shown, engine.mesh.size("shard") * engine.mesh.size("pipeline"))
+        sharing = engine.mesh.size("shard") * engine.mesh.size("pipeline") if shown else 0
+        files = SafetensorsWeights.open(path, model, want, strict, sharing)
     shards = Shards(engine)
     # The stages of a pipeline read their own segments, and agree after each that it could be read.
     most = max(len(part(plan, rank).segments) for rank in range(plan.mesh.pipeline))
     try:
         with torch.no_grad():
             engine.executor.drop()
-            for piece in itertools.islice(itertools.chain(shards.pieces(), itertools.repeat(None)), most):
-                if piece is not None:
-                    _replace(engine, files, piece)
-                else:
-                    with raise_on_all_ranks(comm):
-                        pass
+            pieces = shards.pieces()
+            for _ in range(most):
+                _replace(engine, files, next(pieces, None))
             shards.sync_storage()
             _replace_buffers(engine, files)
         result = files.finish(model, comm)
@@ -314,15 +308,16 @@ def load_weights(
     return result
 
 
-def _replace(engine: Engine, files: SafetensorsWeights, piece: SegmentShard) -> None:
+def _replace(engine: Engine, files: SafetensorsWeights, piece: SegmentShard | None) -> None:
     """Replace the weights of one piece, of which each rank reads its share."""
-    values = piece.weights()  # a copy of the master; storage itself if there is none
+    # A copy of the master; storage itself if there is none.
+    values = torch.empty(0) if piece is None else piece.weights()
     with raise_on_all_ranks(engine.comm):
-        for span in piece.filled:
+        for span in () if piece is None else piece.filled:
             name = whole_row(engine.plan, span.row).name
             if files.holds(name):
                 files.fill(name, span.start, values[span.place])
-    if any(files.holds(whole_row(engine.plan, row).name) for row in piece.rows):
+    if piece is not None and any(files.holds(whole_row(engine.plan, row).name) for row in piece.rows):
         piece.set_filled(values, engine.comm)
         piece.set_feedback(None)
 

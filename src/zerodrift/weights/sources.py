@@ -103,16 +103,12 @@ def open_zerodrift(path: Path) -> ConvertSource:
         reader.check(entry)
 
     def moment(entry: SavedParameter, key: str) -> Iterator[Run]:
-        def read(start: int, into: torch.Tensor) -> None:
-            reader.read([(checkpoint.moment_key(key, entry.name), start, into)])
-
-        return _chunks(read, entry.shape, torch.float32)
+        name = checkpoint.moment_key(key, entry.name)
+        return _chunks(lambda start, into: reader.read([(name, start, into)]), entry.shape, torch.float32)
 
     def weight(entry: SavedParameter) -> Iterator[Run]:
-        def read(start: int, into: torch.Tensor) -> None:
-            reader.read_weights([(held[entry.name], start, into)])
-
-        return _chunks(read, entry.shape, DType(entry.dtype).torch)
+        saved, dtype = held[entry.name], DType(entry.dtype).torch
+        return _chunks(lambda start, into: reader.read_weights([(saved, start, into)]), entry.shape, dtype)
 
     held = {entry.name: entry for entry in table}
     # What rests in a narrow format is decoded.
@@ -135,11 +131,10 @@ def open_safetensors(path: Path, model: nn.Module | None) -> ConvertSource:
     where = path.expanduser()
     if model is None:
         want = tuple(ExpectedTensor((t.name,), t.shape, t.dtype) for t in safetensors.list_tensors(where))
-        files = SafetensorsWeights.open(where, nn.Module(), want, True)
     else:
         spec = describe(model)
         want = expected_tensors(spec.parameters, spec.buffers, model)
-        files = SafetensorsWeights.open(where, model, want, True)
+    files = SafetensorsWeights.open(where, nn.Module() if model is None else model, want, True)
     buffers, entries = {}, []
     for item in want:
         if not item.is_buffer:

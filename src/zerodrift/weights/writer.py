@@ -15,7 +15,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -173,8 +173,11 @@ class _Place:
 class SafetensorsWriter:
     """The files of one folder, written by parameter."""
 
-    def __init__(self, folder: Path, files: Sequence[TensorFile]) -> None:
-        self._folder, self._files = folder, files
+    def __init__(
+        self, folder: Path, files: Sequence[TensorFile], progress: Callable[[int], None] = lambda count: None
+    ) -> None:
+        """`progress` is told the bytes of tensors that are written."""
+        self._folder, self._files, self._progress = folder, files, progress
         self._open: dict[int, int] = {}
         """Number of a file -> its descriptor."""
         self._places: dict[str, list[_Place]] = {}
@@ -187,14 +190,14 @@ class SafetensorsWriter:
                     self._places.setdefault(part.parameter, []).append(place)
                 if not tensor.parts:
                     self._whole[tensor.name] = _Place(number, start, tensor, Box(0, 0, 0, ()))
-        self.written = 0
-        """Bytes of tensors written so far."""
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, folder: Path, files: Sequence[TensorFile]) -> Iterator[SafetensorsWriter]:
+    def opened(
+        cls, folder: Path, files: Sequence[TensorFile], progress: Callable[[int], None] = lambda count: None
+    ) -> Iterator[SafetensorsWriter]:
         """Yield a writer, whose files are flushed to the disk at the end, and closed in any case."""
-        writer = cls(folder, files)
+        writer = cls(folder, files, progress)
         try:
             yield writer
             for descriptor in writer._open.values():
@@ -254,7 +257,7 @@ class SafetensorsWriter:
                 must = f"must take {len(data)} bytes"
                 raise ZerodriftError(self._files[place.file].name, must, got="none taken")
             data, at = data[count:], at + count
-            self.written += count
+            self._progress(count)
 
     def _scatter(self, place: _Place, box: Box, values: torch.Tensor, name: str) -> None:
         """Write elements that lie far apart in the file."""
@@ -266,7 +269,7 @@ class SafetensorsWriter:
             flat = torch.frombuffer(mapped, dtype=data.dtype, count=count, offset=start)
             box.of_source(flat).copy_(data)
             del flat  # a mapping cannot be closed while a tensor views it
-        self.written += data.numel() * place.tensor.dtype.size
+        self._progress(data.nbytes)
 
     def _descriptor(self, number: int) -> int:
         if number not in self._open:
