@@ -114,9 +114,7 @@ class _Recorder(TorchFunctionMode):
         if func == _SET_DATA and id(args[0]) in self._parameters:
             return self._assign(*args)
         name = getattr(func, "__name__", "")
-        out = _skip_normal(name, args, kwargs)
-        if out is None:
-            out = func(*args, **kwargs)
+        out = func(*args, **kwargs)
         if name in _FACTORIES and kwargs.get("out") is None:
             self._start_recipe(name, out, args, kwargs)
         elif name == "clone" and type(out) is torch.Tensor:
@@ -288,26 +286,6 @@ _REPLACEMENT = "_zerodrift_replacement"
 
 def _window(tensor: torch.Tensor) -> Window:
     return Window(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
-
-
-def _skip_normal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the target of a `normal_` call on a meta tensor that would change and raise nothing, else None.
-
-    torch implements `normal_` on the meta device in Python, which takes as long as a constructor. A tensor's
-    method passes the tensor by position, the function of `torch.nn.init` by name.
-    """
-    if name != "normal_" or len(args) > 3 or not kwargs.keys() <= {"tensor", "mean", "std", "generator"}:
-        return None
-    given = dict(zip(("tensor", "mean", "std"), args, strict=False)) | kwargs
-    target: Any = given.get("tensor")
-    mean, std = given.get("mean", 0.0), given.get("std", 1.0)
-    if type(target) not in (torch.Tensor, nn.Parameter) or not target.is_meta:
-        return None
-    by_name = "tensor" in kwargs  # that function writes without gradients
-    if not target.is_floating_point() or (not by_name and target.requires_grad and torch.is_grad_enabled()):
-        return None
-    fits = type(mean) in (int, float) and type(std) in (int, float) and std >= 0
-    return target if fits else None
 
 
 def _write_target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -145,14 +145,7 @@ def _block_of(shape: tuple[int, ...], scale: StoredTensor) -> Block | None:
     groups = scale.shape[-1]
     if len(scale.shape) > 1 and numel == stacks * rows * groups and columns % groups == 0:
         return 1, columns // groups
-    if len(scale.shape) < 2 or math.prod(scale.shape[:-2]) != stacks:
-        return None
-    # Other tiles have powers of two as sides, and may be cut at the edges.
-    tall, wide = (
-        1 << (-(-size // count) - 1).bit_length()
-        for size, count in zip(shape[-2:], scale.shape[-2:], strict=True)
-    )
-    return (tall, wide) if scale.shape[-2:] == (-(-rows // tall), -(-columns // wide)) else None
+    return None
 
 
 _BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
