@@ -158,17 +158,7 @@ class Save:
                 if len(errors) <= FEW:
                     chunks = list(chain.from_iterable(comm.gather_object(self._written[0])))
                 sums = over_ranks(comm, self._written[1])
-
-            def publish() -> Path:
-                try:
-                    path = self._publish(errors, chunks, sums)
-                    if keep:
-                        self._folder.prune(keep)
-                    return path
-                finally:
-                    self._drop()
-
-            return self._on_rank_0(publish)
+            return self._on_rank_0(lambda: self._publish(errors, chunks, sums, keep))
         except RankError:
             self.abandon()
             raise
@@ -184,19 +174,27 @@ class Save:
 
         return on_rank_0(self._comm, named)
 
-    def _publish(self, errors: Sequence[ZerodriftError | None], chunks: list[Chunk], sums: Sums) -> Path:
-        """Write the last files on rank 0, and rename the folder."""
-        failed = {rank: error for rank, error in enumerate(errors) if error is not None}
-        if failed:
-            first = next(iter(failed.values()))
-            raise CheckpointError.of(first.problems, f"rank {', '.join(map(str, failed))}")
-        if self._new is None or not self._new.lock.held:
-            must = "must stay locked by this run while it saves"
-            do = "Two runs save here: give each a folder of its own."
-            raise CheckpointError(self._folder.path, must, got="another lock", do=do)
-        assert self._head is not None
-        write_head(self._path, self._head, len(errors), chunks, sums)
-        return self._folder.publish(self._new, self._latest)
+    def _publish(
+        self, errors: Sequence[ZerodriftError | None], chunks: list[Chunk], sums: Sums, keep: int
+    ) -> Path:
+        """Write the last files on rank 0, rename the folder, and remove old ones."""
+        try:
+            failed = {rank: error for rank, error in enumerate(errors) if error is not None}
+            if failed:
+                first = next(iter(failed.values()))
+                raise CheckpointError.of(first.problems, f"rank {', '.join(map(str, failed))}")
+            if self._new is None or not self._new.lock.held:
+                must = "must stay locked by this run while it saves"
+                do = "Two runs save here: give each a folder of its own."
+                raise CheckpointError(self._folder.path, must, got="another lock", do=do)
+            assert self._head is not None
+            write_head(self._path, self._head, len(errors), chunks, sums)
+            path = self._folder.publish(self._new, self._latest)
+            if keep:
+                self._folder.prune(keep)
+            return path
+        finally:
+            self._drop()
 
     def abandon(self) -> None:
         """Stop without the other ranks: remove what was written, and release the lock."""

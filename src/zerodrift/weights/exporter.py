@@ -114,8 +114,11 @@ def export(
         for new in started:
             new.remove()
     tensors = [tensor for file in files for tensor in file.tensors]
-    counts = layout.counts()
     names, size = tuple(file.name for file in files), sum(tensor.nbytes for tensor in tensors)
+    # A matrix with its scales is one tensor.
+    beside = {tensor.name for matrix in layout.matrices for tensor in matrix.tensors()}
+    counts = Counter(str(tensor.dtype) for tensor in tensors if tensor.name not in beside)
+    counts += Counter(str(matrix.tensor.dtype) for matrix in layout.matrices)
     return Exported(target, names, size, tuple(sorted(counts.items())), time.monotonic() - begin)
 
 
@@ -251,13 +254,6 @@ class FolderLayout:
     """The dtype of most elements that are not narrow, which a loader takes for all by default."""
     kept: tuple[str, ...]
     """Linear layers and stacks that are not narrow where others are."""
-
-    def counts(self) -> Counter[str]:
-        """Return the number of tensors in each dtype; a matrix with its scales is one."""
-        tensors = (tensor for file in self.files for tensor in file.tensors)
-        beside = {tensor.name for matrix in self.matrices for tensor in matrix.tensors()}
-        plain = Counter(str(tensor.dtype) for tensor in tensors if tensor.name not in beside)
-        return plain + Counter(str(matrix.tensor.dtype) for matrix in self.matrices)
 
 
 def lay_out(

@@ -1,7 +1,7 @@
 """Load weights from safetensors files straight into the slices that ranks own.
 
-Ranks that share one copy of the model read each byte once between them. `InitialValues` chooses the source of
-each value of a new engine: files, the model's own memory, or the initialization of its module.
+Ranks that share one copy of the model read each byte once between them. `initial_values` chooses the source
+of each value of a new engine: files, the model's own memory, or the initialization of its module.
 
 Invariant: a master has the bits of the file, storage has them rounded once, a parameter that is not in the
 files keeps every bit, and no rank holds more of the files than the reader's buffer.
@@ -176,70 +176,57 @@ def _size(count: float) -> str:
 # --- into a new engine -----------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class InitialValues:
-    """The sources of a model's initial values.
+def open_weights(
+    model: nn.Module,
+    weights: str | os.PathLike[str] | None,
+    strict: Strict,
+    comm: Collectives,
+    shown: bool = False,
+) -> tuple[ModelSpec, SafetensorsWeights | None]:
+    """Describe the model with the dtypes of its files, and read their headers; `shown` is for a progress bar.
+    Collective."""
+    with raise_on_all_ranks(comm):
+        spec = describe(model)
+        if weights is None:
+            return spec, None
+        if spread := [name for name, value in model.named_parameters() if is_dtensor(value)]:
+            must = "must be read where parameters are plain tensors"
+            got, do = f"DTensors: {listed(spread)}", "Load them before `parallelize_module`."
+            raise ModelError("weights", must, got=got, do=do)
+        want = expected_tensors(spec.parameters, spec.buffers, model)
+        sharing = comm.mesh.size("shard") if shown else 0
+        files = SafetensorsWeights.open(weights, model, want, strict, sharing)
+        return replace(spec, checkpoint=tuple(dtypes(files.match).items())), files
+
+
+def initial_values(
+    plan: Plan, model: nn.Module, files: SafetensorsWeights | None, comm: Collectives
+) -> ValueSources:
+    """Return the sources of everything that the model has no memory for. Collective.
 
     Every parameter and buffer has one, the same on every rank, or all ranks raise one error that names all
     that have none.
     """
-
-    model: nn.Module
-    spec: ModelSpec
-    """The model, with the checkpoint's dtypes if there is one."""
-    files: SafetensorsWeights | None
-    comm: Collectives
-
-    @staticmethod
-    def begin(
-        model: nn.Module,
-        weights: str | os.PathLike[str] | None,
-        strict: Strict,
-        comm: Collectives,
-        shown: bool = False,
-    ) -> InitialValues:
-        """Describe the model, and read the headers of the files; `shown` is for a bar. Collective."""
-        with raise_on_all_ranks(comm):
-            spec, files = describe(model), None
-            if weights is not None:
-                if spread := [name for name, value in model.named_parameters() if is_dtensor(value)]:
-                    must = "must be read where parameters are plain tensors"
-                    got, do = f"DTensors: {listed(spread)}", "Load them before `parallelize_module`."
-                    raise ModelError("weights", must, got=got, do=do)
-                want = expected_tensors(spec.parameters, spec.buffers, model)
-                sharing = comm.mesh.size("shard") if shown else 0
-                files = SafetensorsWeights.open(weights, model, want, strict, sharing)
-                spec = replace(spec, checkpoint=tuple(dtypes(files.match).items()))
-            return InitialValues(model, spec, files, comm)
-
-    def sources(self, plan: Plan) -> ValueSources:
-        """Return the sources of everything that the model has no memory for. Collective."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        files = self.files
-        rows: dict[str, ValueSource] = {}
-        bare: dict[str, nn.Parameter] = {}
-        for row in plan.rows:
-            if files is not None and files.holds(row.name):
-                rows[row.name] = files
-            elif row.name in parameters and parameters[row.name].is_meta:
-                bare[row.name] = parameters[row.name]
-        buffers: dict[str, ValueSource] = {}
-        if files is not None:
-            buffers = {row.name: files for row in plan.buffers if files.holds(row.name)}
-        with raise_on_all_ranks(self.comm):
-            _check_sources(bare, [n for n, b in self.model.named_buffers() if b.is_meta and n not in buffers])
-        if len(set(self.comm.all_gather_object(_fingerprint(rows, bare)))) > 1:
-            got = "parameters with memory, or values that constructors computed, that differ between ranks"
-            do = "Build it with the same code, and the same seed on every rank."
-            raise RankError("model", "must be built alike on every rank", got=got, do=do)
-        # Rank 0's seed, so that values do not depend on the number of ranks.
-        seed = self.comm.broadcast_object(torch.initial_seed(), 0)
-        initial = recipe.RecipeValues(bare, seed)
-        return ValueSources({**rows, **dict.fromkeys(bare, initial)}, buffers)
-
-    def finish(self) -> LoadedWeights | None:
-        """Close the files, and sum up what was read. Collective."""
-        return None if self.files is None else self.files.finish(self.model, self.comm)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    rows: dict[str, ValueSource] = {}
+    bare: dict[str, nn.Parameter] = {}
+    for row in plan.rows:
+        if files is not None and files.holds(row.name):
+            rows[row.name] = files
+        elif row.name in parameters and parameters[row.name].is_meta:
+            bare[row.name] = parameters[row.name]
+    buffers: dict[str, ValueSource] = {}
+    if files is not None:
+        buffers = {row.name: files for row in plan.buffers if files.holds(row.name)}
+    with raise_on_all_ranks(comm):
+        _check_sources(bare, [n for n, b in model.named_buffers() if b.is_meta and n not in buffers])
+    if len(set(comm.all_gather_object(_fingerprint(rows, bare)))) > 1:
+        got = "parameters with memory, or values that constructors computed, that differ between ranks"
+        do = "Build it with the same code, and the same seed on every rank."
+        raise RankError("model", "must be built alike on every rank", got=got, do=do)
+    # Rank 0's seed, so that values do not depend on the number of ranks.
+    seed = comm.broadcast_object(torch.initial_seed(), 0)
+    return ValueSources({**rows, **dict.fromkeys(bare, recipe.RecipeValues(bare, seed))}, buffers)
 
 
 def _check_sources(bare: dict[str, nn.Parameter], buffers: list[str]) -> None:
