@@ -85,9 +85,6 @@ class _HashingStream(io.RawIOBase):
         self._raw, self.sha256 = raw, hashlib.sha256()
         self.count = 0
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:
         self._raw.write(data)
         self.sha256.update(data)

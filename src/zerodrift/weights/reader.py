@@ -29,6 +29,8 @@ CHUNK = 2 << 20
 FILES = 64
 SPARSE = 2
 """A span is read as a whole if at least one in this many of its elements is wanted."""
+POPULATE_WRITE = 23
+"""Number of the `madvise` request, which Python's `mmap` does not name. Linux 5.14 and later know it."""
 SEEK = 4096
 """Bytes below which skipping costs more than reading."""
 
@@ -40,7 +42,7 @@ class SafetensorsReader:
         self._progress = progress
         self._open: dict[Path, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._pages = Pages()
+        self._madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
         self.count = 0
 
     def close(self) -> None:
@@ -65,11 +67,20 @@ class SafetensorsReader:
         for first in range(0, out.numel(), step):
             part = out[first : first + step]
             if on_host:
-                self._pages.ready(part)
+                self._create_pages(part)
             if on_host and out.dtype is dtype:
                 self._bytes(stored, origin + first, part)
             else:
                 part.copy_(self.staged(stored, origin + first, part.numel()))
+
+    def _create_pages(self, tensor: torch.Tensor) -> None:
+        """Create the pages of contiguous host memory at once: a read of 1 GiB then takes a tenth less of the
+        processor (`bench/load.py`). Where the system does not know the request, nothing happens."""
+        if self._madvise is not None:
+            low = tensor.data_ptr() & -mmap.PAGESIZE
+            count = tensor.data_ptr() + tensor.nbytes - low
+            if self._madvise(ctypes.c_void_p(low), ctypes.c_size_t(count), POPULATE_WRITE):
+                self._madvise = None
 
     def staged(self, stored: StoredTensor, first: int, count: int) -> torch.Tensor:
         """Read elements into the buffer, where they stay until the next call."""
@@ -136,30 +147,6 @@ def spans(box: Box, size: int) -> Iterator[Box]:
 def _unreadable(stored: StoredTensor, got: str) -> ModelError:
     must = f"`{stored.name}` must be readable in it, bytes {stored.start:,} to {stored.stop:,}"
     return ModelError(stored.file, must, got=got, do="It was changed or cut short meanwhile.")
-
-
-POPULATE_WRITE = 23
-"""Number of the `madvise` request, which Python's `mmap` does not name. Linux 5.14 and later know it."""
-
-
-class Pages:
-    """Creates the pages of fresh memory at once.
-
-    A read of 1 GiB then takes a tenth less of the processor (`bench/load.py`); where the system does not know
-    the request, nothing happens.
-    """
-
-    def __init__(self) -> None:
-        self._ask = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
-
-    def ready(self, tensor: torch.Tensor) -> None:
-        """Create the pages of a contiguous tensor in host memory."""
-        if self._ask is None:
-            return
-        low = tensor.data_ptr() & -mmap.PAGESIZE
-        count = tensor.data_ptr() + tensor.nbytes - low
-        if self._ask(ctypes.c_void_p(low), ctypes.c_size_t(count), POPULATE_WRITE):
-            self._ask = None
 
 
 PATIENCE = 2.0
