@@ -228,7 +228,9 @@ class Checkpoints:
         restore = everywhere(comm, lambda: states.copied(engine))
         try:
             # State that may still be refused comes before the first weight.
-            everywhere(comm, lambda: self._put(saved, parts))
+            stays = saved.without | (set() if "optimizer" in parts else {"modules"})
+            stays |= set() if "counts" in parts else {"counts"}
+            everywhere(comm, lambda: states.put(engine, saved.shared, saved.own, stays))
         except ZerodriftError:
             restore()
             raise
@@ -321,19 +323,3 @@ class Checkpoints:
         holder = states.read_state(path, state_file(0)) if own is None and shared["alike"] else own
         client = None if holder is None else holder["client"]
         return _SavedRun(by_name, reader, shared, own, without, tuple(notes), takes_moments, client)
-
-    def _put(self, saved: _SavedRun, parts: frozenset[Part]) -> None:
-        """Restore everything but weights, moments and random numbers."""
-        engine, shared, own = self._engine, saved.shared, saved.own
-        if "buffers" not in saved.without:
-            states.put_buffers(engine.module, shared["buffers"] | ({} if own is None else own["buffers"]))
-        if "counts" in parts:
-            states.put_counts(engine, shared)
-        if "loss_scale" not in saved.without:
-            states.put_scale(engine, shared["scaler"])
-        if "schedule" not in saved.without:
-            states.put_schedule(engine, shared["schedule"])
-        if "groups" not in saved.without:
-            states.put_groups(engine, shared["groups"])
-        if "optimizer" in parts and own is not None:
-            states.put_modules(engine.module, own["modules"])

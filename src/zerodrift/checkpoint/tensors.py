@@ -208,13 +208,6 @@ class CheckpointReader:
                 into[low - start : high - start].copy_(values[low - chunk.start : high - chunk.start])
             del values
 
-    def weight(self, entry: manifest.SavedParameter) -> torch.Tensor:
-        """Return a whole weight in its own dtype; fp32 for a narrow format."""
-        dtype = DType(entry.dtype)
-        into = torch.empty(math.prod(entry.shape), dtype=torch.float32 if dtype.format else dtype.torch)
-        self.read_weights([(entry, 0, into)])
-        return into.view(entry.shape)
-
     def read_weights(self, wanted: Sequence[tuple[manifest.SavedParameter, int, torch.Tensor]]) -> None:
         coded = {entry.name: form for entry, *_ in wanted if (form := DType(entry.dtype).format)}
         self.read((weight_key(e.name), start, into) for e, start, into in wanted if e.name not in coded)

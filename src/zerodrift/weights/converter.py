@@ -222,10 +222,10 @@ def _select(
     """Return what is written, under which name, shape and dtype, in the order of the model."""
     names = {saved_name(entry.names, model): entry for entry in source.entries}
     shapes: dict[str, Shape] = {name: entry.shape for name, entry in names.items()}
-    dtypes, modules = {}, {} if model is None else dict(model.named_modules())
+    dtypes, plan, modules = {}, source.plan(), {} if model is None else dict(model.named_modules())
     for name, entry in names.items():
         # The dtype that was asked for, unless a plan pins another; by default the plan's, else the source's.
-        row = None if source.plan is None else source.plan.row(entry.name)
+        row = None if plan is None else plan.row(entry.name)
         held = specify(entry.names, DType(entry.dtype), entry.shape, modules)
         dtypes[name] = exported_as(dtype, held, None if row is None else row.columns)
     hidden = non_persistent_buffers(model) if model is not None else ()

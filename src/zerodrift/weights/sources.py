@@ -17,7 +17,7 @@ from torch import nn
 from zerodrift import checkpoint
 from zerodrift.checkpoint import SavedParameter
 from zerodrift.dtypes import DType, from_torch
-from zerodrift.errors import CheckpointError
+from zerodrift.errors import CheckpointError, said
 from zerodrift.model import describe, safetensors
 from zerodrift.plan import Plan
 from zerodrift.weights.load import SafetensorsWeights
@@ -61,19 +61,15 @@ class ConvertSource:
     weight: Callable[[SavedParameter], Iterator[Run]]
     moment: Callable[[SavedParameter, str], Iterator[Run]] = lambda entry, key: iter(())
     trained: TrainingState = TrainingState()
-    plan: Plan | None = None
+    plan: Callable[[], Plan | None] = lambda: None
     notes: tuple[str, ...] = ()
 
     @property
     def elements(self) -> int:
         return sum(math.prod(entry.shape) for entry in self.entries)
 
-    def whole(self, name: str, key: str = "") -> torch.Tensor:
+    def whole(self, entry: SavedParameter, key: str = "") -> torch.Tensor:
         """Copy a whole weight, or a whole moment by its key."""
-        entry = next((entry for entry in self.entries if name in entry.names), None)
-        if entry is None or (key and key not in entry.moments):
-            must = f"must hold {f'the moment {key!r} of ' if key else ''}the parameter {name!r}"
-            raise CheckpointError(self.path, must, got="none of the name")
         runs = [run.reshape(-1) for _, run in (self.moment(entry, key) if key else self.weight(entry))]
         return torch.cat(runs).view(entry.shape) if runs else torch.zeros(entry.shape)
 
@@ -113,7 +109,14 @@ def open_zerodrift(path: Path) -> ConvertSource:
     held = {entry.name: entry for entry in table}
     # What rests in a narrow format is decoded.
     entries = tuple(replace(e, dtype="fp32") if DType(e.dtype).format is not None else e for e in table)
-    document = checkpoint.read_plan(path)
+
+    def plan() -> Plan | None:
+        try:
+            document = checkpoint.read_plan(path)
+            return None if document is None else Plan.from_json(document)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(path, "must have a plan of this version", got=said(error)) from error
+
     return ConvertSource(
         f"a zerodrift checkpoint, step {manifest.step}",
         path,
@@ -122,7 +125,7 @@ def open_zerodrift(path: Path) -> ConvertSource:
         weight,
         moment,
         TrainingState(optimizer=manifest.optimizer),
-        None if document is None else Plan.from_json(document),
+        plan,
     )
 
 

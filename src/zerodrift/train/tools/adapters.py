@@ -44,6 +44,7 @@ from zerodrift.weights import (
     SafetensorsWeights,
     expected_tensors,
     exported_dtype,
+    open_zerodrift,
     size_in_bytes,
 )
 
@@ -107,16 +108,13 @@ def read_from_checkpoint(
 
 def copy_weights(place: Path, parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """Copy the weights of a checkpoint, or return the names that it does not hold in their shapes."""
-    checkpoint.verified(place)
-    reader, table = checkpoint.CheckpointReader(place), checkpoint.read_entries(place)
-    for entry in table:
-        reader.check(entry)
-    entries = {name: entry for entry in table for name in entry.names}
+    source = open_zerodrift(place)
+    entries = {name: entry for entry in source.entries for name in entry.names}
     shapes = {name: entry.shape for name, entry in entries.items()}
     missing = [name for name, value in parameters.items() if shapes.get(name) != tuple(value.shape)]
     with torch.no_grad():
         for name, parameter in parameters.items() if not missing else ():
-            parameter.copy_(reader.weight(entries[name]))
+            parameter.copy_(source.whole(entries[name]))
     return missing
 
 
