@@ -276,7 +276,7 @@ class Checkpoints:
     ) -> _SavedRun:
         """Read everything but the tensors, and compare it with the run."""
         engine, now = self._engine, contents.running(self._engine)
-        table, plan, reader = manifests.read_entries(path), manifests.read_plan(path), CheckpointReader(path)
+        table, reader = manifests.read_entries(path), CheckpointReader(path)
         strict = "model" not in without
         notes = compare.check_model(table, engine.plan, str(path), strict)
         if not strict:
@@ -305,7 +305,7 @@ class Checkpoints:
             if not found and not (word == "groups" and "optimizer" in without):
                 without -= {word}
         raise_damage(problems)
-        notes = [*notes, *compare.differences(manifest, table, plan, now)]
+        notes = [*notes, *compare.differences(manifest, table, reader.plan, now)]
         if own is None:
             of = f"of {manifest.ranks} ranks"
             notes.append(CheckpointDifference("random numbers", of, "as they are"))

@@ -6,7 +6,6 @@ allowed by its word. One that changes where and how values rest, such as another
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -164,7 +163,7 @@ def _check_groups(
 
 
 def differences(
-    manifest: Manifest, entries: Sequence[SavedParameter], document: dict[str, Any] | None, now: CurrentRun
+    manifest: Manifest, entries: Sequence[SavedParameter], before: Plan | None, now: CurrentRun
 ) -> list[CheckpointDifference]:
     versions = dict(now.versions)
     changes = [
@@ -185,9 +184,6 @@ def differences(
         if saved != here:
             changes.append(CheckpointDifference(what, str(saved), str(here), effect))
     changes += _compare_trained(entries, plan)
-    before: Plan | None = None
-    with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version, which is reported
-        before = None if document is None else Plan.from_json(document)
     changes += [] if before is None else _compare_plans(before, plan)
     if not changes:
         changes.append(CheckpointDifference("plan", manifest.digest[:12], plan.digest[:12], "layout alone"))

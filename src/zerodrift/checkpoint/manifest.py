@@ -22,6 +22,7 @@ from zerodrift.checkpoint.files import open_own, own_file, short
 from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, Problem, Problems, said
 from zerodrift.mesh import MeshShape
+from zerodrift.plan import Plan
 from zerodrift.record import decode, encode
 
 T = TypeVar("T")
@@ -31,6 +32,9 @@ PARAMETERS = "parameters.json"
 PLAN = "plan.json"
 SHARED = "shared.pt"
 REMEDY = "Load an older checkpoint, or restore the file from a copy."
+
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""Errors of files that are damaged, or that another version wrote."""
 
 Sums = np.ndarray
 """`[5]`, int64: checksums of descriptions, added as four numbers modulo 2^64, and bytes."""
@@ -217,7 +221,7 @@ def _read(folder: Path, name: str, must: str, parse: Callable[[str], T]) -> T:
         data = stream.read()
     try:
         return parse(data.decode())
-    except (KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(path, must, got=short(said(error)), do=REMEDY) from error
 
 
@@ -258,12 +262,12 @@ def _entry(names: list[str], shape: list[int], dtype: str, group: int, moments: 
     return SavedParameter(tuple(names), tuple(shape), DType(dtype).value, group, tuple(moments))
 
 
-def read_plan(folder: Path) -> dict[str, Any] | None:
-    """Read the plan's JSON; None after a conversion."""
+def read_plan(folder: Path) -> Plan | None:
+    """Read the plan of the save; None after a conversion."""
     if not os.path.lexists(folder / PLAN):
         return None
-    with open_own(folder, PLAN) as stream:
-        return json.loads(stream.read().decode())
+    must = "must be a plan of this version"
+    return _read(folder, PLAN, must, lambda text: Plan.from_json(json.loads(text)))
 
 
 def read_description(folder: Path, files: RankFiles, rank: int) -> tuple[Description, Sums]:

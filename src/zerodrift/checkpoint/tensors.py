@@ -13,6 +13,7 @@ Invariant: neither direction holds more than one chunk, and each element is read
 from __future__ import annotations
 
 import bisect
+import contextlib
 import hashlib
 import io
 import itertools
@@ -166,10 +167,6 @@ def _places(start: int, stop: int, size: int, count: int) -> range:
     return range(start // size, min((stop - 1) // size + 1, count))
 
 
-_NO_PLAN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of a plan that another version wrote."""
-
-
 class CheckpointReader:
     """Reads any elements of one checkpoint's tensors."""
 
@@ -247,27 +244,26 @@ class CheckpointReader:
 
     def _ranks(self, key: str, start: int, stop: int) -> Iterable[int]:
         """Return the ranks whose descriptions are opened first."""
-        if self._plan is None:
+        if self.plan is None:
             return ()
         kind, _, name = key.partition(".")
         name = name if kind == "weights" else name.partition(".")[2]
         try:
-            row = self._plan.row(name) if kind == "weights" else None
+            row = self.plan.row(name) if kind == "weights" else None
             form = None if row is None else row.columns.storage.dtype.format
             if form is not None:
                 start, stop = (at // form.record_bytes * form.run for at in (start, stop))
-            ranks = holders(self._plan, name, start, stop)
+            ranks = holders(self.plan, name, start, stop)
             return sorted({rank for rank in ranks if 0 <= rank < self._files.ranks})
-        except _NO_PLAN:
+        except manifest.UNREADABLE:
             return ()
 
     @cached_property
-    def _plan(self) -> Plan | None:
-        try:
-            document = manifest.read_plan(self._folder)
-            return None if document is None else Plan.from_json(document)
-        except _NO_PLAN:
-            return None
+    def plan(self) -> Plan | None:
+        """The plan of the save; None if there is none, or one of another version."""
+        with contextlib.suppress(CheckpointError):
+            return manifest.read_plan(self._folder)
+        return None
 
     def _described(self, rank: int) -> dict[str, list[manifest.Chunk]]:
         if rank not in self._chunks:

@@ -32,7 +32,7 @@ CAUSE_SHOWN = 600
 """Most characters of an exception's message that an error of ours shows."""
 
 
-def on_meta(make: Callable[[], Result], where: str, must: str, todo: str = "") -> Result:
+def on_meta(make: Callable[[], Result], where: str, must: str) -> Result:
     """Return the result of `make`, called with the meta device as the default device."""
     import torch
 
@@ -40,7 +40,7 @@ def on_meta(make: Callable[[], Result], where: str, must: str, todo: str = "") -
         with torch.device("meta"):
             return make()
 
-    return attempt(build, where, must, todo)
+    return attempt(build, where, must)
 
 
 def attempt(make: Callable[[], Result], where: str, must: str, todo: str = "") -> Result:

@@ -26,7 +26,6 @@ from zerodrift.errors import ConfigError, NonFiniteError, ZerodriftError
 from zerodrift.weights.boxes import Box, BoxAxis, Layout, Shape, within
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 SHARD_SIZE = "5GB"
 CHUNK = 1 << 20
 """Number of elements that are converted at a time."""
@@ -81,9 +80,7 @@ class TensorFile:
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
 
 
-def pack(
-    tensors: Sequence[SavedTensor], shard_size: int, single: str = SINGLE, note: dict[str, str] | None = None
-) -> tuple[TensorFile, ...]:
+def pack(tensors: Sequence[SavedTensor], shard_size: int) -> tuple[TensorFile, ...]:
     """Divide tensors into files of at most `shard_size` bytes; a larger tensor has a file of its own.
 
     Files are cut and named as huggingface_hub does.
@@ -105,10 +102,9 @@ def pack(
     if last or not groups:
         groups.append(last)
     if len(groups) == 1:
-        return (_file(single, groups[0], note),)
-    stem = single.removesuffix(".safetensors")
-    names = [f"{stem}-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
-    return tuple(_file(name, group, note) for name, group in zip(names, groups, strict=True))
+        return (_file("model.safetensors", groups[0]),)
+    names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
+    return tuple(_file(name, group) for name, group in zip(names, groups, strict=True))
 
 
 def _check_name(name: str) -> None:
@@ -122,10 +118,10 @@ def _check_name(name: str) -> None:
         raise ConfigError(ascii(name)[1:-1], must, got=got, do="Rename the parameter.")
 
 
-def _file(name: str, tensors: Iterable[SavedTensor], note: dict[str, str] | None) -> TensorFile:
+def _file(name: str, tensors: Iterable[SavedTensor]) -> TensorFile:
     # Wide dtypes first, so that every tensor starts at a multiple of its element.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.size)
-    entries: dict[str, object] = {_NOTE: {"format": "pt", **(note or {})}}
+    entries: dict[str, object] = {_NOTE: {"format": "pt"}}
     offsets, end = [], 0
     for tensor in ordered:
         begin, end = end, end + tensor.nbytes

@@ -95,8 +95,8 @@ def read_from_checkpoint(
 ) -> nn.Module:
     """Return a base in `dtype` with the adapters of a checkpoint; `digest` is that of their base."""
     require_base(base, digest, str(place))
-    document = checkpoint.read_plan(place)
-    _cast(base, None if document is None else _formats(Plan.from_json(document)), dtype)
+    plan = checkpoint.read_plan(place)
+    _cast(base, None if plan is None else _formats(plan), dtype)
     model = add_adapters(base, lora)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     if missing := copy_weights(place, trained):
