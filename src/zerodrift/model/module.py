@@ -102,7 +102,6 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     modules = dict(module.named_modules(remove_duplicate=False))
     classes = {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in modules.items()}
     first = {id(part): path for path, part in reversed(modules.items())}
-    passing = non_persistent_buffers(module)
     used = _ExpertCounts(module)
     parameters = []
     for group in groups:
@@ -117,10 +116,7 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     return ModelSpec(
         source=source or type(module).__qualname__,
         parameters=tuple(parameters),
-        buffers=tuple(
-            BufferSpec(name, tuple(buffer.shape), dtypes[name], name not in passing)
-            for name, buffer in buffers
-        ),
+        buffers=tuple(BufferSpec(name, tuple(buffer.shape), dtypes[name]) for name, buffer in buffers),
         containers=frozenset(path for path, part in modules.items() if path and not has_forward(part)),
         shared=tuple((path, first[id(part)]) for path, part in modules.items() if path != first[id(part)]),
     )

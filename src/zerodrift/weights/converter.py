@@ -33,7 +33,7 @@ from zerodrift.errors import (
     said,
 )
 from zerodrift.mesh import MeshShape
-from zerodrift.model import non_persistent_buffers, safetensors
+from zerodrift.model import huggingface, non_persistent_buffers, safetensors
 from zerodrift.policy import exported_as
 from zerodrift.weights.boxes import Shape
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
@@ -141,8 +141,6 @@ def open_source(
 
 def _build_model(model: str | None, source: Path) -> tuple[nn.Module | None, Path | None]:
     """Build the model of a config without weights, by default of the config in the source's folder."""
-    from zerodrift.model import huggingface
-
     if model is None:
         has_config = checkpoint.kind_at(source) == "folder" and (source / huggingface.CONFIG).is_file()
         if not has_config or not huggingface.is_installed():

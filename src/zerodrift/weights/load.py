@@ -80,7 +80,7 @@ class SafetensorsWeights:
     """The tensors of one checkpoint as a source of values."""
 
     def __init__(self, match: Match, sharing: int = 0) -> None:
-        """With a progress bar, if `sharing` is the number of ranks that share the reading."""
+        """Show a progress bar unless `sharing`, the number of ranks that share the reading, is 0."""
         self.match = match
         total = sum(tensor.stop - tensor.start for tensor in match.tensors)
         self._bar = ProgressBar(f"weights of {match.path}", total // max(1, sharing), sharing > 0)

@@ -156,7 +156,7 @@ PATIENCE = 2.0
 class ProgressBar:
     """Counts bytes, and shows them if `shown` and there is a terminal."""
 
-    def __init__(self, title: str = "", total: int = 0, shown: bool = False) -> None:
+    def __init__(self, title: str, total: int, shown: bool) -> None:
         self._title, self._total = title, total
         self._shown = shown and sys.stderr.isatty()
         self._begin = time.monotonic()
