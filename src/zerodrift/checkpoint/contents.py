@@ -158,6 +158,7 @@ def merged(ranks: Sequence[Counters]) -> Counters:
 
 
 def check_counters(counters: Counters) -> None:
+    """Raise unless the counters are such as an optimizer can have."""
     for name, values in counters.items():
         # Counters of all parameters are numbers; those of one parameter may name the dtypes of its moments.
         kinds = [getattr(torch, value, None) for value in values.values() if isinstance(value, str)]

@@ -159,11 +159,13 @@ class ProgressBar:
     def __init__(self, title: str, total: int, shown: bool) -> None:
         self._title, self._total = title, total
         self._shown = shown and sys.stderr.isatty()
-        self._begin = time.monotonic()
+        self._begin = 0.0
+        """Time of the first bytes."""
         self._count = 0
         self._bar: Progress | None = None
 
     def __call__(self, count: int) -> None:
+        self._begin = self._begin or time.monotonic()
         self._count += count
         if self._shown and self._bar is None and time.monotonic() - self._begin > PATIENCE:
             self._bar = _start(self._title, self._total)
