@@ -167,8 +167,7 @@ def test_a_checkpoint_tells_of_boundaries_that_changed() -> None:
     head = replace(manifest("t", 1), digest="ab" * 32, mesh=now.mesh, versions=())
 
     def told(written: Plan) -> dict[str, CheckpointDifference]:
-        saved = Plan.from_json(written.to_json())
-        return {each.what: each for each in differences(head, (), saved, running)}
+        return {each.what: each for each in differences(head, (), Plan.from_json(written.to_json()), running)}
 
     found = told(before)["boundary"]
     assert (found.saved, found.now) == ("none", "fp32, returns keep")
