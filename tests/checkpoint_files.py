@@ -93,9 +93,8 @@ def seal(tag: Path) -> None:
 
 def misplaced_chunks(tag: Path) -> list[str]:
     """Return the chunks that lie with another rank than the plan's."""
-    head, document = read_manifest(tag), read_plan(tag)
-    assert document is not None
-    plan = Plan.from_json(document)
+    head, plan = read_manifest(tag), read_plan(tag)
+    assert plan is not None
     replicas = plan.mesh.replicate if plan.policy.backend == "fsdp2" else 1  # any of which may have it
     wrong = []
     for rank in range(head.of_ranks.ranks):

@@ -129,7 +129,7 @@ def initialize(
     """
     from zerodrift.comm import Collectives, start
     from zerodrift.optim import declare
-    from zerodrift.weights import InitialValues
+    from zerodrift.weights import initial_values, open_weights
 
     _require_instances(model, optimizer)
     loaded = load(config, overrides)
@@ -144,14 +144,15 @@ def initialize(
     try:
         if mesh.rank() == 0:
             versions.warn()
-        first = InitialValues.begin(model, weights, strict, Collectives(mesh))
-        plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
         shown = mesh.rank() == 0 and not quiet
+        comm = Collectives(mesh)
+        spec, files = open_weights(model, weights, strict, comm, shown)
+        plan = build(resolve(loaded, mesh.shape, auto), spec, mesh.shape)
         if shown:
             print_plan(plan)
-        first.show(shown)
-        engine = _engine(plan, model, mesh, optimizer, schedule, first.sources(plan), parts)
-        done = first.finish()
+        sources = initial_values(plan, model, files, comm)
+        engine = _engine(plan, model, mesh, optimizer, schedule, sources, parts)
+        done = None if files is None else files.finish(model, comm)
         if shown and done is not None:
             print(done)
         return engine

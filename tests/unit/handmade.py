@@ -106,7 +106,7 @@ def moe(layers: int = 32, experts: int = 8) -> Plan:
         for name in ("input_layernorm", "post_attention_layernorm"):
             found.append(models.parameter(f"{at}.{name}.weight", (4096,), models.NORM))
     found.append(models.parameter("model.norm.weight", (4096,), models.NORM))
-    rotary = (BufferSpec("model.rotary_emb.inv_freq", (64,), DType.FP32, persistent=False),)
+    rotary = (BufferSpec("model.rotary_emb.inv_freq", (64,), DType.FP32),)
     rules = [{"match": match, "pin": "fp32"} for match in ("*.gate.weight", "*norm.weight")]
     precision = {"mode": "bf16", "reduce": {"wire": "bf16"}, "rules": rules}
     written = {**WRITTEN, "precision": precision}

@@ -53,7 +53,7 @@ def moe(layers: int = 3, experts: int = 2, dtype: DType = DType.FP32, tie: bool 
     if not tie:
         parameters.append(parameter("lm_head.weight", (300, 48), LINEAR, dtype))
     buffers = (
-        BufferSpec("model.rotary.inv_freq", (24,), DType.FP32, persistent=False),
+        BufferSpec("model.rotary.inv_freq", (24,), DType.FP32),
         BufferSpec("model.steps", (), DType.INT64),
     )
     return ModelSpec("tiny moe", tuple(parameters), buffers)

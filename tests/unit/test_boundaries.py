@@ -166,10 +166,10 @@ def test_a_checkpoint_tells_of_boundaries_that_changed() -> None:
     running = CurrentRun(now, "", {}, (), "", ())
     head = replace(manifest("t", 1), digest="ab" * 32, mesh=now.mesh, versions=())
 
-    def told(written: dict[str, Any]) -> dict[str, CheckpointDifference]:
-        return {each.what: each for each in differences(head, (), written, running)}
+    def told(written: Plan) -> dict[str, CheckpointDifference]:
+        return {each.what: each for each in differences(head, (), Plan.from_json(written.to_json()), running)}
 
-    found = told(before.to_json())["boundary"]
+    found = told(before)["boundary"]
     assert (found.saved, found.now) == ("none", "fp32, returns keep")
     assert found.effect == "2 modules, first model.layers.0.mlp.gate"
-    assert "boundary" not in told(now.to_json())
+    assert "boundary" not in told(now)

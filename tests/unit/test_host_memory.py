@@ -10,7 +10,7 @@ import torch
 
 from zerodrift.kernels import HostBuffers
 from zerodrift.kernels.storage import LEAST, resting_zeros
-from zerodrift.weights.reader import Pages
+from zerodrift.weights.reader import SafetensorsReader
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_it_is_what_zeros_are(shape: int | tuple[int, ...], dtype: torch.dtype) 
 def test_what_is_there_stays() -> None:
     """Values at the edges stay too, on pages that are shared with neighbours."""
     flat = torch.arange(3 * mmap.PAGESIZE, dtype=torch.int32)
-    Pages().ready(flat[100:-100])
+    SafetensorsReader()._create_pages(flat[100:-100])
     assert torch.equal(flat, torch.arange(3 * mmap.PAGESIZE, dtype=torch.int32))
 
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
         MANIFEST, Manifest, SHARED, SavedParameter, read_entries, read_manifest, read_plan, state_file,
         verified,
     )  # fmt: skip
-    from zerodrift.checkpoint.save import Head, everywhere, write_head, write_rank_files
+    from zerodrift.checkpoint.save import Head, everywhere, on_rank_0, write_head, write_rank_files
     from zerodrift.checkpoint.state import (
         groups, packed, persistent_buffers, put_groups, put_scale, read_state,
     )  # fmt: skip
     from zerodrift.checkpoint.tensors import (
-        CHUNK, CheckpointReader, Destination, Item, moment_key, weight_key,
+        CHUNK, CheckpointReader, Item, moment_key, weight_key,
     )  # fmt: skip
 
 __getattr__, __dir__, __all__ = face(__name__)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -22,15 +22,14 @@ from zerodrift.checkpoint import manifest as manifests
 from zerodrift.checkpoint import state as states
 from zerodrift.checkpoint.differences import Allowed, CheckpointDifference, check_allowed
 from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, automatic, check_tag
-from zerodrift.checkpoint.manifest import SHARED, Manifest, SavedParameter, Sums, raise_damage, state_file
-from zerodrift.checkpoint.save import Head, Save, everywhere, over_ranks, require_own
+from zerodrift.checkpoint.manifest import SHARED, Manifest, Sums, raise_damage, state_file
+from zerodrift.checkpoint.save import Head, Save, everywhere, on_rank_0, over_ranks, require_own
 from zerodrift.checkpoint.tensors import CheckpointReader
 from zerodrift.engine import Digest, Engine, Shards
 from zerodrift.errors import CheckpointError, Problem, UnsupportedError, ZerodriftError
 from zerodrift.model import non_persistent_buffers
 from zerodrift.optim import Counters
 
-T = TypeVar("T")
 Parts = Literal["all", "weights"]
 Part = Literal["optimizer", "schedule", "counts"]
 """`optimizer` is moments, groups, loss scale and random numbers; `counts` is the steps."""
@@ -60,7 +59,7 @@ class Loaded:
 class _SavedRun:
     """A checkpoint that was read and compared with the run, before anything is changed."""
 
-    table: tuple[SavedParameter, ...]
+    table: contents.Table
     reader: CheckpointReader
     shared: dict[str, Any]
     own: dict[str, Any] | None
@@ -200,7 +199,7 @@ class Checkpoints:
         """Load the newest checkpoint, or return None if none was ever saved here, as in a new run."""
         self._require_between_steps("resume")
         self.wait()
-        path = self._on_rank_0(self._folder.newest)
+        path = on_rank_0(self._comm, self._folder.newest)
         return None if path is None else self._load(path, ALL, check_allowed(allow), True)
 
     def load(
@@ -219,14 +218,8 @@ class Checkpoints:
         """Load the weights and the given parts."""
         self._require_between_steps("load")
         self.wait()
-        path = self._on_rank_0(lambda: self._folder.find(tag)) or Path()
+        path = on_rank_0(self._comm, lambda: self._folder.find(tag))
         return self._load(path, parts, check_allowed(allow), verify)
-
-    def _on_rank_0(self, work: Callable[[], T]) -> T | None:
-        """Look into the folder on rank 0 for all ranks: others may see a change a moment later."""
-        lead = self._comm.mesh.rank() == 0
-        result = everywhere(self._comm, lambda: work() if lead else None)
-        return self._comm.broadcast_object(result, 0)
 
     def _load(self, path: Path, parts: frozenset[Part], without: frozenset[Allowed], verify: bool) -> Loaded:
         engine, comm = self._engine, self._comm
@@ -235,7 +228,9 @@ class Checkpoints:
         restore = everywhere(comm, lambda: states.copied(engine))
         try:
             # State that may still be refused comes before the first weight.
-            everywhere(comm, lambda: self._put(saved, parts))
+            stays = saved.without | (set() if "optimizer" in parts else {"modules"})
+            stays |= set() if "counts" in parts else {"counts"}
+            everywhere(comm, lambda: states.put(engine, saved.shared, saved.own, stays))
         except ZerodriftError:
             restore()
             raise
@@ -254,7 +249,7 @@ class Checkpoints:
         self.run = manifest.run
         self.digest = None
         digests = dict(manifest.digests)
-        if digests and len(saved.table) == len(engine.plan.rows):
+        if digests and all(row.name in saved.table for row in engine.plan.rows):
             self.digest = engine.digest()
             contents.require_saved(engine, digests, self.digest, path, moments=saved.takes_moments)
         for text in (f"loaded {path}, step {manifest.step}", *(f"  {each}" for each in saved.differences)):
@@ -281,21 +276,20 @@ class Checkpoints:
     ) -> _SavedRun:
         """Read everything but the tensors, and compare it with the run."""
         engine, now = self._engine, contents.running(self._engine)
-        table, plan, reader = manifests.read_entries(path), manifests.read_plan(path), CheckpointReader(path)
+        table, reader = manifests.read_entries(path), CheckpointReader(path)
         strict = "model" not in without
         notes = compare.check_model(table, engine.plan, str(path), strict)
         if not strict:
             known = {name for row in engine.plan.rows for name in row.names}
             table = tuple(entry for entry in table if known & set(entry.names))
             without -= set() if notes else {"model"}
-        contents.check_held(engine, reader, table)
         shared = states.read_state(path, SHARED)
         rank, ranks = self._comm.mesh.rank(), self._comm.mesh.size("world")
         own = states.read_state(path, state_file(rank)) if manifest.ranks == ranks else None
         problems: list[Problem] = []
         if "buffers" not in without:
-            here = contents.shapes(dict(engine.module.named_buffers()))
-            saved = contents.shapes(shared["buffers"])
+            here = {name: list(buffer.shape) for name, buffer in engine.module.named_buffers()}
+            saved = {name: list(buffer.shape) for name, buffer in shared["buffers"].items()}
             if engine.plan.policy.pipeline is not None:  # the checkpoint has those of all stages
                 saved = {name: shape for name, shape in saved.items() if name in here}
             persistent = here.keys() - non_persistent_buffers(engine.module)
@@ -311,7 +305,7 @@ class Checkpoints:
             if not found and not (word == "groups" and "optimizer" in without):
                 without -= {word}
         raise_damage(problems)
-        notes = [*notes, *compare.differences(manifest, table, plan, now)]
+        notes = [*notes, *compare.differences(manifest, table, reader.plan, now)]
         if own is None:
             of = f"of {manifest.ranks} ranks"
             notes.append(CheckpointDifference("random numbers", of, "as they are"))
@@ -319,27 +313,13 @@ class Checkpoints:
                 notes.append(CheckpointDifference("client state", of, "none", "see `client_of`"))
         notes += [CheckpointDifference(word, "as saved", "as this run has it") for word in sorted(without)]
         takes_moments = "optimizer" in parts and "optimizer" not in without
-        if takes_moments:
-            contents.check_moments(engine, table, shared["counters"])
+        if takes_moments and engine.updater is not None:
+            contents.check_counters(shared["counters"])
+        by_name = {name: entry for entry in table for name in entry.names}
+        contents.check_held(engine, reader, by_name, shared["counters"] if takes_moments else None)
         if "optimizer" in parts and own is not None:
             difference = states.check_random_state(own["random"], engine.mesh.device)
             notes += [] if difference is None else [difference]
         holder = states.read_state(path, state_file(0)) if own is None and shared["alike"] else own
         client = None if holder is None else holder["client"]
-        return _SavedRun(table, reader, shared, own, without, tuple(notes), takes_moments, client)
-
-    def _put(self, saved: _SavedRun, parts: frozenset[Part]) -> None:
-        """Restore everything but weights, moments and random numbers."""
-        engine, shared, own = self._engine, saved.shared, saved.own
-        if "buffers" not in saved.without:
-            states.put_buffers(engine.module, shared["buffers"] | ({} if own is None else own["buffers"]))
-        if "counts" in parts:
-            states.put_counts(engine, shared)
-        if "loss_scale" not in saved.without:
-            states.put_scale(engine, shared["scaler"])
-        if "schedule" not in saved.without:
-            states.put_schedule(engine, shared["schedule"])
-        if "groups" not in saved.without:
-            states.put_groups(engine, shared["groups"])
-        if "optimizer" in parts and own is not None:
-            states.put_modules(engine.module, own["modules"])
+        return _SavedRun(by_name, reader, shared, own, without, tuple(notes), takes_moments, client)

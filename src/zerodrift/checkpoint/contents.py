@@ -18,14 +18,7 @@ from zerodrift.checkpoint import state as states
 from zerodrift.checkpoint.differences import CurrentRun
 from zerodrift.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.checkpoint.save import Head
-from zerodrift.checkpoint.tensors import (
-    CheckpointReader,
-    Destination,
-    Item,
-    feedback_key,
-    moment_key,
-    weight_key,
-)
+from zerodrift.checkpoint.tensors import CheckpointReader, Item, feedback_key, moment_key, weight_key
 from zerodrift.dtypes import DType
 from zerodrift.engine import MOMENTS, Digest, Engine, Shards, Span
 from zerodrift.errors import CheckpointError
@@ -36,6 +29,8 @@ from zerodrift.versions import __version__
 
 VERSIONS = (("zerodrift", __version__), ("torch", torch.__version__))
 WINDOW = 1 << 20
+Table = Mapping[str, SavedParameter]
+"""The saved parameters by all of their names."""
 FORM = "form"
 """Key of the checksum beside the value digests that says in which dtypes values rest."""
 
@@ -47,7 +42,7 @@ class StageSummary:
     counters: Counters
     moments: dict[str, tuple[str, ...]]
     buffers: dict[str, torch.Tensor]
-    hidden: frozenset[str] = frozenset()
+    hidden: frozenset[str]
     """Buffers that are not in a state dict."""
 
 
@@ -83,8 +78,6 @@ def _records(packed: PackedRun, span: Span) -> Item:
 
 def summary(engine: Engine, counters: Counters, known: Collection[str]) -> StageSummary:
     """Summarize this rank's pipeline stage; `known` are the buffers that rank 0 has."""
-    if engine.plan.policy.pipeline is None or engine.mesh.rank("data"):
-        return StageSummary(counters, {}, {})
     updater, rows = engine.updater, [row for row in engine.part.rows if row.trained]
     moments = {} if updater is None else {row.name: updater.moment_names(row.name, counters) for row in rows}
     buffers = {name: buffer.cpu() for name, buffer in engine.module.named_buffers() if name not in known}
@@ -129,18 +122,18 @@ def head(
     shared = {**states.shared(engine, counters), "alike": alike}
     if any(piece.feedback is not None for piece in Shards(engine).pieces()):
         shared["feedback"] = engine.mesh.size("data")
-    elsewhere: dict[str, tuple[str, ...]] = {}
+    moments: dict[str, tuple[str, ...]] = {}
     for stage in stages:
-        elsewhere |= stage.moments
+        moments |= stage.moments
         shared["buffers"] = {**stage.buffers, **shared["buffers"]}
         shared["hidden"] = sorted(stage.hidden.union(shared["hidden"]))
     table = []
     for row in rows:
-        dtype, group, moments = row.columns.storage.dtype, -1, elsewhere.get(row.name, ())
+        dtype, group = row.columns.storage.dtype, -1
         if updater is not None and row.trained:
             dtype, group = DType.FP32, engine.group_of.get(row.name, -1)
-            moments = elsewhere.get(row.name, updater.moment_names(row.name, counters))
-        table.append(SavedParameter(row.names, row.whole_shape, dtype.value, group, moments))
+        names, shape = row.names, row.whole_shape
+        table.append(SavedParameter(names, shape, dtype.value, group, moments.get(row.name, ())))
     packed = states.packed(shared, "optimizer, schedule and buffers")
     return Head(manifest, tuple(table), plan.to_json(), packed)
 
@@ -164,52 +157,41 @@ def merged(ranks: Sequence[Counters]) -> Counters:
     return {name: counts for counters in ranks for name, counts in counters.items()}
 
 
-def check_moments(engine: Engine, table: Sequence[SavedParameter], counters: Counters) -> None:
-    """Raise unless this run's optimizer has every moment that would be loaded."""
-    updater, by_name = engine.updater, _by_name(table)
-    if updater is None:
-        return
+def check_counters(counters: Counters) -> None:
+    """Raise unless the counters are such as an optimizer can have."""
     for name, values in counters.items():
         # Counters of all parameters are numbers; those of one parameter may name the dtypes of its moments.
         kinds = [getattr(torch, value, None) for value in values.values() if isinstance(value, str)]
         if any(not name or not isinstance(kind, torch.dtype) for kind in kinds):
             must = "must be numbers and names of dtypes"
             raise CheckpointError("counters", must, got=repr(dict(values)))
+
+
+def check_held(engine: Engine, reader: CheckpointReader, table: Table, counters: Counters | None) -> None:
+    """Raise unless the files hold everything that this rank would read and, with `counters`, this run's
+    optimizer has every moment that would be loaded."""
+    updater = None if counters is None else engine.updater
     for piece in Shards(engine).pieces():
-        for span in piece.held if piece.updated else ():
-            entry = by_name.get(span.row.name)
-            known = () if entry is None else updater.moment_names(span.row.name, counters)
-            odd = () if entry is None else [key for key in entry.moments if key not in known]
-            if odd:
+        for span in (span for span in piece.held if span.row.name in table):
+            entry = table[span.row.name]
+            reader.check(entry, span.start, span.start + span.numel)
+            if updater is None or not piece.updated:
+                continue
+            known = updater.moment_names(span.row.name, counters or {})
+            if odd := [key for key in entry.moments if key not in known]:
                 must = f"must have been saved with the moments {', '.join(known) or 'none'}"
                 do = "`allow=('optimizer',)` begins with new moments."
                 raise CheckpointError(span.row.name, must, got=f"{', '.join(odd)} too", do=do)
 
 
-def _by_name(table: Sequence[SavedParameter]) -> dict[str, SavedParameter]:
-    return {name: entry for entry in table for name in entry.names}
-
-
-def check_held(engine: Engine, reader: CheckpointReader, table: Sequence[SavedParameter]) -> None:
-    """Raise unless the files hold everything that this rank would read."""
-    by_name = _by_name(table)
-    for piece in Shards(engine).pieces():
-        for span in piece.held:
-            if span.row.name in by_name:
-                reader.check(by_name[span.row.name], span.start, span.start + span.numel)
-
-
-def fill(
-    engine: Engine, reader: CheckpointReader, table: Sequence[SavedParameter], counters: Counters | None
-) -> None:
+def fill(engine: Engine, reader: CheckpointReader, table: Table, counters: Counters | None) -> None:
     """Fill the weights that this rank owns, and with `counters` the optimizer's state. Call
     `Shards.sync_storage` afterwards. A parameter that is not in the table keeps its values, and its moments
     become zero."""
-    by_name = _by_name(table)
     if counters is not None and engine.updater is not None:
         engine.updater.set_counters(counters)
     for piece in Shards(engine).pieces():
-        there = [(span, by_name[span.row.name]) for span in piece.held if span.row.name in by_name]
+        there = [(span, table[span.row.name]) for span in piece.held if span.row.name in table]
         if piece.packed is not None:
             for span, entry in there:
                 _fill_packed(piece.packed, reader, span, entry)
@@ -225,7 +207,7 @@ def fill(
         for moment in dict.fromkeys(moment for _, entry in there for moment in entry.moments):
             values = piece.zeros()
             spans = [(moment_key(moment, e.name), span) for span, e in there if moment in e.moments]
-            reader.read([Destination(key, span.start, values[span.place]) for key, span in spans])
+            reader.read((key, span.start, values[span.place]) for key, span in spans)
             piece.set_moment(moment, values)
             del values
 
@@ -246,7 +228,7 @@ def fill_feedback(engine: Engine, reader: CheckpointReader, ranks: int) -> None:
         for number in saved:
             for row in piece.rows:
                 values = torch.empty(row.numel)
-                reader.read([Destination(feedback_key(number, row.name), 0, values)])
+                reader.read([(feedback_key(number, row.name), 0, values)])
                 whole[row.offset : row.offset + row.numel] += values.to(whole.device)
         piece.set_feedback(whole)
 
@@ -286,7 +268,3 @@ def _form(engine: Engine) -> str:
         travels = f" {row.columns.gather}" if row.columns.rounds_on_the_way else ""
         text.append(f"{row.name} {row.columns.storage.dtype} {kept}{travels}")
     return hashlib.sha256("\n".join(text).encode(errors="surrogatepass")).hexdigest()[:16]
-
-
-def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in tensors.items()}

@@ -6,13 +6,13 @@ allowed by its word. One that changes where and how values rest, such as another
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from zerodrift.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.errors import CheckpointError, Problem, Problems, did_you_mean, first_of, several
+from zerodrift.model import listed
 from zerodrift.plan import Boundary, Plan
 from zerodrift.policy import BY_RANK, ORDER
 
@@ -83,20 +83,16 @@ def check_model(
     extra = [entry.name for entry in entries if not here & set(entry.names)]
     do = "`allow=('model',)` loads what both have."
     if missing and strict:
-        problems.add(where, "must hold every parameter of the model", got=f"no {_list(missing)}", do=do)
+        problems.add(where, "must hold every parameter of the model", got=f"no {listed(missing)}", do=do)
     if extra and strict:
-        problems.add(where, "must hold no parameter that the model does not have", got=_list(extra), do=do)
+        problems.add(where, "must hold no parameter that the model does not have", got=listed(extra), do=do)
     problems.raise_as(CheckpointError, f"`{where}` is of another model")
     unmatched = ((missing, "missing", "they stay as they are"), (extra, "more", "they are not read"))
     return [
-        CheckpointDifference("model", f"{len(names)} parameters {what}", _list(names), effect)
+        CheckpointDifference("model", f"{len(names)} parameters {what}", listed(names), effect)
         for names, what, effect in unmatched
         if names
     ]
-
-
-def _list(names: Sequence[str]) -> str:
-    return first_of([f"`{name}`" for name in names], SHOWN)
 
 
 def check_buffers(
@@ -167,7 +163,7 @@ def _check_groups(
 
 
 def differences(
-    manifest: Manifest, entries: Sequence[SavedParameter], document: dict[str, Any] | None, now: CurrentRun
+    manifest: Manifest, entries: Sequence[SavedParameter], before: Plan | None, now: CurrentRun
 ) -> list[CheckpointDifference]:
     versions = dict(now.versions)
     changes = [
@@ -188,9 +184,6 @@ def differences(
         if saved != here:
             changes.append(CheckpointDifference(what, str(saved), str(here), effect))
     changes += _compare_trained(entries, plan)
-    before: Plan | None = None
-    with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version, which is reported
-        before = None if document is None else Plan.from_json(document)
     changes += [] if before is None else _compare_plans(before, plan)
     if not changes:
         changes.append(CheckpointDifference("plan", manifest.digest[:12], plan.digest[:12], "layout alone"))

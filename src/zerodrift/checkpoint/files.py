@@ -98,18 +98,6 @@ def open_own(folder: Path, name: str) -> IO[bytes]:
         raise unreadable(folder / short(name), error) from error
 
 
-def read_file(path: Path) -> bytes:
-    """Read a whole regular file, links followed."""
-    kind = kind_at(path)
-    if kind != "file":
-        got = "a folder" if kind == "folder" else "no such file"
-        raise CheckpointError(short(path), "must be a file", got=got)
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
 def unreadable(path: Path, error: Exception) -> CheckpointError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else said(error)
     return CheckpointError(short(path), "must be readable", got=reason)

@@ -25,9 +25,9 @@ from zerodrift.checkpoint.files import (
     is_folder,
     kind_at,
     list_folder,
-    read_file,
     short,
     sync_folder,
+    unreadable,
 )
 from zerodrift.checkpoint.manifest import MANIFEST, PARAMETERS, SHARED, Manifest, read_manifest, write_whole
 from zerodrift.errors import CheckpointError, did_you_mean, nearest_path
@@ -65,10 +65,15 @@ def check_tag(tag: str) -> None:
 def read_latest(folder: Path) -> str:
     """Return the tag that the file `latest` names; `""` if there is no such file."""
     path = folder / LATEST
-    if kind_at(path) == "nothing":
+    kind = kind_at(path)
+    if kind != "file":
+        if kind == "folder":
+            raise CheckpointError(short(path), "must be a file", got="a folder")
         return ""
     try:
-        text = read_file(path).decode()
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise unreadable(path, error) from error
     except UnicodeDecodeError as error:
         raise _no_tag(path, f"what is no UTF-8 ({error.reason})") from None
     line, _, seal = text.partition("\n")

@@ -26,7 +26,7 @@ from zerodrift.checkpoint.manifest import (
     read_manifest,
 )
 from zerodrift.dtypes import DType
-from zerodrift.errors import CheckpointError, Problem, nearest_path, several
+from zerodrift.errors import CheckpointError, Problem, Problems, nearest_path, several
 from zerodrift.model import safetensors
 from zerodrift.record import encode
 from zerodrift.report import WIDTH, figures, grid, pairs, render, section, title
@@ -75,7 +75,7 @@ class WeightsInspection:
     holdings: tuple[Row, ...]
     kin: tuple[Row, ...]
     quantised: str = ""
-    """The narrow format that config.json names, such as `fp8-128x128, by fp8`."""
+    """The formats of tensors that are codes with scales, such as `e4m3 in rows with an fp32 scale`."""
     complete = True
 
 
@@ -116,33 +116,14 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspected:
 
 
 def _inspect_weights(path: Path) -> WeightsInspection:
-    table = [
-        SavedParameter((each.name,), each.shape, str(each.dtype), -1, ())
-        for each in safetensors.list_tensors(path)
-    ]
+    tensors = safetensors.list_tensors(path)
+    _, quantised = safetensors.find_quantised(tensors, (), Problems())  # what is refused stays as it is
+    formats = "; ".join(dict.fromkeys(tensor.describe() for tensor in quantised.values()))
+    table = [SavedParameter((each.name,), each.shape, str(each.dtype), -1, ()) for each in tensors]
     files = [path] if path.is_file() else sorted(path.glob(f"*{safetensors.SUFFIX}"))
     size = sum(file.stat().st_size for file in files)
     held = _holdings(table), _families(table)
-    return WeightsInspection(str(path), len(files), size, *held, _quantised_as(path))
-
-
-def _quantised_as(path: Path) -> str:
-    """Return the format of quantised files by the config beside them, in zerodrift's words if it has one."""
-    method = ""
-    try:
-        block = json.loads((path / "config.json").read_bytes())["quantization_config"]
-        method = str(block["quant_method"])
-        if method == "fp8":
-            word = "fp8-" + "x".join(str(int(size)) for size in block["weight_block_size"])
-        elif method == "bitsandbytes":
-            word = f"{block['bnb_4bit_quant_type']}-64" if block["load_in_4bit"] else "int8-row"
-        else:
-            (weights,) = (group["weights"] for group in block["config_groups"].values())
-            element = {"float": "fp", "int": "int"}[weights["type"]] + str(int(weights["num_bits"]))
-            word = f"{element}-{'row' if weights['strategy'] == 'channel' else weights['strategy']}"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return method  # of a form that is not known here
-    return f"{word}, by {method}"
+    return WeightsInspection(str(path), len(files), size, *held, formats)
 
 
 def _inspect_one(path: Path, verify: bool) -> Inspection:

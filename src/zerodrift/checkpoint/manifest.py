@@ -11,25 +11,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from zerodrift.checkpoint.files import open_own, own_file, short, unreadable
+from zerodrift.checkpoint.files import open_own, own_file, short
 from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, Problem, Problems, said
 from zerodrift.mesh import MeshShape
+from zerodrift.plan import Plan
 from zerodrift.record import decode, encode
 
+T = TypeVar("T")
 FORMAT = 2
 MANIFEST = "checkpoint.json"
 PARAMETERS = "parameters.json"
 PLAN = "plan.json"
 SHARED = "shared.pt"
 REMEDY = "Load an older checkpoint, or restore the file from a copy."
+
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""Errors of files that are damaged, or that another version wrote."""
 
 Sums = np.ndarray
 """`[5]`, int64: checksums of descriptions, added as four numbers modulo 2^64, and bytes."""
@@ -207,46 +212,46 @@ def _sums(text: bytes, description: Description) -> Sums:
     return np.append(np.frombuffer(hashlib.sha256(text).digest(), "<i8"), np.int64(size))
 
 
+def _read(folder: Path, name: str, must: str, parse: Callable[[str], T]) -> T:
+    """Read a file of the checkpoint; `must` is the clause that refuses a text which cannot be parsed."""
+    path = folder / name
+    if not os.path.lexists(path):
+        raise CheckpointError(path, "must be there", got="no such file", do=REMEDY)
+    with open_own(folder, name) as stream:
+        data = stream.read()
+    try:
+        return parse(data.decode())
+    except UNREADABLE as error:
+        raise CheckpointError(path, must, got=short(said(error)), do=REMEDY) from error
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint, and verify its own checksum."""
     path = folder / MANIFEST
-    try:
-        text = own_file(folder, MANIFEST).read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
+    if not os.path.lexists(path):
         must = f"must hold a `{MANIFEST}`, which is the last file of a save"
         do = "The save was cut short, or this is no checkpoint: load another."
-        raise CheckpointError(short(folder), must, got="none", do=do) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise _damaged(path, f"what cannot be read ({error})") from None
-    try:
+        raise CheckpointError(short(folder), must, got="none", do=do)
+
+    def parse(text: str) -> Manifest:
         document = json.loads(text)
         version, head = document["format"], document["checkpoint"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(path, f"no manifest ({type(error).__name__})") from None
-    if version != FORMAT:
-        do = "Load it with the zerodrift that wrote it, and export its weights there."
-        raise CheckpointError(path, f"must be a checkpoint of format {FORMAT}", got=repr(version), do=do)
-    # The whole text is compared: the checksum of the parsed document would miss a flipped bit in a blank.
-    if text != _manifest_text(head):
-        raise _damaged(path, "another text than its checksum is of")
-    try:
+        if version != FORMAT:
+            do = "Load it with the zerodrift that wrote it, and export its weights there."
+            raise CheckpointError(path, f"must be a checkpoint of format {FORMAT}", got=repr(version), do=do)
+        # The whole text is compared: the checksum of the parsed document would miss a flipped bit in a blank.
+        if text != _manifest_text(head):
+            raise ValueError("another text than its checksum is of")
         return decode(Manifest, head)
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, f"other fields ({error})") from None
 
-
-def _damaged(path: Path, got: str) -> CheckpointError:
-    return CheckpointError(path, "must be the manifest that was written", got=got, do=REMEDY)
+    return _read(folder, MANIFEST, "must be the manifest that was written", parse)
 
 
 def read_entries(folder: Path) -> tuple[SavedParameter, ...]:
-    with open_own(folder, PARAMETERS) as stream:
-        data = stream.read()
-    try:
-        return tuple(_entry(*row) for row in json.loads(data.decode()))
-    except (ValueError, TypeError, RecursionError) as error:
-        must, got = "must be a table of parameters", short(said(error))
-        raise CheckpointError(folder / PARAMETERS, must, got=got, do=REMEDY) from error
+    def parse(text: str) -> tuple[SavedParameter, ...]:
+        return tuple(_entry(*row) for row in json.loads(text))
+
+    return _read(folder, PARAMETERS, "must be a table of parameters", parse)
 
 
 def _entry(names: list[str], shape: list[int], dtype: str, group: int, moments: list[str]) -> SavedParameter:
@@ -257,38 +262,32 @@ def _entry(names: list[str], shape: list[int], dtype: str, group: int, moments: 
     return SavedParameter(tuple(names), tuple(shape), DType(dtype).value, group, tuple(moments))
 
 
-def read_plan(folder: Path) -> dict[str, Any] | None:
-    """Read the plan's JSON; None after a conversion."""
+def read_plan(folder: Path) -> Plan | None:
+    """Read the plan of the save; None after a conversion."""
     if not os.path.lexists(folder / PLAN):
         return None
-    with open_own(folder, PLAN) as stream:
-        return json.loads(stream.read().decode())
+    must = "must be a plan of this version"
+    return _read(folder, PLAN, must, lambda text: Plan.from_json(json.loads(text)))
 
 
 def read_description(folder: Path, files: RankFiles, rank: int) -> tuple[Description, Sums]:
     """Read one rank's description, and verify that it belongs to the manifest's save."""
-    path = folder / description_file(rank)
-    try:
-        text = own_file(folder, path.name).read_bytes()
-        value = text.decode().partition('"description": ')[2][:-2]
-        if text.decode() != _description_text(value):
+
+    def parse(text: str) -> tuple[Description, Sums]:
+        value = text.partition('"description": ')[2][:-2]
+        if text != _description_text(value):
             raise ValueError("another text than its checksum is of")
         head = json.loads(value)
         tensors, state = (File(str(f["name"]), int(f["bytes"]), str(f["sha256"])) for f in head["files"])
         chunks = tuple(_chunk(tensors.name, *row) for row in head["chunks"])
         description = Description(str(head["save"]), int(head["rank"]), tensors, state, chunks)
-        sums = _sums(text, description)
-    except FileNotFoundError:
-        raise CheckpointError(path, "must be there", got="no such file", do=REMEDY) from None
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except (KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-        must = f"must be what rank {rank} wrote"
-        raise CheckpointError(path, must, got=short(said(error)), do=REMEDY) from error
+        return description, _sums(text.encode(), description)
+
+    description, sums = _read(folder, description_file(rank), f"must be what rank {rank} wrote", parse)
     if (description.save, description.rank) != (files.save, rank):
         must = f"must be of rank {rank} in the save {files.save}"
         got = f"rank {description.rank} in {short(description.save)}"
-        raise CheckpointError(path, must, got=got, do=REMEDY)
+        raise CheckpointError(folder / description_file(rank), must, got=got, do=REMEDY)
     return description, sums
 
 

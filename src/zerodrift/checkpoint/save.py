@@ -48,6 +48,13 @@ def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
             raise CheckpointError("checkpoint", "must be read and written", got=said(error)) from error
 
 
+def on_rank_0(comm: Collectives, work: Callable[[], T]) -> T:
+    """Do work on rank 0 and return its result on every rank; if it fails, all ranks raise its error."""
+    lead = comm.mesh.rank() == 0
+    result: T | None = everywhere(comm, lambda: work() if lead else None)
+    return comm.broadcast_object(result, 0)
+
+
 def over_ranks(comm: Collectives, numbers: np.ndarray) -> np.ndarray:
     """Sum int64 numbers over all ranks, modulo 2^64."""
     own = torch.from_numpy(numbers).to(comm.mesh.device)
@@ -151,47 +158,43 @@ class Save:
                 if len(errors) <= FEW:
                     chunks = list(chain.from_iterable(comm.gather_object(self._written[0])))
                 sums = over_ranks(comm, self._written[1])
-
-            def publish() -> Path:
-                try:
-                    path = self._publish(errors, chunks, sums)
-                    if keep:
-                        self._folder.prune(keep)
-                    return path
-                finally:
-                    self._drop()
-
-            return self._on_rank_0(publish)
+            return self._on_rank_0(lambda: self._publish(errors, chunks, sums, keep))
         except RankError:
             self.abandon()
             raise
 
     def _on_rank_0(self, work: Callable[[], Path]) -> Path:
         """Collective: return the path that rank 0 makes, or raise its error on all ranks."""
-        made: Path | ZerodriftError | None = None
-        if self._rank == 0:
-            try:
-                made = work()
-            except Exception as error:
-                made = _refused(error, self._folder.path)
-        sent: Any = self._comm.broadcast_object(made, 0)
-        if isinstance(sent, ZerodriftError):
-            raise CheckpointError.joined([sent])
-        return Path(sent)
 
-    def _publish(self, errors: Sequence[ZerodriftError | None], chunks: list[Chunk], sums: Sums) -> Path:
-        """Write the last files on rank 0, and rename the folder."""
-        failed = {rank: error for rank, error in enumerate(errors) if error is not None}
-        if failed:
-            first = next(iter(failed.values()))
-            raise CheckpointError.of(first.problems, f"rank {', '.join(map(str, failed))}")
-        if self._new is None or not self._new.lock.held:
-            must = "must stay locked by this run while it saves"
-            do = "Two runs save here: give each a folder of its own."
-            raise CheckpointError(self._folder.path, must, got="another lock", do=do)
-        assert self._head is not None
-        write_head(self._path, self._head, len(errors), chunks, sums)
-        return self._folder.publish(self._new, self._latest)
+        def named() -> Path:
+            try:
+                return work()
+            except Exception as error:
+                raise _refused(error, self._folder.path) from error
+
+        return on_rank_0(self._comm, named)
+
+    def _publish(
+        self, errors: Sequence[ZerodriftError | None], chunks: list[Chunk], sums: Sums, keep: int
+    ) -> Path:
+        """Write the last files on rank 0, rename the folder, and remove old ones."""
+        try:
+            failed = {rank: error for rank, error in enumerate(errors) if error is not None}
+            if failed:
+                first = next(iter(failed.values()))
+                raise CheckpointError.of(first.problems, f"rank {', '.join(map(str, failed))}")
+            if self._new is None or not self._new.lock.held:
+                must = "must stay locked by this run while it saves"
+                do = "Two runs save here: give each a folder of its own."
+                raise CheckpointError(self._folder.path, must, got="another lock", do=do)
+            assert self._head is not None
+            write_head(self._path, self._head, len(errors), chunks, sums)
+            path = self._folder.publish(self._new, self._latest)
+            if keep:
+                self._folder.prune(keep)
+            return path
+        finally:
+            self._drop()
 
     def abandon(self) -> None:
         """Stop without the other ranks: remove what was written, and release the lock."""

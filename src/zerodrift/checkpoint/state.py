@@ -14,7 +14,7 @@ import io
 import pathlib
 import random
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -155,22 +155,35 @@ def put_groups(engine: Engine, saved: Sequence[Mapping[str, Any]]) -> None:
             group.update(options)
 
 
+def put(
+    engine: Engine, shared: Mapping[str, Any], own: Mapping[str, Any] | None, without: Collection[str] = ()
+) -> None:
+    """Restore everything but weights, moments and random numbers. What `without` names stays as it is."""
+    if "buffers" not in without:
+        put_buffers(engine.module, shared["buffers"] | ({} if own is None else own["buffers"]))
+    if "counts" not in without:
+        put_counts(engine, shared)
+    if "loss_scale" not in without:
+        put_scale(engine, shared["scaler"])
+    if "schedule" not in without:
+        put_schedule(engine, shared["schedule"])
+    if "groups" not in without:
+        put_groups(engine, shared["groups"])
+    if "modules" not in without and own is not None:
+        put_modules(engine.module, own["modules"])
+
+
 def copied(engine: Engine) -> Callable[[], None]:
     """Copy a run's state, weights, moments and random numbers apart. The result undoes a load that failed."""
-    state, scale = copy.deepcopy(_progress(engine)), engine.scaler.state_dict()
     buffers = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers()}
     modules = {name: module.get_extra_state() for name, module in _stateful(engine.module)}
+    before = {**copy.deepcopy(_progress(engine)), "scaler": engine.scaler.state_dict(), "buffers": buffers}
 
     def restore() -> None:
-        put_counts(engine, state)
-        put_scale(engine, scale)
-        put_schedule(engine, state["schedule"])
-        for group, options in zip(_param_groups(engine), state["groups"], strict=True):
+        for group, options in zip(_param_groups(engine), before["groups"], strict=True):
             for key in group.keys() - options.keys() - {"params"}:
                 del group[key]
-        put_groups(engine, state["groups"])
-        put_buffers(engine.module, buffers)
-        put_modules(engine.module, modules)
+        put(engine, before, {"buffers": {}, "modules": modules})
 
     return restore
 

@@ -13,6 +13,7 @@ Invariant: neither direction holds more than one chunk, and each element is read
 from __future__ import annotations
 
 import bisect
+import contextlib
 import hashlib
 import io
 import itertools
@@ -84,9 +85,6 @@ class _HashingStream(io.RawIOBase):
         super().__init__()
         self._raw, self.sha256 = raw, hashlib.sha256()
         self.count = 0
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:
         self._raw.write(data)
@@ -169,19 +167,6 @@ def _places(start: int, stop: int, size: int, count: int) -> range:
     return range(start // size, min((stop - 1) // size + 1, count))
 
 
-_NO_PLAN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of a plan that another version wrote."""
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """A run of elements of one tensor, and the flat tensor they are copied to, in any dtype on any device."""
-
-    key: str
-    start: int
-    into: torch.Tensor
-
-
 class CheckpointReader:
     """Reads any elements of one checkpoint's tensors."""
 
@@ -193,50 +178,38 @@ class CheckpointReader:
 
     def check(self, entry: manifest.SavedParameter, start: int = 0, stop: int | None = None) -> None:
         """Raise unless a run of elements of a parameter and of its moments is there."""
-        numel = math.prod(entry.shape)
-        runs = {moment_key(key, entry.name): (start, stop, numel) for key in entry.moments}
-        form = DType(entry.dtype).format
+        numel, form = math.prod(entry.shape), DType(entry.dtype).format
+        stop = numel if stop is None else stop
+        runs = [(moment_key(key, entry.name), start, stop, numel) for key in entry.moments]
         if form is not None:
-            low, high = _records(form, start, numel if stop is None else stop)
-            runs[weight_key(entry.name)] = low, high, form.blocks(entry.shape) * form.record_bytes
-        else:
-            runs[weight_key(entry.name)] = start, stop, numel
-        for key, (low, end, held) in runs.items():
-            for chunk in self.find(key, low, held if end is None else end):
+            start, stop = _records(form, start, stop)
+            numel = form.blocks(entry.shape) * form.record_bytes
+        for key, low, high, held in (*runs, (weight_key(entry.name), start, stop, numel)):
+            for chunk in self.find(key, low, high):
                 if chunk.numel != held:
                     must = f"must hold {held:,} elements of {key!r}"
                     raise CheckpointError(self._folder, must, got=f"{chunk.numel:,}", do=OTHER)
 
-    def read(self, wanted: Sequence[Destination]) -> None:
-        parts: list[tuple[manifest.Chunk, Destination]] = []
-        for want in wanted:
-            chunks = self.find(want.key, want.start, want.start + want.into.numel())
-            parts += ((chunk, want) for chunk in chunks)
+    def read(self, wanted: Iterable[tuple[str, int, torch.Tensor]]) -> None:
+        """Copy runs of elements, each a key and a first element, to flat tensors of any dtype and device."""
+        parts = [
+            (chunk, start, into)
+            for key, start, into in wanted
+            for chunk in self.find(key, start, start + into.numel())
+        ]
         parts.sort(key=lambda part: (part[0].file, part[0].offset))
         for chunk, group in itertools.groupby(parts, key=lambda part: part[0]):
             values = self._load(chunk)
-            for _, want in group:
-                low = max(want.start, chunk.start)
-                high = min(want.start + want.into.numel(), chunk.start + chunk.count)
-                into = want.into[low - want.start : high - want.start]
-                into.copy_(values[low - chunk.start : high - chunk.start])
+            for _, start, into in group:
+                low, high = max(start, chunk.start), min(start + into.numel(), chunk.start + chunk.count)
+                into[low - start : high - start].copy_(values[low - chunk.start : high - chunk.start])
             del values
 
-    def weight(self, entry: manifest.SavedParameter) -> torch.Tensor:
-        """Return a whole weight in its own dtype; fp32 for a narrow format."""
-        dtype = DType(entry.dtype)
-        into = torch.empty(math.prod(entry.shape), dtype=torch.float32 if dtype.format else dtype.torch)
-        self.read_weights([(entry, 0, into)])
-        return into.view(entry.shape)
-
     def read_weights(self, wanted: Sequence[tuple[manifest.SavedParameter, int, torch.Tensor]]) -> None:
-        plain = [want for want in wanted if DType(want[0].dtype).format is None]
-        self.read([Destination(weight_key(entry.name), start, into) for entry, start, into in plain])
-        for entry, start, into in wanted:
-            form = DType(entry.dtype).format
-            if form is None:
-                continue
-            before = start % form.run
+        coded = {entry.name: form for entry, *_ in wanted if (form := DType(entry.dtype).format)}
+        self.read((weight_key(e.name), start, into) for e, start, into in wanted if e.name not in coded)
+        for entry, start, into in (want for want in wanted if want[0].name in coded):
+            before = start % coded[entry.name].run
             run = self.read_packed(entry, start - before, before + into.numel())
             into.copy_(run.values()[before : before + into.numel()])
 
@@ -246,7 +219,7 @@ class CheckpointReader:
         form = narrow.form_of(dtype)
         low, high = _records(form, start, start + numel)
         records = torch.empty(high - low, dtype=torch.uint8)
-        self.read([Destination(weight_key(entry.name), low, records)])
+        self.read([(weight_key(entry.name), low, records)])
         run = PackedRun.empty(dtype, (high - low) // form.record_bytes * form.run)
         run.set_records(0, records)
         return run
@@ -260,11 +233,9 @@ class CheckpointReader:
             chunks = self._select(range(self._files.ranks), key, start, stop)
         if _is_whole(chunks, start, stop):
             return chunks
-        if not chunks:
-            must = f"must hold the tensor {short(repr(key))}"
-            raise CheckpointError(self._folder, must, got="none", do=OTHER)
         must = f"must hold each element of {short(repr(key))} once"
-        raise CheckpointError(short(self._folder), must, got="gaps or overlaps", do=OTHER)
+        got = "gaps or overlaps" if chunks else "no such tensor"
+        raise CheckpointError(short(self._folder), must, got=got, do=OTHER)
 
     def _select(self, ranks: Iterable[int], key: str, start: int, stop: int) -> list[manifest.Chunk]:
         chunks = [chunk for rank in ranks for chunk in self._described(rank).get(key, ())]
@@ -273,27 +244,26 @@ class CheckpointReader:
 
     def _ranks(self, key: str, start: int, stop: int) -> Iterable[int]:
         """Return the ranks whose descriptions are opened first."""
-        if self._plan is None:
+        if self.plan is None:
             return ()
         kind, _, name = key.partition(".")
         name = name if kind == "weights" else name.partition(".")[2]
         try:
-            row = self._plan.row(name) if kind == "weights" else None
+            row = self.plan.row(name) if kind == "weights" else None
             form = None if row is None else row.columns.storage.dtype.format
             if form is not None:
                 start, stop = (at // form.record_bytes * form.run for at in (start, stop))
-            ranks = holders(self._plan, name, start, stop)
+            ranks = holders(self.plan, name, start, stop)
             return sorted({rank for rank in ranks if 0 <= rank < self._files.ranks})
-        except _NO_PLAN:
+        except manifest.UNREADABLE:
             return ()
 
     @cached_property
-    def _plan(self) -> Plan | None:
-        try:
-            document = manifest.read_plan(self._folder)
-            return None if document is None else Plan.from_json(document)
-        except _NO_PLAN:
-            return None
+    def plan(self) -> Plan | None:
+        """The plan of the save; None if there is none, or one of another version."""
+        with contextlib.suppress(CheckpointError):
+            return manifest.read_plan(self._folder)
+        return None
 
     def _described(self, rank: int) -> dict[str, list[manifest.Chunk]]:
         if rank not in self._chunks:

@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from zerodrift.model.recipe import ATTRIBUTE, ComputedTensor, InitRecipe, Operation, Window, replace_items
+from zerodrift.model.recipe import ATTRIBUTE, InitRecipe, RecordedCall, Window, replace_items
 
 SMALL = 1 << 16
 """Most elements of a computed parameter that keeps its memory."""
@@ -99,9 +99,9 @@ class _Recorder(TorchFunctionMode):
         self._recipes: dict[int, tuple[StorageWeakRef, InitRecipe]] = {}
         """Recipes by storage. The weak reference keeps the address from being reused, and no memory alive."""
         self._parameters: dict[int, tuple[nn.Parameter, InitRecipe]] = {}
-        self._computed: dict[int, tuple[torch.Tensor, int, ComputedTensor]] = {}
+        self._computed: dict[int, tuple[torch.Tensor, int, RecordedCall]] = {}
         """Other tensors without memory, by id: (tensor, kept so that its id is not reused; version; call)."""
-        self._random_owners: dict[ComputedTensor, InitRecipe] = {}
+        self._random_owners: dict[RecordedCall, InitRecipe | None] = {}
         """Call that drew random numbers -> the recipe that uses them."""
         self._is_internal = False
 
@@ -114,9 +114,7 @@ class _Recorder(TorchFunctionMode):
         if func == _SET_DATA and id(args[0]) in self._parameters:
             return self._assign(*args)
         name = getattr(func, "__name__", "")
-        out = _skip_normal(name, args, kwargs)
-        if out is None:
-            out = func(*args, **kwargs)
+        out = func(*args, **kwargs)
         if name in _FACTORIES and kwargs.get("out") is None:
             self._start_recipe(name, out, args, kwargs)
         elif name == "clone" and type(out) is torch.Tensor:
@@ -167,7 +165,7 @@ class _Recorder(TorchFunctionMode):
             elif recipe is None and value.numel() <= SMALL:
                 values = value.detach().clone().contiguous()
                 recipe = InitRecipe(value.numel(), value.dtype, _window(values))
-                recipe.operations.append(Operation(torch.Tensor.copy_, (recipe.window, values), {}))
+                recipe.operations.append(RecordedCall(torch.Tensor.copy_, (recipe.window, values), {}))
             elif recipe is None:
                 recipe = InitRecipe(0, value.dtype, _window(value), obstacle=_NOT_WRITTEN)
             parameter.data = value if value.is_meta else torch.empty_like(value, device="meta")
@@ -198,23 +196,11 @@ class _Recorder(TorchFunctionMode):
         """Record the call that computed a tensor without memory, if the call can be repeated."""
         with self._unrecorded():
             try:
-                call = ComputedTensor(func, *replace_items((tuple(args), dict(kwargs)), self._keep_argument))
-                self._computed[id(out)] = (out, out._version, call)
+                self._computed[id(out)] = (out, out._version, self._recorded(func, args, kwargs, None))
             except _NotReplayableError:
                 self._computed.pop(id(out), None)
 
-    def _keep_argument(self, value: Any) -> Any:
-        """Return an argument for the record: its computation, or a copy of its values."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        found = self._computation(value)
-        if found is not None:
-            return found
-        if value.is_meta or value.numel() > SMALL:
-            raise _NotReplayableError
-        return value.detach().clone()
-
-    def _computation(self, tensor: torch.Tensor) -> ComputedTensor | None:
+    def _computation(self, tensor: torch.Tensor) -> RecordedCall | None:
         """Return the call that computed a tensor without memory, unless the tensor was written since."""
         there, version, call = self._computed.get(id(tensor), (None, -1, None))
         return call if there is tensor and tensor._version == version else None
@@ -237,7 +223,7 @@ class _Recorder(TorchFunctionMode):
             call, *rest = _FACTORIES[name]
             if name in ("full", "full_like"):
                 rest = [kwargs["fill_value"] if "fill_value" in kwargs else args[1]]
-            recipe.operations.append(Operation(call, (recipe.window, *rest), {}))
+            recipe.operations.append(RecordedCall(call, (recipe.window, *rest), {}))
         self._set_recipe(out, recipe)
 
     def _write(self, func: Any, target: Any, args: Any, kwargs: Any) -> None:
@@ -246,34 +232,33 @@ class _Recorder(TorchFunctionMode):
             return
         with self._unrecorded():
             try:
-                values = tuple(self._record_argument(value, recipe) for value in args)
-                named = {key: self._record_argument(value, recipe) for key, value in kwargs.items()}
-                recipe.operations.append(Operation(func, values, named))
+                recipe.operations.append(self._recorded(func, args, kwargs, recipe))
             except _NotReplayableError as error:
                 recipe.obstacle = f"`{getattr(func, '__name__', func)}` with {error}"
 
-    def _record_argument(self, value: Any, recipe: InitRecipe) -> Any:
-        """Return an argument for the record: a view of the recipe's memory as a window, others as values."""
-        if isinstance(value, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in value):
-            return type(value)(self._record_argument(item, recipe) for item in value)
-        if not isinstance(value, torch.Tensor):
-            return value
-        if self._find(value) is recipe:
-            return _window(value)
-        if value.is_meta:
-            return self._record_computed(value, recipe)
-        if value.numel() > SMALL:
-            raise _NotReplayableError(f"a tensor of {value.numel():,} computed values")
-        return value.detach().clone()
+    def _recorded(self, func: Any, args: Any, kwargs: Any, recipe: InitRecipe | None) -> RecordedCall:
+        """Return a call that can be repeated: views of the recipe's memory are windows, tensors without
+        memory the calls that computed them, and others copies."""
 
-    def _record_computed(self, value: torch.Tensor, recipe: InitRecipe) -> ComputedTensor:
-        found = self._computation(value)
-        if found is None:
-            raise _NotReplayableError("a tensor that has no memory")
-        # Each parameter draws its own numbers, so shared numbers would be drawn twice.
-        if any(self._random_owners.setdefault(each, recipe) is not recipe for each in found.drawn()):
-            raise _NotReplayableError("random numbers that another parameter has too")
-        return found
+        def record(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if recipe is not None and self._find(value) is recipe:
+                return _window(value)
+            found = self._computation(value)
+            if found is not None:
+                # Each parameter draws its own numbers, so shared numbers would be drawn twice.
+                for each in found.drawn() if recipe is not None else ():
+                    if self._random_owners.setdefault(each, recipe) is not recipe:
+                        raise _NotReplayableError("random numbers that another parameter has too")
+                return found
+            if value.is_meta:
+                raise _NotReplayableError("a tensor that has no memory")
+            if value.numel() > SMALL:
+                raise _NotReplayableError(f"a tensor of {value.numel():,} computed values")
+            return value.detach().clone()
+
+        return RecordedCall(func, *replace_items((tuple(args), dict(kwargs)), record))
 
     def _is_meta(self, tensor: torch.Tensor) -> bool:
         """Return `tensor.is_meta`, and record a calling function of `torch.nn.init`."""
@@ -301,26 +286,6 @@ _REPLACEMENT = "_zerodrift_replacement"
 
 def _window(tensor: torch.Tensor) -> Window:
     return Window(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
-
-
-def _skip_normal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the target of a `normal_` call on a meta tensor that would change and raise nothing, else None.
-
-    torch implements `normal_` on the meta device in Python, which takes as long as a constructor. A tensor's
-    method passes the tensor by position, the function of `torch.nn.init` by name.
-    """
-    if name != "normal_" or len(args) > 3 or not kwargs.keys() <= {"tensor", "mean", "std", "generator"}:
-        return None
-    given = dict(zip(("tensor", "mean", "std"), args, strict=False)) | kwargs
-    target: Any = given.get("tensor")
-    mean, std = given.get("mean", 0.0), given.get("std", 1.0)
-    if type(target) not in (torch.Tensor, nn.Parameter) or not target.is_meta:
-        return None
-    by_name = "tensor" in kwargs  # that function writes without gradients
-    if not target.is_floating_point() or (not by_name and target.requires_grad and torch.is_grad_enabled()):
-        return None
-    fits = type(mean) in (int, float) and type(std) in (int, float) and std >= 0
-    return target if fits else None
 
 
 def _write_target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 
 CONFIG = "config.json"
-_INSTALL = "`transformers` must be installed to read a model's config"
 
 
 def is_installed() -> bool:
@@ -91,7 +90,8 @@ def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
 
 def _described(file: Path, document: Mapping[str, Any], dtype: DType | None) -> ModelSpec:
     """Describe the model of a config file, with the name of its class as the source."""
-    attempt(lambda: importlib.import_module("transformers"), str(file), _INSTALL)
+    must = "`transformers` must be installed to read a model's config"
+    attempt(lambda: importlib.import_module("transformers"), str(file), must)
     with quiet():
         from transformers import CONFIG_MAPPING
 

@@ -32,7 +32,7 @@ CAUSE_SHOWN = 600
 """Most characters of an exception's message that an error of ours shows."""
 
 
-def on_meta(make: Callable[[], Result], where: str, must: str, todo: str = "") -> Result:
+def on_meta(make: Callable[[], Result], where: str, must: str) -> Result:
     """Return the result of `make`, called with the meta device as the default device."""
     import torch
 
@@ -40,7 +40,7 @@ def on_meta(make: Callable[[], Result], where: str, must: str, todo: str = "") -
         with torch.device("meta"):
             return make()
 
-    return attempt(build, where, must, todo)
+    return attempt(build, where, must)
 
 
 def attempt(make: Callable[[], Result], where: str, must: str, todo: str = "") -> Result:
@@ -86,9 +86,12 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     problems.raise_as(ModelError)
     _merge_declared_ties(module, groups, problems)
     _check_memory(module, groups, problems)
+    dtypes: dict[str, DType] = {}
     unknown: dict[str, list[str]] = {}
     for name, tensor in tensors:
-        if from_torch(tensor.dtype) is None:
+        if known := from_torch(tensor.dtype):
+            dtypes[name] = known
+        else:
             unknown.setdefault(str(tensor.dtype), []).append(name)
     for kind, names in unknown.items():
         must, got = "must have a dtype that zerodrift knows", f"{kind} in {listed(names)}"
@@ -99,7 +102,6 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     modules = dict(module.named_modules(remove_duplicate=False))
     classes = {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in modules.items()}
     first = {id(part): path for path, part in reversed(modules.items())}
-    passing = non_persistent_buffers(module)
     used = _ExpertCounts(module)
     parameters = []
     for group in groups:
@@ -108,15 +110,13 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
         held: Any = group.parameters[0]
         shape = tuple(held.to_local().shape if is_dtensor(held) else held.shape)
         trained = any(parameter.requires_grad for parameter in group.parameters)
-        dtype, counts = _known(held.dtype), used.of(group.names[0], shape)
-        parameters.append(ParameterSpec(tuple(group.names), shape, dtype, owners, trained, counts))
+        name = group.names[0]
+        counts = used.of(name, shape)
+        parameters.append(ParameterSpec(tuple(group.names), shape, dtypes[name], owners, trained, counts))
     return ModelSpec(
         source=source or type(module).__qualname__,
         parameters=tuple(parameters),
-        buffers=tuple(
-            BufferSpec(name, tuple(buffer.shape), _known(buffer.dtype), name not in passing)
-            for name, buffer in buffers
-        ),
+        buffers=tuple(BufferSpec(name, tuple(buffer.shape), dtypes[name]) for name, buffer in buffers),
         containers=frozenset(path for path, part in modules.items() if path and not has_forward(part)),
         shared=tuple((path, first[id(part)]) for path, part in modules.items() if path != first[id(part)]),
     )
@@ -148,10 +148,12 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k")
+"""Attributes of modules that count the experts that a token uses. In a config `top_k` may be of sampling."""
+
+
 class _ExpertCounts:
     """Counts of experts that a token uses, from attributes of the nearest modules or their configs."""
-
-    CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k")
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = dict(module.named_modules(remove_duplicate=False))
@@ -172,25 +174,13 @@ class _ExpertCounts:
 
     def _chosen(self, path: str) -> int:
         """Return the number of experts that a token uses; 0 if no module and no config has one."""
-        while True:
-            near = self._modules[path]
-            beside = [near, *near.children()]
-            # `top_k` in a config may be a setting of sampling.
-            configs = [(getattr(near_module, "config", None), self.CHOSEN[:3]) for near_module in beside]
-            for place, keys in [*((near_module, self.CHOSEN) for near_module in beside), *configs]:
-                for key in keys:
-                    value = getattr(place, key, None)
-                    if isinstance(value, int) and not isinstance(value, bool):
-                        return value
-            if not path:
-                return 0
-            path = path.rpartition(".")[0]
-
-
-def _known(dtype: torch.dtype) -> DType:
-    known = from_torch(dtype)
-    assert known is not None, "`from_module` refuses other dtypes"
-    return known
+        beside = [self._modules[path], *self._modules[path].children()]
+        places = [(module, key) for module in beside for key in _CHOSEN]
+        places += [(getattr(module, "config", None), key) for module in beside for key in _CHOSEN[:3]]
+        for value in (getattr(place, key, None) for place, key in places):
+            if type(value) is int:
+                return value
+        return self._chosen(path.rpartition(".")[0]) if path else 0
 
 
 def _merge_declared_ties(module: nn.Module, groups: list[_TiedParameters], problems: Problems) -> None:

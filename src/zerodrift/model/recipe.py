@@ -42,29 +42,30 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ComputedTensor:
-    """A source tensor without memory, kept as the call that computed it."""
+class RecordedCall:
+    """A call that wrote to a parameter, or that computed a tensor without memory."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
-    """Arguments of the call, with a `ComputedTensor` for each tensor without memory."""
+    """Arguments of the call, with a `Window` for each view of the parameter's memory, and a `RecordedCall`
+    for each other tensor without memory."""
     kwargs: Mapping[str, Any]
 
-    def value(self, done: dict[ComputedTensor, Any]) -> Any:
-        """Compute the tensor on the CPU; `done` holds earlier results, so that numbers are drawn once."""
-        for call in self.calls():
-            if call not in done:
-                args, kwargs = replace_items((call.args, dict(call.kwargs)), lambda item: _on_cpu(item, done))
-                done[call] = call.call(*args, **kwargs)
-        return done[self]
+    def play(self, flat: torch.Tensor, done: dict[RecordedCall, Any]) -> None:
+        """Repeat the call on the CPU; `done` holds earlier results, so that numbers are drawn once."""
+        for each in self.calls():
+            if each not in done:
+                recorded = (each.args, dict(each.kwargs))
+                args, kwargs = replace_items(recorded, lambda item: _real(item, flat, done))
+                done[each] = each.call(*args, **kwargs)
 
-    def drawn(self) -> list[ComputedTensor]:
-        """Return the calls behind the tensor that draw random numbers."""
+    def drawn(self) -> list[RecordedCall]:
+        """Return the calls behind the result that draw random numbers."""
         return [call for call in self.calls() if getattr(call.call, "__name__", "") in _RANDOM]
 
-    def calls(self) -> list[ComputedTensor]:
-        """Return the calls behind the tensor, each once and after its inputs; the tensor is the last."""
-        ordered: dict[ComputedTensor, None] = {}
+    def calls(self) -> list[RecordedCall]:
+        """Return the calls behind the result, each once and after its inputs; this call is the last."""
+        ordered: dict[RecordedCall, None] = {}
         waiting = [(self, False)]
         while waiting:
             call, is_ready = waiting.pop()
@@ -76,7 +77,7 @@ class ComputedTensor:
             waiting.append((call, True))
             needs: list[Any] = []
             replace_items((call.args, dict(call.kwargs)), needs.append)
-            waiting += [(need, False) for need in reversed(needs) if isinstance(need, ComputedTensor)]
+            waiting += [(need, False) for need in reversed(needs) if isinstance(need, RecordedCall)]
         return list(ordered)
 
 
@@ -89,11 +90,14 @@ _RANDOM = frozenset(
 )
 
 
-def _on_cpu(value: Any, done: dict[ComputedTensor, Any]) -> Any:
+def _real(value: Any, flat: torch.Tensor, done: dict[RecordedCall, Any]) -> Any:
+    """Return the argument that a recorded one stands for."""
     import torch
 
-    if isinstance(value, ComputedTensor):
+    if isinstance(value, RecordedCall):
         return done[value]
+    if isinstance(value, Window):
+        return value.of(flat)
     if isinstance(value, torch.device) and value.type == "meta":
         return torch.device("cpu")
     return "cpu" if isinstance(value, str) and value == "meta" else value
@@ -108,22 +112,6 @@ def replace_items(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    call: Callable[..., Any]
-    args: tuple[Any, ...]
-    """Arguments of the call, with a `Window` for each view of the parameter's memory."""
-    kwargs: Mapping[str, Any]
-
-    def play(self, flat: torch.Tensor, done: dict[ComputedTensor, Any]) -> None:
-        def real(value: Any) -> Any:
-            if isinstance(value, Window):
-                return value.of(flat)
-            return value.value(done) if isinstance(value, ComputedTensor) else value
-
-        self.call(*map(real, self.args), **{key: real(value) for key, value in self.kwargs.items()})
-
-
 @dataclass(slots=True)
 class InitRecipe:
     """The operations that wrote one piece of memory."""
@@ -131,7 +119,7 @@ class InitRecipe:
     numel: int
     dtype: torch.dtype
     window: Window
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[RecordedCall] = field(default_factory=list)
     obstacle: str = ""
     """Reason why the recipe cannot be replayed, as a clause; empty if it can."""
     version: int = 0
@@ -166,7 +154,7 @@ def replay(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
     try:
         generator.manual_seed(derive_seed(name, seed))
         with torch.no_grad(), torch.device("cpu"):
-            done: dict[ComputedTensor, Any] = {}
+            done: dict[RecordedCall, Any] = {}
             for operation in recipe.operations:
                 operation.play(flat, done)
     finally:

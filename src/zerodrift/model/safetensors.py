@@ -87,14 +87,16 @@ def find_quantised(
         state = next(states, "") if tensor.dtype is DType.UINT8 else ""
         scale = "" if state or tensor.dtype not in _ELEMENTS else _scale_of(tensor, known)
         if state:
-            quantised, companions = _bitsandbytes(tensor, known, state, problems)
+            used |= {state, *(f"{tensor.name}.{end}" for end in _BESIDE)}
         elif scale and scale not in names:
-            quantised, companions = _scaled(tensor, known, known[scale], problems)
+            used |= {scale, f"{tensor.name}_zero_point"}
         else:
             continue
-        used |= companions
-        if quantised is not None:
-            found[tensor.name] = quantised
+        try:
+            read = _bitsandbytes(tensor, known, state) if state else _scaled(tensor, known, known[scale])
+            found[tensor.name] = read
+        except ModelError as error:
+            problems.include(*error.problems)
     plain = (
         replace(tensor, shape=found[tensor.name].shape, dtype=DType.FP32) if tensor.name in found else tensor
         for tensor in tensors
@@ -111,24 +113,19 @@ def _scale_of(stored: StoredTensor, known: Mapping[str, StoredTensor]) -> str:
     return next((name for name in likely if name in known), "")
 
 
-def _scaled(
-    tensor: StoredTensor, known: Mapping[str, StoredTensor], scale: StoredTensor, problems: Problems
-) -> tuple[QuantisedTensor | None, set[str]]:
+def _scaled(tensor: StoredTensor, known: Mapping[str, StoredTensor], scale: StoredTensor) -> QuantisedTensor:
     """Read what DeepSeek and compressed-tensors write: `weight` and one scale."""
-    companions = {scale.name}
     point = f"{tensor.name}_zero_point"
     if point in known:
         must = "must be stored without a zero point: its zero would not be a zero here"
-        problems.add(tensor.name, must, got=f"`{point}`", do="Quantise it symmetrically, or decode it first.")
-        return None, companions | {point}
+        do = "Quantise it symmetrically, or decode it first."
+        raise ModelError(tensor.name, must, got=f"`{point}`", do=do)
     block = _block_of(tensor.shape, scale)
     if block is None or scale.dtype not in (DType.FP32, DType.BF16, DType.FP16):
         must = "must have a floating scale for all of it, or for rows, groups in rows or tiles"
         got = f"{scale.dtype} {list(scale.shape)} in `{scale.name}` for {list(tensor.shape)}"
-        problems.add(tensor.name, must, got=got, do="Decode the checkpoint first.")
-        return None, companions
-    form = Format(_ELEMENTS[tensor.dtype], block)
-    return QuantisedTensor(tensor, scale, form, tensor.shape), companions
+        raise ModelError(tensor.name, must, got=got, do="Decode the checkpoint first.")
+    return QuantisedTensor(tensor, scale, Format(_ELEMENTS[tensor.dtype], block), tensor.shape)
 
 
 def _block_of(shape: tuple[int, ...], scale: StoredTensor) -> Block | None:
@@ -148,23 +145,15 @@ def _block_of(shape: tuple[int, ...], scale: StoredTensor) -> Block | None:
     groups = scale.shape[-1]
     if len(scale.shape) > 1 and numel == stacks * rows * groups and columns % groups == 0:
         return 1, columns // groups
-    if len(scale.shape) < 2 or math.prod(scale.shape[:-2]) != stacks:
-        return None
-    # Other tiles have powers of two as sides, and may be cut at the edges.
-    tall, wide = (
-        1 << (-(-size // count) - 1).bit_length()
-        for size, count in zip(shape[-2:], scale.shape[-2:], strict=True)
-    )
-    return (tall, wide) if scale.shape[-2:] == (-(-rows // tall), -(-columns // wide)) else None
+    return None
 
 
-def _bitsandbytes(
-    tensor: StoredTensor, known: Mapping[str, StoredTensor], state: str, problems: Problems
-) -> tuple[QuantisedTensor | None, set[str]]:
+_BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+
+
+def _bitsandbytes(tensor: StoredTensor, known: Mapping[str, StoredTensor], state: str) -> QuantisedTensor:
     """Read what bitsandbytes writes: codes, `absmax`, `quant_map` and a state in JSON, perhaps nested."""
-    ends = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-    parts = {end: known[name] for end in ends if (name := f"{tensor.name}.{end}") in known}
-    companions = {state, *(part.name for part in parts.values())}
+    parts = {end: known[name] for end in _BESIDE if (name := f"{tensor.name}.{end}") in known}
     try:
         saved = json.loads(_bytes(known[state]))
         shape = tuple(int(size) for size in saved["shape"])
@@ -177,22 +166,17 @@ def _bitsandbytes(
         absmax = parts["absmax"]
     except (ValueError, KeyError, TypeError, struct.error) as error:
         must, got = "must have the state that bitsandbytes writes", f"`{state}` without {error}"
-        problems.add(tensor.name, must, got=got, do="Save it again.")
-        return None, companions
+        raise ModelError(tensor.name, must, got=got, do="Save it again.") from error
     if kind != "nf4" or table != NF4:
         must = "must be NF4, with the numbers of its definition"
         do = "Load it with bitsandbytes, decode it and save it."
-        problems.add(tensor.name, must, got=f"{kind} of bitsandbytes", do=do)
-        return None, companions
-    blocks = -(-math.prod(shape) // block)
-    if (
-        math.prod(absmax.shape) != blocks
-        or 2 * math.prod(tensor.shape) != math.prod(shape) + math.prod(shape) % 2
-    ):
+        raise ModelError(tensor.name, must, got=f"{kind} of bitsandbytes", do=do)
+    numel = math.prod(shape)
+    blocks = -(-numel // block)
+    if math.prod(absmax.shape) != blocks or math.prod(tensor.shape) != -(-numel // 2):
         must, got = f"must have codes for {list(shape)} and {blocks:,} scales", f"{list(absmax.shape)} scales"
-        problems.add(tensor.name, must, got=got, do="Save it again.")
-        return None, companions
-    return QuantisedTensor(tensor, absmax, Format(Element.NF4, block), shape, nested), companions
+        raise ModelError(tensor.name, must, got=got, do="Save it again.")
+    return QuantisedTensor(tensor, absmax, Format(Element.NF4, block), shape, nested)
 
 
 def _bytes(tensor: StoredTensor) -> bytes:

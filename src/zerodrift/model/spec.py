@@ -49,11 +49,6 @@ class BufferSpec:
     name: str
     shape: tuple[int, ...]
     dtype: DType
-    persistent: bool = True
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
     from zerodrift.weights.deepspeed.files import find_tag
     from zerodrift.weights.exporter import Exported, export, exported_dtype, whole_values
-    from zerodrift.weights.load import InitialValues, LoadedWeights, SafetensorsWeights, load_weights
+    from zerodrift.weights.load import (
+        LoadedWeights, SafetensorsWeights, initial_values, load_weights, open_weights,
+    )  # fmt: skip
     from zerodrift.weights.matching import ExpectedTensor, expected_tensors, match
     from zerodrift.weights.quantised import decode_quantised
     from zerodrift.weights.reader import SafetensorsReader
-    from zerodrift.weights.sources import TrainingState
+    from zerodrift.weights.sources import TrainingState, open_zerodrift
     from zerodrift.weights.writer import size_in_bytes
 
 __getattr__, __dir__, __all__ = face(__name__)

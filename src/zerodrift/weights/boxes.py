@@ -18,8 +18,8 @@ import torch
 Shape: TypeAlias = "tuple[int, ...]"
 
 
-class NoStridesError(ValueError):
-    """A view of a tensor that strides cannot describe."""
+class NotAMoveError(ValueError):
+    """An operation that does more than move elements, or moves them where strides cannot describe it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Layout:
     def reshape(self, shape: Shape) -> Layout:
         """Return the same elements in row-major order under another shape."""
         if math.prod(shape) != math.prod(self.shape):
-            raise NoStridesError(f"{list(self.shape)} has no form {list(shape)}")
+            raise NotAMoveError(f"{list(self.shape)} has no form {list(shape)}")
         return Layout(shape, self.parts)
 
     def unsqueeze(self, dim: int) -> Layout:
@@ -192,7 +192,7 @@ def _placed(box: Box, shape: Shape, strides: Sequence[int], offset: int) -> Box:
             axes.append(BoxAxis(step.size, step.target * strides[dim], step.source))
             base[dim] += (step.size - 1) * step.target
     if any(at >= size for at, size in zip(base, shape, strict=True)):
-        raise NoStridesError(f"a run of elements crosses the rows of {list(shape)}")
+        raise NotAMoveError(f"a run of elements crosses the rows of {list(shape)}")
     return simplified(Box(box.number, start, box.origin, tuple(axes)))
 
 
@@ -203,14 +203,14 @@ def _along(axis: BoxAxis, shape: Shape) -> Iterator[tuple[int, BoxAxis]]:
     while size > 1:
         dim = next((d for d, stride in enumerate(strides) if stride <= step and shape[d] > 1), None)
         if dim is None or step % strides[dim]:
-            raise NoStridesError(f"a step of {step} elements is none of {list(shape)}")
+            raise NotAMoveError(f"a step of {step} elements is none of {list(shape)}")
         inside = step // strides[dim]
         count = min(size, max(1, shape[dim] // inside))
         if count == size or dim == 0:
             yield dim, BoxAxis(size, inside, source)
             return
         if shape[dim] % inside or size % count:
-            raise NoStridesError(f"{size} steps of {step} elements do not fill {list(shape)}")
+            raise NotAMoveError(f"{size} steps of {step} elements do not fill {list(shape)}")
         if count > 1:
             yield dim, BoxAxis(count, inside, source)
         size, step, source = size // count, step * count, source * count

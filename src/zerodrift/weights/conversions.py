@@ -24,12 +24,8 @@ from zerodrift.dtypes import DType, from_torch, widest
 from zerodrift.errors import UnsupportedError
 from zerodrift.model import StoredTensor, natural
 from zerodrift.versions import numbers
-from zerodrift.weights.boxes import Layout, NoStridesError, Shape, concatenate
+from zerodrift.weights.boxes import Layout, NotAMoveError, Shape, concatenate
 from zerodrift.weights.writer import SavedPart, SavedTensor
-
-
-class NotTraceableError(Exception):
-    """An operation that does more than move elements."""
 
 
 class SymbolicTensor(torch.Tensor):
@@ -52,7 +48,7 @@ class SymbolicTensor(torch.Tensor):
     ) -> Any:
         name = func.overloadpacket.__name__
         if name not in _MOVES:
-            raise NotTraceableError(f"`{name}`")
+            raise NotAMoveError(f"`{name}`")
         first = args[0] if isinstance(args[0], SymbolicTensor) else args[0][0]
         moved = _MOVES[name](*args, **(kwargs or {}))
         if isinstance(moved, Layout):
@@ -77,7 +73,7 @@ def _slice(
     tensor: SymbolicTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Layout:
     if step != 1:
-        raise NotTraceableError(f"a step of {step}")
+        raise NotAMoveError(f"a step of {step}")
     dim %= tensor.dim()
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
     return tensor.elements.narrow(dim, first, max(0, last - first))
@@ -111,7 +107,7 @@ def _squeeze(tensor: SymbolicTensor, dims: int | Sequence[int] | None = None) ->
 
 def _copy(tensor: SymbolicTensor, dtype: torch.dtype | None = None, **_: Any) -> Layout:
     if dtype not in (None, tensor.dtype):
-        raise NotTraceableError(f"a cast to {dtype}")
+        raise NotAMoveError(f"a cast to {dtype}")
     return tensor.elements
 
 
@@ -227,7 +223,7 @@ def _convert_with(
                 converted, _ = converted
             for target, value in converted.items():
                 result.layouts[target] = (value[0] if isinstance(value, list) else value).elements
-        except (NotTraceableError, NoStridesError) as error:
+        except NotAMoveError as error:
             why = f"{operations} of `transformers` is not a move of elements: {error}"
             result.refused.append((name, why))
         except Exception as error:  # its code raises anything on tensors that do not fit
@@ -265,7 +261,7 @@ def saved_form(
     }
     try:
         reverted = loading.revert_weight_conversion(model, dict(state))
-    except (NotTraceableError, NoStridesError) as error:
+    except NotAMoveError as error:
         raise _refused(where, str(error)) from error
     saved = []
     for name, tensor in reverted.items():

@@ -35,7 +35,7 @@ from zerodrift.errors import (
     said,
 )
 from zerodrift.mesh import MeshShape
-from zerodrift.model import describe, non_persistent_buffers, safetensors
+from zerodrift.model import describe, huggingface, non_persistent_buffers, safetensors
 from zerodrift.policy import exported_as
 from zerodrift.weights.boxes import Shape
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
@@ -156,7 +156,7 @@ def fill_module(module: nn.Module, path: Path) -> None:
         if entry.shape != tuple(parameter.shape):
             must = f"must have shape {list(parameter.shape)}"
             raise ModelError(tied[0], must, got=f"{list(entry.shape)} in {path}")
-        filled = nn.Parameter(source.whole(entry.name), requires_grad=False)
+        filled = nn.Parameter(source.whole(entry), requires_grad=False)
         for name in tied:
             set_parameter(module, name, filled)
     buffers = dict(module.named_buffers())
@@ -172,8 +172,6 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 def _build_model(model: str | None, source: Path) -> tuple[nn.Module | None, Path | None]:
     """Build the model of a config without weights, by default of the config in the source's folder."""
-    from zerodrift.model import huggingface
-
     if model is None:
         has_config = checkpoint.kind_at(source) == "folder" and (source / huggingface.CONFIG).is_file()
         if not has_config or not huggingface.is_installed():
@@ -218,7 +216,7 @@ def _to_safetensors(
     total = sum(tensor.nbytes for file in layout.files for tensor in file.tensors)
     bar = closing(ProgressBar(f"writing {len(layout.files)} files", total, shown))
     with checkpoint.new_folder(target, options.overwrite) as new, checkpoint.writing(target):
-        with bar as progress, SafetensorsWriter.opened(new.path, layout.files) as writer:
+        with bar as progress, SafetensorsWriter.opened(new.path, layout.files, progress) as writer:
             writer.create()
             write_config(new.path, layout, model)
             matrices = MatrixCollector(layout.matrices, writer)
@@ -228,11 +226,9 @@ def _to_safetensors(
                         shutil.copyfile(file, new.path / file.name)
             for name, entry in names.items():
                 for start, values in source.weight(entry):
-                    before = writer.written
                     if name in writer:
                         writer.write(name, start, values)
                     matrices.add(name, start, values)
-                    progress(writer.written - before)
             for name, buffer in source.buffers.items():
                 if name in writer:
                     writer.write(name, 0, buffer.reshape(-1))
@@ -245,7 +241,7 @@ def _to_safetensors(
         )
     if source.trained.optimizer:
         notes.append("Moments and counters were left out: safetensors files hold weights alone.")
-    counts = len(names), source.elements, writer.written
+    counts = len(names), source.elements, total
     return ConversionResult(source.kind, "safetensors files", target, *counts, tuple(notes))
 
 
@@ -255,10 +251,10 @@ def _select(
     """Return what is written, under which name, shape and dtype, in the order of the model."""
     names = {saved_name(entry.names, model): entry for entry in source.entries}
     shapes: dict[str, Shape] = {name: entry.shape for name, entry in names.items()}
-    dtypes, modules = {}, {} if model is None else dict(model.named_modules())
+    dtypes, plan, modules = {}, source.plan(), {} if model is None else dict(model.named_modules())
     for name, entry in names.items():
         # The dtype that was asked for, unless a plan pins another; by default the plan's, else the source's.
-        row = None if source.plan is None else source.plan.row(entry.name)
+        row = None if plan is None else plan.row(entry.name)
         held = specify(entry.names, DType(entry.dtype), entry.shape, modules)
         dtypes[name] = exported_as(dtype, held, None if row is None else row.columns)
     hidden = non_persistent_buffers(model) if model is not None else ()

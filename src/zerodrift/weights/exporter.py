@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.checkpoint import NewFolder, everywhere, new_folder, writing
+from zerodrift.checkpoint import NewFolder, everywhere, new_folder, on_rank_0, writing
 from zerodrift.dtypes import ADMITTED, DType, parse_among, word
 from zerodrift.engine import Engine, SegmentShard, Shards, Span
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, ZerodriftError, listed, several
@@ -90,15 +90,13 @@ def export(
     started: list[NewFolder] = []
     """On rank 0 alone."""
 
-    def start() -> str:
-        if rank:
-            return ""
+    def start() -> Path:
         started.append(new_folder(target, overwrite))
         path = started[0].path
         with writing(target):
             SafetensorsWriter(path, files).create()
             write_config(path, layout, model if hasattr(model, "config") else None)
-        return str(path)
+        return path
 
     def publish() -> None:
         for new in started:
@@ -106,7 +104,7 @@ def export(
                 new.publish()
 
     try:
-        path = Path(comm.broadcast_object(everywhere(comm, start), 0))
+        path = on_rank_0(comm, start)
         everywhere(comm, lambda: _check_visible(path, files, rank))
         everywhere(comm, lambda: _write(engine, path, files, buffers))
         if layout.matrices:
@@ -116,8 +114,11 @@ def export(
         for new in started:
             new.remove()
     tensors = [tensor for file in files for tensor in file.tensors]
-    counts = layout.counts()
     names, size = tuple(file.name for file in files), sum(tensor.nbytes for tensor in tensors)
+    # A matrix with its scales is one tensor.
+    beside = {tensor.name for matrix in layout.matrices for tensor in matrix.tensors()}
+    counts = Counter(str(tensor.dtype) for tensor in tensors if tensor.name not in beside)
+    counts += Counter(str(matrix.tensor.dtype) for matrix in layout.matrices)
     return Exported(target, names, size, tuple(sorted(counts.items())), time.monotonic() - begin)
 
 
@@ -190,7 +191,7 @@ def _write(
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     title, share = f"exporting to {path.parent}", total // engine.mesh.size("world")
     bar = closing(ProgressBar(title, share, engine.mesh.rank() == 0))
-    with writing(path), bar as progress, SafetensorsWriter.opened(path, files) as writer:
+    with writing(path), bar as progress, SafetensorsWriter.opened(path, files, progress) as writer:
         for piece in Shards(engine).pieces():
             masters: torch.Tensor | None = None
             stored = piece.stored()
@@ -202,9 +203,7 @@ def _write(
                 columns = span.row.columns
                 if writer.dtype(name) is not columns.storage.dtype or columns.rounds_on_the_way:
                     flat = masters = piece.weights() if masters is None else masters
-                before = writer.written
                 writer.write(name, span.start, span.part(flat).values)
-                progress(writer.written - before)
         for name, buffer in buffers.items():
             if name in writer:
                 writer.write(name, 0, buffer.detach().reshape(-1))
@@ -255,13 +254,6 @@ class FolderLayout:
     """The dtype of most elements that are not narrow, which a loader takes for all by default."""
     kept: tuple[str, ...]
     """Linear layers and stacks that are not narrow where others are."""
-
-    def counts(self) -> Counter[str]:
-        """Return the number of tensors in each dtype; a matrix with its scales is one."""
-        tensors = (tensor for file in self.files for tensor in file.tensors)
-        beside = {tensor.name for matrix in self.matrices for tensor in matrix.tensors()}
-        plain = Counter(str(tensor.dtype) for tensor in tensors if tensor.name not in beside)
-        return plain + Counter(str(matrix.tensor.dtype) for matrix in self.matrices)
 
 
 def lay_out(

@@ -1,7 +1,7 @@
 """Load weights from safetensors files straight into the slices that ranks own.
 
-Ranks that share one copy of the model read each byte once between them. `InitialValues` chooses the source of
-each value of a new engine: files, the model's own memory, or the initialization of its module.
+Ranks that share one copy of the model read each byte once between them. `initial_values` chooses the source
+of each value of a new engine: files, the model's own memory, or the initialization of its module.
 
 Invariant: a master has the bits of the file, storage has them rounded once, a parameter that is not in the
 files keeps every bit, and no rank holds more of the files than the reader's buffer.
@@ -10,7 +10,6 @@ files keeps every bit, and no rank holds more of the files than the reader's buf
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import resource
 import sys
@@ -80,25 +79,26 @@ class LoadedWeights:
 class SafetensorsWeights:
     """The tensors of one checkpoint as a source of values."""
 
-    def __init__(self, match: Match) -> None:
+    def __init__(self, match: Match, sharing: int = 0) -> None:
+        """Show a progress bar unless `sharing`, the number of ranks that share the reading, is 0."""
         self.match = match
-        self._bar = ProgressBar()
-        self._reader = SafetensorsReader(lambda count: self._bar(count))
+        total = sum(tensor.stop - tensor.start for tensor in match.tensors)
+        self._bar = ProgressBar(f"weights of {match.path}", total // max(1, sharing), sharing > 0)
+        self._reader = SafetensorsReader(self._bar)
         self._begin = time.monotonic()
 
     @staticmethod
     def open(
-        path: str | os.PathLike[str], model: nn.Module, want: Sequence[ExpectedTensor], strict: Strict
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        want: Sequence[ExpectedTensor],
+        strict: Strict,
+        sharing: int = 0,
     ) -> SafetensorsWeights:
         """Read the headers and match them with the model; no weight is read yet."""
         where = Path(path).expanduser()
         kind_at(where)
-        return SafetensorsWeights(match(where, list_tensors(where), model, want, strict))
-
-    def show(self, shown: bool, ranks: int) -> None:
-        """Show a progress bar for one of `ranks` that share the reading."""
-        total = sum(tensor.stop - tensor.start for tensor in self.match.tensors)
-        self._bar = ProgressBar(f"weights of {self.match.path}", total // ranks, shown)
+        return SafetensorsWeights(match(where, list_tensors(where), model, want, strict), sharing)
 
     def holds(self, name: str) -> bool:
         return name in self.match.filled
@@ -124,14 +124,11 @@ class SafetensorsWeights:
     def fill_packed(self, name: str, start: int, run: PackedRun, at: int, numel: int) -> bool:
         """Copy `numel` codes and their scales into a run from element `at` on, if the files hold them."""
         filled, form = self.match.filled[name], narrow.form_of(run.dtype)
-        sources = [self.match.quantised.get(box.number) for box in filled.boxes]
-        if filled.again:
+        if filled.again or not has_whole_blocks(filled.boxes):
             return False
-        for source in sources:
-            if source is None or not has_whole_blocks(filled.boxes):
-                return False
-            if not form.keeps(source.form, source.shape[-1]):
-                return False
+        sources = [self.match.quantised.get(box.number) for box in filled.boxes]
+        if not all(source and form.keeps(source.form, source.shape[-1]) for source in sources):
+            return False
         for box in within(filled.boxes, start, start + numel):
             place = at + box.start - start
             copy_codes(self.match.quantised[box.number], self._reader, box.origin, run, place, box.numel)
@@ -179,70 +176,57 @@ def _size(count: float) -> str:
 # --- into a new engine -----------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class InitialValues:
-    """The sources of a model's initial values.
+def open_weights(
+    model: nn.Module,
+    weights: str | os.PathLike[str] | None,
+    strict: Strict,
+    comm: Collectives,
+    shown: bool = False,
+) -> tuple[ModelSpec, SafetensorsWeights | None]:
+    """Describe the model with the dtypes of its files, and read their headers; `shown` is for a progress bar.
+    Collective."""
+    with raise_on_all_ranks(comm):
+        spec = describe(model)
+        if weights is None:
+            return spec, None
+        if spread := [name for name, value in model.named_parameters() if is_dtensor(value)]:
+            must = "must be read where parameters are plain tensors"
+            got, do = f"DTensors: {listed(spread)}", "Load them before `parallelize_module`."
+            raise ModelError("weights", must, got=got, do=do)
+        want = expected_tensors(spec.parameters, spec.buffers, model)
+        sharing = comm.mesh.size("shard") if shown else 0
+        files = SafetensorsWeights.open(weights, model, want, strict, sharing)
+        return replace(spec, checkpoint=tuple(dtypes(files.match).items())), files
+
+
+def initial_values(
+    plan: Plan, model: nn.Module, files: SafetensorsWeights | None, comm: Collectives
+) -> ValueSources:
+    """Return the sources of everything that the model has no memory for. Collective.
 
     Every parameter and buffer has one, the same on every rank, or all ranks raise one error that names all
     that have none.
     """
-
-    model: nn.Module
-    spec: ModelSpec
-    """The model, with the checkpoint's dtypes if there is one."""
-    files: SafetensorsWeights | None
-    comm: Collectives
-
-    @staticmethod
-    def begin(
-        model: nn.Module, weights: str | os.PathLike[str] | None, strict: Strict, comm: Collectives
-    ) -> InitialValues:
-        """Describe the model, and read the headers of the files. Collective."""
-        with raise_on_all_ranks(comm):
-            spec, files = describe(model), None
-            if weights is not None:
-                if spread := [name for name, value in model.named_parameters() if is_dtensor(value)]:
-                    must = "must be read where parameters are plain tensors"
-                    got, do = f"DTensors: {listed(spread)}", "Load them before `parallelize_module`."
-                    raise ModelError("weights", must, got=got, do=do)
-                want = expected_tensors(spec.parameters, spec.buffers, model)
-                files = SafetensorsWeights.open(weights, model, want, strict)
-                spec = replace(spec, checkpoint=tuple(dtypes(files.match).items()))
-            return InitialValues(model, spec, files, comm)
-
-    def show(self, shown: bool) -> None:
-        """Show a progress bar while files are read."""
-        if self.files is not None:
-            self.files.show(shown, self.comm.mesh.size("shard"))
-
-    def sources(self, plan: Plan) -> ValueSources:
-        """Return the sources of everything that the model has no memory for. Collective."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        files = self.files
-        rows: dict[str, ValueSource] = {}
-        bare: dict[str, nn.Parameter] = {}
-        for row in plan.rows:
-            if files is not None and files.holds(row.name):
-                rows[row.name] = files
-            elif row.name in parameters and parameters[row.name].is_meta:
-                bare[row.name] = parameters[row.name]
-        buffers: dict[str, ValueSource] = {}
-        if files is not None:
-            buffers = {row.name: files for row in plan.buffers if files.holds(row.name)}
-        with raise_on_all_ranks(self.comm):
-            _check_sources(bare, [n for n, b in self.model.named_buffers() if b.is_meta and n not in buffers])
-        if len(set(self.comm.all_gather_object(_fingerprint(rows, bare)))) > 1:
-            got = "parameters with memory, or values that constructors computed, that differ between ranks"
-            do = "Build it with the same code, and the same seed on every rank."
-            raise RankError("model", "must be built alike on every rank", got=got, do=do)
-        # Rank 0's seed, so that values do not depend on the number of ranks.
-        seed = self.comm.broadcast_object(torch.initial_seed(), 0)
-        initial = recipe.RecipeValues(bare, seed)
-        return ValueSources({**rows, **dict.fromkeys(bare, initial)}, buffers)
-
-    def finish(self) -> LoadedWeights | None:
-        """Close the files, and sum up what was read. Collective."""
-        return None if self.files is None else self.files.finish(self.model, self.comm)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    rows: dict[str, ValueSource] = {}
+    bare: dict[str, nn.Parameter] = {}
+    for row in plan.rows:
+        if files is not None and files.holds(row.name):
+            rows[row.name] = files
+        elif row.name in parameters and parameters[row.name].is_meta:
+            bare[row.name] = parameters[row.name]
+    buffers: dict[str, ValueSource] = {}
+    if files is not None:
+        buffers = {row.name: files for row in plan.buffers if files.holds(row.name)}
+    with raise_on_all_ranks(comm):
+        _check_sources(bare, [n for n, b in model.named_buffers() if b.is_meta and n not in buffers])
+    if len(set(comm.all_gather_object(_fingerprint(rows, bare)))) > 1:
+        got = "parameters with memory, or values that constructors computed, that differ between ranks"
+        do = "Build it with the same code, and the same seed on every rank."
+        raise RankError("model", "must be built alike on every rank", got=got, do=do)
+    # Rank 0's seed, so that values do not depend on the number of ranks.
+    seed = comm.broadcast_object(torch.initial_seed(), 0)
+    return ValueSources({**rows, **dict.fromkeys(bare, recipe.RecipeValues(bare, seed))}, buffers)
 
 
 def _check_sources(bare: dict[str, nn.Parameter], buffers: list[str]) -> None:
@@ -290,20 +274,17 @@ def load_weights(
     shown = engine.mesh.rank() == 0 and not quiet
     with raise_on_all_ranks(comm):
         want = expected_tensors(plan.rows, plan.buffers, model)
-        files = SafetensorsWeights.open(path, model, want, strict)
-        files.show(shown, engine.mesh.size("shard") * engine.mesh.size("pipeline"))
+        sharing = engine.mesh.size("shard") * engine.mesh.size("pipeline") if shown else 0
+        files = SafetensorsWeights.open(path, model, want, strict, sharing)
     shards = Shards(engine)
     # The stages of a pipeline read their own segments, and agree after each that it could be read.
     most = max(len(part(plan, rank).segments) for rank in range(plan.mesh.pipeline))
     try:
         with torch.no_grad():
             engine.executor.drop()
-            for piece in itertools.islice(itertools.chain(shards.pieces(), itertools.repeat(None)), most):
-                if piece is not None:
-                    _replace(engine, files, piece)
-                else:
-                    with raise_on_all_ranks(comm):
-                        pass
+            pieces = shards.pieces()
+            for _ in range(most):
+                _replace(engine, files, next(pieces, None))
             shards.sync_storage()
             _replace_buffers(engine, files)
         result = files.finish(model, comm)
@@ -314,15 +295,16 @@ def load_weights(
     return result
 
 
-def _replace(engine: Engine, files: SafetensorsWeights, piece: SegmentShard) -> None:
+def _replace(engine: Engine, files: SafetensorsWeights, piece: SegmentShard | None) -> None:
     """Replace the weights of one piece, of which each rank reads its share."""
-    values = piece.weights()  # a copy of the master; storage itself if there is none
+    # A copy of the master; storage itself if there is none.
+    values = torch.empty(0) if piece is None else piece.weights()
     with raise_on_all_ranks(engine.comm):
-        for span in piece.filled:
+        for span in () if piece is None else piece.filled:
             name = whole_row(engine.plan, span.row).name
             if files.holds(name):
                 files.fill(name, span.start, values[span.place])
-    if any(files.holds(whole_row(engine.plan, row).name) for row in piece.rows):
+    if piece is not None and any(files.holds(whole_row(engine.plan, row).name) for row in piece.rows):
         piece.set_filled(values, engine.comm)
         piece.set_feedback(None)
 

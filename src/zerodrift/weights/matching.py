@@ -108,8 +108,7 @@ def match(
 
     A model with adapters of `peft` is matched by the names of its base; adapters stay as they are.
     """
-    in_files = _names_in_files(model)
-    base = model.get_base_model() if in_files is not _unchanged else model  # type: ignore[operator]
+    base, in_files = _base_of(model)
     names = [in_files(name) for entry in want for name in entry.names]
     problems = Problems()
     tensors, quantised = find_quantised(tensors, names, problems)
@@ -146,17 +145,13 @@ def match(
     return result
 
 
-def _unchanged(name: str) -> str:
-    return name
-
-
-def _names_in_files(model: nn.Module) -> Callable[[str], str]:
-    """Return the function from a name in the model to the name in the files of its base."""
+def _base_of(model: Any) -> tuple[nn.Module, Callable[[str], str]]:
+    """Return the base of a model, and the function from names in the model to names in files of the base."""
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
-        return _unchanged
-    adapters = "|".join(map(re.escape, model.peft_config))  # type: ignore[arg-type]
+        return model, str
+    adapters = "|".join(map(re.escape, model.peft_config))
     inside = re.compile(rf"\.(base_layer|original_module|modules_to_save\.({adapters}))\.")
-    return lambda name: inside.sub(".", name.removeprefix("base_model.model."))
+    return model.get_base_model(), lambda name: inside.sub(".", name.removeprefix("base_model.model."))
 
 
 def _check_dtypes(

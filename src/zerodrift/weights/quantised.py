@@ -82,10 +82,8 @@ def _codes(tensor: QuantisedTensor, reader: SafetensorsReader, first: int, count
 
 def _scales(tensor: QuantisedTensor, reader: SafetensorsReader, elements: torch.Tensor) -> torch.Tensor:
     """Return the scales of ascending elements. fp32."""
-    index = _blocks(tensor, elements)
-    low, high = int(index[0]), int(index[-1]) + 1
-    if isinstance(tensor.form.block, tuple):  # tiles of a row are not in the order of its elements
-        low, high = int(index.min()), int(index.max()) + 1
+    index = _blocks(tensor, elements)  # tiles of a row are not in the order of its elements
+    low, high = int(index.min()), int(index.max()) + 1
     scales = reader.staged(tensor.scales, low, high - low).clone()
     if tensor.nested is not None:
         nested = tensor.nested

@@ -29,6 +29,8 @@ CHUNK = 2 << 20
 FILES = 64
 SPARSE = 2
 """A span is read as a whole if at least one in this many of its elements is wanted."""
+POPULATE_WRITE = 23
+"""Number of the `madvise` request, which Python's `mmap` does not name. Linux 5.14 and later know it."""
 SEEK = 4096
 """Bytes below which skipping costs more than reading."""
 
@@ -40,7 +42,7 @@ class SafetensorsReader:
         self._progress = progress
         self._open: dict[Path, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._pages = Pages()
+        self._madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
         self.count = 0
 
     def close(self) -> None:
@@ -65,11 +67,20 @@ class SafetensorsReader:
         for first in range(0, out.numel(), step):
             part = out[first : first + step]
             if on_host:
-                self._pages.ready(part)
+                self._create_pages(part)
             if on_host and out.dtype is dtype:
                 self._bytes(stored, origin + first, part)
             else:
                 part.copy_(self.staged(stored, origin + first, part.numel()))
+
+    def _create_pages(self, tensor: torch.Tensor) -> None:
+        """Create the pages of contiguous host memory at once: a read of 1 GiB then takes a tenth less of the
+        processor (`bench/load.py`). Where the system does not know the request, nothing happens."""
+        if self._madvise is not None:
+            low = tensor.data_ptr() & -mmap.PAGESIZE
+            count = tensor.data_ptr() + tensor.nbytes - low
+            if self._madvise(ctypes.c_void_p(low), ctypes.c_size_t(count), POPULATE_WRITE):
+                self._madvise = None
 
     def staged(self, stored: StoredTensor, first: int, count: int) -> torch.Tensor:
         """Read elements into the buffer, where they stay until the next call."""
@@ -138,30 +149,6 @@ def _unreadable(stored: StoredTensor, got: str) -> ModelError:
     return ModelError(stored.file, must, got=got, do="It was changed or cut short meanwhile.")
 
 
-POPULATE_WRITE = 23
-"""Number of the `madvise` request, which Python's `mmap` does not name. Linux 5.14 and later know it."""
-
-
-class Pages:
-    """Creates the pages of fresh memory at once.
-
-    A read of 1 GiB then takes a tenth less of the processor (`bench/load.py`); where the system does not know
-    the request, nothing happens.
-    """
-
-    def __init__(self) -> None:
-        self._ask = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
-
-    def ready(self, tensor: torch.Tensor) -> None:
-        """Create the pages of a contiguous tensor in host memory."""
-        if self._ask is None:
-            return
-        low = tensor.data_ptr() & -mmap.PAGESIZE
-        count = tensor.data_ptr() + tensor.nbytes - low
-        if self._ask(ctypes.c_void_p(low), ctypes.c_size_t(count), POPULATE_WRITE):
-            self._ask = None
-
-
 PATIENCE = 2.0
 """Seconds before a bar is shown."""
 
@@ -169,14 +156,16 @@ PATIENCE = 2.0
 class ProgressBar:
     """Counts bytes, and shows them if `shown` and there is a terminal."""
 
-    def __init__(self, title: str = "", total: int = 0, shown: bool = False) -> None:
+    def __init__(self, title: str, total: int, shown: bool) -> None:
         self._title, self._total = title, total
         self._shown = shown and sys.stderr.isatty()
-        self._begin = time.monotonic()
+        self._begin = 0.0
+        """Time of the first bytes."""
         self._count = 0
         self._bar: Progress | None = None
 
     def __call__(self, count: int) -> None:
+        self._begin = self._begin or time.monotonic()
         self._count += count
         if self._shown and self._bar is None and time.monotonic() - self._begin > PATIENCE:
             self._bar = _start(self._title, self._total)

@@ -61,19 +61,15 @@ class ConvertSource:
     weight: Callable[[SavedParameter], Iterator[Run]]
     moment: Callable[[SavedParameter, str], Iterator[Run]] = lambda entry, key: iter(())
     trained: TrainingState = TrainingState()
-    plan: Plan | None = None
+    plan: Callable[[], Plan | None] = lambda: None
     notes: tuple[str, ...] = ()
 
     @property
     def elements(self) -> int:
         return sum(math.prod(entry.shape) for entry in self.entries)
 
-    def whole(self, name: str, key: str = "") -> torch.Tensor:
+    def whole(self, entry: SavedParameter, key: str = "") -> torch.Tensor:
         """Copy a whole weight, or a whole moment by its key."""
-        entry = next((entry for entry in self.entries if name in entry.names), None)
-        if entry is None or (key and key not in entry.moments):
-            must = f"must hold {f'the moment {key!r} of ' if key else ''}the parameter {name!r}"
-            raise CheckpointError(self.path, must, got="none of the name")
         runs = [run.reshape(-1) for _, run in (self.moment(entry, key) if key else self.weight(entry))]
         return torch.cat(runs).view(entry.shape) if runs else torch.zeros(entry.shape)
 
@@ -103,21 +99,16 @@ def open_zerodrift(path: Path) -> ConvertSource:
         reader.check(entry)
 
     def moment(entry: SavedParameter, key: str) -> Iterator[Run]:
-        def read(start: int, into: torch.Tensor) -> None:
-            reader.read([checkpoint.Destination(checkpoint.moment_key(key, entry.name), start, into)])
-
-        return _chunks(read, entry.shape, torch.float32)
+        name = checkpoint.moment_key(key, entry.name)
+        return _chunks(lambda start, into: reader.read([(name, start, into)]), entry.shape, torch.float32)
 
     def weight(entry: SavedParameter) -> Iterator[Run]:
-        def read(start: int, into: torch.Tensor) -> None:
-            reader.read_weights([(held[entry.name], start, into)])
-
-        return _chunks(read, entry.shape, DType(entry.dtype).torch)
+        saved, dtype = held[entry.name], DType(entry.dtype).torch
+        return _chunks(lambda start, into: reader.read_weights([(saved, start, into)]), entry.shape, dtype)
 
     held = {entry.name: entry for entry in table}
     # What rests in a narrow format is decoded.
     entries = tuple(replace(e, dtype="fp32") if DType(e.dtype).format is not None else e for e in table)
-    document = checkpoint.read_plan(path)
     return ConvertSource(
         f"a zerodrift checkpoint, step {manifest.step}",
         path,
@@ -126,7 +117,7 @@ def open_zerodrift(path: Path) -> ConvertSource:
         weight,
         moment,
         TrainingState(optimizer=manifest.optimizer),
-        None if document is None else Plan.from_json(document),
+        lambda: checkpoint.read_plan(path),
     )
 
 
@@ -135,11 +126,10 @@ def open_safetensors(path: Path, model: nn.Module | None) -> ConvertSource:
     where = path.expanduser()
     if model is None:
         want = tuple(ExpectedTensor((t.name,), t.shape, t.dtype) for t in safetensors.list_tensors(where))
-        files = SafetensorsWeights.open(where, nn.Module(), want, True)
     else:
         spec = describe(model)
         want = expected_tensors(spec.parameters, spec.buffers, model)
-        files = SafetensorsWeights.open(where, model, want, True)
+    files = SafetensorsWeights.open(where, nn.Module() if model is None else model, want, True)
     buffers, entries = {}, []
     for item in want:
         if not item.is_buffer:

@@ -15,7 +15,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from zerodrift.errors import ConfigError, NonFiniteError, ZerodriftError
 from zerodrift.weights.boxes import Box, BoxAxis, Layout, Shape, within
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 SHARD_SIZE = "5GB"
 CHUNK = 1 << 20
 """Number of elements that are converted at a time."""
@@ -81,9 +80,7 @@ class TensorFile:
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
 
 
-def pack(
-    tensors: Sequence[SavedTensor], shard_size: int, single: str = SINGLE, note: dict[str, str] | None = None
-) -> tuple[TensorFile, ...]:
+def pack(tensors: Sequence[SavedTensor], shard_size: int) -> tuple[TensorFile, ...]:
     """Divide tensors into files of at most `shard_size` bytes; a larger tensor has a file of its own.
 
     Files are cut and named as huggingface_hub does.
@@ -105,10 +102,9 @@ def pack(
     if last or not groups:
         groups.append(last)
     if len(groups) == 1:
-        return (_file(single, groups[0], note),)
-    stem = single.removesuffix(".safetensors")
-    names = [f"{stem}-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
-    return tuple(_file(name, group, note) for name, group in zip(names, groups, strict=True))
+        return (_file("model.safetensors", groups[0]),)
+    names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
+    return tuple(_file(name, group) for name, group in zip(names, groups, strict=True))
 
 
 def _check_name(name: str) -> None:
@@ -122,10 +118,10 @@ def _check_name(name: str) -> None:
         raise ConfigError(ascii(name)[1:-1], must, got=got, do="Rename the parameter.")
 
 
-def _file(name: str, tensors: Iterable[SavedTensor], note: dict[str, str] | None) -> TensorFile:
+def _file(name: str, tensors: Iterable[SavedTensor]) -> TensorFile:
     # Wide dtypes first, so that every tensor starts at a multiple of its element.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.size)
-    entries: dict[str, object] = {_NOTE: {"format": "pt", **(note or {})}}
+    entries: dict[str, object] = {_NOTE: {"format": "pt"}}
     offsets, end = [], 0
     for tensor in ordered:
         begin, end = end, end + tensor.nbytes
@@ -173,8 +169,11 @@ class _Place:
 class SafetensorsWriter:
     """The files of one folder, written by parameter."""
 
-    def __init__(self, folder: Path, files: Sequence[TensorFile]) -> None:
-        self._folder, self._files = folder, files
+    def __init__(
+        self, folder: Path, files: Sequence[TensorFile], progress: Callable[[int], None] = lambda count: None
+    ) -> None:
+        """`progress` is told the bytes of tensors that are written."""
+        self._folder, self._files, self._progress = folder, files, progress
         self._open: dict[int, int] = {}
         """Number of a file -> its descriptor."""
         self._places: dict[str, list[_Place]] = {}
@@ -187,14 +186,14 @@ class SafetensorsWriter:
                     self._places.setdefault(part.parameter, []).append(place)
                 if not tensor.parts:
                     self._whole[tensor.name] = _Place(number, start, tensor, Box(0, 0, 0, ()))
-        self.written = 0
-        """Bytes of tensors written so far."""
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, folder: Path, files: Sequence[TensorFile]) -> Iterator[SafetensorsWriter]:
+    def opened(
+        cls, folder: Path, files: Sequence[TensorFile], progress: Callable[[int], None] = lambda count: None
+    ) -> Iterator[SafetensorsWriter]:
         """Yield a writer, whose files are flushed to the disk at the end, and closed in any case."""
-        writer = cls(folder, files)
+        writer = cls(folder, files, progress)
         try:
             yield writer
             for descriptor in writer._open.values():
@@ -254,7 +253,7 @@ class SafetensorsWriter:
                 must = f"must take {len(data)} bytes"
                 raise ZerodriftError(self._files[place.file].name, must, got="none taken")
             data, at = data[count:], at + count
-            self.written += count
+            self._progress(count)
 
     def _scatter(self, place: _Place, box: Box, values: torch.Tensor, name: str) -> None:
         """Write elements that lie far apart in the file."""
@@ -266,7 +265,7 @@ class SafetensorsWriter:
             flat = torch.frombuffer(mapped, dtype=data.dtype, count=count, offset=start)
             box.of_source(flat).copy_(data)
             del flat  # a mapping cannot be closed while a tensor views it
-        self.written += data.numel() * place.tensor.dtype.size
+        self._progress(data.nbytes)
 
     def _descriptor(self, number: int) -> int:
         if number not in self._open:

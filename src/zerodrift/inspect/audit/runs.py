@@ -35,7 +35,7 @@ from zerodrift.mesh import MeshShape
 from zerodrift.model import build_runnable, describe, empty, holds
 from zerodrift.plan import Plan, build
 from zerodrift.policy import Policy, mesh_for, resolve
-from zerodrift.weights import InitialValues
+from zerodrift.weights import initial_values, open_weights
 
 REFUSED = (ConfigError, ModelError, UnsupportedError)
 """Errors of a variant that the plan or the model does not admit."""
@@ -119,11 +119,12 @@ def running(subject: Subject, policy: Policy, mesh: MeshShape) -> Iterator[Engin
         gc.collect()  # the model of the run before and its hooks hold each other
     joined = start(mesh)
     try:
-        first = InitialValues.begin(model, subject.weights, True, Collectives(joined))
-        plan = build(policy, first.spec, mesh)
-        sources = first.sources(plan)
+        spec, files = open_weights(model, subject.weights, True, Collectives(joined))
+        plan = build(policy, spec, mesh)
+        sources = initial_values(plan, model, files, Collectives(joined))
         engine = Engine(plan, joined, lambda comm: NativeExecutor(plan, model, comm, None, sources))
-        first.finish()
+        if files is not None:
+            files.finish(model, engine.comm)
     except BaseException:
         joined.stop()
         raise

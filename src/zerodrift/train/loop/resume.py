@@ -20,7 +20,6 @@ from zerodrift.checkpoint import state as states
 from zerodrift.config import Config, Reduce
 from zerodrift.engine import Engine
 from zerodrift.errors import CheckpointError, nearest_path
-from zerodrift.plan import Plan
 from zerodrift.policy import KEY, ORDER, Order
 from zerodrift.train.job import Job
 from zerodrift.train.loop.run_folder import JOB, STEP, RunFolder
@@ -96,9 +95,8 @@ def with_order_of_run(config: Config, wanted: str, folder: RunFolder) -> Config:
     if wanted == "never" or getattr(config.precision.reduce, "order", None) is not None:
         return config
     path = checkpoint_to_resume(wanted, folder)
-    document = None if path is None else read_plan(path)
-    with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version: its order is not known
-        before = None if document is None else Plan.from_json(document)
+    with contextlib.suppress(CheckpointError):  # of another version: its order is not known
+        before = None if path is None else read_plan(path)
         updates = () if before is None else [segment.columns.update for segment in before.segments]
         order = next((update.reduce.order for update in updates if update is not None), None)
         decided = () if before is None else before.policy.decisions

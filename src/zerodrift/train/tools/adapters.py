@@ -44,7 +44,7 @@ from zerodrift.weights import (
     SafetensorsWeights,
     expected_tensors,
     exported_dtype,
-    open_source,
+    open_zerodrift,
     size_in_bytes,
 )
 
@@ -94,19 +94,20 @@ def read(base: nn.Module, found: TrainedModel, dtype: torch.dtype | None) -> nn.
     place, job = found.checkpoint, found.job
     assert place is not None and job is not None and job.model.lora is not None
     require_base(base, base_of(place), str(place))
-    document = checkpoint.read_plan(place)
-    _cast(base, None if document is None else _formats(Plan.from_json(document)), dtype)
+    plan = checkpoint.read_plan(place)
+    _cast(base, None if plan is None else _formats(plan), dtype)
     model = add_adapters(base, job.model.lora)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    source = open_source(place)
-    shapes = {name: entry.shape for entry in source.entries for name in entry.names}
+    source = open_zerodrift(place)
+    entries = {name: entry for entry in source.entries for name in entry.names}
+    shapes = {name: entry.shape for name, entry in entries.items()}
     if missing := [name for name, value in trained.items() if shapes.get(name) != tuple(value.shape)]:
         got = f"none of {first_of([f'`{name}`' for name in missing], 1)}"
         must = "must hold the adapters of the model, in their shapes"
         raise ModelError(str(place), must, got=got, do="Set `model.lora` as it was trained.")
     with torch.no_grad():
         for name, parameter in trained.items():
-            parameter.copy_(source.whole(name))
+            parameter.copy_(source.whole(entries[name]))
     return model
 
 
