@@ -55,25 +55,14 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundaryLine:
-    """Boundaries that differ only in the numbers of their paths."""
-
-    pattern: str
-    boundaries: tuple[Boundary, ...]
-
-    @property
-    def first(self) -> Boundary:
-        return self.boundaries[0]
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
     """Lines in the order of their first rows, and the column sets that they refer to."""
 
     sets: tuple[ColumnSet, ...]
     """Column sets of the whole plan, so that a letter means the same in every view."""
     lines: tuple[Line, ...]
-    boundaries: tuple[BoundaryLine, ...]  # boundaries around the parameters of the lines
+    boundaries: tuple[tuple[str, tuple[Boundary, ...]], ...]
+    """Pattern of the paths, and the boundaries that differ in their numbers alone."""
 
     def shown(self) -> tuple[ColumnSet, ...]:
         """Return the column sets that a line refers to."""
@@ -89,7 +78,7 @@ def group_rows(plan: Plan) -> Table:
     numbers = _set_numbers(plan.rows)
     lines, universe = _group(plan.rows, numbers)
     alike = _fold([(each.path, replace(each, path="")) for each in plan.boundaries], universe)
-    boundaries = [BoundaryLine(path, tuple(plan.boundaries[i] for i in found)) for path, found in alike]
+    boundaries = [(path, tuple(plan.boundaries[index] for index in found)) for path, found in alike]
     return Table(_sets(plan.rows, numbers), lines, tuple(boundaries))
 
 
@@ -101,7 +90,7 @@ def list_rows(plan: Plan, chosen: Sequence[int]) -> Table:
         for index, row in rows
     )
     near = {path for _, row in rows for name in row.names for path in enclosing_modules(name)}
-    around = tuple(BoundaryLine(each.path, (each,)) for each in plan.boundaries if each.path in near)
+    around = tuple((each.path, (each,)) for each in plan.boundaries if each.path in near)
     return Table(_sets(plan.rows, numbers), lines, around)
 
 

@@ -227,21 +227,12 @@ def _alike(operations: Iterable[TracedOperation]) -> tuple[tuple[str, str, str],
 
 def operation_runs(module: TracedModule) -> list[OperationRun]:
     """Group the operations of a module that read or write floating numbers."""
-    forward: list[OperationRun] = []
-    for operation in module.forward:
-        types = dtypes(operation)
-        if not types:
-            continue
-        name = shown_name(operation)
-        if forward and forward[-1].dtypes == types:
-            forward[-1] = OperationRun(types, (*forward[-1].names, name))
-        else:
-            forward.append(OperationRun(types, (name,)))
+    floating = filter(dtypes, module.forward)
+    runs = [OperationRun(types, tuple(map(shown_name, alike))) for types, alike in groupby(floating, dtypes)]
     backward: dict[str, dict[str, None]] = {}
-    for operation in module.backward:
-        if types := dtypes(operation):
-            backward.setdefault(types, {})[shown_name(operation)] = None
-    return [*forward, *(OperationRun(types, tuple(names), True) for types, names in backward.items())]
+    for operation in filter(dtypes, module.backward):
+        backward.setdefault(dtypes(operation), {})[shown_name(operation)] = None
+    return [*runs, *(OperationRun(types, tuple(names), True) for types, names in backward.items())]
 
 
 def shown_name(operation: TracedOperation) -> str:

@@ -61,11 +61,12 @@ def comparison_text(
         if routers := [(f"{count:,}", name) for name, count in found.router_flips[:_ROUTERS]]:
             parts.append(report.grid(routers, (8,), ("bold",), width))
     if found.far:
-        tokens = [("sequence", "place", "token", "trainer", "other", "difference")]
+        heads, tokens = ("sequence", "place", "token", "trainer", "other", "difference"), []
         for t in found.far:
             numbers = (f"{t.trainer:.4f}", f"{t.other:.4f}", f"{t.other - t.trainer:+.4f}")
             tokens.append((f"{t.sequence:,}", f"{t.place:,}", f"{t.token}", *numbers))
-        parts += [report.section("furthest tokens"), report.text_table(tokens, left=())]
+        table = report.PageTable(heads, tokens, figures=heads)
+        parts += [report.section("furthest tokens"), report.fitted_table(table, width)]
     if notes := [("!", note) for note in found.notes]:
         parts += [report.section("notes"), report.grid(notes, (1,), warn, width)]
     return report.render(parts, color, width)
