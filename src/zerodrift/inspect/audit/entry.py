@@ -28,6 +28,7 @@ from zerodrift.inspect.audit.advice import (
     FormatSearch,
     PinSearch,
     Progress,
+    bytes_of,
     candidates,
     narrower_columns,
     parse_goal,
@@ -36,8 +37,23 @@ from zerodrift.inspect.audit.advice import (
 from zerodrift.inspect.audit.estimates import AuditSetup, PassResults
 from zerodrift.inspect.audit.findings import find_defects, narrowed_groups
 from zerodrift.inspect.audit.report import Audit
-from zerodrift.inspect.audit.results import ByteKind, CellReplay, FormatGoal, GradientLine, UpdateCost
-from zerodrift.inspect.audit.runs import REFUSED, Subject, check_batches, drift, router_flips, running
+from zerodrift.inspect.audit.results import (
+    ByteKind,
+    CellReplay,
+    FormatGoal,
+    FormatPoint,
+    GradientLine,
+    UpdateCost,
+)
+from zerodrift.inspect.audit.runs import (
+    REFUSED,
+    Subject,
+    check_batches,
+    drift,
+    plan_for,
+    router_flips,
+    running,
+)
 from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.optimizers import of_type
@@ -101,17 +117,14 @@ def audit_subject(
         progress("shortlist", 0, 1)
         results, ran = estimates.run_three_passes(setup)
         ran = replace(ran, policy=setup.policy)
-        progress("shortlist", 1, 1)
         gradients = _with_columns(setup, ran, results)
         progress("updates", 0, 1)
         updates = update_costs(setup, whole)
-        progress("updates", 1, 1)
         chosen = _cells_to_replay(ran, results, confirm)
         for number, choice in enumerate(chosen):
             progress("replays", number, len(chosen))
             if (one := _replay(setup, ran, results, choice)) is not None:
                 replayed.append(one)
-        progress("replays", len(chosen), len(chosen))
         worth = _worth(results, replayed)
         if budget is not None and results.total.square > 0 and any(worth.values()):
             search = PinSearch(setup, ran, whole, results.reference, budget, of, progress)
@@ -119,8 +132,8 @@ def audit_subject(
         narrower = narrower_columns(setup, ran, whole) if confirm and budget is not None else []
         formats = None
         if goal is not None:
-            formats_search = FormatSearch(setup, ran, whole, results.reference, results.total, goal, progress)
-            formats = formats_search.recommend()
+            start = FormatPoint(results.total, bytes_of(plan_for(subject, whole, plan.mesh)))
+            formats = FormatSearch(setup, ran, whole, results.reference, start, goal, progress).recommend()
         findings = find_defects(ran, subject, results, gradients, updates, replayed)
     return Audit(
         source=plan.source,

@@ -256,12 +256,14 @@ _PRODUCTS = frozenset(("matmul", "__matmul__", "bmm"))
 _SOFTMAX = frozenset(("softmax", "_softmax"))
 
 
-class ActivationRounder:
-    """Rounds activations, and records in `seen` the dtypes of each thing, by key."""
+class ActivationRounder(TorchFunctionMode):
+    """Rounds activations of the calls inside, and records in `seen` the dtypes of each thing, by key."""
 
     def __init__(self, asked: Mapping[str, DType]) -> None:
+        super().__init__()
         self.asked = {key: dtype.torch for key, dtype in asked.items()}
         self.seen: dict[str, set[torch.dtype]] = {}
+        self._path: ModulePaths | None = None
 
     def see(self, key: str, dtype: torch.dtype) -> torch.dtype | None:
         """Record a dtype, and return the one that is asked for instead."""
@@ -272,11 +274,10 @@ class ActivationRounder:
         dtype = self.see(key, tensor.dtype)
         return tensor if dtype is None else tensor.to(dtype).to(tensor.dtype)
 
-    @contextlib.contextmanager
-    def around(self, path: ModulePaths) -> Iterator[None]:
-        """Change the calls of a forward."""
-        with torch.no_grad(), _Calls(path, self):
-            yield
+    def around(self, path: ModulePaths) -> ActivationRounder:
+        """Return a context that changes the calls of a forward."""
+        self._path = path
+        return self
 
     @contextlib.contextmanager
     def hooks(self, model: nn.Module, head: str) -> Iterator[None]:
@@ -298,38 +299,35 @@ class ActivationRounder:
         floating = isinstance(output, Tensor) and output.is_floating_point()
         return self.rounded(key, output) if floating else output
 
-
-class _Calls(TorchFunctionMode):
-    def __init__(self, path: ModulePaths, rounder: ActivationRounder) -> None:
-        super().__init__()
-        self._path, self._rounder = path, rounder
+    def _is_in_attention(self) -> bool:
+        return self._path is not None and _ATTENTION.fullmatch(self._path.current) is not None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name, rounder = kwargs or {}, getattr(func, "__name__", ""), self._rounder
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention":
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            given |= {key: rounder.rounded("kv", given[key]) for key in ("key", "value")}
-            dtype = rounder.see("softmax", torch.float32)  # inside the kernel, whatever goes in
+            given |= {key: self.rounded("kv", given[key]) for key in ("key", "value")}
+            dtype = self.see("softmax", torch.float32)  # inside the kernel, whatever goes in
             return func(**given) if dtype is None or dtype is torch.float32 else _attention(dtype, given)
         if name in LOSSES:
             logits = args[0] if args else kwargs["input"]
-            dtype = rounder.see("logprobs", logits.dtype)
+            dtype = self.see("logprobs", logits.dtype)
             if dtype is None or name != "cross_entropy":
                 return func(*args, **kwargs)
             rest = {key: value for key, value in kwargs.items() if key != "input"}
             return func(logits.to(dtype), *args[1:], **rest)
-        if (name in _SOFTMAX or name in _PRODUCTS) and _ATTENTION.fullmatch(self._path.current):
+        if (name in _SOFTMAX or name in _PRODUCTS) and self._is_in_attention():
             if name in _SOFTMAX:
                 inside = kwargs.get("dtype") or args[0].dtype
-                dtype = rounder.see("softmax", inside)
+                dtype = self.see("softmax", inside)
                 if dtype is None:
                     return func(*args, **kwargs)
                 kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
                 return func(args[0].to(dtype), *args[1:], **kwargs).to(inside)
             if len(args) >= 2 and all(map(_is_activation, args[:2])):
                 # Scores of keys before the softmax, sums of values after it: the cache is on the right.
-                return func(args[0], rounder.rounded("kv", args[1]), *args[2:], **kwargs)
+                return func(args[0], self.rounded("kv", args[1]), *args[2:], **kwargs)
         return func(*args, **kwargs)
 
 

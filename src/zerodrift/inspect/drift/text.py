@@ -55,18 +55,9 @@ def comparison_text(
     if found.choices:
         flips = sum(count for _, count in found.router_flips)
         told = f"{flips:,} of {found.choices:,} choices are others"
-        if flips:
-            told += f"; {percent(found.flipped_share)} of the squared drift is on their tokens"
         parts += [report.section("routers"), Text(told)]
         if routers := [(f"{count:,}", name) for name, count in found.router_flips[:_ROUTERS]]:
             parts.append(report.grid(routers, (8,), ("bold",), width))
-    if found.far:
-        heads, tokens = ("sequence", "place", "token", "trainer", "other", "difference"), []
-        for t in found.far:
-            numbers = (f"{t.trainer:.4f}", f"{t.other:.4f}", f"{t.other - t.trainer:+.4f}")
-            tokens.append((f"{t.sequence:,}", f"{t.place:,}", f"{t.token}", *numbers))
-        table = report.PageTable(heads, tokens, figures=heads)
-        parts += [report.section("furthest tokens"), report.fitted_table(table, width)]
     if notes := [("!", note) for note in found.notes]:
         parts += [report.section("notes"), report.grid(notes, (1,), warn, width)]
     return report.render(parts, color, width)
@@ -168,10 +159,8 @@ def comparison_json(found: SideComparison) -> str:
         "routers": {
             "flips": dict(found.router_flips),
             "choices": found.choices,
-            "share_of_flipped": found.flipped_share,
         },
         "tried": list(tried),
-        "furthest": [asdict(far) for far in found.far],
         "notes": list(found.notes),
     }
     return json.dumps(_finite(data), indent=1) + "\n"

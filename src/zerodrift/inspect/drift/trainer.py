@@ -115,12 +115,7 @@ def _fill(module: nn.Module, path: Path) -> None:
         if entry.shape != tuple(parameter.shape):
             must = f"must have shape {list(parameter.shape)}"
             raise ModelError(tied[0], must, got=f"{list(entry.shape)} in {path}")
-        flat = torch.empty(0, dtype=parameter.dtype)
-        for start, run in source.weight(entry):
-            if not flat.numel():
-                flat = torch.empty(parameter.numel(), dtype=run.dtype)
-            flat[start : start + run.numel()] = run.reshape(-1)
-        filled = nn.Parameter(flat.view(entry.shape), requires_grad=False)
+        filled = nn.Parameter(source.whole(entry.name), requires_grad=False)
         for name in tied:
             set_parameter(module, name, filled)
     buffers = dict(module.named_buffers())
