@@ -40,8 +40,6 @@ class Chart:
     log: bool = False
     from_zero: bool = False
     binary: bool = False  # round values are powers of two
-    across: Callable[[float], str] | None = None
-    """Format of the horizontal axis. None for steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class Drawing:
     """A chart in SVG units, as `show` takes it."""
 
     title: str
-    last: str  # last value of the first line over steps that has one, or `""`
+    last: str  # last value of the first line that has one, or `""`
     labels: list[tuple[str, str]]
     rules: Sequence[tuple[float, str]] = ()  # (y, text) of the vertical axis
     steps: Sequence[tuple[float, str, str]] = ()  # (x, text, text below) of the horizontal axis
@@ -89,7 +87,7 @@ def chart(spec: Chart, marks: Sequence[Mark] = (), tokens: float = 0.0) -> Drawi
     """Draw a chart. `tokens` of a step add a second row below the steps."""
     labels = [(each.label, each.color) for each in spec.series] if len(spec.series) > 1 else []
     last = next((series.points[-1][1] for series in spec.series if series.points), math.nan)
-    shown = spec.shown(last) if math.isfinite(last) and spec.across is None else ""
+    shown = spec.shown(last) if math.isfinite(last) else ""
     lowest = 0.0 if spec.log else -math.inf
     drawn = [
         (series, [number for number, (_, y) in enumerate(series.points) if lowest < y < math.inf])
@@ -107,16 +105,15 @@ def chart(spec: Chart, marks: Sequence[Mark] = (), tokens: float = 0.0) -> Drawi
         ticks = binary_ticks(high) if spec.binary else even_ticks(low, high)
     across = _scale(first, end, _LEFT, WIDTH - _RIGHT, log=False)
     up = _scale(min(ticks[0], *values), max(ticks[-1], *values), HEIGHT - _BOTTOM, _TOP, spec.log)
-    places = step_ticks(first, end) if spec.across is None else [first, end]
-    format_step, bottom = spec.across or "{:,.0f}".format, HEIGHT - _BOTTOM
+    bottom = HEIGHT - _BOTTOM
     return Drawing(
         spec.title,
         shown,
         labels,
         rules=[(up(tick), spec.shown(tick)) for tick in ticks],
         steps=[
-            (across(x), format_step(x), elements(round(x * tokens)) if tokens else "")
-            for x in dict.fromkeys(places)
+            (across(x), f"{x:,.0f}", elements(round(x * tokens)) if tokens else "")
+            for x in step_ticks(first, end)
         ],
         marks=[
             (across(mark.x), _TOP if mark.kind == "resume" else bottom - 8, bottom, mark.kind, mark.text)

@@ -75,11 +75,20 @@ class Table:
 
 def group_rows(plan: Plan) -> Table:
     """Group all rows of a plan into one line per pattern."""
-    numbers = _set_numbers(plan.rows)
-    lines, universe = _group(plan.rows, numbers)
+    numbers, rows = _set_numbers(plan.rows), plan.rows
+    universe = _universe(name for row in rows for name in row.names)
+    names = [
+        (row.name, (tuple(_split(name)[0] for name in row.names[1:]), row.whole_shape, number))
+        for row, number in zip(rows, numbers, strict=True)
+    ]
+    lines = []
+    for pattern, members in _fold(names, universe):
+        first, others = rows[members[0]], [(name, 0) for index in members for name in rows[index].names[1:]]
+        also, numel = tuple(text for text, _ in _fold(others, universe)), first.whole_numel * len(members)
+        lines.append(Line(pattern, also, first.whole_shape, numel, members, numbers[members[0]]))
     alike = _fold([(each.path, replace(each, path="")) for each in plan.boundaries], universe)
     boundaries = [(path, tuple(plan.boundaries[index] for index in found)) for path, found in alike]
-    return Table(_sets(plan.rows, numbers), lines, tuple(boundaries))
+    return Table(_sets(rows, numbers), tuple(lines), tuple(boundaries))
 
 
 def list_rows(plan: Plan, chosen: Sequence[int]) -> Table:
@@ -148,23 +157,6 @@ def _split(name: str) -> tuple[Template, Numbers]:
     return tuple(parts), tuple(numbers)
 
 
-def _group(
-    rows: Sequence[Row], set_numbers: Sequence[int]
-) -> tuple[tuple[Line, ...], dict[Template, set[int]]]:
-    """Return the lines, and all numbers that occur at each place of a name."""
-    universe = _universe(name for row in rows for name in row.names)
-    names = [
-        (row.name, (tuple(_split(name)[0] for name in row.names[1:]), row.whole_shape, number))
-        for row, number in zip(rows, set_numbers, strict=True)
-    ]
-    lines = []
-    for pattern, members in _fold(names, universe):
-        first = rows[members[0]]
-        also, numel = _also([rows[index] for index in members], universe), first.whole_numel * len(members)
-        lines.append(Line(pattern, also, first.whole_shape, numel, members, set_numbers[members[0]]))
-    return tuple(lines), universe
-
-
 def fold_names(names: Sequence[tuple[str, Hashable]]) -> list[tuple[str, tuple[int, ...]]]:
     """Fold (name, key) pairs into patterns of names with equal keys, with the indices that each stands for.
     Patterns keep the order of their first index."""
@@ -228,17 +220,6 @@ def _pattern(text: Template, box: Box, universe: dict[Template, set[int]]) -> st
             part = "*" if every else ranges(numbers)
         parts.append(part)
     return ".".join(parts)
-
-
-def _also(rows: Sequence[Row], universe: dict[Template, set[int]]) -> tuple[str, ...]:
-    """Return patterns of the other names of tied rows."""
-    numbers_of: dict[Template, list[Numbers]] = defaultdict(list)
-    for row in rows:
-        for name in row.names[1:]:
-            text, numbers = _split(name)
-            numbers_of[text].append(numbers)
-    boxes = [(text, box) for text, numbers in numbers_of.items() for box in _boxes(numbers)]
-    return tuple(_pattern(text, box, universe) for text, box in boxes)
 
 
 def ranges(numbers: Iterable[int]) -> str:

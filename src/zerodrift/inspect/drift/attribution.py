@@ -141,10 +141,6 @@ class ExplainedCell:
     removes: float = 0.0  # share that is gone when the sampler has the trainer's cell here
     flips: int = 0  # routing choices that differ with this cell alone
 
-    @property
-    def is_fault(self) -> bool:
-        return self.cell.kind == "tensor"
-
 
 @dataclass(frozen=True, slots=True)
 class DtypeGuess:
@@ -237,8 +233,8 @@ def compare_sides(
 
     explained = [explain(cell) for cell in cells if cell in replayed]
     explained += [ExplainedCell(cell) for cell in cells if cell not in replayed]
-    explained.sort(key=lambda each: (not each.is_fault, -max(each.explains, each.removes)))
-    rank = {each.cell.key: number for number, each in enumerate(explained) if each.is_fault}
+    explained.sort(key=lambda each: (each.cell.kind != "tensor", -max(each.explains, each.removes)))
+    rank = {each.cell.key: number for number, each in enumerate(explained) if each.cell.kind == "tensor"}
     faults = [status for status in statuses if not status.verdict.is_as_trained]
     faults.sort(key=lambda status: rank.get(status.name, -1))
     unexplained = left(sampler) if recorded is not None else 0.0

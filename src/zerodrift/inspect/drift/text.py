@@ -117,7 +117,7 @@ def _fault(status: TensorStatus, width: int) -> list[tuple[str, str]]:
 def _cells(cells: Sequence[ExplainedCell], width: int) -> RenderableType:
     rows = []
     for each in cells[:_CELLS]:
-        told = each.cell.told.partition(",")[0] if each.is_fault else each.cell.told
+        told = each.cell.told.partition(",")[0] if each.cell.kind == "tensor" else each.cell.told
         figures = ("-", "-", "-")
         if each.alone is not None:
             figures = (percent(each.explains), percent(each.removes), f"{each.flips:,}")
