@@ -19,17 +19,10 @@ from dataclasses import dataclass, replace
 from zerodrift.config import load
 from zerodrift.engine import Engine
 from zerodrift.errors import ConfigError, ZerodriftError, first_line
-from zerodrift.inspect.audit import results
+from zerodrift.inspect.audit import results, variants
 from zerodrift.inspect.audit.estimates import AuditSetup, gradient_distances
 from zerodrift.inspect.audit.results import FormatPoint, FormatTrial, Point
 from zerodrift.inspect.audit.runs import REFUSED, Drift, Signals, backward_signals, drift, plan_for, running
-from zerodrift.inspect.audit.variants import (
-    autocast_policy,
-    literal_glob,
-    narrow_cells,
-    pinned_policy,
-    with_rules,
-)
 from zerodrift.mesh import MeshShape
 from zerodrift.plan import Plan, Row, cost
 from zerodrift.policy import Columns, Mode, Output, Policy, ResolvedRule, glob, is_by_rule, resolve
@@ -52,10 +45,6 @@ class Candidate:
     square: float  # squared drift, by replay if there was one, else by estimate
     output: Output | None = None  # output of their modules; None for that of their kind
 
-    @property
-    def density(self) -> float:
-        return self.square / self.numel
-
 
 def candidates(plan: Plan, worth: Mapping[str, float]) -> list[Candidate]:
     """Modules with something narrow in their forward, by worth per element."""
@@ -65,12 +54,12 @@ def candidates(plan: Plan, worth: Mapping[str, float]) -> list[Candidate]:
             grouped.setdefault(re.sub(r"\d+", "*", row.name.rpartition(".")[0]), []).append(row)
     made = []
     for rows in grouped.values():
-        narrow = [row.name for row in rows if {"storage", "compute"} & set(narrow_cells(row.columns))]
-        square = sum(worth.get(name, 0.0) for name in narrow)
+        narrow = (row for row in rows if {"storage", "compute"} & {*variants.narrow_cells(row.columns)})
+        square = sum(worth.get(row.name, 0.0) for row in narrow)
         if square > 0:
             names, numel = tuple(row.name for row in rows), sum(row.whole_numel for row in rows)
             made.append(Candidate(pattern_of(plan, names), names, numel, square))
-    return sorted(made, key=lambda candidate: -candidate.density)
+    return sorted(made, key=lambda one: -one.square / one.numel)
 
 
 def pattern_of(plan: Plan, names: Sequence[str]) -> str:
@@ -86,7 +75,7 @@ def pattern_of(plan: Plan, names: Sequence[str]) -> str:
 
 def matches_of(pattern: str, names: Sequence[str]) -> list[str]:
     """Return globs for rules about these parameters: the pattern, if it matches all of them."""
-    return [pattern] if all(map(glob(pattern), names)) else list(map(literal_glob, names))
+    return [pattern] if all(map(glob(pattern), names)) else list(map(variants.literal_glob, names))
 
 
 def rules_for(point: Point) -> tuple[Mapping[str, str], ...]:
@@ -120,8 +109,8 @@ class PinSearch:
         names = {name: candidate.output for candidate in taken for name in candidate.names}
         policies = [self.plan.policy, self.whole]
         if mode is not self.plan.policy.mode:  # under autocast to the same dtype
-            policies = [autocast_policy(policy, mode) for policy in policies]
-        run, billed = (pinned_policy(policy, names) for policy in policies)
+            policies = [variants.autocast_policy(policy, mode) for policy in policies]
+        run, billed = (variants.pinned_policy(policy, names) for policy in policies)
         try:
             seen, plan = self.setup.signals(run), plan_for(self.setup.subject, billed, self.setup.mesh)
         except REFUSED:
@@ -386,11 +375,12 @@ class FormatSearch:
             return None
 
     def _bytes(self, rules: Sequence[Mapping[str, str]]) -> results.Bytes:
-        policy = with_rules(self.whole, _resolved(rules))
+        policy = variants.with_rules(self.whole, _resolved(rules))
         return bytes_of(plan_for(self.setup.subject, policy, self.setup.mesh))
 
     def _drift(self, rules: Sequence[Mapping[str, str]]) -> Drift:
-        return drift(self.setup.signals(with_rules(self.plan.policy, _resolved(rules))), self.reference)
+        policy = variants.with_rules(self.plan.policy, _resolved(rules))
+        return drift(self.setup.signals(policy), self.reference)
 
 
 def _rules(plan: Plan, rows: Sequence[Row], column: str, word: str) -> tuple[Mapping[str, str], ...]:

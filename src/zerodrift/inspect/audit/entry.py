@@ -23,17 +23,7 @@ from torch import nn
 from zerodrift.comm import started, usable_accelerator
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, MeshError
-from zerodrift.inspect.audit import estimates, variants
-from zerodrift.inspect.audit.advice import (
-    FormatSearch,
-    PinSearch,
-    Progress,
-    bytes_of,
-    candidates,
-    narrower_columns,
-    parse_goal,
-    take_steps,
-)
+from zerodrift.inspect.audit import advice, estimates, variants
 from zerodrift.inspect.audit.estimates import AuditSetup, PassResults
 from zerodrift.inspect.audit.findings import find_defects, narrowed_groups
 from zerodrift.inspect.audit.report import Audit
@@ -72,7 +62,7 @@ def audit(
     budget: float | None = 0.01,
     of: ByteKind = "rest",
     confirm: int = REPLAYED,
-    told: Progress | None = None,
+    told: advice.Progress | None = None,
     narrow: str | None = None,
 ) -> Audit:
     """Measure what the dtypes of a plan cost, with micro-batches of this rank. A call of all ranks.
@@ -83,7 +73,7 @@ def audit(
     cells of the shortlist are replayed. `narrow` is `bytes` or `speed`: narrow formats are chosen for it
     while the drift stays within 1.5 times the plan's, or another limit, as in `bytes:2x` or `bytes:0.01`.
     """
-    goal = None if narrow is None else parse_goal(narrow)
+    goal = None if narrow is None else advice.parse_goal(narrow)
     return audit_subject(plan, Subject.of(model, weights), batches, budget, of, confirm, told, goal)
 
 
@@ -94,7 +84,7 @@ def audit_subject(
     budget: float | None,
     of: ByteKind,
     confirm: int,
-    told: Progress | None,
+    told: advice.Progress | None,
     goal: FormatGoal | None,
 ) -> Audit:
     if budget is not None and not 0 <= budget < float("inf"):
@@ -112,7 +102,7 @@ def audit_subject(
     progress = told or (lambda what, done, count: None)
     whole = variants.for_micro_batches(plan.policy, len(batches), plan.mesh.data)
     setup = AuditSetup(subject, variants.without_update(whole), plan.mesh, check_batches(batches))
-    advice, replayed = None, []
+    recommended, replayed = None, []
     with torch.random.fork_rng(devices, device_type=kind):
         progress("shortlist", 0, 1)
         results, ran = estimates.run_three_passes(setup)
@@ -127,13 +117,14 @@ def audit_subject(
                 replayed.append(one)
         worth = _worth(results, replayed)
         if budget is not None and results.total.square > 0 and any(worth.values()):
-            search = PinSearch(setup, ran, whole, results.reference, budget, of, progress)
-            advice = search.recommend(results.planned, candidates(ran, worth))
-        narrower = narrower_columns(setup, ran, whole) if confirm and budget is not None else []
+            search = advice.PinSearch(setup, ran, whole, results.reference, budget, of, progress)
+            recommended = search.recommend(results.planned, advice.candidates(ran, worth))
+        narrower = advice.narrower_columns(setup, ran, whole) if confirm and budget is not None else []
         formats = None
         if goal is not None:
-            start = FormatPoint(results.total, bytes_of(plan_for(subject, whole, plan.mesh)))
-            formats = FormatSearch(setup, ran, whole, results.reference, start, goal, progress).recommend()
+            start = FormatPoint(results.total, advice.bytes_of(plan_for(subject, whole, plan.mesh)))
+            trials = advice.FormatSearch(setup, ran, whole, results.reference, start, goal, progress)
+            formats = trials.recommend()
         findings = find_defects(ran, subject, results, gradients, updates, replayed)
     return Audit(
         source=plan.source,
@@ -152,7 +143,7 @@ def audit_subject(
         flips={name: count for name, (count, _) in router_flips(results.planned, results.reference).items()},
         caused=tuple((each.choice, each.alone.flips) for each in replayed if each.alone.flips),
         findings=tuple(findings),
-        recommendation=advice,
+        recommendation=recommended,
         narrower=tuple(narrower),
         formats=formats,
         seconds=results.seconds,
@@ -238,7 +229,7 @@ def update_costs(setup: AuditSetup, policy: Policy) -> list[UpdateCost]:
         return []
     watched = replace(policy, statistics=True, schedule=None)
     with running(setup.subject, watched, setup.mesh) as engine:
-        take_steps(engine, setup, 2)
+        advice.take_steps(engine, setup, 2)
         if not engine.global_steps:
             return []  # every step was skipped: gradients that are not finite are found elsewhere
         costs = []
