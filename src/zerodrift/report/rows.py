@@ -120,16 +120,12 @@ def _set_numbers(rows: Sequence[Row]) -> list[int]:
 
 
 def _sets(rows: Sequence[Row], numbers: Sequence[int]) -> tuple[ColumnSet, ...]:
-    first: dict[int, Columns] = {}
-    tensors: dict[int, int] = defaultdict(int)
-    numel: dict[int, int] = defaultdict(int)
+    rows_of: dict[int, list[Row]] = defaultdict(list)
     for row, number in zip(rows, numbers, strict=True):
-        first.setdefault(number, row.columns)
-        tensors[number] += 1
-        numel[number] += row.whole_numel
+        rows_of[number].append(row)
     return tuple(
-        ColumnSet(letter(number), columns, tensors[number], numel[number])
-        for number, columns in first.items()
+        ColumnSet(letter(number), alike[0].columns, len(alike), sum(row.whole_numel for row in alike))
+        for number, alike in rows_of.items()
     )
 
 

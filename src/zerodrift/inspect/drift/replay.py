@@ -34,6 +34,7 @@ from zerodrift.inspect.drift.tensor_status import TensorVerdict
 from zerodrift.inspect.drift.trainer import TrainerSide, set_parameter
 from zerodrift.inspect.trace import ModulePaths
 from zerodrift.mesh import MeshShape
+from zerodrift.model import ModelSpec
 from zerodrift.plan import Plan, Row, build
 from zerodrift.policy import PIN, PRODUCTS, Mode, Policy, glob
 
@@ -184,7 +185,7 @@ class SideReplays:
 
         def make() -> nn.Module:
             module = copy.deepcopy(self.trainer.module)
-            _set_values(module, values, self.tensors)
+            _set_values(module, values, self.tensors, self.trainer.spec)
             for buffer in module.buffers() if buffers is not None else ():
                 if buffers is not None and buffer.is_floating_point():
                     buffer.copy_(buffer.to(buffers.torch).to(buffer.dtype))
@@ -233,12 +234,11 @@ def _forward_columns(row: Row) -> dict[str, str]:
     return {column: str(dtype) for column, dtype in dtypes.items()}
 
 
-def _set_values(module: nn.Module, values: Mapping[str, Tensor], held: Collection[str]) -> None:
+def _set_values(
+    module: nn.Module, values: Mapping[str, Tensor], held: Collection[str], spec: ModelSpec
+) -> None:
     """Set other values. A tied parameter stays tied, except under names that the sampler holds too."""
-    ties: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        ties.setdefault(id(parameter), []).append(name)
-    tied = {name: names for names in ties.values() for name in names}
+    tied = {name: parameter.names for parameter in spec.parameters for name in parameter.names}
     buffers = dict(module.named_buffers())
     for name, value in values.items():
         if name in buffers:

@@ -104,18 +104,13 @@ def _fill(module: nn.Module, path: Path) -> None:
     """Replace all parameters by the values of a checkpoint."""
     source = open_source(path.expanduser(), module)
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    entries = {name: entry for entry in source.entries for name in entry.names}
-    names = [parameter.names for parameter in describe(module).parameters]
-    lacking = [tied[0] for tied in names if not set(tied) & entries.keys()]
-    if lacking:
-        must = "must have a value for every parameter of the model"
-        raise ModelError(path, must, got=f"none for {listed(lacking[:3])}")
-    for tied in names:
-        entry, parameter = entries[next(name for name in tied if name in entries)], parameters[tied[0]]
-        if entry.shape != tuple(parameter.shape):
-            must = f"must have shape {list(parameter.shape)}"
-            raise ModelError(tied[0], must, got=f"{list(entry.shape)} in {path}")
-        filled = nn.Parameter(source.whole(entry.name), requires_grad=False)
+    known = {name for entry in source.entries for name in entry.names}
+    for tied in (parameter.names for parameter in describe(module).parameters):
+        values = source.whole(next((name for name in tied if name in known), tied[0]))
+        if values.shape != parameters[tied[0]].shape:
+            must = f"must have shape {list(parameters[tied[0]].shape)}"
+            raise ModelError(tied[0], must, got=f"{list(values.shape)} in {path}")
+        filled = nn.Parameter(values, requires_grad=False)
         for name in tied:
             set_parameter(module, name, filled)
     buffers = dict(module.named_buffers())
