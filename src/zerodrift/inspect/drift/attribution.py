@@ -23,7 +23,7 @@ from zerodrift.errors import ConfigError, ModelError, NonFiniteError
 from zerodrift.inspect import audit
 from zerodrift.inspect.drift import replay
 from zerodrift.inspect.drift.replay import DifferentCell
-from zerodrift.inspect.drift.sampler import ROLES, SamplerDtypes, parse_sampler_dtypes
+from zerodrift.inspect.drift.sampler import ACTIVATIONS, ROLES, SamplerDtypes, parse_sampler_dtypes
 from zerodrift.inspect.drift.tensor_status import TensorStatus, distance, follow_tensors
 from zerodrift.inspect.drift.trainer import TrainerSide
 
@@ -262,13 +262,13 @@ def _table_cells(
     trainer: TrainerSide, table: SamplerDtypes, compute: dict[str, DType]
 ) -> list[DifferentCell]:
     cells = replay.different_dtypes(table, trainer.plan, trainer.roles, compute)
-    if table.buffers is not None:
+    if (rounded := table.keys.get("buffers")) is not None:
         floating = {n: b for n, b in trainer.module.named_buffers() if b.is_floating_point()}
         if not floating:
             raise ConfigError("buffers", "must be of the model", got="a model without floating-point buffers")
-        dtype = table.buffers.torch
+        dtype = rounded.torch
         changed = tuple(n for n, b in floating.items() if not torch.equal(b.to(dtype).to(b.dtype), b))
-        told = f"rounded to {table.buffers}"
+        told = f"rounded to {rounded}"
         cells += [DifferentCell("buffers", "buffers", told, changed)] if changed else []
     return cells
 
@@ -276,7 +276,8 @@ def _table_cells(
 def _activation_cells(replays: replay.SideReplays, cells: Sequence[DifferentCell]) -> list[DifferentCell]:
     """Cells of activations that a side does in another dtype than the table asks for."""
     found = []
-    for key, dtype in replays.table.activations:
+    asked = replays.table.keys
+    for key, dtype in ((key, asked[key]) for key in ACTIVATIONS if key in asked):
         seen = {*replays.seen(()).seen.get(key, ()), *replays.seen(cells).seen.get(key, ())}
         if not seen:
             must, got = "must be something that the model does where it can be seen", "its forward"

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems, UnsupportedError, did_you_mean
 from zerodrift.inspect.audit import LOSSES, Batch, Signals, Subject, forward_signals, make_rule, running
-from zerodrift.inspect.drift.sampler import Role, SamplerDtypes, SamplerTensor
+from zerodrift.inspect.drift.sampler import ACTIVATIONS, ROLES, Role, SamplerDtypes, SamplerTensor
 from zerodrift.inspect.drift.tensor_status import TensorVerdict
 from zerodrift.inspect.drift.trainer import TrainerSide, set_parameter
 from zerodrift.inspect.trace import ModulePaths
@@ -80,29 +80,30 @@ def different_values(
 
 
 def sampler_mode(table: SamplerDtypes, plan: Plan) -> Mode:
-    return plan.policy.mode if table.compute is None else Mode(str(table.compute))
+    return Mode(str(table.keys.get("compute", plan.policy.mode)))
 
 
 def sampler_compute(table: SamplerDtypes, plan: Plan, roles: Mapping[str, Role]) -> dict[str, DType]:
     """First name -> the sampler's compute dtype of a floating parameter, where its table says it."""
     problems, has = Problems(), set(roles.values())
-    for role, _ in table.roles:
-        if role not in has:
+    for role in ROLES:
+        if role in table.keys and role not in has:
             do = f"The model has {', '.join(sorted(has))}."
             if role == "embedding" and any(len(row.names) > 1 for row in plan.rows):
                 do += " Its table of embeddings is tied: it is the `head`."
             problems.add(role, "must be of a parameter of the model", got="none of that role", do=do)
     names = [name for row in plan.rows for name in row.names]
-    for pattern, _ in table.tensors:
+    for pattern in table.tensors:
         if not any(map(glob(pattern), names)):
             hint = did_you_mean(pattern, names)
             problems.add(f"tensors.{pattern}", "must match a parameter", got="no match", do=hint)
     problems.raise_as(ConfigError, "sampler")
-    by_role, found = dict(table.roles), {}
+    found = {}
     for row in plan.rows:
         if row.columns.compute.is_floating:
-            globs = (d for pattern, d in reversed(table.tensors) if any(map(glob(pattern), row.names)))
-            dtype = next(globs, by_role.get(roles[row.name], table.compute))
+            tensors = reversed(table.tensors.items())
+            globs = (dtype for pattern, dtype in tensors if any(map(glob(pattern), row.names)))
+            dtype = next(globs, table.keys.get(roles[row.name], table.keys.get("compute")))
             if dtype is not None:
                 found[row.name] = dtype
     return found
@@ -163,15 +164,15 @@ class SideReplays:
                     with_dtype = cell.kind in ("dtype", "compute") and name not in self.valued
                     if cell.kind in ("tensor", "weights") or (with_dtype and name in self.tensors):
                         values[name] = self.tensors[name].values
-            chosen = {cell.key for cell in cells if cell.kind == "activation"}
-            asked = {key: dtype for key, dtype in self.table.activations if key in chosen}
+            asked = {cell.key: self.table.keys[cell.key] for cell in cells if cell.kind == "activation"}
             self.done[key] = self._run(values, cells, asked)
         return self.done[key][0]
 
     def run_sampler(self, cells: Cells) -> Signals:
         """Run with all tensors of the sampler, differing or not, and its whole table."""
         values = {name: tensor.values for name, tensor in self.tensors.items()}
-        return self._run(values, cells, dict(self.table.activations))[0]
+        asked = {key: dtype for key, dtype in self.table.keys.items() if key in ACTIVATIONS}
+        return self._run(values, cells, asked)[0]
 
     def seen(self, cells: Cells) -> ActivationRounder:
         """Activations of such a run, by key, and their dtypes."""
@@ -181,7 +182,7 @@ class SideReplays:
     def _run(
         self, values: Mapping[str, Tensor], cells: Cells, asked: Mapping[str, DType]
     ) -> tuple[Signals, ActivationRounder]:
-        buffers = self.table.buffers if any(cell.kind == "buffers" for cell in cells) else None
+        buffers = self.table.keys["buffers"] if any(cell.kind == "buffers" for cell in cells) else None
 
         def make() -> nn.Module:
             module = copy.deepcopy(self.trainer.module)
