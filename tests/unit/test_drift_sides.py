@@ -263,6 +263,7 @@ def test_flips_are_counted_apart_and_tokens_that_were_not_recorded_are_left_out(
     found = compared(plain(FP32, "plain-moe"), sampler={"router": "bf16"}, ids=token_ids().tolist())
     assert found.choices == 2 * token_ids().numel()
     assert sum(count for _, count in found.router_flips) == found.cells[0].flips
+    assert 0 <= found.flipped_share <= 1
     found = compared(recorded=recorded([[None] * 8 + [-1.0] * 3, [-1.0] * 11], IDS), sampler={"kv": "bf16"})
     assert found.whole.tokens == 14
 

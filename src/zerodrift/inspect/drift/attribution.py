@@ -161,6 +161,7 @@ class SideComparison:
     """Share of the squared drift that a run with all cells leaves; 0 if nothing was recorded."""
     router_flips: tuple[tuple[str, int], ...]
     choices: int  # routing choices
+    flipped_share: float  # share of the squared drift on tokens with a flipped choice
     tried: tuple[DtypeGuess, ...]
     """Guesses, the best first; only if log-probabilities were recorded and no dtypes were given."""
     kinds: tuple[tuple[str, int], ...]  # (`same`, `rounded to bf16`, ...; tensors)
@@ -197,13 +198,15 @@ def compare_sides(
     sampler = replays.run_sampler(cells)
     recorded = None if other.recorded is None else recorded_values(other.recorded, order)
 
+    def kept(per_token: Tensor) -> Tensor:
+        """Select the tokens with a recorded value beside them, where there are recorded ones."""
+        return per_token if recorded is None else per_token[~recorded.isnan()]
+
     def compared(run: audit.Signals) -> Tensor:
-        """The log-probabilities of a run, where there are recorded ones beside them."""
-        values = torch.cat(run.targets)
-        return values if recorded is None else values[~recorded.isnan()]
+        return kept(torch.cat(run.targets))
 
     mine = compared(own)
-    theirs = compared(sampler) if recorded is None else recorded[~recorded.isnan()]
+    theirs = compared(sampler) if recorded is None else kept(recorded)
     whole = token_drift(theirs, mine)
 
     def size_of(cell: DifferentCell) -> float:
@@ -242,6 +245,8 @@ def compare_sides(
     guesses = _guesses(replays, values) if asks else ()
     tried = [DtypeGuess(key, dtype, 1 - left(run)) for key, dtype, run in guesses]
     tried = [guess for guess in tried if guess.explains > EXPLAINED]
+    squares = (theirs - mine).square().nan_to_num(posinf=0.0)
+    flipped = float(squares[kept(_flipped_tokens(sampler, own, batches))].sum())
     flips = ((name, count) for name, (count, _) in audit.router_flips(sampler, own).items() if count)
     return SideComparison(
         whole=whole,
@@ -250,6 +255,7 @@ def compare_sides(
         cells=tuple(explained),
         unexplained=unexplained,
         router_flips=tuple(sorted(flips, key=lambda pair: -pair[1])),
+        flipped_share=flipped / float(squares.sum()) if squares.any() else 0.0,
         choices=sum(chosen.shape[0] for routes in own.routes for chosen in routes.values()),
         tried=tuple(sorted(tried, key=lambda guess: -guess.explains)),
         kinds=kinds,
@@ -315,3 +321,17 @@ def _guesses(
             continue
         if cells:
             yield key, dtype, replays.run_sampler([*values, *cells])
+
+
+def _flipped_tokens(run: audit.Signals, other: audit.Signals, batches: Sequence[audit.Batch]) -> Tensor:
+    """Mark the tokens with a routing choice that differs, in the order of log-probabilities."""
+    flipped = []
+    for batch, routes, before in zip(batches, run.routes, other.routes, strict=True):
+        shape = batch["input_ids"].shape
+        differs = torch.zeros(shape, dtype=torch.bool)
+        for router, chosen in routes.items():
+            was = before.get(router)
+            if was is not None and was.shape == chosen.shape and chosen.shape[0] == shape.numel():
+                differs |= (chosen != was).any(-1).view(shape)
+        flipped.append(differs[:, :-1].reshape(-1))
+    return torch.cat(flipped)

@@ -55,6 +55,8 @@ def comparison_text(
     if found.choices:
         flips = sum(count for _, count in found.router_flips)
         told = f"{flips:,} of {found.choices:,} choices are others"
+        if flips:
+            told += f"; {percent(found.flipped_share)} of the squared drift is on their tokens"
         parts += [report.section("routers"), Text(told)]
         if routers := [(f"{count:,}", name) for name, count in found.router_flips[:_ROUTERS]]:
             parts.append(report.grid(routers, (8,), ("bold",), width))
@@ -159,6 +161,7 @@ def comparison_json(found: SideComparison) -> str:
         "routers": {
             "flips": dict(found.router_flips),
             "choices": found.choices,
+            "share_of_flipped": found.flipped_share,
         },
         "tried": list(tried),
         "notes": list(found.notes),
