@@ -246,6 +246,7 @@ def test_cells_are_replayed_alone_and_left_out_alone(tmp_path: Path) -> None:
         assert of[key].alone == alone.whole
         assert of[other].removes == 1 - alone.whole.square / found.whole.square
     assert named_first(found) == "kv" and found.unexplained == 0.0
+    assert compared(sampler={"head": "bf16", "tensors": {"head.*": "bf16", "*": "fp32"}}).cells == ()
 
 
 def test_log_probabilities_alone_are_looked_for_among_dtypes(tmp_path: Path) -> None:
