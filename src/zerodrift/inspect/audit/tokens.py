@@ -188,8 +188,11 @@ def _read_tensor(path: Path) -> torch.Tensor:
 
 
 def _read(path: Path) -> bytes:
-    with opened(path) as file:
-        return file.read()
+    try:
+        with opened(path) as file:
+            return file.read()
+    except OSError as error:
+        raise ModelError(path, "must be a file that can be read", got=error.strerror or error) from None
 
 
 def _value(row: Any, keys: Sequence[str]) -> Any:
