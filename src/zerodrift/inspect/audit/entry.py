@@ -24,6 +24,7 @@ from zerodrift.comm import started, usable_accelerator
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, MeshError
 from zerodrift.inspect.audit import advice, estimates, variants
+from zerodrift.inspect.audit.advice import Progress
 from zerodrift.inspect.audit.estimates import AuditSetup, PassResults
 from zerodrift.inspect.audit.findings import find_defects, narrowed_groups
 from zerodrift.inspect.audit.report import Audit
@@ -62,7 +63,7 @@ def audit(
     budget: float | None = 0.01,
     of: ByteKind = "rest",
     confirm: int = REPLAYED,
-    told: advice.Progress | None = None,
+    told: Progress | None = None,
     narrow: str | None = None,
 ) -> Audit:
     """Measure what the dtypes of a plan cost, with micro-batches of this rank. A call of all ranks.
@@ -84,7 +85,7 @@ def audit_subject(
     budget: float | None,
     of: ByteKind,
     confirm: int,
-    told: advice.Progress | None,
+    told: Progress | None,
     goal: FormatGoal | None,
 ) -> Audit:
     if budget is not None and not 0 <= budget < float("inf"):
