@@ -250,7 +250,7 @@ def test_what_is_printed_is_what_the_json_says(tmp_path: Path, monkeypatch: pyte
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert max(map(len, found[0].text(width=50).splitlines())) <= 50
     assert "mode bf16, 1 rank, 2 micro-batches" in done.stdout and "pins   each line was run" in done.stdout
-    assert "<svg" in page.read_text() and "head.weight" in page.read_text()
+    assert 'class="heat"' in page.read_text() and "head.weight" in page.read_text()
     told = json.loads(audited(tmp_path, "--json").stdout)
     assert told["drift"]["count"] == 8 * 11 and told["drift"]["rms"] > 0
     assert f"rms {told['drift']['rms']:.2g} of a log-probability" in done.stdout

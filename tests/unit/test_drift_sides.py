@@ -246,6 +246,7 @@ def test_cells_are_replayed_alone_and_left_out_alone(tmp_path: Path) -> None:
         assert of[key].alone == alone.whole
         assert of[other].removes == 1 - alone.whole.square / found.whole.square
     assert named_first(found) == "kv" and found.unexplained == 0.0
+    assert compared(sampler={"head": "bf16", "tensors": {"head.*": "bf16", "*": "fp32"}}).cells == ()
 
 
 def test_log_probabilities_alone_are_looked_for_among_dtypes(tmp_path: Path) -> None:
@@ -265,8 +266,7 @@ def test_flips_are_counted_apart_and_tokens_that_were_not_recorded_are_left_out(
     assert sum(count for _, count in found.router_flips) == found.cells[0].flips
     assert 0 <= found.flipped_share <= 1
     found = compared(recorded=recorded([[None] * 8 + [-1.0] * 3, [-1.0] * 11], IDS), sampler={"kv": "bf16"})
-    assert found.whole.tokens == 14 and all(far.place >= 9 for far in found.far if far.sequence == 0)
-    assert all(far.token == IDS[far.sequence][far.place] for far in found.far)
+    assert found.whole.tokens == 14
 
 
 # --- what cannot be compared --------------------------------------------------------------------------------

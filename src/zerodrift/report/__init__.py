@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from zerodrift.report.figures import elements, percent, significant, size
     from zerodrift.report.frame import (
         DIGEST_SHOWN, WIDTH, elide, fitted_table, grid, legible_text, markdown_text, pairs, render,
-        report_width, section, sections_text, text_table, title,
+        report_width, section, sections_text, title,
     )  # fmt: skip
     from zerodrift.report.plan_html import plan_page, plan_sections
     from zerodrift.report.rows import group_rows, list_rows

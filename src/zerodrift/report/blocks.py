@@ -135,7 +135,7 @@ class BlockRow:
     """Blocks side by side where they fit."""
 
     blocks: Sequence[Any]
-    style: str  # class of the style sheet: `pair`, `charts`, `charts one` or `samples`
+    style: str  # class of the style sheet: `pair`, `charts` or `samples`
 
 
 @dataclass(frozen=True, slots=True)

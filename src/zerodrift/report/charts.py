@@ -40,8 +40,6 @@ class Chart:
     log: bool = False
     from_zero: bool = False
     binary: bool = False  # round values are powers of two
-    across: Callable[[float], str] | None = None
-    """Format of the horizontal axis. None for steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class Drawing:
     """A chart in SVG units, as `show` takes it."""
 
     title: str
-    last: str  # last value of the first line over steps that has one, or `""`
+    last: str  # last value of the first line that has one, or `""`
     labels: list[tuple[str, str]]
     rules: Sequence[tuple[float, str]] = ()  # (y, text) of the vertical axis
     steps: Sequence[tuple[float, str, str]] = ()  # (x, text, text below) of the horizontal axis
@@ -89,7 +87,7 @@ def chart(spec: Chart, marks: Sequence[Mark] = (), tokens: float = 0.0) -> Drawi
     """Draw a chart. `tokens` of a step add a second row below the steps."""
     labels = [(each.label, each.color) for each in spec.series] if len(spec.series) > 1 else []
     last = next((series.points[-1][1] for series in spec.series if series.points), math.nan)
-    shown = spec.shown(last) if math.isfinite(last) and spec.across is None else ""
+    shown = spec.shown(last) if math.isfinite(last) else ""
     lowest = 0.0 if spec.log else -math.inf
     drawn = [
         (series, [number for number, (_, y) in enumerate(series.points) if lowest < y < math.inf])
@@ -101,12 +99,12 @@ def chart(spec: Chart, marks: Sequence[Mark] = (), tokens: float = 0.0) -> Drawi
     steps, values = [x for x, _ in flat], [y for _, y in flat]
     first, end = min(steps), max(steps)
     low, high = 0.0 if spec.from_zero else min(values), max(values)
-    linear = binary_ticks(high) if spec.binary else even_ticks(low, high)
-    ticks = log_ticks(low, high) if spec.log else linear
-    across = _Scale(first, end, _LEFT, WIDTH - _RIGHT, log=False)
-    up = _Scale(min(ticks[0], *values), max(ticks[-1], *values), HEIGHT - _BOTTOM, _TOP, spec.log)
-    places = step_ticks(first, end) if spec.across is None else [first, end]
-    format_step = spec.across or "{:,.0f}".format
+    if spec.log:
+        ticks = log_ticks(low, high)
+    else:
+        ticks = binary_ticks(high) if spec.binary else even_ticks(low, high)
+    across = _scale(first, end, _LEFT, WIDTH - _RIGHT, log=False)
+    up = _scale(min(ticks[0], *values), max(ticks[-1], *values), HEIGHT - _BOTTOM, _TOP, spec.log)
     bottom = HEIGHT - _BOTTOM
     return Drawing(
         spec.title,
@@ -114,8 +112,8 @@ def chart(spec: Chart, marks: Sequence[Mark] = (), tokens: float = 0.0) -> Drawi
         labels,
         rules=[(up(tick), spec.shown(tick)) for tick in ticks],
         steps=[
-            (across(x), format_step(x), elements(round(x * tokens)) if tokens else "")
-            for x in dict.fromkeys(places)
+            (across(x), f"{x:,.0f}", elements(round(x * tokens)) if tokens else "")
+            for x in step_ticks(first, end)
         ],
         marks=[
             (across(mark.x), _TOP if mark.kind == "resume" else bottom - 8, bottom, mark.kind, mark.text)
@@ -126,47 +124,32 @@ def chart(spec: Chart, marks: Sequence[Mark] = (), tokens: float = 0.0) -> Drawi
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """Maps values to the drawing, to a tenth of a unit."""
+def _scale(low: float, high: float, start: float, end: float, log: bool) -> Callable[[float], float]:
+    """Return a map of values from `low` on to the drawing, to a tenth of a unit."""
+    measure = math.log10 if log else float
+    bottom, top = measure(low), measure(high)
 
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool
+    def place(value: float) -> float:
+        share = (measure(max(value, low)) - bottom) / (top - bottom) if high > low else 0.5
+        return round(start + share * (end - start), 1)
 
-    def __call__(self, value: float) -> float:
-        low, high, at = self.low, self.high, value
-        if self.log:
-            low, high, at = math.log10(low), math.log10(high), math.log10(max(value, self.low))
-        share = (at - low) / (high - low) if high > low else 0.5
-        return round(self.start + share * (self.end - self.start), 1)
+    return place
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Neighbouring points drawn as one."""
-
-    x: float
-    mean: float
-    low: float
-    high: float
-
-
-def stretches(points: Sequence[Point]) -> list[_Stretch]:
-    """Divide points into at most `_MOST` stretches of equal length."""
+def stretches(points: Sequence[Point]) -> list[tuple[float, float, float, float]]:
+    """Divide points into at most `_MOST` stretches of equal length: (x, mean, lowest, highest) of each."""
     count = max(1, math.ceil(len(points) / _MOST))
     made = []
     for start in range(0, len(points), count):
         part = points[start : start + count]
         values = [value for _, value in part]
-        middle = (part[0][0] + part[-1][0]) / 2
-        made.append(_Stretch(middle, sum(values) / len(values), min(values), max(values)))
+        made.append(((part[0][0] + part[-1][0]) / 2, sum(values) / len(values), min(values), max(values)))
     return made
 
 
-def _line(series: Series, numbers: Sequence[int], across: _Scale, up: _Scale) -> DrawnLine:
+def _line(
+    series: Series, numbers: Sequence[int], across: Callable[[float], float], up: Callable[[float], float]
+) -> DrawnLine:
     """Draw the points of a line that have these numbers."""
     points = [series.points[number] for number in numbers]
 
@@ -178,14 +161,14 @@ def _line(series: Series, numbers: Sequence[int], across: _Scale, up: _Scale) ->
         return DrawnLine(series.color, [("thin", path(points))], dots)
     few, paths = stretches(points), []
     if len(few) < len(points):
-        band = [(each.x, each.high) for each in few] + [(each.x, each.low) for each in reversed(few)]
+        band = [(x, high) for x, _, _, high in few] + [(x, low) for x, _, low, _ in reversed(few)]
         paths.append(("band", path(band) + "Z"))
-    line = [(each.x, each.mean) for each in few]
+    line = [(x, mean) for x, mean, _, _ in few]
     if series.smooth and len(points) > 2:
         paths.append(("raw", path(line)))
         means = smooth_values([value for _, value in points], smoothing_steps(len(points)))
         smooth = stretches([(x, mean) for (x, _), mean in zip(points, means, strict=True)])
-        line = [(each.x, each.mean) for each in smooth]
+        line = [(x, mean) for x, mean, _, _ in smooth]
     x, y = line[-1]
     return DrawnLine(series.color, [*paths, ("line", path(line))], [(across(x), up(y), 2.5, "")])
 

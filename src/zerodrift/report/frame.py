@@ -170,38 +170,11 @@ def render(parts: Iterable[RenderableType], color: bool, width: int | None = Non
     return text if color else "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
-def text_table(
-    rows: Sequence[Sequence[str]],
-    widths: Sequence[int] | None = None,
-    left: Collection[int] = (0,),
-    gap: str = "  ",
-    bold: int | None = None,
-) -> Text:
-    """Set rows in columns under a dim first row, and the row at index `bold` in bold.
-
-    Columns in `left` are words and elided to their width. The others are figures, aligned right and whole.
-    Without `widths` each column is as wide as its longest cell.
-    """
-    widths = widths or [max(map(len, column)) for column in zip(*rows, strict=True)]
-    text = Text()
-    for number, row in enumerate(rows):
-        cells: list[str] = []
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            if column in left:
-                over = len(gap.join([*cells, ""])) - sum(widths[:column]) - column * len(gap)
-                cells.append(elide(cell, width - over).ljust(width))
-            else:
-                cells.append(cell.rjust(width))
-        line = gap.join(cells).rstrip()
-        style = "dim" if number == 0 else "bold" if number == bold else ""
-        text.append(line if number == len(rows) - 1 else f"{line}\n", style=style)
-    return text
-
-
 def fitted_table(table: PageTable, width: int) -> RenderableType:
     """Set the table of a page in text: words are elided, the longest first, and figures are whole.
 
-    The columns in `wide_only` are left out below 80 columns, and a line says so.
+    Heads are dim, and rows that begin with `>` are bold. The columns in `wide_only` are left out below 80
+    columns, and a line says so.
     """
     left_out = table.wide_only if width < 80 else ()
     kept = [number for number, head in enumerate(table.heads) if head not in left_out]
@@ -210,11 +183,19 @@ def fitted_table(table: PageTable, width: int) -> RenderableType:
     words = [at for at, number in enumerate(kept) if table.heads[number] not in table.figures]
     widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
     gap = "  " if sum(widths) + 2 * len(widths) - 2 <= width else " "
-    while sum(widths) + len(gap) * (len(widths) - 1) > width and max(widths[at] for at in words) > 4:
+    room = width - len(gap) * (len(widths) - 1)
+    while words and sum(widths) > room and max(widths[at] for at in words) > 4:
         widths[max(words, key=lambda at: widths[at])] -= 1
-    marked = next((number for number, row in enumerate(texts) if row[0] == ">"), None)
+    text = Text()
+    for number, row in enumerate(texts):
+        cells = [
+            elide(cell, wide).ljust(wide) if at in words else cell.rjust(wide)
+            for at, (cell, wide) in enumerate(zip(row, widths, strict=True))
+        ]
+        style = "dim" if number == 0 else "bold" if row[0] == ">" else ""
+        text.append(("\n" if number else "") + gap.join(cells).rstrip(), style=style)
     note = Text(f"80 columns also show: {', '.join(left_out)}", style="dim")
-    return Group(text_table(texts, widths, words, gap, marked), *([note] if left_out else []))
+    return Group(text, *([note] if left_out else []))
 
 
 def _text_of(cell: str | PageCell) -> str:

@@ -9,22 +9,8 @@ from typing import Any
 
 from zerodrift.plan import Cost, Plan, Timeline
 from zerodrift.policy import COLUMNS
-from zerodrift.report import figures, summary
-from zerodrift.report.blocks import (
-    BlockRow,
-    FactList,
-    NoteList,
-    PageCell,
-    PageHead,
-    PageRow,
-    PageSection,
-    PageTable,
-    Paragraph,
-    StackedBar,
-    dtype_cell,
-    page,
-    table_section,
-)
+from zerodrift.report import blocks, figures, summary
+from zerodrift.report.blocks import PageCell, PageSection, PageTable, Paragraph, StackedBar, dtype_cell
 from zerodrift.report.frame import DIGEST_SHOWN
 from zerodrift.report.rows import Table
 
@@ -32,9 +18,9 @@ from zerodrift.report.rows import Table
 def plan_page(plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = None) -> str:
     """Build the page of a plan. `timeline` belongs to its pipeline, if it has one."""
     facts = [pair for pair in summary.facts(plan) if pair[0] != "model"]
-    head = PageHead(plan.source, f"zerodrift plan {plan.digest[:DIGEST_SHOWN]}", facts=facts)
+    head = blocks.PageHead(plan.source, f"zerodrift plan {plan.digest[:DIGEST_SHOWN]}", facts=facts)
     sections = plan_sections(plan, cost, table, timeline)
-    return page(f"zerodrift plan: {plan.source}", head, sections, plan.digest)
+    return blocks.page(f"zerodrift plan: {plan.source}", head, sections, plan.digest)
 
 
 def plan_sections(
@@ -42,18 +28,18 @@ def plan_sections(
 ) -> list[PageSection]:
     """Build all sections below the head of a plan. The script needs their ids, so use them once per page."""
     decided = [(item.key, item.value, item.why) for item in plan.policy.decisions]
-    columns = [_table(table), FactList(summary.marks(table, plan), "marks")]
+    columns = [_table(table), blocks.FactList(summary.marks(table, plan), "marks")]
     return [
-        PageSection("", "", [NoteList(plan.notes)] if plan.notes else ()),
+        PageSection("", "", [blocks.NoteList(plan.notes)] if plan.notes else ()),
         PageSection("Columns", "columns", columns),
         _pipeline(plan, timeline),
         _memory(plan, cost),
         _wire(cost),
         PageSection("Why", "why", _why(table)),
         _boundaries(plan, table),
-        table_section("Decisions", "decisions", ("what", "is", "because"), decided),
-        table_section("Ignored keys", "ignored", ("key", "because"), plan.policy.ignored),
-        table_section("Buffers", "buffers", ("buffers", "because"), summary.buffers(plan)),
+        blocks.table_section("Decisions", "decisions", ("what", "is", "because"), decided),
+        blocks.table_section("Ignored keys", "ignored", ("key", "because"), plan.policy.ignored),
+        blocks.table_section("Buffers", "buffers", ("buffers", "because"), summary.buffers(plan)),
     ]
 
 
@@ -74,20 +60,20 @@ def _table(table: Table) -> PageTable:
         name = PageCell(line.pattern, "name", count=count, badge=kind, below=also)
         size = figures.shape(line.shape), figures.elements(line.numel)
         style = " ".join(filter(None, ("line", *kind.split(", "))))
-        rows.append(PageRow([PageCell(letter, "set"), name, *size, *cells], style, letter))
+        rows.append(blocks.PageRow([PageCell(letter, "set"), name, *size, *cells], style, letter))
     heads = ("set", "parameter", "shape", "elements", *COLUMNS)
     return PageTable(heads, rows, "rows", filtered=True)
 
 
 def _why(table: Table) -> list[PageTable]:
     """Build a table per column set: each column, its value and its reason. The script unfolds them."""
-    blocks = []
+    tables = []
     for item in table.sets:
         words = summary.describe_columns(item.columns) | summary.options(item.columns)
         rows = [(PageCell(name, is_head=True), words[name], reason) for name, reason in item.columns.why]
         caption, badge = f"{item.letter} {summary.amount(item, table)}", summary.kind(item.columns)
-        blocks.append(PageTable((), rows, "why", caption=caption, badge=badge, id=f"why-{item.letter}"))
-    return blocks
+        tables.append(PageTable((), rows, "why", caption=caption, badge=badge, id=f"why-{item.letter}"))
+    return tables
 
 
 def _memory(plan: Plan, cost: Cost) -> PageSection:
@@ -98,32 +84,32 @@ def _memory(plan: Plan, cost: Cost) -> PageSection:
     ]
     words = Paragraph(f"Bytes of {summary.basis(plan, cost)}. Activations are not included.")
     padding = Paragraph(f"Padding {summary.padding(plan, cost)}.")
-    return PageSection("Memory", "memory", [words, BlockRow(bars, "pair"), padding])
+    return PageSection("Memory", "memory", [words, blocks.BlockRow(bars, "pair"), padding])
 
 
 def _wire(cost: Cost) -> PageSection:
     if not cost.traffic:
         return PageSection("Wire", "wire", [Paragraph("Nothing is sent.", "")])
     most = max(line.bytes for line in cost.traffic) or 1
-    rows: list[PageRow] = []
+    rows: list[blocks.PageRow] = []
     for line in cost.traffic:
         sent = f"{line.count:,}", figures.size(line.bytes), PageCell(bar=line.bytes / most)
-        rows.append(PageRow((line.op, line.purpose, dtype_cell(line.dtype), line.axis, *sent)))
-    rows.append(PageRow(("total", "", "", "", "", figures.size(cost.wire), ""), "total"))
+        rows.append(blocks.PageRow((line.op, line.purpose, dtype_cell(line.dtype), line.axis, *sent)))
+    rows.append(blocks.PageRow(("total", "", "", "", "", figures.size(cost.wire), ""), "total"))
     heads = ("op", "purpose", "dtype", "axis", "count", "bytes", "")
     caption = "Sent by one rank per optimizer step, ring bytes"
     return PageSection("Wire", "wire", [PageTable(heads, rows, "wire", caption=caption)])
 
 
 def _pipeline(plan: Plan, timeline: Timeline | None) -> PageSection:
-    blocks: list[Any] = []
+    shown: list[Any] = []
     if plan.policy.pipeline is not None:
-        blocks.append(PageTable(("what", "is"), summary.pipeline_facts(plan, timeline)))
-        blocks.append(PageTable(summary.PIPELINE_HEADS, summary.pipeline_ranks(plan, timeline), figures=()))
+        shown.append(PageTable(("what", "is"), summary.pipeline_facts(plan, timeline)))
+        shown.append(PageTable(summary.PIPELINE_HEADS, summary.pipeline_ranks(plan, timeline), figures=()))
     if timeline is not None:
-        blocks.append(PageTable(("place", "order"), summary.pipeline_order(timeline)))
-        blocks.append(Paragraph(summary.pipeline_legend(timeline)))
-    return PageSection("Pipeline", "pipeline", blocks)
+        shown.append(PageTable(("place", "order"), summary.pipeline_order(timeline)))
+        shown.append(Paragraph(summary.pipeline_legend(timeline)))
+    return PageSection("Pipeline", "pipeline", shown)
 
 
 def _boundaries(plan: Plan, table: Table) -> PageSection:

@@ -55,25 +55,14 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundaryLine:
-    """Boundaries that differ only in the numbers of their paths."""
-
-    pattern: str
-    boundaries: tuple[Boundary, ...]
-
-    @property
-    def first(self) -> Boundary:
-        return self.boundaries[0]
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
     """Lines in the order of their first rows, and the column sets that they refer to."""
 
     sets: tuple[ColumnSet, ...]
     """Column sets of the whole plan, so that a letter means the same in every view."""
     lines: tuple[Line, ...]
-    boundaries: tuple[BoundaryLine, ...]  # boundaries around the parameters of the lines
+    boundaries: tuple[tuple[str, tuple[Boundary, ...]], ...]
+    """Pattern of the paths, and the boundaries that differ in their numbers alone."""
 
     def shown(self) -> tuple[ColumnSet, ...]:
         """Return the column sets that a line refers to."""
@@ -86,11 +75,20 @@ class Table:
 
 def group_rows(plan: Plan) -> Table:
     """Group all rows of a plan into one line per pattern."""
-    numbers = _set_numbers(plan.rows)
-    lines, universe = _group(plan.rows, numbers)
+    numbers, rows = _set_numbers(plan.rows), plan.rows
+    universe = _universe(name for row in rows for name in row.names)
+    names = [
+        (row.name, (tuple(_split(name)[0] for name in row.names[1:]), row.whole_shape, number))
+        for row, number in zip(rows, numbers, strict=True)
+    ]
+    lines = []
+    for pattern, members in _fold(names, universe):
+        first, others = rows[members[0]], [(name, 0) for index in members for name in rows[index].names[1:]]
+        also, numel = tuple(text for text, _ in _fold(others, universe)), first.whole_numel * len(members)
+        lines.append(Line(pattern, also, first.whole_shape, numel, members, numbers[members[0]]))
     alike = _fold([(each.path, replace(each, path="")) for each in plan.boundaries], universe)
-    boundaries = [BoundaryLine(path, tuple(plan.boundaries[i] for i in found)) for path, found in alike]
-    return Table(_sets(plan.rows, numbers), lines, tuple(boundaries))
+    boundaries = [(path, tuple(plan.boundaries[index] for index in found)) for path, found in alike]
+    return Table(_sets(rows, numbers), tuple(lines), tuple(boundaries))
 
 
 def list_rows(plan: Plan, chosen: Sequence[int]) -> Table:
@@ -101,7 +99,7 @@ def list_rows(plan: Plan, chosen: Sequence[int]) -> Table:
         for index, row in rows
     )
     near = {path for _, row in rows for name in row.names for path in enclosing_modules(name)}
-    around = tuple(BoundaryLine(each.path, (each,)) for each in plan.boundaries if each.path in near)
+    around = tuple((each.path, (each,)) for each in plan.boundaries if each.path in near)
     return Table(_sets(plan.rows, numbers), lines, around)
 
 
@@ -122,16 +120,12 @@ def _set_numbers(rows: Sequence[Row]) -> list[int]:
 
 
 def _sets(rows: Sequence[Row], numbers: Sequence[int]) -> tuple[ColumnSet, ...]:
-    first: dict[int, Columns] = {}
-    tensors: dict[int, int] = defaultdict(int)
-    numel: dict[int, int] = defaultdict(int)
+    rows_of: dict[int, list[Row]] = defaultdict(list)
     for row, number in zip(rows, numbers, strict=True):
-        first.setdefault(number, row.columns)
-        tensors[number] += 1
-        numel[number] += row.whole_numel
+        rows_of[number].append(row)
     return tuple(
-        ColumnSet(letter(number), columns, tensors[number], numel[number])
-        for number, columns in first.items()
+        ColumnSet(letter(number), alike[0].columns, len(alike), sum(row.whole_numel for row in alike))
+        for number, alike in rows_of.items()
     )
 
 
@@ -157,23 +151,6 @@ def _split(name: str) -> tuple[Template, Numbers]:
         else:
             parts.append(part)
     return tuple(parts), tuple(numbers)
-
-
-def _group(
-    rows: Sequence[Row], set_numbers: Sequence[int]
-) -> tuple[tuple[Line, ...], dict[Template, set[int]]]:
-    """Return the lines, and all numbers that occur at each place of a name."""
-    universe = _universe(name for row in rows for name in row.names)
-    names = [
-        (row.name, (tuple(_split(name)[0] for name in row.names[1:]), row.whole_shape, number))
-        for row, number in zip(rows, set_numbers, strict=True)
-    ]
-    lines = []
-    for pattern, members in _fold(names, universe):
-        first = rows[members[0]]
-        also, numel = _also([rows[index] for index in members], universe), first.whole_numel * len(members)
-        lines.append(Line(pattern, also, first.whole_shape, numel, members, set_numbers[members[0]]))
-    return tuple(lines), universe
 
 
 def fold_names(names: Sequence[tuple[str, Hashable]]) -> list[tuple[str, tuple[int, ...]]]:
@@ -239,17 +216,6 @@ def _pattern(text: Template, box: Box, universe: dict[Template, set[int]]) -> st
             part = "*" if every else ranges(numbers)
         parts.append(part)
     return ".".join(parts)
-
-
-def _also(rows: Sequence[Row], universe: dict[Template, set[int]]) -> tuple[str, ...]:
-    """Return patterns of the other names of tied rows."""
-    numbers_of: dict[Template, list[Numbers]] = defaultdict(list)
-    for row in rows:
-        for name in row.names[1:]:
-            text, numbers = _split(name)
-            numbers_of[text].append(numbers)
-    boxes = [(text, box) for text, numbers in numbers_of.items() for box in _boxes(numbers)]
-    return tuple(_pattern(text, box, universe) for text, box in boxes)
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -223,15 +223,11 @@ BOUNDARY_HEADS = ("module", "computes in", "returns", "because")  # headers of t
 
 def boundary_rows(table: Table) -> tuple[tuple[str, str, str, str], ...]:
     """Return one row per pattern of boundaries, in the order of BOUNDARY_HEADS."""
-    return tuple(
-        (
-            line.pattern + (f" x{len(line.boundaries)}" if len(line.boundaries) > 1 else ""),
-            str(line.first.dtype),
-            OUTPUT[line.first.output],
-            boundary_reason(line.first),
-        )
-        for line in table.boundaries
-    )
+    rows = []
+    for pattern, (first, *others) in table.boundaries:
+        name = f"{pattern} x{len(others) + 1}" if others else pattern
+        rows.append((name, str(first.dtype), OUTPUT[first.output], boundary_reason(first)))
+    return tuple(rows)
 
 
 def input_casts(plan: Plan) -> str:
@@ -244,7 +240,7 @@ def input_casts(plan: Plan) -> str:
 
 def embedding_casts(table: Table) -> str:
     """Describe what modules without floating inputs return, or `""` if that is their own dtype."""
-    dtypes = dict.fromkeys(line.first.lookup for line in table.boundaries if line.first.lookup is not None)
+    dtypes = dict.fromkeys(alike[0].lookup for _, alike in table.boundaries if alike[0].lookup is not None)
     what = "a module that gets no floating input, an embedding, returns"
     return "".join(f"{what} {dtype} unless a rule says `keep`" for dtype in dtypes)
 

@@ -7,8 +7,8 @@ Invariant: every cell of the table is shown, and every refusal has its reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby, product
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from operator import attrgetter
 
 from zerodrift import policy
@@ -18,32 +18,7 @@ from zerodrift.report.rows import letter
 
 _NARROW = "`precision.allow_narrow: true`"
 _DEFAULT = f"the config does not say what to accumulate in: {policy.DEFAULT_ACCUMULATE} in every mode"
-
-Place = tuple[bool, int]  # pair of (has a pipeline, stage)
-
-
-class _Matrix:
-    """Cells by their place, and one letter per reason."""
-
-    def __init__(self, cells: Sequence[policy.SupportCell]) -> None:
-        self.backends = tuple(dict.fromkeys(cell.backend for cell in cells))
-        self.rows = tuple(dict.fromkeys((cell.mode, cell.accumulate) for cell in cells))
-        self.places: tuple[Place, ...] = tuple(sorted({(cell.pipeline, cell.stage) for cell in cells}))
-        self._cells: dict[tuple[str, tuple[str, str], Place], policy.SupportCell] = {
-            (cell.backend, (cell.mode, cell.accumulate), (cell.pipeline, cell.stage)): cell for cell in cells
-        }
-        self.letters: dict[str, str] = {}
-        for key in product(self.backends, self.rows, self.places):
-            if reason := self._cells[key].reason:
-                self.letters.setdefault(reason, letter(len(self.letters)).lower())
-
-    def at(self, backend: str, row: tuple[str, str], place: Place) -> tuple[str, str]:
-        """Return the status and the letter of the reason, or `""`."""
-        cell = self._cells[backend, row, place]
-        return cell.status, self.letters.get(cell.reason, "")
-
-
-_PIPELINE = {False: "without a pipeline", True: "with a pipeline"}
+_BACKENDS = list(policy.BACKENDS)
 
 
 def _states(cells: Sequence[policy.StateCell]) -> Iterator[tuple[str, str]]:
@@ -76,7 +51,10 @@ _STORAGE = attrgetter("trained", "status", "reason")
 
 def support_markdown(cells: Sequence[policy.SupportCell], states: Sequence[policy.StateCell]) -> str:
     """Return the page `docs/support.md`."""
-    matrix = _Matrix(cells)
+    cells = sorted(cells, key=lambda cell: _BACKENDS.index(cell.backend))
+    letters: dict[str, str] = {}
+    for reason in dict.fromkeys(cell.reason for cell in cells if cell.reason):
+        letters[reason] = letter(len(letters)).lower()
     lines = [
         "# What is supported?",
         "",
@@ -88,12 +66,9 @@ def support_markdown(cells: Sequence[policy.SupportCell], states: Sequence[polic
         "- **no**: is refused; the letter says why.",
         f"- *default*: {_DEFAULT}.",
     ]
-    for backend in matrix.backends:
-        for pipeline in dict.fromkeys(place[0] for place in matrix.places):
-            lines += ["", f"## Backend {backend}, {_PIPELINE[pipeline]}", ""]
-            lines += _markdown_table(matrix, backend, pipeline)
+    lines += _markdown_tables(cells, letters)
     lines += ["", "## Reasons", ""]
-    lines += [f"- **{mark}**: {text}." for text, mark in matrix.letters.items()]
+    lines += [f"- **{mark}**: {text}." for text, mark in letters.items()]
     lines += ["", "## State", "", "The optimizer's moments, in every mode and at every stage.", ""]
     lines += [f"- **{state}**: {text}." for state, text in _states(states)]
     lines += ["", "## Storage", ""]
@@ -123,10 +98,18 @@ def support_markdown(cells: Sequence[policy.SupportCell], states: Sequence[polic
     return "\n".join(lines) + "\n"
 
 
-def _markdown_table(matrix: _Matrix, backend: str, pipeline: bool) -> Iterator[str]:
-    places = [place for place in matrix.places if place[0] is pipeline]
-    rows = [["mode", "accumulate", *(f"stage {stage}" for _, stage in places)], ["---"] * (2 + len(places))]
-    for row in matrix.rows:
-        cells = (matrix.at(backend, row, place) for place in places)
-        rows.append([*row, *(" ".join(filter(None, cell)) for cell in cells)])
-    yield from (f"| {' | '.join(row)} |" for row in rows)
+def _markdown_tables(cells: Sequence[policy.SupportCell], letters: Mapping[str, str]) -> Iterator[str]:
+    """Yield a table for each backend, with and without a pipeline. `letters` has one per reason."""
+    tables: dict[tuple[int, bool], dict[tuple[str, str], list[policy.SupportCell]]] = {}
+    for cell in cells:
+        rows = tables.setdefault((_BACKENDS.index(cell.backend), cell.pipeline), {})
+        rows.setdefault((cell.mode, cell.accumulate), []).append(cell)
+    for (backend, pipeline), rows in sorted(tables.items()):
+        stages = [f"stage {cell.stage}" for cell in next(iter(rows.values()))]
+        words = "with a pipeline" if pipeline else "without a pipeline"
+        yield from ("", f"## Backend {_BACKENDS[backend]}, {words}", "")
+        yield f"| mode | accumulate | {' | '.join(stages)} |"
+        yield f"| {' | '.join(['---'] * (2 + len(stages)))} |"
+        for names, mine in rows.items():
+            marked = (" ".join(filter(None, (cell.status, letters.get(cell.reason)))) for cell in mine)
+            yield f"| {' | '.join((*names, *marked))} |"

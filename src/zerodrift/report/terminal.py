@@ -181,22 +181,15 @@ def _lines(lines: Sequence[Line], pinned: bool, total: int) -> Iterable[Text]:
     names = elide_distinct([line.pattern for line in lines], [room - len(count) for count in counts])
     mark = "* " if pinned else ""
     for line, shape, name, count in zip(lines, shapes, names, counts, strict=True):
-        yield from _set_line(line, elide(shape, width).rjust(width), name, count, room, mark)
-
-
-def _set_line(line: Line, shape: str, name: str, count: str, room: int, mark: str) -> Iterable[Text]:
-    text = Text().append(mark.rjust(_INDENT), style="bold yellow")
-    text.append(name).append(count, style="bold")
-    also = [f" = {legible(other)}" for other in line.also]
-    fits = cell_len(name) + len(count) + sum(map(cell_len, also)) <= room
-    if fits:
-        text.append("".join(also), style="dim")
-    text.append(" " * (_INDENT + room - text.cell_len))
-    text.append(f"  {shape}")
-    text.append(figures.elements(line.numel).rjust(8))
-    yield text
-    if not fits:
-        for other in also:
+        text = Text().append(mark.rjust(_INDENT), style="bold yellow")
+        text.append(name).append(count, style="bold")
+        also = [f" = {legible(other)}" for other in line.also]
+        fits = cell_len(name) + len(count) + sum(map(cell_len, also)) <= room
+        text.append("".join(also if fits else ()), style="dim")
+        text.append(" " * (_INDENT + room - text.cell_len))
+        text.append(f"  {elide(shape, width).rjust(width)}{figures.elements(line.numel).rjust(8)}")
+        yield text
+        for other in () if fits else also:
             yield Text(" " * (_INDENT + 1) + elide(other, room), style="dim")
 
 
@@ -279,17 +272,14 @@ def brief_text(
         *_set_lines(table),
         ("cost", memory),
         *(("!", note) for note in plan.notes),
-        *(("!", text) for text in _ignored(plan)),
     ]
-    return render([title(verb, plan.digest, width), grid(rows, (10,), ("bold",), width)], color, width)
-
-
-def _ignored(plan: Plan) -> Iterable[str]:
-    """Describe the ignored keys: a few with their reasons, many by name."""
     ignored = plan.policy.ignored
-    if len(ignored) <= _MOST_IGNORED:
-        return (f"`{key}` is ignored: {why}" for key, why in ignored)
-    return (f"{len(ignored)} keys are ignored, with --plan for reasons: {listed(key for key, _ in ignored)}",)
+    if len(ignored) > _MOST_IGNORED:
+        names = listed(key for key, _ in ignored)
+        rows.append(("!", f"{len(ignored)} keys are ignored, with --plan for reasons: {names}"))
+    else:
+        rows += [("!", f"`{key}` is ignored: {why}") for key, why in ignored]
+    return render([title(verb, plan.digest, width), grid(rows, (10,), ("bold",), width)], color, width)
 
 
 def _set_lines(table: Table) -> Iterable[tuple[str, str]]:

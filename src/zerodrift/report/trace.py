@@ -67,16 +67,22 @@ def _facts(plan: Plan, trace: Trace) -> list[tuple[str, str]]:
 
 
 def _findings(found: Sequence[Hidden]) -> Iterator[RenderableType]:
-    """Render findings by kind. Names with the same text share it."""
-    for number, (kind, alike) in enumerate(groupby(hidden_lines(found), key=lambda line: line[2].kind)):
+    """Render findings by kind. Those that differ only in the numbers of their names share a pattern, and
+    names with the same text share it."""
+    first: dict[tuple[str, Hashable], Hidden] = {}
+    for each in found:
+        first.setdefault((each.name, (each.kind, each.what, each.line, each.do)), each)
+    distinct = list(first)
+    lines = [(pattern, len(same), first[distinct[same[0]]]) for pattern, same in fold_names(distinct)]
+    for number, (kind, alike) in enumerate(groupby(lines, key=lambda line: line[2].kind)):
         if number:
             yield Text()
         yield Text(_KINDS[kind], style="bold yellow")
         names_of: dict[str, list[str]] = {}
-        for pattern, count, first in alike:
-            at = f" ({first.line})" if first.line else ""
+        for pattern, count, one in alike:
+            at = f" ({one.line})" if one.line else ""
             name = f"{pattern or 'the model itself'}{f' x{count:,}' if count > 1 else ''}"
-            names_of.setdefault(f"{first.what}{at}. {first.do}", []).append(name)
+            names_of.setdefault(f"{one.what}{at}. {one.do}", []).append(name)
         for text, names in names_of.items():
             yield Padding(legible_text(", ".join(names), "bold"), (0, 0, 0, 2))
             yield Padding(legible_text(text), (0, 0, 0, 4))
@@ -227,21 +233,12 @@ def _alike(operations: Iterable[TracedOperation]) -> tuple[tuple[str, str, str],
 
 def operation_runs(module: TracedModule) -> list[OperationRun]:
     """Group the operations of a module that read or write floating numbers."""
-    forward: list[OperationRun] = []
-    for operation in module.forward:
-        types = dtypes(operation)
-        if not types:
-            continue
-        name = shown_name(operation)
-        if forward and forward[-1].dtypes == types:
-            forward[-1] = OperationRun(types, (*forward[-1].names, name))
-        else:
-            forward.append(OperationRun(types, (name,)))
+    floating = filter(dtypes, module.forward)
+    runs = [OperationRun(types, tuple(map(shown_name, alike))) for types, alike in groupby(floating, dtypes)]
     backward: dict[str, dict[str, None]] = {}
-    for operation in module.backward:
-        if types := dtypes(operation):
-            backward.setdefault(types, {})[shown_name(operation)] = None
-    return [*forward, *(OperationRun(types, tuple(names), True) for types, names in backward.items())]
+    for operation in filter(dtypes, module.backward):
+        backward.setdefault(dtypes(operation), {})[shown_name(operation)] = None
+    return [*runs, *(OperationRun(types, tuple(names), True) for types, names in backward.items())]
 
 
 def shown_name(operation: TracedOperation) -> str:
@@ -266,12 +263,3 @@ def dtypes(operation: TracedOperation) -> str:
 
 
 _FLOATING = {dtype.value for dtype in DType if dtype.is_floating}
-
-
-def hidden_lines(found: Sequence[Hidden]) -> list[tuple[str, int, Hidden]]:
-    """Return (pattern, count, first) of findings that differ only in the numbers of their names."""
-    first: dict[tuple[str, Hashable], Hidden] = {}
-    for each in found:
-        first.setdefault((each.name, (each.kind, each.what, each.line, each.do)), each)
-    distinct = list(first)
-    return [(pattern, len(indices), first[distinct[indices[0]]]) for pattern, indices in fold_names(distinct)]

@@ -6,7 +6,6 @@ Invariant: shares of several parameters count their elements together. They are 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +13,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from zerodrift.report import figures
-from zerodrift.report.frame import WIDTH, pairs, render, text_table
+from zerodrift.report.blocks import PageTable
+from zerodrift.report.frame import WIDTH, fitted_table, pairs, render
 
 SHOWN = 20  # most lines of a table, the worst first
 
@@ -69,18 +69,22 @@ class UpdateReport:
     @property
     def total(self) -> UpdateLine:
         """Line of all parameters together."""
-        return combine_lines("all", self.lines)
+        counted = ("numel", "moved", "unseen", "lost", "underflow")
+        counts = (sum(getattr(line, key) for line in self.lines) for key in counted)
+        lengths = ("change_norm", "weight_norm")
+        norms = (math.hypot(*(getattr(line, key) for line in self.lines)) for key in lengths)
+        return UpdateLine("all", *counts, *norms)
 
     def text(self, shown: int = SHOWN, *, color: bool = False) -> str:
         """Render a table of the parameters that lost most, and their total."""
         worst = sorted(self.lines, key=lambda line: (-line.lost_share, -line.underflow_share, -line.ratio))
-        rows = [("parameter", "elements", "unseen", "lost", "ratio", "underflow")]
+        heads, rows = ("parameter", "elements", "unseen", "lost", "ratio", "underflow"), []
         for line in (*worst[:shown], self.total):
             unseen, lost = figures.percent(line.unseen_share), figures.percent(line.lost_share)
             underflow, size = figures.percent(line.underflow_share), figures.elements(line.numel)
             rows.append((line.name, size, unseen, lost, f"{line.ratio:.2e}", underflow))
         parts: list[RenderableType] = [Text(f"update {self.step}", style="bold")]
-        parts.append(text_table(rows, (WIDTH - 50, 8, 7, 7, 8, 9)))
+        parts.append(fitted_table(PageTable(heads, rows, figures=heads[1:]), WIDTH))
         if (left := len(worst) - shown) > 0:
             parts.append(Text(f"and {left:,} more, which lost no more than these", style="dim"))
         return render([*parts, Text(), pairs(_WORDS)], color)
@@ -92,13 +96,6 @@ class UpdateReport:
 
     def __str__(self) -> str:
         return self.text()
-
-
-def combine_lines(name: str, lines: Sequence[UpdateLine]) -> UpdateLine:
-    counted = ("numel", "moved", "unseen", "lost", "underflow")
-    counts = (sum(getattr(line, key) for line in lines) for key in counted)
-    norms = (math.hypot(*(getattr(line, key) for line in lines)) for key in ("change_norm", "weight_norm"))
-    return UpdateLine(name, *counts, *norms)
 
 
 _WORDS = (

@@ -19,20 +19,12 @@ from dataclasses import dataclass, replace
 from zerodrift.config import load
 from zerodrift.engine import Engine
 from zerodrift.errors import ConfigError, ZerodriftError, first_line
-from zerodrift.inspect.audit import results
+from zerodrift.inspect.audit import results, variants
 from zerodrift.inspect.audit.estimates import AuditSetup, gradient_distances
 from zerodrift.inspect.audit.results import FormatPoint, FormatTrial, Point
 from zerodrift.inspect.audit.runs import REFUSED, Drift, Signals, backward_signals, drift, plan_for, running
-from zerodrift.inspect.audit.variants import (
-    autocast_policy,
-    literal_glob,
-    narrow_cells,
-    pinned_policy,
-    with_rules,
-)
 from zerodrift.mesh import MeshShape
-from zerodrift.model import ModelSpec, describe
-from zerodrift.plan import Plan, Row, build, cost
+from zerodrift.plan import Plan, Row, cost
 from zerodrift.policy import Columns, Mode, Output, Policy, ResolvedRule, glob, is_by_rule, resolve
 
 MANY = 0.05  # relative change from which a parameter is counted
@@ -53,10 +45,6 @@ class Candidate:
     square: float  # squared drift, by replay if there was one, else by estimate
     output: Output | None = None  # output of their modules; None for that of their kind
 
-    @property
-    def density(self) -> float:
-        return self.square / self.numel
-
 
 def candidates(plan: Plan, worth: Mapping[str, float]) -> list[Candidate]:
     """Modules with something narrow in their forward, by worth per element."""
@@ -66,12 +54,12 @@ def candidates(plan: Plan, worth: Mapping[str, float]) -> list[Candidate]:
             grouped.setdefault(re.sub(r"\d+", "*", row.name.rpartition(".")[0]), []).append(row)
     made = []
     for rows in grouped.values():
-        narrow = [row.name for row in rows if {"storage", "compute"} & set(narrow_cells(row.columns))]
-        square = sum(worth.get(name, 0.0) for name in narrow)
+        narrow = (row for row in rows if {"storage", "compute"} & {*variants.narrow_cells(row.columns)})
+        square = sum(worth.get(row.name, 0.0) for row in narrow)
         if square > 0:
             names, numel = tuple(row.name for row in rows), sum(row.whole_numel for row in rows)
             made.append(Candidate(pattern_of(plan, names), names, numel, square))
-    return sorted(made, key=lambda candidate: -candidate.density)
+    return sorted(made, key=lambda one: -one.square / one.numel)
 
 
 def pattern_of(plan: Plan, names: Sequence[str]) -> str:
@@ -87,7 +75,7 @@ def pattern_of(plan: Plan, names: Sequence[str]) -> str:
 
 def matches_of(pattern: str, names: Sequence[str]) -> list[str]:
     """Return globs for rules about these parameters: the pattern, if it matches all of them."""
-    return [pattern] if all(map(glob(pattern), names)) else list(map(literal_glob, names))
+    return [pattern] if all(map(glob(pattern), names)) else list(map(variants.literal_glob, names))
 
 
 def rules_for(point: Point) -> tuple[Mapping[str, str], ...]:
@@ -121,11 +109,10 @@ class PinSearch:
         names = {name: candidate.output for candidate in taken for name in candidate.names}
         policies = [self.plan.policy, self.whole]
         if mode is not self.plan.policy.mode:  # under autocast to the same dtype
-            policies = [autocast_policy(policy, mode) for policy in policies]
-        run, billed = (replace(self.plan, policy=policy) for policy in policies)
+            policies = [variants.autocast_policy(policy, mode) for policy in policies]
+        run, billed = (variants.pinned_policy(policy, names) for policy in policies)
         try:
-            seen = self.setup.signals(pinned_policy(run, names))
-            plan = plan_for(self.setup.subject, pinned_policy(billed, names), self.setup.mesh)
+            seen, plan = self.setup.signals(run), plan_for(self.setup.subject, billed, self.setup.mesh)
         except REFUSED:
             return None  # an output does not fit what comes after it
         pins = tuple((candidate.pattern, candidate.names, candidate.output) for candidate in taken)
@@ -278,27 +265,23 @@ class FormatSearch:
     plan: Plan
     whole: Policy  # the policy with its optimizer, for the bytes
     reference: Signals
-    planned: Drift
+    start: FormatPoint  # the plan as it is
     goal: results.FormatGoal
     progress: Progress
 
     def recommend(self) -> results.FormatAdvice:
         """Run every group in every format, then add groups until the limit."""
-        spec = describe(self.setup.subject.make())
-        start = FormatPoint(self.planned, bytes_of(build(self.whole, spec, self.setup.mesh)))
-        goal = self.goal
-        limit = goal.limit * self.planned.rms if goal.is_multiple else goal.limit
+        goal, start = self.goal, self.start
+        limit = goal.limit * start.drift.rms if goal.is_multiple else goal.limit
         trials = self._asked()
         for number, trial in enumerate(trials):
             self.progress("narrow formats, alone", number, len(trials))
-            trials[number] = self._alone(trial, spec, start)
-        chosen = self._add(trials, spec, start, limit)
-        most = self._everything(trials, chosen, spec)
+            trials[number] = trial if trial.left_out else self._alone(trial)
+        chosen = self._add(trials, limit)
+        most = self._everything(trials, chosen)
         rules = tuple(rule for number in chosen for rule in trials[number].rules)
-        last = trials[chosen[-1]].together if chosen else start
-        return results.FormatAdvice(
-            goal, limit, start, tuple(trials), tuple(chosen), last or start, most, rules
-        )
+        last = (trials[chosen[-1]].together if chosen else None) or start
+        return results.FormatAdvice(goal, limit, start, tuple(trials), tuple(chosen), last, most, rules)
 
     def _asked(self) -> list[FormatTrial]:
         """Return a trial of every group of matrices in every format, none of them run."""
@@ -319,23 +302,21 @@ class FormatSearch:
                 trials.append(FormatTrial(pattern, names, column, word, numel, rules, left_out=reason))
         return trials
 
-    def _alone(self, trial: FormatTrial, spec: ModelSpec, start: FormatPoint) -> FormatTrial:
+    def _alone(self, trial: FormatTrial) -> FormatTrial:
         """Run a trial with everything else as planned, unless it saves nothing or is not admitted."""
-        if trial.left_out:
-            return trial
         try:
-            plan = self._planned(trial.rules, spec)
-            if reason := self._useless(trial.column, start, plan):
+            after = self._bytes(trial.rules)
+            if reason := self._useless(trial.column, after):
                 return replace(trial, left_out=reason)
-            return replace(trial, alone=FormatPoint(self._drift(trial.rules), bytes_of(plan)))
+            return replace(trial, alone=FormatPoint(self._drift(trial.rules), after))
         except REFUSED as error:
             return replace(trial, left_out=f"refused by the plan ({_reason(error)})")
 
-    def _useless(self, column: results.FormatColumn, start: FormatPoint, plan: Plan) -> str:
+    def _useless(self, column: results.FormatColumn, after: results.Bytes) -> str:
         """Return why a format saves no bytes; `""` if it does, or is for speed."""
+        before = self.start.bytes
         if self.goal.of == "speed":
             return ""
-        before, after = start.bytes, bytes_of(plan)
         if column == "gather" and after.wire >= before.wire:
             alone = self.setup.mesh.world == 1
             where = "nothing travels on one rank, as it does under torchrun"
@@ -343,7 +324,7 @@ class FormatSearch:
         saves = after.sum < before.sum
         return "" if saves else "because it takes more bytes at rest than it saves on the wire"
 
-    def _add(self, trials: list[FormatTrial], spec: ModelSpec, start: FormatPoint, limit: float) -> list[int]:
+    def _add(self, trials: list[FormatTrial], limit: float) -> list[int]:
         """Add formats, or replace those that save less, while the drift stays within the limit."""
         chosen: list[int] = []
         left = {n for n, one in enumerate(trials) if one.alone is not None and one.alone.drift.rms <= limit}
@@ -352,13 +333,13 @@ class FormatSearch:
         def worth(number: int) -> tuple[float, float]:
             """Saved bytes, or elements in a narrow product, for each squared drift; and how many."""
             before = next((n for n in chosen if trials[n].names == trials[number].names), None)
-            old = start if before is None else trials[before].alone
+            old = self.start if before is None else trials[before].alone
             new = trials[number].alone
             assert new is not None and old is not None, "a trial that was chosen was run"
             saved = old.bytes.sum - new.bytes.sum
             if self.goal.of == "speed":
                 saved = trials[number].numel if before is None else 0
-            added = new.drift.square - max(old.drift.square, self.planned.square)
+            added = new.drift.square - max(old.drift.square, self.start.drift.square)
             return (saved / added if added > 0 else math.inf, saved)
 
         while left:
@@ -369,15 +350,13 @@ class FormatSearch:
             number = max(left, key=lambda n: (worth(n), -n))
             left.remove(number)
             added = [n for n in chosen if trials[n].names != trials[number].names] + [number]
-            point = self._point([trials[n] for n in added], spec)
+            point = self._point([trials[n] for n in added])
             trials[number] = replace(trials[number], together=point)
             if point is not None and point.drift.rms <= limit:
                 chosen = added
         return chosen
 
-    def _everything(
-        self, trials: Sequence[FormatTrial], chosen: Sequence[int], spec: ModelSpec
-    ) -> FormatPoint | None:
+    def _everything(self, trials: Sequence[FormatTrial], chosen: Sequence[int]) -> FormatPoint | None:
         """Run every group in the format that saves most, unless that is what was chosen."""
         most: dict[tuple[str, ...], tuple[int, int]] = {}  # names of a group -> bytes, and which trial
         for number, trial in enumerate(trials):
@@ -385,21 +364,23 @@ class FormatSearch:
                 mine = trial.alone.bytes.sum, number
                 most[trial.names] = min(mine, most.get(trial.names, mine))
         numbers = sorted(number for _, number in most.values())
-        return None if numbers == sorted(chosen) else self._point([trials[n] for n in numbers], spec)
+        return None if numbers == sorted(chosen) else self._point([trials[n] for n in numbers])
 
-    def _point(self, trials: Sequence[FormatTrial], spec: ModelSpec) -> FormatPoint | None:
+    def _point(self, trials: Sequence[FormatTrial]) -> FormatPoint | None:
         """Run several formats together; None if the plan or the model does not admit that."""
         rules = [rule for trial in trials for rule in trial.rules]
         try:
-            return FormatPoint(self._drift(rules), bytes_of(self._planned(rules, spec)))
+            return FormatPoint(self._drift(rules), self._bytes(rules))
         except REFUSED:
             return None
 
-    def _planned(self, rules: Sequence[Mapping[str, str]], spec: ModelSpec) -> Plan:
-        return build(with_rules(self.whole, _resolved(rules)), spec, self.setup.mesh)
+    def _bytes(self, rules: Sequence[Mapping[str, str]]) -> results.Bytes:
+        policy = variants.with_rules(self.whole, _resolved(rules))
+        return bytes_of(plan_for(self.setup.subject, policy, self.setup.mesh))
 
     def _drift(self, rules: Sequence[Mapping[str, str]]) -> Drift:
-        return drift(self.setup.signals(with_rules(self.plan.policy, _resolved(rules))), self.reference)
+        policy = variants.with_rules(self.plan.policy, _resolved(rules))
+        return drift(self.setup.signals(policy), self.reference)
 
 
 def _rules(plan: Plan, rows: Sequence[Row], column: str, word: str) -> tuple[Mapping[str, str], ...]:

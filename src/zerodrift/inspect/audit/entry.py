@@ -23,21 +23,28 @@ from torch import nn
 from zerodrift.comm import started, usable_accelerator
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, MeshError
-from zerodrift.inspect.audit import estimates, variants
-from zerodrift.inspect.audit.advice import (
-    FormatSearch,
-    PinSearch,
-    Progress,
-    candidates,
-    narrower_columns,
-    parse_goal,
-    take_steps,
-)
+from zerodrift.inspect.audit import advice, estimates, variants
+from zerodrift.inspect.audit.advice import Progress
 from zerodrift.inspect.audit.estimates import AuditSetup, PassResults
 from zerodrift.inspect.audit.findings import find_defects, narrowed_groups
 from zerodrift.inspect.audit.report import Audit
-from zerodrift.inspect.audit.results import ByteKind, CellReplay, FormatGoal, GradientLine, UpdateCost
-from zerodrift.inspect.audit.runs import REFUSED, Subject, check_batches, drift, router_flips, running
+from zerodrift.inspect.audit.results import (
+    ByteKind,
+    CellReplay,
+    FormatGoal,
+    FormatPoint,
+    GradientLine,
+    UpdateCost,
+)
+from zerodrift.inspect.audit.runs import (
+    REFUSED,
+    Subject,
+    check_batches,
+    drift,
+    plan_for,
+    router_flips,
+    running,
+)
 from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.optimizers import of_type
@@ -67,7 +74,7 @@ def audit(
     cells of the shortlist are replayed. `narrow` is `bytes` or `speed`: narrow formats are chosen for it
     while the drift stays within 1.5 times the plan's, or another limit, as in `bytes:2x` or `bytes:0.01`.
     """
-    goal = None if narrow is None else parse_goal(narrow)
+    goal = None if narrow is None else advice.parse_goal(narrow)
     return audit_subject(plan, Subject.of(model, weights), batches, budget, of, confirm, told, goal)
 
 
@@ -96,31 +103,29 @@ def audit_subject(
     progress = told or (lambda what, done, count: None)
     whole = variants.for_micro_batches(plan.policy, len(batches), plan.mesh.data)
     setup = AuditSetup(subject, variants.without_update(whole), plan.mesh, check_batches(batches))
-    advice, replayed = None, []
+    recommended, replayed = None, []
     with torch.random.fork_rng(devices, device_type=kind):
         progress("shortlist", 0, 1)
         results, ran = estimates.run_three_passes(setup)
         ran = replace(ran, policy=setup.policy)
-        progress("shortlist", 1, 1)
         gradients = _with_columns(setup, ran, results)
         progress("updates", 0, 1)
         updates = update_costs(setup, whole)
-        progress("updates", 1, 1)
         chosen = _cells_to_replay(ran, results, confirm)
         for number, choice in enumerate(chosen):
             progress("replays", number, len(chosen))
             if (one := _replay(setup, ran, results, choice)) is not None:
                 replayed.append(one)
-        progress("replays", len(chosen), len(chosen))
         worth = _worth(results, replayed)
         if budget is not None and results.total.square > 0 and any(worth.values()):
-            search = PinSearch(setup, ran, whole, results.reference, budget, of, progress)
-            advice = search.recommend(results.planned, candidates(ran, worth))
-        narrower = narrower_columns(setup, ran, whole) if confirm and budget is not None else []
+            search = advice.PinSearch(setup, ran, whole, results.reference, budget, of, progress)
+            recommended = search.recommend(results.planned, advice.candidates(ran, worth))
+        narrower = advice.narrower_columns(setup, ran, whole) if confirm and budget is not None else []
         formats = None
         if goal is not None:
-            formats_search = FormatSearch(setup, ran, whole, results.reference, results.total, goal, progress)
-            formats = formats_search.recommend()
+            start = FormatPoint(results.total, advice.bytes_of(plan_for(subject, whole, plan.mesh)))
+            trials = advice.FormatSearch(setup, ran, whole, results.reference, start, goal, progress)
+            formats = trials.recommend()
         findings = find_defects(ran, subject, results, gradients, updates, replayed)
     return Audit(
         source=plan.source,
@@ -139,7 +144,7 @@ def audit_subject(
         flips={name: count for name, (count, _) in router_flips(results.planned, results.reference).items()},
         caused=tuple((each.choice, each.alone.flips) for each in replayed if each.alone.flips),
         findings=tuple(findings),
-        recommendation=advice,
+        recommendation=recommended,
         narrower=tuple(narrower),
         formats=formats,
         seconds=results.seconds,
@@ -225,7 +230,7 @@ def update_costs(setup: AuditSetup, policy: Policy) -> list[UpdateCost]:
         return []
     watched = replace(policy, statistics=True, schedule=None)
     with running(setup.subject, watched, setup.mesh) as engine:
-        take_steps(engine, setup, 2)
+        advice.take_steps(engine, setup, 2)
         if not engine.global_steps:
             return []  # every step was skipped: gradients that are not finite are found elsewhere
         costs = []

@@ -1,7 +1,7 @@
 """An audit as text and as one HTML page without other files: one list of sections, drawn by the report kit.
 
 Below 80 columns, tables of the text leave out columns of figures and say which. The page has a map of where
-drift begins and the curve of pins besides.
+drift begins besides.
 
 Invariant: no line is wider than asked for, but a rule of YAML with a name that is.
 """
@@ -26,7 +26,6 @@ from zerodrift.inspect.audit.results import (
     GradientLine,
     NarrowerColumn,
     Place,
-    Point,
     Recommendation,
     UpdateCost,
     rules_text,
@@ -128,10 +127,8 @@ def _plain(value: Any) -> Any:
 def audit_page(audit: Audit) -> str:
     sections = [_findings(audit, MOST), PageSection("where drift begins", "map", _map(audit))]
     for each in _sections(audit, 80, MOST):
-        pins = audit.recommendation if each.title == "pins" else None
-        curve = [] if pins is None else [_curve(audit.drift.square or 1.0, pins)]
         anchor, title = f"{each.title}-{len(sections)}".replace(" ", "-"), f"{each.title}: {each.detail}"
-        sections.append(replace(each, title=title, id=anchor, blocks=[*curve, *each.blocks]))
+        sections.append(replace(each, title=title, id=anchor))
     sections = [replace(each, title=each.title.capitalize()) for each in sections]
     top = report.PageHead("zerodrift audit", facts=_facts(audit))
     return report.page(f"zerodrift audit: {audit.source}", top, sections)
@@ -412,26 +409,3 @@ def _map(audit: Audit) -> list[Any]:
         "update is remembered nowhere. The worst parameter of a layer stands for it."
     )
     return [PageTable(("", *shown), rows, "map", figures=()), Paragraph(words)]
-
-
-def _curve(whole: float, advice: Recommendation) -> report.BlockRow:
-    """Draw the drift that is left, against the bytes that a forward reads of the weights."""
-
-    def series(label: str, color: str, points: Sequence[Point]) -> report.Series:
-        points = sorted(points, key=lambda point: point.bytes.compute)
-        dots = []
-        for point in points:
-            names = ", ".join(pattern for pattern, _, _ in point.pins) or "no pins"
-            dots.append(f"{point.mode}, {names}: {percent(point.drift.square / whole)} left")
-        places = [(float(point.bytes.compute), point.drift.square / whole) for point in points]
-        return report.Series(label, color, places, dots=dots)
-
-    modes = dict.fromkeys(point.mode for point in advice.points)
-    lines = [
-        series(mode, color, [point for point in advice.points if point.mode == mode])
-        for mode, color in zip(modes, ("storage", "accumulate", "state"), strict=False)
-    ]
-    lines.append(series("the marked line", "master", [advice.chosen]))
-    title = "Squared drift that is left, by bytes that a forward reads of the weights"
-    spec = report.Chart(title, lines, percent, from_zero=True, across=lambda count: report.size(round(count)))
-    return report.BlockRow([report.chart(spec)], "charts one")

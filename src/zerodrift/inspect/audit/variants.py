@@ -113,10 +113,10 @@ def widened_policy(plan: Plan, choice: Choice, output: Output | None = None) -> 
     return with_rules(plan.policy, rules)
 
 
-def pinned_policy(plan: Plan, outputs: Mapping[str, Output | None]) -> Policy:
-    """The policy of a plan with these parameters in fp32 everywhere, each with its module's output."""
+def pinned_policy(policy: Policy, outputs: Mapping[str, Output | None]) -> Policy:
+    """The same policy with these parameters in fp32 everywhere, each with its module's output."""
     pins = (make_rule(name, dict(PIN), pin=True, output=output) for name, output in outputs.items())
-    return with_rules(plan.policy, pins)
+    return with_rules(policy, pins)
 
 
 def isolated_policy(plan: Plan, choice: Choice, output: Output | None = None) -> Policy:

@@ -23,7 +23,7 @@ from zerodrift.errors import ConfigError, ModelError, NonFiniteError
 from zerodrift.inspect import audit
 from zerodrift.inspect.drift import replay
 from zerodrift.inspect.drift.replay import DifferentCell
-from zerodrift.inspect.drift.sampler import ROLES, SamplerDtypes, parse_sampler_dtypes
+from zerodrift.inspect.drift.sampler import ACTIVATIONS, ROLES, SamplerDtypes, parse_sampler_dtypes
 from zerodrift.inspect.drift.tensor_status import TensorStatus, distance, follow_tensors
 from zerodrift.inspect.drift.trainer import TrainerSide
 
@@ -77,17 +77,6 @@ def share(part: TokenDrift, whole: TokenDrift) -> float:
     return part.square / whole.square if whole.square else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class FarToken:
-    """One of the tokens that are furthest apart."""
-
-    sequence: int
-    place: int
-    token: int
-    trainer: float
-    other: float
-
-
 def make_batches(sequences: audit.Ids) -> tuple[list[audit.Batch], list[list[int]]]:
     """Make micro-batches of sequences of one length; return the numbers of their sequences too."""
     groups: dict[int, list[int]] = {}
@@ -105,41 +94,10 @@ def make_batches(sequences: audit.Ids) -> tuple[list[audit.Batch], list[list[int
     return batches, order
 
 
-class ComparedTokens:
-    """The tokens that are compared, in the order of the micro-batches."""
-
-    def __init__(
-        self, order: list[list[int]], sequences: audit.Ids, of_server: audit.Recorded | None
-    ) -> None:
-        self.order, self.sequences = order, sequences
-        self._numbers = [number for part in order for number in part]
-        self._recorded: Tensor | None = None  # recorded values of all tokens, NaN where there is none
-        if of_server is not None:
-            values = (float("nan") if each is None else each for n in self._numbers for each in of_server[n])
-            self._recorded = torch.tensor(list(values), dtype=torch.float64)
-
-    def select(self, seen: audit.Signals) -> Tensor:
-        """The log-probabilities of a run."""
-        return self.kept(torch.cat(seen.targets))
-
-    def kept(self, per_token: Tensor) -> Tensor:
-        """Select from a value for each token except the first of a sequence."""
-        return per_token if self._recorded is None else per_token[~self._recorded.isnan()]
-
-    def recorded(self) -> Tensor | None:
-        return None if self._recorded is None else self.kept(self._recorded)
-
-    def furthest(self, mine: Tensor, theirs: Tensor, count: int = 5) -> tuple[FarToken, ...]:
-        every = [(n, place) for n in self._numbers for place in range(1, len(self.sequences[n]))]
-        places = self.kept(torch.tensor(every)).tolist()
-        far = (theirs - mine).abs().nan_to_num(nan=float("inf"))
-        found = []
-        for index in far.argsort(descending=True)[:count].tolist():
-            if far[index] > 0:
-                number, place = places[index]
-                token = self.sequences[number][place]
-                found.append(FarToken(number, place, token, float(mine[index]), float(theirs[index])))
-        return tuple(found)
+def recorded_values(recorded: audit.Recorded, order: Sequence[Sequence[int]]) -> Tensor:
+    """Recorded values of all tokens, in the order of the micro-batches; NaN where there is none."""
+    values = (value for part in order for number in part for value in recorded[number])
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
 
 def require_tokens(own: audit.Signals, sequences: audit.Ids, order: Sequence[Sequence[int]]) -> None:
@@ -183,10 +141,6 @@ class ExplainedCell:
     removes: float = 0.0  # share that is gone when the sampler has the trainer's cell here
     flips: int = 0  # routing choices that differ with this cell alone
 
-    @property
-    def is_fault(self) -> bool:
-        return self.cell.kind == "tensor"
-
 
 @dataclass(frozen=True, slots=True)
 class DtypeGuess:
@@ -208,7 +162,6 @@ class SideComparison:
     router_flips: tuple[tuple[str, int], ...]
     choices: int  # routing choices
     flipped_share: float  # share of the squared drift on tokens with a flipped choice
-    far: tuple[FarToken, ...]
     tried: tuple[DtypeGuess, ...]
     """Guesses, the best first; only if log-probabilities were recorded and no dtypes were given."""
     kinds: tuple[tuple[str, int], ...]  # (`same`, `rounded to bf16`, ...; tensors)
@@ -243,9 +196,17 @@ def compare_sides(
     require_tokens(own, sequences, order)
     cells += _activation_cells(replays, cells)
     sampler = replays.run_sampler(cells)
-    tokens = ComparedTokens(order, sequences, other.recorded)
-    mine, theirs = tokens.select(own), tokens.recorded()
-    theirs = tokens.select(sampler) if theirs is None else theirs
+    recorded = None if other.recorded is None else recorded_values(other.recorded, order)
+
+    def kept(per_token: Tensor) -> Tensor:
+        """Select the tokens with a recorded value beside them, where there are recorded ones."""
+        return per_token if recorded is None else per_token[~recorded.isnan()]
+
+    def compared(run: audit.Signals) -> Tensor:
+        return kept(torch.cat(run.targets))
+
+    mine = compared(own)
+    theirs = compared(sampler) if recorded is None else kept(recorded)
     whole = token_drift(theirs, mine)
 
     def size_of(cell: DifferentCell) -> float:
@@ -257,33 +218,35 @@ def compare_sides(
     if len(cells) > MOST:
         notes.append(f"{len(cells) - MOST:,} more cells differ and were not replayed one by one.")
 
-    def left(logprobs: Tensor) -> float:
+    def left(run: audit.Signals) -> float:
         """Share of the squared drift that a replay does not have."""
-        return share(token_drift(theirs, logprobs), whole) if whole.square else 0.0
+        return share(token_drift(theirs, compared(run)), whole) if whole.square else 0.0
 
     def explain(cell: DifferentCell) -> ExplainedCell:
         alone = replays.run([cell])
-        drift = token_drift(tokens.select(alone), mine)
-        explains = 1 - left(tokens.select(alone)) if whole.square else 0.0
+        drift = token_drift(compared(alone), mine)
+        explains = 1 - left(alone) if whole.square else 0.0
         if whole.not_finite:
             explains = share(drift, whole)
-        rest = tokens.select(replays.run([each for each in cells if each != cell]))
-        before = token_drift(tokens.select(sampler), mine)
+        rest = compared(replays.run([each for each in cells if each != cell]))
+        before = token_drift(compared(sampler), mine)
         removes = share(before, whole) - share(token_drift(rest, mine), whole)
         flips = sum(count for count, _ in audit.router_flips(alone, own).values())
         return ExplainedCell(cell, drift, explains, removes, flips)
 
     explained = [explain(cell) for cell in cells if cell in replayed]
     explained += [ExplainedCell(cell) for cell in cells if cell not in replayed]
-    explained.sort(key=lambda each: (not each.is_fault, -max(each.explains, each.removes)))
-    rank = {each.cell.key: number for number, each in enumerate(explained) if each.is_fault}
+    explained.sort(key=lambda each: (each.cell.kind != "tensor", -max(each.explains, each.removes)))
+    rank = {each.cell.key: number for number, each in enumerate(explained) if each.cell.kind == "tensor"}
     faults = [status for status in statuses if not status.verdict.is_as_trained]
     faults.sort(key=lambda status: rank.get(status.name, -1))
-    unexplained = left(tokens.select(sampler)) if other.recorded is not None else 0.0
+    unexplained = left(sampler) if recorded is not None else 0.0
     asks = unexplained > EXPLAINED and other.sampler is None
-    runs = _guesses(replays, values, tokens) if asks else ()
-    tried = [DtypeGuess(key, dtype, 1 - left(logprobs)) for key, dtype, logprobs in runs]
+    guesses = _guesses(replays, values) if asks else ()
+    tried = [DtypeGuess(key, dtype, 1 - left(run)) for key, dtype, run in guesses]
     tried = [guess for guess in tried if guess.explains > EXPLAINED]
+    squares = (theirs - mine).square().nan_to_num(posinf=0.0)
+    flipped = float(squares[kept(_flipped_tokens(sampler, own, batches))].sum())
     flips = ((name, count) for name, (count, _) in audit.router_flips(sampler, own).items() if count)
     return SideComparison(
         whole=whole,
@@ -292,9 +255,8 @@ def compare_sides(
         cells=tuple(explained),
         unexplained=unexplained,
         router_flips=tuple(sorted(flips, key=lambda pair: -pair[1])),
+        flipped_share=flipped / float(squares.sum()) if squares.any() else 0.0,
         choices=sum(chosen.shape[0] for routes in own.routes for chosen in routes.values()),
-        flipped_share=_flipped_share(sampler, own, tokens, theirs - mine),
-        far=tokens.furthest(mine, theirs),
         tried=tuple(sorted(tried, key=lambda guess: -guess.explains)),
         kinds=kinds,
         bar=bar,
@@ -306,13 +268,13 @@ def _table_cells(
     trainer: TrainerSide, table: SamplerDtypes, compute: dict[str, DType]
 ) -> list[DifferentCell]:
     cells = replay.different_dtypes(table, trainer.plan, trainer.roles, compute)
-    if table.buffers is not None:
+    if (rounded := table.keys.get("buffers")) is not None:
         floating = {n: b for n, b in trainer.module.named_buffers() if b.is_floating_point()}
         if not floating:
             raise ConfigError("buffers", "must be of the model", got="a model without floating-point buffers")
-        dtype = table.buffers.torch
+        dtype = rounded.torch
         changed = tuple(n for n, b in floating.items() if not torch.equal(b.to(dtype).to(b.dtype), b))
-        told = f"rounded to {table.buffers}"
+        told = f"rounded to {rounded}"
         cells += [DifferentCell("buffers", "buffers", told, changed)] if changed else []
     return cells
 
@@ -320,7 +282,8 @@ def _table_cells(
 def _activation_cells(replays: replay.SideReplays, cells: Sequence[DifferentCell]) -> list[DifferentCell]:
     """Cells of activations that a side does in another dtype than the table asks for."""
     found = []
-    for key, dtype in replays.table.activations:
+    asked = replays.table.keys
+    for key, dtype in ((key, asked[key]) for key in ACTIVATIONS if key in asked):
         seen = {*replays.seen(()).seen.get(key, ()), *replays.seen(cells).seen.get(key, ())}
         if not seen:
             must, got = "must be something that the model does where it can be seen", "its forward"
@@ -343,8 +306,8 @@ GUESSES: tuple[tuple[str, tuple[DType, ...]], ...] = (
 
 
 def _guesses(
-    given: replay.SideReplays, values: Sequence[DifferentCell], tokens: ComparedTokens
-) -> Iterator[tuple[str, DType, Tensor]]:
+    given: replay.SideReplays, values: Sequence[DifferentCell]
+) -> Iterator[tuple[str, DType, audit.Signals]]:
     """Replay each guess on top of what was given; leave out what the model has nothing of."""
     trainer = given.trainer
     for key, dtype in ((key, dtype) for key, dtypes in GUESSES for dtype in dtypes):
@@ -357,19 +320,18 @@ def _guesses(
         except audit.REFUSED:
             continue
         if cells:
-            yield key, dtype, tokens.select(replays.run_sampler([*values, *cells]))
+            yield key, dtype, replays.run_sampler([*values, *cells])
 
 
-def _flipped_share(sampler: audit.Signals, own: audit.Signals, tokens: ComparedTokens, gaps: Tensor) -> float:
+def _flipped_tokens(run: audit.Signals, other: audit.Signals, batches: Sequence[audit.Batch]) -> Tensor:
+    """Mark the tokens with a routing choice that differs, in the order of log-probabilities."""
     flipped = []
-    for part, routes, before in zip(tokens.order, sampler.routes, own.routes, strict=True):
-        rows, length = len(part), len(tokens.sequences[part[0]])
-        other = torch.zeros(rows, length, dtype=torch.bool)
+    for batch, routes, before in zip(batches, run.routes, other.routes, strict=True):
+        shape = batch["input_ids"].shape
+        differs = torch.zeros(shape, dtype=torch.bool)
         for router, chosen in routes.items():
             was = before.get(router)
-            if was is not None and was.shape == chosen.shape and chosen.shape[0] == rows * length:
-                other |= (chosen != was).any(-1).view(rows, length)
-        flipped.append(other[:, :-1].reshape(-1))
-    squares, finite = gaps.square(), gaps.isfinite()
-    total = float(squares[finite].sum())
-    return float(squares[finite & tokens.kept(torch.cat(flipped))].sum()) / total if total else 0.0
+            if was is not None and was.shape == chosen.shape and chosen.shape[0] == shape.numel():
+                differs |= (chosen != was).any(-1).view(shape)
+        flipped.append(differs[:, :-1].reshape(-1))
+    return torch.cat(flipped)

@@ -29,11 +29,12 @@ from torch.overrides import TorchFunctionMode
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems, UnsupportedError, did_you_mean
 from zerodrift.inspect.audit import LOSSES, Batch, Signals, Subject, forward_signals, make_rule, running
-from zerodrift.inspect.drift.sampler import Role, SamplerDtypes, SamplerTensor
+from zerodrift.inspect.drift.sampler import ACTIVATIONS, ROLES, Role, SamplerDtypes, SamplerTensor
 from zerodrift.inspect.drift.tensor_status import TensorVerdict
 from zerodrift.inspect.drift.trainer import TrainerSide
 from zerodrift.inspect.trace import ModulePaths
 from zerodrift.mesh import MeshShape
+from zerodrift.model import ModelSpec
 from zerodrift.plan import Plan, Row, build
 from zerodrift.policy import PIN, PRODUCTS, Mode, Policy, glob
 from zerodrift.weights import set_parameter
@@ -80,29 +81,30 @@ def different_values(
 
 
 def sampler_mode(table: SamplerDtypes, plan: Plan) -> Mode:
-    return plan.policy.mode if table.compute is None else Mode(str(table.compute))
+    return Mode(str(table.keys.get("compute", plan.policy.mode)))
 
 
 def sampler_compute(table: SamplerDtypes, plan: Plan, roles: Mapping[str, Role]) -> dict[str, DType]:
     """First name -> the sampler's compute dtype of a floating parameter, where its table says it."""
     problems, has = Problems(), set(roles.values())
-    for role, _ in table.roles:
-        if role not in has:
+    for role in ROLES:
+        if role in table.keys and role not in has:
             do = f"The model has {', '.join(sorted(has))}."
             if role == "embedding" and any(len(row.names) > 1 for row in plan.rows):
                 do += " Its table of embeddings is tied: it is the `head`."
             problems.add(role, "must be of a parameter of the model", got="none of that role", do=do)
     names = [name for row in plan.rows for name in row.names]
-    for pattern, _ in table.tensors:
+    for pattern in table.tensors:
         if not any(map(glob(pattern), names)):
             hint = did_you_mean(pattern, names)
             problems.add(f"tensors.{pattern}", "must match a parameter", got="no match", do=hint)
     problems.raise_as(ConfigError, "sampler")
-    by_role, found = dict(table.roles), {}
+    found = {}
     for row in plan.rows:
         if row.columns.compute.is_floating:
-            globs = (d for pattern, d in reversed(table.tensors) if any(map(glob(pattern), row.names)))
-            dtype = next(globs, by_role.get(roles[row.name], table.compute))
+            tensors = reversed(table.tensors.items())
+            globs = (dtype for pattern, dtype in tensors if any(map(glob(pattern), row.names)))
+            dtype = next(globs, table.keys.get(roles[row.name], table.keys.get("compute")))
             if dtype is not None:
                 found[row.name] = dtype
     return found
@@ -163,15 +165,15 @@ class SideReplays:
                     with_dtype = cell.kind in ("dtype", "compute") and name not in self.valued
                     if cell.kind in ("tensor", "weights") or (with_dtype and name in self.tensors):
                         values[name] = self.tensors[name].values
-            chosen = {cell.key for cell in cells if cell.kind == "activation"}
-            asked = {key: dtype for key, dtype in self.table.activations if key in chosen}
+            asked = {cell.key: self.table.keys[cell.key] for cell in cells if cell.kind == "activation"}
             self.done[key] = self._run(values, cells, asked)
         return self.done[key][0]
 
     def run_sampler(self, cells: Cells) -> Signals:
         """Run with all tensors of the sampler, differing or not, and its whole table."""
         values = {name: tensor.values for name, tensor in self.tensors.items()}
-        return self._run(values, cells, dict(self.table.activations))[0]
+        asked = {key: dtype for key, dtype in self.table.keys.items() if key in ACTIVATIONS}
+        return self._run(values, cells, asked)[0]
 
     def seen(self, cells: Cells) -> ActivationRounder:
         """Activations of such a run, by key, and their dtypes."""
@@ -181,11 +183,11 @@ class SideReplays:
     def _run(
         self, values: Mapping[str, Tensor], cells: Cells, asked: Mapping[str, DType]
     ) -> tuple[Signals, ActivationRounder]:
-        buffers = self.table.buffers if any(cell.kind == "buffers" for cell in cells) else None
+        buffers = self.table.keys["buffers"] if any(cell.kind == "buffers" for cell in cells) else None
 
         def make() -> nn.Module:
             module = copy.deepcopy(self.trainer.module)
-            _set_values(module, values, self.tensors)
+            _set_values(module, values, self.tensors, self.trainer.spec)
             for buffer in module.buffers() if buffers is not None else ():
                 if buffers is not None and buffer.is_floating_point():
                     buffer.copy_(buffer.to(buffers.torch).to(buffer.dtype))
@@ -234,12 +236,11 @@ def _forward_columns(row: Row) -> dict[str, str]:
     return {column: str(dtype) for column, dtype in dtypes.items()}
 
 
-def _set_values(module: nn.Module, values: Mapping[str, Tensor], held: Collection[str]) -> None:
+def _set_values(
+    module: nn.Module, values: Mapping[str, Tensor], held: Collection[str], spec: ModelSpec
+) -> None:
     """Set other values. A tied parameter stays tied, except under names that the sampler holds too."""
-    ties: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        ties.setdefault(id(parameter), []).append(name)
-    tied = {name: names for names in ties.values() for name in names}
+    tied = {name: parameter.names for parameter in spec.parameters for name in parameter.names}
     buffers = dict(module.named_buffers())
     for name, value in values.items():
         if name in buffers:
@@ -257,12 +258,14 @@ _PRODUCTS = frozenset(("matmul", "__matmul__", "bmm"))
 _SOFTMAX = frozenset(("softmax", "_softmax"))
 
 
-class ActivationRounder:
-    """Rounds activations, and records in `seen` the dtypes of each thing, by key."""
+class ActivationRounder(TorchFunctionMode):
+    """Rounds activations of the calls inside, and records in `seen` the dtypes of each thing, by key."""
 
     def __init__(self, asked: Mapping[str, DType]) -> None:
+        super().__init__()
         self.asked = {key: dtype.torch for key, dtype in asked.items()}
         self.seen: dict[str, set[torch.dtype]] = {}
+        self._path: ModulePaths | None = None
 
     def see(self, key: str, dtype: torch.dtype) -> torch.dtype | None:
         """Record a dtype, and return the one that is asked for instead."""
@@ -273,11 +276,10 @@ class ActivationRounder:
         dtype = self.see(key, tensor.dtype)
         return tensor if dtype is None else tensor.to(dtype).to(tensor.dtype)
 
-    @contextlib.contextmanager
-    def around(self, path: ModulePaths) -> Iterator[None]:
-        """Change the calls of a forward."""
-        with torch.no_grad(), _Calls(path, self):
-            yield
+    def around(self, path: ModulePaths) -> ActivationRounder:
+        """Return a context that changes the calls of a forward."""
+        self._path = path
+        return self
 
     @contextlib.contextmanager
     def hooks(self, model: nn.Module, head: str) -> Iterator[None]:
@@ -299,38 +301,35 @@ class ActivationRounder:
         floating = isinstance(output, Tensor) and output.is_floating_point()
         return self.rounded(key, output) if floating else output
 
-
-class _Calls(TorchFunctionMode):
-    def __init__(self, path: ModulePaths, rounder: ActivationRounder) -> None:
-        super().__init__()
-        self._path, self._rounder = path, rounder
+    def _is_in_attention(self) -> bool:
+        return self._path is not None and _ATTENTION.fullmatch(self._path.current) is not None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name, rounder = kwargs or {}, getattr(func, "__name__", ""), self._rounder
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention":
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            given |= {key: rounder.rounded("kv", given[key]) for key in ("key", "value")}
-            dtype = rounder.see("softmax", torch.float32)  # inside the kernel, whatever goes in
+            given |= {key: self.rounded("kv", given[key]) for key in ("key", "value")}
+            dtype = self.see("softmax", torch.float32)  # inside the kernel, whatever goes in
             return func(**given) if dtype is None or dtype is torch.float32 else _attention(dtype, given)
         if name in LOSSES:
             logits = args[0] if args else kwargs["input"]
-            dtype = rounder.see("logprobs", logits.dtype)
+            dtype = self.see("logprobs", logits.dtype)
             if dtype is None or name != "cross_entropy":
                 return func(*args, **kwargs)
             rest = {key: value for key, value in kwargs.items() if key != "input"}
             return func(logits.to(dtype), *args[1:], **rest)
-        if (name in _SOFTMAX or name in _PRODUCTS) and _ATTENTION.fullmatch(self._path.current):
+        if (name in _SOFTMAX or name in _PRODUCTS) and self._is_in_attention():
             if name in _SOFTMAX:
                 inside = kwargs.get("dtype") or args[0].dtype
-                dtype = rounder.see("softmax", inside)
+                dtype = self.see("softmax", inside)
                 if dtype is None:
                     return func(*args, **kwargs)
                 kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
                 return func(args[0].to(dtype), *args[1:], **kwargs).to(inside)
             if len(args) >= 2 and all(map(_is_activation, args[:2])):
                 # Scores of keys before the softmax, sums of values after it: the cache is on the right.
-                return func(args[0], rounder.rounded("kv", args[1]), *args[2:], **kwargs)
+                return func(args[0], self.rounded("kv", args[1]), *args[2:], **kwargs)
         return func(*args, **kwargs)
 
 

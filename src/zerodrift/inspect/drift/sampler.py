@@ -20,7 +20,7 @@ import contextlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -85,11 +85,8 @@ def roles_of(model: ModelSpec) -> dict[str, Role]:
 
 @dataclass(frozen=True, slots=True)
 class SamplerDtypes:
-    compute: DType | None = None
-    roles: tuple[tuple[Role, DType], ...] = ()
-    tensors: tuple[tuple[str, DType], ...] = ()  # globs, in the order of the table
-    buffers: DType | None = None
-    activations: tuple[tuple[str, DType], ...] = ()
+    keys: Mapping[str, DType] = field(default_factory=dict)  # dtypes by key of the table
+    tensors: dict[str, DType] = field(default_factory=dict)  # dtypes by glob, in the order of the table
 
 
 def read_sampler_dtypes(path: Path) -> SamplerDtypes:
@@ -104,7 +101,7 @@ def parse_sampler_dtypes(data: Any, where: str = "sampler") -> SamplerDtypes:
         raise ConfigError(where, "must be a block of keys", got=type(data).__name__, do=_LIST)
     problems = Problems()
     found: dict[str, DType] = {}
-    tensors: list[tuple[str, DType]] = []
+    tensors: dict[str, DType] = {}
 
     def dtype_of(key: str, value: Any, admitted: tuple[DType, ...]) -> DType | None:
         with contextlib.suppress(ConfigError):
@@ -122,17 +119,11 @@ def parse_sampler_dtypes(data: Any, where: str = "sampler") -> SamplerDtypes:
         elif key == "tensors":
             for pattern, text in value.items():
                 if (dtype := dtype_of(f"tensors.{pattern}", text, _TRAINING)) is not None:
-                    tensors.append((str(pattern), dtype))
+                    tensors[str(pattern)] = dtype
         elif (dtype := dtype_of(key, value, ACTIVATIONS.get(key, _TRAINING))) is not None:
             found[key] = dtype
     problems.raise_as(ConfigError, where)
-    return SamplerDtypes(
-        found.get("compute"),
-        tuple((role, found[role]) for role in ROLES if role in found),
-        tuple(tensors),
-        found.get("buffers"),
-        tuple((key, found[key]) for key in ACTIVATIONS if key in found),
-    )
+    return SamplerDtypes(found, tensors)
 
 
 _PACKED = re.compile(r".*\.(qweight|qzeros|g_idx|weight_packed|blocks)")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -139,11 +139,11 @@ def judge(
     dtype = str(known) if known is not None else str(other.dtype).removeprefix("torch.")
     differs = _differs(trained, wanted, other)
     count, total = int(differs.sum()), differs.numel()
-    if count == 0 and bool(wanted.isfinite().all()):
+    if count == 0 and bool(wanted.float().isfinite().all()):
         exact = torch.equal(wanted.to(trained.dtype), trained)
         kind: Kind = "same" if exact else "rounded"
         return TensorVerdict(kind, f"as trained, in {dtype}" if exact else f"rounded to {dtype}", 0, far)
-    bad = ~other.isfinite()
+    bad = ~other.float().isfinite()
     if infinite := int(bad.sum()):
         if count:
             return TensorVerdict("not-finite", f"{infinite:,} elements are inf or nan", infinite, far)
@@ -155,7 +155,12 @@ def judge(
         rows = differs.flatten(1).any(1).nonzero().flatten().tolist()
         if len(rows) < differs.shape[0] and len(rows) <= _SHOWN:
             where += f", in {'slice' if len(rows) == 1 else 'slices'} {', '.join(map(str, rows))}"
-    for told in _roundings(trained[differs], other[differs]):
+    mine, theirs = trained[differs], other[differs]
+    ways = _roundings(mine, other.dtype)
+    told = next((words for words, made in ways if bool(_same_bits(made, theirs).all())), "")
+    if not told and _is_beside(mine, theirs):
+        told = "rounded to a neighbour that is not the nearest, as stochastic rounding does"
+    if told:
         return TensorVerdict("rounded-otherwise", f"{told}: {where}", count, far)
     if (moved := _moved(trained, other, wanted, others or {})) is not None:
         return TensorVerdict(*moved, count, far)
@@ -184,50 +189,26 @@ def _differs(trained: Tensor, wanted: Tensor, other: Tensor) -> Tensor:
     return differs.masked_scatter(differs, (gap == 0) | (gap != (made - exact).abs()))
 
 
-Rounder = Callable[[Tensor, torch.dtype], "Tensor | None"]
-"""Rounds values to a dtype; None if the way does not apply."""
+def _roundings(values: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the ways of rounding values to a dtype that are not once to the nearest, with their results."""
+    nearest, limits = values.to(dtype), torch.finfo(dtype)
+    yield (
+        "subnormal values are zero",
+        torch.where(nearest.float().abs() < limits.tiny, 0, nearest.float()).to(dtype),
+    )
+    yield "values beyond its range are its largest", values.clamp(-limits.max, limits.max).to(dtype)
+    if dtype is torch.bfloat16 and values.dtype is torch.float32:
+        upper = values.contiguous().view(torch.int32) & -65536
+        yield "cut off, not rounded", upper.view(torch.float32).to(dtype)
+    for middle in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+        if middle is not dtype:
+            yield f"rounded to {from_torch(middle)} on the way", values.to(middle).to(dtype)
 
 
-def _through(middle: torch.dtype) -> Rounder:
-    return lambda values, dtype: None if middle is dtype else values.to(middle).to(dtype)
-
-
-def _truncated(values: Tensor, dtype: torch.dtype) -> Tensor | None:
-    if dtype is not torch.bfloat16 or values.dtype is not torch.float32:
-        return None
-    return (values.contiguous().view(torch.int32) & -65536).view(torch.float32).to(dtype)
-
-
-def _without_subnormals(values: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded = values.to(dtype)
-    return torch.where(rounded.abs() < torch.finfo(dtype).tiny, torch.zeros_like(rounded), rounded)
-
-
-def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
-    most = torch.finfo(dtype).max
-    return values.clamp(-most, most).to(dtype)
-
-
-_ROUNDERS: dict[str, Rounder] = {
-    "subnormal values are zero": _without_subnormals,
-    "values beyond its range are its largest": _saturated,
-    "cut off, not rounded": _truncated,
-    "rounded to bf16 on the way": _through(torch.bfloat16),
-    "rounded to fp16 on the way": _through(torch.float16),
-    "rounded to fp8_e4m3 on the way": _through(torch.float8_e4m3fn),
-    "rounded to fp8_e5m2 on the way": _through(torch.float8_e5m2),
-}
-
-
-def _roundings(trained: Tensor, other: Tensor) -> Iterator[str]:
-    """Yield the ways of rounding that make `other` of `trained`."""
-    for told, rounder in _ROUNDERS.items():
-        made = rounder(trained, other.dtype)
-        if made is not None and bool(_same_bits(made, other).all()):
-            yield told
+def _is_beside(trained: Tensor, other: Tensor) -> bool:
+    """Return True if every element is a neighbour of the trained one in its dtype."""
     low, high = neighbours(trained, other.dtype)
-    if bool((_same_bits(low, other) | _same_bits(high, other)).all()):
-        yield "rounded to a neighbour that is not the nearest, as stochastic rounding does"
+    return bool((_same_bits(low, other) | _same_bits(high, other)).all())
 
 
 def neighbours(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

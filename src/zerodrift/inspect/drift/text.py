@@ -60,12 +60,6 @@ def comparison_text(
         parts += [report.section("routers"), Text(told)]
         if routers := [(f"{count:,}", name) for name, count in found.router_flips[:_ROUTERS]]:
             parts.append(report.grid(routers, (8,), ("bold",), width))
-    if found.far:
-        tokens = [("sequence", "place", "token", "trainer", "other", "difference")]
-        for t in found.far:
-            numbers = (f"{t.trainer:.4f}", f"{t.other:.4f}", f"{t.other - t.trainer:+.4f}")
-            tokens.append((f"{t.sequence:,}", f"{t.place:,}", f"{t.token}", *numbers))
-        parts += [report.section("furthest tokens"), report.text_table(tokens, left=())]
     if notes := [("!", note) for note in found.notes]:
         parts += [report.section("notes"), report.grid(notes, (1,), warn, width)]
     return report.render(parts, color, width)
@@ -125,7 +119,7 @@ def _fault(status: TensorStatus, width: int) -> list[tuple[str, str]]:
 def _cells(cells: Sequence[ExplainedCell], width: int) -> RenderableType:
     rows = []
     for each in cells[:_CELLS]:
-        told = each.cell.told.partition(",")[0] if each.is_fault else each.cell.told
+        told = each.cell.told.partition(",")[0] if each.cell.kind == "tensor" else each.cell.told
         figures = ("-", "-", "-")
         if each.alone is not None:
             figures = (percent(each.explains), percent(each.removes), f"{each.flips:,}")
@@ -170,7 +164,6 @@ def comparison_json(found: SideComparison) -> str:
             "share_of_flipped": found.flipped_share,
         },
         "tried": list(tried),
-        "furthest": [asdict(far) for far in found.far],
         "notes": list(found.notes),
     }
     return json.dumps(_finite(data), indent=1) + "\n"

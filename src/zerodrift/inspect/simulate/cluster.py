@@ -185,33 +185,29 @@ def axis_layout(mesh: MeshShape, axis: str) -> AxisLayout:
     return AxisLayout(getattr(mesh, axis), strides.get(axis, mesh.tensor))
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveTime:
-    seconds: float  # time on a free link, from the beginning
-    added: int  # bytes that a rank reads and writes to add up what arrived, once it waits
-
-
-def collective_time(call: Collective, plan: Plan, cluster: Cluster) -> CollectiveTime:
+def collective_time(call: Collective, plan: Plan, cluster: Cluster) -> tuple[float, int]:
+    """Return the seconds on a free link, and the bytes that a rank then reads and writes to add up what
+    arrived."""
     layout, size = axis_layout(plan.mesh, call.axis), call.dtype.nbytes(call.numel)
     gather = _ring if cluster.carrier == "native" else all_to_all_seconds
     if layout.ranks == 1:
-        return CollectiveTime(0.0, 0)
+        return 0.0, 0
     if call.op == "all_gather":
-        return CollectiveTime(gather(size, layout, cluster), 0)
+        return gather(size, layout, cluster), 0
     if call.op == "reduce_scatter":
         return _reduce_scatter(call, size, layout, plan, cluster)
     if call.dtype is DType.INT64 and (cluster.carrier == "native" or layout.ranks > 4):
-        return CollectiveTime(_ring(2 * size, layout, cluster), 0)
+        return _ring(2 * size, layout, cluster), 0
     if size <= DIRECT or layout.ranks == 2 or call.numel % layout.ranks:
         everything = size * layout.ranks
-        return CollectiveTime(all_to_all_seconds(everything, layout, cluster), everything + size)
-    reduced = _reduce_scatter(call, size, layout, plan, cluster)
-    return CollectiveTime(reduced.seconds + gather(size, layout, cluster), reduced.added)
+        return all_to_all_seconds(everything, layout, cluster), everything + size
+    seconds, added = _reduce_scatter(call, size, layout, plan, cluster)
+    return seconds + gather(size, layout, cluster), added
 
 
 def _reduce_scatter(
     call: Collective, size: int, layout: AxisLayout, plan: Plan, cluster: Cluster
-) -> CollectiveTime:
+) -> tuple[float, int]:
     total, ranks = call.sum or call.dtype, layout.ranks
     update = plan.segments[call.segment].columns.update if call.segment >= 0 else None
     order = update.reduce.order if update is not None else "rank"
@@ -223,14 +219,14 @@ def _reduce_scatter(
             seconds += _transfer(part, cluster.host if inside else _network(cluster))
             added += 3 * part
             distance, part = 2 * distance, part // 2
-        return CollectiveTime(seconds, added)
+        return seconds, added
     mine = size // ranks
     if order == "native" and cluster.carrier == "native" and total is call.dtype:
-        return CollectiveTime(_ring(size, layout, cluster), 3 * mine)
+        return _ring(size, layout, cluster), 3 * mine
     added = size + 2 * (call.numel // ranks) * total.size
     if order == "tree" and cluster.carrier == "native":
         added = 3 * (size - mine)  # each addition reads two sums and writes one
-    return CollectiveTime(all_to_all_seconds(size, layout, cluster), added)
+    return all_to_all_seconds(size, layout, cluster), added
 
 
 def _ring(size: int, layout: AxisLayout, cluster: Cluster) -> float:

@@ -155,23 +155,20 @@ def _play_one_stage(plan: Plan, work: Work, cluster: Cluster, recompute: bool) -
     """Play some micro-batches and count the others like the second of two equal ones."""
     player, count = RankPlayer(plan, plan, work, cluster, recompute), plan.policy.batch.accumulation
     streams, played = player.streams, min(count, PLAYED)
-    equal: Streams | None = None
     *batches, after = split_micro_batches(events(plan, 0, played))
+    seen = []  # what had passed before each micro-batch
     for number, batch in enumerate(batches):
-        now, computed, waited = streams.now, streams.computed, dict(streams.waited)
+        seen.append((streams.now, streams.computed, dict(streams.waited)))
         player.play(batch, first=number == 0, last=number == played - 1)
         player.finish_reductions()
-        if number == PLAYED - 2:
-            equal = Streams(cluster, streams.now - now, computed=streams.computed - computed)
-            equal.waited = {key: value - waited.get(key, 0.0) for key, value in streams.waited.items()}
     player.play(after, first=False, last=True)
     player.end()
-    if equal is not None:
-        times = count - played
-        streams.now += times * equal.now
-        streams.computed += times * equal.computed
-        for key, value in equal.waited.items():
-            streams.waited[key] += times * value
+    if count > PLAYED:
+        (now, computed, waited), (now_after, computed_after, waited_after) = seen[PLAYED - 2 :]
+        streams.now += (count - played) * (now_after - now)
+        streams.computed += (count - played) * (computed_after - computed)
+        for key, value in waited_after.items():
+            streams.waited[key] += (count - played) * (value - waited.get(key, 0.0))
     return streams
 
 

@@ -19,7 +19,6 @@ from zerodrift.inspect.simulate.cluster import (
     GIGA,
     MICRO,
     Cluster,
-    CollectiveTime,
     all_to_all_seconds,
     axis_layout,
     collective_time,
@@ -96,8 +95,8 @@ class Streams:
 @dataclass(slots=True)
 class _Transfer:
     call: Collective
-    time: CollectiveTime
     end: float
+    added: int  # bytes that are read and written to add up what arrived
 
 
 class RankPlayer:
@@ -221,9 +220,9 @@ class RankPlayer:
             self._end(transfer)
 
     def _send(self, call: Collective) -> _Transfer:
-        time = collective_time(call, self._part, self._cluster)
+        seconds, added = collective_time(call, self._part, self._cluster)
         size = call.dtype.nbytes(call.numel)
-        return _Transfer(call, time, self.streams.send(time.seconds, call.purpose, self._unit(call), size))
+        return _Transfer(call, self.streams.send(seconds, call.purpose, self._unit(call), size), added)
 
     def finish_reductions(self, leave: int = 0) -> None:
         """Wait for all reductions but the last `leave`."""
@@ -232,7 +231,7 @@ class RankPlayer:
 
     def _end(self, transfer: _Transfer) -> None:
         self.streams.wait(transfer.end, transfer.call.purpose, self._unit(transfer.call))
-        self._pass_over(transfer.time.added)
+        self._pass_over(transfer.added)
 
     def _unit(self, call: Collective) -> str:
         return "" if call.segment < 0 else self._part.units[self._part.segments[call.segment].unit].name

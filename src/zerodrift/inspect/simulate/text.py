@@ -9,24 +9,13 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from zerodrift import report
 from zerodrift.errors import several
 from zerodrift.inspect.simulate.simulation import Simulation, SweepChoice, SweepResult, own_choice
 from zerodrift.inspect.simulate.work import Work
 from zerodrift.plan import Plan
 from zerodrift.record import encode
-from zerodrift.report import (
-    PageTable,
-    elements,
-    fitted_table,
-    grid,
-    pairs,
-    percent,
-    render,
-    section,
-    significant,
-    size,
-    title,
-)
+from zerodrift.report import percent, size
 
 WIDTH = 80
 SHOWN = 12  # results of a sweep that are printed of each kind; JSON has all
@@ -85,22 +74,21 @@ def simulation_text(
         *(("fits from", several(ranks, "rank"), how) for how, ranks in fewest.items() if ranks),
     ]
     lines: list[RenderableType] = [
-        title("plan --simulate", plan.digest, width),
-        pairs(facts, width=width),
-        section("step", "simulated, not measured"),
-        grid(times, (24, 12), ("", "bold"), width),
-        section("waited for", "what nothing hides, by unit" if simulation.waited else "nothing"),
-        grid(waited, (24, 12, 12), ("", "bold", ""), width),
-        section("memory", "of the fullest rank, at the worst moment of a step"),
-        grid(uses, (24, 12), ("", "bold"), width),
+        report.title("plan --simulate", plan.digest, width),
+        report.pairs(facts, width=width),
+        report.section("step", "simulated, not measured"),
+        report.grid(times, (24, 12), ("", "bold"), width),
+        report.section("waited for", "what nothing hides, by unit" if simulation.waited else "nothing"),
+        report.grid(waited, (24, 12, 12), ("", "bold", ""), width),
+        report.section("memory", "of the fullest rank, at the worst moment of a step"),
+        report.grid(uses, (24, 12), ("", "bold"), width),
     ]
-    return render(lines, color, width)
+    return report.render(lines, color, width)
 
 
 def _seconds(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{significant(seconds)} s"
-    return f"{significant(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{significant(seconds * 1e6)} us"
+    scale, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+    return f"{report.significant(seconds * scale)} {unit}"
 
 
 def sweep_text(
@@ -121,20 +109,21 @@ def sweep_text(
         ("cluster", cluster),
         ("batch", f"{plan.policy.batch.accumulation} x {work.inputs} on each data-parallel rank"),
     ]
+    detail = "simulated, not measured; the fastest first; * is the config"
     lines: list[RenderableType] = [
-        title("plan --simulate --sweep", "", width),
-        pairs(facts, width=width),
-        section("fits", "simulated, not measured; the fastest first; * is the config" if fit else "none"),
+        report.title("plan --simulate --sweep", "", width),
+        report.pairs(facts, width=width),
+        report.section("fits", detail if fit else "none"),
         _results(fit, own, width),
     ]
     if too_large := [one for one in others if one.simulation]:
-        lines += [section("does not fit", "what needs least first"), _results(too_large, own, width)]
+        lines += [report.section("does not fit", "what needs least first"), _results(too_large, own, width)]
     reasons = {one.refused: one.choice for one in others if not one.simulation}
-    lines += [section("refused")] if reasons else []
+    lines += [report.section("refused")] if reasons else []
     for why, one in reasons.items():
         choice = f"stage {one.stage}, wire {one.wire}, order {one.order}, {one.replicas} replicas"
         lines.append(Text(f"{choice}: {why}"))
-    return render(lines, color, width)
+    return report.render(lines, color, width)
 
 
 def _results(results: Sequence[SweepResult], own: SweepChoice, width: int) -> RenderableType:
@@ -151,16 +140,16 @@ def _results(results: Sequence[SweepResult], own: SweepChoice, width: int) -> Re
                 f"{choice.replicas:,}",
             )
             times = "yes" if choice.recompute else "no", _seconds(found.seconds)
-            rates = elements(round(found.tokens_per_second)), f"{found.mfu:.0%}"
+            rates = report.elements(round(found.tokens_per_second)), f"{found.mfu:.0%}"
             waits = f"{found.exposed / found.seconds:.0%}", f"{found.memory.total / 2**30:.0f} GiB"
             rows.append((*keys, *times, *rates, *waits))
     if not rows:
         return Text()
     heads = "stage", "wire", "order", "replicas", "recompute", "step", "tokens/s", "MFU", "waits", "memory"
     # What a narrow terminal leaves out follows from the time of a step.
-    table = PageTable(heads, rows, figures=heads[5:], wide_only=heads[6:9])
+    table = report.PageTable(heads, rows, figures=heads[5:], wide_only=heads[6:9])
     more = [Text(f"and {len(results) - len(rows)} more")] if len(results) > len(rows) else []
-    return Group(fitted_table(table, width), *more)
+    return Group(report.fitted_table(table, width), *more)
 
 
 def simulation_json(

@@ -129,8 +129,7 @@ class _SavedTensors:
         self._running: list[str] = []
         self._block_ran = False
         self._parameters: set[int] | None = None
-        self._seen: set[int] = set()
-        self._held: list[Any] = []
+        self._seen: dict[int, Any] = {}  # storages by address; they are kept so that it is not used again
         self.saved: Counter[str] = Counter()
         self.entering: Counter[str] = Counter()
 
@@ -160,8 +159,7 @@ class _SavedTensors:
             self._parameters = {parameter.untyped_storage()._cdata for parameter in self._model.parameters()}
         storage: Any = tensor.untyped_storage()
         if storage._cdata not in self._parameters and storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
-            self._held.append(storage)  # so that its address is not used again
+            self._seen[storage._cdata] = storage
             place = self._running[-1] if self._running else ("leave" if self._block_ran else "enter")
             self.saved[place] += storage.nbytes()
         return tensor
