@@ -6,9 +6,9 @@ tunes machinery that is not here, so the same model is trained without it; the e
 instead. *Refused*: dropping the key would train, place or save something other than the config says. A
 refused key is accepted at its harmless values, which ask for nothing.
 
-A key may end in `.*`, for a block whose keys share one fate; an exact entry goes before it. Keys that share a
-fate and a text stand in one row, separated by spaces. `off` lists the harmless values of a refused key, false
-unless they are given.
+A key may end in `.*`, for a block whose keys share one fate; an exact entry goes before it. Under a refused
+`enabled` the other keys of its block are ignored. Keys that share a fate and a text stand in one row. `off`
+lists the harmless values of a refused key, false unless they are given.
 
 Invariant: no DeepSpeed key is silent. `tests/unit/test_deepspeed_table.py` holds the table against a list
 of every key in DeepSpeed's source, and against the schema in both directions.
@@ -100,7 +100,6 @@ refused fp32_allreduce: DeepSpeed no longer reads it
     instead: Write `communication_data_type: fp32`.
 refused amp.enabled: Apex is not used
     instead: Write `"torch_autocast": {"enabled": true}`.
-ignored amp.*: the block is off, or refused by its `enabled`
 
 # zero_optimization
 [zero_optimization]
@@ -111,12 +110,11 @@ ignored mics_hierarchical_params_gather: a gather stays inside its shard group, 
 used fp32_pinned_parameters: a `pin: fp32` rule per substring
 used load_from_fp32_weights: always true: masters start from the model's own bits
 ignored contiguous_gradients: gradients always lie in one flat accumulator
-ignored reduce_scatter: every stage runs the same reduction, one message per segment of a unit
-ignored reduce_bucket_size: parameters are gathered and reduced in units: `sharding.units`
-ignored use_multi_rank_bucket_allreduce: every stage runs the same reduction, one message per segment of a
-    unit
+ignored reduce_bucket_size allgather_bucket_size stage3_module_granularity_threshold
+    module_granularity_threshold: parameters are gathered and reduced in units: `sharding.units`
+ignored reduce_scatter use_multi_rank_bucket_allreduce: every stage runs the same reduction, one message per
+    segment of a unit
 ignored allgather_partitions: updated shards always come back in one gather
-ignored allgather_bucket_size: parameters are gathered and reduced in units: `sharding.units`
 ignored overlap_comm: the engine overlaps wherever the backend can
 ignored parameter_alignment: parameters always start on a multiple of 256 elements
 ignored compute_grad_norm: the norm of a step is always computed
@@ -135,8 +133,6 @@ ignored stage3_model_persistence_threshold model_persistence_threshold stage3_ma
     a gathered unit lives
 ignored stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save
     stage3_gather_fp16_weights_on_model_save: a saved model is always whole, in its `export` dtypes
-ignored stage3_module_granularity_threshold module_granularity_threshold: parameters are gathered and
-    reduced in units: `sharding.units`
 ignored leaf_module.*: a unit is gathered whole: no module needs to be marked
 ignored stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params: a unit is one all-gather
 ignored stage3_allgather_sequential allgather_sequential: a unit is gathered in place, with no copy
@@ -216,7 +212,6 @@ refused tensor_parallel.autotp_size tensor_parallel.tensor_parallel.tp_size tens
 ignored tensor_parallel.*: tensor parallelism is off, or refused by `tensor_parallel.autotp_size`
 refused expert_parallel.enabled: modules are not replaced by expert-parallel ones
     instead: Stage 3 shards the experts over all ranks.
-ignored expert_parallel.*: the block is off, or refused by its `enabled`
 ignored use_data_before_expert_parallelism: the order of the mesh's axes is fixed
 refused sequence_parallel_size: a sequence is not split over ranks
     off: 0, 1
@@ -230,7 +225,6 @@ ignored checkpoint.parallel_write.* checkpoint.checkpoint_serialization checkpoi
     written by torch's Distributed Checkpoint, each rank its own shards
 refused nebula.enabled: there is no checkpoint service
     instead: Call `save_checkpoint` as often as needed.
-ignored nebula.*: the block is off, or refused by its `enabled`
 refused datastates_ckpt: there is no checkpoint engine of another package
     instead: `Checkpoints(..., asynchronous=True)` writes beside training: docs/checkpoints.md.
 
@@ -247,29 +241,22 @@ refused weight_quantization: weights stay in their `storage` dtype
     instead: Quantize the exported model.
     off: false, {}, {"enabled": false}
 refused quantize_training.enabled: weights are not quantized while they train
-ignored quantize_training.*: the block is off, or refused by its `enabled`
 ignored eigenvalue.*: DeepSpeed does not read it at this place
 refused progressive_layer_drop.enabled: every layer runs in every step
     instead: Drop layers in the model.
-ignored progressive_layer_drop.*: the block is off, or refused by its `enabled`
 refused curriculum_learning.enabled: data is the caller's
     instead: Order the samples in the loader.
-ignored curriculum_learning.*: the block is off, or refused by its `enabled`
 refused data_efficiency.enabled: data is the caller's
     instead: Sample in the loader, route tokens in the model.
-ignored data_efficiency.*: the block is off, or refused by its `enabled`
 refused sparse_attention: attention is the model's own
     instead: Choose the attention in the model.
     off: false, {}
 refused elasticity.enabled: the batch sizes are those in the config
     instead: Write the batch sizes; a checkpoint loads at any world size.
-ignored elasticity.*: the block is off, or refused by its `enabled`
 refused autotuning.enabled: no config is searched for
     instead: `zerodrift plan` prints memory and traffic of a config without running it.
-ignored autotuning.*: the block is off, or refused by its `enabled`
 refused hybrid_engine.enabled: there is no inference engine here
     instead: Generate with the model itself.
-ignored hybrid_engine.*: the block is off, or refused by its `enabled`
 refused compile.deepcompile: the engine's hooks are not compiled into the graph
     instead: Call `torch.compile` on the model's blocks.
 ignored compile.*: DeepCompile is off, or refused by `compile.deepcompile`
@@ -293,6 +280,8 @@ ignored vocabulary_size: DeepSpeed only warns about alignment
 """
 """One row per fate and text: fate, keys, text. A row in brackets is the block around the keys below it."""
 
+OFF = "the block is off, or refused by its `enabled`"
+
 _ROW = re.compile(
     r"^(used|alias|ignored|refused) ([^:]+): (.+)"
     r"(?:\n    instead: (.+))?(?:\n    off:(.*))?(?:\n    without effect:(.*))?",
@@ -313,6 +302,8 @@ def _read_table() -> Iterator[Section]:
                 values = tuple(harmless), tuple(json.loads(f"[{without or ''}]"))
                 kind = cast(Fate, fate)
                 entries += (Entry(prefix + key, kind, text, instead or "", *values) for key in keys.split())
+                if fate == "refused" and (switch := re.fullmatch(r"(\w+)\.enabled", prefix + keys)):
+                    entries.append(Entry(f"{switch[1]}.*", "ignored", OFF))
         yield Section(title, tuple(entries))
 
 

@@ -24,11 +24,16 @@ from zerodrift.alias import run_settings
 from zerodrift.deepspeed.checkpointed_engine import CheckpointedEngine, attach_loading
 from zerodrift.deepspeed.config import MANAGED
 from zerodrift.deepspeed.getters import GETTERS, wire_dtype
-from zerodrift.deepspeed.modules import MisuseError, absent, require_plain_compilation, unknown
+from zerodrift.deepspeed.modules import (
+    ENGINE_ABSENT,
+    MisuseError,
+    absent,
+    require_plain_compilation,
+    unknown,
+)
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zerodrift.deepspeed.parameters.shards import forget_shards, keep_shards
 from zerodrift.deepspeed.parameters.values import engine_parameter, mark_parameters, unmark_parameters
-from zerodrift.deepspeed.tables import ENGINE_ABSENT
 from zerodrift.deepspeed.tools.collectives import get_world_group, local_rank
 from zerodrift.deepspeed.tools.curves import DeepSpeedMonitorConfig, MonitorMaster
 from zerodrift.deepspeed.tools.functions import DeepSpeedDataLoader, logger, mark_configured_leaves
@@ -106,9 +111,8 @@ class DeepSpeedEngine(CheckpointedEngine):
         """Return the module's attribute, as DeepSpeed does."""
         with contextlib.suppress(AttributeError):
             return super().__getattr__(name)
-        for instead, names in ENGINE_ABSENT.items():
-            if name in names.split():
-                raise absent(f"engine.{name}", instead)
+        if name in ENGINE_ABSENT:
+            raise absent(f"engine.{name}", ENGINE_ABSENT[name])
         module = self.__dict__.get("_modules", {}).get("module")
         if module is not None and hasattr(module, name):
             return getattr(module, name)
