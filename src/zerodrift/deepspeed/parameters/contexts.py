@@ -152,7 +152,7 @@ class GatheredParameters:
             for shard, parameter in self._sharded:
                 values = parameter.data.contiguous().to(shard.flat)
                 comm.broadcast(values, writer)
-                shard.replace(values)
+                shard.keep(values)
             held = self._outer
             if writer != 0:  # an engine broadcasts rank 0's values itself
                 held = [*held, *(held[name] for _, held in self._engines.values() for name in sorted(held))]
