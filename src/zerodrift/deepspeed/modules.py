@@ -105,8 +105,7 @@ class Placeholder:
     def __or__(self, other: Any) -> Any:
         return Union[self, other]  # noqa: UP007 (`|` would call this method again)
 
-    def __ror__(self, other: Any) -> Any:
-        return Union[other, self]  # noqa: UP007
+    __ror__ = __or__
 
     def __repr__(self) -> str:
         return f"<`{self._name}` is not in zerodrift: {self._instead}>"
