@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn, Union
 
-from zerodrift.deepspeed.tables import ABSENT, ENGINE, LOWER_CASE, PRESENT, RETURNS, ROOT
+from zerodrift.deepspeed.tables import ABSENT, ENGINE, LOWER_CASE, PARAMETER, PRESENT, RETURNS, ROOT
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
 
 HERE = "must be a name of the drop-in"
@@ -140,7 +140,7 @@ def read_table(table: str) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
 
 NAMES_HERE, _ = read_table(PRESENT)
 NAMES_ABSENT, MODULES_ABSENT = read_table(ABSENT)
-ENGINE_ABSENT = NAMES_ABSENT.pop(ENGINE)
+ENGINE_ABSENT, PARAMETER_ABSENT = NAMES_ABSENT.pop(ENGINE), NAMES_ABSENT.pop(PARAMETER)
 _LISTED = (NAMES_HERE.keys() | NAMES_ABSENT.keys() | MODULES_ABSENT.keys()) - {ROOT}
 MODULES = {".".join(parts[:n]) for parts in (m.split(".") for m in _LISTED) for n in range(1, len(parts) + 1)}
 """Modules that are listed, and their packages."""

@@ -10,6 +10,8 @@ ROOT = "deepspeed"
 """The package itself among the modules."""
 ENGINE = "engine"
 """The engine's class among the modules, for its attributes."""
+PARAMETER = "param"
+"""A parameter among the modules, for its attributes."""
 
 LOWER_CASE = "lower case"
 RETURNS = "returns "
@@ -234,6 +236,12 @@ Use `zerodrift.initialize` with `pipeline: {schedule: dualpipev}`.
 Write the schedule in the config's `scheduler` block.
     deepspeed runtime.lr_schedules: add_tuning_arguments
     runtime.lr_schedules: parse_arguments override_params get_config_from_args get_lr_from_config
+Build the model inside `zero.Init`.
+    param: convert_to_zero_parameters
+Read or write it inside `zero.GatheredParameters`, with a `modifier_rank` to write.
+    param: all_gather all_gather_coalesced partition
+`engine.backward` and `engine.step` reduce; `safe_get_full_grad` has the gradient.
+    param: reduce_gradients_at_owner partition_gradients
 Use `zero.Init` and `zero.GatheredParameters`.
     runtime.zero.parameter_offload: ZeROOrderedDict ensure_zero_ordered_dict
     runtime.zero.partition_parameters: AllGatherCoalescedHandle AllGatherHandle CUDAQuantizer

@@ -19,22 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerodrift.deepspeed.modules import Placeholder
+from zerodrift.deepspeed.modules import PARAMETER_ABSENT, Placeholder
 from zerodrift.errors import UnsupportedError
 
 ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE", module=__name__)
 ZeroParamStatus = enum.Enum("ZeroParamStatus", "AVAILABLE NOT_AVAILABLE INFLIGHT", module=__name__)
 
-_GATHER = "Read or write it inside `zero.GatheredParameters`, with a `modifier_rank` to write."
-_REDUCE = "`engine.backward` and `engine.step` reduce; `safe_get_full_grad` has the gradient."
-
-_ABSENT = {
-    **dict.fromkeys(("all_gather", "all_gather_coalesced", "partition"), _GATHER),
-    **dict.fromkeys(("reduce_gradients_at_owner", "partition_gradients"), _REDUCE),
-    "convert_to_zero_parameters": "Build the model inside `zero.Init`.",
-}
-
-_MOVED = {name: Placeholder(f"param.{name}", instead) for name, instead in _ABSENT.items()}
+_MOVED = {name: Placeholder(f"param.{name}", instead) for name, instead in PARAMETER_ABSENT.items()}
 
 _CONSTANT = {
     "ds_param_type": ZeroParamType.PARTITIONED,
