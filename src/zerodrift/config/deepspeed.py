@@ -42,14 +42,6 @@ class Entry:
     """Refused: the values at which the trained model does not depend on the key."""
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Keys that a reader looks up together."""
-
-    title: str
-    entries: tuple[Entry, ...]
-
-
 TABLE = """
 # Batch, clipping and averaging
 used train_batch_size: the batch: two of the three numbers give the third
@@ -85,17 +77,14 @@ used fp16.min_loss_scale: the loss scale, dynamic: where it stops
 used fp16.fp16_master_weights_and_grads: `master: same` and `accumulate: fp16`
 used torch_autocast.enabled: mode `autocast-bf16` or `autocast-fp16`
 used torch_autocast.dtype: which of the two; bf16 by default
-used torch_autocast.lower_precision_safe_modules: `gather` and `reduce` of these classes' parameters;
-    subclasses must be listed too
+used torch_autocast.lower_precision_safe_modules: `gather` and `reduce` of parameters of exactly these classes
 used gradient_accumulation_dtype: `accumulate`, at every stage. DeepSpeed drops it at top level
 used data_types.grad_accum_dtype: `accumulate`, at every stage
 used data_types.param_dtype: a check: it must agree with the mode
 used data_types.buffer_dtype: `precision.buffers`
-ignored data_types.keep_in_fp32_modules: `zero.Init` rounds nothing, so buffers keep the dtype in which the
-    model made them, unless `data_types.buffer_dtype` casts all
+ignored data_types.keep_in_fp32_modules: buffers keep their dtype, unless `data_types.buffer_dtype` casts all
 used communication_data_type: the wire dtype of `reduce`, for every parameter that is not pinned
-ignored seq_parallel_communication_data_type: there is no sequence parallelism here;
-    `communication_data_type` is for the data axis
+ignored seq_parallel_communication_data_type: there is no sequence parallelism here
 refused fp32_allreduce: DeepSpeed no longer reads it
     instead: Write `communication_data_type: fp32`.
 refused amp.enabled: Apex is not used
@@ -105,8 +94,7 @@ refused amp.enabled: Apex is not used
 [zero_optimization]
 used stage: the sharding of `storage`, `accumulate`, `master` and `state`
 used mics_shard_size: the mesh: ranks that share one copy of the model
-ignored mics_hierarchical_params_gather: a gather stays inside its shard group, and the backend orders its
-    hops
+ignored mics_hierarchical_params_gather: a gather stays inside its shard group, in the backend's hops
 used fp32_pinned_parameters: a `pin: fp32` rule per substring
 used load_from_fp32_weights: always true: masters start from the model's own bits
 ignored contiguous_gradients: gradients always lie in one flat accumulator
@@ -122,8 +110,7 @@ ignored round_robin_gradients: ranks own equal contiguous slices of a segment
 ignored sub_group_size: the optimizer updates segment by segment
 refused legacy_stage1: there is one implementation of every stage
 ignored elastic_checkpoint: every checkpoint loads at any world size and any stage
-ignored ignore_unused_parameters: an unused parameter never stops a step; the engine counts which gradients
-    arrived
+ignored ignore_unused_parameters: an unused parameter never stops a step
 ignored stage3_prefetch_bucket_size prefetch_bucket_size: `sharding.prefetch` says how far ahead units are
     gathered, in bytes
 ignored stage3_param_persistence_threshold param_persistence_threshold: small parameters travel in their
@@ -169,8 +156,7 @@ refused device: parameters rest on their device, which changes no value: stage 3
     instead: Remove it; `offload_optimizer` moves master and state to the host.
     off: "none"
     without effect: "cpu"
-ignored nvme_path buffer_count buffer_size max_in_cpu pin_memory: parameters rest on their device; see
-    `zero_optimization.offload_param.device`
+ignored nvme_path buffer_count buffer_size max_in_cpu pin_memory: parameters rest on their device
 [zero_optimization]
 refused cpu_offload: DeepSpeed deprecated this spelling
     instead: Write `"offload_optimizer": {"device": "cpu"}`.
@@ -193,8 +179,7 @@ refused optimizer.params.fp32_optimizer_states: moments follow their column
 ignored optimizer.legacy_fusion: there is one update per dtype
 used scheduler.type: the schedule that is built if none is passed
 used scheduler.params.*: its arguments
-used zero_allow_untested_optimizer: whether an unknown optimizer is declared elementwise, and so steps on
-    shards
+used zero_allow_untested_optimizer: an unknown optimizer is declared elementwise, and so steps on shards
 ignored zero_force_ds_cpu_optimizer: the update runs where the master rests, for any optimizer
 
 # Pipeline, tensor, expert and sequence parallelism
@@ -203,8 +188,7 @@ ignored pipeline.partition: the model's own split says where stages begin
 ignored pipeline.seed_layers: layers are seeded by the caller
 ignored pipeline.activation_checkpoint_interval pipeline.use_reentrant: activation checkpointing is the
     model's own: `torch.utils.checkpoint`, or in transformers `gradient_checkpointing_enable()`
-ignored pipeline.pipe_partitioned pipeline.grad_partitioned: there is no tensor parallelism to split
-    activations over
+ignored pipeline.pipe_partitioned pipeline.grad_partitioned: there is no tensor parallelism
 refused tensor_parallel.autotp_size tensor_parallel.tensor_parallel.tp_size tensor_parallel.tp.tp_size:
     modules are not split over ranks
     instead: Shard with `zero_optimization.stage: 3` instead.
@@ -221,8 +205,8 @@ ignored checkpoint.tag_validation: ranks write under rank 0's tag; the drop-in f
 ignored checkpoint.load_universal: every checkpoint loads at any world size and any stage
 refused checkpoint.use_node_local_storage: a checkpoint is one folder that all ranks see
     instead: Save to shared storage.
-ignored checkpoint.parallel_write.* checkpoint.checkpoint_serialization checkpoint.writer.*: checkpoints are
-    written by torch's Distributed Checkpoint, each rank its own shards
+ignored checkpoint.parallel_write.* checkpoint.checkpoint_serialization checkpoint.writer.*: each rank writes
+    its own shards with torch's Distributed Checkpoint
 refused nebula.enabled: there is no checkpoint service
     instead: Call `save_checkpoint` as often as needed.
 refused datastates_ckpt: there is no checkpoint engine of another package
@@ -272,8 +256,7 @@ ignored dump_state: `zerodrift plan` prints every decision with its reason
 ignored flops_profiler.*: `torch.profiler` with `with_flops=True` counts them
 ignored comms_logger.*: the bill of `zerodrift plan` counts every collective of a step
 ignored timers.*: `torch.profiler` times a step
-ignored tensorboard.* wandb.* csv_monitor.*: the drop-in writes what DeepSpeed writes; elsewhere a step's
-    numbers are on the engine
+ignored tensorboard.* wandb.* csv_monitor.*: the drop-in obeys them; elsewhere the engine has the numbers
 ignored comet.*: the step's loss, norm, scale and skips are on the engine; `steps_per_print` prints them
 ignored log_level: the key sets the level of DeepSpeed's own logger
 ignored vocabulary_size: DeepSpeed only warns about alignment
@@ -289,7 +272,7 @@ _ROW = re.compile(
 )
 
 
-def _read_table() -> Iterator[Section]:
+def _read_table() -> Iterator[tuple[str, tuple[Entry, ...]]]:
     unwrapped = re.sub(r"\n    (?!instead:|off:|without effect:)", " ", TABLE)
     for part in unwrapped.split("\n# ")[1:]:
         title, _, rest = part.partition("\n")
@@ -304,12 +287,13 @@ def _read_table() -> Iterator[Section]:
                 entries += (Entry(prefix + key, kind, text, instead or "", *values) for key in keys.split())
                 if fate == "refused" and (switch := re.fullmatch(r"(\w+)\.enabled", prefix + keys)):
                     entries.append(Entry(f"{switch[1]}.*", "ignored", OFF))
-        yield Section(title, tuple(entries))
+        yield title, tuple(entries)
 
 
-SECTIONS = tuple(_read_table())
+SECTIONS = dict(_read_table())
+"""Title -> keys that a reader looks up together."""
 
-ENTRIES: dict[str, Entry] = {entry.key: entry for section in SECTIONS for entry in section.entries}
+ENTRIES: dict[str, Entry] = {entry.key: entry for entries in SECTIONS.values() for entry in entries}
 
 
 def find(key: str, table: Mapping[str, Entry] = ENTRIES) -> Entry | None:
