@@ -16,21 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.checkpoint import (
-    LATEST,
-    SHARED,
-    CheckpointFolder,
-    CheckpointReader,
-    is_deepspeed,
-    new_file,
-    read_entries,
-    verified,
-    writing,
-)
-from zerodrift.checkpoint import state as states
+from zerodrift.checkpoint import LATEST, CheckpointFolder, is_deepspeed, new_file, writing
 from zerodrift.deepspeed.checkpointed_engine import require, without_ties, write_state
 from zerodrift.deepspeed.parameters.values import engine_parameter
-from zerodrift.weights import open_deepspeed, size_in_bytes
+from zerodrift.weights import open_deepspeed, open_zerodrift, size_in_bytes
 
 StateDict = dict[str, torch.Tensor]
 
@@ -44,20 +33,15 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """Return all parameters in fp32, and the buffers as they were saved. `lazy_mode` changes nothing: tensors
     are plain, and `contiguous()` of them is free."""
     folder = Path(checkpoint_dir)
-    state: StateDict = {}
     if is_deepspeed(folder if tag is None else folder / tag) or is_deepspeed(folder):
         source = open_deepspeed(folder, tag or "")
-        for entry in source.entries:
-            if entry.group >= 0 or not exclude_frozen_parameters:
-                state |= dict.fromkeys(entry.names, source.whole(entry.name).float())
-        return state | dict(source.buffers)
-    checkpoint = require(CheckpointFolder(folder), tag or LATEST)
-    verified(checkpoint)
-    reader = CheckpointReader(checkpoint)
-    for entry in read_entries(checkpoint):
+    else:
+        source = open_zerodrift(require(CheckpointFolder(folder), tag or LATEST))
+    state: StateDict = {}
+    for entry in source.entries:
         if entry.group >= 0 or not exclude_frozen_parameters:
-            state |= dict.fromkeys(entry.names, reader.weight(entry).float())
-    return state | states.persistent_buffers(states.read_state(checkpoint, SHARED))
+            state |= dict.fromkeys(entry.names, source.whole(entry.name).float())
+    return state | dict(source.buffers)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zerodrift.weights.matching import ExpectedTensor, expected_tensors, match
     from zerodrift.weights.quantised import decode_quantised
     from zerodrift.weights.reader import SafetensorsReader
-    from zerodrift.weights.sources import TrainingState
+    from zerodrift.weights.sources import TrainingState, open_zerodrift
     from zerodrift.weights.writer import size_in_bytes
 
 __getattr__, __dir__, __all__ = face(__name__)

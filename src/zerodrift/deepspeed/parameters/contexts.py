@@ -3,7 +3,7 @@
 GatheredParameters shows the full values of some parameters, to read, or for one rank to write. Parameters may
 be an engine's or sharded by Init. Any other parameter is whole already and left alone, and so is one that an
 outer context has gathered. With `modifier_rank`, that rank's values become those of all ranks at the end,
-master weights included, at every stage. Without it a change would be lost, and is an error on every rank.
+master weights included. Without it a change would be lost, and is an error on every rank.
 
 Init builds a model in shards, so that no rank ever holds all of it. A module's children are sharded when the
 module is handed to its parent, and the rest at the end of the context, so at most one block and the root's
