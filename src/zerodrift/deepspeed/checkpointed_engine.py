@@ -39,7 +39,7 @@ from zerodrift.deepspeed.tools.functions import logger
 from zerodrift.engine import Engine, native
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError
 from zerodrift.plan import Row
-from zerodrift.weights import TrainingState, find_tag, open_deepspeed, to_checkpoint, whole_values
+from zerodrift.weights import TrainingState, open_deepspeed, to_checkpoint, whole_values
 
 PathLike = str | os.PathLike[str]
 
@@ -292,7 +292,7 @@ def _room(path: Path) -> tempfile.TemporaryDirectory[str]:
 
 def _convert(path: Path, tag: str, room: Path, schedule: Any) -> Converted:
     """Convert a checkpoint. The state of a caller's own schedule is taken for that of `schedule`."""
-    source = open_deepspeed(find_tag(path, tag))
+    source = open_deepspeed(path, tag)
     trained = source.trained or TrainingState()
     if not trained.schedule and trained.schedule_state is not None and schedule is not None:
         trained = replace(trained, schedule=type(schedule).__name__)

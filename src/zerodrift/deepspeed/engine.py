@@ -24,13 +24,7 @@ from zerodrift.alias import run_settings
 from zerodrift.deepspeed.checkpointed_engine import CheckpointedEngine, attach_loading
 from zerodrift.deepspeed.config import MANAGED
 from zerodrift.deepspeed.getters import GETTERS, wire_dtype
-from zerodrift.deepspeed.modules import (
-    ENGINE_ABSENT,
-    MisuseError,
-    absent,
-    require_plain_compilation,
-    unknown,
-)
+from zerodrift.deepspeed.modules import ENGINE_ABSENT, MisuseError, absent, unknown
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zerodrift.deepspeed.parameters.shards import forget_shards, keep_shards
 from zerodrift.deepspeed.parameters.values import engine_parameter, mark_parameters, unmark_parameters
@@ -122,7 +116,10 @@ class DeepSpeedEngine(CheckpointedEngine):
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **others: Any) -> None:
         """Compile the model's blocks in place, or all of a model without them. A second call does nothing."""
-        require_plain_compilation(others)
+        for name, given in others.items():
+            if given:
+                do = "Leave it out: blocks are compiled as `torch.compile` does."
+                raise UnsupportedError("engine.compile", f"must not be given `{name}`", got=given, do=do)
         names = [unit.name for unit in self._engine.plan.units if unit.name] or [""]
         for name in names if not self.is_compiled else ():
             self.module.get_submodule(name).compile(**{**(compile_kwargs or {}), "backend": backend})

@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -54,14 +54,6 @@ def absent(name: str, instead: str) -> NotHereError:
 def unknown(owner: str, name: str, known: Iterable[str]) -> NotHereError:
     """Return the error for a name that neither DeepSpeed nor the drop-in has."""
     return NotHereError(f"{owner}.{name}", HERE, do=did_you_mean(name, list(known)))
-
-
-def require_plain_compilation(options: Mapping[str, Any]) -> None:
-    """Refuse options of `engine.compile` that only DeepCompile has, and compiled backwards."""
-    for name, given in options.items():
-        if given:
-            do = "Leave it out: blocks are compiled as `torch.compile` does."
-            raise UnsupportedError("engine.compile", f"must not be given `{name}`", got=given, do=do)
 
 
 class _PlaceholderBase:

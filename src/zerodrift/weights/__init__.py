@@ -10,7 +10,6 @@ if TYPE_CHECKING:
         ConversionResult, ConvertOptions, convert, open_source, to_checkpoint,
     )  # fmt: skip
     from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
-    from zerodrift.weights.deepspeed.files import find_tag
     from zerodrift.weights.exporter import Exported, export, exported_dtype, whole_values
     from zerodrift.weights.load import InitialValues, LoadedWeights, SafetensorsWeights, load_weights
     from zerodrift.weights.matching import ExpectedTensor, expected_tensors, match

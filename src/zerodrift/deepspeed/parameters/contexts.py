@@ -238,7 +238,7 @@ class Init:
             registration.register_module_parameter_registration_hook(self._on_parameter),
         ]
         self._apply = nn.Module.apply
-        nn.Module.apply = _gathering_apply(self._apply)  # type: ignore[method-assign]
+        nn.Module.apply = _gathering_apply  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -292,15 +292,10 @@ class Init:
         return True
 
 
-def _gathering_apply(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `Module.apply` that gathers the parameters of each module."""
-
-    def apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-        for child in self.children():
-            apply(child, fn)
-        with GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0):
-            fn(self)
-        return self
-
-    apply.__wrapped__ = plain  # type: ignore[attr-defined]
-    return apply
+def _gathering_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+    """Stand in for `Module.apply`, and gather the parameters of each module."""
+    for child in self.children():
+        _gathering_apply(child, fn)
+    with GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0):
+        fn(self)
+    return self
