@@ -193,8 +193,7 @@ class ZeroDriftStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Save a folder with the engine's checkpoint and Lightning's own file, or one file for weights
-        alone."""
+        """Save a folder with the engine's checkpoint and Lightning's file, or one file for weights alone."""
         path = Path(self.broadcast(filepath))
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, path, storage_options)

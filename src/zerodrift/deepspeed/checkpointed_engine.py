@@ -309,8 +309,7 @@ def _convert(path: Path, tag: str, room: Path, schedule: Any) -> Converted:
 
 
 def model_state(engine: Engine, prefix: str, without_frozen: bool, everywhere: bool) -> dict[str, Any]:
-    """Return the model's state dict, in its own order, on every rank, or on rank 0's CPU and an empty one
-    elsewhere."""
+    """Return the model's state dict, in its own order, on every rank, or only on rank 0's CPU."""
     keep = everywhere or engine.mesh.rank() == 0
     values: dict[str, torch.Tensor] = {}
     for unit in engine.plan.units:

@@ -38,8 +38,7 @@ def _data_types(self: Any) -> tuple[torch.dtype, torch.dtype]:
 
 
 def wire_dtype(self: Any) -> torch.dtype:
-    """Return the dtype in which gradients are sent, unless a rule says otherwise; for a narrow wire, that of
-    their sum."""
+    """Return the dtype in which gradients are sent; for a narrow wire, that of their sum."""
     wires = [plain_wire(update.reduce) for update in _updates(self)]
     return wires[0] if wires else torch.float32
 

@@ -112,8 +112,7 @@ OUTSIDE = ("torch.", "zerodrift.")
 
 
 def read_table(table: str) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """Return for each module of a table its names, each with its heading; and the headings of modules without
-    names."""
+    """Return the names of each module of a table with their headings; and headings of modules alone."""
     names: dict[str, dict[str, str]] = defaultdict(dict)
     bare: dict[str, str] = {}
     heading = ""

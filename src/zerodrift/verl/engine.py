@@ -40,8 +40,7 @@ from zerodrift.verl.model import (
 
 @EngineRegistry.register(model_type="language_model", backend=NAME, device=["cuda", "cpu"])
 class ZeroDriftEngine(FSDPEngineWithLMHead):
-    """The engine for language models. Only its base's code for micro-batches, model inputs and outputs is
-    used, none for FSDP."""
+    """The engine for language models. Of its base it uses the code for micro-batches, none for FSDP."""
 
     def __init__(
         self,

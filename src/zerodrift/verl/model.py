@@ -44,8 +44,7 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 def prepared_model(given: Any) -> tuple[nn.Module, Any]:
-    """Build a language model without weights, and return the path of its weights; or read a model that gets
-    an adapter or has a new head."""
+    """Build a model without weights, and return their path; or read one with an adapter or a new head."""
     build, config = get_hf_auto_model_class(hf_config=given.hf_config), given.hf_config
     if given.model_type == "language_model" and not given.lora_rank:
         with empty():

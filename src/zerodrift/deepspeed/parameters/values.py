@@ -144,8 +144,7 @@ def _values(param: nn.Parameter) -> ParameterHandle:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the master weights in fp32. Return None if no engine runs the parameter, or if it does not train
-    it, for then it has no master."""
+    """Return the master weights in fp32. Return None for a parameter that no engine trains."""
     return None if engine_parameter(param) is None or _is_frozen(param) else _values(param).master
 
 
@@ -155,8 +154,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient of this step so far. Return None outside a step, and for a parameter that is not
-    trained."""
+    """Return the gradient of this step so far. Return None outside a step, and for a frozen parameter."""
     owner = engine_parameter(param)
     if owner is None or not param.requires_grad or not owner.running().micro_batches:
         return None
@@ -194,8 +192,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return a copy of this rank's shard of the master weights. Flat, fp32. Return None for a parameter that
-    the engine does not train."""
+    """Return a copy of this rank's shard of the master weights, None for a frozen parameter. Flat, fp32."""
     engine, segment, row = _locate(param)
     return None if _is_frozen(param) else _shard(_master(engine, segment), segment, row).clone()
 
@@ -261,9 +258,7 @@ def _is_frozen(param: nn.Parameter) -> bool:
 
 def _locate(param: nn.Parameter) -> tuple[Engine, FlatSegment, Row]:
     engine, name = require_engine_parameter(param)
-    row = engine.plan.row(name)
-    if row is None:
-        raise AssertionError(f"{name} has an owner and no row")
+    row = engine.parameter(name).row
     return engine, native(engine.executor).segments[row.segment], row
 
 
@@ -322,8 +317,7 @@ def plain_wire(reduce: Reduction) -> torch.dtype:
 
 
 def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
-    """Return the planned dtype of the gradient on the wire. Without an engine it is the parameter's own
-    dtype."""
+    """Return the planned dtype of the gradient on the wire, the parameter's own dtype without an engine."""
     owner = engine_parameter(param)
     if owner is not None:
         row = owner.running().plan.row(owner.name)

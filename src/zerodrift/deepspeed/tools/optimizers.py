@@ -142,8 +142,7 @@ OVER_PARAMETERS: Mapping[Algorithm, Callable[..., torch.optim.Optimizer]] = {
     SGD: torch.optim.SGD,
     LION: FusedLion,
 }
-"""Algorithm of a config -> a function that makes it over parameter groups, or over a part of the
-parameters."""
+"""Algorithm of a config -> a function that makes it over parameter groups, or a part of the model."""
 
 
 # --- builders ---------------------------------------------------------------------------------------------

@@ -231,8 +231,7 @@ def _load(path: Path, trust: bool) -> dict[str, Any]:
 
 
 def _is_own_name(name: str, saved_as: str) -> bool:
-    """Return whether a file was saved for the rank in its name. torch keeps the name that it wrote to, except
-    for a stream."""
+    """Return whether a file was saved for the rank in its name, which torch keeps in it."""
     for pattern in (DEEPSPEED, _OPTIMIZER):
         then, now = pattern.fullmatch(f"{saved_as}.pt"), pattern.fullmatch(name)
         if then is not None:
