@@ -173,10 +173,6 @@ class ZeroDriftStrategy(DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {}  # the engine's checkpoint has it
 

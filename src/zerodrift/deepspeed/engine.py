@@ -333,14 +333,6 @@ class DeepSpeedEngine(CheckpointedEngine):
     def communication_data_type(self) -> torch.dtype:
         return wire_dtype(self)
 
-    def train(self, mode: bool = True) -> DeepSpeedEngine:
-        self.module.train(mode)
-        self.training = mode
-        return self
-
-    def eval(self) -> DeepSpeedEngine:
-        return self.train(False)
-
     def empty_partition_cache(self) -> None:
         """Do nothing: a unit is released when it is left."""
 

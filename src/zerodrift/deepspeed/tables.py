@@ -32,8 +32,7 @@ tools.curves
     monitor.wandb: WandbMonitor
 tools.device
     accelerator accelerator.real_accelerator: get_accelerator
-    accelerator: Accelerator
-    accelerator.abstract_accelerator: DeepSpeedAccelerator=Accelerator
+    accelerator accelerator.abstract_accelerator: DeepSpeedAccelerator=Accelerator
 engine
     runtime.engine: DeepSpeedEngine
 tools.estimates
