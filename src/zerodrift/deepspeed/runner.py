@@ -14,7 +14,6 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.distributed.run import main as torchrun
@@ -44,19 +43,19 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no_python", action="store_true", help="the script is a program")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
     hidden = argparse.SUPPRESS
-    kinds: dict[str, dict[str, Any]] = {
-        "launcher launcher_args venv_script log_level ssh_port autotuning enable_each_rank_log "
-        "bind_core_list": {"default": ""},
-        "num_nodes node_rank min_elastic_nodes max_elastic_nodes": {"type": int, "default": -1},
-        "no_ssh no_ssh_check force_multi elastic_training save_pid bind_cores_to_rank": {
-            "action": "store_true"
-        },
-    }
+    texts = (
+        "launcher launcher_args venv_script log_level ssh_port autotuning enable_each_rank_log bind_core_list"
+    )
+    numbers = "num_nodes node_rank min_elastic_nodes max_elastic_nodes"
+    switches = "no_ssh no_ssh_check force_multi elastic_training save_pid bind_cores_to_rank"
     add("-H", "--hostfile", default="", help=hidden)
     add("-q", "--quiet", action="store_true", help=hidden)
-    for names, kind in kinds.items():
-        for name in names.split():
-            add(f"--{name}", help=hidden, **kind)
+    for name in texts.split():
+        add(f"--{name}", default="", help=hidden)
+    for name in numbers.split():
+        add(f"--{name}", type=int, default=-1, help=hidden)
+    for name in switches.split():
+        add(f"--{name}", action="store_true", help=hidden)
     add("user_script", help="the script")
     add("user_args", nargs=argparse.REMAINDER, help="its own arguments")
     return parser.parse_args(args)
