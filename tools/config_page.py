@@ -36,9 +36,9 @@ exist only for trained parameters. What is sharded depends on the stage: see
 def render_page() -> str:
     """Render the tables of `docs/deepspeed.md`."""
     parts = []
-    for section in deepspeed.SECTIONS:
-        rows = [_row(entry) for entry in section.entries]
-        parts += [f"## {section.title}", _table(("Key", "What happens", "As what, or why"), rows)]
+    for title, entries in deepspeed.SECTIONS.items():
+        rows = [_row(entry) for entry in entries]
+        parts += [f"## {title}", _table(("Key", "What happens", "As what, or why"), rows)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -77,12 +77,8 @@ def _installed_finder() -> _Finder | None:
 def _install_finder(where: str, do: str, settings: RunSettings | None) -> None:
     imported = sys.modules.get(NAME)
     if imported is not None:
-        raise UnsupportedError(
-            where,
-            "must be called before DeepSpeed is imported",
-            got=f"DeepSpeed from {imported.__file__}",
-            do=do,
-        )
+        must, got = "must be called before DeepSpeed is imported", f"DeepSpeed from {imported.__file__}"
+        raise UnsupportedError(where, must, got=got, do=do)
     sys.meta_path.insert(0, _Finder(settings))
 
 

@@ -173,10 +173,6 @@ class ZeroDriftStrategy(DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {}  # the engine's checkpoint has it
 
@@ -193,8 +189,7 @@ class ZeroDriftStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Save a folder with the engine's checkpoint and Lightning's own file, or one file for weights
-        alone."""
+        """Save a folder with the engine's checkpoint and Lightning's file, or one file for weights alone."""
         path = Path(self.broadcast(filepath))
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, path, storage_options)

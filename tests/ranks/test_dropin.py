@@ -75,7 +75,7 @@ def test_a_model_in_pieces_trains_as_one_that_was_whole() -> None:
         model = Model()
     for parameter in model.parameters():
         piece = shard_of(parameter)
-        assert piece is not None and piece.flat.numel() == -(-parameter.numel() // 2)
+        assert piece is not None and abs(2 * piece.flat.numel() - parameter.numel()) <= 1
         assert parameter.shape == parameter.ds_shape
         assert parameter.untyped_storage().nbytes() <= 8
     assert model.third.item() == plain.third.item()

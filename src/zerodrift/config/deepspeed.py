@@ -6,9 +6,9 @@ tunes machinery that is not here, so the same model is trained without it; the e
 instead. *Refused*: dropping the key would train, place or save something other than the config says. A
 refused key is accepted at its harmless values, which ask for nothing.
 
-A key may end in `.*`, for a block whose keys share one fate; an exact entry goes before it. Keys that share a
-fate and a text stand in one row, separated by spaces. `off` lists the harmless values of a refused key, false
-unless they are given.
+A key may end in `.*`, for a block whose keys share one fate; an exact entry goes before it. Under a refused
+`enabled` the other keys of its block are ignored. Keys that share a fate and a text stand in one row. `off`
+lists the harmless values of a refused key, false unless they are given.
 
 Invariant: no DeepSpeed key is silent. `tests/unit/test_deepspeed_table.py` holds the table against a list
 of every key in DeepSpeed's source, and against the schema in both directions.
@@ -40,14 +40,6 @@ class Entry:
     """Refused: the values at which the key asks for nothing. Null and "auto" always are."""
     without_effect: tuple[Any, ...] = ()
     """Refused: the values at which the trained model does not depend on the key."""
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Keys that a reader looks up together."""
-
-    title: str
-    entries: tuple[Entry, ...]
 
 
 TABLE = """
@@ -85,38 +77,32 @@ used fp16.min_loss_scale: the loss scale, dynamic: where it stops
 used fp16.fp16_master_weights_and_grads: `master: same` and `accumulate: fp16`
 used torch_autocast.enabled: mode `autocast-bf16` or `autocast-fp16`
 used torch_autocast.dtype: which of the two; bf16 by default
-used torch_autocast.lower_precision_safe_modules: `gather` and `reduce` of these classes' parameters;
-    subclasses must be listed too
+used torch_autocast.lower_precision_safe_modules: `gather` and `reduce` of parameters of exactly these classes
 used gradient_accumulation_dtype: `accumulate`, at every stage. DeepSpeed drops it at top level
 used data_types.grad_accum_dtype: `accumulate`, at every stage
 used data_types.param_dtype: a check: it must agree with the mode
 used data_types.buffer_dtype: `precision.buffers`
-ignored data_types.keep_in_fp32_modules: `zero.Init` rounds nothing, so buffers keep the dtype in which the
-    model made them, unless `data_types.buffer_dtype` casts all
+ignored data_types.keep_in_fp32_modules: buffers keep their dtype, unless `data_types.buffer_dtype` casts all
 used communication_data_type: the wire dtype of `reduce`, for every parameter that is not pinned
-ignored seq_parallel_communication_data_type: there is no sequence parallelism here;
-    `communication_data_type` is for the data axis
+ignored seq_parallel_communication_data_type: there is no sequence parallelism here
 refused fp32_allreduce: DeepSpeed no longer reads it
     instead: Write `communication_data_type: fp32`.
 refused amp.enabled: Apex is not used
     instead: Write `"torch_autocast": {"enabled": true}`.
-ignored amp.*: the block is off, or refused by its `enabled`
 
 # zero_optimization
 [zero_optimization]
 used stage: the sharding of `storage`, `accumulate`, `master` and `state`
 used mics_shard_size: the mesh: ranks that share one copy of the model
-ignored mics_hierarchical_params_gather: a gather stays inside its shard group, and the backend orders its
-    hops
+ignored mics_hierarchical_params_gather: a gather stays inside its shard group, in the backend's hops
 used fp32_pinned_parameters: a `pin: fp32` rule per substring
 used load_from_fp32_weights: always true: masters start from the model's own bits
 ignored contiguous_gradients: gradients always lie in one flat accumulator
-ignored reduce_scatter: every stage runs the same reduction, one message per segment of a unit
-ignored reduce_bucket_size: parameters are gathered and reduced in units: `sharding.units`
-ignored use_multi_rank_bucket_allreduce: every stage runs the same reduction, one message per segment of a
-    unit
+ignored reduce_bucket_size allgather_bucket_size stage3_module_granularity_threshold
+    module_granularity_threshold: parameters are gathered and reduced in units: `sharding.units`
+ignored reduce_scatter use_multi_rank_bucket_allreduce: every stage runs the same reduction, one message per
+    segment of a unit
 ignored allgather_partitions: updated shards always come back in one gather
-ignored allgather_bucket_size: parameters are gathered and reduced in units: `sharding.units`
 ignored overlap_comm: the engine overlaps wherever the backend can
 ignored parameter_alignment: parameters always start on a multiple of 256 elements
 ignored compute_grad_norm: the norm of a step is always computed
@@ -124,8 +110,7 @@ ignored round_robin_gradients: ranks own equal contiguous slices of a segment
 ignored sub_group_size: the optimizer updates segment by segment
 refused legacy_stage1: there is one implementation of every stage
 ignored elastic_checkpoint: every checkpoint loads at any world size and any stage
-ignored ignore_unused_parameters: an unused parameter never stops a step; the engine counts which gradients
-    arrived
+ignored ignore_unused_parameters: an unused parameter never stops a step
 ignored stage3_prefetch_bucket_size prefetch_bucket_size: `sharding.prefetch` says how far ahead units are
     gathered, in bytes
 ignored stage3_param_persistence_threshold param_persistence_threshold: small parameters travel in their
@@ -135,8 +120,6 @@ ignored stage3_model_persistence_threshold model_persistence_threshold stage3_ma
     a gathered unit lives
 ignored stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save
     stage3_gather_fp16_weights_on_model_save: a saved model is always whole, in its `export` dtypes
-ignored stage3_module_granularity_threshold module_granularity_threshold: parameters are gathered and
-    reduced in units: `sharding.units`
 ignored leaf_module.*: a unit is gathered whole: no module needs to be marked
 ignored stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params: a unit is one all-gather
 ignored stage3_allgather_sequential allgather_sequential: a unit is gathered in place, with no copy
@@ -173,8 +156,7 @@ refused device: parameters rest on their device, which changes no value: stage 3
     instead: Remove it; `offload_optimizer` moves master and state to the host.
     off: "none"
     without effect: "cpu"
-ignored nvme_path buffer_count buffer_size max_in_cpu pin_memory: parameters rest on their device; see
-    `zero_optimization.offload_param.device`
+ignored nvme_path buffer_count buffer_size max_in_cpu pin_memory: parameters rest on their device
 [zero_optimization]
 refused cpu_offload: DeepSpeed deprecated this spelling
     instead: Write `"offload_optimizer": {"device": "cpu"}`.
@@ -197,8 +179,7 @@ refused optimizer.params.fp32_optimizer_states: moments follow their column
 ignored optimizer.legacy_fusion: there is one update per dtype
 used scheduler.type: the schedule that is built if none is passed
 used scheduler.params.*: its arguments
-used zero_allow_untested_optimizer: whether an unknown optimizer is declared elementwise, and so steps on
-    shards
+used zero_allow_untested_optimizer: an unknown optimizer is declared elementwise, and so steps on shards
 ignored zero_force_ds_cpu_optimizer: the update runs where the master rests, for any optimizer
 
 # Pipeline, tensor, expert and sequence parallelism
@@ -207,8 +188,7 @@ ignored pipeline.partition: the model's own split says where stages begin
 ignored pipeline.seed_layers: layers are seeded by the caller
 ignored pipeline.activation_checkpoint_interval pipeline.use_reentrant: activation checkpointing is the
     model's own: `torch.utils.checkpoint`, or in transformers `gradient_checkpointing_enable()`
-ignored pipeline.pipe_partitioned pipeline.grad_partitioned: there is no tensor parallelism to split
-    activations over
+ignored pipeline.pipe_partitioned pipeline.grad_partitioned: there is no tensor parallelism
 refused tensor_parallel.autotp_size tensor_parallel.tensor_parallel.tp_size tensor_parallel.tp.tp_size:
     modules are not split over ranks
     instead: Shard with `zero_optimization.stage: 3` instead.
@@ -216,7 +196,6 @@ refused tensor_parallel.autotp_size tensor_parallel.tensor_parallel.tp_size tens
 ignored tensor_parallel.*: tensor parallelism is off, or refused by `tensor_parallel.autotp_size`
 refused expert_parallel.enabled: modules are not replaced by expert-parallel ones
     instead: Stage 3 shards the experts over all ranks.
-ignored expert_parallel.*: the block is off, or refused by its `enabled`
 ignored use_data_before_expert_parallelism: the order of the mesh's axes is fixed
 refused sequence_parallel_size: a sequence is not split over ranks
     off: 0, 1
@@ -226,11 +205,10 @@ ignored checkpoint.tag_validation: ranks write under rank 0's tag; the drop-in f
 ignored checkpoint.load_universal: every checkpoint loads at any world size and any stage
 refused checkpoint.use_node_local_storage: a checkpoint is one folder that all ranks see
     instead: Save to shared storage.
-ignored checkpoint.parallel_write.* checkpoint.checkpoint_serialization checkpoint.writer.*: checkpoints are
-    written by torch's Distributed Checkpoint, each rank its own shards
+ignored checkpoint.parallel_write.* checkpoint.checkpoint_serialization checkpoint.writer.*: each rank writes
+    its own shards with torch's Distributed Checkpoint
 refused nebula.enabled: there is no checkpoint service
     instead: Call `save_checkpoint` as often as needed.
-ignored nebula.*: the block is off, or refused by its `enabled`
 refused datastates_ckpt: there is no checkpoint engine of another package
     instead: `Checkpoints(..., asynchronous=True)` writes beside training: docs/checkpoints.md.
 
@@ -247,29 +225,22 @@ refused weight_quantization: weights stay in their `storage` dtype
     instead: Quantize the exported model.
     off: false, {}, {"enabled": false}
 refused quantize_training.enabled: weights are not quantized while they train
-ignored quantize_training.*: the block is off, or refused by its `enabled`
 ignored eigenvalue.*: DeepSpeed does not read it at this place
 refused progressive_layer_drop.enabled: every layer runs in every step
     instead: Drop layers in the model.
-ignored progressive_layer_drop.*: the block is off, or refused by its `enabled`
 refused curriculum_learning.enabled: data is the caller's
     instead: Order the samples in the loader.
-ignored curriculum_learning.*: the block is off, or refused by its `enabled`
 refused data_efficiency.enabled: data is the caller's
     instead: Sample in the loader, route tokens in the model.
-ignored data_efficiency.*: the block is off, or refused by its `enabled`
 refused sparse_attention: attention is the model's own
     instead: Choose the attention in the model.
     off: false, {}
 refused elasticity.enabled: the batch sizes are those in the config
     instead: Write the batch sizes; a checkpoint loads at any world size.
-ignored elasticity.*: the block is off, or refused by its `enabled`
 refused autotuning.enabled: no config is searched for
     instead: `zerodrift plan` prints memory and traffic of a config without running it.
-ignored autotuning.*: the block is off, or refused by its `enabled`
 refused hybrid_engine.enabled: there is no inference engine here
     instead: Generate with the model itself.
-ignored hybrid_engine.*: the block is off, or refused by its `enabled`
 refused compile.deepcompile: the engine's hooks are not compiled into the graph
     instead: Call `torch.compile` on the model's blocks.
 ignored compile.*: DeepCompile is off, or refused by `compile.deepcompile`
@@ -285,13 +256,14 @@ ignored dump_state: `zerodrift plan` prints every decision with its reason
 ignored flops_profiler.*: `torch.profiler` with `with_flops=True` counts them
 ignored comms_logger.*: the bill of `zerodrift plan` counts every collective of a step
 ignored timers.*: `torch.profiler` times a step
-ignored tensorboard.* wandb.* csv_monitor.*: the drop-in writes what DeepSpeed writes; elsewhere a step's
-    numbers are on the engine
+ignored tensorboard.* wandb.* csv_monitor.*: the drop-in obeys them; elsewhere the engine has the numbers
 ignored comet.*: the step's loss, norm, scale and skips are on the engine; `steps_per_print` prints them
 ignored log_level: the key sets the level of DeepSpeed's own logger
 ignored vocabulary_size: DeepSpeed only warns about alignment
 """
 """One row per fate and text: fate, keys, text. A row in brackets is the block around the keys below it."""
+
+OFF = "the block is off, or refused by its `enabled`"
 
 _ROW = re.compile(
     r"^(used|alias|ignored|refused) ([^:]+): (.+)"
@@ -300,7 +272,7 @@ _ROW = re.compile(
 )
 
 
-def _read_table() -> Iterator[Section]:
+def _read_table() -> Iterator[tuple[str, tuple[Entry, ...]]]:
     unwrapped = re.sub(r"\n    (?!instead:|off:|without effect:)", " ", TABLE)
     for part in unwrapped.split("\n# ")[1:]:
         title, _, rest = part.partition("\n")
@@ -313,12 +285,15 @@ def _read_table() -> Iterator[Section]:
                 values = tuple(harmless), tuple(json.loads(f"[{without or ''}]"))
                 kind = cast(Fate, fate)
                 entries += (Entry(prefix + key, kind, text, instead or "", *values) for key in keys.split())
-        yield Section(title, tuple(entries))
+                if fate == "refused" and (switch := re.fullmatch(r"(\w+)\.enabled", prefix + keys)):
+                    entries.append(Entry(f"{switch[1]}.*", "ignored", OFF))
+        yield title, tuple(entries)
 
 
-SECTIONS = tuple(_read_table())
+SECTIONS = dict(_read_table())
+"""Title -> keys that a reader looks up together."""
 
-ENTRIES: dict[str, Entry] = {entry.key: entry for section in SECTIONS for entry in section.entries}
+ENTRIES: dict[str, Entry] = {entry.key: entry for entries in SECTIONS.values() for entry in entries}
 
 
 def find(key: str, table: Mapping[str, Entry] = ENTRIES) -> Entry | None:

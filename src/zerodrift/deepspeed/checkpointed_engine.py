@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +39,7 @@ from zerodrift.deepspeed.tools.functions import logger
 from zerodrift.engine import Engine, native
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError
 from zerodrift.plan import Row
-from zerodrift.weights import TrainingState, find_tag, open_deepspeed, to_checkpoint, whole_values
+from zerodrift.weights import TrainingState, open_deepspeed, to_checkpoint, whole_values
 
 PathLike = str | os.PathLike[str]
 
@@ -272,24 +271,19 @@ Converted = tuple[str, tuple[str, int, dict[str, Any]], tuple[Allowed, ...]]
 @contextlib.contextmanager
 def _converted(engine: Engine, path: Path, tag: str) -> Iterator[Converted]:
     """Convert a checkpoint of DeepSpeed's while the context is open. Collective."""
-    is_first = engine.mesh.rank() == 0
-    rooms: list[Path] = []
-    written: list[Converted] = []
-    try:
+    converted: Converted | None = None
+    with contextlib.ExitStack() as stack:
         with raise_on_all_ranks(engine.comm):
-            if is_first:
-                rooms.append(_make_room(path))
-                written.append(_convert(path, tag, rooms[0], engine.schedule))
-        yield engine.comm.broadcast_object(written[0] if is_first else None, 0)
+            if engine.mesh.rank() == 0:
+                room = stack.enter_context(_room(path))
+                converted = _convert(path, tag, Path(room), engine.schedule)
+        yield engine.comm.broadcast_object(converted, 0)
         engine.comm.barrier()
-    finally:
-        for room in rooms:
-            shutil.rmtree(room, ignore_errors=True)
 
 
-def _make_room(path: Path) -> Path:
+def _room(path: Path) -> tempfile.TemporaryDirectory[str]:
     try:
-        return Path(tempfile.mkdtemp(prefix=".zerodrift-", dir=path))
+        return tempfile.TemporaryDirectory(prefix=".zerodrift-", dir=path, ignore_cleanup_errors=True)
     except OSError as error:
         must = "must have room for the checkpoint in another form while it is loaded"
         do = "Convert it to a place of your own once, with `zerodrift convert`."
@@ -298,7 +292,7 @@ def _make_room(path: Path) -> Path:
 
 def _convert(path: Path, tag: str, room: Path, schedule: Any) -> Converted:
     """Convert a checkpoint. The state of a caller's own schedule is taken for that of `schedule`."""
-    source = open_deepspeed(find_tag(path, tag))
+    source = open_deepspeed(path, tag)
     trained = source.trained or TrainingState()
     if not trained.schedule and trained.schedule_state is not None and schedule is not None:
         trained = replace(trained, schedule=type(schedule).__name__)
@@ -315,8 +309,7 @@ def _convert(path: Path, tag: str, room: Path, schedule: Any) -> Converted:
 
 
 def model_state(engine: Engine, prefix: str, without_frozen: bool, everywhere: bool) -> dict[str, Any]:
-    """Return the model's state dict, in its own order, on every rank, or on rank 0's CPU and an empty one
-    elsewhere."""
+    """Return the model's state dict, in its own order, on every rank, or only on rank 0's CPU."""
     keep = everywhere or engine.mesh.rank() == 0
     values: dict[str, torch.Tensor] = {}
     for unit in engine.plan.units:
@@ -327,7 +320,8 @@ def model_state(engine: Engine, prefix: str, without_frozen: bool, everywhere: b
                 values |= dict.fromkeys(row.names, value if everywhere else value.cpu())
     with native(engine.executor).guard.names_only():
         state = engine.module.state_dict()
-    if not _parameter_names(engine, without_frozen) <= state.keys():
+    rows = [row for row in engine.plan.rows if row.trained or not without_frozen]
+    if not {name for row in rows for name in row.names} <= state.keys():
         if everywhere or not any(segment.sharded for segment in native(engine.executor).segments):
             with engine.gathered():
                 return _by_memory(engine.module, values, prefix, everywhere) if keep else {}
@@ -341,11 +335,6 @@ def model_state(engine: Engine, prefix: str, without_frozen: bool, everywhere: b
         elif engine.plan.row(name) is None:  # a buffer
             whole[prefix + name] = _copy(value, everywhere)
     return whole
-
-
-def _parameter_names(engine: Engine, without_frozen: bool) -> set[str]:
-    rows = [row for row in engine.plan.rows if row.trained or not without_frozen]
-    return {name for row in rows for name in row.names}
 
 
 def _by_modules(module: nn.Module) -> dict[str, Any]:

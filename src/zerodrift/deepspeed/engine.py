@@ -24,11 +24,10 @@ from zerodrift.alias import run_settings
 from zerodrift.deepspeed.checkpointed_engine import CheckpointedEngine, attach_loading
 from zerodrift.deepspeed.config import MANAGED
 from zerodrift.deepspeed.getters import GETTERS, wire_dtype
-from zerodrift.deepspeed.modules import MisuseError, absent, require_plain_compilation, unknown
+from zerodrift.deepspeed.modules import ENGINE_ABSENT, MisuseError, absent, unknown
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zerodrift.deepspeed.parameters.shards import forget_shards, keep_shards
 from zerodrift.deepspeed.parameters.values import engine_parameter, mark_parameters, unmark_parameters
-from zerodrift.deepspeed.tables import ENGINE_ABSENT
 from zerodrift.deepspeed.tools.collectives import get_world_group, local_rank
 from zerodrift.deepspeed.tools.curves import DeepSpeedMonitorConfig, MonitorMaster
 from zerodrift.deepspeed.tools.functions import DeepSpeedDataLoader, logger, mark_configured_leaves
@@ -106,9 +105,8 @@ class DeepSpeedEngine(CheckpointedEngine):
         """Return the module's attribute, as DeepSpeed does."""
         with contextlib.suppress(AttributeError):
             return super().__getattr__(name)
-        for instead, names in ENGINE_ABSENT.items():
-            if name in names.split():
-                raise absent(f"engine.{name}", instead)
+        if name in ENGINE_ABSENT:
+            raise absent(f"engine.{name}", ENGINE_ABSENT[name])
         module = self.__dict__.get("_modules", {}).get("module")
         if module is not None and hasattr(module, name):
             return getattr(module, name)
@@ -118,7 +116,10 @@ class DeepSpeedEngine(CheckpointedEngine):
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **others: Any) -> None:
         """Compile the model's blocks in place, or all of a model without them. A second call does nothing."""
-        require_plain_compilation(others)
+        for name, given in others.items():
+            if given:
+                do = "Leave it out: blocks are compiled as `torch.compile` does."
+                raise UnsupportedError("engine.compile", f"must not be given `{name}`", got=given, do=do)
         names = [unit.name for unit in self._engine.plan.units if unit.name] or [""]
         for name in names if not self.is_compiled else ():
             self.module.get_submodule(name).compile(**{**(compile_kwargs or {}), "backend": backend})
@@ -331,14 +332,6 @@ class DeepSpeedEngine(CheckpointedEngine):
     @property
     def communication_data_type(self) -> torch.dtype:
         return wire_dtype(self)
-
-    def train(self, mode: bool = True) -> DeepSpeedEngine:
-        self.module.train(mode)
-        self.training = mode
-        return self
-
-    def eval(self) -> DeepSpeedEngine:
-        return self.train(False)
 
     def empty_partition_cache(self) -> None:
         """Do nothing: a unit is released when it is left."""

@@ -38,8 +38,7 @@ def _data_types(self: Any) -> tuple[torch.dtype, torch.dtype]:
 
 
 def wire_dtype(self: Any) -> torch.dtype:
-    """Return the dtype in which gradients are sent, unless a rule says otherwise; for a narrow wire, that of
-    their sum."""
+    """Return the dtype in which gradients are sent; for a narrow wire, that of their sum."""
     wires = [plain_wire(update.reduce) for update in _updates(self)]
     return wires[0] if wires else torch.float32
 
@@ -49,27 +48,17 @@ def _updates(self: Any) -> list[Any]:
     return [columns.update for columns in rows if columns.update is not None]
 
 
-def _loss_scale_args(self: Any) -> dict[str, float] | None:
-    scale = self.running.plan.policy.loss_scale
-    return scale and {
-        "init_scale": scale.initial,
-        "scale_window": scale.window,
-        "min_scale": scale.minimum,
-        "delayed_shift": scale.hysteresis,
-        "consecutive_hysteresis": scale.consecutive,
-    }
-
-
 def _optimizer_name(self: Any) -> str | None:
     """Return the class of the caller's optimizer, or the name in the config."""
     if self.client_optimizer is not None:
         return type(self.client_optimizer).__name__
-    name = _written(self, "optimizer", "type")
+    name = _key("optimizer", "type")(self)
     return name.lower() if isinstance(name, str) and name.lower() in THEIRS else name
 
 
-def _written(self: Any, block: str, key: str) -> Any:
-    return (self.config.get(block) or {}).get(key)
+def _key(block: str, key: str, default: Any = None) -> Callable[[Any], Any]:
+    """Return the getter of a key of the config; null is the default."""
+    return lambda self: default if (found := (self.config.get(block) or {}).get(key)) is None else found
 
 
 def _of_groups(self: Any, key: str) -> list[Any]:
@@ -90,6 +79,10 @@ def _policy(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda self: read(self.running.plan.policy)
 
 
+def _scale(read: Callable[[Any], Any], absent: Any = None) -> Callable[[Any], Any]:
+    return _policy(lambda policy: absent if policy.loss_scale is None else read(policy.loss_scale))
+
+
 def _stage(least: int) -> Callable[[Any], Any]:
     return _policy(lambda policy: policy.sharding.stage >= least)
 
@@ -97,14 +90,11 @@ def _stage(least: int) -> Callable[[Any], Any]:
 _offload = _policy(lambda policy: policy.sharding.offload)
 
 
-def _of_zero(key: str, default: Any = None) -> Callable[[Any], Any]:
-    return lambda self: _written(self, "zero_optimization", key) or default
-
-
+_ZERO = "zero_optimization"
 QUANTIZED = ("zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights")
 GETTERS: Mapping[str, Callable[[Any], Any]] = {
-    **{key: _of_zero(key, False) for key in QUANTIZED},
-    "zero_hpz_partition_size": _of_zero("zero_hpz_partition_size", 1),
+    **{key: _key(_ZERO, key, False) for key in QUANTIZED},
+    "zero_hpz_partition_size": _key(_ZERO, "zero_hpz_partition_size", 1),
     # precision
     "bfloat16_enabled": _policy(lambda policy: policy.mode is Mode.BF16),
     "fp16_enabled": _policy(lambda policy: policy.mode is Mode.FP16),
@@ -112,14 +102,18 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = {
     "torch_autocast_dtype": _policy(lambda policy: policy.mode.dtype.torch if policy.mode.autocast else None),
     "torch_autocast_lower_precision_safe_modules": _policy(lambda policy: list(policy.safe)),
     "get_data_types": _data_types,
-    "loss_scale": _policy(  # 0 if dynamic or absent, as in the config
-        lambda policy: (
-            0 if policy.loss_scale is None or policy.loss_scale.dynamic else policy.loss_scale.initial
-        )
+    "loss_scale": _scale(lambda scale: 0 if scale.dynamic else scale.initial, 0),  # as in the config
+    "dynamic_loss_scale": _scale(lambda scale: scale.dynamic, False),
+    "initial_dynamic_scale": _scale(lambda scale: scale.initial, 1.0),
+    "dynamic_loss_scale_args": _scale(
+        lambda scale: {
+            "init_scale": scale.initial,
+            "scale_window": scale.window,
+            "min_scale": scale.minimum,
+            "delayed_shift": scale.hysteresis,
+            "consecutive_hysteresis": scale.consecutive,
+        }
     ),
-    "dynamic_loss_scale": _policy(lambda policy: policy.loss_scale is not None and policy.loss_scale.dynamic),
-    "initial_dynamic_scale": _policy(lambda policy: policy.loss_scale.initial if policy.loss_scale else 1.0),
-    "dynamic_loss_scale_args": _loss_scale_args,
     # sharding
     "zero_optimization": _stage(1),
     "zero_optimization_stage": _policy(lambda policy: policy.sharding.stage),
@@ -128,8 +122,8 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = {
     "zero_gather_16bit_weights_on_model_save": lambda self: True,  # a saved model is always whole
     "zero_cpu_offload": _offload,
     "zero_use_cpu_optimizer": _offload,
-    "zero_offload_optimizer": _of_zero("offload_optimizer"),
-    "zero_offload_param": _of_zero("offload_param"),
+    "zero_offload_optimizer": _key(_ZERO, "offload_optimizer"),
+    "zero_offload_param": _key(_ZERO, "offload_param"),
     "zero_allow_untested_optimizer": lambda self: True,  # any elementwise optimizer runs on shards
     "mics_shard_size": lambda self: (
         self.running.plan.mesh.shard if self.running.plan.mesh.replicate > 1 else -1
@@ -150,9 +144,9 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = {
     ),
     # optimizer and schedule
     "optimizer_name": _optimizer_name,
-    "optimizer_params": lambda self: _written(self, "optimizer", "params"),
-    "scheduler_name": lambda self: _written(self, "scheduler", "type"),
-    "scheduler_params": lambda self: _written(self, "scheduler", "params"),
+    "optimizer_params": _key("optimizer", "params"),
+    "scheduler_name": _key("scheduler", "type"),
+    "scheduler_params": _key("scheduler", "params"),
     "get_lr": lambda self: _of_groups(self, "lr"),
     "get_type": lambda self: _of_groups(self, "type"),
     "get_mom": lambda self: _of_groups(self, "momentum"),

@@ -41,8 +41,7 @@ TORCH_CLASSES = {
     "optimizer": (torch.optim, torch.optim.Optimizer, TYPES),
     "scheduler": (torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler, SCHEDULES),
 }
-"""Block of the config that may name a class of torch -> its module, its base class, and zerodrift's own
-names."""
+"""Block of the config that may name a class of torch -> its module, its base class, zerodrift's names."""
 
 
 def initialize(  # DeepSpeed's thirteen parameters
@@ -60,8 +59,7 @@ def initialize(  # DeepSpeed's thirteen parameters
     mesh_param: Any = None,
     config_params: Path | Mapping[str, Any] | Config | None = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Return the engine, its optimizer, a loader of `training_data` and the schedule, each None if there is
-    none."""
+    """Return the engine, and its optimizer, loader of `training_data` and schedule, or None for each."""
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise ModelError("model", "must be a torch.nn.Module", got=got, do="Pass `model=...`.")
@@ -111,8 +109,7 @@ def _refuse_axes(mpu: Any, mesh_param: Any) -> None:
 def _build_optimizer(
     given: Any, model_parameters: Any, model: nn.Module, written: Mapping[str, Any]
 ) -> torch.optim.Optimizer | None:
-    """Return an optimizer over the model's parameters, or None if the config's block applies to all of
-    them."""
+    """Return an optimizer over parameters, or None if the config's block applies to the whole model."""
     if isinstance(given, DeepSpeedOptimizer):
         raise UnsupportedError("optimizer", "must be your own", got="another engine's", do="Build one.")
     if isinstance(given, torch.optim.Optimizer):

@@ -15,16 +15,15 @@ import functools
 import importlib
 import importlib.util
 import sys
-import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn, Union
 
-from zerodrift.deepspeed.tables import ABSENT, FIRST_WORD, LOWER_CASE, PRESENT, RETURNS, ROOT
+from zerodrift.deepspeed.tables import ABSENT, ENGINE, LOWER_CASE, PARAMETER, PRESENT, RETURNS, ROOT
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
 
 HERE = "must be a name of the drop-in"
@@ -57,14 +56,6 @@ def unknown(owner: str, name: str, known: Iterable[str]) -> NotHereError:
     return NotHereError(f"{owner}.{name}", HERE, do=did_you_mean(name, list(known)))
 
 
-def require_plain_compilation(options: Mapping[str, Any]) -> None:
-    """Refuse options of `engine.compile` that only DeepCompile has, and compiled backwards."""
-    for name, given in options.items():
-        if given:
-            do = "Leave it out: blocks are compiled as `torch.compile` does."
-            raise UnsupportedError("engine.compile", f"must not be given `{name}`", got=given, do=do)
-
-
 class _PlaceholderBase:
     """The base of classes that a script derives from a placeholder. Making an instance raises."""
 
@@ -75,7 +66,7 @@ class _PlaceholderBase:
 
 
 class Placeholder:
-    """Stands in for a function or class of DeepSpeed."""
+    """Stands in for a function, class or module of DeepSpeed, and for every name in it."""
 
     def __init__(self, name: str, instead: str) -> None:
         self._name = name
@@ -83,6 +74,13 @@ class Placeholder:
         self.__module__, _, self.__name__ = name.rpartition(".")
         self.__qualname__ = self.__name__
         self._base = type(self.__name__, (_PlaceholderBase,), {"placeholder": self})
+
+    def __getattr__(self, name: str) -> Placeholder:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        made = Placeholder(f"{self._name}.{name}", self._instead)
+        setattr(self, name, made)
+        return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(self._name, HERE, got="one of DeepSpeed's alone", do=self._instead)
@@ -99,8 +97,7 @@ class Placeholder:
     def __or__(self, other: Any) -> Any:
         return Union[self, other]  # noqa: UP007 (`|` would call this method again)
 
-    def __ror__(self, other: Any) -> Any:
-        return Union[other, self]  # noqa: UP007
+    __ror__ = __or__
 
     def __repr__(self) -> str:
         return f"<`{self._name}` is not in zerodrift: {self._instead}>"
@@ -114,38 +111,48 @@ OUTSIDE = ("torch.", "zerodrift.")
 """The beginnings of homes that are not in this folder."""
 
 
-def read_table(table: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """Return for each module of a table its names, each with the text of the table; and the text of modules
-    that are listed without names."""
+def read_table(table: str) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Return the names of each module of a table with their headings; and headings of modules alone."""
     names: dict[str, dict[str, str]] = defaultdict(dict)
     bare: dict[str, str] = {}
-    for text, lines in table.items():
-        for line in textwrap.dedent(lines).strip().replace("\n    ", " ").splitlines():
-            listed, _, held = line.partition(":")
-            for module in listed.split():
-                if held:
-                    names[module] |= dict.fromkeys(held.split(), text)
-                else:
-                    bare[module] = text
+    heading = ""
+    for line in table.strip().replace("\n        ", " ").splitlines():
+        if not line.startswith(" "):
+            heading = line
+            continue
+        listed, _, held = line.partition(":")
+        for module in listed.split():
+            if held:
+                names[module] |= dict.fromkeys(held.split(), heading)
+            else:
+                bare[module] = heading
     return names, bare
 
 
-NAMES_HERE, EMPTY = read_table(PRESENT)
+NAMES_HERE, _ = read_table(PRESENT)
 NAMES_ABSENT, MODULES_ABSENT = read_table(ABSENT)
-MODULES = (NAMES_HERE.keys() | EMPTY.keys() | NAMES_ABSENT.keys() | MODULES_ABSENT.keys()) - {ROOT}
+ENGINE_ABSENT, PARAMETER_ABSENT = NAMES_ABSENT.pop(ENGINE), NAMES_ABSENT.pop(PARAMETER)
+_LISTED = (NAMES_HERE.keys() | NAMES_ABSENT.keys() | MODULES_ABSENT.keys()) - {ROOT}
+MODULES = {".".join(parts[:n]) for parts in (m.split(".") for m in _LISTED) for n in range(1, len(parts) + 1)}
+"""Modules that are listed, and their packages."""
 
 
 def children(module: str) -> list[str]:
     """Return the last names of the modules directly below a module of DeepSpeed."""
-    start = "" if module == ROOT else f"{module}."
-    below = [name.removeprefix(start) for name in sorted(MODULES) if name.startswith(start)]
-    return list(dict.fromkeys(name.partition(".")[0] for name in below))
+    return sorted(n.rpartition(".")[2] for n in MODULES if (n.rpartition(".")[0] or ROOT) == module)
+
+
+def advice(module: str) -> str | None:
+    """Return what to use instead of a module of which nothing is here: its own text, or its package's."""
+    while module and module not in MODULES:
+        module = module.rpartition(".")[0]
+    return MODULES_ABSENT.get(module)
 
 
 def lookup(module: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module of DeepSpeed."""
     package = HOME if module == ROOT else f"{HOME}.{module}"
-    absent, reason, below = NAMES_ABSENT.get(module, {}), MODULES_ABSENT.get(module), children(module)
+    absent, reason, below = NAMES_ABSENT.get(module, {}), advice(module), children(module)
 
     @functools.cache
     def look_up(name: str) -> Any:
@@ -174,16 +181,16 @@ class DeepSpeedModules(MetaPathFinder, Loader):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         module = name.removeprefix(f"{HOME}.")
-        if module == name or module not in MODULES:
+        if module == name or (module not in MODULES and advice(module) is None):
             return None
         home = NAMES_HERE.get(module, {}).get("main")
         origin = None if home is None else str(FOLDER.joinpath(*home.split(".")).with_suffix(".py"))
-        return ModuleSpec(name, self, origin=origin, is_package=bool(children(module)))
+        return ModuleSpec(name, self, origin=origin, is_package=bool(children(module) or advice(module)))
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__.removeprefix(f"{HOME}.")
         names = NAMES_HERE.get(name, {})
-        reason = MODULES_ABSENT.get(name)
+        reason = advice(name)
         module.__doc__ = (
             f"`deepspeed.{name}`." if reason is None else f"Nothing of `deepspeed.{name}`. {reason}"
         )
@@ -204,9 +211,7 @@ class DeepSpeedModules(MetaPathFinder, Loader):
 def _value(entry: str, home: str) -> Any:
     name, _, other = entry.partition("=")
     if home == LOWER_CASE:
-        return name.lower()
-    if home == FIRST_WORD:
-        return name.partition("_")[0].lower()
+        return (other or name).lower()
     if home.startswith(RETURNS):
         return _returns(home.removeprefix(RETURNS))
     module = importlib.import_module(home if home.startswith(OUTSIDE) else f"{HOME}.{home}")

@@ -33,11 +33,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """Return all parameters in fp32, and the buffers as they were saved. `lazy_mode` changes nothing: tensors
     are plain, and `contiguous()` of them is free."""
     folder = Path(checkpoint_dir)
-    state: StateDict = {}
     if is_deepspeed(folder if tag is None else folder / tag) or is_deepspeed(folder):
         source = open_deepspeed(folder, tag or "")
     else:
         source = open_zerodrift(require(CheckpointFolder(folder), tag or LATEST))
+    state: StateDict = {}
     for entry in source.entries:
         if entry.group >= 0 or not exclude_frozen_parameters:
             state |= dict.fromkeys(entry.names, source.whole(entry).float())

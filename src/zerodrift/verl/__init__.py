@@ -31,9 +31,8 @@ except ImportError as error:
     if not (error.name or "").startswith(verl.__name__):
         raise
     got, do = f"{version('verl')}: {error}", f"Install {TESTED}."
-    raise ImportError(
-        str(Problem("verl", f"must have what {TESTED} has", got=got, do=do)), name=error.name
-    ) from error
+    lacks = Problem("verl", f"must have what {TESTED} has", got=got, do=do)
+    raise ImportError(str(lacks), name=error.name) from error
 
 register()
 

@@ -53,8 +53,7 @@ class ZeroDriftEngineConfig(EngineConfig):
 
 
 def written(engine: ZeroDriftEngineConfig, clip: float) -> dict[str, Any]:
-    """Return the config with the pins and verl's settings, which "auto" stands for. Other values are an
-    error."""
+    """Return the config with the pins and verl's settings, with which other values are an error."""
     heading, tree, problems = tree_of(convert_to_regular_types(engine.config or {}), "config")
     owners = {"optimizer": "optim", "scheduler": "optim", **dict.fromkeys(BATCHES, "data")}
     for key, block in owners.items():

@@ -13,19 +13,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from verl.utils import tensordict_utils, torch_functional
+from verl.utils import torch_functional
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
-from verl.workers.engine.utils import (
-    detach_tree,
-    enable_full_determinism,
-    postprocess_batch_func,
-    prepare_micro_batches,
-)
+from verl.workers.engine.utils import enable_full_determinism
 
 from zerodrift.api import initialize
 from zerodrift.engine import Engine
@@ -44,8 +40,7 @@ from zerodrift.verl.model import (
 
 @EngineRegistry.register(model_type="language_model", backend=NAME, device=["cuda", "cpu"])
 class ZeroDriftEngine(FSDPEngineWithLMHead):
-    """The engine for language models. Only its base's code for model inputs and outputs is used, none for
-    FSDP."""
+    """The engine for language models. Of its base it uses the code for micro-batches, none for FSDP."""
 
     def __init__(
         self,
@@ -65,7 +60,9 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
         self._changes = 0
         """The number of times that weights changed."""
         self._runs = SavedRuns(checkpoint_config, model_config)
-        # verl's code for inputs and outputs reads these.
+        # verl's code for micro-batches, inputs and outputs reads these.
+        self._autocast_dtype = torch.float32  # none: the engine enters autocast
+        self._is_offload_param = self._is_offload_optimizer = False
         self.use_remove_padding = model_config.use_remove_padding
         self.use_ulysses_sp, self.ulysses_device_mesh = False, None
         self.ulysses_sequence_parallel_size = 1
@@ -99,7 +96,7 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
         quiet = self.engine_config.quiet
         self._zerodrift = initialize(model, optimizer, config, weights=weights, quiet=quiet)
         self._zerodrift.progress.accumulation = 1  # verl's losses are divided already
-        self.module = _Callable(self._zerodrift)
+        self.module = self.scaler = _Callable(self._zerodrift)
         self.optimizer = self._zerodrift.optimizer
         self.lr_scheduler = self._build_lr_scheduler(self.optimizer) if trains else None
 
@@ -116,31 +113,30 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
 
     # --- a step -----------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
     def train_mode(
         self, disable_auto_offload: bool = False, zero_grad_on_exit: bool = True
-    ) -> Iterator[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """Train, and drop the gradients at the end."""
-        self.mode = "train"
-        self.engine.train()
+        return self._in_mode("train", zero_grad_on_exit)
+
+    def eval_mode(
+        self, disable_auto_offload: bool = False, zero_grad_on_exit: bool = True
+    ) -> contextlib.AbstractContextManager[None]:
+        return self._in_mode("eval", False)
+
+    @contextlib.contextmanager
+    def _in_mode(self, mode: str, zero_grad: bool) -> Iterator[None]:
+        self.mode = mode
+        self.engine.train(mode == "train")
         try:
             yield
         except BaseException:
-            self.engine.zero_grad()
+            zero_grad = mode == "train"
             raise
         finally:
             self.mode = None
-        if zero_grad_on_exit:
-            self.engine.zero_grad()
-
-    @contextlib.contextmanager
-    def eval_mode(self, disable_auto_offload: bool = False, zero_grad_on_exit: bool = True) -> Iterator[None]:
-        self.mode = "eval"
-        self.engine.eval()
-        try:
-            yield
-        finally:
-            self.mode = None
+            if zero_grad:
+                self.engine.zero_grad()
 
     def optimizer_zero_grad(self) -> None:
         self.engine.zero_grad()
@@ -158,75 +154,25 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False
     ) -> Any:
-        engine, group = self.engine, self.get_data_parallel_group()
+        engine = self.engine
         updates = [row.columns.update for row in engine.plan.rows]
         reduces_every = all(update.reduce.when == "every" for update in updates if update is not None)
         if not forward_only and engine.micro_batches and not reduces_every:
             must = "must be followed by `optimizer_step` or `optimizer_zero_grad` where `reduce.when` is last"
             got, do = "a second call in a step", "Write `precision: {reduce: {when: every}}`."
             raise UnsupportedError("forward_backward_batch", must, got=got, do=do)
-        tensordict_utils.assign_non_tensor(data, sp_size=1)
-        keeps = tensordict_utils.get_non_tensor_data(data=data, key="return_model_output", default=False)
-        tokens = data["loss_mask"].sum().to(engine.mesh.device)
-        torch.distributed.all_reduce(tokens, group=group)
-        tensordict_utils.assign_non_tensor(
-            data, batch_num_tokens=tokens.item(), dp_size=self.get_data_parallel_size()
-        )
-        batches, indices = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
-        outputs = []
-        for number, batch in enumerate(batches):
-            with torch.set_grad_enabled(not forward_only):
-                loss, output = self.forward_step(batch, loss_function, forward_only)
-            if not forward_only:
-                engine.progress.boundary = number == len(batches) - 1
-                engine.backward(loss)
-                if not keeps:
-                    output.pop("model_output", None)
-            outputs.append(output)
-        return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
+        return super().forward_backward_batch(data, loss_function, forward_only)
+
+    def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> contextlib.AbstractContextManager[None]:
+        self.engine.progress.boundary = is_last_micro_batch
+        return contextlib.nullcontext()
 
     def prepare_model_outputs(self, output: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return FSDPEngineWithLMHead.prepare_model_outputs(self, _to_fp32(output), *args, **kwargs)
-
-    def forward_step(
-        self, micro_batch: Any, loss_function: Any, forward_only: bool
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        device = self.engine.mesh.device
-        micro_batch = micro_batch.to(device)
-        inputs, arguments = self.prepare_model_inputs(micro_batch=micro_batch)
-        raw = self.module(**inputs, use_cache=False)
-        output = self.prepare_model_outputs(
-            output=raw, output_args=arguments, micro_batch=micro_batch, logits_processor_func=loss_function
-        )
-        metrics: dict[str, Any] = {}
-        loss = torch.tensor(1.0, device=device)
-        if loss_function is not None:
-            loss, metrics = loss_function(
-                model_output=output, data=micro_batch, dp_group=self.get_data_parallel_group()
-            )
-        return loss, {"model_output": detach_tree(output), "loss": loss.detach().item(), "metrics": metrics}
-
-    # --- ranks and devices ------------------------------------------------------------------------------
-
-    def get_data_parallel_rank(self) -> int:
-        return torch.distributed.get_rank()
-
-    def get_data_parallel_size(self) -> int:
-        return torch.distributed.get_world_size()
-
-    def get_data_parallel_group(self) -> Any:
-        return torch.distributed.group.WORLD
-
-    def is_mp_src_rank_with_outputs(self) -> bool:
-        return True
-
-    @property
-    def is_param_offload_enabled(self) -> bool:
-        return False
-
-    @property
-    def is_optimizer_offload_enabled(self) -> bool:
-        return False  # with `zero_optimization.offload_optimizer` it stays on the host
+        """Cast the model's logits first, because verl's softmax and losses run in their dtype."""
+        if output.logits.dtype.itemsize < 4:
+            output.logits = output.logits.float()
+        outputs: dict[str, Any] = super().prepare_model_outputs(output, *args, **kwargs)
+        return outputs
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         there = self.engine.mesh.device.type
@@ -283,28 +229,21 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
 
 
 @EngineRegistry.register(model_type="value_model", backend=NAME, device=["cuda", "cpu"])
-class ZeroDriftValueEngine(ZeroDriftEngine):
+class ZeroDriftValueEngine(ZeroDriftEngine, FSDPEngineWithValueHead):
     """The engine for a critic, whose outputs are values."""
-
-    def prepare_model_outputs(self, output: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return FSDPEngineWithValueHead.prepare_model_outputs(self, _to_fp32(output), *args, **kwargs)
-
-
-def _to_fp32(output: Any) -> Any:
-    """Cast a model's logits, because verl's softmax and losses run in their dtype."""
-    if output.logits.dtype.itemsize < 4:
-        output.logits = output.logits.float()
-    return output
 
 
 class _Callable:
-    """The engine as the module that verl's code calls."""
+    """The engine as the module and the loss scaler that verl's code calls."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
+
+    def scale(self, loss: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(backward=lambda: self._engine.backward(loss))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine.module, name)

@@ -44,8 +44,7 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 def prepared_model(given: Any) -> tuple[nn.Module, Any]:
-    """Build a language model without weights, and return the path of its weights; or read a model that gets
-    an adapter or has a new head."""
+    """Build a model without weights, and return their path; or read one with an adapter or a new head."""
     build, config = get_hf_auto_model_class(hf_config=given.hf_config), given.hf_config
     if given.model_type == "language_model" and not given.lora_rank:
         with empty():
@@ -80,11 +79,8 @@ def _patched(model: Any, given: Any) -> nn.Module:
     try:
         _patch(model, given.use_remove_padding)
     except (AssertionError, AttributeError, KeyError, NotImplementedError) as error:
-        must, got = (
-            "must be of an architecture that verl can patch",
-            f"{type(model).__name__}: {first_line(error)}",
-        )
-        raise UnsupportedError("model.path", must, got=got) from error
+        must, kind = "must be of an architecture that verl can patch", type(model).__name__
+        raise UnsupportedError("model.path", must, got=f"{kind}: {first_line(error)}") from error
     if given.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     patched: nn.Module = model
@@ -148,13 +144,9 @@ def counted(weights: Weights, sent: dict[str, str], changes: Callable[[], int]) 
     def read() -> Weights:
         for name, value in weights:
             if changes() != before:
-                must, got = (
-                    "must be read to its end before weights change",
-                    f"an update after {len(sent)} tensors",
-                )
-                raise UnsupportedError(
-                    "get_per_tensor_param", must, got=got, do="Send the weights, then train."
-                )
+                must, do = "must be read to its end before weights change", "Send the weights, then train."
+                got = f"an update after {len(sent)} tensors"
+                raise UnsupportedError("get_per_tensor_param", must, got=got, do=do)
             sent[name] = tensor_digest(name, value)
             yield name, value
 

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
         ConversionResult, ConvertOptions, convert, fill_module, open_source, set_parameter, to_checkpoint,
     )  # fmt: skip
     from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
-    from zerodrift.weights.deepspeed.files import find_tag
     from zerodrift.weights.exporter import Exported, export, exported_dtype, whole_values
     from zerodrift.weights.load import (
         LoadedWeights, SafetensorsWeights, initial_values, load_weights, open_weights,

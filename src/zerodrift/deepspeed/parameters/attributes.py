@@ -12,29 +12,19 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerodrift.deepspeed.modules import Placeholder
+from zerodrift.deepspeed.modules import PARAMETER_ABSENT, Placeholder
 from zerodrift.errors import UnsupportedError
 
 ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE", module=__name__)
 ZeroParamStatus = enum.Enum("ZeroParamStatus", "AVAILABLE NOT_AVAILABLE INFLIGHT", module=__name__)
 
-_GATHER = "Read or write it inside `zero.GatheredParameters`, with a `modifier_rank` to write."
-_REDUCE = "`engine.backward` and `engine.step` reduce; `safe_get_full_grad` has the gradient."
-
-_ABSENT = {
-    **dict.fromkeys(("all_gather", "all_gather_coalesced", "partition"), _GATHER),
-    **dict.fromkeys(("reduce_gradients_at_owner", "partition_gradients"), _REDUCE),
-    "convert_to_zero_parameters": "Build the model inside `zero.Init`.",
-}
-
-_MOVED = {name: Placeholder(f"param.{name}", instead) for name, instead in _ABSENT.items()}
+_MOVED = {name: Placeholder(f"param.{name}", instead) for name, instead in PARAMETER_ABSENT.items()}
 
 _CONSTANT = {
     "ds_param_type": ZeroParamType.PARTITIONED,
@@ -99,9 +89,9 @@ def mark(parameter: nn.Parameter, number: int, group: dist.ProcessGroup | None =
         "ds_process_group": dist.group.WORLD if group is None and running else group,
         "ds_zero_partition_rank": rank,
         "ds_zero_partition_world_size": ranks,
-        "partition_numel": _constant(part),
-        "aligned_size": _constant(part * ranks),
-        "padding_size": _constant(part * ranks - numel),
+        "partition_numel": lambda: part,
+        "aligned_size": lambda: part * ranks,
+        "padding_size": lambda: part * ranks - numel,
         "ds_summary": lambda use_debug_name=False: _summary(reference()),
     }
     vars(parameter).update(_CONSTANT, **_MOVED, **values)
@@ -116,10 +106,6 @@ def show_shard(parameter: torch.Tensor, flat: torch.Tensor) -> None:
 def unmark(parameter: nn.Parameter) -> None:
     for name in [name for name in vars(parameter) if name in NAMES]:
         delattr(parameter, name)
-
-
-def _constant(value: int) -> Callable[[], int]:
-    return lambda: value
 
 
 def _summary(parameter: Any) -> dict[str, Any]:
@@ -140,10 +126,6 @@ def _summary(parameter: Any) -> dict[str, Any]:
     }
 
 
-def _names() -> frozenset[str]:
-    parameter = nn.Parameter(torch.empty(0))
-    mark(parameter, 0)
-    return frozenset(vars(parameter))
-
-
-NAMES = _names()
+_marked = nn.Parameter(torch.empty(0))
+mark(_marked, 0)
+NAMES = frozenset(vars(_marked))

@@ -3,7 +3,7 @@
 GatheredParameters shows the full values of some parameters, to read, or for one rank to write. Parameters may
 be an engine's or sharded by Init. Any other parameter is whole already and left alone, and so is one that an
 outer context has gathered. With `modifier_rank`, that rank's values become those of all ranks at the end,
-master weights included, at every stage. Without it a change would be lost, and is an error on every rank.
+master weights included. Without it a change would be lost, and is an error on every rank.
 
 Init builds a model in shards, so that no rank ever holds all of it. A module's children are sharded when the
 module is handed to its parent, and the rest at the end of the context, so at most one block and the root's
@@ -152,7 +152,7 @@ class GatheredParameters:
             for shard, parameter in self._sharded:
                 values = parameter.data.contiguous().to(shard.flat)
                 comm.broadcast(values, writer)
-                shard.replace(values)
+                shard.keep(values)
             held = self._outer
             if writer != 0:  # an engine broadcasts rank 0's values itself
                 held = [*held, *(held[name] for _, held in self._engines.values() for name in sorted(held))]
@@ -238,7 +238,7 @@ class Init:
             registration.register_module_parameter_registration_hook(self._on_parameter),
         ]
         self._apply = nn.Module.apply
-        nn.Module.apply = _gathering_apply(self._apply)  # type: ignore[method-assign]
+        nn.Module.apply = _gathering_apply  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -292,15 +292,10 @@ class Init:
         return True
 
 
-def _gathering_apply(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `Module.apply` that gathers the parameters of each module."""
-
-    def apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-        for child in self.children():
-            apply(child, fn)
-        with GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0):
-            fn(self)
-        return self
-
-    apply.__wrapped__ = plain  # type: ignore[attr-defined]
-    return apply
+def _gathering_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+    """Stand in for `Module.apply`, and gather the parameters of each module."""
+    for child in self.children():
+        _gathering_apply(child, fn)
+    with GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0):
+        fn(self)
+    return self

@@ -41,32 +41,21 @@ BEFORE_ENGINE = f"{_INSIDE}give the model to `initialize` first."
 AFTER_ENGINE = f"{_INSIDE}call `initialize` again, for its engine was destroyed."
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentSpans:
-    offset: int
-    """The parameter's first element in the segment."""
-    numel: int
-    count: int
-    parts: int
-    """The number of different shards: rank `parts` holds what rank 0 does."""
-
-    def of(self, rank: int) -> slice:
-        start = rank % self.parts * self.count - self.offset
-        low = min(max(start, 0), self.numel)
-        return slice(low, max(low, min(start + self.count, self.numel)))
-
-
 @dataclass(slots=True)
 class ParameterShard:
     number: int
     """Parameters are gathered in the order of their numbers, on every rank."""
     shape: torch.Size
     flat: torch.Tensor
-    """The values. Shape [ceil(numel / ranks)], padded at the end, unless there are `spans`."""
+    """The values that this rank holds. They may be none."""
     absent: type[AbsentParameter]
     """The class of the parameter while it is sharded."""
-    spans: SegmentSpans | None = None
-    """The elements of each rank if the parts are not equal."""
+    count: int
+    """The number of elements of a rank, in a buffer of which the parameter may be a part."""
+    parts: int
+    """The number of different shards: rank `parts` holds what rank 0 does."""
+    offset: int = 0
+    """The parameter's first element in the buffer."""
     placeholder: torch.Tensor | None = None
     """The one element that the parameter shows instead of its values; None while it is gathered."""
     casts: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
@@ -78,31 +67,29 @@ class ParameterShard:
     def is_gathered(self) -> bool:
         return self.placeholder is None and self.lent is None
 
-    def part_of(self, values: torch.Tensor) -> torch.Tensor:
-        if self.spans is not None:
-            return values.reshape(-1)[self.spans.of(dist.get_rank())]
-        count = self.flat.numel()
-        mine = values.reshape(-1)[dist.get_rank() * count :][:count]
-        return torch.cat([mine, mine.new_zeros(count - mine.numel())])
+    def span(self, rank: int) -> slice:
+        """Return the elements that a rank holds."""
+        start, numel = rank % self.parts * self.count - self.offset, math.prod(self.shape)
+        low = min(max(start, 0), numel)
+        return slice(low, max(low, min(start + self.count, numel)))
 
-    def replace(self, values: torch.Tensor) -> None:
-        self.flat = self.part_of(values).to(self.flat)
+    def keep(self, values: torch.Tensor) -> None:
+        """Hold this rank's part of the values, in their dtype."""
+        self.flat = values.reshape(-1)[self.span(dist.get_rank())].clone()
 
     def whole(self) -> torch.Tensor:
         """Gather the values. Collective."""
-        spans, ranks = self.spans, dist.get_world_size()
-        if spans is None:
-            flat = self.flat.new_empty(self.flat.numel() * ranks)
-            comm.all_gather_into_tensor(flat, self.flat)
-            return flat[: math.prod(self.shape)].view(self.shape)
-        most = min(spans.count, spans.numel)
+        numel, ranks = math.prod(self.shape), dist.get_world_size()
+        most = min(self.count, numel)
         sent = self.flat.new_zeros(most)
         sent[: self.flat.numel()] = self.flat
         received = self.flat.new_empty(most * ranks)
         comm.all_gather_into_tensor(received, sent)
-        whole = self.flat.new_empty(spans.numel)
-        for rank in range(spans.parts):
-            span = spans.of(rank)
+        if self.offset == 0:  # only the last parts are shorter
+            return received[:numel].view(self.shape)
+        whole = self.flat.new_empty(numel)
+        for rank in range(self.parts):
+            span = self.span(rank)
             whole[span] = received[rank * most :][: span.stop - span.start]
         return whole.view(self.shape)
 
@@ -129,13 +116,7 @@ class ParameterShard:
         mark_gathered([parameter])
         parameter.data = self.placeholder.expand(self.shape)
         mark_absent([parameter], [self.absent])
-        self._show(parameter)
-
-    def _show(self, parameter: nn.Parameter) -> None:
-        """Let `ds_tensor` be this rank's part, without its padding."""
-        left = math.prod(self.shape) - dist.get_rank() * self.flat.numel()
-        padded = self.spans is None and left < self.flat.numel()
-        show_shard(parameter, self.flat[: max(left, 0)] if padded else self.flat)
+        show_shard(parameter, self.flat)
 
     def take_back(self) -> None:
         """Shard a lent parameter again. Rank 0's values are kept. Collective."""
@@ -143,7 +124,7 @@ class ParameterShard:
         if lent is not None:
             values = lent.detach().contiguous()
             comm.broadcast(values, 0)
-            self.flat = self.part_of(values)
+            self.keep(values)
             self.release(lent)
 
     def cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
@@ -166,7 +147,7 @@ class ParameterShard:
         if cast is None or place != cast.data_ptr():
             return False
         self.flat, self.placeholder, self.casts = self.flat.to(cast.dtype), cast, {}
-        self._show(parameter)
+        show_shard(parameter, self.flat)
         return True
 
 
@@ -218,9 +199,9 @@ def shard_parameter(
         return
     values = values.contiguous()
     comm.broadcast(values, 0)
-    flat = values.new_empty(-(-values.numel() // ranks))
-    shard = ParameterShard(number, values.shape, flat, absent_class(path, lend, BEFORE_ENGINE))
-    shard.replace(values)
+    absent = absent_class(path, lend, BEFORE_ENGINE)
+    shard = ParameterShard(number, values.shape, values, absent, -(-values.numel() // ranks), ranks)
+    shard.keep(values)
     _attach(parameter, shard)
     setattr(parameter, STAYS, True)
 
@@ -268,12 +249,10 @@ def keep_shards(engine: Engine) -> Callable[[], None]:
         for row, parameter in zip(segment.rows, segment.parameters, strict=True):
             if row.parts > 1:
                 continue  # experts differ between ranks
-            spans = SegmentSpans(row.offset, row.numel, count, segment.ranks)
-            mine = spans.of(dist.get_rank())
-            first = max(row.offset + mine.start - segment.rank * count, 0)
-            flat = segment.storage[first : first + mine.stop - mine.start]
+            flat = segment.storage[row.within(segment.rank * count, count)]
             absent = absent_class(row.name, lambda keep: False, AFTER_ENGINE)
-            shards.append((parameter, ParameterShard(len(shards), parameter.shape, flat, absent, spans)))
+            place = count, segment.ranks, row.offset
+            shards.append((parameter, ParameterShard(len(shards), parameter.shape, flat, absent, *place)))
 
     def attach() -> None:
         for parameter, shard in shards:

@@ -112,7 +112,7 @@ def mark_parameters(engine: Engine) -> None:
         segment = segments[row.segment]
         if policy.sharding.stage == 3:
             mark(parameter, number, engine.mesh.group(segment.axis))
-            show_shard(parameter, segment.storage[_span(segment.storage, segment, row)])
+            show_shard(parameter, _shard(segment.storage, segment, row))
         if segment.sharded:
             if isinstance(parameter, AbsentParameter):
                 type(parameter).advice = GATHER
@@ -144,8 +144,7 @@ def _values(param: nn.Parameter) -> ParameterHandle:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the master weights in fp32. Return None if no engine runs the parameter, or if it does not train
-    it, for then it has no master."""
+    """Return the master weights in fp32. Return None for a parameter that no engine trains."""
     return None if engine_parameter(param) is None or _is_frozen(param) else _values(param).master
 
 
@@ -155,8 +154,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient of this step so far. Return None outside a step, and for a parameter that is not
-    trained."""
+    """Return the gradient of this step so far. Return None outside a step, and for a frozen parameter."""
     owner = engine_parameter(param)
     if owner is None or not param.requires_grad or not owner.running().micro_batches:
         return None
@@ -194,13 +192,9 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return a copy of this rank's shard of the master weights. Flat, fp32. Return None for a parameter that
-    the engine does not train."""
-    if _is_frozen(param):
-        return None
+    """Return a copy of this rank's shard of the master weights, None for a frozen parameter. Flat, fp32."""
     engine, segment, row = _locate(param)
-    flat = _master(engine, segment)
-    return flat[_span(flat, segment, row)].clone()
+    return None if _is_frozen(param) else _shard(_master(engine, segment), segment, row).clone()
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -209,9 +203,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     Where a second copy serves the gathers of a backward, the next forward brings it up to date.
     """
     engine, segment, row = _locate(param)
-    flat = _master(engine, segment)
-    _write(flat, segment, row, value)
-    updater = native(engine.executor).updater
+    updater, flat = native(engine.executor).updater, _master(engine, segment)
+    _write(_shard(flat, segment, row), row, value)
     if updater is None or not isinstance(segment, TrainedSegment):
         segment.storage.copy_(flat)
     else:
@@ -226,41 +219,34 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     engine, segment, row = _locate(param)
     if not isinstance(segment, TrainedSegment) or not engine.micro_batches:
         return None
-    engine.progress.require_whole_sum(row.name)
-    native(engine.executor).gradients.flush()
-    if segment.reduced is None:
-        zeros = torch.zeros(segment.spec.padded // segment.ranks, device=segment.storage.device)
-        return zeros[_span(zeros, segment, row)]
-    return segment.reduced[_span(segment.reduced, segment, row)].float() * engine.progress.unscale
+    reduced = _reduced(engine, segment, row)
+    if reduced is None:
+        reduced = torch.zeros(segment.spec.padded // segment.ranks, device=segment.storage.device)
+    return _shard(reduced, segment, row).float() * engine.progress.unscale
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     engine, segment, row = _locate(param)
-    engine.progress.require_whole_sum(row.name)
-    native(engine.executor).gradients.flush()
-    if not isinstance(segment, TrainedSegment) or segment.reduced is None:
+    reduced = _reduced(engine, segment, row)
+    if reduced is None:
         raise ModelError(row.name, "must have a gradient to replace", got="none in this step")
-    _write(segment.reduced, segment, row, value / engine.progress.unscale)
+    _write(_shard(reduced, segment, row), row, value / engine.progress.unscale)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return a copy of this rank's shard of a moment. Flat, fp32. Return None before the first step."""
     engine, segment, row = _locate(param)
-    updater = native(engine.executor).updater
-    if updater is None or not isinstance(segment, TrainedSegment):
-        return None
-    flat = updater.states(segment.number).get(optim_state_key)
-    return None if flat is None else flat[_span(flat, segment, row)].clone()
+    flat = _moments(engine, segment).get(optim_state_key)
+    return None if flat is None else _shard(flat, segment, row).clone()
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     engine, segment, row = _locate(param)
-    updater = native(engine.executor).updater
-    moments = {} if updater is None else updater.states(segment.number)
+    updater, moments = native(engine.executor).updater, _moments(engine, segment)
     if updater is None or optim_state_key not in moments:
         must, got = f"must have optimizer state {optim_state_key!r}", ", ".join(moments) or "none yet"
         raise ModelError(row.name, must, got=got, do="State is there after the first step.")
-    _write(moments[optim_state_key], segment, row, value)
+    _write(_shard(moments[optim_state_key], segment, row), row, value)
     updater.set_state(segment.number, optim_state_key, moments[optim_state_key])
 
 
@@ -272,9 +258,7 @@ def _is_frozen(param: nn.Parameter) -> bool:
 
 def _locate(param: nn.Parameter) -> tuple[Engine, FlatSegment, Row]:
     engine, name = require_engine_parameter(param)
-    row = engine.plan.row(name)
-    if row is None:
-        raise AssertionError(f"{name} has an owner and no row")
+    row = engine.parameter(name).row
     return engine, native(engine.executor).segments[row.segment], row
 
 
@@ -286,20 +270,31 @@ def _master(engine: Engine, segment: FlatSegment) -> torch.Tensor:
     return updater.master(segment.number)
 
 
-def _write(flat: torch.Tensor, segment: FlatSegment, row: Row, value: torch.Tensor) -> None:
-    span = _span(flat, segment, row)
-    if value.numel() != span.stop - span.start:
-        must = f"must get as many values as this rank holds, {span.stop - span.start}"
+def _reduced(engine: Engine, segment: FlatSegment, row: Row) -> torch.Tensor | None:
+    """Return this rank's sum of a segment's gradients, which is up to date and whole, if there is one."""
+    engine.progress.require_whole_sum(row.name)
+    native(engine.executor).gradients.flush()
+    return segment.reduced if isinstance(segment, TrainedSegment) else None
+
+
+def _moments(engine: Engine, segment: FlatSegment) -> dict[str, torch.Tensor]:
+    updater = native(engine.executor).updater
+    if updater is None or not isinstance(segment, TrainedSegment):
+        return {}
+    return updater.states(segment.number)
+
+
+def _shard(flat: torch.Tensor, segment: FlatSegment, row: Row) -> torch.Tensor:
+    """Return the view of one parameter in a flat segment, or in this rank's shard of it."""
+    return flat[row.within(segment.start_of(flat), flat.numel())]
+
+
+def _write(shard: torch.Tensor, row: Row, value: torch.Tensor) -> None:
+    if value.numel() != shard.numel():
+        must = f"must get as many values as this rank holds, {shard.numel()}"
         raise ModelError(row.name, must, got=value.numel())
     with torch.no_grad():
-        flat[span] = value.reshape(-1).to(flat.dtype)
-
-
-def _span(flat: torch.Tensor, segment: FlatSegment, row: Row) -> slice:
-    """Return the place of one parameter in a flat segment, or in this rank's shard of it."""
-    start = 0 if flat.numel() == segment.spec.padded else segment.rank * flat.numel()
-    low = max(row.offset - start, 0)
-    return slice(low, max(low, min(row.offset + row.numel - start, flat.numel())))
+        shard.copy_(value.reshape(-1))
 
 
 # --- `deepspeed.runtime.torch_autocast`: the dtype of a gradient on the wire ------------------------------
@@ -322,8 +317,7 @@ def plain_wire(reduce: Reduction) -> torch.dtype:
 
 
 def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
-    """Return the planned dtype of the gradient on the wire. Without an engine it is the parameter's own
-    dtype."""
+    """Return the planned dtype of the gradient on the wire, the parameter's own dtype without an engine."""
     owner = engine_parameter(param)
     if owner is not None:
         row = owner.running().plan.row(owner.name)

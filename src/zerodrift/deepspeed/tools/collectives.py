@@ -1,10 +1,8 @@
 """`deepspeed.comm` and `deepspeed.utils.groups`: join the ranks, and call torch.distributed by DeepSpeed's
 names.
 
-`deepspeed`, `torchrun` and `accelerate launch` set the same variables. Those of MPI launchers are copied to
-the usual ones, as DeepSpeed does. A process without a launcher gets a process group of one rank, because
-scripts ask torch.distributed for their rank. The engine does not call the collectives. DeepSpeed's extra
-arguments `prof`, `log_name` and `debug` are accepted and ignored.
+A process without a launcher gets a process group of one rank, because scripts ask torch.distributed for their
+rank. The engine does not call the collectives. DeepSpeed's `prof`, `log_name` and `debug` change nothing.
 
 Invariant: a process that a launcher started with others never trains alone, and each collective leaves the
 same values as torch.distributed's of the same name.

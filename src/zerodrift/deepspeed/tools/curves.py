@@ -20,7 +20,7 @@ from pydantic import Field
 
 from zerodrift.config import Block
 from zerodrift.deepspeed.tools.functions import logger
-from zerodrift.errors import ConfigError, Problems, first_line, said
+from zerodrift.errors import ConfigError, first_line, said
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor")
 """Blocks of a config that are obeyed."""
@@ -59,19 +59,13 @@ class DeepSpeedMonitorConfig(Block):
 
     @property
     def enabled(self) -> bool:
-        """Return True if any monitor is enabled."""
         return self.tensorboard.enabled or self.wandb.enabled or self.csv_monitor.enabled
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     """Read the monitors' blocks of a whole config. A block that is null or missing is off."""
     written = {key: param_dict[key] for key in MONITORS if param_dict.get(key) is not None}
-    problems = Problems()
-    for key, value in written.items():
-        if not isinstance(value, Mapping):
-            problems.add(key, "must be a block", got=repr(value), do='Write `{"enabled": true}`.')
-    problems.raise_as(ConfigError)
-    return DeepSpeedMonitorConfig(**{key: dict(value) for key, value in written.items()})
+    return DeepSpeedMonitorConfig(**written)
 
 
 class Monitor:

@@ -108,7 +108,3 @@ class Accelerator:
 
 def get_accelerator() -> Accelerator:
     return Accelerator()
-
-
-def is_current_accelerator_supported() -> bool:
-    return True

@@ -99,8 +99,7 @@ _PLACES = {True: "cpu ", False: "none"}
 
 
 def _count(model: nn.Module) -> tuple[int, int]:
-    """Return the number of parameters, tied ones once, and that of the largest module without its
-    children."""
+    """Return the number of parameters, tied ones once, and the most that one module has itself."""
     own = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
     return sum(parameter.numel() for parameter in model.parameters()), max(own, default=0)
 

@@ -89,8 +89,7 @@ def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -
 def required_torch_version(
     min_version: float | str | None = None, max_version: float | str | None = None
 ) -> bool:
-    """Return True if torch's version lies between these, both included, compared as far as they are
-    written."""
+    """Return True if torch's version lies between these, compared as far as they are written."""
     given = str(torch.__version__)
     if min_version is None and max_version is None:
         raise AssertionError("required_torch_version: Must specify min_version or max_version")
@@ -107,8 +106,7 @@ def instrument_w_nvtx(func: Function) -> Function:
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Callable[..., Any]:
-    """Return the function. transformers replaces this one while it builds a model, so that DeepSpeed does not
-    round rotary tables; nothing is rounded here."""
+    """Return the function, for nothing is rounded here. transformers replaces it while it builds a model."""
     return fn
 
 

@@ -74,10 +74,9 @@ _ASK_FOR_NARROW_STATES: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet
 def require_states(optimizer: Any, dtypes: Iterable[DType]) -> None:
     """Refuse an optimizer that asks for moments in fewer bits than those of an engine have."""
     if optimizer in _ASK_FOR_NARROW_STATES and all(dtype is DType.FP32 for dtype in dtypes):
+        must = "must be true where the config has fp32 moments"
         do = "Set `bf16.bf16_optimizer_states`, or `precision.state`."
-        raise UnsupportedError(
-            "fp32_optimizer_states", "must be true where the config has fp32 moments", got="false", do=do
-        )
+        raise UnsupportedError("fp32_optimizer_states", must, got="false", do=do)
 
 
 def _require_correction(bias_correction: bool) -> None:
@@ -143,8 +142,7 @@ OVER_PARAMETERS: Mapping[Algorithm, Callable[..., torch.optim.Optimizer]] = {
     SGD: torch.optim.SGD,
     LION: FusedLion,
 }
-"""Algorithm of a config -> a function that makes it over parameter groups, or over a part of the
-parameters."""
+"""Algorithm of a config -> a function that makes it over parameter groups, or a part of the model."""
 
 
 # --- builders ---------------------------------------------------------------------------------------------
