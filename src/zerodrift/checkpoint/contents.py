@@ -27,7 +27,7 @@ from zerodrift.checkpoint.tensors import (
     weight_key,
 )
 from zerodrift.dtypes import DType
-from zerodrift.engine import MOMENTS, Digest, Engine, Shards, Span
+from zerodrift.engine import MOMENTS, Digest, Engine, Span
 from zerodrift.errors import CheckpointError
 from zerodrift.kernels import PackedRun, narrow
 from zerodrift.model import non_persistent_buffers
@@ -53,24 +53,28 @@ class StageSummary:
 
 def items(engine: Engine, frozen: bool = True) -> Iterator[Item]:
     """Yield this rank's share of weights and moments, one segment at a time."""
-    shards = Shards(engine)
     saved = {row.name for row in engine.plan.rows if frozen or row.trained}
-    for piece in shards.pieces():
+    for piece in engine.pieces():
         share = [span for span in piece.share if span.row.name in saved]
         if share and piece.packed is not None:
             yield from (_records(piece.packed, span) for span in share)
         elif share:
             flat = piece.weights()
-            for part in (span.part(flat) for span in share):
-                yield Item(weight_key(part.name), part.numel, part.start, part.values)
-    for key, part in shards.moments():
-        yield Item(moment_key(key, part.name), part.numel, part.start, part.values)
+            yield from (_item(weight_key(span.row.name), span, flat) for span in share)
+    for piece in engine.pieces():
+        if piece.updated and piece.share:
+            for key, flat in piece.moments().items():
+                yield from (_item(moment_key(key, span.row.name), span, flat) for span in piece.share)
     rank = engine.mesh.rank("data")
-    for piece in shards.pieces():
+    for piece in engine.pieces():
         if piece.feedback is not None:
             for row in piece.rows:
                 values = piece.feedback[row.offset : row.offset + row.numel]
                 yield Item(feedback_key(rank, row.name), row.numel, 0, values)
+
+
+def _item(key: str, span: Span, flat: torch.Tensor) -> Item:
+    return Item(key, span.row.whole_numel, span.start, flat[span.place])
 
 
 def _records(packed: PackedRun, span: Span) -> Item:
@@ -127,7 +131,7 @@ def head(
         digests=((FORM, _form(engine)), *digest.by_kind().items()),
     )
     shared = {**states.shared(engine, counters), "alike": alike}
-    if any(piece.feedback is not None for piece in Shards(engine).pieces()):
+    if any(piece.feedback is not None for piece in engine.pieces()):
         shared["feedback"] = engine.mesh.size("data")
     elsewhere: dict[str, tuple[str, ...]] = {}
     for stage in stages:
@@ -175,7 +179,7 @@ def check_moments(engine: Engine, table: Sequence[SavedParameter], counters: Cou
         if any(not name or not isinstance(kind, torch.dtype) for kind in kinds):
             must = "must be numbers and names of dtypes"
             raise CheckpointError("counters", must, got=repr(dict(values)))
-    for piece in Shards(engine).pieces():
+    for piece in engine.pieces():
         for span in piece.held if piece.updated else ():
             entry = by_name.get(span.row.name)
             known = () if entry is None else updater.moment_names(span.row.name, counters)
@@ -193,7 +197,7 @@ def _by_name(table: Sequence[SavedParameter]) -> dict[str, SavedParameter]:
 def check_held(engine: Engine, reader: CheckpointReader, table: Sequence[SavedParameter]) -> None:
     """Raise unless the files hold everything that this rank would read."""
     by_name = _by_name(table)
-    for piece in Shards(engine).pieces():
+    for piece in engine.pieces():
         for span in piece.held:
             if span.row.name in by_name:
                 reader.check(by_name[span.row.name], span.start, span.start + span.numel)
@@ -203,12 +207,12 @@ def fill(
     engine: Engine, reader: CheckpointReader, table: Sequence[SavedParameter], counters: Counters | None
 ) -> None:
     """Fill the weights that this rank owns, and with `counters` the optimizer's state. Call
-    `Shards.sync_storage` afterwards. A parameter that is not in the table keeps its values, and its moments
+    `Engine.sync_storage` afterwards. A parameter that is not in the table keeps its values, and its moments
     become zero."""
     by_name = _by_name(table)
     if counters is not None and engine.updater is not None:
         engine.updater.set_counters(counters)
-    for piece in Shards(engine).pieces():
+    for piece in engine.pieces():
         there = [(span, by_name[span.row.name]) for span in piece.held if span.row.name in by_name]
         if piece.packed is not None:
             for span, entry in there:
@@ -236,7 +240,7 @@ def fill_feedback(engine: Engine, reader: CheckpointReader, ranks: int) -> None:
     first one gets the sum of all: it is added to the same sum of gradients."""
     rank, world = engine.mesh.rank("data"), engine.mesh.size("data")
     saved = [rank] if ranks == world else range(0 if rank else ranks)
-    for piece in Shards(engine).pieces():
+    for piece in engine.pieces():
         piece.set_feedback(None)
         update = piece.rows[0].columns.update
         if update is None or not update.reduce.feedback or not ranks:

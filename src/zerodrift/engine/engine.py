@@ -386,11 +386,12 @@ class Engine:
         return self.executor.values
 
     def pieces(self) -> Iterator[SegmentShard]:
-        """Yield what this rank owns, for `Shards`."""
+        """Yield this rank's piece of each segment, in the order of the plan; see `engine/shards.py`."""
         return self.executor.pieces()
 
     def sync_storage(self) -> None:
-        """Show what was filled into pieces, for `Shards`."""
+        """Gather other ranks' slices into storage that is whole, after pieces were filled. Every rank calls
+        it."""
         self.executor.sync_storage()
 
     # --- the end ----------------------------------------------------------------------------------------

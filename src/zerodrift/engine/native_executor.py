@@ -197,7 +197,7 @@ class NativeExecutor(Executor):
                     take_over_writes(segment, self.updater)
         else:
             for segment in self.segments:
-                segment.writes.overwritten = None
+                segment.overwritten = None
         return norm
 
     def _norm_of_reduced(self, unreduced: Sequence[tuple[int, str]] = ()) -> Norm:

@@ -24,7 +24,7 @@ from torch import nn
 
 from zerodrift.checkpoint import NewFolder, everywhere, new_folder, writing
 from zerodrift.dtypes import ADMITTED, DType, parse_among, word
-from zerodrift.engine import Engine, SegmentShard, Shards, Span
+from zerodrift.engine import Engine, SegmentShard, Span
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, ZerodriftError, listed, several
 from zerodrift.model import OwningModule, ParameterSpec, huggingface, non_persistent_buffers
 from zerodrift.plan import Plan, Row, whole_row
@@ -191,7 +191,7 @@ def _write(
     title, share = f"exporting to {path.parent}", total // engine.mesh.size("world")
     bar = closing(ProgressBar(title, share, engine.mesh.rank() == 0))
     with writing(path), bar as progress, SafetensorsWriter.opened(path, files) as writer:
-        for piece in Shards(engine).pieces():
+        for piece in engine.pieces():
             masters: torch.Tensor | None = None
             stored = piece.stored()
             for span in piece.share:
@@ -203,7 +203,7 @@ def _write(
                 if writer.dtype(name) is not columns.storage.dtype or columns.rounds_on_the_way:
                     flat = masters = piece.weights() if masters is None else masters
                 before = writer.written
-                writer.write(name, span.start, span.part(flat).values)
+                writer.write(name, span.start, flat[span.place])
                 progress(writer.written - before)
         for name, buffer in buffers.items():
             if name in writer:
@@ -218,7 +218,7 @@ def _write_matrices(engine: Engine, path: Path, layout: FolderLayout) -> None:
     """
     comm, ranks, rank = engine.comm, engine.mesh.size("world"), engine.mesh.rank("world")
     spans: dict[str, list[tuple[SegmentShard, Span]]] = {}
-    for piece in Shards(engine).pieces():
+    for piece in engine.pieces():
         for span in piece.share:
             name = saved_name(whole_row(engine.plan, span.row).names, engine.whole)
             spans.setdefault(name, []).append((piece, span))
@@ -233,7 +233,7 @@ def _write_matrices(engine: Engine, path: Path, layout: FolderLayout) -> None:
                 for piece, span in spans.get(name, ()):
                     if not last or last[0][0] is not piece:
                         last[:] = [(piece, piece.weights())]
-                    matrix.collect(flat, name, span.start, span.part(last[0][1]).values)
+                    matrix.collect(flat, name, span.start, last[0][1][span.place])
             whole = comm.all_reduce_sum(flat.view(torch.int32), "world").view(torch.float32)[:numel]
             if number % ranks == rank and not failed:
                 try:

@@ -24,7 +24,7 @@ from torch import nn
 
 from zerodrift.checkpoint import kind_at
 from zerodrift.comm import Collectives, raise_on_all_ranks
-from zerodrift.engine import Engine, SegmentShard, Shards, ValueSource, ValueSources
+from zerodrift.engine import Engine, SegmentShard, ValueSource, ValueSources
 from zerodrift.errors import ModelError, Problems, RankError, first_of
 from zerodrift.kernels import PackedRun, narrow
 from zerodrift.model import ModelSpec, describe, is_dtensor, list_tensors, listed, recipe
@@ -292,19 +292,18 @@ def load_weights(
         want = expected_tensors(plan.rows, plan.buffers, model)
         files = SafetensorsWeights.open(path, model, want, strict)
         files.show(shown, engine.mesh.size("shard") * engine.mesh.size("pipeline"))
-    shards = Shards(engine)
     # The stages of a pipeline read their own segments, and agree after each that it could be read.
     most = max(len(part(plan, rank).segments) for rank in range(plan.mesh.pipeline))
     try:
         with torch.no_grad():
             engine.executor.drop()
-            for piece in itertools.islice(itertools.chain(shards.pieces(), itertools.repeat(None)), most):
+            for piece in itertools.islice(itertools.chain(engine.pieces(), itertools.repeat(None)), most):
                 if piece is not None:
                     _replace(engine, files, piece)
                 else:
                     with raise_on_all_ranks(comm):
                         pass
-            shards.sync_storage()
+            engine.sync_storage()
             _replace_buffers(engine, files)
         result = files.finish(model, comm)
     finally:

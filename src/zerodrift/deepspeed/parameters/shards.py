@@ -219,7 +219,9 @@ def shard_parameter(
     values = values.contiguous()
     comm.broadcast(values, 0)
     flat = values.new_empty(-(-values.numel() // ranks))
-    shard = ParameterShard(number, values.shape, flat, absent_class(path, lend, BEFORE_ENGINE))
+    absent = absent_class(path, BEFORE_ENGINE)
+    absent.borrow = staticmethod(lend)
+    shard = ParameterShard(number, values.shape, flat, absent)
     shard.replace(values)
     _attach(parameter, shard)
     setattr(parameter, STAYS, True)
@@ -272,7 +274,7 @@ def keep_shards(engine: Engine) -> Callable[[], None]:
             mine = spans.of(dist.get_rank())
             first = max(row.offset + mine.start - segment.rank * count, 0)
             flat = segment.storage[first : first + mine.stop - mine.start]
-            absent = absent_class(row.name, lambda keep: False, AFTER_ENGINE)
+            absent = absent_class(row.name, AFTER_ENGINE)
             shards.append((parameter, ParameterShard(len(shards), parameter.shape, flat, absent, spans)))
 
     def attach() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +114,6 @@ class EngineHook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self._uncompiled if torch.compiler.is_dynamo_compiling() else self._call)(*args, **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.__reduce__()[0]()
-
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         if self._require is not None:
             self._require()
@@ -131,10 +128,11 @@ def mark_as_ours(handles: Iterable[Any], require: Callable[[], None] | None = No
             held[handle.id] = EngineHook(held[handle.id], require)
 
 
-class LostParameters:
+class LostParameters(EngineHook):
     """A hook on a module whose values went with their engine."""
 
     def __init__(self, slots: list[ParameterSlot]) -> None:
+        super().__init__(self._refuse, self._refuse)
         self._module = slots[0].module
         self._held = [(slot.name, slot.attribute, slot.parameter, slot.home) for slot in slots]
 
@@ -147,25 +145,16 @@ class LostParameters:
             if self._module._parameters.get(attribute) is parameter and _is_view(parameter, placeholder)
         ]
 
-    def require(self) -> None:
+    def _refuse(self, *called: Any) -> None:
         for name in self.names[:1]:
             raise lost_error(name)
-
-    def __call__(self, module: nn.Module, *rest: Any) -> None:
-        self.require()
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return without_engine
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _without_engine, ()
 
 
 def find_other_engines(model: nn.Module) -> tuple[bool, set[str]]:
     """Return (whether another engine is alive on some module, the parameters whose values went with one)."""
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     lost = {name for hook in hooks if isinstance(hook, LostParameters) for name in hook.names}
-    return any(isinstance(hook, EngineHook) for hook in hooks), lost
+    return any(type(hook) is EngineHook for hook in hooks), lost
 
 
 def _require_values(slots: Iterable[ParameterSlot]) -> None:
@@ -229,7 +218,8 @@ class ParameterGuard:
         }
         self._known = set(home)
         self._tree = ModuleTree(model)
-        self._allows_absent_values = False
+        self.allows_absent_values = False
+        """Whether state dicts may have absent values: reading one is the error."""
         self.replaced: set[str] = set()
         """Rows that were loaded whole since values were opened to be written."""
         self.loading: Loading | None = None
@@ -344,19 +334,6 @@ class ParameterGuard:
         numbers = {segment.number for segment in segments}
         return [slot for slot in self._slots if slot.segment.number in numbers]
 
-    @contextlib.contextmanager
-    def names_only(self) -> Iterator[None]:
-        """Allow state dicts inside whose values are not used."""
-        before, self._allows_absent_values = self._allows_absent_values, True
-        try:
-            yield
-        finally:
-            self._allows_absent_values = before
-
-    def allow_absent_values(self) -> None:
-        """Allow state dicts of absent values from now on: reading a value is the error."""
-        self._allows_absent_values = True
-
     # --- hooks ------------------------------------------------------------------------------------------
 
     def attach(self) -> list[Any]:
@@ -373,7 +350,7 @@ class ParameterGuard:
 
     def _watch_saves(self, module: nn.Module, slots: list[ParameterSlot]) -> list[Any]:
         def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if not self._allows_absent_values:
+            if not self.allows_absent_values:
                 _require_values(slots)
 
         def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -423,7 +400,7 @@ class ParameterGuard:
         for module, slots in _by_module(s for s in self._slots if not s.segment.is_full).items():
             lost = LostParameters(slots)
             module.register_forward_pre_hook(lost)
-            mark_as_ours([module.register_state_dict_pre_hook(lost)], lost.require)
+            module.register_state_dict_pre_hook(lost)
 
 
 def _by_module(slots: Iterable[ParameterSlot]) -> dict[nn.Module, list[ParameterSlot]]:

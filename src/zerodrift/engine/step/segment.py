@@ -19,14 +19,13 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerodrift.comm import AxisName, Collectives, Handle
-from zerodrift.engine.habits.absent_parameter import absent_class, mark_absent, mark_gathered
+from zerodrift.engine.habits.absent_parameter import AbsentParameter, absent_class, mark_absent, mark_gathered
 from zerodrift.engine.nested import in_backward
 from zerodrift.engine.step.narrow_wire import start_narrow_gather
 from zerodrift.kernels import PackedRun, narrow, resting_zeros
@@ -37,19 +36,6 @@ from zerodrift.plan import Row, Segment
 def is_due(count: int) -> bool:
     """Return whether a periodic check runs after `count` times: the first few times, then once in 32."""
     return count < 4 or count % 32 == 0
-
-
-@dataclass(slots=True)
-class WriteRecord:
-    """Prints and versions by which `habits/storage_writes.py` notices writes of user code."""
-
-    storage_prints: torch.Tensor | None = None
-    held_prints: torch.Tensor | None = None
-    """Prints of the full form when a context opened it."""
-    versions: list[int] = field(default_factory=list)
-    overwritten: torch.Tensor | None = None
-    """Blocks of this rank's slice that were written to while they were gathered, on the device."""
-    checks: int = 0
 
 
 class SecondaryCopy:
@@ -146,19 +132,25 @@ class FlatSegment:
         """The tensors that parameters are while `full` has no memory: one element each, expanded."""
         self.placeholder_elements = torch.empty(0)
         self._placeholder_addresses: list[int] = []
-        self._absent_classes: list[type] = []
+        self._absent_classes: list[type[AbsentParameter]] = []
         self._own_holders = 0
         """Number of the segment's tensors that share the memory of `full` while no parameter does."""
         self._use_counts: list[int] = []
         self._kinds: list[tuple[Any, ...]] = []
         """(dtype, shape, is trained) of each parameter, as planned."""
         self.starts = [row.offset for row in rows]
-        self.lender: Callable[[], Callable[[bool], bool] | None] | None = None
-        """Weak reference to what gathers the unit for a forward elsewhere; see `LiveUnit.borrow`."""
         self.holds = 0
         self.is_stale = False
         """Whether the full form has other values than storage."""
-        self.writes = WriteRecord()
+        self.storage_prints: torch.Tensor | None = None
+        """Prints of storage as the engine wrote it: see `habits/storage_writes.py`."""
+        self.held_prints: torch.Tensor | None = None
+        """Prints of the full form when a context opened it."""
+        self.versions: list[int] = []
+        """Version counters of the parameters as the engine left them."""
+        self.overwritten: torch.Tensor | None = None
+        """Blocks of this rank's slice that were written to while they were gathered, on the device."""
+        self.storage_checks = 0
         self.before_free: Callable[[FlatSegment], None] = lambda segment: None
         """Called now and then before the full form is freed."""
         self._frees = 0
@@ -229,16 +221,18 @@ class FlatSegment:
     def _hide(self) -> None:
         for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
             parameter.data = placeholder
-        if not self._absent_classes:
-            segment = weakref.ref(self)
-
-            def borrow(keep: bool) -> bool:
-                held = segment()
-                lender = None if held is None or held.lender is None else held.lender()
-                return lender is not None and lender(keep)
-
-            self._absent_classes = [absent_class(row.name, borrow) for row in self.rows]
+        self._absent_classes = self._absent_classes or [absent_class(row.name) for row in self.rows]
         mark_absent(self.parameters, self._absent_classes)
+
+    def lend(self, lender: weakref.WeakMethod[Callable[[bool], bool]]) -> None:
+        """Gather absent parameters by `LiveUnit.borrow`, where a forward elsewhere uses them."""
+
+        def borrow(keep: bool) -> bool:
+            gather = lender()
+            return gather is not None and gather(keep)
+
+        for absent in self._absent_classes:
+            absent.borrow = staticmethod(borrow)
 
     @property
     def expected_views(self) -> list[torch.Tensor]:

@@ -93,8 +93,8 @@ class LiveUnit:
         self.gathering = [segment for segment in segments if segment.gathers]
         """Segments whose full form is not their storage."""
         self.trained = trained_of(segments)
-        for segment in segments:
-            segment.lender = weakref.WeakMethod(self.borrow)
+        for segment in self.gathering:
+            segment.lend(weakref.WeakMethod(self.borrow))
 
     def __repr__(self) -> str:
         return f"LiveUnit({self.spec.name or 'root'})"
