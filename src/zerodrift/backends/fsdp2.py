@@ -58,8 +58,6 @@ class FullyShardExecutor(Executor):
         optimizer: torch.optim.Optimizer | None = None,
         sources: ValueSources | None = None,
     ) -> None:
-        if plan.policy.backend != "fsdp2":
-            raise AssertionError(f"a plan for backend {plan.policy.backend}")
         policy, mesh = plan.policy, comm.mesh
         if policy.sharding.offload and mesh.device.type != "cpu":
             key = "zero_optimization.offload_optimizer.device"
@@ -74,9 +72,7 @@ class FullyShardExecutor(Executor):
         self.units = make_groups(plan, model, comm)
         self.backwards = Backwards(self.units, keep=policy.sharding.keep_gathered == "step")
         self.dtensor_mesh = DTensorMesh(mesh)
-        self._handles = shard(
-            plan, model, self.units, comm, self.dtensor_mesh, self.backwards, sources or ValueSources()
-        )
+        self._handles = shard(plan, model, self.units, comm, self.dtensor_mesh, self.backwards, sources or {})
         self._handles += [*compute.attach(model, plan.boundaries), refuse_wrapper(model)]
         self.members = {member.row.name: member for group in self.units for member in group.members}
         unit_of = {row.name: plan.units[row.unit].name for row in plan.rows}

@@ -135,16 +135,14 @@ class Member:
             grad = torch.zeros_like(self.full, dtype=self.accumulate)
         if self.layout is None:
             return grad
-        if not isinstance(grad, DTensor):
-            raise AssertionError(f"{self.row.name} has a plain gradient")
+        assert isinstance(grad, DTensor)
         return grad.redistribute(placements=self.layout.placements).to_local()
 
     @property
     def accumulate(self) -> torch.dtype:
         """The dtype that this rank's gradients are summed in, of a trained parameter."""
         update = self.row.columns.update
-        if update is None:
-            raise AssertionError(f"{self.row.name} is frozen")
+        assert update is not None
         return update.accumulate.dtype.torch
 
     @property
@@ -174,8 +172,7 @@ class Member:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        raise AssertionError(f"a DTensor is expected, not {type(tensor).__name__}")
+    assert isinstance(tensor, DTensor)
     return tensor.to_local()
 
 

@@ -77,12 +77,11 @@ class Engine:
         self.progress = TrainingProgress(plan, self.updater, schedule, shows=mesh.rank() == 0)
         callbacks = BackwardCallbacks(self.progress.is_last, self._backward_ended, self._backward_failed)
         self.executor.follow(self.progress, callbacks)
-        self.determinism = Determinism(self.module, mesh.device)
+        self.determinism = Determinism(mesh.device)
         self._release = weakref.finalize(self, self.determinism.release)
-        self._state: MicrobatchState | None = None
-        self.determinism.ask(need_of(plan.policy.requires_tree))
-        if plan.policy.requires_tree:
-            self._state = MicrobatchState(self.module, mesh.device)
+        needs = plan.policy.requires_tree
+        self.determinism.ask(need_of(needs), self.module)
+        self._state = MicrobatchState(self.module, mesh.device) if needs else None
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 

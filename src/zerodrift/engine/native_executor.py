@@ -18,19 +18,10 @@ from torch import nn
 from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine import shards
 from zerodrift.engine.executor import Executor
+from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.determinism import generators
 from zerodrift.engine.habits.parameter_guard import ParameterGuard, mark_as_ours
 from zerodrift.engine.habits.pins import make_plain, pin
-from zerodrift.engine.habits.storage_writes import (
-    are_missing,
-    check_storage,
-    compare_with_storage,
-    mark_storage_changed,
-    record_versions,
-    refresh_views,
-    rows_with_new_version,
-    take_over_writes,
-)
 from zerodrift.engine.nested import in_transform
 from zerodrift.engine.place import ValueSources, place
 from zerodrift.engine.progress import TrainingProgress, refusal
@@ -62,8 +53,6 @@ class NativeExecutor(Executor):
         optimizer: torch.optim.Optimizer | None = None,
         sources: ValueSources | None = None,
     ) -> None:
-        if plan.policy.backend != "native":
-            raise AssertionError(f"a plan for backend {plan.policy.backend}")
         policy, mesh = plan.policy, comm.mesh
         self.plan = plan
         self.part = part(plan, mesh.rank("pipeline"))
@@ -100,8 +89,8 @@ class NativeExecutor(Executor):
         self._trained = trained_of(self.segments)
         self.sum_over_ends: Callable[[], None] = lambda: None
         for segment in self.segments:
-            record_versions(segment)
-            segment.before_free = compare_with_storage
+            writes.record_versions(segment)
+            segment.before_free = writes.compare_with_storage
         update_slice = choose_update_function(plan, comm)
         self.updater: Updater | None = None
         if self._trained and (optimizer is not None or policy.optimizer is not None):
@@ -114,7 +103,7 @@ class NativeExecutor(Executor):
                 shown = masters.get(segment.number)  # there is one without an optimizer only
                 handle = segment.sync_storage(self.updater) if shown is None else segment.show_master(shown)
                 handle.wait()
-                record_versions(segment)
+                writes.record_versions(segment)
         mark_as_ours(self._handles)
         self._progress: TrainingProgress
 
@@ -141,8 +130,8 @@ class NativeExecutor(Executor):
             # too.
             first = self._progress.micro_batches == 0 and not self.comm.mesh.asynchronous
             for segment in self._trained:
-                if segment.has_separate_master and (first or rows_with_new_version(segment)):
-                    take_over_writes(segment, self.updater)
+                if segment.has_separate_master and (first or writes.rows_with_new_version(segment)):
+                    writes.take_over_writes(segment, self.updater)
         for unit in self.units:
             unit.order_hooks()
         return contextlib.nullcontext()
@@ -194,7 +183,7 @@ class NativeExecutor(Executor):
         if norm.written:
             with raise_on_all_ranks(self.comm):
                 for segment in self.segments:
-                    take_over_writes(segment, self.updater)
+                    writes.take_over_writes(segment, self.updater)
         else:
             for segment in self.segments:
                 segment.overwritten = None
@@ -219,9 +208,11 @@ class NativeExecutor(Executor):
             for segment in self.segments
             if segment.has_separate_master or segment.gathers or mesh.size("shard") > 1
         )
-        written, checksum = check_storage(compared, mesh.device)
+        written, checksum = writes.check_storage(compared, mesh.device)
         for placeholders in self.guard.placeholders if mesh.asynchronous else ():
-            written = written + (~are_missing(placeholders)).any()  # elsewhere `guard.check` has looked
+            written = (
+                written + (~writes.are_missing(placeholders)).any()
+            )  # elsewhere `guard.check` has looked
         return written, checksum
 
     def reduced(self) -> Iterator[tuple[Sequence[shards.Span], torch.Tensor]]:
@@ -263,8 +254,8 @@ class NativeExecutor(Executor):
         self.drop()
         for segment in self.segments:
             segment.sync_storage(self.updater).wait()
-            mark_storage_changed(segment)
-            refresh_views(segment)
+            writes.mark_storage_changed(segment)
+            writes.refresh_views(segment)
 
     def update_statistics(self) -> UpdateReport:
         steps_taken = self._progress.global_steps

@@ -157,8 +157,7 @@ class FlatShard:
             self.set_weights(values)
 
     def set_moment(self, key: str, values: torch.Tensor) -> None:
-        if self._updater is None:
-            raise AssertionError(f"segment {self.segment.number} has no optimizer")
+        assert self._updater is not None
         self._updater.set_state(self.segment.number, key, values)
 
 

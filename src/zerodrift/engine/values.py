@@ -18,18 +18,8 @@ from typing import Protocol
 import torch
 
 from zerodrift.comm import Collectives, raise_on_all_ranks
+from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.parameter_guard import ParameterGuard
-from zerodrift.engine.habits.storage_writes import (
-    READ,
-    WRITE,
-    end_hold,
-    hold_full,
-    mark_storage_changed,
-    refresh_views,
-    rows_written_while_held,
-    take_back_memory,
-    take_over_writes,
-)
 from zerodrift.engine.progress import TrainingProgress
 from zerodrift.engine.step.gradients import Gradients
 from zerodrift.engine.step.segment import FlatSegment
@@ -222,7 +212,7 @@ class SegmentValues:
         for segment in segments.values():
             segment.start_gather()
         for segment in segments.values():
-            hold_full(segment)
+            writes.hold_full(segment)
         try:
             shown = {name: self._of(row).view(self._of(row).full, row) for name, row in rows.items()}
             if write:
@@ -233,15 +223,18 @@ class SegmentValues:
                 self._require_unwritten(segments.values())
         finally:
             for number, segment in segments.items():
-                end_hold(segment, keep=number in kept)
+                writes.end_hold(segment, keep=number in kept)
 
     def _require_unwritten(self, segments: Iterable[FlatSegment]) -> None:
         problems = Problems()
         for segment in segments:
-            for row in () if self.guard.is_open(segment) else rows_written_while_held(segment):
+            for row in () if self.guard.is_open(segment) else writes.rows_written_while_held(segment):
                 segment.is_stale = True
                 problems.add(
-                    row.name, WRITE, got=READ, do="Nobody else would have seen it, and it is dropped."
+                    row.name,
+                    writes.WRITE,
+                    got=writes.READ,
+                    do="Nobody else would have seen it, and it is dropped.",
                 )
         problems.raise_as(ModelError)
 
@@ -275,9 +268,9 @@ class SegmentValues:
         finally:
             for segment, _ in held:
                 segment.is_stale = True
-                end_hold(segment)
+                writes.end_hold(segment)
         for segment, _ in held if commit else ():
-            refresh_views(segment)
+            writes.refresh_views(segment)
 
     def _write_back(self, segment: FlatSegment, rows: list[Row]) -> None:
         """Write rank 0's rows into master and storage. An element that was not changed keeps every bit; a row
@@ -303,12 +296,12 @@ class SegmentValues:
         """Make writes of user code the masters', or raise; a call of all ranks."""
         separate = []
         for segment in segments:
-            take_back_memory(segment)
+            writes.take_back_memory(segment)
             separate += [segment] if segment.has_separate_master else []
         if separate:
             with raise_on_all_ranks(self.comm, "data"):
                 for segment in separate:
-                    take_over_writes(segment, self.updater, accept_all=accept_all)
+                    writes.take_over_writes(segment, self.updater, accept_all=accept_all)
 
     def shape(self, row: Row) -> tuple[int, ...]:
         return row.whole_shape
@@ -333,7 +326,7 @@ class SegmentValues:
             segment.view(whole, row).copy_(self._part_of(row, value))
         segment.drop()
         self._set_whole_master(segment, whole)
-        refresh_views(segment)
+        writes.refresh_views(segment)
 
     def _whole_master(self, segment: FlatSegment) -> torch.Tensor:
         """Gather a copy of the masters in fp32; storage, where there is no master."""
@@ -346,11 +339,11 @@ class SegmentValues:
         with torch.no_grad():
             if not isinstance(segment, TrainedSegment) or self.updater is None:
                 segment.store(segment.slice_of(whole) if segment.sharded else whole)
-                mark_storage_changed(segment)
+                writes.mark_storage_changed(segment)
                 return
             self.updater.set_master(segment.number, segment.owned_of(whole))
         segment.sync_storage(self.updater).wait()
-        mark_storage_changed(segment)
+        writes.mark_storage_changed(segment)
 
     def has_gradient(self, row: Row) -> bool:
         self.gradients.flush()
@@ -370,8 +363,7 @@ class SegmentValues:
 
     def set_gradient(self, row: Row, value: torch.Tensor) -> None:
         segment, mesh = self._trained(row), self.comm.mesh
-        if segment.reduced is None:
-            raise AssertionError(f"{row.name} has no gradient")
+        assert segment.reduced is not None
         self.gradients.flush()
         segment.arrived.add(segment.rows.index(row))
         whole = segment.whole_gradient()
@@ -399,8 +391,7 @@ class SegmentValues:
 
     def set_moment(self, row: Row, key: str, value: torch.Tensor) -> None:
         segment = self._trained(row)
-        if self.updater is None:
-            raise AssertionError("no optimizer")
+        assert self.updater is not None
         whole = self._whole(segment, self._states(segment)[key])
         with torch.no_grad():
             segment.view(whole, row).copy_(self._part_of(row, value))
@@ -421,8 +412,7 @@ class SegmentValues:
 
     def _trained(self, row: Row) -> TrainedSegment:
         segment = self._of(row)
-        if not isinstance(segment, TrainedSegment):
-            raise AssertionError(f"{row.name} is frozen")
+        assert isinstance(segment, TrainedSegment)
         return segment
 
     def _whole(self, segment: FlatSegment, owned: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ from zerodrift.weights.boxes import Shape
 from zerodrift.weights.conversions import saved_form
 from zerodrift.weights.quantised import NarrowMatrix, find_matrices, quantization_config, wide_modules
 from zerodrift.weights.reader import ProgressBar
-from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, TensorFile, pack, size_in_bytes
+from zerodrift.weights.writer import SafetensorsWriter, TensorFile, pack, size_in_bytes
 
 _UNBOUNDED = 2**62
 
@@ -61,13 +61,14 @@ def export(
     folder: str | os.PathLike[str],
     *,
     dtype: str | None = None,
-    max_shard_size: int | str | None = SHARD_SIZE,
+    max_shard_size: int | str | None = "5GB",
     overwrite: bool = False,
 ) -> Exported:
-    """Write the model of an engine.
+    """Write the model of an engine as a folder that `transformers` loads.
 
-    Collective: every rank calls it alike. `dtype` replaces the `export` column of every floating parameter
-    that is not pinned. Without a `max_shard_size` there is one file.
+    Every rank calls it and writes its own slices. Values have the dtypes of the `export` column; `dtype`,
+    such as `"bf16"`, replaces it for every parameter that is not pinned. Files hold at most `max_shard_size`
+    each, and None makes one file of the whole model. `overwrite` replaces the folder of another model.
     """
     begin = time.monotonic()
     comm, rank, model = engine.comm, engine.mesh.rank(), engine.whole

@@ -238,7 +238,7 @@ class InitialValues:
         # Rank 0's seed, so that values do not depend on the number of ranks.
         seed = self.comm.broadcast_object(torch.initial_seed(), 0)
         initial = recipe.RecipeValues(bare, seed)
-        return ValueSources({**rows, **dict.fromkeys(bare, initial)}, buffers)
+        return {**rows, **dict.fromkeys(bare, initial), **buffers}
 
     def finish(self) -> LoadedWeights | None:
         """Close the files, and sum up what was read. Collective."""
@@ -279,12 +279,12 @@ def _fingerprint(rows: dict[str, ValueSource], bare: dict[str, nn.Parameter]) ->
 
 
 def load_weights(
-    engine: Engine, path: str | os.PathLike[str], strict: Strict = True, *, quiet: bool = False
+    engine: Engine, path: str | os.PathLike[str], strict: bool | Sequence[str] = True, *, quiet: bool = False
 ) -> LoadedWeights:
-    """Replace the weights of `engine` by those of safetensors files: one file, an index, or a folder.
+    """Replace the weights of an engine with those of safetensors files. Moments and the step count stay.
 
-    Moments, step and schedule stay. Collective. `strict` is as in `initialize`. Errors in the files are found
-    before anything is replaced; if reading fails later, weights are partly replaced and the error says so.
+    Every rank calls it and reads its own slices. Names that do not match are an error unless `strict` is
+    False or has a glob for them.
     """
     comm, plan, model = engine.comm, engine.plan, engine.whole
     shown = engine.mesh.rank() == 0 and not quiet

@@ -22,7 +22,6 @@ import contextlib
 import os
 import re
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -49,21 +48,20 @@ _before: tuple[int, bool, bool, str | None] | None = None
 
 
 class Determinism:
-    """The need of one engine. It holds the model weakly, because the process holds the need."""
+    """The need of one engine."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = weakref.ref(model), device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.need: DeterminismNeed | None = None
         """The key that errors name; None where nothing asks for deterministic operations."""
 
-    def ask(self, need: DeterminismNeed | None) -> None:
+    def ask(self, need: DeterminismNeed | None, model: nn.Module) -> None:
         """Turn deterministic operations on until `release`, if a key asks and none did. torch
         would also fill memory that is not written yet; nothing here reads such memory, so that is off.
         cuDNN's choice of algorithms by their time is off, too, because it may choose others in the next
         run."""
         global _before
-        model = self._model()
-        if need is None or self.need is not None or model is None:
+        if need is None or self.need is not None:
             return
         require_deterministic_kernels(model, self._device.type, need)
         if _before is None:

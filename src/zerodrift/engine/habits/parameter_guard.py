@@ -24,18 +24,8 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
+from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.absent_parameter import AbsentParameter, AbsentValue, lost_error
-from zerodrift.engine.habits.storage_writes import (
-    WRITE,
-    WRITTEN_ABSENT,
-    are_missing,
-    hold_full,
-    may_stand_in,
-    record_versions,
-    rows_with_new_version,
-    rows_written_while_absent,
-    share_placeholders,
-)
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
@@ -76,7 +66,7 @@ class ParameterSlot:
         if self.current is not self.parameter:
             must = "must stay the parameter that the engine was given"
             return Problem(self.name, must, got="another one", do=LOAD)
-        if not _is_view(self.parameter, self.home) and not may_stand_in(self.segment, self.index):
+        if not _is_view(self.parameter, self.home) and not writes.may_stand_in(self.segment, self.index):
             return Problem(self.name, "must stay a view of its segment", got="memory of its own", do=LOAD)
         # A trained parameter may be frozen for a while, as one of two adversaries is; it is not updated then.
         thawed = self.parameter.requires_grad and not isinstance(self.segment, TrainedSegment)
@@ -201,7 +191,7 @@ class ParameterGuard:
     def __init__(self, model: nn.Module, segments: list[FlatSegment], *, asynchronous: bool) -> None:
         """`asynchronous`: see `Mesh.asynchronous`."""
         self._asynchronous = asynchronous
-        self.placeholders = share_placeholders(segment for segment in segments if segment.gathers)
+        self.placeholders = writes.share_placeholders(segment for segment in segments if segment.gathers)
         home = {id(p): (segment, n) for segment in segments for n, p in enumerate(segment.parameters)}
         self._slots = [
             ParameterSlot(
@@ -248,16 +238,20 @@ class ParameterGuard:
             self._check_tree(problems)
         if stepping and not problems and len(good) < len(self._segments):
             self.take_over_assigned([s.segment for s in self._slots if not _is_view(s.parameter, s.home)])
-        absent = not self._asynchronous and any(not are_missing(held).all() for held in self.placeholders)
+        absent = not self._asynchronous and any(
+            not writes.are_missing(held).all() for held in self.placeholders
+        )
         for segment in self._segments:
             if segment.gathers and not self.is_open(segment):
-                written = rows_with_new_version(segment)
+                written = writes.rows_with_new_version(segment)
                 if absent:
-                    written += [row for row in rows_written_while_absent(segment) if row not in written]
+                    written += [
+                        row for row in writes.rows_written_while_absent(segment) if row not in written
+                    ]
                 for row in written:
-                    problems.add(row.name, WRITE, got=WRITTEN_ABSENT, do="It was lost.")
+                    problems.add(row.name, writes.WRITE, got=writes.WRITTEN_ABSENT, do="It was lost.")
                 if written:
-                    record_versions(segment)
+                    writes.record_versions(segment)
 
     def _check_tree(self, problems: Problems) -> None:
         for path, module in self._model.named_modules():
@@ -303,7 +297,7 @@ class ParameterGuard:
             self.replaced.clear()
         for segment in segments:
             if segment.number not in self.opened:
-                hold_full(segment)
+                writes.hold_full(segment)
                 self.opened[segment.number] = (segment, {})
         for row in rows:
             self.opened[row.segment][1][row.name] = row

@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm import AxisName, Collectives, Handle
+from zerodrift.comm import AxisName, Collectives, Handle, Recorded
 from zerodrift.engine.habits.absent_parameter import AbsentParameter, absent_class, mark_absent, mark_gathered
 from zerodrift.engine.nested import in_backward
-from zerodrift.engine.step.narrow_wire import start_narrow_gather
 from zerodrift.kernels import PackedRun, narrow, resting_zeros
 from zerodrift.optim import Updater
 from zerodrift.plan import Row, Segment
@@ -69,7 +68,8 @@ class SecondaryCopy:
         """Begin to gather the parts into `out`, which gets what `keep` was given."""
         axis, numel = self._axis.name, self._spec.padded
         if self._wire is not None:
-            return start_narrow_gather(self._comm, out, self.part, numel, self._wire, axis, self._label)
+            note = Recorded("all_gather", self._wire, numel, axis, None)
+            return self._comm.start_all_gather(out, self.part, axis, self._label, note)
         return self._comm.start_all_gather(out, self.part, axis, self._label)
 
 
@@ -309,14 +309,13 @@ class FlatSegment:
     def start_packed_gather(self, values: torch.Tensor, runs: int) -> tuple[torch.Tensor, Handle]:
         """Encode this rank's values as one of so many packed runs, unless they rest packed, and begin to
         gather the others."""
-        if self.narrow is None:
-            raise AssertionError(f"segment {self.number} has no narrow format")
+        assert self.narrow is not None
         own = values if self.packed is not None else narrow.encode_runs(self.narrow, values, 1)
         if runs == 1:
             return own, Handle()
         packed = own.new_empty(runs * own.numel())
-        what = self.spec.padded, self.narrow, self.axis, self.label
-        return packed, start_narrow_gather(self.comm, packed, own, *what)
+        note = Recorded("all_gather", self.narrow, self.spec.padded, self.axis, None)
+        return packed, self.comm.start_all_gather(packed, own, self.axis, self.label, note)
 
     def show_master(self, master: torch.Tensor) -> Handle:
         """Fill storage that is whole with what the masters of all ranks are in the narrow format."""

@@ -261,8 +261,7 @@ class TrainedSegment(FlatSegment):
     def close_part(self, number: int) -> None:
         """Put the part aside."""
         self.collect_gradients()
-        if self.landing is None:
-            raise AssertionError(f"segment {self.number} has no part {number}")
+        assert self.landing is not None
         self._parts[number] = self.landing, self._grads
         self.landing, self._grads = None, []
 
@@ -306,8 +305,7 @@ class TrainedSegment(FlatSegment):
             if self.landing is not None:
                 self._sum.add(self.landing)
             self.landing = self._sum.take()
-        if self.landing is None:
-            raise AssertionError(f"segment {self.number} has no gradient to reduce")
+        assert self.landing is not None
         if self.ranks == 1:
             return Handle()
         self._is_travelling = True
@@ -365,8 +363,7 @@ class TrainedSegment(FlatSegment):
         return whole
 
     def start_whole_gradient(self) -> tuple[torch.Tensor, Handle]:
-        if self.reduced is None:
-            raise AssertionError(f"segment {self.number} has no reduced gradient")
+        assert self.reduced is not None
         if self.ranks == 1:
             return self.reduced, Handle()
         whole = self._whole

@@ -64,19 +64,18 @@ class LiveUnit:
         spec: Unit,
         module: nn.Module,
         segments: list[FlatSegment],
-        *,
         gathered_bytes: int,
-        keep_after_forward: bool,
-        keep_after_backward: bool,
+        keep: str,
     ) -> None:
+        """`keep` is the plan's `keep_gathered`."""
         self.number = number
         self.spec = spec
         self.module = module
         self.segments = segments
         self.is_root = spec.name == ""
         self.gathered_bytes = gathered_bytes
-        self._keep_after_forward = keep_after_forward or self.is_root
-        self._keep_after_backward = keep_after_backward
+        self._keep_after_forward = keep != "never" or self.is_root
+        self._keep_after_backward = keep == "step"
         self.uses = 0
         """Forwards whose backward is still to come."""
         self.recomputed = False
