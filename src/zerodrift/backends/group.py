@@ -201,9 +201,6 @@ class LiveGroup:
     def trained(self) -> list[Member]:
         return [member for member in self.members if member.row.trained]
 
-    def __repr__(self) -> str:
-        return f"LiveGroup({', '.join(path or 'root' for path in self.spec.paths)})"
-
     # --- hooks ------------------------------------------------------------------------------------------
 
     def attach_before(self, backwards: Backwards) -> list[Any]:

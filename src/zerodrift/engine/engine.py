@@ -185,14 +185,13 @@ class Engine:
         The ranks of a pipeline are given the same micro-batches. Where the plan sums by the tree each rank is
         given those of `micro_batches_of_this_rank`, and they are seeded here. Without a pipeline each is a
         dict of the model's keyword arguments, unless `initialize` was given `parts`."""
-        batches, weights = self._begin_batch(micro_batches, weights)
-        losses = self._accumulate(batches, weights)
+        losses, weights = self._accumulate(micro_batches, weights)
         return BatchResult(losses, self.step(), weights)
 
     def accumulate(self, micro_batches: Iterable[Any], weights: Sequence[float] = ()) -> tuple[float, ...]:
         """The first half of `train_batch`: the gradients of a step's micro-batches, and their losses. `step`
         updates with them, `zero_grad` drops them."""
-        return self._accumulate(*self._begin_batch(micro_batches, weights))
+        return self._accumulate(micro_batches, weights)[0]
 
     def evaluate(self, micro_batches: Iterable[Any]) -> float:
         """The mean loss of micro-batches, without gradients."""
@@ -206,22 +205,22 @@ class Engine:
         batches, _ = runner.prepare(micro_batches, (), None)
         return runner.losses(batches)
 
-    def _begin_batch(
+    def _accumulate(
         self, micro_batches: Iterable[Any], weights: Sequence[float]
-    ) -> tuple[list[Any], tuple[float, ...]]:
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the losses of a step's micro-batches, and their weights as numbers."""
         self.require_open()
         if self.progress.micro_batches:
             raise refusal("step under way")
-        return self._runner.prepare(micro_batches, weights, self.accumulation)
-
-    def _accumulate(self, batches: list[Any], weights: tuple[float, ...]) -> tuple[float, ...]:
+        runner = self._runner
+        batches, factors = runner.prepare(micro_batches, weights, self.accumulation)
         numbers = self.micro_batches_of_this_rank() if self.plan.policy.tree else ()
         seeds = tuple(map(self._seed_of, numbers))
         # Of a pipeline's pieces buffers are compared here; elsewhere every forward is watched.
         state = self._state if self.executor.runner is not None else None
         before = None if state is None else state.copy_buffers()
         try:
-            losses = self._runner.train(batches, weights, seeds)
+            losses = runner.train(batches, factors, seeds)
             if state is not None and before is not None:
                 with raise_on_all_ranks(self.comm):
                     state.require_unchanged(before)
@@ -229,7 +228,7 @@ class Engine:
             self._backward_failed()
             raise
         self.progress.micro_batches, self.progress.is_scaled = len(batches), False
-        return losses
+        return losses, factors
 
     @property
     def _runner(self) -> Any:

@@ -77,7 +77,7 @@ class Gradients:
         """Segments whose part of the tree over micro-batches has come in this backward."""
         self._sending: list[tuple[TrainedSegment, Handle]] = []
         self.callbacks: BackwardCallbacks | None = None
-        self._late: Any = None
+        self.late: Any = None
         """The `WeightQueue` of `pipeline/deferred.py` that forms weight gradients after their backward."""
         self.is_scheduled = False
         """Pipelines only: a schedule runs backwards in an order of its own, and no hook follows them."""
@@ -91,10 +91,6 @@ class Gradients:
         self.exposure_scale: Callable[[bool], float] | None = None
         """Set where user code may read and change gradients that rest whole, between a backward and the step:
         returns their factor, given whether they are the sum of all ranks."""
-
-    def expect(self, late: Any) -> None:
-        """Expect late weight gradients from a `WeightQueue`; None ends that."""
-        self._late = late
 
     def arrive_late(self, parameter: torch.Tensor) -> None:
         """Remember where a late gradient was added, to notice one that is replaced."""
@@ -186,8 +182,8 @@ class Gradients:
             self._running = False
         if not self.counts:
             return
-        if self._late is not None:
-            self._late.end_micro_batch()
+        if self.late is not None:
+            self.late.end_micro_batch()
         if not self._is_late:
             self._show()
         if self.callbacks is not None:
@@ -195,7 +191,7 @@ class Gradients:
 
     @property
     def _is_late(self) -> bool:
-        return self._late is not None or self.is_scheduled
+        return self.late is not None or self.is_scheduled
 
     def _show(self) -> None:
         self._shows = True
@@ -242,7 +238,7 @@ class Gradients:
             elif segment.reduced is not None:
                 self._leave_tree(segment, "backward too late", segment.rows[0].name)
             self._collected.add(segment.number)
-        send = segment.update.reduce.when == "every" or (self._last and self._late is None)
+        send = segment.update.reduce.when == "every" or (self._last and self.late is None)
         send = send and not (segment.tree and segment.ranks == 1)
         if send:
             self._finish(REDUCTIONS - 1)  # before another buffer is taken to land in
@@ -295,7 +291,7 @@ class Gradients:
     def set_by_hand(self) -> list[TrainedSegment]:
         """Segments with gradients that were put there since the last backward, which other ranks of the axis
         may not have."""
-        if self._late is not None:
+        if self.late is not None:
             return []
         return [
             segment
@@ -310,9 +306,9 @@ class Gradients:
         if self.exposure_scale is not None:
             self.hide()
         self._finish(0)
-        if self._late is not None:
+        if self.late is not None:
             self.open()
-            self._late.drain()
+            self.late.drain()
         for segment in self._segments:
             # Which gradients are late is no decision of the plan's: all segments go, on all ranks alike.
             if segment in without:
@@ -322,7 +318,7 @@ class Gradients:
                 self._leave_tree(segment, "gradient by hand", loose)
             if segment.tree and segment.has_unreduced_gradients:
                 self._send(segment)
-            elif loose or segment.has_unreduced_gradients or self._late is not None:
+            elif loose or segment.has_unreduced_gradients or self.late is not None:
                 self._land(segment)
                 self._send(segment)
         self._finish(0)
@@ -354,8 +350,8 @@ class Gradients:
     def drop(self) -> None:
         self.abort()
         self._shows = False
-        if self._late is not None:
-            self._late.clear()
+        if self.late is not None:
+            self.late.clear()
         self._creates_graph = False
         self._addresses.clear()
         self._replaced.clear()

@@ -95,9 +95,6 @@ class LiveUnit:
         for segment in self.gathering:
             segment.lend(weakref.WeakMethod(self.borrow))
 
-    def __repr__(self) -> str:
-        return f"LiveUnit({self.spec.name or 'root'})"
-
     # --- gathering --------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
@@ -109,9 +106,8 @@ class LiveUnit:
         if not self.gathering:
             return
         self.start_gather()
-        is_evaluated = not (torch.is_grad_enabled() or self.module.training)
         for segment in self.gathering:
-            segment.finish_gather(is_evaluated=is_evaluated)
+            segment.finish_gather()
 
     def release(self) -> None:
         for segment in self.gathering:
