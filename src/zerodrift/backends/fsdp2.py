@@ -28,7 +28,6 @@ from zerodrift.backends.tensor_guard import TensorGuard
 from zerodrift.backends.values import DTensorShard, TensorUpdater, TensorValues, pieces
 from zerodrift.comm import Collectives, is_the_users
 from zerodrift.engine import (
-    BackwardCallbacks,
     Executor,
     Norm,
     RankAgreement,
@@ -85,9 +84,8 @@ class FullyShardExecutor(Executor):
         self._progress: TrainingProgress
         """Set by `follow`."""
 
-    def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
-        self._progress = progress
-        self.backwards.callbacks = callbacks
+    def follow(self, progress: TrainingProgress) -> None:
+        self._progress = self.backwards.progress = progress
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -173,7 +171,7 @@ class FullyShardExecutor(Executor):
         """torch's hooks and the sharded parameters stay."""
         for handle in self._handles:
             handle.remove()
-        self.backwards.callbacks = None
+        self.backwards.progress = None
         self.dtensor_mesh.stop()
 
 

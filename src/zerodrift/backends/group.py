@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from zerodrift.backends.adapters import DTensorLayout, GroupCollectives, sum_over_replicas, sum_over_shards
 from zerodrift.comm import Collectives, Mesh
-from zerodrift.engine import BackwardCallbacks, ForwardInputs, at_the_end, in_backward, tensors_in
+from zerodrift.engine import ForwardInputs, TrainingProgress, at_the_end, in_backward, tensors_in
 from zerodrift.plan import Group, Row
 
 
@@ -337,13 +337,13 @@ class Backwards:
         self._running = self._began = False
         self.checksum = 0
         """Checksum of the groups that were used, in their order; the engine clears it in every step."""
-        self.callbacks: BackwardCallbacks | None = None
+        self.progress: TrainingProgress | None = None
 
     def forward_begins(self, group: LiveGroup) -> None:
         """Count a forward of a group outside of any backward."""
-        if self._running and self.callbacks is not None:
+        if self._running and self.progress is not None:
             # autograd drops its callbacks when a backward raises, so only the next forward can know.
-            self.callbacks.failed()
+            self.progress.failed()
         self._began = True
         # Below 2^40, so that a sum over ranks stays far below 2^63.
         self.checksum = (self.checksum * 1_000_003 + group.number + 1) % (1 << 40)
@@ -353,7 +353,7 @@ class Backwards:
         if self._running:
             return
         self._running = True
-        last = self.callbacks is None or self.callbacks.is_last()
+        last = self.progress is None or self.progress.is_last()
         for group in self._groups:
             group.open(last, self._keep and not last)
         at_the_end(self._end)
@@ -363,8 +363,8 @@ class Backwards:
         self._running = False
         for group in self._groups:
             group.fill()
-        if self.callbacks is not None:
-            self.callbacks.ended()
+        if self.progress is not None:
+            self.progress.ended()
 
     def flush(self) -> None:
         """Reduce, in order, whatever was not."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zerodrift.engine.shards import SegmentShard, Span
     from zerodrift.engine.step import compute, products
     from zerodrift.engine.step.compute import ForwardPrecision
-    from zerodrift.engine.step.gradients import BackwardCallbacks, Gradients
+    from zerodrift.engine.step.gradients import Gradients
     from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm
     from zerodrift.engine.step.products import has_narrow_products
     from zerodrift.engine.step.segment import FlatSegment

@@ -32,7 +32,6 @@ from zerodrift.engine.habits.determinism import (
 )
 from zerodrift.engine.progress import Scaler, StepResult, TrainingProgress, refusal
 from zerodrift.engine.shards import SegmentShard
-from zerodrift.engine.step.gradients import BackwardCallbacks
 from zerodrift.engine.values import ParameterHandle, WholeValues, row_of
 from zerodrift.errors import RankError, kind_of
 from zerodrift.optim import OptimizerState, make_schedule, schedule_of
@@ -75,8 +74,8 @@ class Engine:
         else:
             schedule = schedule_of(schedule, self.optimizer)
         self.progress = TrainingProgress(plan, self.updater, schedule, shows=mesh.rank() == 0)
-        callbacks = BackwardCallbacks(self.progress.is_last, self._backward_ended, self._backward_failed)
-        self.executor.follow(self.progress, callbacks)
+        self.progress.ended, self.progress.failed = self._backward_ended, self._backward_failed
+        self.executor.follow(self.progress)
         self.determinism = Determinism(mesh.device)
         self._release = weakref.finalize(self, self.determinism.release)
         needs = plan.policy.requires_tree
@@ -416,7 +415,7 @@ class Engine:
             with contextlib.suppress(RankError):  # was raised where it was waited for
                 self._recover()
             self.zero_grad()
-            self.progress.closed = True
+            self.progress.close()
             self._release()
             self.executor.leave()
             self.mesh.stop()

@@ -27,7 +27,7 @@ from zerodrift.engine.place import ValueSources, place
 from zerodrift.engine.progress import TrainingProgress, refusal
 from zerodrift.engine.step import compute, products
 from zerodrift.engine.step.accumulation import GradientBuffers
-from zerodrift.engine.step.gradients import BackwardCallbacks, Gradients
+from zerodrift.engine.step.gradients import Gradients
 from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm, parts_of, set_on_some
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import trained_of
@@ -112,14 +112,14 @@ class NativeExecutor(Executor):
         handles += attach_parts(self.module, self.units)
         return handles + compute.attach(self.module, self.plan.boundaries)
 
-    def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
+    def follow(self, progress: TrainingProgress) -> None:
         self._progress = progress
         for wire in filter(None, (segment.wire for segment in self._trained)):
             wire.follow(lambda: progress.steps_tried)
         if self.runner is None:
             self._handles += progress.watch(self.module)
             mark_as_ours(self._handles)
-        self.gradients.callbacks = callbacks
+        self.gradients.progress = progress
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class NativeExecutor(Executor):
             unit.detach()
         self.guard.leave()
         make_plain(self.segments)
-        self.gradients.callbacks = None
+        self.gradients.progress = None
 
 
 def native(executor: Executor) -> NativeExecutor:

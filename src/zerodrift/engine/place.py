@@ -80,11 +80,11 @@ def place(
     for number, spec in enumerate(plan.segments):
         rows = [plan.rows[index] for index in spec.rows]
         held = [parameters[row.name] for row in rows]
-        update, unit = spec.columns.update, plan.units[spec.unit].name
-        if update is None:
+        unit = plan.units[spec.unit].name
+        if spec.columns.update is None:
             segment = FlatSegment(number, spec, rows, held, comm, unit)
         else:
-            segment = TrainedSegment(update, number, spec, rows, held, comm, pools, unit)
+            segment = TrainedSegment(number, spec, rows, held, comm, pools, unit)
         again = plan.secondary_axis(spec)
         if again is not None:
             segment.secondary = SecondaryCopy(comm, spec, again, segment.label)
@@ -316,15 +316,11 @@ def _windows(
         yield first, values
 
 
-def _gaps(segment: FlatSegment) -> Iterator[tuple[int, int]]:
-    """Yield (first, one past the last) of the elements between and after parameters."""
-    reached = 0
-    for row in sorted(segment.rows, key=lambda row: row.offset):
-        if row.offset > reached:
-            yield reached, row.offset
-        reached = row.offset + row.numel
-    if reached < segment.spec.padded:
-        yield reached, segment.spec.padded
+def _gaps(segment: FlatSegment) -> list[tuple[int, int]]:
+    """Return (first, one past the last) of the elements between and after parameters."""
+    ends = [0, *(row.offset + row.numel for row in segment.rows)]
+    starts = [*segment.starts, segment.spec.padded]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def share_of(segment: FlatSegment, rank: int) -> slice:

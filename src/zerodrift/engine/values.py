@@ -21,6 +21,7 @@ from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.parameter_guard import ParameterGuard
 from zerodrift.engine.progress import TrainingProgress
+from zerodrift.engine.shards import FlatShard
 from zerodrift.engine.step.gradients import Gradients
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
@@ -331,17 +332,11 @@ class SegmentValues:
     def _whole_master(self, segment: FlatSegment) -> torch.Tensor:
         """Gather a copy of the masters in fp32; storage, where there is no master."""
         self._take_over_writes([segment])
-        if not isinstance(segment, TrainedSegment) or self.updater is None:
-            return self._whole(segment, segment.values_at_rest())
-        return self._whole(segment, self.updater.master(segment.number))
+        return self._whole(segment, self._piece(segment).weights().float())
 
     def _set_whole_master(self, segment: FlatSegment, whole: torch.Tensor) -> None:
-        with torch.no_grad():
-            if not isinstance(segment, TrainedSegment) or self.updater is None:
-                segment.store(segment.slice_of(whole) if segment.sharded else whole)
-                writes.mark_storage_changed(segment)
-                return
-            self.updater.set_master(segment.number, segment.owned_of(whole))
+        piece = self._piece(segment)
+        piece.set_weights(whole if piece.numel == whole.numel() else segment.slice_of(whole))
         segment.sync_storage(self.updater).wait()
         writes.mark_storage_changed(segment)
 
@@ -391,21 +386,21 @@ class SegmentValues:
 
     def set_moment(self, row: Row, key: str, value: torch.Tensor) -> None:
         segment = self._trained(row)
-        assert self.updater is not None
         whole = self._whole(segment, self._states(segment)[key])
         with torch.no_grad():
             segment.view(whole, row).copy_(self._part_of(row, value))
-        self.updater.set_state(segment.number, key, segment.owned_of(whole))
+        self._piece(segment).set_moment(key, segment.owned_of(whole))
 
     def _states(self, segment: TrainedSegment) -> dict[str, torch.Tensor]:
         """Return owned moments with the same keys on every rank: one that owns padding only has none
         itself."""
-        if self.updater is None:
-            return {}
-        mine = self.updater.states(segment.number)
+        mine = self._piece(segment).moments()
         keys = dict.fromkeys(key for keys in self.comm.all_gather_object(list(mine), "data") for key in keys)
         empty = torch.zeros_like(segment.owned, dtype=torch.float32)
         return {key: mine.get(key, empty) for key in keys}
+
+    def _piece(self, segment: FlatSegment) -> FlatShard:
+        return FlatShard(segment, self.updater, (0, 1))
 
     def _of(self, row: Row) -> FlatSegment:
         return self.segments[row.segment]

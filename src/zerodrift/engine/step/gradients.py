@@ -14,31 +14,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zerodrift.comm import Handle
 from zerodrift.engine.nested import at_the_end, current_backward
-from zerodrift.engine.progress import refusal
+from zerodrift.engine.progress import TrainingProgress, refusal
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.step.traversal import Traversal
 from zerodrift.engine.step.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems, RankError
 from zerodrift.plan import REDUCTIONS, reduce_order
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardCallbacks:
-    """Calls of the engine, which counts the micro-batches of backwards."""
-
-    is_last: Callable[[], bool]
-    """Returns whether the backward that begins now is the last micro-batch of its step."""
-    ended: Callable[[], None]
-    """Called when every gradient of a backward has landed, unless it adds to no gradient."""
-    failed: Callable[[], None]
-    """Called when a backward that the engine did not call has raised; its gradients are incomplete."""
 
 
 class Gradients:
@@ -76,7 +63,7 @@ class Gradients:
         self._collected: set[int] = set()
         """Segments whose part of the tree over micro-batches has come in this backward."""
         self._sending: list[tuple[TrainedSegment, Handle]] = []
-        self.callbacks: BackwardCallbacks | None = None
+        self.progress: TrainingProgress | None = None
         self.late: Any = None
         """The `WeightQueue` of `pipeline/deferred.py` that forms weight gradients after their backward."""
         self.is_scheduled = False
@@ -110,9 +97,9 @@ class Gradients:
         """Begin a forward outside of any backward."""
         if self._shows and torch.is_grad_enabled():
             self.hide()
-        if self._running and self.callbacks is not None:
+        if self._running and self.progress is not None:
             # autograd drops its callbacks when a backward raises, so only the next forward can know.
-            self.callbacks.failed()
+            self.progress.failed()
 
     @contextlib.contextmanager
     def micro_batch(self, loss: torch.Tensor) -> Iterator[None]:
@@ -144,7 +131,7 @@ class Gradients:
         self.hide()
         self._running, self.counts, self._task, self._reached = True, False, -1, frozenset()
         self._traversal.turn()
-        self._last = self.callbacks is None or self.callbacks.is_last()
+        self._last = self.progress is None or self.progress.is_last()
         self._ready.clear()
         self._collected.clear()
         self._next = 0
@@ -186,8 +173,8 @@ class Gradients:
             self.late.end_micro_batch()
         if not self._is_late:
             self._show()
-        if self.callbacks is not None:
-            self.callbacks.ended()
+        if self.progress is not None:
+            self.progress.ended()
 
     @property
     def _is_late(self) -> bool:
@@ -242,7 +229,7 @@ class Gradients:
         send = send and not (segment.tree and segment.ranks == 1)
         if send:
             self._finish(REDUCTIONS - 1)  # before another buffer is taken to land in
-            segment.make_room()
+            segment.comm.make_room(segment.update.reduce.wire.nbytes(segment.spec.padded), segment.axis)
         self._land(segment)
         if send:
             self._send(segment)

@@ -66,11 +66,9 @@ class SecondaryCopy:
 
     def start_gather(self, out: torch.Tensor) -> Handle:
         """Begin to gather the parts into `out`, which gets what `keep` was given."""
-        axis, numel = self._axis.name, self._spec.padded
-        if self._wire is not None:
-            note = Recorded("all_gather", self._wire, numel, axis, None)
-            return self._comm.start_all_gather(out, self.part, axis, self._label, note)
-        return self._comm.start_all_gather(out, self.part, axis, self._label)
+        axis, wire = self._axis.name, self._wire
+        note = None if wire is None else Recorded("all_gather", wire, self._spec.padded, axis, None)
+        return self._comm.start_all_gather(out, self.part, axis, self._label, note)
 
 
 class FlatSegment:
@@ -197,20 +195,6 @@ class FlatSegment:
         if self.narrow is not None and self.packed is None:
             return narrow.round_trip(self.narrow, values, self.full.dtype)
         return (values if self.packed is not None else self.at_rest(values)).to(self.full.dtype)
-
-    def values_at_rest(self) -> torch.Tensor:
-        """Return a copy in fp32 of what rests here, unpacked. Shape [padded] or [padded / ranks]."""
-        if self.packed is not None:
-            return self.packed.values()
-        return self.storage.to(torch.float32, copy=True)
-
-    @torch.no_grad()
-    def store(self, values: torch.Tensor) -> None:
-        """Write values of a frozen segment. Packed blocks in which none differs keep their bits."""
-        if self.packed is not None:
-            self.packed.store(values)
-        else:
-            self.storage.copy_(values)
 
     def _show(self, tensors: list[torch.Tensor]) -> None:
         mark_gathered(self.parameters)

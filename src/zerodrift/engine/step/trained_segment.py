@@ -58,7 +58,6 @@ class TrainedSegment(FlatSegment):
 
     def __init__(
         self,
-        update: Update,
         number: int,
         spec: Segment,
         rows: list[Row],
@@ -68,7 +67,9 @@ class TrainedSegment(FlatSegment):
         unit: str = "",
     ) -> None:
         super().__init__(number, spec, rows, parameters, comm, unit)
-        self.update = update
+        update = spec.columns.update
+        assert update is not None
+        self.update: Update = update
         reduce = update.reduce
         keys = None
         if reduce.rounding == "stochastic":
@@ -294,10 +295,6 @@ class TrainedSegment(FlatSegment):
             (self._landing_pool if flat.numel() == self.spec.padded else self._sum_pool).give(flat)
 
     # --- over ranks -------------------------------------------------------------------------------------
-
-    def make_room(self) -> None:
-        """Free memory of earlier reductions that the coming one does not fit into."""
-        self.comm.make_room(self.update.reduce.wire.nbytes(self.spec.padded), self.axis)
 
     def start_reduce(self, before: float) -> Handle:
         """Begin to add this rank's slice of the ranks' sum to `reduced`."""
