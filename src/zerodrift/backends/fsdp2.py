@@ -25,7 +25,7 @@ from zerodrift.backends.adapters import DTensorMesh
 from zerodrift.backends.group import Backwards
 from zerodrift.backends.placement import make_groups, shard
 from zerodrift.backends.tensor_guard import TensorGuard
-from zerodrift.backends.values import DTensorShard, TensorUpdater, TensorValues, pieces
+from zerodrift.backends.values import DTensorShard, TensorUpdater, TensorValues
 from zerodrift.comm import Collectives, is_the_users
 from zerodrift.engine import (
     Executor,
@@ -154,7 +154,10 @@ class FullyShardExecutor(Executor):
             do = "Take whole values out of `engine.gathered()` or `engine.parameter(name).master`."
             got = f"DTensors over {mesh.size('tensor')} ranks"
             raise UnsupportedError("checkpoint", must, got=got, do=do)
-        return pieces(self.plan, self.members, self.updater, mesh)
+        copy = mesh.rank("replicate"), mesh.size("replicate")
+        names = [[self.plan.rows[row].name for row in segment.rows] for segment in self.plan.segments]
+        held = [[self.members[name] for name in each] for each in names]
+        return (DTensorShard(number, each, self.updater, copy) for number, each in enumerate(held))
 
     def drop(self) -> None:
         for group in self.units:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from zerodrift.backends.group import Backwards, LiveGroup, Member, register, registered
 from zerodrift.backends.tensor_guard import TensorGuard
-from zerodrift.comm import Collectives, Mesh, raise_on_all_ranks
+from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine import READ, WRITE, Span
 from zerodrift.errors import ModelError, Problems, UnsupportedError
 from zerodrift.optim import (
@@ -242,16 +242,6 @@ class DTensorShard:
 
     def _moments_of(self, member: Member) -> dict[str, torch.Tensor]:
         return {} if self._updater is None else self._updater.moments(member.row.name)
-
-
-def pieces(
-    plan: Plan, members: Mapping[str, Member], updater: TensorUpdater | None, mesh: Mesh
-) -> Iterator[DTensorShard]:
-    """Yield one piece per segment, in the order of the plan. `members` are given by row name."""
-    copy = mesh.rank("replicate"), mesh.size("replicate")
-    for number, segment in enumerate(plan.segments):
-        mine = [members[plan.rows[row].name] for row in segment.rows]
-        yield DTensorShard(number, mine, updater, copy)
 
 
 def _spans(members: Sequence[Member], low: int, high: int) -> Iterator[Span]:

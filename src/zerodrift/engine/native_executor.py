@@ -90,7 +90,6 @@ class NativeExecutor(Executor):
         self.sum_over_ends: Callable[[], None] = lambda: None
         for segment in self.segments:
             writes.record_versions(segment)
-            segment.before_free = writes.compare_with_storage
         update_slice = choose_update_function(plan, comm)
         self.updater: Updater | None = None
         if self._trained and (optimizer is not None or policy.optimizer is not None):
@@ -216,7 +215,11 @@ class NativeExecutor(Executor):
         return written, checksum
 
     def reduced(self) -> Iterator[tuple[Sequence[shards.Span], torch.Tensor]]:
-        return shards.reduced_parts(self._trained, self.comm.mesh)
+        for segment in () if self.comm.mesh.rank("replicate") else self._trained:
+            if segment.reduced is not None and segment.spec.lead:
+                start = segment.start_of(segment.reduced)
+                held = shards.spans_of(segment, start, start + segment.reduced.numel(), start)
+                yield tuple(held), segment.reduced
 
     def bad(self) -> list[str]:
         return bad_parameters(parts_of(self._trained), self.comm)

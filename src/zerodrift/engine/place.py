@@ -170,11 +170,8 @@ def _script_modules(model: nn.Module) -> list[str]:
     found: list[str] = []
     for path, module in model.named_modules():
         is_inside = any(path.startswith(f"{outer}." if outer else "") for outer in found)
-        if (
-            isinstance(module, torch.jit.ScriptModule)
-            and not is_inside
-            and any(True for _ in module.parameters())
-        ):
+        is_script = isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters())
+        if is_script and not is_inside:
             found.append(path)
     return found
 

@@ -10,7 +10,7 @@ Invariant: over all ranks the parts that are read are every element of the model
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,14 +101,14 @@ class FlatShard:
         self.dtype = torch.float32 if self.updated or self.packed is not None else self._storage.dtype
         # Not by `start_of`: what is packed has fewer elements in memory.
         start = 0 if self.numel == segment.spec.padded else segment.rank * self.numel
-        self.held = tuple(_spans(segment, start, start + self.numel, start))
+        self.held = tuple(spans_of(segment, start, start + self.numel, start))
         index, copies = copy
         blocks = self.numel // BLOCK
         low, high = (BLOCK * (blocks * n // copies) for n in (index, index + 1))
-        mine = _spans(segment, start + low, start + high, start) if segment.spec.lead else ()
+        mine = spans_of(segment, start + low, start + high, start) if segment.spec.lead else ()
         self.share = tuple(mine)
         filled = share_of(segment, segment.rank)
-        self.filled = tuple(_spans(segment, filled.start, filled.stop, start))
+        self.filled = tuple(spans_of(segment, filled.start, filled.stop, start))
 
     @property
     def feedback(self) -> torch.Tensor | None:
@@ -173,17 +173,7 @@ def pieces(segments: Iterable[FlatSegment], updater: Updater | None, mesh: Mesh)
         yield FlatShard(segment, updater, copy)
 
 
-def reduced_parts(
-    segments: Iterable[TrainedSegment], mesh: Mesh
-) -> Iterator[tuple[Sequence[Span], torch.Tensor]]:
-    """Yield the reduced gradients of a step, each element on one rank."""
-    for segment in segments:
-        if segment.reduced is not None and segment.spec.lead and not mesh.rank("replicate"):
-            start = segment.start_of(segment.reduced)
-            yield tuple(_spans(segment, start, start + segment.reduced.numel(), start)), segment.reduced
-
-
-def _spans(segment: FlatSegment, low: int, high: int, origin: int) -> Iterator[Span]:
+def spans_of(segment: FlatSegment, low: int, high: int, origin: int) -> Iterator[Span]:
     """Yield what lies of each row in [low, high) of the segment, for a piece that begins at `origin`."""
     for row in segment.rows:
         here = row.within(low, high - low)

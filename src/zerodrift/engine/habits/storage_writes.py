@@ -177,22 +177,6 @@ def rows_written_while_absent(segment: FlatSegment) -> list[Row]:
     return [row for row, same in zip(segment.rows, missing, strict=True) if not same]
 
 
-def compare_with_storage(segment: FlatSegment) -> None:
-    """Record blocks of this rank's slice that differ from storage, before the full form is freed."""
-    columns = segment.spec.columns
-    with torch.no_grad():
-        own = segment.slice_of(segment.full) if segment.sharded else segment.full
-        if segment.packed is not None:
-            kept = segment.packed.values(own.dtype)
-        elif columns.encodes:
-            kept = segment.as_shown(segment.storage)
-        else:
-            kept = segment.storage.to(columns.gather.torch) if segment.sharded else segment.storage
-        differ = prints(own) != prints(kept.to(own.dtype))
-        before = segment.overwritten
-        segment.overwritten = differ if before is None else before | differ
-
-
 def check_storage(segments: Iterable[FlatSegment], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return, as int64 on the device, (whether user code has written to storage, a 32-bit checksum of what
     all ranks hold alike). Beside a pass over each storage, the launches are few for any number of segments.

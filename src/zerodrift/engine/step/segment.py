@@ -27,7 +27,7 @@ from torch import nn
 from zerodrift.comm import AxisName, Collectives, Handle, Recorded
 from zerodrift.engine.habits.absent_parameter import AbsentParameter, absent_class, mark_absent, mark_gathered
 from zerodrift.engine.nested import in_backward
-from zerodrift.kernels import PackedRun, narrow, resting_zeros
+from zerodrift.kernels import PackedRun, narrow, prints, resting_zeros
 from zerodrift.optim import Updater
 from zerodrift.plan import Row, Segment
 
@@ -148,8 +148,6 @@ class FlatSegment:
         self.overwritten: torch.Tensor | None = None
         """Blocks of this rank's slice that were written to while they were gathered, on the device."""
         self.storage_checks = 0
-        self.before_free: Callable[[FlatSegment], None] = lambda segment: None
-        """Called now and then before the full form is freed."""
         self._frees = 0
 
     # --- the parameters ---------------------------------------------------------------------------------
@@ -361,7 +359,7 @@ class FlatSegment:
 
     def _free(self) -> None:
         if not self.is_stale and is_due(self._frees):
-            self.before_free(self)
+            self._compare_with_storage()
         self._frees += 1
         self._hide()
         self.is_full = self.is_stale = False
@@ -369,6 +367,20 @@ class FlatSegment:
             self.full, self._views = self.full.new_empty(0), []
         else:
             self.full.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def _compare_with_storage(self) -> None:
+        """Record blocks of this rank's slice that user code has written to, before the full form is freed."""
+        columns = self.spec.columns
+        own = self.slice_of(self.full) if self.sharded else self.full
+        if self.packed is not None:
+            kept = self.packed.values(own.dtype)
+        elif columns.encodes:
+            kept = self.as_shown(self.storage)
+        else:
+            kept = self.storage.to(columns.gather.torch) if self.sharded else self.storage
+        differ = prints(own) != prints(kept.to(own.dtype))
+        self.overwritten = differ if self.overwritten is None else self.overwritten | differ
 
     @staticmethod
     def _allocate(flat: torch.Tensor) -> None:
