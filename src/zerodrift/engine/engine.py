@@ -23,13 +23,7 @@ from torch import nn
 from zerodrift.comm import Collectives, Mesh, raise_on_all_ranks
 from zerodrift.engine.digest import Digest, gradient_digest, state_digest
 from zerodrift.engine.executor import BatchResult, Executor, LossOf, SequentialRunner
-from zerodrift.engine.habits.determinism import (
-    Determinism,
-    MicrobatchState,
-    nondeterministic_operation,
-    seed_generators,
-    seed_of,
-)
+from zerodrift.engine.habits import determinism
 from zerodrift.engine.progress import Scaler, StepResult, TrainingProgress, refusal
 from zerodrift.engine.shards import SegmentShard
 from zerodrift.engine.values import ParameterHandle, WholeValues, row_of
@@ -76,11 +70,11 @@ class Engine:
         self.progress = TrainingProgress(plan, self.updater, schedule, shows=mesh.rank() == 0)
         self.progress.ended, self.progress.failed = self._backward_ended, self._backward_failed
         self.executor.follow(self.progress)
-        self.determinism = Determinism(mesh.device)
+        self.determinism = determinism.Determinism(mesh.device)
         self._release = weakref.finalize(self, self.determinism.release)
         needs = plan.policy.requires_tree
         self.determinism.ask(need_of(needs), self.module)
-        self._state = MicrobatchState(self.module, mesh.device) if needs else None
+        self._state = determinism.MicrobatchState(self.module, mesh.device) if needs else None
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -125,12 +119,12 @@ class Engine:
     def seed_micro_batch(self, number: int) -> None:
         """Seed torch's generators, of the host and of this device, before the forward of micro-batch
         `number`. The seed depends on `seed`, the step and that number, and not on the rank."""
-        seed_generators(self._seed_of(number), self.mesh.device)
+        determinism.seed_generators(self._seed_of(number), self.mesh.device)
         if self._state is not None:
             self._state.is_seeded = True
 
     def _seed_of(self, number: int) -> int:
-        return seed_of(self.seed, self.progress.steps_tried, number)
+        return determinism.seed_of(self.seed, self.progress.steps_tried, number)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context whose backwards are not the last of their step, so that reductions wait."""
@@ -145,7 +139,7 @@ class Engine:
         except BaseException as error:
             recover()
             need = self.determinism.need
-            refused = None if need is None else nondeterministic_operation(error, need)
+            refused = None if need is None else determinism.nondeterministic_operation(error, need)
             if refused is not None:
                 raise refused from error
             raise

@@ -221,17 +221,14 @@ def wrong_number(count: int, wanted: int | None) -> Problem | None:
 
 def numbers_of(weights: Sequence[Any], count: int) -> tuple[tuple[float, ...], Problem | None]:
     """Return weights as numbers, and what is wrong with them."""
-    numbers: tuple[float, ...] = ()
-    wrong = ""
     try:
         numbers = tuple(float(number) for number in weights)
     except (TypeError, ValueError, RuntimeError):
-        wrong = repr(weights)
-    bad = next((number for number in numbers if not math.isfinite(number)), None)
-    if numbers and len(numbers) != count:
-        wrong = str(len(numbers))
-    elif bad is not None:
-        wrong = repr(bad)
+        numbers, wrong = (), repr(weights)
+    else:
+        wrong = next((repr(number) for number in numbers if not math.isfinite(number)), "")
+        if numbers and len(numbers) != count:
+            wrong = str(len(numbers))
     if not wrong:
         return numbers, None
     must = f"must be {count} finite numbers, one for each micro-batch, or none"
