@@ -211,11 +211,6 @@ class SegmentFiller:
             self.master = resting_zeros(owned.shape, torch.int16, owned.device)
         elif kind is Master.FP32:
             self.master = resting_zeros(owned.shape, torch.float32, owned.device)
-        # Not all of it: a pass over fresh memory costs as much as reading it full from files.
-        for low, high in _gaps(segment):
-            for flat in (self.storage, self.master):
-                if flat is not None:
-                    self._of(flat, self._within(flat, low, high - low)).zero_()
 
     def give(self, offset: int, values: torch.Tensor) -> None:
         """Keep the part of a run of values, from an element of the segment on, that rests on this rank."""
@@ -311,13 +306,6 @@ def _windows(
         values = window[: min(WINDOW, numel - first)]
         source.fill(name, start + first, values)
         yield first, values
-
-
-def _gaps(segment: FlatSegment) -> list[tuple[int, int]]:
-    """Return (first, one past the last) of the elements between and after parameters."""
-    ends = [0, *(row.offset + row.numel for row in segment.rows)]
-    starts = [*segment.starts, segment.spec.padded]
-    return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def share_of(segment: FlatSegment, rank: int) -> slice:
