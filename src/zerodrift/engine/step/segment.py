@@ -309,8 +309,8 @@ class FlatSegment:
 
         return Handle(finish)
 
-    def finish_gather(self) -> None:
-        """Show what was gathered, and keep the second copy of it where the plan has one."""
+    def finish_gather(self, *, is_evaluated: bool = False) -> None:
+        """Show what was gathered. An evaluation keeps no second copy, as no backward follows."""
         if self._gathering is None:
             self.start_gather()
         handle, self._gathering = self._gathering, None
@@ -326,7 +326,7 @@ class FlatSegment:
         self._show(self._views)
         self.is_full = True
         regathered, self._is_regathered = self._is_regathered, False
-        if self.secondary is not None and not regathered:
+        if self.secondary is not None and not regathered and not is_evaluated:
             is_narrower = arrived is not None and arrived.dtype is self.secondary.part.dtype
             self.secondary.keep(arrived if arrived is not None and is_narrower else self.full)
 

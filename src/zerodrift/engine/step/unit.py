@@ -106,8 +106,9 @@ class LiveUnit:
         if not self.gathering:
             return
         self.start_gather()
+        is_evaluated = not (torch.is_grad_enabled() or self.module.training)
         for segment in self.gathering:
-            segment.finish_gather()
+            segment.finish_gather(is_evaluated=is_evaluated)
 
     def release(self) -> None:
         for segment in self.gathering:
