@@ -10,9 +10,7 @@ from zerodrift.versions import __version__ as __version__
 
 if TYPE_CHECKING:
     from zerodrift.api import empty as empty
-    from zerodrift.api import export as export
     from zerodrift.api import initialize as initialize
-    from zerodrift.api import load_weights as load_weights
     from zerodrift.api import make_plan as make_plan
     from zerodrift.checkpoint.checkpoints import Checkpoints as Checkpoints
     from zerodrift.checkpoint.checkpoints import Loaded as Loaded
@@ -62,6 +60,8 @@ if TYPE_CHECKING:
     from zerodrift.policy.resolver import mesh_for as mesh_for
     from zerodrift.policy.resolver import resolve as resolve
     from zerodrift.weights.exporter import Exported as Exported
+    from zerodrift.weights.exporter import export as export
     from zerodrift.weights.load import LoadedWeights as LoadedWeights
+    from zerodrift.weights.load import load_weights as load_weights
 
 __getattr__, __dir__, __all__ = face(__name__)

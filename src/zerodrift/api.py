@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from zerodrift.comm import Mesh
     from zerodrift.engine import Engine, ValueSources
     from zerodrift.pipeline import Parts
-    from zerodrift.weights import Exported, LoadedWeights
 
 
 def make_plan(
@@ -62,38 +61,6 @@ def empty(policy: Policy | None = None) -> AbstractContextManager[None]:
 
     same = policy is not None and ("master", "same") in [demand[:2] for demand in policy.demands]
     return build(DType.FP32.torch if policy is not None and not same else None)
-
-
-def load_weights(
-    engine: Engine, path: str | os.PathLike[str], strict: bool | Sequence[str] = True, *, quiet: bool = False
-) -> LoadedWeights:
-    """Replace the weights of an engine with those of safetensors files. Moments and the step count stay.
-
-    Every rank calls it and reads its own slices. Names that do not match are an error unless `strict` is
-    False or has a glob for them.
-    """
-    from zerodrift.weights import load_weights as replace
-
-    return replace(engine, path, strict, quiet=quiet)
-
-
-def export(
-    engine: Engine,
-    folder: str | os.PathLike[str],
-    *,
-    dtype: str | None = None,
-    max_shard_size: int | str | None = "5GB",
-    overwrite: bool = False,
-) -> Exported:
-    """Write the model of an engine as a folder that `transformers` loads.
-
-    Every rank calls it and writes its own slices. Values have the dtypes of the `export` column; `dtype`,
-    such as `"bf16"`, replaces it for every parameter that is not pinned. Files hold at most `max_shard_size`
-    each, and None makes one file of the whole model. `overwrite` replaces the folder of another model.
-    """
-    from zerodrift.weights import export as write
-
-    return write(engine, folder, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
 def initialize(

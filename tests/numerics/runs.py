@@ -148,8 +148,8 @@ def _held(engine: Engine) -> Iterator[tuple[str, str, tuple[int, ...], int, Any]
     for piece in engine.executor.pieces():
         for kind, flat in {"master": piece.weights(), **piece.moments()}.items():
             for span in piece.held:
-                part = span.part(flat)
-                yield kind, part.name, part.shape, part.start, part.values.float().cpu().numpy()
+                values = flat[span.place].float().cpu().numpy()
+                yield kind, span.row.name, span.row.whole_shape, span.start, values
 
 
 def same(runs: Sequence[Run]) -> list[str]:

@@ -22,7 +22,7 @@ from tests.numerics import runs
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, diff, masters
 from tests.ranks.harness import on_ranks, run_ranks
-from zerodrift.api import empty, initialize, load_weights
+from zerodrift import empty, initialize, load_weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError
 from zerodrift.optim.rounding import round_away

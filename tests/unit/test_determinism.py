@@ -83,8 +83,8 @@ def test_the_compiler_is_switched_and_not_imported(monkeypatch: pytest.MonkeyPat
     if imported:
         monkeypatch.setitem(sys.modules, COMPILER, compiler)
     model = nn.Linear(1, 1)
-    determinism = Determinism(model, torch.device("cpu"))
-    determinism.ask(TREE)
+    determinism = Determinism(torch.device("cpu"))
+    determinism.ask(TREE, model)
     assert torch.are_deterministic_algorithms_enabled() and os.environ[COMPILED] == "1"
     assert compiler.deterministic is imported and (COMPILER in sys.modules) is imported
     determinism.release()

@@ -25,10 +25,9 @@ from zerodrift.backends.adapters import DTensorMesh
 from zerodrift.backends.group import Backwards
 from zerodrift.backends.placement import make_groups, shard
 from zerodrift.backends.tensor_guard import TensorGuard
-from zerodrift.backends.values import DTensorShard, TensorUpdater, TensorValues, pieces
+from zerodrift.backends.values import DTensorShard, TensorUpdater, TensorValues
 from zerodrift.comm import Collectives, is_the_users
 from zerodrift.engine import (
-    BackwardCallbacks,
     Executor,
     Norm,
     RankAgreement,
@@ -59,8 +58,6 @@ class FullyShardExecutor(Executor):
         optimizer: torch.optim.Optimizer | None = None,
         sources: ValueSources | None = None,
     ) -> None:
-        if plan.policy.backend != "fsdp2":
-            raise AssertionError(f"a plan for backend {plan.policy.backend}")
         policy, mesh = plan.policy, comm.mesh
         if policy.sharding.offload and mesh.device.type != "cpu":
             key = "zero_optimization.offload_optimizer.device"
@@ -75,9 +72,7 @@ class FullyShardExecutor(Executor):
         self.units = make_groups(plan, model, comm)
         self.backwards = Backwards(self.units, keep=policy.sharding.keep_gathered == "step")
         self.dtensor_mesh = DTensorMesh(mesh)
-        self._handles = shard(
-            plan, model, self.units, comm, self.dtensor_mesh, self.backwards, sources or ValueSources()
-        )
+        self._handles = shard(plan, model, self.units, comm, self.dtensor_mesh, self.backwards, sources or {})
         self._handles += [*compute.attach(model, plan.boundaries), refuse_wrapper(model)]
         self.members = {member.row.name: member for group in self.units for member in group.members}
         unit_of = {row.name: plan.units[row.unit].name for row in plan.rows}
@@ -90,9 +85,8 @@ class FullyShardExecutor(Executor):
         self._progress: TrainingProgress
         """Set by `follow`."""
 
-    def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
-        self._progress = progress
-        self.backwards.callbacks = callbacks
+    def follow(self, progress: TrainingProgress) -> None:
+        self._progress = self.backwards.progress = progress
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -160,7 +154,10 @@ class FullyShardExecutor(Executor):
             do = "Take whole values out of `engine.gathered()` or `engine.parameter(name).master`."
             got = f"DTensors over {mesh.size('tensor')} ranks"
             raise UnsupportedError("checkpoint", must, got=got, do=do)
-        return pieces(self.plan, self.members, self.updater, mesh)
+        copy = mesh.rank("replicate"), mesh.size("replicate")
+        names = [[self.plan.rows[row].name for row in segment.rows] for segment in self.plan.segments]
+        held = [[self.members[name] for name in each] for each in names]
+        return (DTensorShard(number, each, self.updater, copy) for number, each in enumerate(held))
 
     def drop(self) -> None:
         for group in self.units:
@@ -177,7 +174,7 @@ class FullyShardExecutor(Executor):
         """torch's hooks and the sharded parameters stay."""
         for handle in self._handles:
             handle.remove()
-        self.backwards.callbacks = None
+        self.backwards.progress = None
         self.dtensor_mesh.stop()
 
 

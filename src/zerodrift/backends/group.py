@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from zerodrift.backends.adapters import DTensorLayout, GroupCollectives, sum_over_replicas, sum_over_shards
 from zerodrift.comm import Collectives, Mesh
-from zerodrift.engine import BackwardCallbacks, ForwardInputs, at_the_end, in_backward, tensors_in
+from zerodrift.engine import ForwardInputs, TrainingProgress, at_the_end, in_backward, tensors_in
 from zerodrift.plan import Group, Row
 
 
@@ -135,16 +135,14 @@ class Member:
             grad = torch.zeros_like(self.full, dtype=self.accumulate)
         if self.layout is None:
             return grad
-        if not isinstance(grad, DTensor):
-            raise AssertionError(f"{self.row.name} has a plain gradient")
+        assert isinstance(grad, DTensor)
         return grad.redistribute(placements=self.layout.placements).to_local()
 
     @property
     def accumulate(self) -> torch.dtype:
         """The dtype that this rank's gradients are summed in, of a trained parameter."""
         update = self.row.columns.update
-        if update is None:
-            raise AssertionError(f"{self.row.name} is frozen")
+        assert update is not None
         return update.accumulate.dtype.torch
 
     @property
@@ -174,8 +172,7 @@ class Member:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        raise AssertionError(f"a DTensor is expected, not {type(tensor).__name__}")
+    assert isinstance(tensor, DTensor)
     return tensor.to_local()
 
 
@@ -203,9 +200,6 @@ class LiveGroup:
     @property
     def trained(self) -> list[Member]:
         return [member for member in self.members if member.row.trained]
-
-    def __repr__(self) -> str:
-        return f"LiveGroup({', '.join(path or 'root' for path in self.spec.paths)})"
 
     # --- hooks ------------------------------------------------------------------------------------------
 
@@ -343,13 +337,13 @@ class Backwards:
         self._running = self._began = False
         self.checksum = 0
         """Checksum of the groups that were used, in their order; the engine clears it in every step."""
-        self.callbacks: BackwardCallbacks | None = None
+        self.progress: TrainingProgress | None = None
 
     def forward_begins(self, group: LiveGroup) -> None:
         """Count a forward of a group outside of any backward."""
-        if self._running and self.callbacks is not None:
+        if self._running and self.progress is not None:
             # autograd drops its callbacks when a backward raises, so only the next forward can know.
-            self.callbacks.failed()
+            self.progress.failed()
         self._began = True
         # Below 2^40, so that a sum over ranks stays far below 2^63.
         self.checksum = (self.checksum * 1_000_003 + group.number + 1) % (1 << 40)
@@ -359,7 +353,7 @@ class Backwards:
         if self._running:
             return
         self._running = True
-        last = self.callbacks is None or self.callbacks.is_last()
+        last = self.progress is None or self.progress.is_last()
         for group in self._groups:
             group.open(last, self._keep and not last)
         at_the_end(self._end)
@@ -369,8 +363,8 @@ class Backwards:
         self._running = False
         for group in self._groups:
             group.fill()
-        if self.callbacks is not None:
-            self.callbacks.ended()
+        if self.progress is not None:
+            self.progress.ended()
 
     def flush(self) -> None:
         """Reduce, in order, whatever was not."""

@@ -134,18 +134,6 @@ def _depth(group: LiveGroup) -> int:
 # --- one group ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(slots=True)
-class _Whole:
-    """Receives the values of one parameter from `engine/place.py`, in the storage dtype."""
-
-    row: Row
-    values: torch.Tensor
-
-    def give(self, offset: int, values: torch.Tensor) -> None:
-        start = offset - self.row.offset
-        self.values.view(-1)[start : start + values.numel()] = values
-
-
 @torch.no_grad()
 def _fill(
     rows: Sequence[Row], held: Mapping[str, nn.Parameter], comm: Collectives, sources: ValueSources
@@ -153,22 +141,23 @@ def _fill(
     """Return the values of a group's parameters, whole, in the storage dtype, on the device. A parameter that
     comes from a source is filled only where this rank will keep it."""
     ranks, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
-    wholes: dict[str, _Whole] = {}
+    wholes: dict[str, torch.Tensor] = {}
     for row in rows:
         dtype = row.columns.storage.dtype.torch
-        wholes[row.name] = _Whole(row, torch.empty(row.shape, dtype=dtype, device=comm.mesh.device))
-    read = [row for row in rows if row.name in sources.rows]
+        wholes[row.name] = torch.empty(row.shape, dtype=dtype, device=comm.mesh.device)
+    read = [row for row in rows if row.name in sources]
     if read:
         with raise_on_all_ranks(comm):
             for row in read:
                 mine = ShardRange.of_rank(row.shape, ranks, rank)
-                out = mine.of(wholes[row.name].values)
+                out = mine.of(wholes[row.name])
                 if mine.numel:
-                    sources.rows[row.name].fill(row.name, mine.start, out)
+                    sources[row.name].fill(row.name, mine.start, out)
     for row in rows:
-        if row.name not in sources.rows:
-            placing.give(row, local_part(held[row.name]), wholes[row.name], comm)
-    return {name: whole.values for name, whole in wholes.items()}
+        if row.name not in sources:
+            for at, values in placing.broadcast_values(row, local_part(held[row.name]), comm):
+                wholes[row.name].view(-1)[at : at + values.numel()] = values
+    return wholes
 
 
 def _set_values(

@@ -37,13 +37,10 @@ class TensorGuard:
         self._written: Mapping[str, nn.Parameter] = {}
         """The shown parameters that may be written."""
 
-    def check(self, *, stepping: bool = False) -> None:
+    def check(self, members: Iterable[Member] | None = None, *, stepping: bool = False) -> None:
         """Raise where a parameter has left its place; before a step, where one is not trained."""
-        self._check(self._members, stepping=stepping)
-
-    def _check(self, members: Iterable[Member], *, stepping: bool) -> None:
         problems = Problems()
-        for member in members:
+        for member in self._members if members is None else members:
             for module, attribute in member.places:
                 problem = _problem(member, module._parameters.get(attribute), stepping=stepping)
                 if problem is not None:
@@ -82,8 +79,7 @@ class TensorGuard:
         return handles
 
     def _require_unchanged(self, group: LiveGroup, module: nn.Module, args: Any) -> None:
-        members = (member for member in group.members if member.row.name not in self._shown)
-        self._check(members, stepping=False)
+        self.check(member for member in group.members if member.row.name not in self._shown)
 
     def _require_gathered(self, places: list[tuple[Member, str]], module: nn.Module, args: Any) -> None:
         for member, attribute in places:

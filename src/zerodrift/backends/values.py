@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from zerodrift.backends.group import Backwards, LiveGroup, Member, register, registered
 from zerodrift.backends.tensor_guard import TensorGuard
-from zerodrift.comm import Collectives, Mesh, raise_on_all_ranks
+from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine import READ, WRITE, Span
 from zerodrift.errors import ModelError, Problems, UnsupportedError
 from zerodrift.optim import (
@@ -208,15 +208,12 @@ class DTensorShard:
         return torch.zeros(self.numel, dtype=self.dtype, device=self._members[0].storage().device)
 
     def weights(self) -> torch.Tensor:
-        """Return storage, which is the master."""
         return self.stored().to(self.dtype)
 
     def stored(self) -> torch.Tensor:
-        """Return a copy of storage in its dtype."""
         return torch.cat([member.storage() for member in self._members])
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """Return moments in fp32 by torch's names; none before the first step."""
         moments: dict[str, torch.Tensor] = {}
         for member, place in self._places:
             for key, held in self._moments_of(member).items():
@@ -247,16 +244,6 @@ class DTensorShard:
         return {} if self._updater is None else self._updater.moments(member.row.name)
 
 
-def pieces(
-    plan: Plan, members: Mapping[str, Member], updater: TensorUpdater | None, mesh: Mesh
-) -> Iterator[DTensorShard]:
-    """Yield one piece per segment, in the order of the plan. `members` are given by row name."""
-    copy = mesh.rank("replicate"), mesh.size("replicate")
-    for number, segment in enumerate(plan.segments):
-        mine = [members[plan.rows[row].name] for row in segment.rows]
-        yield DTensorShard(number, mine, updater, copy)
-
-
 def _spans(members: Sequence[Member], low: int, high: int) -> Iterator[Span]:
     """Yield what lies in [low, high) of the parts of all members, one after the other."""
     begin = 0
@@ -282,11 +269,8 @@ class TensorUpdater:
     ) -> None:
         members = {member.row.name: member for group in groups for member in group.trained}
         if optimizer is None:
-            if plan.policy.optimizer is None:
-                raise AssertionError("neither an optimizer nor a recipe for one")
+            assert plan.policy.optimizer is not None
             algorithm, arguments = flat.arguments(plan.policy.optimizer)
-            if not algorithm.torch or algorithm.matrices:
-                raise AssertionError(f"{algorithm} on backend fsdp2, which `resolve` refuses")
             # torch's fused SGD does not know DTensors (2.13).
             fused = {} if algorithm is SGD else {"fused": True}
             parameters = [member.sharded for member in members.values()]

@@ -25,7 +25,7 @@ from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, automatic, che
 from zerodrift.checkpoint.manifest import SHARED, Manifest, Sums, raise_damage, state_file
 from zerodrift.checkpoint.save import Head, Save, everywhere, on_rank_0, over_ranks, require_own
 from zerodrift.checkpoint.tensors import CheckpointReader
-from zerodrift.engine import Digest, Engine, Shards
+from zerodrift.engine import Digest, Engine
 from zerodrift.errors import CheckpointError, Problem, UnsupportedError, ZerodriftError
 from zerodrift.model import non_persistent_buffers
 from zerodrift.optim import Counters
@@ -243,7 +243,7 @@ class Checkpoints:
             must, got = "must have the weights of one checkpoint", "weights replaced in part"
             half_loaded = Problem("model", must, got=got, do="Load a whole checkpoint before the next step.")
             raise CheckpointError.of([*error.problems, half_loaded]) from error
-        Shards(engine).sync_storage()
+        engine.sync_storage()
         if "optimizer" in parts and saved.own is not None:
             states.put_random_state(saved.own["random"], engine.mesh.device)
         self.run = manifest.run

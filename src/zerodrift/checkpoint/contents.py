@@ -20,7 +20,7 @@ from zerodrift.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.checkpoint.save import Head
 from zerodrift.checkpoint.tensors import CheckpointReader, Item, feedback_key, moment_key, weight_key
 from zerodrift.dtypes import DType
-from zerodrift.engine import MOMENTS, Digest, Engine, Shards, Span
+from zerodrift.engine import MOMENTS, Digest, Engine, Span
 from zerodrift.errors import CheckpointError
 from zerodrift.kernels import PackedRun, narrow
 from zerodrift.model import non_persistent_buffers
@@ -48,24 +48,28 @@ class StageSummary:
 
 def items(engine: Engine, frozen: bool = True) -> Iterator[Item]:
     """Yield this rank's share of weights and moments, one segment at a time."""
-    shards = Shards(engine)
     saved = {row.name for row in engine.plan.rows if frozen or row.trained}
-    for piece in shards.pieces():
+    for piece in engine.pieces():
         share = [span for span in piece.share if span.row.name in saved]
         if share and piece.packed is not None:
             yield from (_records(piece.packed, span) for span in share)
         elif share:
             flat = piece.weights()
-            for part in (span.part(flat) for span in share):
-                yield Item(weight_key(part.name), part.numel, part.start, part.values)
-    for key, part in shards.moments():
-        yield Item(moment_key(key, part.name), part.numel, part.start, part.values)
+            yield from (_item(weight_key(span.row.name), span, flat) for span in share)
+    for piece in engine.pieces():
+        if piece.updated and piece.share:
+            for key, flat in piece.moments().items():
+                yield from (_item(moment_key(key, span.row.name), span, flat) for span in piece.share)
     rank = engine.mesh.rank("data")
-    for piece in shards.pieces():
+    for piece in engine.pieces():
         if piece.feedback is not None:
             for row in piece.rows:
                 values = piece.feedback[row.offset : row.offset + row.numel]
                 yield Item(feedback_key(rank, row.name), row.numel, 0, values)
+
+
+def _item(key: str, span: Span, flat: torch.Tensor) -> Item:
+    return Item(key, span.row.whole_numel, span.start, flat[span.place])
 
 
 def _records(packed: PackedRun, span: Span) -> Item:
@@ -120,7 +124,7 @@ def head(
         digests=((FORM, _form(engine)), *digest.by_kind().items()),
     )
     shared = {**states.shared(engine, counters), "alike": alike}
-    if any(piece.feedback is not None for piece in Shards(engine).pieces()):
+    if any(piece.feedback is not None for piece in engine.pieces()):
         shared["feedback"] = engine.mesh.size("data")
     moments: dict[str, tuple[str, ...]] = {}
     for stage in stages:
@@ -171,7 +175,7 @@ def check_held(engine: Engine, reader: CheckpointReader, table: Table, counters:
     """Raise unless the files hold everything that this rank would read and, with `counters`, this run's
     optimizer has every moment that would be loaded."""
     updater = None if counters is None else engine.updater
-    for piece in Shards(engine).pieces():
+    for piece in engine.pieces():
         for span in (span for span in piece.held if span.row.name in table):
             entry = table[span.row.name]
             reader.check(entry, span.start, span.start + span.numel)
@@ -186,11 +190,11 @@ def check_held(engine: Engine, reader: CheckpointReader, table: Table, counters:
 
 def fill(engine: Engine, reader: CheckpointReader, table: Table, counters: Counters | None) -> None:
     """Fill the weights that this rank owns, and with `counters` the optimizer's state. Call
-    `Shards.sync_storage` afterwards. A parameter that is not in the table keeps its values, and its moments
+    `Engine.sync_storage` afterwards. A parameter that is not in the table keeps its values, and its moments
     become zero."""
     if counters is not None and engine.updater is not None:
         engine.updater.set_counters(counters)
-    for piece in Shards(engine).pieces():
+    for piece in engine.pieces():
         there = [(span, table[span.row.name]) for span in piece.held if span.row.name in table]
         if piece.packed is not None:
             for span, entry in there:
@@ -218,7 +222,7 @@ def fill_feedback(engine: Engine, reader: CheckpointReader, ranks: int) -> None:
     first one gets the sum of all: it is added to the same sum of gradients."""
     rank, world = engine.mesh.rank("data"), engine.mesh.size("data")
     saved = [rank] if ranks == world else range(0 if rank else ranks)
-    for piece in Shards(engine).pieces():
+    for piece in engine.pieces():
         piece.set_feedback(None)
         update = piece.rows[0].columns.update
         if update is None or not update.reduce.feedback or not ranks:

@@ -318,8 +318,7 @@ def model_state(engine: Engine, prefix: str, without_frozen: bool, everywhere: b
         for row, value in zip(rows, whole_values(engine, rows, keep), strict=True):
             if value is not None:
                 values |= dict.fromkeys(row.names, value if everywhere else value.cpu())
-    with native(engine.executor).guard.names_only():
-        state = engine.module.state_dict()
+    state = engine.module.state_dict()
     rows = [row for row in engine.plan.rows if row.trained or not without_frozen]
     if not {name for row in rows for name in row.names} <= state.keys():
         if everywhere or not any(segment.sharded for segment in native(engine.executor).segments):

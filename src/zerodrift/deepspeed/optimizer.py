@@ -22,7 +22,7 @@ from zerodrift.deepspeed.modules import absent
 from zerodrift.deepspeed.parameters.values import engine_gone
 from zerodrift.deepspeed.tools.functions import LEAF_MODULE, z3_leaf_parameter
 from zerodrift.dtypes import DType
-from zerodrift.engine import Engine, Shards
+from zerodrift.engine import Engine
 from zerodrift.errors import CheckpointError, UnsupportedError
 from zerodrift.versions import DEEPSPEED
 
@@ -231,7 +231,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             "counters": {} if engine.updater is None else engine.updater.counters(),
             "pieces": [
                 {"master": None if self._passes else piece.weights(), "moments": piece.moments()}
-                for piece in Shards(engine).pieces()
+                for piece in engine.pieces()
                 if piece.updated
             ],
         }
@@ -244,7 +244,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             do = "`engine.load_checkpoint` loads a checkpoint on any number of ranks."
             raise CheckpointError("optimizer.load_state_dict", must, got=got, do=do)
         engine.updater.set_counters(state["counters"])
-        pieces = [piece for piece in Shards(engine).pieces() if piece.updated]
+        pieces = [piece for piece in engine.pieces() if piece.updated]
         for piece, held in zip(pieces, state["pieces"], strict=True):
             if held["master"] is not None:
                 piece.set_weights(held["master"])
@@ -252,7 +252,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
                 piece.set_moment(key, values)
         put_groups(engine, state["param_groups"])
         put_scale(engine, state["loss_scaler"])
-        Shards(engine).sync_storage()
+        engine.sync_storage()
 
 
 def _identity(engine: Engine) -> dict[str, Any]:

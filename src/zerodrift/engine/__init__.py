@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from zerodrift.engine.nested import BEFORE_ALL, ForwardInputs, at_the_end, in_backward, tensors_in
     from zerodrift.engine.place import ELSEWHERE, ValueSource, ValueSources, tie
     from zerodrift.engine.progress import StepResult, TrainingProgress, refusal
-    from zerodrift.engine.shards import SegmentShard, Shards, Span
+    from zerodrift.engine.shards import SegmentShard, Span
     from zerodrift.engine.step import compute, products
     from zerodrift.engine.step.compute import ForwardPrecision
-    from zerodrift.engine.step.gradients import BackwardCallbacks, Gradients
+    from zerodrift.engine.step.gradients import Gradients
     from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm
     from zerodrift.engine.step.products import has_narrow_products
     from zerodrift.engine.step.segment import FlatSegment

@@ -23,16 +23,9 @@ from torch import nn
 from zerodrift.comm import Collectives, Mesh, raise_on_all_ranks
 from zerodrift.engine.digest import Digest, gradient_digest, state_digest
 from zerodrift.engine.executor import BatchResult, Executor, LossOf, SequentialRunner
-from zerodrift.engine.habits.determinism import (
-    Determinism,
-    MicrobatchState,
-    nondeterministic_operation,
-    seed_generators,
-    seed_of,
-)
+from zerodrift.engine.habits import determinism
 from zerodrift.engine.progress import Scaler, StepResult, TrainingProgress, refusal
 from zerodrift.engine.shards import SegmentShard
-from zerodrift.engine.step.gradients import BackwardCallbacks
 from zerodrift.engine.values import ParameterHandle, WholeValues, row_of
 from zerodrift.errors import RankError, kind_of
 from zerodrift.optim import OptimizerState, make_schedule, schedule_of
@@ -75,14 +68,13 @@ class Engine:
         else:
             schedule = schedule_of(schedule, self.optimizer)
         self.progress = TrainingProgress(plan, self.updater, schedule, shows=mesh.rank() == 0)
-        callbacks = BackwardCallbacks(self.progress.is_last, self._backward_ended, self._backward_failed)
-        self.executor.follow(self.progress, callbacks)
-        self.determinism = Determinism(self.module, mesh.device)
+        self.progress.ended, self.progress.failed = self._backward_ended, self._backward_failed
+        self.executor.follow(self.progress)
+        self.determinism = determinism.Determinism(mesh.device)
         self._release = weakref.finalize(self, self.determinism.release)
-        self._state: MicrobatchState | None = None
-        self.determinism.ask(need_of(plan.policy.requires_tree))
-        if plan.policy.requires_tree:
-            self._state = MicrobatchState(self.module, mesh.device)
+        needs = plan.policy.requires_tree
+        self.determinism.ask(need_of(needs), self.module)
+        self._state = determinism.MicrobatchState(self.module, mesh.device) if needs else None
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -127,12 +119,12 @@ class Engine:
     def seed_micro_batch(self, number: int) -> None:
         """Seed torch's generators, of the host and of this device, before the forward of micro-batch
         `number`. The seed depends on `seed`, the step and that number, and not on the rank."""
-        seed_generators(self._seed_of(number), self.mesh.device)
+        determinism.seed_generators(self._seed_of(number), self.mesh.device)
         if self._state is not None:
             self._state.is_seeded = True
 
     def _seed_of(self, number: int) -> int:
-        return seed_of(self.seed, self.progress.steps_tried, number)
+        return determinism.seed_of(self.seed, self.progress.steps_tried, number)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context whose backwards are not the last of their step, so that reductions wait."""
@@ -147,7 +139,7 @@ class Engine:
         except BaseException as error:
             recover()
             need = self.determinism.need
-            refused = None if need is None else nondeterministic_operation(error, need)
+            refused = None if need is None else determinism.nondeterministic_operation(error, need)
             if refused is not None:
                 raise refused from error
             raise
@@ -186,14 +178,13 @@ class Engine:
         The ranks of a pipeline are given the same micro-batches. Where the plan sums by the tree each rank is
         given those of `micro_batches_of_this_rank`, and they are seeded here. Without a pipeline each is a
         dict of the model's keyword arguments, unless `initialize` was given `parts`."""
-        batches, weights = self._begin_batch(micro_batches, weights)
-        losses = self._accumulate(batches, weights)
+        losses, weights = self._accumulate(micro_batches, weights)
         return BatchResult(losses, self.step(), weights)
 
     def accumulate(self, micro_batches: Iterable[Any], weights: Sequence[float] = ()) -> tuple[float, ...]:
         """The first half of `train_batch`: the gradients of a step's micro-batches, and their losses. `step`
         updates with them, `zero_grad` drops them."""
-        return self._accumulate(*self._begin_batch(micro_batches, weights))
+        return self._accumulate(micro_batches, weights)[0]
 
     def evaluate(self, micro_batches: Iterable[Any]) -> float:
         """The mean loss of micro-batches, without gradients."""
@@ -207,22 +198,22 @@ class Engine:
         batches, _ = runner.prepare(micro_batches, (), None)
         return runner.losses(batches)
 
-    def _begin_batch(
+    def _accumulate(
         self, micro_batches: Iterable[Any], weights: Sequence[float]
-    ) -> tuple[list[Any], tuple[float, ...]]:
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the losses of a step's micro-batches, and their weights as numbers."""
         self.require_open()
         if self.progress.micro_batches:
             raise refusal("step under way")
-        return self._runner.prepare(micro_batches, weights, self.accumulation)
-
-    def _accumulate(self, batches: list[Any], weights: tuple[float, ...]) -> tuple[float, ...]:
+        runner = self._runner
+        batches, factors = runner.prepare(micro_batches, weights, self.accumulation)
         numbers = self.micro_batches_of_this_rank() if self.plan.policy.tree else ()
         seeds = tuple(map(self._seed_of, numbers))
         # Of a pipeline's pieces buffers are compared here; elsewhere every forward is watched.
         state = self._state if self.executor.runner is not None else None
         before = None if state is None else state.copy_buffers()
         try:
-            losses = self._runner.train(batches, weights, seeds)
+            losses = runner.train(batches, factors, seeds)
             if state is not None and before is not None:
                 with raise_on_all_ranks(self.comm):
                     state.require_unchanged(before)
@@ -230,7 +221,7 @@ class Engine:
             self._backward_failed()
             raise
         self.progress.micro_batches, self.progress.is_scaled = len(batches), False
-        return losses
+        return losses, factors
 
     @property
     def _runner(self) -> Any:
@@ -386,11 +377,12 @@ class Engine:
         return self.executor.values
 
     def pieces(self) -> Iterator[SegmentShard]:
-        """Yield what this rank owns, for `Shards`."""
+        """Yield this rank's piece of each segment, in the order of the plan; see `engine/shards.py`."""
         return self.executor.pieces()
 
     def sync_storage(self) -> None:
-        """Show what was filled into pieces, for `Shards`."""
+        """Gather other ranks' slices into storage that is whole, after pieces were filled. Every rank calls
+        it."""
         self.executor.sync_storage()
 
     # --- the end ----------------------------------------------------------------------------------------
@@ -417,7 +409,7 @@ class Engine:
             with contextlib.suppress(RankError):  # was raised where it was waited for
                 self._recover()
             self.zero_grad()
-            self.progress.closed = True
+            self.progress.close()
             self._release()
             self.executor.leave()
             self.mesh.stop()

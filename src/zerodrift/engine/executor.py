@@ -26,7 +26,6 @@ from zerodrift.engine.habits.determinism import generators_kept, seed_generators
 from zerodrift.engine.progress import StepResult, TrainingProgress
 from zerodrift.engine.shards import SegmentShard, Span
 from zerodrift.engine.step.compute import ForwardPrecision
-from zerodrift.engine.step.gradients import BackwardCallbacks
 from zerodrift.engine.step.norm import Norm
 from zerodrift.engine.values import WholeValues
 from zerodrift.errors import ModelError, Problem
@@ -55,8 +54,8 @@ class Executor(Protocol):
         """Return what has the methods of `SequentialRunner`, or None."""
         return None
 
-    def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
-        """Begin training; `callbacks` hear of backwards that the engine does not call."""
+    def follow(self, progress: TrainingProgress) -> None:
+        """Begin training; `progress` hears of backwards that the engine does not call."""
 
     def require_peers(self) -> None:
         """Raise if another rank is known to have ended all of them. Elsewhere than in a pipeline, peers that
@@ -222,17 +221,14 @@ def wrong_number(count: int, wanted: int | None) -> Problem | None:
 
 def numbers_of(weights: Sequence[Any], count: int) -> tuple[tuple[float, ...], Problem | None]:
     """Return weights as numbers, and what is wrong with them."""
-    numbers: tuple[float, ...] = ()
-    wrong = ""
     try:
         numbers = tuple(float(number) for number in weights)
     except (TypeError, ValueError, RuntimeError):
-        wrong = repr(weights)
-    bad = next((number for number in numbers if not math.isfinite(number)), None)
-    if numbers and len(numbers) != count:
-        wrong = str(len(numbers))
-    elif bad is not None:
-        wrong = repr(bad)
+        numbers, wrong = (), repr(weights)
+    else:
+        wrong = next((repr(number) for number in numbers if not math.isfinite(number)), "")
+        if numbers and len(numbers) != count:
+            wrong = str(len(numbers))
     if not wrong:
         return numbers, None
     must = f"must be {count} finite numbers, one for each micro-batch, or none"

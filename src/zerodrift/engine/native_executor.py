@@ -18,25 +18,16 @@ from torch import nn
 from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine import shards
 from zerodrift.engine.executor import Executor
+from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.determinism import generators
 from zerodrift.engine.habits.parameter_guard import ParameterGuard, mark_as_ours
 from zerodrift.engine.habits.pins import make_plain, pin
-from zerodrift.engine.habits.storage_writes import (
-    are_missing,
-    check_storage,
-    compare_with_storage,
-    mark_storage_changed,
-    record_versions,
-    refresh_views,
-    rows_with_new_version,
-    take_over_writes,
-)
 from zerodrift.engine.nested import in_transform
 from zerodrift.engine.place import ValueSources, place
 from zerodrift.engine.progress import TrainingProgress, refusal
 from zerodrift.engine.step import compute, products
 from zerodrift.engine.step.accumulation import GradientBuffers
-from zerodrift.engine.step.gradients import BackwardCallbacks, Gradients
+from zerodrift.engine.step.gradients import Gradients
 from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm, parts_of, set_on_some
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import trained_of
@@ -62,8 +53,6 @@ class NativeExecutor(Executor):
         optimizer: torch.optim.Optimizer | None = None,
         sources: ValueSources | None = None,
     ) -> None:
-        if plan.policy.backend != "native":
-            raise AssertionError(f"a plan for backend {plan.policy.backend}")
         policy, mesh = plan.policy, comm.mesh
         self.plan = plan
         self.part = part(plan, mesh.rank("pipeline"))
@@ -100,8 +89,7 @@ class NativeExecutor(Executor):
         self._trained = trained_of(self.segments)
         self.sum_over_ends: Callable[[], None] = lambda: None
         for segment in self.segments:
-            record_versions(segment)
-            segment.before_free = compare_with_storage
+            writes.record_versions(segment)
         update_slice = choose_update_function(plan, comm)
         self.updater: Updater | None = None
         if self._trained and (optimizer is not None or policy.optimizer is not None):
@@ -114,7 +102,7 @@ class NativeExecutor(Executor):
                 shown = masters.get(segment.number)  # there is one without an optimizer only
                 handle = segment.sync_storage(self.updater) if shown is None else segment.show_master(shown)
                 handle.wait()
-                record_versions(segment)
+                writes.record_versions(segment)
         mark_as_ours(self._handles)
         self._progress: TrainingProgress
 
@@ -123,14 +111,14 @@ class NativeExecutor(Executor):
         handles += attach_parts(self.module, self.units)
         return handles + compute.attach(self.module, self.plan.boundaries)
 
-    def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
+    def follow(self, progress: TrainingProgress) -> None:
         self._progress = progress
         for wire in filter(None, (segment.wire for segment in self._trained)):
             wire.follow(lambda: progress.steps_tried)
         if self.runner is None:
             self._handles += progress.watch(self.module)
             mark_as_ours(self._handles)
-        self.gradients.callbacks = callbacks
+        self.gradients.progress = progress
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -141,8 +129,8 @@ class NativeExecutor(Executor):
             # too.
             first = self._progress.micro_batches == 0 and not self.comm.mesh.asynchronous
             for segment in self._trained:
-                if segment.has_separate_master and (first or rows_with_new_version(segment)):
-                    take_over_writes(segment, self.updater)
+                if segment.has_separate_master and (first or writes.rows_with_new_version(segment)):
+                    writes.take_over_writes(segment, self.updater)
         for unit in self.units:
             unit.order_hooks()
         return contextlib.nullcontext()
@@ -194,10 +182,10 @@ class NativeExecutor(Executor):
         if norm.written:
             with raise_on_all_ranks(self.comm):
                 for segment in self.segments:
-                    take_over_writes(segment, self.updater)
+                    writes.take_over_writes(segment, self.updater)
         else:
             for segment in self.segments:
-                segment.writes.overwritten = None
+                segment.overwritten = None
         return norm
 
     def _norm_of_reduced(self, unreduced: Sequence[tuple[int, str]] = ()) -> Norm:
@@ -219,13 +207,19 @@ class NativeExecutor(Executor):
             for segment in self.segments
             if segment.has_separate_master or segment.gathers or mesh.size("shard") > 1
         )
-        written, checksum = check_storage(compared, mesh.device)
+        written, checksum = writes.check_storage(compared, mesh.device)
         for placeholders in self.guard.placeholders if mesh.asynchronous else ():
-            written = written + (~are_missing(placeholders)).any()  # elsewhere `guard.check` has looked
+            written = (
+                written + (~writes.are_missing(placeholders)).any()
+            )  # elsewhere `guard.check` has looked
         return written, checksum
 
     def reduced(self) -> Iterator[tuple[Sequence[shards.Span], torch.Tensor]]:
-        return shards.reduced_parts(self._trained, self.comm.mesh)
+        for segment in () if self.comm.mesh.rank("replicate") else self._trained:
+            if segment.reduced is not None and segment.spec.lead:
+                start = segment.start_of(segment.reduced)
+                held = shards.spans_of(segment, start, start + segment.reduced.numel(), start)
+                yield tuple(held), segment.reduced
 
     def bad(self) -> list[str]:
         return bad_parameters(parts_of(self._trained), self.comm)
@@ -263,8 +257,8 @@ class NativeExecutor(Executor):
         self.drop()
         for segment in self.segments:
             segment.sync_storage(self.updater).wait()
-            mark_storage_changed(segment)
-            refresh_views(segment)
+            writes.mark_storage_changed(segment)
+            writes.refresh_views(segment)
 
     def update_statistics(self) -> UpdateReport:
         steps_taken = self._progress.global_steps
@@ -277,7 +271,7 @@ class NativeExecutor(Executor):
             unit.detach()
         self.guard.leave()
         make_plain(self.segments)
-        self.gradients.callbacks = None
+        self.gradients.progress = None
 
 
 def native(executor: Executor) -> NativeExecutor:

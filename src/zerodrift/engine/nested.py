@@ -10,6 +10,7 @@ change, such as a tuple, is built anew.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import types
@@ -131,19 +132,13 @@ def _parts(item: Any) -> list[tuple[Any, Any]]:
         return list(item.items())
     if isinstance(item, (set, frozenset)):
         return [(child, child) for child in item]
-    names = dict.fromkeys(getattr(item, "__dict__", None) or ())
+    held = dict(getattr(item, "__dict__", None) or {})
     for kind in type(item).__mro__:
         slots = kind.__dict__.get("__slots__", ())
-        names.update(dict.fromkeys([slots] if isinstance(slots, str) else slots))
-    return [(name, object.__getattribute__(item, name)) for name in names if _has(item, name)]
-
-
-def _has(item: Any, name: str) -> bool:
-    try:
-        object.__getattribute__(item, name)
-    except AttributeError:
-        return False
-    return True
+        for name in [slots] if isinstance(slots, str) else slots:
+            with contextlib.suppress(AttributeError):  # nothing was put there
+                held[name] = object.__getattribute__(item, name)
+    return list(held.items())
 
 
 def _put(item: Any, key: Any, new: Any) -> None:

@@ -15,8 +15,7 @@ owns, where something is sharded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -60,12 +59,8 @@ class ValueSource(Protocol):
         holds their codes and scales in its format; else return False."""
 
 
-@dataclass(frozen=True, slots=True)
-class ValueSources:
-    """Sources of values that the model itself does not hold, by the first name of a parameter."""
-
-    rows: Mapping[str, ValueSource] = field(default_factory=dict)
-    buffers: Mapping[str, ValueSource] = field(default_factory=dict)
+ValueSources = Mapping[str, ValueSource]
+"""Sources of values that the model itself does not hold, by the first name of a parameter, or of a buffer."""
 
 
 def place(
@@ -76,27 +71,29 @@ def place(
     sources: ValueSources | None = None,
 ) -> tuple[list[FlatSegment], list[LiveUnit], Masters]:
     """Make the segments and units of a plan, filled, and the first values of the masters."""
-    sources = sources or ValueSources()
+    sources = sources or {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     check(plan, model, parameters, sources)
     tie(plan, model, parameters)
     segments: list[FlatSegment] = []
-    fillers = []
+    fillers: list[SegmentFiller | PackedFiller] = []
     for number, spec in enumerate(plan.segments):
         rows = [plan.rows[index] for index in spec.rows]
         held = [parameters[row.name] for row in rows]
-        update, unit = spec.columns.update, plan.units[spec.unit].name
-        if update is None:
+        unit = plan.units[spec.unit].name
+        if spec.columns.update is None:
             segment = FlatSegment(number, spec, rows, held, comm, unit)
         else:
-            segment = TrainedSegment(update, number, spec, rows, held, comm, pools, unit)
+            segment = TrainedSegment(number, spec, rows, held, comm, pools, unit)
         again = plan.secondary_axis(spec)
         if again is not None:
             segment.secondary = SecondaryCopy(comm, spec, again, segment.label)
-        filler = SegmentFiller(segment)
+        packed = segment.packed
+        filler = SegmentFiller(segment) if packed is None else PackedFiller(segment, packed)
         for row, parameter in zip(rows, held, strict=True):
-            if row.name not in sources.rows:
-                give(row, parameter, filler, comm)
+            if row.name not in sources:
+                for at, values in broadcast_values(row, parameter, comm):
+                    filler.give(row.offset + at, values)
             free_parameter(parameter, comm.mesh.device)
         segment.adopt()
         segments.append(segment)
@@ -104,29 +101,27 @@ def place(
     with raise_on_all_ranks(comm):  # see [Note: filling]
         for filler in fillers:
             for row in filler.segment.rows:
-                if row.name in sources.rows:
-                    filler.fill(row, sources.rows[row.name])
+                if row.name in sources:
+                    filler.fill(row, sources[row.name])
         buffers = read_buffers(plan, comm, sources)
     for filler in fillers:
-        if any(row.name in sources.rows for row in filler.segment.rows):
+        if any(row.name in sources for row in filler.segment.rows):
             filler.exchange(comm)
     place_buffers(plan, model, comm, buffers)
     masters = {
         filler.segment.number: filler.initial()
         for filler in fillers
-        if isinstance(filler.segment, TrainedSegment)
+        if isinstance(filler, SegmentFiller) and isinstance(filler.segment, TrainedSegment)
     }
     modules = dict(model.named_modules())
-    keep = plan.policy.sharding.keep_gathered
     units = [
         LiveUnit(
             number,
             spec,
             modules[spec.name],
             [segments[index] for index in spec.segments],
-            gathered_bytes=gathered_bytes(plan, spec),
-            keep_after_forward=keep != "never",
-            keep_after_backward=keep == "step",
+            gathered_bytes(plan, spec),
+            plan.policy.sharding.keep_gathered,
         )
         for number, spec in enumerate(plan.units)
     ]
@@ -156,16 +151,16 @@ def check(
         elif tuple(parameter.shape) != row.whole_shape:
             must = f"must have shape {list(row.whole_shape)}, as planned"
             problems.add(row.name, must, got=list(parameter.shape), do=_PLAN)
-        elif gone.intersection(row.names) and row.name not in sources.rows:
+        elif gone.intersection(row.names) and row.name not in sources:
             problems.add(
                 row.name, "must hold values", got="one that was sharded when its engine ended", do=_KEEP
             )
-        elif parameter.is_meta and row.name not in sources.rows:
+        elif parameter.is_meta and row.name not in sources:
             problems.add(row.name, "must hold values", got="the meta device", do=_BUILD)
         elif from_torch(parameter.dtype) is not row.source:
             problems.add(row.name, f"must be {row.source}, as planned", got=parameter.dtype, do=_PLAN)
     for name, buffer in model.named_buffers():
-        if buffer.is_meta and name not in sources.buffers:
+        if buffer.is_meta and name not in sources:
             problems.add(name, "must hold values, being a buffer", got="the meta device", do=_BUILD)
     problems.raise_as(ModelError)
 
@@ -175,11 +170,8 @@ def _script_modules(model: nn.Module) -> list[str]:
     found: list[str] = []
     for path, module in model.named_modules():
         is_inside = any(path.startswith(f"{outer}." if outer else "") for outer in found)
-        if (
-            isinstance(module, torch.jit.ScriptModule)
-            and not is_inside
-            and any(True for _ in module.parameters())
-        ):
+        is_script = isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters())
+        if is_script and not is_inside:
             found.append(path)
     return found
 
@@ -210,7 +202,6 @@ class SegmentFiller:
     def __init__(self, segment: FlatSegment) -> None:
         self.segment = segment
         self.storage = segment.storage
-        self._packer = None if segment.packed is None else _Packer(segment, segment.packed)
         kind = segment.update.master if isinstance(segment, TrainedSegment) else Master.SAME
         self._split = kind is Master.SPLIT
         owned = segment.owned
@@ -220,17 +211,9 @@ class SegmentFiller:
             self.master = resting_zeros(owned.shape, torch.int16, owned.device)
         elif kind is Master.FP32:
             self.master = resting_zeros(owned.shape, torch.float32, owned.device)
-        # Not all of it: a pass over fresh memory costs as much as reading it full from files.
-        for low, high in _gaps(segment) if self._packer is None else ():
-            for flat in (self.storage, self.master):
-                if flat is not None:
-                    self._of(flat, self._within(flat, low, high - low)).zero_()
 
     def give(self, offset: int, values: torch.Tensor) -> None:
         """Keep the part of a run of values, from an element of the segment on, that rests on this rank."""
-        if self._packer is not None:
-            self._packer.give(offset, values)
-            return
         where = self._within(self.storage, offset, values.numel())
         mine = values[where.start - offset : where.stop - offset]
         self._of(self.storage, where).copy_(self.segment.at_rest(mine.float() if self._split else mine))
@@ -242,14 +225,10 @@ class SegmentFiller:
 
     def fill(self, row: Row, source: ValueSource) -> None:
         """Read the elements of a row in this rank's share from a source."""
-        share = share_of(self.segment, self.segment.rank)
-        low, high = max(share.start, row.offset), min(share.stop, row.offset + row.numel)
+        low, high, start = _share_of_row(self.segment, row)
         if low >= high:
             return
-        where, start = slice(low, high), low - row.offset + self.segment.first_of(row)
-        if self._packer is not None:
-            self._packer.fill(row.name, source, start, low, high)
-            return
+        where = slice(low, high)
         storage = self._of(self.storage, where)
         exact = from_torch(source.exact(row.name))
         if self.master is None or (self._split and exact is not None and DType.BF16.holds(exact)):
@@ -264,9 +243,6 @@ class SegmentFiller:
 
     def exchange(self, comm: Collectives) -> None:
         """Gather the shares of other ranks into what rests whole."""
-        if self._packer is not None:
-            self._packer.exchange(comm)
-            return
         for flat in (self.storage, self.master):
             if flat is not None:
                 exchange(self.segment, flat, comm)
@@ -286,11 +262,11 @@ class SegmentFiller:
         return flat[where.start - start : where.stop - start]
 
 
-class _Packer:
+class PackedFiller:
     """Encodes the first values of a segment whose values rest packed."""
 
     def __init__(self, segment: FlatSegment, packed: PackedRun) -> None:
-        self._segment, self._packed = segment, packed
+        self.segment, self._packed = segment, packed
         self._start = segment.rank * packed.numel if segment.sharded else 0
 
     def give(self, offset: int, values: torch.Tensor) -> None:
@@ -299,18 +275,26 @@ class _Packer:
         if low < high:
             self._packed.encode(low - self._start, values[low - offset : high - offset])
 
-    def fill(self, name: str, source: ValueSource, start: int, low: int, high: int) -> None:
-        """Read the elements of the segment in [low, high); the first is element `start` of a name."""
-        if source.fill_packed(name, start, self._packed, low - self._start, high - low):
+    def fill(self, row: Row, source: ValueSource) -> None:
+        low, high, start = _share_of_row(self.segment, row)
+        if low >= high or source.fill_packed(row.name, start, self._packed, low - self._start, high - low):
             return
-        for first, values in _windows(source, name, start, high - low, self._packed.data.device):
+        for first, values in _windows(source, row.name, start, high - low, self._packed.data.device):
             self._packed.encode(low + first - self._start, values)
 
     def exchange(self, comm: Collectives) -> None:
         """Gather the codes and the scales that other ranks filled, where all rest whole."""
-        if not self._segment.sharded:
+        if not self.segment.sharded:
             for part in (self._packed.codes, self._packed.scales):
-                _exchange_shares(self._segment, part.view(-1), comm)
+                _exchange_shares(self.segment, part.view(-1), comm)
+
+
+def _share_of_row(segment: FlatSegment, row: Row) -> tuple[int, int, int]:
+    """Return (first, one past the last) of a row's elements in this rank's share of a segment, and the place
+    of the first in the whole parameter."""
+    share = share_of(segment, segment.rank)
+    low, high = max(share.start, row.offset), min(share.stop, row.offset + row.numel)
+    return low, high, low - row.offset + segment.first_of(row)
 
 
 def _windows(
@@ -322,17 +306,6 @@ def _windows(
         values = window[: min(WINDOW, numel - first)]
         source.fill(name, start + first, values)
         yield first, values
-
-
-def _gaps(segment: FlatSegment) -> Iterator[tuple[int, int]]:
-    """Yield (first, one past the last) of the elements between and after parameters."""
-    reached = 0
-    for row in sorted(segment.rows, key=lambda row: row.offset):
-        if row.offset > reached:
-            yield reached, row.offset
-        reached = row.offset + row.numel
-    if reached < segment.spec.padded:
-        yield reached, segment.spec.padded
 
 
 def share_of(segment: FlatSegment, rank: int) -> slice:
@@ -364,9 +337,11 @@ def _exchange_shares(segment: FlatSegment, flat: torch.Tensor, comm: Collectives
         comm.broadcast(flat[slice(*ends)], rank, segment.axis)
 
 
-def give(row: Row, parameter: nn.Parameter, rest: Any, comm: Collectives) -> None:
-    """Broadcast rank 0's values of a parameter, in its own dtype, to a `SegmentFiller` or what has its
-    `give`."""
+def broadcast_values(
+    row: Row, parameter: nn.Parameter, comm: Collectives
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Broadcast rank 0's values of a parameter, in its own dtype, a window at a time; yield (first element of
+    this rank's row, values from there on)."""
     elsewhere = getattr(parameter, ELSEWHERE, None)
     if elsewhere is not None:
         delattr(parameter, ELSEWHERE)
@@ -378,7 +353,7 @@ def give(row: Row, parameter: nn.Parameter, rest: Any, comm: Collectives) -> Non
         comm.broadcast(values, 0, "data")
         low, high = max(first, own), min(first + values.numel(), own + row.numel)
         if low < high:
-            rest.give(row.offset + low - own, values[low - first : high - first])
+            yield low - own, values[low - first : high - first]
 
 
 def free_parameter(parameter: nn.Parameter, device: torch.device) -> None:
@@ -397,7 +372,7 @@ def read_buffers(plan: Plan, comm: Collectives, sources: ValueSources) -> dict[s
     """Read the buffers that come from a source, on rank 0."""
     values = {}
     for row in plan.buffers:
-        source = sources.buffers.get(row.name)
+        source = sources.get(row.name)
         if source is not None and comm.mesh.rank("data") == 0:
             values[row.name] = torch.empty(row.numel, dtype=row.source.torch)
             source.fill(row.name, 0, values[row.name])

@@ -10,7 +10,7 @@ Invariant: nothing here reads the data of one rank, so ranks that report the sam
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +123,10 @@ class TrainingProgress:
         """Whether a backward may be the last of its step."""
         self.is_scaled = False
         """Whether the loss of the current backward has been through `scale`."""
+        self.ended: Callable[[], None] = _nothing
+        """Called when every gradient of a backward has landed, unless it adds to no gradient."""
+        self.failed: Callable[[], None] = _nothing
+        """Called when a backward that the engine did not call has raised; its gradients are incomplete."""
         self.closed = False
         self.background: Any = None
         """Work beside training on every rank alike, such as a checkpoint being written, or None. Its `check`
@@ -274,9 +278,16 @@ class TrainingProgress:
 
     # --- the end ----------------------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """Let the engine go, whose methods these are."""
+        self.closed, self.ended, self.failed = True, _nothing, _nothing
+
     def require_open(self) -> None:
         if self.closed:
             raise refusal("closed")
+
+
+def _nothing() -> None: ...
 
 
 def refusal(kind: str, **values: object) -> UnsupportedError:

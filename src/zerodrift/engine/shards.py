@@ -2,7 +2,7 @@
 
 For moving a model out of an engine or into it without a full tensor anywhere: checkpoints, export, streaming
 load. Reading and filling are local to a rank and go one segment at a time, so what is held beside the engine
-is one segment's values. `sync_storage` is the one collective call, once everything is filled.
+is one segment's values. `Engine.sync_storage` is the one collective call, once everything is filled.
 
 Invariant: over all ranks the parts that are read are every element of the model, each exactly once. After
 `sync_storage` the visible values are the masters that were filled, rounded once.
@@ -10,10 +10,9 @@ Invariant: over all ranks the parts that are read are every element of the model
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -29,22 +28,6 @@ from zerodrift.plan import Row
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A run of elements of one parameter, contiguous, from `start` of its row-major flattening."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Shape of the whole parameter."""
-    start: int
-    values: torch.Tensor
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
 class Span:
     """A run of elements of one parameter, and its place in a flat piece of its segment."""
 
@@ -56,9 +39,6 @@ class Span:
     @property
     def numel(self) -> int:
         return self.place.stop - self.place.start
-
-    def part(self, flat: torch.Tensor) -> Part:
-        return Part(self.row.name, self.row.whole_shape, self.start, flat[self.place])
 
 
 class SegmentShard(Protocol):
@@ -121,14 +101,14 @@ class FlatShard:
         self.dtype = torch.float32 if self.updated or self.packed is not None else self._storage.dtype
         # Not by `start_of`: what is packed has fewer elements in memory.
         start = 0 if self.numel == segment.spec.padded else segment.rank * self.numel
-        self.held = tuple(_spans(segment, start, start + self.numel, start))
+        self.held = tuple(spans_of(segment, start, start + self.numel, start))
         index, copies = copy
         blocks = self.numel // BLOCK
         low, high = (BLOCK * (blocks * n // copies) for n in (index, index + 1))
-        mine = _spans(segment, start + low, start + high, start) if segment.spec.lead else ()
+        mine = spans_of(segment, start + low, start + high, start) if segment.spec.lead else ()
         self.share = tuple(mine)
         filled = share_of(segment, segment.rank)
-        self.filled = tuple(_spans(segment, filled.start, filled.stop, start))
+        self.filled = tuple(spans_of(segment, filled.start, filled.stop, start))
 
     @property
     def feedback(self) -> torch.Tensor | None:
@@ -177,41 +157,8 @@ class FlatShard:
             self.set_weights(values)
 
     def set_moment(self, key: str, values: torch.Tensor) -> None:
-        if self._updater is None:
-            raise AssertionError(f"segment {self.segment.number} has no optimizer")
+        assert self._updater is not None
         self._updater.set_state(self.segment.number, key, values)
-
-
-class Shards:
-    """The pieces of one engine on this rank."""
-
-    def __init__(self, engine: Any) -> None:
-        """`engine` is of any backend."""
-        self.pieces: Callable[[], Iterator[SegmentShard]] = engine.pieces
-        """Yields one piece per segment, in the order of the plan."""
-        self.sync_storage: Callable[[], None] = engine.sync_storage
-        """Gathers other ranks' slices into storage that is whole, after filling, on every rank alike, and
-        frees what was gathered from older values."""
-
-    def weights(self) -> Iterator[Part]:
-        """Yield this rank's share of the weights: fp32 masters, frozen rows in their storage dtype."""
-        for piece in self.pieces():
-            if piece.share:
-                flat = piece.weights()
-                yield from (span.part(flat) for span in piece.share)
-
-    def stored(self) -> Iterator[Part]:
-        for piece in self.pieces():
-            flat = piece.stored()
-            yield from (span.part(flat) for span in piece.share)
-
-    def moments(self) -> Iterator[tuple[str, Part]]:
-        """Yield (torch's name, this rank's share) of the moments in fp32, of parameters that the optimizer
-        was given."""
-        for piece in self.pieces():
-            if piece.updated and piece.share:
-                for key, flat in piece.moments().items():
-                    yield from ((key, span.part(flat)) for span in piece.share)
 
 
 def pieces(segments: Iterable[FlatSegment], updater: Updater | None, mesh: Mesh) -> Iterator[FlatShard]:
@@ -226,17 +173,7 @@ def pieces(segments: Iterable[FlatSegment], updater: Updater | None, mesh: Mesh)
         yield FlatShard(segment, updater, copy)
 
 
-def reduced_parts(
-    segments: Iterable[TrainedSegment], mesh: Mesh
-) -> Iterator[tuple[Sequence[Span], torch.Tensor]]:
-    """Yield the reduced gradients of a step, each element on one rank."""
-    for segment in segments:
-        if segment.reduced is not None and segment.spec.lead and not mesh.rank("replicate"):
-            start = segment.start_of(segment.reduced)
-            yield tuple(_spans(segment, start, start + segment.reduced.numel(), start)), segment.reduced
-
-
-def _spans(segment: FlatSegment, low: int, high: int, origin: int) -> Iterator[Span]:
+def spans_of(segment: FlatSegment, low: int, high: int, origin: int) -> Iterator[Span]:
     """Yield what lies of each row in [low, high) of the segment, for a piece that begins at `origin`."""
     for row in segment.rows:
         here = row.within(low, high - low)

@@ -18,19 +18,10 @@ from typing import Protocol
 import torch
 
 from zerodrift.comm import Collectives, raise_on_all_ranks
+from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.parameter_guard import ParameterGuard
-from zerodrift.engine.habits.storage_writes import (
-    READ,
-    WRITE,
-    end_hold,
-    hold_full,
-    mark_storage_changed,
-    refresh_views,
-    rows_written_while_held,
-    take_back_memory,
-    take_over_writes,
-)
 from zerodrift.engine.progress import TrainingProgress
+from zerodrift.engine.shards import FlatShard
 from zerodrift.engine.step.gradients import Gradients
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
@@ -222,7 +213,7 @@ class SegmentValues:
         for segment in segments.values():
             segment.start_gather()
         for segment in segments.values():
-            hold_full(segment)
+            writes.hold_full(segment)
         try:
             shown = {name: self._of(row).view(self._of(row).full, row) for name, row in rows.items()}
             if write:
@@ -233,15 +224,18 @@ class SegmentValues:
                 self._require_unwritten(segments.values())
         finally:
             for number, segment in segments.items():
-                end_hold(segment, keep=number in kept)
+                writes.end_hold(segment, keep=number in kept)
 
     def _require_unwritten(self, segments: Iterable[FlatSegment]) -> None:
         problems = Problems()
         for segment in segments:
-            for row in () if self.guard.is_open(segment) else rows_written_while_held(segment):
+            for row in () if self.guard.is_open(segment) else writes.rows_written_while_held(segment):
                 segment.is_stale = True
                 problems.add(
-                    row.name, WRITE, got=READ, do="Nobody else would have seen it, and it is dropped."
+                    row.name,
+                    writes.WRITE,
+                    got=writes.READ,
+                    do="Nobody else would have seen it, and it is dropped.",
                 )
         problems.raise_as(ModelError)
 
@@ -275,9 +269,9 @@ class SegmentValues:
         finally:
             for segment, _ in held:
                 segment.is_stale = True
-                end_hold(segment)
+                writes.end_hold(segment)
         for segment, _ in held if commit else ():
-            refresh_views(segment)
+            writes.refresh_views(segment)
 
     def _write_back(self, segment: FlatSegment, rows: list[Row]) -> None:
         """Write rank 0's rows into master and storage. An element that was not changed keeps every bit; a row
@@ -303,12 +297,12 @@ class SegmentValues:
         """Make writes of user code the masters', or raise; a call of all ranks."""
         separate = []
         for segment in segments:
-            take_back_memory(segment)
+            writes.take_back_memory(segment)
             separate += [segment] if segment.has_separate_master else []
         if separate:
             with raise_on_all_ranks(self.comm, "data"):
                 for segment in separate:
-                    take_over_writes(segment, self.updater, accept_all=accept_all)
+                    writes.take_over_writes(segment, self.updater, accept_all=accept_all)
 
     def shape(self, row: Row) -> tuple[int, ...]:
         return row.whole_shape
@@ -333,24 +327,18 @@ class SegmentValues:
             segment.view(whole, row).copy_(self._part_of(row, value))
         segment.drop()
         self._set_whole_master(segment, whole)
-        refresh_views(segment)
+        writes.refresh_views(segment)
 
     def _whole_master(self, segment: FlatSegment) -> torch.Tensor:
         """Gather a copy of the masters in fp32; storage, where there is no master."""
         self._take_over_writes([segment])
-        if not isinstance(segment, TrainedSegment) or self.updater is None:
-            return self._whole(segment, segment.values_at_rest())
-        return self._whole(segment, self.updater.master(segment.number))
+        return self._whole(segment, self._piece(segment).weights().float())
 
     def _set_whole_master(self, segment: FlatSegment, whole: torch.Tensor) -> None:
-        with torch.no_grad():
-            if not isinstance(segment, TrainedSegment) or self.updater is None:
-                segment.store(segment.slice_of(whole) if segment.sharded else whole)
-                mark_storage_changed(segment)
-                return
-            self.updater.set_master(segment.number, segment.owned_of(whole))
+        piece = self._piece(segment)
+        piece.set_weights(whole if piece.numel == whole.numel() else segment.slice_of(whole))
         segment.sync_storage(self.updater).wait()
-        mark_storage_changed(segment)
+        writes.mark_storage_changed(segment)
 
     def has_gradient(self, row: Row) -> bool:
         self.gradients.flush()
@@ -370,8 +358,7 @@ class SegmentValues:
 
     def set_gradient(self, row: Row, value: torch.Tensor) -> None:
         segment, mesh = self._trained(row), self.comm.mesh
-        if segment.reduced is None:
-            raise AssertionError(f"{row.name} has no gradient")
+        assert segment.reduced is not None
         self.gradients.flush()
         segment.arrived.add(segment.rows.index(row))
         whole = segment.whole_gradient()
@@ -399,30 +386,28 @@ class SegmentValues:
 
     def set_moment(self, row: Row, key: str, value: torch.Tensor) -> None:
         segment = self._trained(row)
-        if self.updater is None:
-            raise AssertionError("no optimizer")
         whole = self._whole(segment, self._states(segment)[key])
         with torch.no_grad():
             segment.view(whole, row).copy_(self._part_of(row, value))
-        self.updater.set_state(segment.number, key, segment.owned_of(whole))
+        self._piece(segment).set_moment(key, segment.owned_of(whole))
 
     def _states(self, segment: TrainedSegment) -> dict[str, torch.Tensor]:
         """Return owned moments with the same keys on every rank: one that owns padding only has none
         itself."""
-        if self.updater is None:
-            return {}
-        mine = self.updater.states(segment.number)
+        mine = self._piece(segment).moments()
         keys = dict.fromkeys(key for keys in self.comm.all_gather_object(list(mine), "data") for key in keys)
         empty = torch.zeros_like(segment.owned, dtype=torch.float32)
         return {key: mine.get(key, empty) for key in keys}
+
+    def _piece(self, segment: FlatSegment) -> FlatShard:
+        return FlatShard(segment, self.updater, (0, 1))
 
     def _of(self, row: Row) -> FlatSegment:
         return self.segments[row.segment]
 
     def _trained(self, row: Row) -> TrainedSegment:
         segment = self._of(row)
-        if not isinstance(segment, TrainedSegment):
-            raise AssertionError(f"{row.name} is frozen")
+        assert isinstance(segment, TrainedSegment)
         return segment
 
     def _whole(self, segment: FlatSegment, owned: torch.Tensor) -> torch.Tensor:

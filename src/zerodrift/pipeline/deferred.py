@@ -154,7 +154,7 @@ class WeightQueue:
             object.__delattr__(owner, _MARK)
         self._handles, self._owners = [], []
         if self._gradients is not None and not self._scheduled:
-            self._gradients.expect(None)
+            self._gradients.late = None
         self._gradients = None
 
     def _form_all(self, waiting: list[DeferredGradient]) -> None:
@@ -222,7 +222,7 @@ def defer_weight_grads(what: nn.Module | Engine, limit: int | None = None) -> We
     queue._names = {parameter: name for name, parameter in module.named_parameters()}
     if not isinstance(what, nn.Module):
         gradients = native(what.executor).gradients
-        gradients.expect(queue)
+        gradients.late = queue
         queue._gradients = gradients
     return queue
 

@@ -105,6 +105,6 @@ def _known_here(plan: Plan, mine: Plan, sources: ValueSources) -> ValueSources:
     known: dict[str, ValueSource] = {}
     for row in mine.rows:
         whole = plan.row(row.name)
-        if whole is not None and whole.name in sources.rows:
-            known[row.name] = _Named(sources.rows[whole.name], whole.name)
-    return ValueSources(known, sources.buffers)
+        if whole is not None and whole.name in sources:
+            known[row.name] = _Named(sources[whole.name], whole.name)
+    return {**sources, **known}

@@ -29,13 +29,13 @@ from verl.utils.fsdp_utils import replace_lora_wrapper
 from verl.utils.model import convert_weight_keys, get_hf_auto_model_class
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-from zerodrift.api import empty, export
+from zerodrift.api import empty
 from zerodrift.checkpoint import Allowed, Checkpoints, Part
 from zerodrift.comm import raise_on_all_ranks
 from zerodrift.engine import Engine, tensor_digest
 from zerodrift.errors import CheckpointError, RankError, UnsupportedError, first_line
 from zerodrift.model import huggingface
-from zerodrift.weights import whole_values
+from zerodrift.weights import export, whole_values
 
 TAG = "state"
 FOLDER = "huggingface"

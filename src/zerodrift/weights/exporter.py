@@ -24,7 +24,7 @@ from torch import nn
 
 from zerodrift.checkpoint import NewFolder, everywhere, new_folder, on_rank_0, writing
 from zerodrift.dtypes import ADMITTED, DType, parse_among, word
-from zerodrift.engine import Engine, SegmentShard, Shards, Span
+from zerodrift.engine import Engine, SegmentShard, Span
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, ZerodriftError, listed, several
 from zerodrift.model import OwningModule, ParameterSpec, huggingface, non_persistent_buffers
 from zerodrift.plan import Plan, Row, whole_row
@@ -33,7 +33,7 @@ from zerodrift.weights.boxes import Shape
 from zerodrift.weights.conversions import saved_form
 from zerodrift.weights.quantised import NarrowMatrix, find_matrices, quantization_config, wide_modules
 from zerodrift.weights.reader import ProgressBar
-from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, TensorFile, pack, size_in_bytes
+from zerodrift.weights.writer import SafetensorsWriter, TensorFile, pack, size_in_bytes
 
 _UNBOUNDED = 2**62
 
@@ -61,13 +61,14 @@ def export(
     folder: str | os.PathLike[str],
     *,
     dtype: str | None = None,
-    max_shard_size: int | str | None = SHARD_SIZE,
+    max_shard_size: int | str | None = "5GB",
     overwrite: bool = False,
 ) -> Exported:
-    """Write the model of an engine.
+    """Write the model of an engine as a folder that `transformers` loads.
 
-    Collective: every rank calls it alike. `dtype` replaces the `export` column of every floating parameter
-    that is not pinned. Without a `max_shard_size` there is one file.
+    Every rank calls it and writes its own slices. Values have the dtypes of the `export` column; `dtype`,
+    such as `"bf16"`, replaces it for every parameter that is not pinned. Files hold at most `max_shard_size`
+    each, and None makes one file of the whole model. `overwrite` replaces the folder of another model.
     """
     begin = time.monotonic()
     comm, rank, model = engine.comm, engine.mesh.rank(), engine.whole
@@ -192,7 +193,7 @@ def _write(
     title, share = f"exporting to {path.parent}", total // engine.mesh.size("world")
     bar = closing(ProgressBar(title, share, engine.mesh.rank() == 0))
     with writing(path), bar as progress, SafetensorsWriter.opened(path, files, progress) as writer:
-        for piece in Shards(engine).pieces():
+        for piece in engine.pieces():
             masters: torch.Tensor | None = None
             stored = piece.stored()
             for span in piece.share:
@@ -203,7 +204,7 @@ def _write(
                 columns = span.row.columns
                 if writer.dtype(name) is not columns.storage.dtype or columns.rounds_on_the_way:
                     flat = masters = piece.weights() if masters is None else masters
-                writer.write(name, span.start, span.part(flat).values)
+                writer.write(name, span.start, flat[span.place])
         for name, buffer in buffers.items():
             if name in writer:
                 writer.write(name, 0, buffer.detach().reshape(-1))
@@ -217,7 +218,7 @@ def _write_matrices(engine: Engine, path: Path, layout: FolderLayout) -> None:
     """
     comm, ranks, rank = engine.comm, engine.mesh.size("world"), engine.mesh.rank("world")
     spans: dict[str, list[tuple[SegmentShard, Span]]] = {}
-    for piece in Shards(engine).pieces():
+    for piece in engine.pieces():
         for span in piece.share:
             name = saved_name(whole_row(engine.plan, span.row).names, engine.whole)
             spans.setdefault(name, []).append((piece, span))
@@ -232,7 +233,7 @@ def _write_matrices(engine: Engine, path: Path, layout: FolderLayout) -> None:
                 for piece, span in spans.get(name, ()):
                     if not last or last[0][0] is not piece:
                         last[:] = [(piece, piece.weights())]
-                    matrix.collect(flat, name, span.start, span.part(last[0][1]).values)
+                    matrix.collect(flat, name, span.start, last[0][1][span.place])
             whole = comm.all_reduce_sum(flat.view(torch.int32), "world").view(torch.float32)[:numel]
             if number % ranks == rank and not failed:
                 try:

@@ -23,7 +23,7 @@ from torch import nn
 
 from zerodrift.checkpoint import kind_at
 from zerodrift.comm import Collectives, raise_on_all_ranks
-from zerodrift.engine import Engine, SegmentShard, Shards, ValueSource, ValueSources
+from zerodrift.engine import Engine, SegmentShard, ValueSource, ValueSources
 from zerodrift.errors import ModelError, Problems, RankError, first_of
 from zerodrift.kernels import PackedRun, narrow
 from zerodrift.model import ModelSpec, describe, is_dtensor, list_tensors, listed, recipe
@@ -226,7 +226,7 @@ def initial_values(
         raise RankError("model", "must be built alike on every rank", got=got, do=do)
     # Rank 0's seed, so that values do not depend on the number of ranks.
     seed = comm.broadcast_object(torch.initial_seed(), 0)
-    return ValueSources({**rows, **dict.fromkeys(bare, recipe.RecipeValues(bare, seed))}, buffers)
+    return {**rows, **dict.fromkeys(bare, recipe.RecipeValues(bare, seed)), **buffers}
 
 
 def _check_sources(bare: dict[str, nn.Parameter], buffers: list[str]) -> None:
@@ -263,12 +263,12 @@ def _fingerprint(rows: dict[str, ValueSource], bare: dict[str, nn.Parameter]) ->
 
 
 def load_weights(
-    engine: Engine, path: str | os.PathLike[str], strict: Strict = True, *, quiet: bool = False
+    engine: Engine, path: str | os.PathLike[str], strict: bool | Sequence[str] = True, *, quiet: bool = False
 ) -> LoadedWeights:
-    """Replace the weights of `engine` by those of safetensors files: one file, an index, or a folder.
+    """Replace the weights of an engine with those of safetensors files. Moments and the step count stay.
 
-    Moments, step and schedule stay. Collective. `strict` is as in `initialize`. Errors in the files are found
-    before anything is replaced; if reading fails later, weights are partly replaced and the error says so.
+    Every rank calls it and reads its own slices. Names that do not match are an error unless `strict` is
+    False or has a glob for them.
     """
     comm, plan, model = engine.comm, engine.plan, engine.whole
     shown = engine.mesh.rank() == 0 and not quiet
@@ -276,16 +276,15 @@ def load_weights(
         want = expected_tensors(plan.rows, plan.buffers, model)
         sharing = engine.mesh.size("shard") * engine.mesh.size("pipeline") if shown else 0
         files = SafetensorsWeights.open(path, model, want, strict, sharing)
-    shards = Shards(engine)
     # The stages of a pipeline read their own segments, and agree after each that it could be read.
     most = max(len(part(plan, rank).segments) for rank in range(plan.mesh.pipeline))
     try:
         with torch.no_grad():
             engine.executor.drop()
-            pieces = shards.pieces()
+            pieces = engine.pieces()
             for _ in range(most):
                 _replace(engine, files, next(pieces, None))
-            shards.sync_storage()
+            engine.sync_storage()
             _replace_buffers(engine, files)
         result = files.finish(model, comm)
     finally:

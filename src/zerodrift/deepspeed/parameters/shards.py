@@ -199,7 +199,8 @@ def shard_parameter(
         return
     values = values.contiguous()
     comm.broadcast(values, 0)
-    absent = absent_class(path, lend, BEFORE_ENGINE)
+    absent = absent_class(path, BEFORE_ENGINE)
+    absent.borrow = staticmethod(lend)
     shard = ParameterShard(number, values.shape, values, absent, -(-values.numel() // ranks), ranks)
     shard.keep(values)
     _attach(parameter, shard)
@@ -250,7 +251,7 @@ def keep_shards(engine: Engine) -> Callable[[], None]:
             if row.parts > 1:
                 continue  # experts differ between ranks
             flat = segment.storage[row.within(segment.rank * count, count)]
-            absent = absent_class(row.name, lambda keep: False, AFTER_ENGINE)
+            absent = absent_class(row.name, AFTER_ENGINE)
             place = count, segment.ranks, row.offset
             shards.append((parameter, ParameterShard(len(shards), parameter.shape, flat, absent, *place)))
 

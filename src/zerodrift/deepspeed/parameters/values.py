@@ -120,7 +120,7 @@ def mark_parameters(engine: Engine) -> None:
     for module in get_z3_leaf_modules(engine.module) if policy.sharding.stage == 3 else ():
         for parameter in module.parameters():
             vars(parameter).setdefault(LEAF_MODULE, module)  # the outermost
-    native(engine.executor).guard.allow_absent_values()  # Lightning takes a state dict, and drops it
+    native(engine.executor).guard.allows_absent_values = True  # Lightning takes a state dict, and drops it
     if any(segment.sharded for segment in segments):
         for module in engine.module.modules():
             # Parameters of other modules are gathered with their units.

@@ -60,7 +60,7 @@ class AbsentParameter(nn.Parameter):
     lost = False
     """Whether the values went with their engine."""
     advice: str
-    borrow: Callable[[bool], bool]
+    borrow: Callable[[bool], bool] = staticmethod(lambda keep: False)
     """Gathers it, where that is possible: in a forward. Returns whether it did. If the argument is true, what
     was borrowed before it stays, because the same operation uses both."""
     cast: Callable[[Any, torch.dtype], torch.Tensor | None] = staticmethod(lambda parameter, dtype: None)
@@ -302,10 +302,9 @@ GATHER = (
 )
 
 
-def absent_class(path: str, borrow: Callable[[bool], bool], advice: str = GATHER) -> type[AbsentParameter]:
+def absent_class(path: str, advice: str = GATHER) -> type[AbsentParameter]:
     """Make the class of a parameter while it is absent."""
-    members = {"path": path, "advice": advice, "borrow": staticmethod(borrow)}
-    return type("AbsentParameter", (AbsentParameter,), members)
+    return type("AbsentParameter", (AbsentParameter,), {"path": path, "advice": advice})
 
 
 def mark_absent(parameters: Iterable[Any], classes: Iterable[Any]) -> None:

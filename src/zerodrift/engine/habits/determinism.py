@@ -22,9 +22,7 @@ import contextlib
 import os
 import re
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,21 +48,20 @@ _before: tuple[int, bool, bool, str | None] | None = None
 
 
 class Determinism:
-    """The need of one engine. It holds the model weakly, because the process holds the need."""
+    """The need of one engine."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = weakref.ref(model), device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.need: DeterminismNeed | None = None
         """The key that errors name; None where nothing asks for deterministic operations."""
 
-    def ask(self, need: DeterminismNeed | None) -> None:
+    def ask(self, need: DeterminismNeed | None, model: nn.Module) -> None:
         """Turn deterministic operations on until `release`, if a key asks and none did. torch
         would also fill memory that is not written yet; nothing here reads such memory, so that is off.
         cuDNN's choice of algorithms by their time is off, too, because it may choose others in the next
         run."""
         global _before
-        model = self._model()
-        if need is None or self.need is not None or model is None:
+        if need is None or self.need is not None:
             return
         require_deterministic_kernels(model, self._device.type, need)
         if _before is None:
@@ -150,23 +147,14 @@ def nondeterministic_operation(error: BaseException, need: DeterminismNeed) -> U
 # --- kernels of other packages ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class KernelSwitch:
-    """The environment variable that makes kernels of another package deterministic."""
-
-    variable: str
-    value: str
-    late: bool
-    """True if it is read in every call, so that it may still be set when the model is there."""
-
-
-FLASH = KernelSwitch("FLASH_ATTENTION_DETERMINISTIC", "1", late=True)
-KERNELS: Mapping[str, KernelSwitch] = {
+FLASH = "FLASH_ATTENTION_DETERMINISTIC", "1"
+"""Read in every call, so that it may still be set when the model is there; others are read before."""
+KERNELS: Mapping[str, tuple[str, str]] = {
     "flash_attn": FLASH,
-    "transformer_engine": KernelSwitch("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", late=False),
+    "transformer_engine": ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"),
 }
-"""Package of a module's class -> its switch. The flash attention of `transformers` has that of
-`flash_attn`."""
+"""Package of a module's class -> the environment variable that makes its kernels deterministic, and the value
+for it. The flash attention of `transformers` has that of `flash_attn`."""
 
 
 def require_deterministic_kernels(
@@ -175,30 +163,30 @@ def require_deterministic_kernels(
     """Set the switches of other packages that a model uses on CUDA; raise where one has another value."""
     if device != "cuda":
         return
-    for what, switch in _switches_of(model):
-        held = environment.get(switch.variable)
-        if held is None and switch.late:
-            environment[switch.variable] = switch.value
-        elif held != switch.value:
+    for (variable, value), what in _switches_of(model).items():
+        held = environment.get(variable)
+        if held is None and (variable, value) == FLASH:
+            environment[variable] = value
+        elif held != value:
             raise UnsupportedError(
-                switch.variable,
-                f"must be {switch.value!r} with {what} under `{need.key}: {need.value}`, for gradients that "
+                variable,
+                f"must be {value!r} with {what} under `{need.key}: {need.value}`, for gradients that "
                 "are the same each time",
                 got="nothing" if held is None else repr(held),
-                do=f"Start every process with `{switch.variable}={switch.value}`, or leave "
+                do=f"Start every process with `{variable}={value}`, or leave "
                 f"`{need.key.rpartition('.')[2]}` out.",
             )
 
 
-def _switches_of(model: nn.Module) -> Iterator[tuple[str, KernelSwitch]]:
-    """Yield (what uses it, switch) for the kernels that a model names, each switch once."""
+def _switches_of(model: nn.Module) -> dict[tuple[str, str], str]:
+    """Return the switches of the kernels that a model names, each with what uses it."""
     attention = str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "")
     found = {FLASH: f"attention `{attention}`"} if "flash" in attention else {}
     for path, module in model.named_modules():
-        switch = KERNELS.get(type(module).__module__.partition(".")[0])
-        if switch is not None:
-            found.setdefault(switch, f"`{path}`, a module of {type(module).__module__.partition('.')[0]}")
-    yield from ((what, switch) for switch, what in found.items())
+        package = type(module).__module__.partition(".")[0]
+        if package in KERNELS:
+            found.setdefault(KERNELS[package], f"`{path}`, a module of {package}")
+    return found
 
 
 # --- micro-batches ---------------------------------------------------------------------------------------

@@ -55,8 +55,7 @@ class GradientExposure:
             collected.materialize = self._materialize_gradients
 
     def _materialize_gradients(self) -> None:
-        if self._values is None:
-            raise AssertionError("gradients that are not exposed")
+        assert self._values is not None
         values = self._values() * self._scale
         for row, collected in zip(self._rows, self._collected, strict=True):
             collected.become(FlatSegment.view(values, row))

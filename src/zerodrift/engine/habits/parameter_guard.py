@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,18 +24,8 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
+from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.absent_parameter import AbsentParameter, AbsentValue, lost_error
-from zerodrift.engine.habits.storage_writes import (
-    WRITE,
-    WRITTEN_ABSENT,
-    are_missing,
-    hold_full,
-    may_stand_in,
-    record_versions,
-    rows_with_new_version,
-    rows_written_while_absent,
-    share_placeholders,
-)
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
@@ -76,7 +66,7 @@ class ParameterSlot:
         if self.current is not self.parameter:
             must = "must stay the parameter that the engine was given"
             return Problem(self.name, must, got="another one", do=LOAD)
-        if not _is_view(self.parameter, self.home) and not may_stand_in(self.segment, self.index):
+        if not _is_view(self.parameter, self.home) and not writes.may_stand_in(self.segment, self.index):
             return Problem(self.name, "must stay a view of its segment", got="memory of its own", do=LOAD)
         # A trained parameter may be frozen for a while, as one of two adversaries is; it is not updated then.
         thawed = self.parameter.requires_grad and not isinstance(self.segment, TrainedSegment)
@@ -114,9 +104,6 @@ class EngineHook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self._uncompiled if torch.compiler.is_dynamo_compiling() else self._call)(*args, **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.__reduce__()[0]()
-
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         if self._require is not None:
             self._require()
@@ -131,10 +118,11 @@ def mark_as_ours(handles: Iterable[Any], require: Callable[[], None] | None = No
             held[handle.id] = EngineHook(held[handle.id], require)
 
 
-class LostParameters:
+class LostParameters(EngineHook):
     """A hook on a module whose values went with their engine."""
 
     def __init__(self, slots: list[ParameterSlot]) -> None:
+        super().__init__(self._refuse, self._refuse)
         self._module = slots[0].module
         self._held = [(slot.name, slot.attribute, slot.parameter, slot.home) for slot in slots]
 
@@ -147,25 +135,16 @@ class LostParameters:
             if self._module._parameters.get(attribute) is parameter and _is_view(parameter, placeholder)
         ]
 
-    def require(self) -> None:
+    def _refuse(self, *called: Any) -> None:
         for name in self.names[:1]:
             raise lost_error(name)
-
-    def __call__(self, module: nn.Module, *rest: Any) -> None:
-        self.require()
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return without_engine
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _without_engine, ()
 
 
 def find_other_engines(model: nn.Module) -> tuple[bool, set[str]]:
     """Return (whether another engine is alive on some module, the parameters whose values went with one)."""
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     lost = {name for hook in hooks if isinstance(hook, LostParameters) for name in hook.names}
-    return any(isinstance(hook, EngineHook) for hook in hooks), lost
+    return any(type(hook) is EngineHook for hook in hooks), lost
 
 
 def _require_values(slots: Iterable[ParameterSlot]) -> None:
@@ -212,7 +191,7 @@ class ParameterGuard:
     def __init__(self, model: nn.Module, segments: list[FlatSegment], *, asynchronous: bool) -> None:
         """`asynchronous`: see `Mesh.asynchronous`."""
         self._asynchronous = asynchronous
-        self.placeholders = share_placeholders(segment for segment in segments if segment.gathers)
+        self.placeholders = writes.share_placeholders(segment for segment in segments if segment.gathers)
         home = {id(p): (segment, n) for segment in segments for n, p in enumerate(segment.parameters)}
         self._slots = [
             ParameterSlot(
@@ -229,7 +208,8 @@ class ParameterGuard:
         }
         self._known = set(home)
         self._tree = ModuleTree(model)
-        self._allows_absent_values = False
+        self.allows_absent_values = False
+        """Whether state dicts may have absent values: reading one is the error."""
         self.replaced: set[str] = set()
         """Rows that were loaded whole since values were opened to be written."""
         self.loading: Loading | None = None
@@ -258,16 +238,20 @@ class ParameterGuard:
             self._check_tree(problems)
         if stepping and not problems and len(good) < len(self._segments):
             self.take_over_assigned([s.segment for s in self._slots if not _is_view(s.parameter, s.home)])
-        absent = not self._asynchronous and any(not are_missing(held).all() for held in self.placeholders)
+        absent = not self._asynchronous and any(
+            not writes.are_missing(held).all() for held in self.placeholders
+        )
         for segment in self._segments:
             if segment.gathers and not self.is_open(segment):
-                written = rows_with_new_version(segment)
+                written = writes.rows_with_new_version(segment)
                 if absent:
-                    written += [row for row in rows_written_while_absent(segment) if row not in written]
+                    written += [
+                        row for row in writes.rows_written_while_absent(segment) if row not in written
+                    ]
                 for row in written:
-                    problems.add(row.name, WRITE, got=WRITTEN_ABSENT, do="It was lost.")
+                    problems.add(row.name, writes.WRITE, got=writes.WRITTEN_ABSENT, do="It was lost.")
                 if written:
-                    record_versions(segment)
+                    writes.record_versions(segment)
 
     def _check_tree(self, problems: Problems) -> None:
         for path, module in self._model.named_modules():
@@ -313,7 +297,7 @@ class ParameterGuard:
             self.replaced.clear()
         for segment in segments:
             if segment.number not in self.opened:
-                hold_full(segment)
+                writes.hold_full(segment)
                 self.opened[segment.number] = (segment, {})
         for row in rows:
             self.opened[row.segment][1][row.name] = row
@@ -344,19 +328,6 @@ class ParameterGuard:
         numbers = {segment.number for segment in segments}
         return [slot for slot in self._slots if slot.segment.number in numbers]
 
-    @contextlib.contextmanager
-    def names_only(self) -> Iterator[None]:
-        """Allow state dicts inside whose values are not used."""
-        before, self._allows_absent_values = self._allows_absent_values, True
-        try:
-            yield
-        finally:
-            self._allows_absent_values = before
-
-    def allow_absent_values(self) -> None:
-        """Allow state dicts of absent values from now on: reading a value is the error."""
-        self._allows_absent_values = True
-
     # --- hooks ------------------------------------------------------------------------------------------
 
     def attach(self) -> list[Any]:
@@ -373,7 +344,7 @@ class ParameterGuard:
 
     def _watch_saves(self, module: nn.Module, slots: list[ParameterSlot]) -> list[Any]:
         def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if not self._allows_absent_values:
+            if not self.allows_absent_values:
                 _require_values(slots)
 
         def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -423,7 +394,7 @@ class ParameterGuard:
         for module, slots in _by_module(s for s in self._slots if not s.segment.is_full).items():
             lost = LostParameters(slots)
             module.register_forward_pre_hook(lost)
-            mark_as_ours([module.register_state_dict_pre_hook(lost)], lost.require)
+            module.register_state_dict_pre_hook(lost)
 
 
 def _by_module(slots: Iterable[ParameterSlot]) -> dict[nn.Module, list[ParameterSlot]]:

@@ -19,7 +19,7 @@ import functools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -83,7 +83,7 @@ class Packing:
                 _replace(raw, view, unpack)
             if not any([segment.is_held for segment in segments]):
                 return
-            route, found = _find_views(outputs, after, [_Buffer.of(segment) for segment in segments])
+            route, found = _find_views(outputs, after, list(map(_extent, segments)))
             for raw, view in found:
                 _replace(raw, view, unpack)
             if found:  # where some were packed already, the next forward finds them all
@@ -113,7 +113,7 @@ def _unpack(gather: Callable[[], None], packed: tuple[SavedView, int]) -> torch.
 
 
 def _find_views(
-    outputs: Sequence[torch.Tensor], after: int, buffers: Sequence[_Buffer]
+    outputs: Sequence[torch.Tensor], after: int, buffers: Sequence[tuple[int, int, FlatSegment]]
 ) -> tuple[_Route, list[tuple[Any, SavedView]]]:
     """Find unpacked views that newer nodes have saved, and the way to them. Every tensor of every node comes
     by here, so most are passed over by their address alone."""
@@ -151,7 +151,7 @@ def _find_views(
     return _Route(steps, [(step_of[at], *rest) for at, *rest in reads]), found
 
 
-def _find_view(raw: Any, buffers: Sequence[_Buffer]) -> SavedView | None:
+def _find_view(raw: Any, buffers: Sequence[tuple[int, int, FlatSegment]]) -> SavedView | None:
     """Return the view that was saved, if it is of a buffer and unpacked."""
     if raw.unpack_hook is not None:
         return None
@@ -162,9 +162,9 @@ def _find_view(raw: Any, buffers: Sequence[_Buffer]) -> SavedView | None:
         address = tensor.data_ptr()
     except RuntimeError:
         return None  # it has none: another layout, a tensor around tensors, or one whose node has run
-    for buffer in buffers:
-        if buffer.start <= address < buffer.end:
-            return _view_of(tensor, address, buffer)
+    for start, end, segment in buffers:
+        if start <= address < end:
+            return _view_of(tensor, address - start, segment)
     return None
 
 
@@ -203,29 +203,23 @@ def _saved_attributes(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-class _Buffer(NamedTuple):
-    segment: FlatSegment
-    start: int
-    end: int
-    size: int
-    is_complex: bool
-
-    @classmethod
-    def of(cls, segment: FlatSegment) -> _Buffer:
-        full = segment.full
-        start, size = full.data_ptr(), full.itemsize
-        return cls(segment, start, start + full.numel() * size, size, full.dtype.is_complex)
+def _extent(segment: FlatSegment) -> tuple[int, int, FlatSegment]:
+    """Return (address, address behind the last element) of a full form, and its segment."""
+    start = segment.full.data_ptr()
+    return start, start + segment.full.nbytes, segment
 
 
-def _view_of(tensor: torch.Tensor, address: int, buffer: _Buffer) -> SavedView | None:
+def _view_of(tensor: torch.Tensor, place: int, segment: FlatSegment) -> SavedView | None:
+    """Return a tensor that begins so many bytes into the full form as a view of it."""
+    full = segment.full
     # Another layout keeps its bytes in its own way, as do tensors around tensors, of `torch.func` too.
     if (
         (type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor))
         or tensor.layout is not torch.strided
         or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        or (buffer.is_complex and (tensor.is_conj() or tensor.is_neg()))  # a pending conjugation is no place
+        # A pending conjugation is no place.
+        or (full.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()))
     ):
         return None
-    segment = buffer.segment
-    row = bisect_right(segment.starts, (address - buffer.start) // buffer.size) - 1
+    row = bisect_right(segment.starts, place // full.itemsize) - 1
     return SavedView(segment, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, row)

@@ -42,12 +42,12 @@ def record_versions(segment: FlatSegment) -> None:
     """Take what storage and parameters hold as written by the engine."""
     _record_parameter_versions(segment)
     if segment.has_separate_master:
-        segment.writes.storage_prints = prints(segment.storage)
+        segment.storage_prints = prints(segment.storage)
 
 
 def _record_parameter_versions(segment: FlatSegment) -> None:
     with torch._C.DisableTorchFunctionSubclass():
-        segment.writes.versions = list(map(_VERSION, segment.parameters))
+        segment.versions = list(map(_VERSION, segment.parameters))
 
 
 def mark_storage_changed(segment: FlatSegment) -> None:
@@ -98,7 +98,7 @@ def hold_full(segment: FlatSegment) -> None:
     segment.finish_gather()
     if not segment.gathers:
         segment.replace_full(segment.storage.clone())
-    segment.writes.held_prints = prints(segment.full)
+    segment.held_prints = prints(segment.full)
 
 
 def end_hold(segment: FlatSegment, *, keep: bool = False) -> None:
@@ -106,7 +106,7 @@ def end_hold(segment: FlatSegment, *, keep: bool = False) -> None:
     segment.holds -= 1
     if segment.holds:
         return
-    segment.writes.held_prints = None
+    segment.held_prints = None
     _record_parameter_versions(segment)
     if not segment.gathers:
         segment.replace_full(segment.storage)
@@ -128,12 +128,12 @@ def refresh_views(segment: FlatSegment) -> None:
         segment.is_full = False
         segment.finish_gather()
     segment.is_stale = False
-    segment.writes.held_prints = prints(segment.full)
+    segment.held_prints = prints(segment.full)
 
 
 def rows_written_while_held(segment: FlatSegment) -> list[Row]:
     """Return the rows that were written to since the full form was held or refreshed."""
-    before = segment.writes.held_prints
+    before = segment.held_prints
     return [] if before is None else _rows_of(segment, before != prints(segment.full), segment.full)
 
 
@@ -142,7 +142,7 @@ def rows_written_while_held(segment: FlatSegment) -> list[Row]:
 
 def rows_with_new_version(segment: FlatSegment) -> list[Row]:
     """Return the rows whose parameters were written in place, by their version counters."""
-    before = segment.writes.versions
+    before = segment.versions
     with torch._C.DisableTorchFunctionSubclass():
         if not before or list(map(_VERSION, segment.parameters)) == before:
             return []
@@ -177,42 +177,25 @@ def rows_written_while_absent(segment: FlatSegment) -> list[Row]:
     return [row for row, same in zip(segment.rows, missing, strict=True) if not same]
 
 
-def compare_with_storage(segment: FlatSegment) -> None:
-    """Record blocks of this rank's slice that differ from storage, before the full form is freed."""
-    columns = segment.spec.columns
-    with torch.no_grad():
-        own = segment.slice_of(segment.full) if segment.sharded else segment.full
-        if segment.packed is not None:
-            kept = segment.packed.values(own.dtype)
-        elif columns.encodes:
-            kept = segment.as_shown(segment.storage)
-        else:
-            kept = segment.storage.to(columns.gather.torch) if segment.sharded else segment.storage
-        differ = prints(own) != prints(kept.to(own.dtype))
-        before = segment.writes.overwritten
-        segment.writes.overwritten = differ if before is None else before | differ
-
-
 def check_storage(segments: Iterable[FlatSegment], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return, as int64 on the device, (whether user code has written to storage, a 32-bit checksum of what
     all ranks hold alike). Beside a pass over each storage, the launches are few for any number of segments.
     """
     now, before, alike, differing = [], [], [], []
     for segment in segments:
-        writes = segment.writes
         if segment.gathers:
-            differing += [] if writes.overwritten is None else [writes.overwritten]
+            differing += [] if segment.overwritten is None else [segment.overwritten]
             continue
-        due = segment.spec.columns.trained or is_due(writes.checks)
+        due = segment.spec.columns.trained or is_due(segment.storage_checks)
         is_alike = segment.axis == "shard" and not segment.sharded and due
-        writes.checks += 1
-        if not (is_alike or writes.storage_prints is not None):
+        segment.storage_checks += 1
+        if not (is_alike or segment.storage_prints is not None):
             continue
         found = prints(segment.storage)
         alike += [found] if is_alike else []
-        if writes.storage_prints is not None:
+        if segment.storage_prints is not None:
             now.append(found)
-            before.append(writes.storage_prints)
+            before.append(segment.storage_prints)
     differing += [torch.cat(now) != torch.cat(before)] if now else []
     nothing = torch.zeros((), dtype=torch.int64, device=device)
     written = torch.cat(differing).any().long() if differing else nothing
@@ -240,12 +223,12 @@ def take_over_writes(segment: FlatSegment, updater: Updater | None, *, accept_al
     problems = Problems()
     for row in rows_written_while_absent(segment) if segment.gathers else ():
         problems.add(row.name, WRITE, got=WRITTEN_ABSENT, do="It was lost.")
-    overwritten, segment.writes.overwritten = segment.writes.overwritten, None
+    overwritten, segment.overwritten = segment.overwritten, None
     first = segment.rank * (segment.spec.padded // segment.ranks) if segment.sharded else 0
     for row in () if overwritten is None else _rows_of(segment, overwritten, segment.full, first):
         problems.add(row.name, WRITE, got="a write to its values in a forward, through `.data`", do=_GATHERED)
     problems.raise_as(ModelError)
-    before = segment.writes.storage_prints
+    before = segment.storage_prints
     blocks = None if before is None else before != prints(segment.storage)
     rows = [] if blocks is None else _rows_of(segment, blocks, segment.storage)
     if not rows or blocks is None or not isinstance(segment, TrainedSegment) or updater is None:

@@ -14,31 +14,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zerodrift.comm import Handle
 from zerodrift.engine.nested import at_the_end, current_backward
-from zerodrift.engine.progress import refusal
+from zerodrift.engine.progress import TrainingProgress, refusal
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.step.traversal import Traversal
 from zerodrift.engine.step.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems, RankError
 from zerodrift.plan import REDUCTIONS, reduce_order
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardCallbacks:
-    """Calls of the engine, which counts the micro-batches of backwards."""
-
-    is_last: Callable[[], bool]
-    """Returns whether the backward that begins now is the last micro-batch of its step."""
-    ended: Callable[[], None]
-    """Called when every gradient of a backward has landed, unless it adds to no gradient."""
-    failed: Callable[[], None]
-    """Called when a backward that the engine did not call has raised; its gradients are incomplete."""
 
 
 class Gradients:
@@ -76,8 +63,8 @@ class Gradients:
         self._collected: set[int] = set()
         """Segments whose part of the tree over micro-batches has come in this backward."""
         self._sending: list[tuple[TrainedSegment, Handle]] = []
-        self.callbacks: BackwardCallbacks | None = None
-        self._late: Any = None
+        self.progress: TrainingProgress | None = None
+        self.late: Any = None
         """The `WeightQueue` of `pipeline/deferred.py` that forms weight gradients after their backward."""
         self.is_scheduled = False
         """Pipelines only: a schedule runs backwards in an order of its own, and no hook follows them."""
@@ -91,10 +78,6 @@ class Gradients:
         self.exposure_scale: Callable[[bool], float] | None = None
         """Set where user code may read and change gradients that rest whole, between a backward and the step:
         returns their factor, given whether they are the sum of all ranks."""
-
-    def expect(self, late: Any) -> None:
-        """Expect late weight gradients from a `WeightQueue`; None ends that."""
-        self._late = late
 
     def arrive_late(self, parameter: torch.Tensor) -> None:
         """Remember where a late gradient was added, to notice one that is replaced."""
@@ -114,9 +97,9 @@ class Gradients:
         """Begin a forward outside of any backward."""
         if self._shows and torch.is_grad_enabled():
             self.hide()
-        if self._running and self.callbacks is not None:
+        if self._running and self.progress is not None:
             # autograd drops its callbacks when a backward raises, so only the next forward can know.
-            self.callbacks.failed()
+            self.progress.failed()
 
     @contextlib.contextmanager
     def micro_batch(self, loss: torch.Tensor) -> Iterator[None]:
@@ -148,7 +131,7 @@ class Gradients:
         self.hide()
         self._running, self.counts, self._task, self._reached = True, False, -1, frozenset()
         self._traversal.turn()
-        self._last = self.callbacks is None or self.callbacks.is_last()
+        self._last = self.progress is None or self.progress.is_last()
         self._ready.clear()
         self._collected.clear()
         self._next = 0
@@ -186,16 +169,16 @@ class Gradients:
             self._running = False
         if not self.counts:
             return
-        if self._late is not None:
-            self._late.end_micro_batch()
+        if self.late is not None:
+            self.late.end_micro_batch()
         if not self._is_late:
             self._show()
-        if self.callbacks is not None:
-            self.callbacks.ended()
+        if self.progress is not None:
+            self.progress.ended()
 
     @property
     def _is_late(self) -> bool:
-        return self._late is not None or self.is_scheduled
+        return self.late is not None or self.is_scheduled
 
     def _show(self) -> None:
         self._shows = True
@@ -242,11 +225,11 @@ class Gradients:
             elif segment.reduced is not None:
                 self._leave_tree(segment, "backward too late", segment.rows[0].name)
             self._collected.add(segment.number)
-        send = segment.update.reduce.when == "every" or (self._last and self._late is None)
+        send = segment.update.reduce.when == "every" or (self._last and self.late is None)
         send = send and not (segment.tree and segment.ranks == 1)
         if send:
             self._finish(REDUCTIONS - 1)  # before another buffer is taken to land in
-            segment.make_room()
+            segment.comm.make_room(segment.update.reduce.wire.nbytes(segment.spec.padded), segment.axis)
         self._land(segment)
         if send:
             self._send(segment)
@@ -295,7 +278,7 @@ class Gradients:
     def set_by_hand(self) -> list[TrainedSegment]:
         """Segments with gradients that were put there since the last backward, which other ranks of the axis
         may not have."""
-        if self._late is not None:
+        if self.late is not None:
             return []
         return [
             segment
@@ -310,9 +293,9 @@ class Gradients:
         if self.exposure_scale is not None:
             self.hide()
         self._finish(0)
-        if self._late is not None:
+        if self.late is not None:
             self.open()
-            self._late.drain()
+            self.late.drain()
         for segment in self._segments:
             # Which gradients are late is no decision of the plan's: all segments go, on all ranks alike.
             if segment in without:
@@ -322,7 +305,7 @@ class Gradients:
                 self._leave_tree(segment, "gradient by hand", loose)
             if segment.tree and segment.has_unreduced_gradients:
                 self._send(segment)
-            elif loose or segment.has_unreduced_gradients or self._late is not None:
+            elif loose or segment.has_unreduced_gradients or self.late is not None:
                 self._land(segment)
                 self._send(segment)
         self._finish(0)
@@ -354,8 +337,8 @@ class Gradients:
     def drop(self) -> None:
         self.abort()
         self._shows = False
-        if self._late is not None:
-            self._late.clear()
+        if self.late is not None:
+            self.late.clear()
         self._creates_graph = False
         self._addresses.clear()
         self._replaced.clear()

@@ -81,19 +81,6 @@ class NarrowWire:
         self.feedback.nan_to_num_(0.0, 0.0, 0.0)
 
 
-def start_narrow_gather(
-    comm: Collectives,
-    packed: torch.Tensor,
-    own: torch.Tensor,
-    numel: int,
-    wire: DType,
-    axis: AxisName,
-    of: str,
-) -> Handle:
-    """Start to gather every rank's run, of `numel` elements all together, into `packed`."""
-    return comm.start_all_gather(packed, own, axis, of, Recorded("all_gather", wire, numel, axis, None))
-
-
 def start_narrow_sum(
     comm: Collectives, out: torch.Tensor, packed: torch.Tensor, wire: DType, axis: AxisName, how: Sum, of: str
 ) -> Handle:

@@ -19,17 +19,15 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerodrift.comm import AxisName, Collectives, Handle
-from zerodrift.engine.habits.absent_parameter import absent_class, mark_absent, mark_gathered
+from zerodrift.comm import AxisName, Collectives, Handle, Recorded
+from zerodrift.engine.habits.absent_parameter import AbsentParameter, absent_class, mark_absent, mark_gathered
 from zerodrift.engine.nested import in_backward
-from zerodrift.engine.step.narrow_wire import start_narrow_gather
-from zerodrift.kernels import PackedRun, narrow, resting_zeros
+from zerodrift.kernels import PackedRun, narrow, prints, resting_zeros
 from zerodrift.optim import Updater
 from zerodrift.plan import Row, Segment
 
@@ -37,19 +35,6 @@ from zerodrift.plan import Row, Segment
 def is_due(count: int) -> bool:
     """Return whether a periodic check runs after `count` times: the first few times, then once in 32."""
     return count < 4 or count % 32 == 0
-
-
-@dataclass(slots=True)
-class WriteRecord:
-    """Prints and versions by which `habits/storage_writes.py` notices writes of user code."""
-
-    storage_prints: torch.Tensor | None = None
-    held_prints: torch.Tensor | None = None
-    """Prints of the full form when a context opened it."""
-    versions: list[int] = field(default_factory=list)
-    overwritten: torch.Tensor | None = None
-    """Blocks of this rank's slice that were written to while they were gathered, on the device."""
-    checks: int = 0
 
 
 class SecondaryCopy:
@@ -81,10 +66,9 @@ class SecondaryCopy:
 
     def start_gather(self, out: torch.Tensor) -> Handle:
         """Begin to gather the parts into `out`, which gets what `keep` was given."""
-        axis, numel = self._axis.name, self._spec.padded
-        if self._wire is not None:
-            return start_narrow_gather(self._comm, out, self.part, numel, self._wire, axis, self._label)
-        return self._comm.start_all_gather(out, self.part, axis, self._label)
+        axis, wire = self._axis.name, self._wire
+        note = None if wire is None else Recorded("all_gather", wire, self._spec.padded, axis, None)
+        return self._comm.start_all_gather(out, self.part, axis, self._label, note)
 
 
 class FlatSegment:
@@ -100,7 +84,6 @@ class FlatSegment:
         unit: str = "",
     ) -> None:
         self.number = number
-        self.unit = unit
         self.label = f"`{unit or 'the root'}`, segment {number}"
         self.spec = spec
         self.rows = rows
@@ -146,21 +129,25 @@ class FlatSegment:
         """The tensors that parameters are while `full` has no memory: one element each, expanded."""
         self.placeholder_elements = torch.empty(0)
         self._placeholder_addresses: list[int] = []
-        self._absent_classes: list[type] = []
+        self._absent_classes: list[type[AbsentParameter]] = []
         self._own_holders = 0
         """Number of the segment's tensors that share the memory of `full` while no parameter does."""
         self._use_counts: list[int] = []
         self._kinds: list[tuple[Any, ...]] = []
         """(dtype, shape, is trained) of each parameter, as planned."""
         self.starts = [row.offset for row in rows]
-        self.lender: Callable[[], Callable[[bool], bool] | None] | None = None
-        """Weak reference to what gathers the unit for a forward elsewhere; see `LiveUnit.borrow`."""
         self.holds = 0
         self.is_stale = False
         """Whether the full form has other values than storage."""
-        self.writes = WriteRecord()
-        self.before_free: Callable[[FlatSegment], None] = lambda segment: None
-        """Called now and then before the full form is freed."""
+        self.storage_prints: torch.Tensor | None = None
+        """Prints of storage as the engine wrote it: see `habits/storage_writes.py`."""
+        self.held_prints: torch.Tensor | None = None
+        """Prints of the full form when a context opened it."""
+        self.versions: list[int] = []
+        """Version counters of the parameters as the engine left them."""
+        self.overwritten: torch.Tensor | None = None
+        """Blocks of this rank's slice that were written to while they were gathered, on the device."""
+        self.storage_checks = 0
         self._frees = 0
 
     # --- the parameters ---------------------------------------------------------------------------------
@@ -207,20 +194,6 @@ class FlatSegment:
             return narrow.round_trip(self.narrow, values, self.full.dtype)
         return (values if self.packed is not None else self.at_rest(values)).to(self.full.dtype)
 
-    def values_at_rest(self) -> torch.Tensor:
-        """Return a copy in fp32 of what rests here, unpacked. Shape [padded] or [padded / ranks]."""
-        if self.packed is not None:
-            return self.packed.values()
-        return self.storage.to(torch.float32, copy=True)
-
-    @torch.no_grad()
-    def store(self, values: torch.Tensor) -> None:
-        """Write values of a frozen segment. Packed blocks in which none differs keep their bits."""
-        if self.packed is not None:
-            self.packed.store(values)
-        else:
-            self.storage.copy_(values)
-
     def _show(self, tensors: list[torch.Tensor]) -> None:
         mark_gathered(self.parameters)
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
@@ -229,16 +202,18 @@ class FlatSegment:
     def _hide(self) -> None:
         for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
             parameter.data = placeholder
-        if not self._absent_classes:
-            segment = weakref.ref(self)
-
-            def borrow(keep: bool) -> bool:
-                held = segment()
-                lender = None if held is None or held.lender is None else held.lender()
-                return lender is not None and lender(keep)
-
-            self._absent_classes = [absent_class(row.name, borrow) for row in self.rows]
+        self._absent_classes = self._absent_classes or [absent_class(row.name) for row in self.rows]
         mark_absent(self.parameters, self._absent_classes)
+
+    def lend(self, lender: weakref.WeakMethod[Callable[[bool], bool]]) -> None:
+        """Gather absent parameters by `LiveUnit.borrow`, where a forward elsewhere uses them."""
+
+        def borrow(keep: bool) -> bool:
+            gather = lender()
+            return gather is not None and gather(keep)
+
+        for absent in self._absent_classes:
+            absent.borrow = staticmethod(borrow)
 
     @property
     def expected_views(self) -> list[torch.Tensor]:
@@ -315,14 +290,13 @@ class FlatSegment:
     def start_packed_gather(self, values: torch.Tensor, runs: int) -> tuple[torch.Tensor, Handle]:
         """Encode this rank's values as one of so many packed runs, unless they rest packed, and begin to
         gather the others."""
-        if self.narrow is None:
-            raise AssertionError(f"segment {self.number} has no narrow format")
+        assert self.narrow is not None
         own = values if self.packed is not None else narrow.encode_runs(self.narrow, values, 1)
         if runs == 1:
             return own, Handle()
         packed = own.new_empty(runs * own.numel())
-        what = self.spec.padded, self.narrow, self.axis, self.label
-        return packed, start_narrow_gather(self.comm, packed, own, *what)
+        note = Recorded("all_gather", self.narrow, self.spec.padded, self.axis, None)
+        return packed, self.comm.start_all_gather(packed, own, self.axis, self.label, note)
 
     def show_master(self, master: torch.Tensor) -> Handle:
         """Fill storage that is whole with what the masters of all ranks are in the narrow format."""
@@ -385,7 +359,7 @@ class FlatSegment:
 
     def _free(self) -> None:
         if not self.is_stale and is_due(self._frees):
-            self.before_free(self)
+            self._compare_with_storage()
         self._frees += 1
         self._hide()
         self.is_full = self.is_stale = False
@@ -393,6 +367,20 @@ class FlatSegment:
             self.full, self._views = self.full.new_empty(0), []
         else:
             self.full.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def _compare_with_storage(self) -> None:
+        """Record blocks of this rank's slice that user code has written to, before the full form is freed."""
+        columns = self.spec.columns
+        own = self.slice_of(self.full) if self.sharded else self.full
+        if self.packed is not None:
+            kept = self.packed.values(own.dtype)
+        elif columns.encodes:
+            kept = self.as_shown(self.storage)
+        else:
+            kept = self.storage.to(columns.gather.torch) if self.sharded else self.storage
+        differ = prints(own) != prints(kept.to(own.dtype))
+        self.overwritten = differ if self.overwritten is None else self.overwritten | differ
 
     @staticmethod
     def _allocate(flat: torch.Tensor) -> None:

@@ -58,7 +58,6 @@ class TrainedSegment(FlatSegment):
 
     def __init__(
         self,
-        update: Update,
         number: int,
         spec: Segment,
         rows: list[Row],
@@ -68,7 +67,9 @@ class TrainedSegment(FlatSegment):
         unit: str = "",
     ) -> None:
         super().__init__(number, spec, rows, parameters, comm, unit)
-        self.update = update
+        update = spec.columns.update
+        assert update is not None
+        self.update: Update = update
         reduce = update.reduce
         keys = None
         if reduce.rounding == "stochastic":
@@ -261,8 +262,7 @@ class TrainedSegment(FlatSegment):
     def close_part(self, number: int) -> None:
         """Put the part aside."""
         self.collect_gradients()
-        if self.landing is None:
-            raise AssertionError(f"segment {self.number} has no part {number}")
+        assert self.landing is not None
         self._parts[number] = self.landing, self._grads
         self.landing, self._grads = None, []
 
@@ -296,18 +296,13 @@ class TrainedSegment(FlatSegment):
 
     # --- over ranks -------------------------------------------------------------------------------------
 
-    def make_room(self) -> None:
-        """Free memory of earlier reductions that the coming one does not fit into."""
-        self.comm.make_room(self.update.reduce.wire.nbytes(self.spec.padded), self.axis)
-
     def start_reduce(self, before: float) -> Handle:
         """Begin to add this rank's slice of the ranks' sum to `reduced`."""
         if self.has_unreduced_gradients and self.tree:
             if self.landing is not None:
                 self._sum.add(self.landing)
             self.landing = self._sum.take()
-        if self.landing is None:
-            raise AssertionError(f"segment {self.number} has no gradient to reduce")
+        assert self.landing is not None
         if self.ranks == 1:
             return Handle()
         self._is_travelling = True
@@ -365,8 +360,7 @@ class TrainedSegment(FlatSegment):
         return whole
 
     def start_whole_gradient(self) -> tuple[torch.Tensor, Handle]:
-        if self.reduced is None:
-            raise AssertionError(f"segment {self.number} has no reduced gradient")
+        assert self.reduced is not None
         if self.ranks == 1:
             return self.reduced, Handle()
         whole = self._whole

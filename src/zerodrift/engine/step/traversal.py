@@ -26,10 +26,8 @@ rank has no use for; without recomputation, one after the other.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import torch
@@ -277,19 +275,14 @@ class UnitOrder:
 def sort_by_pairs(numbers: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list[int] | None:
     """Sort numbers so that the first of each pair comes before the second, else as they are; None where no
     order does."""
-    places = {number: place for place, number in enumerate(numbers)}
-    sorter = TopologicalSorter[int]({number: () for number in numbers})
+    before: dict[int, set[int]] = {number: set() for number in numbers}
     for first, second in pairs:
-        sorter.add(second, first)
-    try:
-        sorter.prepare()
-    except CycleError:
-        return None
-    ready: list[tuple[int, int]] = []
-    order: list[int] = []
-    while sorter.is_active():
-        for number in sorter.get_ready():
-            heapq.heappush(ready, (places[number], number))
-        order.append(heapq.heappop(ready)[1])
-        sorter.done(order[-1])
-    return order
+        before[second].add(first)
+    order: dict[int, None] = {}
+    while len(order) < len(before):
+        ready = (number for number in before if number not in order and before[number] <= order.keys())
+        following = next(ready, None)
+        if following is None:
+            return None
+        order[following] = None
+    return list(order)

@@ -64,19 +64,18 @@ class LiveUnit:
         spec: Unit,
         module: nn.Module,
         segments: list[FlatSegment],
-        *,
         gathered_bytes: int,
-        keep_after_forward: bool,
-        keep_after_backward: bool,
+        keep: str,
     ) -> None:
+        """`keep` is the plan's `keep_gathered`."""
         self.number = number
         self.spec = spec
         self.module = module
         self.segments = segments
         self.is_root = spec.name == ""
         self.gathered_bytes = gathered_bytes
-        self._keep_after_forward = keep_after_forward or self.is_root
-        self._keep_after_backward = keep_after_backward
+        self._keep_after_forward = keep != "never" or self.is_root
+        self._keep_after_backward = keep == "step"
         self.uses = 0
         """Forwards whose backward is still to come."""
         self.recomputed = False
@@ -93,11 +92,8 @@ class LiveUnit:
         self.gathering = [segment for segment in segments if segment.gathers]
         """Segments whose full form is not their storage."""
         self.trained = trained_of(segments)
-        for segment in segments:
-            segment.lender = weakref.WeakMethod(self.borrow)
-
-    def __repr__(self) -> str:
-        return f"LiveUnit({self.spec.name or 'root'})"
+        for segment in self.gathering:
+            segment.lend(weakref.WeakMethod(self.borrow))
 
     # --- gathering --------------------------------------------------------------------------------------
 

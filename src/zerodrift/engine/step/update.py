@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -34,37 +34,29 @@ def update_segments(segments: Sequence[TrainedSegment], updater: Updater, multip
     """Step every segment that has a gradient, times `multiplier`, and gather what others show of it."""
     updater.leave_alone([row.name for segment in segments for row in segment.rows_without_update])
     gradients: dict[int, torch.Tensor] = {}
-    _wait_one_behind(_gather_gradients(segments, gradients))
+    gathering = Handle()
+    for segment in segments:
+        if segment.reduced is not None and segment.update.axis:
+            gradients[segment.number] = segment.reduced
+        elif segment.reduced is not None:
+            gradients[segment.number], following = segment.start_whole_gradient()
+            gathering.wait()
+            gathering = following
+    gathering.wait()
     updater.update(gradients, multiplier)
     for segment in segments:
         if segment.number in gradients:
             segment.give_back(gradients[segment.number])
-    _wait_one_behind(segment.sync_storage(updater) for segment in segments if segment.number in gradients)
+    showing = Handle()
+    for segment in segments:
+        if segment.number in gradients:
+            following = segment.sync_storage(updater)
+            showing.wait()
+            showing = following
+    showing.wait()
     for segment in segments:
         mark_storage_changed(segment)
         refresh_views(segment)
-
-
-def _gather_gradients(
-    segments: Sequence[TrainedSegment], gradients: dict[int, torch.Tensor]
-) -> Iterator[Handle]:
-    """Put what each segment is updated by into `gradients`; it is filled when its handle was waited for."""
-    for segment in segments:
-        if segment.reduced is None:
-            continue
-        if segment.update.axis:
-            gradients[segment.number] = segment.reduced
-        else:
-            gradients[segment.number], handle = segment.start_whole_gradient()
-            yield handle
-
-
-def _wait_one_behind(handles: Iterable[Handle]) -> None:
-    last = Handle()
-    for handle in handles:
-        last.wait()
-        last = handle
-    last.wait()
 
 
 # --- one way to update on all ranks -----------------------------------------------------------------------

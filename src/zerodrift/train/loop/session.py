@@ -265,7 +265,7 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
             if engine.mesh.device.type == "cpu" and computed_by(engine.mesh.device)["kernels"] == "plain":
                 display.say(NO_COMPILER)
         engine.seed = job.run.seed
-        engine.determinism.ask(need_of(False, job.run.digest_every))
+        engine.determinism.ask(need_of(False, job.run.digest_every), engine.module)
         mesh, numbers = engine.mesh, engine.micro_batches_of_this_rank()
         micro = engine.plan.policy.batch.micro
         seat = BatchLayout(mesh.rank("data"), mesh.size("data"), micro, numbers, mesh.device)
