@@ -250,6 +250,9 @@ def test_between_steps_its_groups_hold_the_models_parameters() -> None:
         assert "momentum" not in optimizer.state[held[0]]
     with pytest.raises(UnsupportedError, match=r"optimizer\.state_dict`: must not be called"):
         optimizer.state_dict()
+    held.pop()
+    with pytest.raises(UnsupportedError, match=r"param_groups\[0\]`: must have the parameters"):
+        engine.step()
 
 
 def test_a_known_class_with_hooks_takes_its_own_steps_and_calls_them() -> None:

@@ -65,6 +65,19 @@ def test_a_write_on_one_rank_is_an_error_on_all() -> None:
 
 
 @on_ranks(2)
+def test_what_ranks_assign_is_what_rank_0_assigns() -> None:
+    engine = engine_of(0, "fp32")
+    step(engine)
+    handle = engine.parameter("head.weight")
+    mine = torch.full(handle.shape, float(engine.mesh.rank()))
+    handle.master = mine
+    for key in handle.state:
+        handle.state[key] = mine
+    for value in (handle.master, handle.value, *handle.state.values()):
+        assert not value.any(), "another rank's"
+
+
+@on_ranks(2)
 def test_a_write_to_half_a_master_is_taken_where_it_is_said() -> None:
     engine = engine_of(2, "bf16")
     step(engine)

@@ -50,9 +50,19 @@ def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
 
 def on_rank_0(comm: Collectives, work: Callable[[], T]) -> T:
     """Do work on rank 0 and return its result on every rank; if it fails, all ranks raise its error."""
-    lead = comm.mesh.rank() == 0
-    result: T | None = everywhere(comm, lambda: work() if lead else None)
-    return comm.broadcast_object(result, 0)
+    made: Any = None
+    if comm.mesh.rank() == 0:
+        try:
+            made = work()
+        except ZerodriftError as error:
+            made = error
+        except Exception as error:
+            made = CheckpointError("checkpoint", "must be read and written", got=said(error))
+    sent: Any = comm.broadcast_object(made, 0)
+    if isinstance(sent, ZerodriftError):
+        raise type(sent).joined([sent])
+    result: T = sent
+    return result
 
 
 def over_ranks(comm: Collectives, numbers: np.ndarray) -> np.ndarray:

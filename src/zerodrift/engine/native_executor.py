@@ -36,7 +36,7 @@ from zerodrift.engine.step.unit import LiveUnit, attach_parts, refuse_wrapper
 from zerodrift.engine.step.update import choose_update_function, collect_statistics, update_segments
 from zerodrift.engine.values import SegmentValues, WholeValues
 from zerodrift.experts import Turns, distribute_experts
-from zerodrift.optim import Updater, hold_parameters, learning_rates, make_updater
+from zerodrift.optim import GroupMembers, Updater, hold_parameters, learning_rates, make_updater
 from zerodrift.plan import Plan, part, prefetch_budget
 from zerodrift.policy import Mode
 from zerodrift.report import UpdateReport
@@ -92,11 +92,13 @@ class NativeExecutor(Executor):
             writes.record_versions(segment)
         update_slice = choose_update_function(plan, comm)
         self.updater: Updater | None = None
+        self._members: GroupMembers | None = None
         if self._trained and (optimizer is not None or policy.optimizer is not None):
             owned = [segment.piece(masters.pop(segment.number)) for segment in self._trained]
             self.updater = make_updater(self.part, owned, optimizer, originals, update_slice=update_slice)
             if optimizer is None:
                 hold_parameters(self.updater, model)
+            self._members = GroupMembers(self.updater.groups)
         for segment in self._trained:
             if segment.shows_narrow_values:
                 shown = masters.get(segment.number)  # there is one without an optimizer only
@@ -149,6 +151,8 @@ class NativeExecutor(Executor):
     def step(self) -> Iterator[None]:
         self.guard.require_closed("step")
         self.guard.check(stepping=True)
+        if self._members is not None:
+            self._members.require_unchanged()
         cleared = self.gradients.hide()
         if cleared:
             raise refusal("gradient cleared", name=cleared)

@@ -58,7 +58,7 @@ class ParameterHandle:
     """A parameter of an engine. Made by `Engine.parameter`.
 
     `value`, `master`, `gradient` and the items of `state` are whole on every rank, whatever is sharded, and
-    may be assigned. Every rank reads and writes alike.
+    may be assigned, to what rank 0 assigns. Every rank reads and writes alike.
     """
 
     __slots__ = ("_comm", "_progress", "_values", "name", "row")
@@ -98,7 +98,7 @@ class ParameterHandle:
     def master(self, value: torch.Tensor) -> None:
         with raise_on_all_ranks(self._comm):
             self._check(f"{self.name}.master", value)
-        self._values.set_master(self.row, value)
+        self._values.set_master(self.row, self._of_rank_0(value))
 
     @property
     def gradient(self) -> torch.Tensor:
@@ -124,7 +124,7 @@ class ParameterHandle:
                     got="none in this step",
                     do="Assign it after a backward and before `engine.step`.",
                 )
-        self._values.set_gradient(self.row, value / self._progress.unscale)
+        self._values.set_gradient(self.row, self._of_rank_0(value) / self._progress.unscale)
 
     @property
     def state(self) -> Moments:
@@ -142,7 +142,13 @@ class ParameterHandle:
                 must, got = f"must have optimizer state {key!r}", ", ".join(known) or "none yet"
                 raise ModelError(self.name, must, got=got, do="State is there after the first step.")
             self._check(f"{self.name}.state[{key!r}]", value)
-        self._values.set_moment(self.row, key, value)
+        self._values.set_moment(self.row, key, self._of_rank_0(value))
+
+    def _of_rank_0(self, value: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's value in fp32: ranks that hold others would train apart."""
+        sent = value.detach().to(self._comm.mesh.device, torch.float32, copy=True).contiguous()
+        self._comm.broadcast(sent.view(-1), 0, "data")
+        return sent
 
     def _require_trained(self) -> None:
         if not self.row.trained:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         SCHEDULES, VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type, make_schedule, schedule_of,
     )  # fmt: skip
     from zerodrift.optim.torch_optimizer import group_of, loaded_state, saved_state
-    from zerodrift.optim.updater import Counters, OptimizerState, Owned, Updater, learning_rates
+    from zerodrift.optim.updater import Counters, GroupMembers, OptimizerState, Owned, Updater, learning_rates
     from zerodrift.optim.updates import COLUMNS, reference_update
 
 __getattr__, __dir__, __all__ = face(__name__)

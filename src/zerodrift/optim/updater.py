@@ -9,6 +9,7 @@ Invariant: after `update`, owned storage is the master rounded once to the stora
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -112,6 +113,26 @@ def refuse_calls(optimizer: torch.optim.Optimizer, names: Iterable[str], must: s
 
     for name in names:
         setattr(optimizer, name, partial(refuse, name))
+
+
+class GroupMembers:
+    """The parameters that the groups of an optimizer had when the engine was made."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._members = [(group, list(group["params"])) for group in optimizer.param_groups]
+
+    def require_unchanged(self) -> None:
+        """Raise where a group has other parameters: the engine would go on to update those that it had."""
+        for number, (group, members) in enumerate(self._members):
+            now = group["params"]
+            if len(now) != len(members) or any(map(operator.is_not, now, members)):
+                kept = sum(map(operator.is_, now, members))
+                must = "must have the parameters, in their order, that it had when the engine was made"
+                got = f"{len(now)}, of which {kept} are in the place of one of {len(members)}"
+                do = (
+                    "Build the engine anew, or set the group's `lr` to 0 to leave its parameters as they are."
+                )
+                raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
 
 
 class Updater(OptimizerState, Protocol):
