@@ -101,16 +101,16 @@ def zeros_arrive() -> None:
     """Zero the messages of the fake group, whose unwritten memory may hold NaN."""
     from zerodrift.comm import pairs
 
-    gather, take = pairs.Pairs.gather, pairs.Scratch.take
+    gather, take = pairs.Pairs.gather, pairs.HostBuffers.take  # type: ignore[attr-defined]
 
-    def gathered(self: Any, turn: Any, line: Any, out: torch.Tensor, shard: torch.Tensor) -> Any:
-        return gather(self, turn, line, out.zero_(), shard)
+    def gathered(self: Any, turn: Any, out: torch.Tensor, shard: torch.Tensor) -> Any:
+        return gather(self, turn, out.zero_(), shard)
 
-    def taken(self: Any, numel: int, dtype: torch.dtype) -> Any:
-        flat, held = take(self, numel, dtype)
-        return flat.zero_(), held
+    def taken(self: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return take(self, numel, dtype).zero_()
 
-    pairs.Pairs.gather, pairs.Scratch.take = gathered, taken  # type: ignore[method-assign]
+    pairs.Pairs.gather = gathered  # type: ignore[method-assign]
+    pairs.HostBuffers.take = taken  # type: ignore[attr-defined, method-assign]
 
 
 def model(options: argparse.Namespace) -> GPT:
