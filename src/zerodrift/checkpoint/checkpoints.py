@@ -228,8 +228,11 @@ class Checkpoints:
         restore = everywhere(comm, lambda: states.copied(engine))
         try:
             # State that may still be refused comes before the first weight.
-            stays = saved.without | (set() if "optimizer" in parts else {"modules"})
-            stays |= set() if "counts" in parts else {"counts"}
+            stays: set[str] = set(saved.without)
+            if "optimizer" not in parts:
+                stays.add("modules")
+            if "counts" not in parts:
+                stays.add("counts")
             everywhere(comm, lambda: states.put(engine, saved.shared, saved.own, stays))
         except ZerodriftError:
             restore()

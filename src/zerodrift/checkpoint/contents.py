@@ -82,6 +82,8 @@ def _records(packed: PackedRun, span: Span) -> Item:
 
 def summary(engine: Engine, counters: Counters, known: Collection[str]) -> StageSummary:
     """Summarize this rank's pipeline stage; `known` are the buffers that rank 0 has."""
+    if engine.mesh.rank("data"):  # the first of the ranks that have this stage speaks for it
+        return StageSummary(counters, {}, {}, frozenset())
     updater, rows = engine.updater, [row for row in engine.part.rows if row.trained]
     moments = {} if updater is None else {row.name: updater.moment_names(row.name, counters) for row in rows}
     buffers = {name: buffer.cpu() for name, buffer in engine.module.named_buffers() if name not in known}

@@ -42,10 +42,8 @@ def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
     with raise_on_all_ranks(comm):
         try:
             return work()
-        except ZerodriftError as error:
-            raise CheckpointError.joined([error]) from error
         except Exception as error:
-            raise CheckpointError("checkpoint", "must be read and written", got=said(error)) from error
+            raise _as_checkpoint_error(error) from error
 
 
 def on_rank_0(comm: Collectives, work: Callable[[], T]) -> T:
@@ -54,15 +52,19 @@ def on_rank_0(comm: Collectives, work: Callable[[], T]) -> T:
     if comm.mesh.rank() == 0:
         try:
             made = work()
-        except ZerodriftError as error:
-            made = error
         except Exception as error:
-            made = CheckpointError("checkpoint", "must be read and written", got=said(error))
+            made = _as_checkpoint_error(error)
     sent: Any = comm.broadcast_object(made, 0)
-    if isinstance(sent, ZerodriftError):
-        raise type(sent).joined([sent])
+    if isinstance(sent, CheckpointError):
+        raise sent
     result: T = sent
     return result
+
+
+def _as_checkpoint_error(error: Exception) -> CheckpointError:
+    if isinstance(error, ZerodriftError):
+        return CheckpointError.joined([error])
+    return CheckpointError("checkpoint", "must be read and written", got=said(error))
 
 
 def over_ranks(comm: Collectives, numbers: np.ndarray) -> np.ndarray:
