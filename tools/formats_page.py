@@ -48,7 +48,7 @@ def _definition(dtype: DType, form: Format) -> list[str]:
     bytes_ = f"{size:g}, and the scales"
     if isinstance(form.block, int):
         bytes_ = f"{size + form.scale_bytes / form.block:.7g}"
-    rule = {"exact": "fp32", "floor": "e8m0, floor", "ceil": "e8m0, ceil"}[form.rule]
+    rule = form.scale if form.rule == "exact" else f"{form.scale}, {form.rule}"
     largest = f"{form.element.largest:g}"
     return [
         *(f"`{dtype}`{short}", NUMBERS[form.element], largest, block, rule, bytes_),
@@ -93,7 +93,7 @@ def _block(form: Format, values: list[float]) -> tuple[float, list[int], list[fl
     block = torch.zeros(1, form.block)
     block[0, : len(values)] = torch.tensor(values)
     codes, scales = narrow.reference_encode(form, block)
-    wide = scales if form.scale == "fp32" else narrow.powers_of(scales)
+    wide = narrow.powers_of(scales) if form.scale == "e8m0" else scales.float()
     return wide.item(), codes[0].tolist(), narrow.reference_decode(form, codes, scales)[0].tolist()
 
 

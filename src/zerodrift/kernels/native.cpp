@@ -369,7 +369,7 @@ extern "C" void zerodrift_sums(int64_t numel, int64_t count, const void* const* 
     const int n = static_cast<int>(numel - at < SPAN ? numel - at : SPAN);
     alignas(64) float sum[SPAN];
     if (tree) {
-      add_by_tree(sum, parts, out_type, at, n);
+      add_by_tree(sum, parts, 0, count, out_type, at, n);
     } else {
       add_in_turn(sum, parts, out_type, at, n);
     }

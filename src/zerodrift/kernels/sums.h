@@ -12,11 +12,10 @@
 namespace {
 
 constexpr int SPAN = 4 * BLOCK;  // elements that are summed at once: their parts come and go, the sum stays
-constexpr int HEIGHT = 32;       // of a tree: below 2^32 parts
 
-// Adds one more part; where sums are of 16 bits, each is rounded to these.
-INLINE void add_part(float* __restrict sum, const float* __restrict part, int32_t sum_type, int n) {
-  for (int i = 0; i < n; ++i) sum[i] += part[i];
+// Writes left + right to `sum`, which may be either; where sums are of 16 bits, each is rounded to these.
+INLINE void add_pair(float* sum, const float* left, const float* right, int32_t sum_type, int n) {
+  for (int i = 0; i < n; ++i) sum[i] = left[i] + right[i];
   if (sum_type == FP32) return;
   uint16_t narrow[SPAN];
   if (sum_type == BF16) {
@@ -42,29 +41,27 @@ INLINE void add_in_turn(float* sum, const Parts& parts, int32_t sum_type, int64_
   alignas(64) float buffer[SPAN];
   std::memcpy(sum, parts.widened(buffer, 0, at, n), sizeof(float) * n);
   for (int64_t number = 1; number < parts.count; ++number)
-    add_part(sum, parts.widened(buffer, number, at, n), sum_type, n);
+    add_pair(sum, sum, parts.widened(buffer, number, at, n), sum_type, n);
 }
 
-// By the binary tree: as parts come, sums of equally many are added; what is left at the end, from the right.
-void add_by_tree(float* sum, const Parts& parts, int32_t sum_type, int64_t at, int n) {
-  alignas(64) float waiting[HEIGHT][SPAN];
+// The binary tree over `count` parts from `first` on. Its left half is the largest power of two below `count`.
+void add_by_tree(float* sum, const Parts& parts, int64_t first, int64_t count, int32_t sum_type, int64_t at,
+                 int n) {
   alignas(64) float buffer[SPAN];
-  for (int64_t number = 0; number < parts.count; ++number) {
-    std::memcpy(sum, parts.widened(buffer, number, at, n), sizeof(float) * n);
-    int level = 0;
-    for (; number >> level & 1; ++level) {
-      add_part(waiting[level], sum, sum_type, n);
-      std::memcpy(sum, waiting[level], sizeof(float) * n);
+  if (count <= 2) {
+    const float* left = parts.widened(sum, first, at, n);
+    if (count == 2) {
+      add_pair(sum, left, parts.widened(buffer, first + 1, at, n), sum_type, n);
+    } else if (left != sum) {
+      std::memcpy(sum, left, sizeof(float) * n);
     }
-    std::memcpy(waiting[level], sum, sizeof(float) * n);
+    return;
   }
-  int level = __builtin_ctzll(static_cast<unsigned long long>(parts.count));
-  std::memcpy(sum, waiting[level], sizeof(float) * n);
-  for (++level; parts.count >> level; ++level)
-    if (parts.count >> level & 1) {
-      add_part(waiting[level], sum, sum_type, n);
-      std::memcpy(sum, waiting[level], sizeof(float) * n);
-    }
+  int64_t half = 2;
+  while (2 * half < count) half *= 2;
+  add_by_tree(sum, parts, first, half, sum_type, at, n);
+  add_by_tree(buffer, parts, first + half, count - half, sum_type, at, n);
+  add_pair(sum, sum, buffer, sum_type, n);
 }
 
 // `out` may be one of the parts.
