@@ -165,24 +165,18 @@ def shifted() -> Plan:
 
 
 PLANTED: dict[str, Any] = {
-    "names_are_unique": lambda p: changed(p, "rows", 1, names=p.rows[0].names),
-    "rows_are_in_one_place": lambda p: changed(p, "rows", 0, unit=1),
     "segments_hold_their_rows": lambda p: changed(p, "rows", 1, offset=0),
     "no_slice_cuts_what_is_whole": lambda p: shifted(),
     "pins_hold_everywhere": lambda p: with_columns(p, GATE, compute=DType.BF16),
     "nothing_narrows_silently": lambda p: with_update(p, 0, master=Master.SPLIT, grad=DType.FP32),
-    "axes_follow_the_stage": lambda p: with_update(p, 0, axis=""),
-    "experts_are_divided": lambda p: changed(p, "rows", 0, parts=2),
     "every_cell_says_why": lambda p: with_columns(p, 0, why=()),
-    "units_are_in_order": lambda p: changed(p, "units", 0, name="x"),
     "boundaries_hold_their_dtype": lambda p: changed(p, "boundaries", 0, dtype=DType.FP16),
 }
 PARTS: dict[str, Any] = {
     "no_slice_cuts_what_is_whole:": lambda p: longer(MUON, MUON.rows[-1].segment, 2 * BLOCK),
     "is no whole matrix for Muon": lambda p: changed(MUON, "rows", MATRIX, shape=(MUON.rows[MATRIX].numel,)),
     "no whole matrix for Muon": lambda p: with_update(MUON, MATRIX, placement="sliced"),
-    "a path has two boundaries": lambda p: replace(p, boundaries=p.boundaries * 2),
-    "starts at 3, not on a multiple": lambda p: changed(p, "rows", 0, offset=3),
+    "starts at 3 of segment 0": lambda p: changed(p, "rows", 0, offset=3),
     "differs from segment 0 in a column": lambda p: with_columns(p, 0, compute=DType.FP32),
 }
 """Part of a violation's text -> a second way to break the check."""

@@ -90,7 +90,9 @@ def test_parts_are_sound_and_together_the_plan(schedule: str) -> None:
         known = {name for row in each.rows for name in row.names}
         assert known == set().union(*(names_of(whole, piece) for piece in pieces_of(whole, rank)))
         assert each.units[0].name == "" and sum(not unit.name for unit in each.units) == 1
-        for row in each.rows:
+        for number, row in enumerate(each.rows):
+            assert number in each.segments[row.segment].rows and number in each.units[row.unit].rows
+            assert each.segments[row.segment].unit == row.unit
             before = whole.row(row.name)
             assert before is not None and (before.shape, before.offset) == (row.shape, row.offset)
 
