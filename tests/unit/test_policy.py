@@ -317,7 +317,7 @@ def test_a_rule_narrows_what_a_library_reads_and_nothing_else() -> None:
     found = exports("fp8-128x128", *rules)
     assert found["lm_head.weight"][0] == found["cut.weight"][0] == "fp8-128x128"
     for name in ("embed", "turned", "norm"):
-        with pytest.raises(ConfigError, match="`export` must not be fp8-row here: no library reads a"):
+        with pytest.raises(ConfigError, match="`export` must not be fp8-row where no library reads it: a"):
             exports("bf16", {"match": f"{name}.weight", "export": "fp8-row"})
     with pytest.raises(ConfigError, match=r"one narrow format.*got int8-row and fp8-row"):
         exports("fp8-row", {"match": "up.weight", "export": "int8-row"})

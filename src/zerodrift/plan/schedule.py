@@ -197,19 +197,16 @@ def pipeline_events(
     keeps = plan.policy.sharding.keep_gathered == "step"
     for place, action in enumerate(actions):
         units, found = units_of[action.piece], list[Event]()
-        purpose: Purpose = "forward" if action.kind == "F" else "backward"
+        purpose: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
         if keeps and place == 0:
             found += (call for unit in plan.units for call in _gather(plan, unit, "forward"))
         if not keeps and action.kind != "W":
             found += (call for unit in units for call in _gather(plan, unit, purpose))
-        compute: Work = "forward" if action.kind == "F" else "backward"
-        blocks = [(compute, unit) for unit in units if unit.name]
-        roots = [unit for unit in units if not unit.name]
-        enters: list[tuple[Work, Unit]] = [("enter", unit) for unit in roots if action.piece == 0]
-        leaves: list[tuple[Work, Unit]] = [("leave", unit) for unit in roots if action.piece == last]
-        forth = [*enters, *blocks, *leaves]
-        for work, unit in forth if action.kind == "F" else reversed(forth):
-            found.append(Computation(work, numbers[unit.name], back=action.kind != "F"))
+        back = action.kind != "F"
+        forth = [Computation("enter", 0, back)] if action.piece == 0 else []
+        forth += [Computation(purpose, numbers[unit.name], back) for unit in units if unit.name]
+        forth += [Computation("leave", 0, back)] if action.piece == last else []
+        found += reversed(forth) if back else forth
         if action.kind in ("B", "W"):
             ended.update(unit.name for unit in units)
             whole = [unit for unit in units if ended[unit.name] % uses[unit.name] == 0]

@@ -65,7 +65,7 @@ class ParameterTraits:
     no_product: str = ""
     """Why the parameter is not multiplied with an activation; `""` for a matrix."""
     usual_product: str = ""
-    """Why the parameter's products keep the compute dtype without a rule; `""` if they need not."""
+    """Why the parameter's products keep the compute dtype unless a rule says otherwise, or `""`."""
 
 
 def complete(

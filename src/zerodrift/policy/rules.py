@@ -182,7 +182,7 @@ TORCH_MODULES = "torch.nn.modules."
 def require_one_compute(
     model: ModelSpec, columns: Sequence[Columns], rules: Sequence[ResolvedRule], problems: Problems
 ) -> None:
-    """Refuse a module of torch whose parameters compute in different dtypes, with the rule to write instead.
+    """Refuse a module of torch whose parameters compute in different dtypes.
 
     Modes with autocast skip this check, because autocast casts for each operation.
     """
@@ -203,7 +203,7 @@ def require_one_compute(
         folded = re.sub(r"[0-9]+", "*", path)
         alike = [other for other in mixed if re.sub(r"[0-9]+", "*", other) == folded]
         pattern = f"{folded if len(alike) > 1 else path}.*"
-        do = f'Write `match: "{pattern}"` in the rule, to match them together.'
+        do = f'Match them together, by a rule with `match: "{pattern}"`.'
         problems.add(rule_of.get(path, "precision.rules"), must, got=got, do=do)
 
 
