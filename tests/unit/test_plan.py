@@ -12,7 +12,7 @@ from tests.unit.models import EMBEDDING, NORM, moe, parameter, plan, tied
 from zerodrift import ConfigError, ModelError, ModelSpec, Plan, cost
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.plan import check
-from zerodrift.plan.schedule import collectives
+from zerodrift.plan.schedule import Collective, Computation, collectives, events
 from zerodrift.policy.decisions import Master
 
 
@@ -112,6 +112,8 @@ def test_rows_with_the_same_columns_share_a_segment() -> None:
     assert [made.rows[i].name for i in pinned.rows] == ["model.layers.0.mlp.gate.weight"]
     frozen = spec(parameter("a", (4,)), parameter("b", (4,), trained=False))
     assert len(plan(at(3), frozen).segments) == 2
+    every = plan(at(1, precision={"mode": "bf16", "reduce": {"when": "every"}}))
+    assert every.rows[0].columns.cells()["accumulate"] == "fp32/"
 
 
 def test_empty_and_scalar_parameters() -> None:
@@ -218,6 +220,21 @@ def test_the_order_of_a_stage_3_step() -> None:
     calls = [c for c in collectives(made, 0, 4) if c.axis == "replicate"]
     assert [c.segment for c in calls] == [2, 1, 0], "replicas are summed once per step"
     assert all(c.numel == made.segments[c.segment].padded // 2 for c in calls)
+
+
+def test_a_nested_unit_is_gathered_once_and_before_it_computes() -> None:
+    blocks = [parameter(f"layers.{n}.{name}.w", (8, 8)) for n in range(3) for name in ("a", "inner.b", "c")]
+    model = spec(parameter("embed.w", (8, 8)), *blocks)
+    made = plan(at(3, sharding={"units": ["layers.*", "layers.*.inner"]}), model)
+    held: set[tuple[str, int]] = set()
+    for event in events(made, 0, 1):
+        if isinstance(event, Computation) and event.work != "update":
+            purpose = "backward" if event.work == "backward" else "forward"
+            assert {(purpose, number) for number in made.units[event.unit].segments} <= held
+            assert not event.back or any(each == "backward" for each, _ in held), "a gather ahead of the head"
+        elif isinstance(event, Collective) and event.op == "all_gather":
+            assert (event.purpose, event.segment) not in held
+            held.add((event.purpose, event.segment))
 
 
 def large(stage: int, written: dict[str, Any] | None = None) -> Plan:

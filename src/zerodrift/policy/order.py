@@ -165,7 +165,10 @@ RANKS = Exclusion(
     "The error names the numbers of ranks that fit",
 )
 
-REFUSED = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE, RULE)
+_EXCLUDED = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE)
+
+REFUSED = (*_EXCLUDED, RULE)
+"""All that `order: tree` is refused with."""
 
 AUTOCAST = Exclusion(
     "autocast",
@@ -182,7 +185,7 @@ MEMORY = Exclusion(
     "Write `order: tree` where there is memory for them",
 )
 
-DEFAULT_RANK = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE, AUTOCAST, MEMORY)
+DEFAULT_RANK = (*_EXCLUDED, AUTOCAST, MEMORY)
 """Features with which the order of ranks is the default."""
 
 GIVEN_UP = "the same bits at every stage, and in every run, are given up"
@@ -214,7 +217,8 @@ def decide_order(
     """
     for number, rule in enumerate(config.precision.rules):
         if getattr(rule.reduce, "order", None) not in (None, written):
-            refuse_order(RULE, f"precision.rules[{number}].reduce.order", problems)
+            must, do = f"must be that of `precision.reduce`: {RULE.reason}", f"{RULE.do}."
+            problems.add(f"precision.rules[{number}].reduce.order", must, got="another", do=do)
     excluding = [
         refusal
         for refusal, holds in (
@@ -301,10 +305,6 @@ def _excluding_parameters(
 
 
 def refuse_order(refusal: Exclusion, where: str, problems: Problems, got: str = "tree") -> None:
-    if refusal is RULE:
-        must = f"must be that of `precision.reduce`: {refusal.reason}"
-        problems.add(where, must, got="another", do=f"{refusal.do}.")
-        return
     must = f"must be `rank` with {refusal.what}: {refusal.reason}"
     problems.add(where, must, got=got, do=f"{refusal.do}; or leave `order` out.")
 
