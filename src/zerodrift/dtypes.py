@@ -114,8 +114,10 @@ class Format:
         return self.run * self.element.bits // 8 + self.scale_bytes
 
     def keeps(self, source: Format, columns: int) -> bool:
-        """Return whether a flat format holds the codes of a source as they are: every block lies in one block
-        of the source, whose numbers are the same. `columns` is the source's last dimension."""
+        """Return True if a flat format can keep a source's codes: each block is inside one of the source.
+
+        `columns` is the last dimension of the source.
+        """
         if source.element is not self.element or self.scale != "fp32" or source.scale != "fp32":
             return False
         if isinstance(source.block, int) or source.block == "tensor":
@@ -304,7 +306,7 @@ SHORT: Mapping[str, tuple[DType, ...]] = {
     "int4": (DType.INT4_128,),
     "nf4": (DType.NF4_64,),
 }
-"""Words of a config for an element, where a column admits one format of it: one of these."""
+"""Short word in a config -> formats of the element. A column that admits one of them accepts the word."""
 
 _SPELLINGS: dict[str, DType] = {
     **{dtype.value: dtype for dtype in DType},
@@ -364,8 +366,10 @@ def parse(text: str) -> DType:
 
 
 def word(dtype: DType, among: Sequence[DType]) -> str:
-    """Return the shortest word for one of the dtypes of a column that is no other's in part. A format with
-    bf16 scales has no short word."""
+    """Return the shortest word that means only this dtype among the dtypes of a column.
+
+    A format with bf16 scales has no short word.
+    """
     short = next((short for short, formats in SHORT.items() if dtype in formats), "")
     alike = [other for other in among if short and other.value.startswith(f"{short}-")]
     alike = [other for other in alike if NARROW[other].scale != "bf16"]
@@ -373,7 +377,7 @@ def word(dtype: DType, among: Sequence[DType]) -> str:
 
 
 def parse_among(text: str, dtypes: Sequence[DType]) -> DType:
-    """Parse one of these dtypes, where `fp8` and the like are the one format of that element among them."""
+    """Parse a dtype of a column; a short word such as `fp8` is the column's only format of that element."""
     plain = text.strip().lower()
     usual = next((dtype for dtype in dtypes if plain in SHORT and word(dtype, dtypes) == plain), None)
     return usual or parse(text)

@@ -1,15 +1,5 @@
 """Exception classes, and the format of their messages.
 
-    ZerodriftError              anything that zerodrift refuses
-    +-- ConfigError             a config file or dict: unreadable, unknown keys, contradictions
-    +-- ModelError              a model that cannot be described: no such file, cannot be built
-    +-- UnsupportedError        a combination that is refused with its reason
-    +-- MeshError               ranks and axes that do not fit together
-    +-- RankError               a rank that died, hung or disagrees with others
-    +-- NonFiniteError          a NaN or infinity where the caller asked for an error
-    +-- PrecisionError          a dtype in a run that differs from the plan
-    +-- CheckpointError         a checkpoint that cannot be written, is damaged, or belongs to something else
-
 A message reads **where: what must hold; got what. What to do.** An error keeps these four parts:
 `raise ConfigError(where, must, got=..., do=...)`. `Problems` collects several into one error. `relayed` makes
 an error from the text of another rank or process. Quoted text is made legible.
@@ -93,6 +83,11 @@ class ZerodriftError(Exception):
     `where`, `must`, `got` and `do` are the parts of the first problem. `problems` has all of them.
     """
 
+    where: str
+    must: str
+    got: str
+    do: str
+
     kind: ClassVar[str] = "command"
     """Kind of a problem that is none of `KINDS`."""
     problems: tuple[Problem, ...]
@@ -123,22 +118,6 @@ class ZerodriftError(Exception):
         )
 
     @property
-    def where(self) -> str:
-        return self.problems[0].where if self.problems else ""
-
-    @property
-    def must(self) -> str:
-        return self.problems[0].must if self.problems else ""
-
-    @property
-    def got(self) -> str:
-        return self.problems[0].got if self.problems else ""
-
-    @property
-    def do(self) -> str:
-        return self.problems[0].do if self.problems else ""
-
-    @property
     def kinds(self) -> list[str]:
         """The kinds of all problems, without repetition. `zerodrift help KIND` explains each."""
         found = (
@@ -162,6 +141,8 @@ class ZerodriftError(Exception):
     def _set(self, text: str, problems: tuple[Problem, ...]) -> None:
         self.args = (lines(text),)
         self.problems = problems
+        first = problems[0] if problems else Problem("", "")
+        self.where, self.must, self.got, self.do = first.where, first.must, first.got, first.do
         self.__notes__ = [self.see()]  # Python 3.11 and later print it below the message
 
     def __reduce__(self) -> tuple[Any, ...]:

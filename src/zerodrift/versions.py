@@ -26,8 +26,7 @@ TESTED: Mapping[str, tuple[str, str]] = {
     "transformers": ("4.57", "5.24"),
     "deepspeed": ("0.19.6", "0.19.8"),
 }
-"""Package -> the first and the last version. What stands behind these numbers does not matter: 2.15.1 is
-2.15."""
+"""Package -> the first and the last version. Further numbers do not count: 2.15.1 is 2.15."""
 
 
 def imported_versions() -> dict[str, str]:

@@ -12,7 +12,7 @@ from tests.unit.models import EMBEDDING, NORM, moe, parameter, plan, tied
 from zerodrift import ConfigError, ModelError, ModelSpec, Plan, cost
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.plan import check
-from zerodrift.plan.schedule import collectives
+from zerodrift.plan.schedule import Collective, Computation, collectives, events
 from zerodrift.policy.decisions import Master
 
 
@@ -112,6 +112,8 @@ def test_rows_with_the_same_columns_share_a_segment() -> None:
     assert [made.rows[i].name for i in pinned.rows] == ["model.layers.0.mlp.gate.weight"]
     frozen = spec(parameter("a", (4,)), parameter("b", (4,), trained=False))
     assert len(plan(at(3), frozen).segments) == 2
+    every = plan(at(1, precision={"mode": "bf16", "reduce": {"when": "every"}}))
+    assert every.rows[0].columns.cells()["accumulate"] == "fp32/"
 
 
 def test_empty_and_scalar_parameters() -> None:
@@ -165,24 +167,18 @@ def shifted() -> Plan:
 
 
 PLANTED: dict[str, Any] = {
-    "names_are_unique": lambda p: changed(p, "rows", 1, names=p.rows[0].names),
-    "rows_are_in_one_place": lambda p: changed(p, "rows", 0, unit=1),
     "segments_hold_their_rows": lambda p: changed(p, "rows", 1, offset=0),
     "no_slice_cuts_what_is_whole": lambda p: shifted(),
     "pins_hold_everywhere": lambda p: with_columns(p, GATE, compute=DType.BF16),
     "nothing_narrows_silently": lambda p: with_update(p, 0, master=Master.SPLIT, grad=DType.FP32),
-    "axes_follow_the_stage": lambda p: with_update(p, 0, axis=""),
-    "experts_are_divided": lambda p: changed(p, "rows", 0, parts=2),
     "every_cell_says_why": lambda p: with_columns(p, 0, why=()),
-    "units_are_in_order": lambda p: changed(p, "units", 0, name="x"),
     "boundaries_hold_their_dtype": lambda p: changed(p, "boundaries", 0, dtype=DType.FP16),
 }
 PARTS: dict[str, Any] = {
     "no_slice_cuts_what_is_whole:": lambda p: longer(MUON, MUON.rows[-1].segment, 2 * BLOCK),
     "is no whole matrix for Muon": lambda p: changed(MUON, "rows", MATRIX, shape=(MUON.rows[MATRIX].numel,)),
     "no whole matrix for Muon": lambda p: with_update(MUON, MATRIX, placement="sliced"),
-    "a path has two boundaries": lambda p: replace(p, boundaries=p.boundaries * 2),
-    "starts at 3, not on a multiple": lambda p: changed(p, "rows", 0, offset=3),
+    "starts at 3 of segment 0": lambda p: changed(p, "rows", 0, offset=3),
     "differs from segment 0 in a column": lambda p: with_columns(p, 0, compute=DType.FP32),
 }
 """Part of a violation's text -> a second way to break the check."""
@@ -224,6 +220,21 @@ def test_the_order_of_a_stage_3_step() -> None:
     calls = [c for c in collectives(made, 0, 4) if c.axis == "replicate"]
     assert [c.segment for c in calls] == [2, 1, 0], "replicas are summed once per step"
     assert all(c.numel == made.segments[c.segment].padded // 2 for c in calls)
+
+
+def test_a_nested_unit_is_gathered_once_and_before_it_computes() -> None:
+    blocks = [parameter(f"layers.{n}.{name}.w", (8, 8)) for n in range(3) for name in ("a", "inner.b", "c")]
+    model = spec(parameter("embed.w", (8, 8)), *blocks)
+    made = plan(at(3, sharding={"units": ["layers.*", "layers.*.inner"]}), model)
+    held: set[tuple[str, int]] = set()
+    for event in events(made, 0, 1):
+        if isinstance(event, Computation) and event.work != "update":
+            purpose = "backward" if event.work == "backward" else "forward"
+            assert {(purpose, number) for number in made.units[event.unit].segments} <= held
+            assert not event.back or any(each == "backward" for each, _ in held), "a gather ahead of the head"
+        elif isinstance(event, Collective) and event.op == "all_gather":
+            assert (event.purpose, event.segment) not in held
+            held.add((event.purpose, event.segment))
 
 
 def large(stage: int, written: dict[str, Any] | None = None) -> Plan:

@@ -23,6 +23,7 @@ from zerodrift.pipeline.cut import Parts, prune
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.bill import cost, stage_cost
 from zerodrift.plan.check import find_violations
+from zerodrift.plan.schedule import Computation, pipeline_events
 from zerodrift.plan.stages import (
     Action,
     Timeline,
@@ -90,9 +91,24 @@ def test_parts_are_sound_and_together_the_plan(schedule: str) -> None:
         known = {name for row in each.rows for name in row.names}
         assert known == set().union(*(names_of(whole, piece) for piece in pieces_of(whole, rank)))
         assert each.units[0].name == "" and sum(not unit.name for unit in each.units) == 1
-        for row in each.rows:
+        for number, row in enumerate(each.rows):
+            assert number in each.segments[row.segment].rows and number in each.units[row.unit].rows
+            assert each.segments[row.segment].unit == row.unit
             before = whole.row(row.name)
             assert before is not None and (before.shape, before.offset) == (row.shape, row.offset)
+
+
+def test_a_backward_of_a_piece_computes_in_the_reverse_order() -> None:
+    whole = cut("interleaved")
+    order = timeline(whole)
+    assert order is not None
+    work: dict[str, list[Any]] = {}
+    for action, found in pipeline_events(whole, 0, order.ranks[0]):
+        if action.piece == 0:
+            work[action.kind] = [(each.work, each.unit) for each in found if isinstance(each, Computation)]
+    forward = [("backward" if name == "forward" else name, unit) for name, unit in work["F"]]
+    assert [name for name, _ in work["F"]] == ["enter", *["forward"] * (len(forward) - 1)]
+    assert work["B"] == forward[::-1]
 
 
 def test_a_tied_embedding_is_on_both_ends_alike_and_leads_on_one() -> None:

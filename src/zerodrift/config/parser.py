@@ -15,7 +15,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import yaml
 
@@ -55,9 +55,11 @@ def parse_yaml(text: str, name: str) -> Any:
     """Parse a YAML text; messages call the text `name`."""
     loader = None
     try:
-        loader = _Core(text)
-        node = loader.get_single_node()
-        return None if node is None else _Builder(name).value(node)
+        loader = _CoreLoader(text, name)
+        return loader.get_single_data()
+    except yaml.constructor.ConstructorError as error:
+        got = f"an alias of the block or list around it{_position(error.problem_mark)}"
+        _refuse(name, "must not contain itself", got)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = " ".join(str(part) for part in (error.context, error.problem) if part)
@@ -151,11 +153,19 @@ def _json_hint(before: str, rest: str) -> str:
     return _AS_PYTHON if re.match(r"(True|False|None)\b", rest) else ""
 
 
-class _Core(yaml.SafeLoader):
-    """PyYAML's parser with the scalar types of the YAML 1.2 core schema."""
+class _CoreLoader(yaml.SafeLoader):
+    """PyYAML's parser with the scalar types of the YAML 1.2 core schema.
+
+    An alias yields the same object as its anchor.
+    """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-    nodes = 0
+    yaml_constructors: ClassVar[dict[str | None, Callable[[Any, Any], Any]]] = {}
+    nodes = merged = 0
+
+    def __init__(self, text: str, name: str) -> None:
+        super().__init__(text)
+        self.config_name = name
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.nodes += 1
@@ -164,6 +174,54 @@ class _Core(yaml.SafeLoader):
                 problem=f"more than {MAX_NODES:,} values", problem_mark=self.get_mark()
             )
         return super().compose_node(parent, index)
+
+    def value(self, node: yaml.Node) -> Any:
+        """Return the value of a node of any tag."""
+        kind = node.tag.removeprefix(_TAG)
+        if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
+            try:
+                return _SCALARS[kind](node.value)
+            except (KeyError, ValueError):
+                self._refuse(f"must hold a value of its tag {kind}", ascii(node.value)[:60], node)
+        if isinstance(node, yaml.SequenceNode) and kind == "seq":
+            return [self.construct_object(item, deep=True) for item in node.value]
+        if isinstance(node, yaml.MappingNode) and kind == "map":
+            return self._block(node)
+        self._refuse("must be plain values, lists and blocks", f"the tag {node.tag!r}", node)
+
+    def _block(self, node: yaml.MappingNode) -> SourceBlock:
+        written: dict[Any, Any] = {}
+        merged: dict[Any, Any] = {}
+        repeated = []
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._refuse("must have strings as keys", "a list or a block as key", key_node)
+            if key_node.value == "<<" and key_node.style is None:
+                merged = self._merge(value_node) | merged
+                continue
+            key = self.construct_object(key_node)
+            if key in written:
+                repeated.append(key)
+            written[key] = self.construct_object(value_node, deep=True)
+        block = SourceBlock(merged | written)
+        block.repeated = tuple(repeated)
+        return block
+
+    def _merge(self, node: yaml.Node) -> dict[Any, Any]:
+        """Merge the blocks of `<<: *anchor` or of a list of anchors; the first block with a key wins."""
+        sources = self.construct_object(node, deep=True)
+        out: dict[Any, Any] = {}
+        for source in sources if isinstance(sources, list) else [sources]:
+            if not isinstance(source, dict):
+                self._refuse("must merge blocks", "something else", node)
+            self.merged += len(source)
+            if self.merged > MAX_NODES:
+                self._refuse(f"must merge at most {MAX_NODES:,} keys", "more", node)
+            out = source | out
+        return out
+
+    def _refuse(self, must: str, got: str, node: yaml.Node) -> NoReturn:
+        _refuse(self.config_name, must, got + _position(node.start_mark))
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -175,75 +233,8 @@ for _kind, _pattern, _first in (
     ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
     ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
 ):
-    _Core.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_pattern})$"), _first)
-
-
-class _Builder:
-    """Turns YAML nodes into values. An alias yields the same object as its anchor."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._made: dict[int, Any] = {}
-        self._open: set[int] = set()
-        self._merged = 0
-
-    def value(self, node: yaml.Node) -> Any:
-        if id(node) in self._made:
-            return self._made[id(node)]
-        if id(node) in self._open:
-            self._refuse("must not contain itself", "an alias of the block or list around it", node)
-        self._open.add(id(node))
-        built = self._build(node)
-        self._open.discard(id(node))
-        self._made[id(node)] = built
-        return built
-
-    def _build(self, node: yaml.Node) -> Any:
-        kind = node.tag.removeprefix(_TAG)
-        if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
-            try:
-                return _SCALARS[kind](node.value)
-            except (KeyError, ValueError):
-                self._refuse(f"must hold a value of its tag {kind}", ascii(node.value)[:60], node)
-        if isinstance(node, yaml.SequenceNode) and kind == "seq":
-            return [self.value(item) for item in node.value]
-        if isinstance(node, yaml.MappingNode) and kind == "map":
-            return self._mapping(node)
-        self._refuse("must be plain values, lists and blocks", f"the tag {node.tag!r}", node)
-
-    def _mapping(self, node: yaml.MappingNode) -> SourceBlock:
-        written: dict[Any, Any] = {}
-        merged: dict[Any, Any] = {}
-        repeated = []
-        for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                self._refuse("must have strings as keys", "a list or a block as key", key_node)
-            if key_node.value == "<<" and key_node.style is None:
-                merged = self._merge(value_node) | merged
-                continue
-            key = self.value(key_node)
-            if key in written:
-                repeated.append(key)
-            written[key] = self.value(value_node)
-        block = SourceBlock(merged | written)
-        block.repeated = tuple(repeated)
-        return block
-
-    def _merge(self, node: yaml.Node) -> dict[Any, Any]:
-        """Merge the blocks of `<<: *anchor` or of a list of anchors; the first block with a key wins."""
-        sources = self.value(node)
-        out: dict[Any, Any] = {}
-        for source in sources if isinstance(sources, list) else [sources]:
-            if not isinstance(source, dict):
-                self._refuse("must merge blocks", "something else", node)
-            self._merged += len(source)
-            if self._merged > MAX_NODES:
-                self._refuse(f"must merge at most {MAX_NODES:,} keys", "more", node)
-            out = source | out
-        return out
-
-    def _refuse(self, must: str, got: str, node: yaml.Node) -> NoReturn:
-        _refuse(self._name, must, got + _position(node.start_mark))
+    _CoreLoader.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_pattern})$"), _first)
+_CoreLoader.add_constructor(None, _CoreLoader.value)
 
 
 def _integer(text: str) -> int:

@@ -101,9 +101,8 @@ class Block(BaseModel):
             name = type(self).__name__
             if values:
                 raise ConfigError(name, "must get its fields by name", got=f"{len(values)} without")
-            spelled = {word: fields.spell_field(word, of) for word, of in type(self).model_fields.items()}
-            other = {word: key for word, key in spelled.items() if word != key}
-            aliases = {word: deepspeed.Entry(word, "alias", key) for word, key in other.items()}
+            spelled = ((word, fields.spell_field(word, of)) for word, of in type(self).model_fields.items())
+            aliases = {word: deepspeed.Entry(word, "alias", key) for word, key in spelled if word != key}
             problems = Problems()
             reader = TreeReader(Keys(name, type(self), f"`{name}`", "", table=aliases), problems)
             used = reader.select_used(plain(given, problems))

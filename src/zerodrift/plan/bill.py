@@ -199,10 +199,10 @@ def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
 def _moments(plan: Plan, rest: RestingBytes, micro_batches: int) -> Iterator[Peak]:
     """Yield the moments around each reduction of the last backward, in the plan's order of reductions.
 
-    A segment's gradients arrive while earlier reductions are under way, land in the buffer that they are sent
-    from when all but one of those have ended, and travel. The gradients of the root are taken to be there
-    from the beginning, as those of a head are. In a pipeline no order is known, and everything happens at
-    once.
+    A segment's gradients arrive while earlier reductions are under way. When all but one of these have ended,
+    the gradients are copied into the buffer that they are sent from, and reduced. The root's gradients count
+    from the beginning, because a head has its gradients first. In a pipeline the order is not known, and
+    everything counts at once.
     """
     around, at_root = _gathered(plan)
     segments = [
@@ -345,9 +345,9 @@ def _landing(plan: Plan, segment: Segment, micro_batches: int) -> int:
 
 
 def _wire_buffers(plan: Plan, segment: Segment) -> tuple[int, int]:
-    """Count the buffers of a reduction, and those of them in which other ranks' parts arrive.
+    """Count the bytes of a reduction's buffers, and the part of them that receives from other ranks.
 
-    The others are the copy in the wire's dtype, and the sum.
+    The rest is the copy in the wire's dtype, and the sum.
     """
     update, shard = segment.columns.update, plan.slices(segment)
     if update is None or shard == 1:
@@ -364,8 +364,8 @@ def _wire_buffers(plan: Plan, segment: Segment) -> tuple[int, int]:
 
 
 HALVING = 8
-"""Least number of ranks, a power of two, on which a sum by the tree needs room for one segment: where halves
-are exchanged, and where a carrier brings all parts in one call and sums are formed in them."""
+"""Least number of ranks, a power of two, on which a sum by the tree needs one buffer of a segment's size:
+ranks exchange halves, or one call delivers all parts and the sums are formed in place."""
 
 CHECKSUM_BLOCK = 512
 """Bytes of storage that have one checksum, of 8 bytes; `BYTES` in the kernels."""

@@ -9,7 +9,6 @@ Invariant: a pure function of policy and model; no boundary lies inside another.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -26,38 +25,29 @@ PROJECTIONS = re.compile(
 
 def find_boundaries(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> tuple[Boundary, ...]:
     """Find the boundaries of a model in the order of its parameters; `columns` has one item per parameter."""
-    distinct = {id(cells): cells for cells in columns}
-    own = {key for key, cells in distinct.items() if has_own_dtype(cells, policy.mode)}
-    if not own:
+    own = [has_own_dtype(cells, policy.mode) for cells in columns]
+    if not any(own):
         return ()
-    # Without autocast an integer parameter does not count.
-    autocast = policy.mode.autocast
-    usual = {
-        key for key, cells in distinct.items() if key not in own and (autocast or cells.compute.is_floating)
-    }
-    mixed = {
-        path
-        for parameter, cells in zip(model.parameters, columns, strict=True)
-        if id(cells) in usual
-        for name in parameter.names
-        for path in enclosing_modules(name)
-    }
-    inside: dict[str, list[int]] = {}  # every other module -> its parameters, once per name
+    mixed: set[str] = set()
+    """Modules with a parameter of the usual dtype inside."""
+    inside: dict[str, list[int]] = {}
+    """Module -> its other parameters, once per name."""
     for index, parameter in enumerate(model.parameters):
-        if id(columns[index]) not in usual:
-            for name in parameter.names:
-                for path in itertools.takewhile(lambda path: path not in mixed, enclosing_modules(name)):
-                    inside.setdefault(path, []).append(index)
+        # Without autocast an integer parameter has no dtype of its own.
+        is_usual = not own[index] and (policy.mode.autocast or columns[index].compute.is_floating)
+        for path in (path for name in parameter.names for path in enclosing_modules(name)):
+            if is_usual:
+                mixed.add(path)
+            else:
+                inside.setdefault(path, []).append(index)
     finder = _BoundaryFinder(policy, model, columns)
     decided: dict[str, Boundary | None] = {}
-    for parameter, cells in zip(model.parameters, columns, strict=True):
-        if id(cells) in own:
-            for name in parameter.names:
-                for path in reversed([path for path in enclosing_modules(name) if path in inside]):
-                    if path not in decided:
-                        decided[path] = finder.find(path, inside[path])
-                    if decided[path] is not None:
-                        break
+    for name in (name for index, p in enumerate(model.parameters) if own[index] for name in p.names):
+        for path in (path for path in reversed(list(enclosing_modules(name))) if path not in mixed):
+            if path not in decided:
+                decided[path] = finder.find(path, inside[path])
+            if decided[path] is not None:
+                break
     return tuple(boundary for boundary in decided.values() if boundary is not None)
 
 

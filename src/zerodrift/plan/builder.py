@@ -105,7 +105,7 @@ def _require_experts(model: ModelSpec, columns: Sequence[Columns], ranks: int) -
         form = of.storage.dtype.format or of.gather.format
         block = form.block if form is not None and isinstance(form.block, int) else 1
         if parameter.numel // ranks % block:
-            must = f"must have blocks of {block} that the experts of a rank fill"
+            must = f"must fill whole blocks of {block} with the experts of each rank"
             got = f"{parameter.numel // ranks:,} elements on each of {ranks} ranks"
             problems.add(parameter.name, must, got=got, do="Give it a plain dtype with a rule.")
         name, shape = parameter.name, list(parameter.shape)

@@ -213,7 +213,7 @@ def _pack_whole(lengths: Sequence[int], slices: int) -> Packed:
 # --- small segments ---------------------------------------------------------------------------------
 
 MIN_SLICED_ELEMENTS = 1 << 16
-"""Least length of a segment, in elements, from which on small segments are moved."""
+"""Small segments are moved if a segment on this many ranks has at least so many elements."""
 
 
 def move_small_segments(

@@ -140,48 +140,44 @@ def step_end(plan: Plan) -> Iterator[Event]:
 
 
 def _micro_batch(plan: Plan, stage: int, first: bool, last: bool) -> Iterator[Event]:
-    units = list(plan.units)
-    keep = plan.policy.sharding.keep_gathered
-    numbers = {unit.name: number for number, unit in enumerate(units)}
+    """List the events of a forward and a backward; `first` and `last` are True for those of a step."""
+    keep, blocks = plan.policy.sharding.keep_gathered, plan.units[1:]
     if plan.policy.pipeline is not None and keep != "step":
         purposes: tuple[Purpose, ...] = ("forward", "backward")
         for purpose, piece in itertools.product(purposes, pieces_of(plan, stage)):
             for unit in units_of_piece(plan, piece):
                 yield from _gather(plan, unit, purpose)
     else:
-        yield from _forward(plan, gathers=first or keep != "step")
+        forward: list[tuple[int, list[Event]]] = [(1, [Computation("enter", 0)])]
+        for number, end in enumerate(_prefetch_ends(plan, blocks), 1):
+            forward.append((1 + end, [Computation("forward", number)]))
+        order = plan.units if first or keep != "step" else ()
+        yield from _gather_ahead(plan, order, "forward", forward)
+        yield Computation("leave", 0)
     # The root is gathered once: it is in use from the first op of a forward to the last of a backward.
-    order = [unit for unit in backward_order(units) if unit.name] if keep == "never" else []
-    needed_at = dict(zip((unit.name for unit in order), _prefetch_ends(plan, order), strict=True))
-    for ahead in order[:1]:
-        yield from _gather(plan, ahead, "backward")
-    yield from (Computation("leave", numbers[unit.name], back=True) for unit in units if not unit.name)
-    gathered = len(order[:1])
-    for unit in reduce_order(units):
-        # A backward at this unit has gathered the unit itself and, ahead, some units after it.
-        needed = needed_at.get(unit.name, 0)
-        for ahead in order[gathered:needed]:
-            yield from _gather(plan, ahead, "backward")
-        gathered = max(gathered, needed)
-        yield Computation("backward" if unit.name else "enter", numbers[unit.name], back=True)
-        yield from _reduce(plan, unit, last=last)
+    again = [unit for unit in backward_order(list(plan.units)) if unit.name] if keep == "never" else []
+    needed_at = dict(zip((unit.name for unit in again), _prefetch_ends(plan, again), strict=True))
+    numbers = {unit.name: number for number, unit in enumerate(plan.units)}
+    backward: list[tuple[int, list[Event]]] = [(1, [Computation("leave", 0, back=True)])]
+    for unit in reduce_order(list(plan.units)):
+        work = Computation("backward" if unit.name else "enter", numbers[unit.name], back=True)
+        backward.append((needed_at.get(unit.name, 0), [work, *_reduce(plan, unit, last=last)]))
+    yield from _gather_ahead(plan, again, "backward", backward)
 
 
-def _forward(plan: Plan, *, gathers: bool) -> Iterator[Event]:
-    """List the events of a forward through the units in their order, with gathers ahead."""
-    roots = [number for number, unit in enumerate(plan.units) if not unit.name]
-    blocks = [number for number, unit in enumerate(plan.units) if unit.name]
-    to_gather = [plan.units[number] for number in (*roots, *blocks)] if gathers else []
+def _gather_ahead(
+    plan: Plan, order: Sequence[Unit], purpose: Purpose, work: Sequence[tuple[int, list[Event]]]
+) -> Iterator[Event]:
+    """List the events of `work`, and before each the gathers that have to begin.
+
+    `work` has pairs: the number of units of `order` that are gathered by then, and the events that follow.
+    """
     gathered = 0
-    ends = [len(roots) + end for end in _prefetch_ends(plan, [plan.units[number] for number in blocks])]
-    for place, number in enumerate((*roots, *blocks)):
-        is_block = place >= len(roots)
-        needed = ends[place - len(roots)] if is_block else place + 1
-        for unit in to_gather[gathered:needed]:
-            yield from _gather(plan, unit, "forward")
+    for needed, found in work:
+        for unit in order[gathered:needed]:
+            yield from _gather(plan, unit, purpose)
         gathered = max(gathered, needed)
-        yield Computation("forward" if is_block else "enter", number)
-    yield from (Computation("leave", number) for number in roots)
+        yield from found
 
 
 def pipeline_events(
@@ -201,19 +197,16 @@ def pipeline_events(
     keeps = plan.policy.sharding.keep_gathered == "step"
     for place, action in enumerate(actions):
         units, found = units_of[action.piece], list[Event]()
-        purpose: Purpose = "forward" if action.kind == "F" else "backward"
+        purpose: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
         if keeps and place == 0:
             found += (call for unit in plan.units for call in _gather(plan, unit, "forward"))
         if not keeps and action.kind != "W":
             found += (call for unit in units for call in _gather(plan, unit, purpose))
-        compute: Work = "forward" if action.kind == "F" else "backward"
-        blocks = [(compute, unit) for unit in units if unit.name]
-        roots = [unit for unit in units if not unit.name]
-        enters: list[tuple[Work, Unit]] = [("enter", unit) for unit in roots if action.piece == 0]
-        leaves: list[tuple[Work, Unit]] = [("leave", unit) for unit in roots if action.piece == last]
-        forth = [*enters, *blocks, *leaves]
-        for work, unit in forth if action.kind == "F" else reversed(forth):
-            found.append(Computation(work, numbers[unit.name], back=action.kind != "F"))
+        back = action.kind != "F"
+        forth = [Computation("enter", 0, back)] if action.piece == 0 else []
+        forth += [Computation(purpose, numbers[unit.name], back) for unit in units if unit.name]
+        forth += [Computation("leave", 0, back)] if action.piece == last else []
+        found += reversed(forth) if back else forth
         if action.kind in ("B", "W"):
             ended.update(unit.name for unit in units)
             whole = [unit for unit in units if ended[unit.name] % uses[unit.name] == 0]

@@ -126,7 +126,7 @@ def require_ends(
     piece: int,
     copies: Mapping[int, tuple[int, ...]],
 ) -> None:
-    """Refuse a parameter that is shared by other ranks than those of the first and of the last piece.
+    """Refuse a parameter that is tied across other ranks than those of the first and the last piece.
 
     `copies` maps the parameters of one piece to the other pieces that use them.
     """

@@ -79,16 +79,21 @@ SHARE = Argument("a number from 0 to 1", lambda value: _number(value) and value 
 
 Table = Mapping[str, Argument]
 
+
+def _each(argument: Argument, names: str) -> Table:
+    return dict.fromkeys(names.split(), argument)
+
+
 ANY: Table = {
-    **dict.fromkeys(("adam_w_mode", "torch_adam", "foreach", "fused"), FLAG),
-    **dict.fromkeys(("fp32_optimizer_states", "bias_correction"), _only(True)),
+    **_each(FLAG, "adam_w_mode torch_adam foreach fused"),
+    **_each(_only(True), "fp32_optimizer_states bias_correction"),
     "amsgrad": _only(False),
 }
 """Arguments that every elementwise optimizer accepts, some at one value only."""
 
-_OF_OPTIMIZERS: Table = {
-    **dict.fromkeys(("lr", "muon_lr", "adam_lr", "weight_decay", "momentum", "eps", "ns_eps"), NUMBER),
-    **dict.fromkeys(("maximize", "nesterov"), FLAG),
+_ARGUMENTS: Table = {
+    **_each(NUMBER, "lr muon_lr adam_lr weight_decay momentum eps ns_eps"),
+    **_each(FLAG, "maximize nesterov"),
     "betas": Argument("two numbers in [0, 1)", lambda v: _numbers(v, _is_fraction) and len(v) == 2),
     "dampening": SIGNED,
     "ns_coefficients": Argument("three numbers", lambda v: _numbers(v, SIGNED.fits) and len(v) == 3),
@@ -96,18 +101,6 @@ _OF_OPTIMIZERS: Table = {
     "ns_dtype": _word("bf16", "fp32"),
     "ns_method": _word("gram", "standard"),  # two ways to the same polynomial, which is computed as it is
     "adjust_lr_fn": _word("original", "match_rms_adamw"),
-}
-
-OPTIMIZERS: Mapping[str, Table] = {
-    name: {key: _OF_OPTIMIZERS[key] for key in of_type(name).arguments} for name in TYPES.values()
-}
-
-
-def _each(argument: Argument, names: str) -> Table:
-    return dict.fromkeys(names.split(), argument)
-
-
-_OF_SCHEDULES: Table = {
     **_each(STEPS, "warmup_num_steps total_num_steps num_training_steps timescale num_decay_steps"),
     **_each(STEPS, "lr_range_test_step_size"),
     **_each(STAIRS, "num_warmup_steps num_stable_steps"),
@@ -123,11 +116,16 @@ _OF_SCHEDULES: Table = {
     **_each(SHARE, "min_lr_rate warmup_lr_rate min_lr_ratio"),
     "warmup_type": _word("log", "linear"),
 }
+"""Argument of an optimizer or a schedule -> the values that it accepts."""
+
+OPTIMIZERS: Mapping[str, Table] = {
+    name: {key: _ARGUMENTS[key] for key in of_type(name).arguments} for name in TYPES.values()
+}
 
 
 def _takes(names: str, **other: Argument) -> Table:
     """Return the arguments of a schedule; `other` are those that mean something else in it."""
-    return {name: other.get(name) or _OF_SCHEDULES[name] for name in names.split()}
+    return {name: other.get(name) or _ARGUMENTS[name] for name in names.split()}
 
 
 _WARMUP = "warmup_num_steps warmup_type last_batch_iteration"

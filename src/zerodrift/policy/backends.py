@@ -97,7 +97,7 @@ def _fsdp2_settings(
 ) -> None:
     keep = config.sharding.keep_gathered
     if keep not in (None, "step") and config.zero_optimization.stage in FSDP2.gathered_once:
-        must = "must be `step` at stages 1-2 on backend fsdp2: that is the meaning of these stages there"
+        must = "must be `step` at stages 1-2 on backend fsdp2, which gathers once per step there"
         problems.add("sharding.keep_gathered", must, got=keep, do="Leave it out, or use stage 3.")
     if mesh.pipeline > 1:
         must = "must be 1 or left out on backend fsdp2"
@@ -117,7 +117,7 @@ def _fsdp2_settings(
         do = "Leave it out, or use the native backend."
         problems.add("sharding.prefetch", must, got=config.sharding.prefetch, do=do)
     if config.sharding.accumulator == "keep":
-        must = "must be `free` or left out on backend fsdp2: fully_shard makes gradients anew in every step"
+        must = "must be `free` or left out on backend fsdp2: fully_shard allocates gradients in every step"
         problems.add("sharding.accumulator", must, got="keep", do=f"Leave it out, {_NATIVE}")
     if config.precision.statistics:
         must = (

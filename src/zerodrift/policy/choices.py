@@ -223,7 +223,7 @@ def decide_experts(
         return (), ()
     if averaging.before != 1.0:
         when = f"where gradients are divided before they are reduced ({_DIVISORS})"
-        must = f"must be left out {when}: those of experts pass fewer ranks"
+        must = f"must be left out {when}: gradients of experts are reduced over fewer ranks"
         problems.add("experts.ranks", must, got=mesh.expert, do="Remove one of the keys.")
     written = config.experts.parameters if config.experts else None
     why = "`experts.parameters`" if written else "default: where transformers stacks experts"
@@ -252,7 +252,7 @@ def decide_batch(
         assert train is not None
         if train % parts:
             below, above = train // parts * parts, (train // parts + 1) * parts
-            must = f"must be a multiple of {parts} (data-parallel ranks times what each step does on one)"
+            must = f"must be a multiple of {parts} (data-parallel ranks times micro-batches or samples)"
             do = f"Use {below} or {above}." if below else f"Use {above}, or fewer ranks."
             problems.add(TRAIN, must, got=train, do=do)
         return max(1, train // parts)

@@ -65,7 +65,7 @@ class ParameterTraits:
     no_product: str = ""
     """Why the parameter is not multiplied with an activation; `""` for a matrix."""
     usual_product: str = ""
-    """Why the parameter's products keep the compute dtype without a rule; `""` if they need not."""
+    """Why the parameter's products keep the compute dtype unless a rule says otherwise, or `""`."""
 
 
 def complete(
@@ -107,7 +107,7 @@ class _ColumnFiller:
         self._mode, self._stage = policy.mode, policy.sharding.stage
         self._backend = BACKENDS[policy.backend]
         self._kept_wide = ""
-        """Clause on why a narrow gather of all parameters is not this one's; `""` if it is."""
+        """Clause that says why the config's narrow gather leaves this parameter out; `""` if it does not."""
         self._encoded = self._narrow_gather()
         """The narrow format that the config asks for and that suits this parameter."""
 
@@ -276,7 +276,7 @@ class _ColumnFiller:
 
     def _reduce(self, accumulate: DType) -> Reduction:
         mode, stage = self._mode, self._stage
-        order, order_why = self.demands.get("reduce.order", ("rank", ""))
+        order, order_why = self.demands["reduce.order"]
         if mode.autocast and self.traits.safe and order == "rank":
             default, reason = mode.dtype, "autocast: a safe module's gradients travel in its dtype"
         else:
@@ -294,49 +294,41 @@ class _ColumnFiller:
         if not total.holds(wire):
             must = f"`reduce.sum` must hold the wire dtype, {wire}"
             self._refuse("reduce.sum", must, total, "Use the wire's dtype or fp32.")
-        default_when, reason = "last", f"stage {stage}: reduced once per step"
+        usual = "last", f"stage {stage}: reduced once per step"
         if stage >= 2:
-            reason = f"stage {stage}: the accumulator is sharded, so each micro-batch is reduced"
-            default_when = "every"
-        when, why = self.demands.get("reduce.when", (default_when, reason))
+            usual = "every", f"stage {stage}: the accumulator is sharded, so each micro-batch is reduced"
+        when, why = self.demands.get("reduce.when", usual)
         wire_why, sum_why = self.why.pop("reduce.wire"), self.why.pop("reduce.sum")
         self.why["accumulate"] += f"; {'sharded' if when == 'every' else 'whole'}, reduce.when is {when}"
-        parts = {f"wire {wire}": wire_why, f"sum {total}": sum_why, f"when {when}": why}
+        parts = {f"wire {wire}": wire_why, f"sum {total}": sum_why}
         if wire_why == sum_why:
-            parts = {f"wire and sum {wire}": wire_why, f"when {when}": why}
-        if order_why:  # none in plans from before there was a decision
-            parts[f"order {order}"] = order_why
+            parts = {f"wire and sum {wire}": wire_why}
+        parts |= {f"when {when}": why, f"order {order}": order_why}
         if self.policy.requires_tree and not accumulate is wire is total:
             refuse_order(WIRE, "precision.reduce.order", self.problems)
         if order == "native" and wire is not total:
             refuse_order(CARRIED, "precision.reduce.order", self.problems, "native")
-        feedback = self._feedback(wire, accumulate)
+        feedback = self._wire_option("reduce.feedback", "false", wire, narrow.NO_WIRE) == "true"
         if feedback:
-            parts |= {"feedback": self.place("reduce.feedback")}
+            parts["feedback"] = self.place("reduce.feedback")
+            if self._mode.scaled:
+                self._exclude(narrow.SCALED, self._mode)
+            elif accumulate is not DType.FP32:
+                self._exclude(narrow.ACCUMULATE, accumulate)
         rounding = self._wire_option("reduce.rounding", "nearest", wire, narrow.NEAREST)
         if rounding != "nearest":
-            parts |= {f"rounding {rounding}": self.place("reduce.rounding")}
+            parts[f"rounding {rounding}"] = self.place("reduce.rounding")
         self.why["reduce"] = "; ".join(f"{part}: {reason}" for part, reason in parts.items())
         return Reduction(wire, total, when, order, feedback, rounding)  # type: ignore[arg-type]
 
     def _wire_option(self, column: str, usual: str, wire: DType, refusal: Exclusion) -> str:
-        """Return an option of the wire: the usual one of a plain wire, unless a rule asks for another."""
+        """Return an option of the wire. A plain wire has the usual one, and no rule may ask for another."""
         asked, key = self.demands.get(column, (usual, ""))
         if wire.format is not None or asked == usual:
             return asked
         if is_by_rule(key):
             self._exclude(refusal, wire)
         return usual
-
-    def _feedback(self, wire: DType, accumulate: DType) -> bool:
-        """Return whether what the wire has rounded away is added to the next gradient."""
-        if self._wire_option("reduce.feedback", "false", wire, narrow.NO_WIRE) == "false":
-            return False
-        if self._mode.scaled:
-            self._exclude(narrow.SCALED, self._mode)
-        elif accumulate is not DType.FP32:
-            self._exclude(narrow.ACCUMULATE, accumulate)
-        return True
 
     def _allow(self, column: str, dtype: DType, of: DType) -> None:
         """Refuse a gradient column that loses bits of the column before it, unless the config allows that."""
@@ -363,11 +355,10 @@ class _ColumnFiller:
             value, key = self.demands.get("master", ("same", ""))
             self.why["master"] = why if value == "same" and not key else f"{key}; {why}"
             return Master.SAME
-        default = Master.SPLIT if storage is DType.BF16 else Master.FP32
-        reason = {
-            Master.SPLIT: "bf16 storage holds the high half: exact fp32 in 16 more bits",
-            Master.FP32: f"{storage} storage cannot hold half of an fp32 value: a copy in fp32",
-        }[default]
+        default, reason = Master.SPLIT, "bf16 storage holds the high half: exact fp32 in 16 more bits"
+        if storage is not DType.BF16:
+            default = Master.FP32
+            reason = f"{storage} storage cannot hold half of an fp32 value: a copy in fp32"
         master = Master(self._text("master", default.value, reason))
         if master is Master.SPLIT and storage is not DType.BF16:
             must = "`master: split` must have bf16 storage, whose bits are the high half of an fp32 value"
@@ -443,8 +434,4 @@ def _beta2(optimizer: ComponentSpec | None) -> float | None:
     algorithm = of_type(optimizer.type).rest or of_type(optimizer.type)
     if not algorithm.beta2:
         return None
-    betas = json.loads(optimizer.params).get("betas", algorithm.defaults["betas"])
-    try:
-        return float(betas[1])
-    except (TypeError, ValueError, IndexError):
-        return None
+    return float(json.loads(optimizer.params).get("betas", algorithm.defaults["betas"])[1])

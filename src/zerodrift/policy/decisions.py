@@ -184,8 +184,8 @@ class Columns:
     products: LinearProducts | None = field(default=None, metadata={"omitted": True})
     """The products of a linear layer's weight; None where all operands are in the compute dtype."""
     asked: tuple[tuple[str, str], ...] = field(default=(), compare=False, metadata={"omitted": "always"})
-    """(column, or `reduce.wire`; key or rule) of what the config asks for: the rest is the mode's, or a
-    default. `Plan.to_json` writes it beside the columns, so that digests are without it."""
+    """(column or `reduce.wire`, key or rule) for every column that the config sets; the mode or a default
+    decides the rest. `Plan.to_json` writes the pairs beside the columns; digests do not depend on them."""
 
     @property
     def trained(self) -> bool:
@@ -198,21 +198,20 @@ class Columns:
 
     @property
     def encodes(self) -> bool:
-        """Whether a gather encodes what rests sharded in fp32."""
+        """Whether a gather encodes sharded fp32 storage."""
         return (
             self.gather.format is not None and self.storage.axis != "" and self.storage.dtype.format is None
         )
 
     @property
     def regather(self) -> DType:
-        """The dtype of a second copy of gathered values, and of gathers from it: the narrower one of `gather`
-        and `compute`, which holds what the model computes with."""
+        """Dtype of the second copy that a backward gathers from: the narrower of `gather` and `compute`."""
         narrower = self.gather.format is not None or self.gather.size < self.compute.size
         return self.gather if narrower else self.compute
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """The columns that all rows of a segment share: all but the reasons, export, output, products."""
+        """The columns that all rows of a segment share: not the reasons, export, output and products."""
         return (self.storage, self.gather, self.compute, self.update, self.parallel)
 
     def cells(self) -> dict[str, str]:

@@ -1,14 +1,14 @@
-"""Narrow formats on the wire and in products: what they are refused with, and the parameters they are for.
+"""Narrow formats on the wire and in products: the parameters that may have them, and the refusals.
 
-`columns.py` and `resolver.py` refuse by the values of this file, and the support table lists them.
+`columns.py` and `resolver.py` refuse with the records of this file, and the support table lists them.
 
 `compute: fp8`: a linear layer has three products, its output (`forward`), the gradient of its input
 (`grad_input`) and that of its weight (`grad_weight`). The key in `precision` is for hidden linear layers.
 Embeddings, heads, routers, norms, convolutions and adapters keep their products, with a reason. Any other
 matrix is refused by name. A rule is for every linear layer that it matches.
 
-Invariant: a combination is refused here by name, or it runs as the plan says; no product is left as it is
-without a reason in the plan or an error.
+Invariant: a combination is refused here by name, or runs as the plan says. A product that keeps the compute
+dtype has a reason in the plan, or is an error.
 """
 
 from __future__ import annotations

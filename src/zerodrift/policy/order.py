@@ -6,17 +6,14 @@ micro-batches of a rank, over the ranks of a shard group, over replicas; with `w
 comes first. So the tree is the same on any number of ranks if every turn sums aligned blocks of a power of
 two. `comm/fold.py` has the tree and the exchange of halves.
 
-The end of this file has the keys that ask for deterministic operations, and the operations of torch that are
-none on CUDA: the order of sums inside of one operation.
+The end of this file lists the keys that ask for deterministic operations, and the operations for which torch
+has no deterministic kernel on CUDA.
 
-Invariant: pure, and without torch; every number belongs to one rank, and the numbers of a rank increase.
+Invariant: pure, and without torch. Every micro-batch belongs to one rank, and the numbers of a rank increase.
 
-[Note: refused on CUDA] The rows are the operations for which the CUDA library of torch 2.13 raises, and one
-that adds in no fixed order without raising. Its documentation also names operations that no longer raise:
-cumsum, histc of whole numbers, MaxPool3d, bilinear and trilinear interpolation, ReflectionPad2d and
-ReplicationPad have another algorithm in this mode. So have index_add, scatter_add, index_put, the
-backwards of gather and index_select, and the flash and memory-efficient backwards of
-scaled_dot_product_attention, which takes no cuDNN kernel in this mode.
+[Note: refused on CUDA] The rows are the operations for which torch 2.13 raises on CUDA, and one that adds in
+no fixed order without raising. Torch's documentation also names operations that no longer raise, because
+they have a deterministic kernel now: cumsum, index_add, ReflectionPad2d and others.
 """
 
 from __future__ import annotations
@@ -168,7 +165,10 @@ RANKS = Exclusion(
     "The error names the numbers of ranks that fit",
 )
 
-REFUSED = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE, RULE)
+_EXCLUDED = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE)
+
+REFUSED = (*_EXCLUDED, RULE)
+"""All that `order: tree` is refused with."""
 
 AUTOCAST = Exclusion(
     "autocast",
@@ -176,8 +176,8 @@ AUTOCAST = Exclusion(
     "Write `order: tree`, with which they travel in fp32",
 )
 MANY = 64
-"""Ranks of a shard group from which on the default keeps more than one sum of slices: each is a 64th of the
-gradients or less, and in the order of ranks most parts of a sum would cross the network."""
+"""Least ranks of a shard group on which the default keeps several sums of slices. A slice is then at most a
+64th of the gradients, and in the order of ranks most parts of a sum would cross the network."""
 MEMORY = Exclusion(
     "more than 2 micro-batches on a rank, or more than 1 in a pipeline",
     "partial sums of the tree would wait beside the one sum that the order of ranks keeps, unless they are "
@@ -185,13 +185,13 @@ MEMORY = Exclusion(
     "Write `order: tree` where there is memory for them",
 )
 
-DEFAULT_RANK = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE, AUTOCAST, MEMORY)
+DEFAULT_RANK = (*_EXCLUDED, AUTOCAST, MEMORY)
 """Features with which the order of ranks is the default."""
 
 GIVEN_UP = "the same bits at every stage, and in every run, are given up"
 
 ORDER = "order of sums"
-"""Key of the decision on it."""
+"""Key of the decision on the order."""
 BY_RANK = "by rank: other bits on another number of ranks"
 SAME_BITS = {
     True: "the same bits on any number of ranks",
@@ -212,14 +212,13 @@ def decide_order(
 ) -> tuple[Order, str]:
     """Return the order of sums and its reason. `written` is the config's word, `auto` without one.
 
-    `narrows` is True if autocast chooses a narrow wire for some gradients.
-
-    `for_parameters` has what depends on the parameters. What excludes `tree` is refused if that is written,
-    and makes `rank` the default.
+    `narrows` is True if autocast chooses a narrow wire for some gradients. A feature that excludes `tree` is
+    refused if `tree` is written, and makes `rank` the default. `for_parameters` checks the parameters.
     """
     for number, rule in enumerate(config.precision.rules):
         if getattr(rule.reduce, "order", None) not in (None, written):
-            refuse_order(RULE, f"precision.rules[{number}].reduce.order", problems)
+            must, do = f"must be that of `precision.reduce`: {RULE.reason}", f"{RULE.do}."
+            problems.add(f"precision.rules[{number}].reduce.order", must, got="another", do=do)
     excluding = [
         refusal
         for refusal, holds in (
@@ -306,10 +305,6 @@ def _excluding_parameters(
 
 
 def refuse_order(refusal: Exclusion, where: str, problems: Problems, got: str = "tree") -> None:
-    if refusal is RULE:
-        must = f"must be that of `precision.reduce`: {refusal.reason}"
-        problems.add(where, must, got="another", do=f"{refusal.do}.")
-        return
     must = f"must be `rank` with {refusal.what}: {refusal.reason}"
     problems.add(where, must, got=got, do=f"{refusal.do}; or leave `order` out.")
 

@@ -134,7 +134,7 @@ class ColumnsOf:
             demands["export"] = value, f"{key}: {form.describe()}, quantised from {source}"
             return ""
         if rules.is_by_rule(key):
-            must = f"`export` must not be {value} here: no library reads {wide} in it"
+            must = f"`export` must not be {value} where no library reads it: {wide}"
             self.problems.add(key, must, got=parameter.name, do="Use a plain dtype.")
         del demands["export"]
         self._exported_wide[wide] = None
@@ -149,7 +149,8 @@ class ColumnsOf:
             self.problems.add("precision.export", must, got=" and ".join(map(str, found)))
         elif DType(value).format is not None and not found:
             must = "must suit a linear layer of the model"
-            got = f"{value}, and nothing but {listed(tuple(self._exported_wide)) or 'what rules are for'}"
+            others = listed(tuple(self._exported_wide)) or "parameters with a rule"
+            got = f"{value}, for a model with nothing but {others}"
             self.problems.add(key, must, got=got, do="Use another format, or a rule.")
 
     def _require_as_wide_as_buffers(self, parameter: ParameterSpec, columns: Columns) -> None:

@@ -46,7 +46,7 @@ def decide_pipeline(
         must = f"must be `queue` with `sharding.keep_gathered: micro-batch`: {why}"
         problems.add("pipeline.weight_grads", must, got="'autograd'", do="Leave one of the two keys out.")
     if block.weight_grads is not None and schedule not in SPLIT:
-        must = f"must be left out with schedule {schedule}, which puts no gradient off"
+        must = f"must be left out with schedule {schedule}, which defers no gradients"
         do = f"Use one of {', '.join(SPLIT)}."
         problems.add("pipeline.weight_grads", must, got=repr(block.weight_grads), do=do)
     if config.precision.statistics:
