@@ -267,14 +267,17 @@ def test_a_second_copy(written: dict[str, Any], ranks: int | None, decided: str)
 
 
 def test_a_weight_that_is_pinned_without_its_bias_is_refused() -> None:
-    """Modules of a user's own may pin one of the two."""
+    """Modules of a user's own may pin one of the two. The error has the rule to paste."""
     names = [f"layers.{layer}.router.{name}" for layer in range(2) for name in ("weight", "bias")]
     mine = [parameter(f"layers.{n}.own.{name}", (4,), "own.Module") for n in range(2) for name in "ab"]
     biased = ModelSpec("biased", (*(parameter(name, (4, 4)) for name in names), *mine))
     rules = [{"match": "*.router.weight", "pin": "fp32"}]
-    told = r"rules\[0\]: .*; got weight fp32, bias bf16 in `layers\.0.*`match: \"layers\.\*\.router"
-    with pytest.raises(ConfigError, match=told):
-        plan(at(3, rules=rules), biased)
+    written = [{"match": "*.router.weight", "compute": "fp32", "reduce": {"wire": "fp32"}}]
+    for given, pasted in ((rules, "pin: fp32}"), (written, "compute: fp32, reduce: {wire: fp32}}")):
+        with pytest.raises(ConfigError) as caught:
+            plan(at(3, rules=given), biased)
+        assert "rules[0]" in str(caught.value) and "weight fp32, bias bf16 in `layers.0" in str(caught.value)
+        assert f'`{{match: "layers.*.router.*", {pasted}`' in str(caught.value)
     for match in ("*.router.*", "*.own.a"):
         assert plan(at(3, rules=[{"match": match, "pin": "fp32"}]), biased)
     for mode in ("autocast-bf16", "fp32"):

@@ -182,29 +182,43 @@ TORCH_MODULES = "torch.nn.modules."
 def require_one_compute(
     model: ModelSpec, columns: Sequence[Columns], rules: Sequence[ResolvedRule], problems: Problems
 ) -> None:
-    """Refuse a module of torch whose parameters compute in different dtypes.
+    """Refuse a module of torch whose parameters compute in different dtypes, with the rule to write instead.
 
     Modes with autocast skip this check, because autocast casts for each operation.
     """
-    known = {rule.why for rule in rules}
     held: dict[str, dict[str, DType]] = {}
-    rule_of: dict[str, str] = {}
+    by_rule: dict[str, ResolvedRule] = {}
+    known = {rule.why: rule for rule in rules}
     for parameter, cells in zip(model.parameters, columns, strict=True):
         for name, owner in zip(parameter.names, parameter.owners, strict=True):
             if owner.klass.startswith(TORCH_MODULES) and cells.compute.is_floating:
                 held.setdefault(owner.path, {})[name.rpartition(".")[2]] = cells.compute
-                if (why := cells.reasons()["compute"]) in known:
-                    rule_of[owner.path] = why
+                if (rule := known.get(cells.reasons()["compute"])) is not None:
+                    by_rule[owner.path] = rule
     mixed = [path for path, dtypes in held.items() if len(set(dtypes.values())) > 1]
     if mixed:
         path, more = mixed[0], f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
         must = "must leave all parameters of a module one `compute` dtype"
         got = f"{', '.join(f'{name} {dtype}' for name, dtype in held[path].items())} in `{path}`{more}"
-        folded = re.sub(r"[0-9]+", "*", path)
+        rule, folded = by_rule.get(path), re.sub(r"[0-9]+", "*", path)
         alike = [other for other in mixed if re.sub(r"[0-9]+", "*", other) == folded]
         pattern = f"{folded if len(alike) > 1 else path}.*"
-        do = f'Match them together, by a rule with `match: "{pattern}"`.'
-        problems.add(rule_of.get(path, "precision.rules"), must, got=got, do=do)
+        instead = f'{{match: "{pattern}", {_written(rule)}}}' if rule is not None else pattern
+        where = "precision.rules" if rule is None else rule.why
+        problems.add(where, must, got=got, do=f"Match them together: `{instead}`.")
+
+
+def _written(rule: ResolvedRule) -> str:
+    """Write the columns of a rule as they stand in a config."""
+    sets = {key: value for key, value in rule.sets if not rule.pin or (key, value) not in PIN}
+    parts = ["pin: fp32"] if rule.pin else []
+    parts += [f"{key}: {value}" for key, value in sets.items() if "." not in key]
+    for block in ("compute", "reduce"):
+        inner = [
+            f"{key.partition('.')[2]}: {value}" for key, value in sets.items() if key.startswith(f"{block}.")
+        ]
+        parts += [f"{block}: {{{', '.join(inner)}}}"] if inner else []
+    return ", ".join([*parts, f"output: {rule.output}"] if rule.output is not None else parts)
 
 
 def _hint(rule: ResolvedRule, model: ModelSpec) -> str:
