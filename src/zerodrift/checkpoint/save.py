@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -42,29 +42,16 @@ def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
     with raise_on_all_ranks(comm):
         try:
             return work()
+        except ZerodriftError as error:
+            raise CheckpointError.joined([error]) from error
         except Exception as error:
-            raise _as_checkpoint_error(error) from error
+            raise CheckpointError("checkpoint", "must be read and written", got=said(error)) from error
 
 
 def on_rank_0(comm: Collectives, work: Callable[[], T]) -> T:
     """Do work on rank 0 and return its result on every rank; if it fails, all ranks raise its error."""
-    made: Any = None
-    if comm.mesh.rank() == 0:
-        try:
-            made = work()
-        except Exception as error:
-            made = _as_checkpoint_error(error)
-    sent: Any = comm.broadcast_object(made, 0)
-    if isinstance(sent, CheckpointError):
-        raise sent
-    result: T = sent
-    return result
-
-
-def _as_checkpoint_error(error: Exception) -> CheckpointError:
-    if isinstance(error, ZerodriftError):
-        return CheckpointError.joined([error])
-    return CheckpointError("checkpoint", "must be read and written", got=said(error))
+    made = everywhere(comm, work if comm.mesh.rank() == 0 else lambda: None)
+    return cast("T", comm.broadcast_object(made, 0))
 
 
 def over_ranks(comm: Collectives, numbers: np.ndarray) -> np.ndarray:
@@ -108,8 +95,8 @@ class Save:
     def __init__(
         self, comm: Collectives, folder: CheckpointFolder, run: str | None, head: Head | None, latest: bool
     ) -> None:
-        """Create the folder on rank 0, which has the `head`, or raise on all ranks. Without `run` any run's
-        checkpoints may be there; without `latest` the file of that name stays as it is."""
+        """Create the folder on rank 0, which has the `head`, or raise on all ranks. With `run` the folder may
+        hold no other run's checkpoints. Without `latest` the file of that name stays as it is."""
         self._comm, self._folder, self._head, self._latest = comm, folder, head, latest
         self._rank = comm.mesh.rank()
         self._new: NewFolder | None = None
