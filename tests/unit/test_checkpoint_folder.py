@@ -186,7 +186,7 @@ def test_no_bit_of_a_manifest_can_change_unseen(tmp_path: Path) -> None:
 
 def write_lock(folder: Path, **changes: object) -> None:
     mine = Lock.take(folder)
-    writer = {**encode(mine._owner), **changes}
+    writer = {**encode(mine.owner), **changes}
     (folder / files.LOCK).write_text(json.dumps(writer))
 
 

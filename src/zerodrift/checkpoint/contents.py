@@ -59,9 +59,10 @@ def items(engine: Engine, frozen: bool = True) -> Iterator[Item]:
             yield from _items(weight_key, share, piece.weights())
         for key, flat in piece.moments().items() if piece.updated and piece.share else ():
             yield from _items(partial(moment_key, key), piece.share, flat)
-        for row in piece.rows if piece.feedback is not None else ():
-            values = piece.feedback[row.offset : row.offset + row.numel]
-            yield Item(feedback_key(rank, row.name), row.numel, 0, values)
+        if piece.feedback is not None:
+            for row in piece.rows:
+                values = piece.feedback[row.offset : row.offset + row.numel]
+                yield Item(feedback_key(rank, row.name), row.numel, 0, values)
 
 
 def _items(key: Callable[[str], str], spans: Iterable[Span], flat: torch.Tensor) -> Iterator[Item]:
@@ -216,9 +217,9 @@ def fill(engine: Engine, reader: CheckpointReader, table: Table, counters: Count
 
 
 def fill_feedback(engine: Engine, reader: CheckpointReader, ranks: int) -> None:
-    """Restore the rounding errors of narrow wires, which `ranks` data ranks saved; without saved ones those of
-    this run are dropped, as they belong to other weights. Each rank gets its own. On another number of ranks
-    the first gets the sum of all, since every rank's error is added to the same sum of gradients."""
+    """Restore the rounding errors of narrow wires, which `ranks` data ranks saved. Without saved errors, this
+    run's are dropped, as they belong to other weights. Each rank gets its own errors; on another number of
+    ranks the first gets the sum of all, since all are added to the same sum of gradients."""
     rank, world = engine.mesh.rank("data"), engine.mesh.size("data")
     saved = [rank] if ranks == world else range(0 if rank else ranks)
     for piece in engine.pieces():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
 def on_rank_0(comm: Collectives, work: Callable[[], T]) -> T:
     """Do work on rank 0 and return its result on every rank; if it fails, all ranks raise its error."""
     made = everywhere(comm, work if comm.mesh.rank() == 0 else lambda: None)
-    return cast("T", comm.broadcast_object(made, 0))
+    return comm.broadcast_object(made, 0)
 
 
 def over_ranks(comm: Collectives, numbers: np.ndarray) -> np.ndarray:
