@@ -1,6 +1,6 @@
-"""One save on all ranks: begun together, written by each alone, and published together.
+"""One save on all ranks: they begin together, write their own files, and publish together.
 
-Between its two collective ends a rank only writes its own files, so that part may run in a thread.
+Only beginning and publishing are collective, so a rank may write its files in a thread.
 
 Invariant: a tag appears in the folder if and only if every rank has written all of its files to the disk.
 """
@@ -31,7 +31,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Head:
     manifest: Manifest
-    """Its list of files is filled in when they are written."""
+    """The manifest, without its list of files."""
     entries: tuple[SavedParameter, ...]
     plan: dict[str, Any] | None
     shared: bytes

@@ -1,7 +1,7 @@
-"""Collect and restore everything of a run that is not a weight or a moment.
+"""Collect and restore the state of a run except weights and moments.
 
-Rank 0 saves what is equal on every rank, each rank its own random numbers, client state and differing
-buffers. Files are read with `weights_only`, extended by classes that only hold data.
+Rank 0 saves the state that is equal on every rank. Each rank saves its own random numbers, client state and
+differing buffers. Files are read with `weights_only`, extended by classes that only hold data.
 """
 
 from __future__ import annotations

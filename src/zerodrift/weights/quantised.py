@@ -238,7 +238,7 @@ class MatrixCollector:
     def add(self, name: str, start: int, values: torch.Tensor) -> None:
         for matrix in self._of.get(name, ()):
             key, numel = matrix.tensor.name, matrix.tensor.numel
-            flat, missing = self._open.pop(key, None) or (torch.empty(numel), numel)
+            flat, missing = self._open.pop(key) if key in self._open else (torch.empty(numel), numel)
             missing -= matrix.collect(flat, name, start, values)
             if not missing:
                 matrix.write(flat, self._writer)
