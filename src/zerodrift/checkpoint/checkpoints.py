@@ -304,12 +304,11 @@ class Checkpoints:
         for word, found in compare.check_meaning(manifest, table, shared, now).items():
             if ("schedule" if word == "schedule" else "optimizer") not in parts:
                 without |= {word}
-                continue
-            problems += [] if word in without else found
-            if found and word == "optimizer":
-                without |= {"groups"}
-            # If the optimizer is not loaded, its groups stay as they are too.
-            if not found and not (word == "groups" and "optimizer" in without):
+            elif found:
+                problems += [] if word in without else found
+                if word == "optimizer":  # its groups stay with it
+                    without |= {"groups"}
+            elif word != "groups" or "optimizer" not in without:
                 without -= {word}
         raise_damage(problems)
         notes = [*notes, *compare.differences(manifest, table, reader.plan, now)]

@@ -214,6 +214,5 @@ def _refused(error: Exception, where: Path) -> ZerodriftError:
     refused = refusal(error)
     if refused is None:
         return CheckpointError(where, "must be written", got=said(error))
-    no = unwritable(where, refused)
-    do = f"{no.do} The checkpoints that were there are whole."
-    return CheckpointError(no.where, no.must, got=no.got, do=do)
+    of = unwritable(where, refused)
+    return CheckpointError(of.where, of.must, got=of.got, do=f"{of.do} Earlier checkpoints are whole.")

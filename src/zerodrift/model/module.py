@@ -44,14 +44,14 @@ def on_meta(make: Callable[[], Result], where: str, must: str) -> Result:
     return attempt(build, where, must)
 
 
-def attempt(make: Callable[[], Result], where: str, must: str, todo: str = "") -> Result:
+def attempt(make: Callable[[], Result], where: str, must: str) -> Result:
     """Return the result of `make`; turn an exception into a ModelError of one line, with its cause."""
     try:
         return make()
     except ModelError:
         raise
     except (Exception, SystemExit) as error:
-        raise ModelError(where, must, got=cause(error), do=todo) from error
+        raise ModelError(where, must, got=cause(error)) from error
 
 
 def cause(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -194,16 +195,14 @@ def _write(
     bar = closing(ProgressBar(title, share, engine.mesh.rank() == 0))
     with writing(path), bar as progress, SafetensorsWriter.opened(path, files, progress) as writer:
         for piece in engine.pieces():
-            masters: torch.Tensor | None = None
-            stored = piece.stored()
+            stored, masters = piece.stored(), cache(piece.weights)
             for span in piece.share:
                 name = saved_name(whole_row(engine.plan, span.row).names, engine.whole)
                 if name not in writer:
                     continue
-                flat = stored
                 columns = span.row.columns
-                if writer.dtype(name) is not columns.storage.dtype or columns.rounds_on_the_way:
-                    flat = masters = piece.weights() if masters is None else masters
+                is_stored = writer.dtype(name) is columns.storage.dtype and not columns.rounds_on_the_way
+                flat = stored if is_stored else masters()
                 writer.write(name, span.start, flat[span.place])
         for name, buffer in buffers.items():
             if name in writer:
@@ -221,8 +220,8 @@ def _write_matrices(engine: Engine, path: Path, layout: FolderLayout) -> None:
         for span in piece.share:
             name = saved_name(whole_row(engine.plan, span.row).names, engine.whole)
             spans.setdefault(name, []).append((piece, span))
-    last: list[tuple[SegmentShard, torch.Tensor]] = []
-    """The last piece that was read, and its weights."""
+    last: SegmentShard | None = None
+    masters = torch.empty(0)
     failed: list[Exception] = []
     with SafetensorsWriter.opened(path, layout.files) as writer:
         for number, matrix in enumerate(layout.matrices):
@@ -230,9 +229,9 @@ def _write_matrices(engine: Engine, path: Path, layout: FolderLayout) -> None:
             flat = torch.zeros(numel + -numel % ranks, device=engine.mesh.device)
             for name in dict.fromkeys(part.parameter for part in matrix.tensor.parts):
                 for piece, span in spans.get(name, ()):
-                    if not last or last[0][0] is not piece:
-                        last[:] = [(piece, piece.weights())]
-                    matrix.collect(flat, name, span.start, last[0][1][span.place])
+                    if piece is not last:
+                        last, masters = piece, piece.weights()
+                    matrix.collect(flat, name, span.start, masters[span.place])
             whole = comm.all_reduce_sum(flat.view(torch.int32), "world").view(torch.float32)[:numel]
             if number % ranks == rank and not failed:
                 try:
