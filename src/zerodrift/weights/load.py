@@ -31,7 +31,6 @@ from zerodrift.plan import Plan, part, whole_row
 from zerodrift.weights.boxes import Box, within
 from zerodrift.weights.matching import (
     ExpectedTensor,
-    Match,
     Strict,
     TensorPlaces,
     dtypes,
@@ -79,26 +78,25 @@ class LoadedWeights:
 class SafetensorsWeights:
     """The tensors of one checkpoint as a source of values."""
 
-    def __init__(self, match: Match, sharing: int = 0) -> None:
-        """Show a progress bar unless `sharing`, the number of ranks that share the reading, is 0."""
-        self.match = match
-        total = sum(tensor.stop - tensor.start for tensor in match.tensors)
-        self._bar = ProgressBar(f"weights of {match.path}", total // max(1, sharing), sharing > 0)
-        self._reader = SafetensorsReader(self._bar)
-        self._begin = time.monotonic()
-
-    @staticmethod
-    def open(
+    def __init__(
+        self,
         path: str | os.PathLike[str],
         model: nn.Module,
         want: Sequence[ExpectedTensor],
         strict: Strict,
         sharing: int = 0,
-    ) -> SafetensorsWeights:
-        """Read the headers and match them with the model, without reading a weight."""
+    ) -> None:
+        """Read the headers and match them with the model, without reading a weight.
+
+        A progress bar is shown unless `sharing`, the number of ranks that share the reading, is 0.
+        """
         where = Path(path).expanduser()
         kind_at(where)
-        return SafetensorsWeights(match(where, list_tensors(where), model, want, strict), sharing)
+        self.match = match(where, list_tensors(where), model, want, strict)
+        total = sum(tensor.stop - tensor.start for tensor in self.match.tensors)
+        self._bar = ProgressBar(f"weights of {where}", total // max(1, sharing), sharing > 0)
+        self._reader = SafetensorsReader(self._bar)
+        self._begin = time.monotonic()
 
     def holds(self, name: str) -> bool:
         return name in self.match.filled
@@ -195,7 +193,7 @@ def open_weights(
             raise ModelError("weights", must, got=got, do=do)
         want = expected_tensors(spec.parameters, spec.buffers, model)
         sharing = comm.mesh.size("shard") if shown else 0
-        files = SafetensorsWeights.open(weights, model, want, strict, sharing)
+        files = SafetensorsWeights(weights, model, want, strict, sharing)
         return replace(spec, checkpoint=tuple(dtypes(files.match).items())), files
 
 
@@ -274,7 +272,7 @@ def load_weights(
     with raise_on_all_ranks(comm):
         want = expected_tensors(plan.rows, plan.buffers, model)
         sharing = engine.mesh.size("shard") * engine.mesh.size("pipeline") if shown else 0
-        files = SafetensorsWeights.open(path, model, want, strict, sharing)
+        files = SafetensorsWeights(path, model, want, strict, sharing)
     # Pipeline stages read their own segments. All ranks take part in one check of errors after each segment.
     most = max(len(part(plan, rank).segments) for rank in range(plan.mesh.pipeline))
     try:

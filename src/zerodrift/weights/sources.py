@@ -129,7 +129,7 @@ def open_safetensors(path: Path, model: nn.Module | None) -> ConvertSource:
     else:
         spec = describe(model)
         want = expected_tensors(spec.parameters, spec.buffers, model)
-    files = SafetensorsWeights.open(where, nn.Module() if model is None else model, want, True)
+    files = SafetensorsWeights(where, nn.Module() if model is None else model, want, True)
     buffers, entries = {}, []
     for item in want:
         if not item.is_buffer:
