@@ -242,12 +242,14 @@ def bits_digest(tensor: torch.Tensor) -> str:
 
 
 def fingerprint(state: Any) -> str:
-    """Return a digest that is equal for equal client states, tensors included."""
+    """Return a digest that is equal for equal client states, tensors and arrays included."""
     digest = hashlib.sha256()
 
     def take(value: Any) -> None:
         if isinstance(value, torch.Tensor):
             text = f"{value.dtype} {tuple(value.shape)} {bits_digest(value)}"
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:  # its repr leaves values out
+            text = f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
         else:
             text = str(len(value)) if isinstance(value, (dict, list, tuple)) else repr(value)
         digest.update(f"{type(value).__name__} {text};".encode())
