@@ -1,9 +1,7 @@
 """Regular files, file locks and the folder of the user's cache.
 
-Reading a pipe or a device may never end, so the kind of a path is checked first.
-
-Invariant: only regular files are opened. Anything else is an OSError whose `strerror` names its kind. A lock
-ends with its process.
+Invariant: only regular files are opened, since reading a pipe or a device may never end. Anything else raises
+an OSError whose `strerror` names its kind. A lock ends with its process.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Codec between frozen dataclasses and JSON values, driven by annotations.
 
 Enums become their values, tuples become lists and sets become sorted lists. A field with
-`metadata={"omitted": True}` is not written while it has its default, so that JSON and digests without it stay
-the same. With `metadata={"omitted": "always"}` it is never written.
+`metadata={"omitted": True}` is left out while it has its default, so that a new field changes no old JSON or
+digest. With `metadata={"omitted": "always"}` it is always left out.
 
-Invariant: `decode(type(x), encode(x)) == x`, where a field that is never written does not compare.
+Invariant: `decode(type(x), encode(x)) == x`, except fields that are always left out.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint_files import seal
 from tests.numerics.networks import GPT
 from tests.numerics.runs import config, diff, finish, make, train
 from tests.ranks.harness import on_ranks, run_ranks
@@ -27,6 +29,7 @@ from zerodrift.checkpoint import save as saving
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.checkpoint.files import Lock
 from zerodrift.checkpoint.folder import CheckpointFolder
+from zerodrift.checkpoint.manifest import read_description, read_manifest, write_description
 from zerodrift.comm.mesh import start
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native_executor import NativeExecutor
@@ -77,6 +80,13 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
+def empty_description(tag: Path) -> None:
+    """Remove the tensors of rank 1 from a checkpoint whose checksums are right."""
+    found, _ = read_description(tag, read_manifest(tag).of_ranks, 1)
+    write_description(tag, replace(found, chunks=()))
+    seal(tag)
+
+
 MANIFEST = "checkpoint.json`: must be the manifest that was written"
 LOST = f"must hold a checkpoint with the tag '{NEW}'; got {OLD}"
 HARMS: list[tuple[Callable[[Path], None], str, str]] = [
@@ -106,6 +116,11 @@ def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(tmp_path: P
         else:
             assert path.name in message and re.search(expected, message), message
             assert "Load an older checkpoint" in message
+    kept_files = {path: path.read_bytes() for path in newest.glob("*.json")}
+    alone(engine, partial(empty_description, newest))
+    lacking = refusal(checkpoints.load)
+    assert "must hold each element" in lacking and "replaced in part" not in lacking, lacking
+    alone(engine, lambda: [path.write_bytes(data) for path, data in kept_files.items()])
     assert same(before, engine)
     assert checkpoints.load(OLD).step == 1
     train(engine, 1)
@@ -117,6 +132,7 @@ def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(tmp_path: P
 
 SCHEDULER = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
+SGD_MOMENTUM = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}}
 OTHER = (
     "is of another model",
     "`layers.0.mlp.up.weight`: must have shape [96, 48]; got [64, 32]",
@@ -142,6 +158,15 @@ def test_what_does_not_fit_is_refused_with_all_that_differs(tmp_path: Path) -> N
         message = refusal(Checkpoints(engine, tmp_path, quiet=True).load)
         assert all(part in message for part in parts) and same(before, engine), message
         engine.destroy()
+    engine = make(config(3, "bf16", **SGD_MOMENTUM))
+    train(engine, 1)
+    Checkpoints(engine, tmp_path / "momentum", quiet=True).save()
+    engine.destroy()
+    engine = make(config(3, "bf16", **SGD))
+    checkpoints = Checkpoints(engine, tmp_path / "momentum", quiet=True)
+    message = refusal(lambda: checkpoints.load(allow=("groups",)))
+    assert "must have been saved with the moments none; got momentum_buffer too" in message
+    engine.destroy()
     engine = make(config(3, "bf16", 2))
     checkpoints = Checkpoints(engine, tmp_path / "none", quiet=True)
     assert checkpoints.resume() is None

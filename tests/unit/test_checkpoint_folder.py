@@ -40,7 +40,7 @@ from zerodrift.checkpoint.manifest import (
     write_manifest,
     write_whole,
 )
-from zerodrift.checkpoint.state import load, packed
+from zerodrift.checkpoint.state import fingerprint, load, packed
 from zerodrift.errors import CheckpointError, UnsupportedError
 from zerodrift.files import is_locked, locked
 from zerodrift.mesh import MeshShape
@@ -186,7 +186,7 @@ def test_no_bit_of_a_manifest_can_change_unseen(tmp_path: Path) -> None:
 
 def write_lock(folder: Path, **changes: object) -> None:
     mine = Lock.take(folder)
-    writer = {**encode(mine._owner), **changes}
+    writer = {**encode(mine.owner), **changes}
     (folder / files.LOCK).write_text(json.dumps(writer))
 
 
@@ -264,3 +264,10 @@ def test_what_cannot_be_read_again_is_named_where_it_is() -> None:
         with pytest.raises(UnsupportedError) as raised:
             packed({"client": {"good": 1, "more": {"it": bad}}}, "client")
         assert raised.value.got == f"a {kind} at ['client']['more']['it']"
+
+
+def test_client_states_are_alike_only_with_equal_values() -> None:
+    array = np.zeros(5000)
+    assert fingerprint({"a": array}) == fingerprint({"a": array.copy()})
+    assert fingerprint([array]) != fingerprint([np.where(np.arange(5000) == 2500, 1.0, array)])
+    assert fingerprint([[1], 2]) != fingerprint([[1, 2]])

@@ -19,6 +19,7 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, NonFiniteError
 from zerodrift.model.safetensors import list_tensors
 from zerodrift.weights.boxes import Layout, NotAMoveError, concatenate, within
+from zerodrift.weights.conversions import SymbolicTensor
 from zerodrift.weights.writer import (
     SafetensorsWriter,
     SavedPart,
@@ -69,6 +70,11 @@ def test_what_transformers_does_to_weights_is_boxes(seed: int) -> None:
     moved = layout.reshape((experts, rows, 2, columns)).permute((0, 2, 1, 3)).reshape(layout.shape)
     agree(moved, sources, mixed, seed)
     agree(moved.narrow(1, 1, rows), sources, mixed.narrow(1, 1, rows), seed)
+    symbolic = SymbolicTensor.make(layout, torch.float32)
+    for index in (slice(1, -1), slice(-3, None), slice(3, 1)):
+        agree(symbolic[:, index].elements, sources, joined[:, index], seed)
+    with pytest.raises(NotAMoveError, match="a step of 2"):
+        symbolic[:, ::2]
     half = rows // 2
     turned = sources[0].view(half, 2, columns).transpose(0, 1).reshape(rows, columns)
     rope = layouts[0].reshape((half, 2, columns)).permute((1, 0, 2)).reshape((rows, columns))

@@ -49,7 +49,7 @@ def open_(folder: Path, strict: Strict = True, model: nn.Module | None = None) -
     model = model or Small()
     spec = from_module(model)
     expected = expected_tensors(spec.parameters, spec.buffers, model)
-    return SafetensorsWeights.open(folder, model, expected, strict)
+    return SafetensorsWeights(folder, model, expected, strict)
 
 
 def refusal(folder: Path, strict: Strict = True, model: nn.Module | None = None) -> str:

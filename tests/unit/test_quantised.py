@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.kernels import PackedRun, narrow
 from zerodrift.model import describe
+from zerodrift.weights.boxes import Layout
 from zerodrift.weights.load import SafetensorsWeights
 from zerodrift.weights.matching import dtypes
 
@@ -59,6 +61,9 @@ def test_nf4_of_bitsandbytes_has_its_values_and_keeps_its_codes(kind: str, tmp_p
         assert files.fill_packed("weight", start, run, start, 256)
     assert torch.equal(run.values().view(24, 64), expected) and torch.equal(run.codes.view(-1), codes)
     assert not files.fill_packed("weight", 0, PackedRun.empty(DType.INT4_128, 256), 0, 256)
+    inside_a_block = Layout.of(0, (1536,)).narrow(0, 32, 512).boxes()
+    files.match.filled["weight"] = replace(files.match.filled["weight"], boxes=inside_a_block)
+    assert not files.fill_packed("weight", 0, PackedRun.empty(DType.NF4_64, 512), 0, 512)
     assert torch.equal(narrow.round_trip(DType.NF4_64, expected.view(-1)), expected.view(-1))
     if kind == "plain":  # and our own codes are theirs
         run.encode(0, theirs["source.plain"].view(-1))

@@ -1,7 +1,7 @@
 """Save and load checkpoints of an engine, on any number of ranks and at any stage.
 
-Invariant: a run that is killed at any moment and resumed from the newest checkpoint ends in the bits of one
-that was not, on as many ranks and at the same stage.
+Invariant: a run that is killed at any moment and resumed from the newest checkpoint, on as many ranks and at
+the same stage, ends in the bits of a run that was not killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zerodrift.optim import Counters
 
 Parts = Literal["all", "weights"]
 Part = Literal["optimizer", "schedule", "counts"]
-"""`optimizer` is moments, groups, loss scale and random numbers; `counts` is the steps."""
+"""`optimizer` has moments, groups, loss scale and random numbers; `counts` has the numbers of steps."""
 ALL: frozenset[Part] = frozenset(get_args(Part))
 
 
@@ -45,8 +45,8 @@ class Loaded:
     step: int
     """Optimizer steps taken when it was saved."""
     client: Any
-    """The client state that this rank gave to `save`. On another number of ranks the state that all of them
-    gave, None if they differed."""
+    """The client state that this rank gave to `save`. On another number of ranks: the state that all of them
+    gave, or None if their states differed."""
     differences: tuple[CheckpointDifference, ...]
     """Differences from the run that was saved; empty for an exact continuation."""
 
@@ -57,7 +57,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _SavedRun:
-    """A checkpoint that was read and compared with the run, before anything is changed."""
+    """A checkpoint that was read, except its tensors, and compared with the run."""
 
     table: contents.Table
     reader: CheckpointReader
@@ -85,11 +85,14 @@ class Checkpoints:
         run: str = "",
         shared: bool = False,
     ) -> None:
-        """`keep` is the number of checkpoints with automatic tags to keep; 0 keeps all. `asynchronous` copies
-        the state and writes it beside training. `quiet` prints nothing. `run` names a run that also saves
-        elsewhere; without it a name is drawn. A folder with another run's checkpoints is refused at the first
-        step, unless one of them was loaded. A `shared` folder is not, and a tag there may replace another
-        run's checkpoint, or DeepSpeed's."""
+        """Open `folder` for the checkpoints of `engine`.
+
+        `keep` is the number of checkpoints with automatic tags to keep; 0 keeps all. `asynchronous` copies
+        the state and writes it while training goes on. `quiet` prints nothing. `run` names a run that also
+        saves elsewhere; without it a name is drawn. A folder with another run's checkpoints is refused at the
+        first step, unless one of them was loaded. In a `shared` folder they are accepted, and a save may
+        replace a checkpoint of another run or of DeepSpeed.
+        """
         if type(keep) is not int or keep < 0:
             raise CheckpointError("keep", "must be a whole number of at least 0", got=repr(keep))
         self._engine = engine
@@ -101,12 +104,12 @@ class Checkpoints:
             with contextlib.suppress(CheckpointError, OSError):  # the first use of the folder raises it
                 there = self._folder.runs()
         self.run, self._runs = self._comm.broadcast_object((run or uuid.uuid4().hex, there), 0)
-        """The name of this run, or of the run that was loaded; and the run of each tag that was there."""
+        """The name of this run, or of the run that was loaded."""
         self._pending: Save | None = None
         if self._runs and engine.progress.background is None:
             engine.progress.background = self
         self.digest: Digest | None = None
-        """Digest of the state that was saved or loaded last; None before that and after a conversion."""
+        """Digest of the state that was saved or loaded last. None before, or if a conversion was loaded."""
 
     def save(
         self,
@@ -117,10 +120,10 @@ class Checkpoints:
         frozen: bool = True,
         within: bool = False,
     ) -> None:
-        """Save the run under `tag`, or the number of its step. `client` is any state that the caller wants
-        back on this rank, such as its position in the data. `frozen=False` leaves frozen parameters out; such
-        a checkpoint loads with `allow=("model",)`. `within=True` may save in the middle of a step: gradients
-        are not saved, so a run that resumes begins that step anew."""
+        """Save the run under `tag`, by default the number of its step. `client` is any state that the caller
+        wants back on this rank, such as its position in the data. `frozen=False` leaves frozen parameters
+        out; such a checkpoint loads with `allow=("model",)`. `within=True` allows a save in the middle of a
+        step. Gradients are not saved, so a run that resumes begins that step anew."""
         engine, comm = self._engine, self._comm
         if not within:
             self._require_between_steps("save")
@@ -167,7 +170,8 @@ class Checkpoints:
             self._print(f"saved {save.finish(self._keep)}")
 
     def check(self) -> None:
-        """Finish a save that is written. The engine calls this in every step of a save, and in the first."""
+        """Finish a save once its files are written. The engine calls this in each step until then, and in the
+        first step of a run."""
         if self._pending is None:
             self._engine.progress.background = None
             require_own(self._folder, self._runs, self.run)
@@ -206,8 +210,8 @@ class Checkpoints:
         self, tag: str = LATEST, *, parts: Parts = "all", allow: Collection[Allowed] = (), verify: bool = True
     ) -> Loaded:
         """Load a checkpoint. `parts="weights"` leaves optimizer, schedule, counters and random numbers alone.
-        `allow` names the differences to accept. `verify` reads every file once more, each rank a share, and
-        compares checksums before anything is changed; without it, changed bits are loaded."""
+        `allow` names the differences to accept. `verify` compares the checksums of all files before anything
+        is changed, each rank those of its share. Without it, damaged bits are loaded."""
         if parts not in get_args(Parts):
             raise CheckpointError("parts", "must be 'all' or 'weights'", got=repr(parts))
         return self.load_parts(tag, ALL if parts == "all" else frozenset(), allow, verify)
@@ -227,7 +231,7 @@ class Checkpoints:
         saved = everywhere(comm, lambda: self._judged(path, manifest, parts, without))
         restore = everywhere(comm, lambda: states.copied(engine))
         try:
-            # State that may still be refused comes before the first weight.
+            # State that may still be refused is restored before the first weight is.
             stays: set[str] = set(saved.without)
             if "optimizer" not in parts:
                 stays.add("modules")
@@ -300,12 +304,11 @@ class Checkpoints:
         for word, found in compare.check_meaning(manifest, table, shared, now).items():
             if ("schedule" if word == "schedule" else "optimizer") not in parts:
                 without |= {word}
-                continue
-            problems += [] if word in without else found
-            if found and word == "optimizer":
-                without |= {"groups"}
-            # Groups stay with an optimizer that is not loaded.
-            if not found and not (word == "groups" and "optimizer" in without):
+            elif found:
+                problems += [] if word in without else found
+                if word == "optimizer":  # its groups stay with it
+                    without |= {"groups"}
+            elif word != "groups" or "optimizer" not in without:
                 without -= {word}
         raise_damage(problems)
         notes = [*notes, *compare.differences(manifest, table, reader.plan, now)]

@@ -7,9 +7,10 @@ scheme.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,29 +48,26 @@ class StageSummary:
 
 
 def items(engine: Engine, frozen: bool = True) -> Iterator[Item]:
-    """Yield this rank's share of weights and moments, one segment at a time."""
+    """Yield this rank's share of weights, moments and what narrow wires rounded away, by segment."""
     saved = {row.name for row in engine.plan.rows if frozen or row.trained}
-    for piece in engine.pieces():
-        share = [span for span in piece.share if span.row.name in saved]
-        if share and piece.packed is not None:
-            yield from (_records(piece.packed, span) for span in share)
-        elif share:
-            flat = piece.weights()
-            yield from (_item(weight_key(span.row.name), span, flat) for span in share)
-    for piece in engine.pieces():
-        if piece.updated and piece.share:
-            for key, flat in piece.moments().items():
-                yield from (_item(moment_key(key, span.row.name), span, flat) for span in piece.share)
     rank = engine.mesh.rank("data")
     for piece in engine.pieces():
+        share = [span for span in piece.share if span.row.name in saved]
+        if piece.packed is not None:
+            yield from (_records(piece.packed, span) for span in share)
+        elif share:
+            yield from _items(weight_key, share, piece.weights())
+        for key, flat in piece.moments().items() if piece.updated and piece.share else ():
+            yield from _items(partial(moment_key, key), piece.share, flat)
         if piece.feedback is not None:
             for row in piece.rows:
                 values = piece.feedback[row.offset : row.offset + row.numel]
                 yield Item(feedback_key(rank, row.name), row.numel, 0, values)
 
 
-def _item(key: str, span: Span, flat: torch.Tensor) -> Item:
-    return Item(key, span.row.whole_numel, span.start, flat[span.place])
+def _items(key: Callable[[str], str], spans: Iterable[Span], flat: torch.Tensor) -> Iterator[Item]:
+    for span in spans:
+        yield Item(key(span.row.name), span.row.whole_numel, span.start, flat[span.place])
 
 
 def _records(packed: PackedRun, span: Span) -> Item:
@@ -82,7 +80,7 @@ def _records(packed: PackedRun, span: Span) -> Item:
 
 def summary(engine: Engine, counters: Counters, known: Collection[str]) -> StageSummary:
     """Summarize this rank's pipeline stage; `known` are the buffers that rank 0 has."""
-    if engine.mesh.rank("data"):  # the first of the ranks that have this stage speaks for it
+    if engine.mesh.rank("data"):  # the first rank of a stage summarizes it
         return StageSummary(counters, {}, {}, frozenset())
     updater, rows = engine.updater, [row for row in engine.part.rows if row.trained]
     moments = {} if updater is None else {row.name: updater.moment_names(row.name, counters) for row in rows}
@@ -100,7 +98,7 @@ def head(
     alike: bool,
     frozen: bool,
 ) -> Head:
-    """Collect what rank 0 writes for all ranks; `alike` says that all gave the same client state."""
+    """Collect what rank 0 writes for all ranks; `alike` is True if all gave the same client state."""
     counters = merged([stage.counters for stage in stages])
     plan, updater = engine.plan, engine.updater
     rows = [row for row in plan.rows if frozen or row.trained]
@@ -164,7 +162,7 @@ def merged(ranks: Sequence[Counters]) -> Counters:
 
 
 def check_counters(counters: Counters) -> None:
-    """Raise unless the counters are such as an optimizer can have."""
+    """Raise unless the counters are numbers or, for the dtypes of moments, names of dtypes."""
     for name, values in counters.items():
         # Counters of all parameters are numbers; those of one parameter may name the dtypes of its moments.
         kinds = [getattr(torch, value, None) for value in values.values() if isinstance(value, str)]
@@ -174,8 +172,8 @@ def check_counters(counters: Counters) -> None:
 
 
 def check_held(engine: Engine, reader: CheckpointReader, table: Table, counters: Counters | None) -> None:
-    """Raise unless the files hold everything that this rank would read and, with `counters`, this run's
-    optimizer has every moment that would be loaded."""
+    """Raise unless the files hold everything that this rank would read. With `counters`, also raise unless
+    this run's optimizer has every saved moment."""
     updater = None if counters is None else engine.updater
     for piece in engine.pieces():
         for span in (span for span in piece.held if span.row.name in table):
@@ -219,9 +217,9 @@ def fill(engine: Engine, reader: CheckpointReader, table: Table, counters: Count
 
 
 def fill_feedback(engine: Engine, reader: CheckpointReader, ranks: int) -> None:
-    """Fill what narrow wires have rounded away, saved by so many data ranks; drop it where there is none:
-    what was rounded away belongs to other weights. Every rank gets its own. On another number of ranks the
-    first one gets the sum of all: it is added to the same sum of gradients."""
+    """Restore the rounding errors of narrow wires, which `ranks` data ranks saved. Without saved errors, this
+    run's are dropped, as they belong to other weights. Each rank gets its own errors; on another number of
+    ranks the first gets the sum of all, since all are added to the same sum of gradients."""
     rank, world = engine.mesh.rank("data"), engine.mesh.size("data")
     saved = [rank] if ranks == world else range(0 if rank else ranks)
     for piece in engine.pieces():
@@ -240,7 +238,7 @@ def fill_feedback(engine: Engine, reader: CheckpointReader, ranks: int) -> None:
 
 
 def _fill_packed(packed: PackedRun, reader: CheckpointReader, span: Span, entry: SavedParameter) -> None:
-    """Fill blocks with the bits that were saved, or encode values that were saved in another form."""
+    """Copy saved blocks of the same format bit by bit; decode and encode those of any other format."""
     for first in range(0, span.numel, WINDOW):
         count, start = min(WINDOW, span.numel - first), span.start + first
         if entry.dtype == packed.dtype.value:
@@ -254,14 +252,14 @@ def _fill_packed(packed: PackedRun, reader: CheckpointReader, span: Span, entry:
 def require_saved(
     engine: Engine, saved: dict[str, str], digest: Digest, path: Path, *, moments: bool
 ) -> None:
-    """Raise if the values in memory are not those that were saved. File checksums prove the bytes, this
-    proves their places. Values that rest in other dtypes than when they were saved are not compared."""
+    """Raise if the values in memory are not those that were saved: checksums of files prove the bytes, and
+    digests prove their places. Values that are now stored in other dtypes are not compared."""
     if saved.get(FORM) != _form(engine):
         return
     here = digest.by_kind()
-    others = [kind for kind in here if here[kind] != saved.get(kind) and (moments or kind != MOMENTS)]
-    if others:
-        got = f"other {' and '.join(others)}, by their digest"
+    different = [kind for kind in here if here[kind] != saved.get(kind) and (moments or kind != MOMENTS)]
+    if different:
+        got = f"other {' and '.join(different)}, by their digest"
         do = "Load it again, or an older one. If it comes again, test this machine's memory."
         raise CheckpointError(path, "must be loaded to the bits that were saved", got=got, do=do)
 

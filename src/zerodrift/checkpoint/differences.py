@@ -1,7 +1,7 @@
 """Compare a checkpoint with the run that loads it.
 
-A difference that changes the meaning of values, such as another model or optimizer, is refused unless it is
-allowed by its word. One that changes where and how values rest, such as another stage or dtype, is reported.
+A difference that changes the meaning of values, such as another model or optimizer, is refused unless
+`allow` names it. One that changes only how values are stored, such as another stage or dtype, is reported.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from zerodrift.plan import Boundary, Plan
 from zerodrift.policy import BY_RANK, ORDER
 
 Allowed = Literal["model", "optimizer", "groups", "schedule", "loss_scale", "buffers"]
-"""Differences that may be allowed; their subject then stays as the run has it. `model` allows parameters that
-only one side has: shapes and ties of the others must agree all the same."""
+"""Differences that may be allowed. The subject then stays as it is in the run. `model` allows parameters that
+only one side has; shapes and ties of all others must still agree."""
 
 SHOWN = 20
 _EXECUTION = ("foreach", "fused", "capturable", "differentiable")
@@ -27,7 +27,7 @@ _EXECUTION = ("foreach", "fused", "capturable", "differentiable")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDifference:
-    """One difference between a checkpoint and the run; `effect` is a clause."""
+    """One difference between a checkpoint and the run. `effect` is a clause for messages."""
 
     what: str
     saved: str
@@ -41,7 +41,7 @@ class CheckpointDifference:
 
 @dataclass(frozen=True, slots=True)
 class CurrentRun:
-    """The run that loads, as far as it is compared."""
+    """The parts of the loading run that are compared with the checkpoint."""
 
     plan: Plan
     kind: str
@@ -66,7 +66,8 @@ def check_allowed(allow: Collection[Allowed]) -> frozenset[Allowed]:
 def check_model(
     entries: Sequence[SavedParameter], plan: Plan, where: str, strict: bool = True
 ) -> list[CheckpointDifference]:
-    """Raise unless the checkpoint has the plan's parameters; if not `strict`, return those of one side."""
+    """Raise unless the checkpoint has the plan's parameters. If not `strict`, return those that only one side
+    has."""
     problems = Problems()
     known = {name: entry for entry in entries for name in entry.names}
     missing: list[str] = []
@@ -98,7 +99,7 @@ def check_model(
 def check_buffers(
     saved: Mapping[str, Sequence[int]], here: Mapping[str, Sequence[int]], persistent: Collection[str]
 ) -> list[Problem]:
-    """Compare the shapes of buffers; one that no state dict holds may be missing from the checkpoint."""
+    """Compare the shapes of buffers. The checkpoint may lack buffers that are not `persistent`."""
     problems = []
     do = "`allow=('buffers',)` leaves buffers as they are."
     for name in sorted({*saved, *here}):
@@ -113,7 +114,7 @@ def check_buffers(
 def check_meaning(
     manifest: Manifest, entries: Sequence[SavedParameter], state: Mapping[str, Any], now: CurrentRun
 ) -> dict[Allowed, list[Problem]]:
-    """Find differences that change the meaning of the optimizer's state, by the word that allows each."""
+    """Find differences that change the meaning of the optimizer's state, by the word of `allow` for each."""
     found: dict[Allowed, list[Problem]] = {"optimizer": [], "groups": [], "schedule": [], "loss_scale": []}
 
     def add(word: Allowed, where: str, must: str, got: str, do: str) -> None:
@@ -153,7 +154,7 @@ def _check_groups(
         problems.append(Problem(where, must, got=first_of(moved, SHOWN), do=do))
     for number, (old, new) in enumerate(zip(saved, now.groups, strict=True)):
         for key in sorted(old.keys() & new.keys()):
-            # A number may change with a config, a switch may not; without momentum there is no moment for it.
+            # A config may change numbers but no switches. A momentum of 0 is a switch: it has no moment.
             is_switch = isinstance(old[key], (bool, str)) and key not in _EXECUTION
             is_switch |= key == "momentum" and bool(old[key]) != bool(new[key])
             if is_switch and old[key] != new[key]:
@@ -207,7 +208,7 @@ def _compare_trained(entries: Sequence[SavedParameter], plan: Plan) -> list[Chec
 
 
 def _compare_plans(before: Plan, now: Plan) -> list[CheckpointDifference]:
-    """Report changed columns and boundaries, each with the first name it applies to, and changed choices."""
+    """Return changed columns and boundaries, each with the first name it applies to, and changed choices."""
     changed: dict[tuple[str, str, str], list[str]] = {}
     cells = {row.name: row.columns.cells() for row in before.rows}
     for row in now.rows:
@@ -226,7 +227,7 @@ def _compare_plans(before: Plan, now: Plan) -> list[CheckpointDifference]:
         count = several(len(paths), "module")
         changes.append(CheckpointDifference("boundary", *both, f"{count}, first {paths[0]}"))
     saved, here = ({d.key: d.value for d in plan.policy.decisions} for plan in (before, now))
-    saved.setdefault(ORDER, BY_RANK)  # a plan without that decision is of an order of ranks
+    saved.setdefault(ORDER, BY_RANK)  # older plans lack this decision, and sum in the order of ranks
     for key in dict.fromkeys([*saved, *here]):
         if saved.get(key) != here.get(key) and key not in ("zero_optimization.stage", "precision.mode"):
             changes.append(CheckpointDifference(key, saved.get(key, "none"), here.get(key, "none")))

@@ -1,15 +1,15 @@
-"""Read and write the files of a folder: regular files alone, and whole or not at all.
+"""Read regular files, and write files and folders that appear as a whole or not at all.
 
-Only regular files are opened, as a pipe would wait for ever, and the system's refusals become sentences.
-Folders and files are written under another name, one writer at a time, and renamed once they are whole:
+Nothing but regular files is opened, since reading a pipe may never end. Errors of the system become
+CheckpointErrors. Folders and files are written under another name, and renamed once they are complete:
 
 models/a                       a folder
-models/.a.writing-4f1c09ab     being written, or cut short: removed by the next writer to the same place
+models/.a.writing-4f1c09ab     under construction, or left by a writer that died: the next writer removes it
 models/.a.old-4f1c09ab         being replaced
 
 A lock file names its owner, and is broken once the owner is gone. A process on the same machine is identified
-by its number and start time. One on another machine counts as gone when the file was not touched for STALE
-seconds, by the clock of the file system.
+by its number and start time. A process on another machine counts as gone if it has not touched the lock file
+for STALE seconds, by the clock of the file system.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def short(text: object) -> str:
 
 
 def kind_at(path: Path) -> Kind:
-    """Return what is at a path, links followed."""
+    """Return the kind of a path, with links followed."""
     must = "must be a file or folder"
     try:
         kind = kind_of(path.stat().st_mode)
@@ -65,7 +65,7 @@ def kind_at(path: Path) -> Kind:
 
 
 def is_folder(path: Path, must: str) -> bool:
-    """Return whether a folder is there; `must` is the clause that refuses a file."""
+    """Return True for a folder and False for nothing; `must` is the clause that refuses a file."""
     kind = kind_at(path)
     if kind == "file":
         raise CheckpointError(short(path), must, got="a file")
@@ -105,7 +105,7 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
 
 @contextmanager
 def writing(path: Path, only: Collection[int] = ()) -> Iterator[None]:
-    """Turn a refusal of the system to write `path` into a CheckpointError; with `only`, of these numbers."""
+    """Turn errors of the system while `path` is written into CheckpointErrors; with `only`, those numbers."""
     try:
         yield
     except ZerodriftError:
@@ -123,7 +123,7 @@ def full_disk_named(path: Path) -> AbstractContextManager[None]:
 
 
 def refusal(error: BaseException | None) -> OSError | None:
-    """Return the OSError behind an exception; writers in Rust or C only say so in their text."""
+    """Return the OSError behind an exception. Writers in Rust or C name its number in their text alone."""
     if isinstance(error, OSError):
         return error
     while error is not None:
@@ -145,7 +145,7 @@ def unwritable(path: Path, error: OSError) -> CheckpointError:
 
 
 def free(path: Path) -> str:
-    """Say how much space is free at a path, or at its nearest parent that exists."""
+    """Return a sentence on the free space at a path, or at its nearest parent that exists."""
     for place in (path, *path.parents):
         try:
             return f"{shutil.disk_usage(place).free / 1e9:.3f} GB are free in {short(place)}. "
@@ -164,14 +164,17 @@ MODEL = (".safetensors", ".safetensors.index.json", ".bin")
 """Suffixes of files that make a folder a model's."""
 
 
+@dataclass(slots=True)
 class NewFolder:
     """A folder under construction, and the lock of its writer. One process creates, publishes and removes it;
     others may write into `path`."""
 
-    def __init__(self, path: Path, home: Path, aside: Path, held: Lock) -> None:
-        self.path, self.home, self.lock = path, home, held
-        self._aside = aside
-        self._published = False
+    path: Path
+    home: Path
+    aside: Path
+    """Name of the replaced folder until it is removed."""
+    lock: Lock
+    _published: bool = False
 
     def __enter__(self) -> Self:
         return self
@@ -184,19 +187,20 @@ class NewFolder:
         (self.path / LOCK).unlink(missing_ok=True)
         sync_folder(self.path)
         if os.path.lexists(self.home):
-            self.home.rename(self._aside)
+            self.home.rename(self.aside)
         try:
             self.path.rename(self.home)
         except BaseException:
-            if os.path.lexists(self._aside):
-                self._aside.rename(self.home)
+            if os.path.lexists(self.aside):
+                self.aside.rename(self.home)
             raise
         sync_folder(self.home.parent)
         self._published = True
 
     def remove(self) -> None:
-        """Remove what was replaced, or what was not published, and release the lock. Safe to call twice."""
-        shutil.rmtree(self._aside if self._published else self.path, ignore_errors=True)
+        """Remove the replaced folder, or this one if it was not published, and release the lock. Safe to call
+        twice."""
+        shutil.rmtree(self.aside if self._published else self.path, ignore_errors=True)
         self.lock.release()
 
 
@@ -209,7 +213,7 @@ def new_folder(target: Path, overwrite: bool = False) -> NewFolder:
     with writing(home):
         home.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(home)
-        _check_target(home, overwrite)  # again: a replaced folder may have been restored
+        _check_target(home, overwrite)  # again, since a replaced folder may have been restored
         path.mkdir()
         try:
             return NewFolder(path, home, home.with_name(f".{home.name}.old-{key}"), Lock.take(path))
@@ -283,11 +287,12 @@ class LockOwner:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
 
+@dataclass(frozen=True, slots=True)
 class Lock:
     """The lock of one folder, held by this process."""
 
-    def __init__(self, path: Path, owner: LockOwner) -> None:
-        self._path, self._owner = path, owner
+    path: Path
+    owner: LockOwner
 
     @staticmethod
     def take(folder: Path) -> Lock:
@@ -309,17 +314,17 @@ class Lock:
     def touch(self) -> None:
         """Show other machines that the owner is alive."""
         if self.held:
-            os.utime(self._path)
+            os.utime(self.path)
 
     @property
     def held(self) -> bool:
         """True unless another process has broken the lock."""
-        return _read(self._path) == self._owner
+        return _read(self.path) == self.owner
 
     def release(self) -> None:
         """Give the lock back. Safe to call twice."""
         if self.held:
-            self._path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
 
 
 def _create(path: Path, text: str) -> bool:
@@ -356,7 +361,7 @@ def _is_alive(owner: LockOwner, path: Path) -> bool:
 
 
 def _break(path: Path, seen: LockOwner | None) -> None:
-    """Remove a dead owner's lock; put it back if another process was quicker and took a new one."""
+    """Remove a dead owner's lock; put it back if another process has taken it meanwhile."""
     aside = path.with_name(f"{LOCK}-{uuid.uuid4().hex}")
     try:
         os.rename(path, aside)
@@ -369,13 +374,11 @@ def _break(path: Path, seen: LockOwner | None) -> None:
 
 
 def _born(pid: int) -> str:
-    """Return the start time of a process, `""` if there is none."""
-    try:
+    """Return the start time of a process, `""` if there is none, and `alive` on a system without `/proc`."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         # The name in brackets may hold anything; the state and, as the 20th field, the start come after it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
-    except (FileNotFoundError, ProcessLookupError):
-        pass
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

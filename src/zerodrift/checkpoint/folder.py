@@ -1,12 +1,12 @@
-"""A folder of checkpoints: how a new one appears in it, and how old ones go.
+"""A folder of checkpoints: publish new ones, find them by tag, and remove old ones.
 
     runs/a/latest                      the tag of the newest
-    runs/a/step-00000200/              a checkpoint that was written to its end
+    runs/a/step-00000200/              a complete checkpoint
     runs/a/.writing-step-00000300@x/   a save that is under way, or was cut short
-    runs/a/.old-step-00000200@x/       replaced, or on its way out
+    runs/a/.old-step-00000200@x/       a checkpoint that is being replaced or removed
     runs/a/.lock                       the lock of a save under way
 
-The folder may hold anybody's files: only checkpoints are renamed or removed, and never through a link.
+The folder may also hold files of others: only checkpoints are renamed or removed, and never through a link.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zerodrift.errors import CheckpointError, did_you_mean, nearest_path
 
 LATEST = "latest"
 LONGEST = 200
-"""Letters of a tag: a file system takes 255 of a name, and a save writes under a longer one."""
+"""Most letters of a tag: a file name has at most 255, and a save writes under a longer name."""
 _WRITING, _OLD = ".writing-", ".old-"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _AUTOMATIC = re.compile(r"step-\d{8,}")
@@ -44,7 +44,7 @@ _PARTS = re.compile(
 )
 """Files of a checkpoint other than the manifest."""
 DEEPSPEED = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-"""Files by which a checkpoint of DeepSpeed is known."""
+"""Files that mark a checkpoint of DeepSpeed."""
 
 
 def automatic(step: int) -> str:
@@ -92,7 +92,7 @@ def latest_text(tag: str) -> str:
 
 
 def _seal(tag: str) -> str:
-    """Return a checksum in blanks and tabs: scripts written for DeepSpeed strip the file to get the tag."""
+    """Return a checksum in blanks and tabs, which scripts written for DeepSpeed strip from the tag."""
     return format(zlib.crc32(tag.encode()), "032b").translate({ord("0"): " ", ord("1"): "\t"})
 
 
@@ -118,7 +118,7 @@ class CheckpointFolder:
     """The checkpoints below one path. Every change is made under the folder's lock."""
 
     def __init__(self, path: str | os.PathLike[str], *, shared: bool = False) -> None:
-        """Let a save replace a checkpoint of DeepSpeed if the folder is `shared`."""
+        """Open a folder; if it is `shared`, a save may replace a checkpoint of DeepSpeed."""
         self.path, self._shared = Path(path), shared
 
     def tags(self) -> list[str]:
@@ -160,7 +160,7 @@ class CheckpointFolder:
             raise CheckpointError(short(self.path), "must hold whole checkpoints, or none", got=got, do=do)
         if tags:  # the first save was cut short before it wrote `latest`
             return self._find(tags[-1])
-        # The only checkpoint may have been about to be replaced when its save was cut short.
+        # The save that was to replace the only checkpoint may have been cut short.
         old = [path for path in self._children(_OLD) if _HIDDEN.fullmatch(path.name)]
         return next((path for path in old if _has_manifest(path)), None)
 
@@ -190,8 +190,8 @@ class CheckpointFolder:
         raise CheckpointError(short(self.path), must, got=got, do=did_you_mean(tag[:LONGEST], tags))
 
     def clean(self) -> list[str]:
-        """Remove the rests of dead saves, and restore a replaced checkpoint whose successor never came.
-        Return the names that were removed."""
+        """Remove what dead saves left, and restore a checkpoint that one of them was to replace. Return the
+        names that were removed."""
         gone = []
         for path in self._children("."):
             match = _HIDDEN.fullmatch(path.name)
@@ -225,7 +225,7 @@ class CheckpointFolder:
         return NewFolder(path, self.path / tag, self.path / f"{_OLD}{tag}@{key}", lock)
 
     def require_free(self, tag: str) -> None:
-        """Raise unless a checkpoint can have the tag without anything else being lost."""
+        """Raise if a checkpoint with this tag would replace anything but a checkpoint."""
         home = self.path / tag
         if not os.path.lexists(home):
             return
@@ -238,7 +238,7 @@ class CheckpointFolder:
             raise CheckpointError(short(home), must, got=got, do="Choose another tag, or move it away.")
 
     def publish(self, new: NewFolder, latest: bool = True) -> Path:
-        """Rename what was written to its tag and, with `latest`, make it the newest."""
+        """Rename a new folder to its tag and, with `latest`, make it the newest."""
         self.require_free(new.home.name)
         path, draft = self.path / LATEST, self.path / f"{_WRITING}{LATEST}"
         if latest and kind_at(path) == "folder":
@@ -256,8 +256,8 @@ class CheckpointFolder:
         return new.home
 
     def prune(self, keep: int) -> list[str]:
-        """Remove all but the newest `keep` checkpoints with an automatic tag. The newest of all stays, and so
-        does a folder that is no whole checkpoint."""
+        """Remove all but the newest `keep` checkpoints with an automatic tag. The checkpoint that `latest`
+        names stays, and so does a folder that is not a whole checkpoint."""
         latest = self.latest()
         tags = [tag for tag in self.tags() if _AUTOMATIC.fullmatch(tag) and _is_checkpoint(self.path / tag)]
         gone = [tag for tag in tags[:-keep] if tag != latest]
@@ -273,11 +273,9 @@ class CheckpointFolder:
         return is_folder(self.path, "must be a folder of checkpoints")
 
     def _children(self, hidden: str = "") -> list[Path]:
-        """List the folder: what is not hidden, or hidden names with a prefix."""
+        """List the visible names of the folder, or the hidden ones with a prefix."""
         children = list_folder(self.path) if self._is_there() else []
-        if hidden:
-            return [path for path in children if path.name.startswith(hidden)]
-        return [path for path in children if not path.name.startswith(".")]
+        return [path for path in children if path.name.startswith(hidden or ".") == bool(hidden)]
 
 
 def _is_own_folder(path: Path) -> bool:

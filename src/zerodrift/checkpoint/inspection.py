@@ -1,6 +1,6 @@
-"""Show what is in a checkpoint, a folder of them or safetensors files, without torch.
+"""Show the contents of a checkpoint, a folder of checkpoints, or safetensors files, without torch.
 
-Invariant: a checkpoint that is called complete is one that a load would accept, as far as it was verified.
+Invariant: a load accepts every checkpoint that is called complete, as far as it was verified.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zerodrift.record import encode
 from zerodrift.report import WIDTH, figures, grid, pairs, render, section, title
 
 Row = dict[str, Any]
-"""Tensors of one kind and dtype, or parameters whose names differ only in numbers, as JSON has them."""
+"""Tensors of one kind and dtype, or parameters whose names differ only in numbers, as a row of the JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class FolderInspection:
 
 @dataclass(frozen=True, slots=True)
 class WeightsInspection:
-    """Safetensors files, which hold weights and nothing of a run."""
+    """Safetensors files, which hold weights alone."""
 
     path: str
     files: int
@@ -83,7 +83,7 @@ Inspected = Inspection | FolderInspection | WeightsInspection
 
 
 def inspect(path: str | Path, *, verify: bool = False) -> Inspected:
-    """Inspect a checkpoint, a folder of them, or safetensors files, which have no checksums to verify."""
+    """Inspect a checkpoint, a folder of checkpoints, or safetensors files, which have no checksums."""
     place = Path(path)
     if kind_at(place) == "folder" and (place / MANIFEST).is_file():
         return _inspect_one(place, verify)

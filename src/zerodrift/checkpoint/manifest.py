@@ -1,9 +1,9 @@
 """The small files of a checkpoint: its manifest, its table of parameters, and each rank's description.
 
-The manifest is the last file of a save. It holds only the sum of the descriptions' checksums, so it has the
-same size on any number of ranks. Nothing here needs torch.
+The manifest is the last file of a save. Of the descriptions it holds only the sum of their checksums, so its
+size does not depend on the number of ranks. Nothing here needs torch.
 
-Invariant: what is read here is what was written, bit for bit.
+Invariant: a file that is read has every bit that was written, or an error is raised.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHARED = "shared.pt"
 REMEDY = "Load an older checkpoint, or restore the file from a copy."
 
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors of files that are damaged, or that another version wrote."""
+"""Errors that parsing raises for damaged files, or files of another version."""
 
 Sums = np.ndarray
 """`[5]`, int64: checksums of descriptions, added as four numbers modulo 2^64, and bytes."""
@@ -96,7 +96,7 @@ class Description:
 @dataclass(frozen=True, slots=True)
 class RankFiles:
     save: str
-    """The name of the save, repeated in each description: files of two saves cannot be mixed."""
+    """The name of the save. Each description repeats it, so files of two saves cannot be mixed."""
     ranks: int
     bytes: int
     seal: str
@@ -107,7 +107,7 @@ class Manifest:
     """The head of a checkpoint."""
 
     run: str
-    """Drawn at a run's first save and kept when it resumes: two runs cannot mix their checkpoints."""
+    """Name of the run, kept when it resumes, so that two runs do not mix their checkpoints."""
     tag: str
     step: int
     skipped: int
@@ -120,7 +120,7 @@ class Manifest:
     digest: str
     """The plan's digest; empty after a conversion."""
     optimizer: str
-    """The meaning of the moments, such as `AdamW`; empty without an optimizer."""
+    """Kind of the optimizer, which gives moments their meaning; empty without an optimizer."""
     schedule: str
     loss_scale: float
     lr: tuple[float, ...]
@@ -130,7 +130,7 @@ class Manifest:
     parameters: int
     elements: int
     files: tuple[File, ...] = ()
-    """All files but this one and those of the ranks."""
+    """All files except the manifest and the files of ranks."""
     digests: tuple[tuple[str, str], ...] = field(default=(), metadata={"omitted": True})
     """Digests of the saved values; empty after a conversion."""
     of_ranks: RankFiles = RankFiles("", 0, 0, "")
@@ -241,7 +241,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(path, f"must be a checkpoint of format {FORMAT}", got=repr(version), do=do)
         # The whole text is compared: the checksum of the parsed document would miss a flipped bit in a blank.
         if text != _manifest_text(head):
-            raise ValueError("another text than its checksum is of")
+            raise ValueError("a text that does not have its checksum")
         return decode(Manifest, head)
 
     return _read(folder, MANIFEST, "must be the manifest that was written", parse)
@@ -258,7 +258,7 @@ def _entry(names: list[str], shape: list[int], dtype: str, group: int, moments: 
     if not names or not all(isinstance(text, str) for text in (dtype, *names, *moments)):
         raise ValueError("a row without names")
     if not all(type(number) is int and number >= 0 for number in (group + 1, *shape)):
-        raise ValueError("a row with a shape that is none")
+        raise ValueError("a row whose shape or group is not made of whole numbers")
     return SavedParameter(tuple(names), tuple(shape), DType(dtype).value, group, tuple(moments))
 
 
@@ -276,7 +276,7 @@ def read_description(folder: Path, files: RankFiles, rank: int) -> tuple[Descrip
     def parse(text: str) -> tuple[Description, Sums]:
         value = text.partition('"description": ')[2][:-2]
         if text != _description_text(value):
-            raise ValueError("another text than its checksum is of")
+            raise ValueError("a text that does not have its checksum")
         head = json.loads(value)
         tensors, state = (File(str(f["name"]), int(f["bytes"]), str(f["sha256"])) for f in head["files"])
         chunks = tuple(_chunk(tensors.name, *row) for row in head["chunks"])
@@ -294,12 +294,12 @@ def read_description(folder: Path, files: RankFiles, rank: int) -> tuple[Descrip
 def _chunk(file: str, key: str, numel: int, start: int, count: int, dtype: str, *place: int) -> Chunk:
     offset, length = place
     if not all(type(number) is int and number >= 0 for number in (numel, start, count, offset, length)):
-        raise ValueError("a run of elements that is none")
+        raise ValueError("a chunk whose place is not made of whole numbers")
     return Chunk(str(key), numel, start, count, str(dtype), file, offset, length)
 
 
 def damage(folder: Path, files: Sequence[File], *, content: bool = True) -> list[Problem]:
-    """Find files that are missing, of another size, or with `content` of other bits."""
+    """Find files that are missing or have another size and, with `content`, another checksum."""
     problems = []
 
     def add(path: Path, must: str, got: str) -> None:
@@ -325,7 +325,7 @@ def damage(folder: Path, files: Sequence[File], *, content: bool = True) -> list
 def damage_seen(
     folder: Path, manifest: Manifest, *, content: bool = True, rank: int = 0, ranks: int = 1
 ) -> tuple[list[Problem], Sums]:
-    """Check the share of the files that falls to one of `ranks` readers. The sums go to `other_files`."""
+    """Check one reader's share of the files, and return the sums that `other_files` compares."""
     problems, sums = damage(folder, manifest.files[rank::ranks], content=content), NO_SUMS
     for number in range(rank, manifest.of_ranks.ranks, ranks):
         try:
@@ -339,7 +339,7 @@ def damage_seen(
 
 
 def other_files(folder: Path, manifest: Manifest, sums: Sums) -> list[Problem]:
-    """Compare the descriptions of all ranks together with the manifest."""
+    """Compare the summed checksums of all descriptions with the manifest."""
     files = manifest.of_ranks
     if rank_files(files.save, files.ranks, sums) == files:
         return []
@@ -348,7 +348,7 @@ def other_files(folder: Path, manifest: Manifest, sums: Sums) -> list[Problem]:
 
 
 def all_damage(folder: Path, manifest: Manifest, *, content: bool = True) -> list[Problem]:
-    """Find all damage in one process."""
+    """Check all files in one process."""
     problems, sums = damage_seen(folder, manifest, content=content)
     return problems or other_files(folder, manifest, sums)
 

@@ -1,6 +1,6 @@
-"""One save on all ranks: begun together, written by each alone, and published together.
+"""One save on all ranks: they begin together, write their own files, and publish together.
 
-Between its two collective ends a rank only writes its own files, so that part may run in a thread.
+Only beginning and publishing are collective, so a rank may write its files in a thread.
 
 Invariant: a tag appears in the folder if and only if every rank has written all of its files to the disk.
 """
@@ -31,7 +31,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Head:
     manifest: Manifest
-    """Its list of files is filled in when they are written."""
+    """The manifest, without its list of files."""
     entries: tuple[SavedParameter, ...]
     plan: dict[str, Any] | None
     shared: bytes
@@ -42,29 +42,16 @@ def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
     with raise_on_all_ranks(comm):
         try:
             return work()
+        except ZerodriftError as error:
+            raise CheckpointError.joined([error]) from error
         except Exception as error:
-            raise _as_checkpoint_error(error) from error
+            raise CheckpointError("checkpoint", "must be read and written", got=said(error)) from error
 
 
 def on_rank_0(comm: Collectives, work: Callable[[], T]) -> T:
     """Do work on rank 0 and return its result on every rank; if it fails, all ranks raise its error."""
-    made: Any = None
-    if comm.mesh.rank() == 0:
-        try:
-            made = work()
-        except Exception as error:
-            made = _as_checkpoint_error(error)
-    sent: Any = comm.broadcast_object(made, 0)
-    if isinstance(sent, CheckpointError):
-        raise sent
-    result: T = sent
-    return result
-
-
-def _as_checkpoint_error(error: Exception) -> CheckpointError:
-    if isinstance(error, ZerodriftError):
-        return CheckpointError.joined([error])
-    return CheckpointError("checkpoint", "must be read and written", got=said(error))
+    made = everywhere(comm, work if comm.mesh.rank() == 0 else lambda: None)
+    return comm.broadcast_object(made, 0)
 
 
 def over_ranks(comm: Collectives, numbers: np.ndarray) -> np.ndarray:
@@ -108,8 +95,8 @@ class Save:
     def __init__(
         self, comm: Collectives, folder: CheckpointFolder, run: str | None, head: Head | None, latest: bool
     ) -> None:
-        """Create the folder on rank 0, which has the `head`, or raise on all ranks. Without `run` any run's
-        checkpoints may be there; without `latest` the file of that name stays as it is."""
+        """Create the folder on rank 0, which has the `head`, or raise on all ranks. With `run` the folder may
+        hold no other run's checkpoints. Without `latest` the file of that name stays as it is."""
         self._comm, self._folder, self._head, self._latest = comm, folder, head, latest
         self._rank = comm.mesh.rank()
         self._new: NewFolder | None = None
@@ -227,6 +214,5 @@ def _refused(error: Exception, where: Path) -> ZerodriftError:
     refused = refusal(error)
     if refused is None:
         return CheckpointError(where, "must be written", got=said(error))
-    no = unwritable(where, refused)
-    do = f"{no.do} The checkpoints that were there are whole."
-    return CheckpointError(no.where, no.must, got=no.got, do=do)
+    of = unwritable(where, refused)
+    return CheckpointError(of.where, of.must, got=of.got, do=f"{of.do} Earlier checkpoints are whole.")

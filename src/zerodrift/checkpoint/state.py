@@ -1,7 +1,7 @@
-"""Collect and restore everything of a run that is not a weight or a moment.
+"""Collect and restore the state of a run except weights and moments.
 
-Rank 0 saves what is equal on every rank, each rank its own random numbers, client state and differing
-buffers. Files are read with `weights_only`, extended by classes that only hold data.
+Rank 0 saves the state that is equal on every rank. Each rank saves its own random numbers, client state and
+differing buffers. Files are read with `weights_only`, extended by classes that only hold data.
 """
 
 from __future__ import annotations
@@ -45,33 +45,20 @@ def load(stream: IO[bytes]) -> dict[str, Any]:
     return state
 
 
-def packed(state: Mapping[str, Any], what: str) -> bytes:
-    """Pack a state, and verify that it can be unpacked; `what` names it in the error."""
-    out, error = _try_to_pack(dict(state))
-    if error is not None:
-        path, value = _find_unpackable(state, "")
-        must = "must be made of numbers, strings, tensors, arrays, paths, dates, lists and dicts, to be saved"
-        got = f"a {type(value).__name__} at {path}" if path else said(error)
-        raise UnsupportedError(what, must, got=got) from error
-    return out
-
-
-def _try_to_pack(value: Any) -> tuple[bytes, Exception | None]:
+def packed(state: Any, what: str, path: str = "") -> bytes:
+    """Pack a state, and verify that it can be unpacked. The error names `what` and, as deep as dicts go, the
+    item that cannot be packed."""
     out = io.BytesIO()
     try:
-        torch.save(value, out)
+        torch.save(state, out)
         load(io.BytesIO(out.getvalue()))
+        return out.getvalue()
     except Exception as error:
-        return b"", error
-    return out.getvalue(), None
-
-
-def _find_unpackable(value: Any, path: str) -> tuple[str, Any]:
-    """Return the item that cannot be packed, as deep as dicts go."""
-    for key, item in value.items() if isinstance(value, Mapping) else ():
-        if _try_to_pack(item)[1] is not None:
-            return _find_unpackable(item, f"{path}[{key!r}]")
-    return path, value
+        for key, item in state.items() if isinstance(state, Mapping) else ():
+            packed(item, what, f"{path}[{key!r}]")
+        must = "must be made of numbers, strings, tensors, arrays, paths, dates, lists and dicts, to be saved"
+        got = f"a {type(state).__name__} at {path}" if path else said(error)
+        raise UnsupportedError(what, must, got=got) from error
 
 
 def read_state(folder: Path, name: str) -> dict[str, Any]:
@@ -125,15 +112,36 @@ def _param_groups(engine: Engine) -> list[dict[str, Any]]:
     return [] if engine.optimizer is None else engine.optimizer.param_groups
 
 
-def put_counts(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Restore the step counters and the seed; a converted checkpoint has no seed."""
-    engine.progress.global_steps = int(state["global_steps"])
-    engine.progress.skipped_steps = int(state["skipped_steps"])
-    engine.seed = int(state.get("seed", engine.seed))
+def put(
+    engine: Engine, shared: Mapping[str, Any], own: Mapping[str, Any] | None, without: Collection[str] = ()
+) -> None:
+    """Restore everything but weights, moments and random numbers, and except the subjects in `without`."""
+    own = own or {"buffers": {}, "modules": {}}
+    if "buffers" not in without:
+        _put_buffers(engine.module, shared["buffers"] | own["buffers"])
+    if "counts" not in without:
+        engine.progress.global_steps = int(shared["global_steps"])
+        engine.progress.skipped_steps = int(shared["skipped_steps"])
+        engine.seed = int(shared.get("seed", engine.seed))  # a converted checkpoint has none
+    if "loss_scale" not in without:
+        put_scale(engine, shared["scaler"])
+    if "schedule" not in without:  # before the groups, whose learning rates a schedule sets
+        _put_schedule(engine, shared["schedule"])
+    if "groups" not in without:
+        put_groups(engine, shared["groups"])
+    for name, module in _stateful(engine.module) if "modules" not in without else ():
+        if name in own["modules"]:
+            module.set_extra_state(own["modules"][name])
 
 
-def put_schedule(engine: Engine, state: Any) -> None:
-    """Restore the schedule. It sets the groups' learning rates, so call it before `put_groups`."""
+@torch.no_grad()
+def _put_buffers(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        if name in saved and saved[name].shape == buffer.shape:
+            buffer.copy_(saved[name])
+
+
+def _put_schedule(engine: Engine, state: Any) -> None:
     if engine.schedule is None or state is None:
         return
     try:
@@ -155,26 +163,8 @@ def put_groups(engine: Engine, saved: Sequence[Mapping[str, Any]]) -> None:
             group.update(options)
 
 
-def put(
-    engine: Engine, shared: Mapping[str, Any], own: Mapping[str, Any] | None, without: Collection[str] = ()
-) -> None:
-    """Restore everything but weights, moments and random numbers. What `without` names stays as it is."""
-    if "buffers" not in without:
-        put_buffers(engine.module, shared["buffers"] | ({} if own is None else own["buffers"]))
-    if "counts" not in without:
-        put_counts(engine, shared)
-    if "loss_scale" not in without:
-        put_scale(engine, shared["scaler"])
-    if "schedule" not in without:
-        put_schedule(engine, shared["schedule"])
-    if "groups" not in without:
-        put_groups(engine, shared["groups"])
-    if "modules" not in without and own is not None:
-        put_modules(engine.module, own["modules"])
-
-
 def copied(engine: Engine) -> Callable[[], None]:
-    """Copy a run's state, weights, moments and random numbers apart. The result undoes a load that failed."""
+    """Copy the state that `put` replaces. The result undoes a load that failed."""
     buffers = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers()}
     modules = {name: module.get_extra_state() for name, module in _stateful(engine.module)}
     before = {**copy.deepcopy(_progress(engine)), "scaler": engine.scaler.state_dict(), "buffers": buffers}
@@ -213,36 +203,31 @@ def random_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def put_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    python, plain, words, cuda = _generators(state)
-    random.setstate(python)
-    np.random.set_state(plain)
-    torch.set_rng_state(words)
-    if cuda is not None and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(cuda, device)
+def put_random_state(state: Mapping[str, Any], device: torch.device, trial: bool = False) -> None:
+    """Set the generators of this process; in a `trial` generators of their own, which shows that it works."""
+    version, words, gauss = state["python"]
+    kind, keys, *rest = state["numpy"]
+    python, numpy = (random.Random(), np.random.RandomState()) if trial else (random, np.random)
+    python.setstate((version, tuple(words), gauss))
+    numpy.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    (torch.Generator() if trial else torch.default_generator).set_state(state["torch"])
+    if state["cuda"] is None or device.type == "cpu":
+        return
+    if trial:
+        torch.Generator(device).set_state(state["cuda"])
+    else:
+        torch.get_device_module(device).set_rng_state(state["cuda"], device)
 
 
 def check_random_state(state: Mapping[str, Any], device: torch.device) -> CheckpointDifference | None:
-    """Raise unless the state can be restored, by trying it on generators of its own. Return a difference if
-    one of the run that saved and this run draws on a GPU, and the other on a CPU."""
-    python, plain, words, cuda = _generators(state)
-    random.Random().setstate(python)
-    np.random.RandomState().set_state(plain)
-    torch.Generator().set_state(words)
-    was_on_cpu, is_on_cpu = cuda is None, device.type == "cpu"
-    if was_on_cpu != is_on_cpu:
-        saved, now = (f"of a {'CPU' if on_cpu else 'GPU'}" for on_cpu in (was_on_cpu, is_on_cpu))
-        return CheckpointDifference("random numbers", saved, now, "what a model draws differs from here on")
-    if cuda is not None:
-        torch.Generator(device).set_state(cuda)
-    return None
-
-
-def _generators(state: Mapping[str, Any]) -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:
-    version, words, gauss = state["python"]
-    kind, keys, *rest = state["numpy"]
-    plain = (kind, keys.numpy().astype(np.uint32), *rest)
-    return (version, tuple(words), gauss), plain, state["torch"], state["cuda"]
+    """Raise unless the state can be restored. Return a difference if the saved run drew random numbers on a
+    GPU and this one does on a CPU, or the other way round."""
+    put_random_state(state, device, trial=True)
+    was_on_cpu, is_on_cpu = state["cuda"] is None, device.type == "cpu"
+    if was_on_cpu == is_on_cpu:
+        return None
+    saved, now = (f"of a {'CPU' if on_cpu else 'GPU'}" for on_cpu in (was_on_cpu, is_on_cpu))
+    return CheckpointDifference("random numbers", saved, now, "what a model draws differs from here on")
 
 
 def _stateful(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -251,41 +236,26 @@ def _stateful(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, m) for name, m in model.named_modules() if type(m).get_extra_state is not plain]
 
 
-def put_modules(model: nn.Module, states: Mapping[str, Any]) -> None:
-    for name, module in _stateful(model):
-        if name in states:
-            module.set_extra_state(states[name])
-
-
 def bits_digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest() if flat.numel() else ""
 
 
-@torch.no_grad()
-def put_buffers(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    for name, buffer in model.named_buffers():
-        if name in saved and saved[name].shape == buffer.shape:
-            buffer.copy_(saved[name])
-
-
 def fingerprint(state: Any) -> str:
-    """Return a digest that is equal for equal client states, tensors included."""
+    """Return a digest that is equal for equal client states, tensors and arrays included."""
     digest = hashlib.sha256()
 
     def take(value: Any) -> None:
-        digest.update(type(value).__name__.encode())
         if isinstance(value, torch.Tensor):
-            digest.update(f"{value.dtype} {tuple(value.shape)} {bits_digest(value)}".encode())
-        elif isinstance(value, dict):
-            for pair in value.items():
-                take(pair[0])
-                take(pair[1])
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                take(item)
+            text = f"{value.dtype} {tuple(value.shape)} {bits_digest(value)}"
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:  # its repr leaves values out
+            text = f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
         else:
-            digest.update(f"{value!r};".encode())
+            text = str(len(value)) if isinstance(value, (dict, list, tuple)) else repr(value)
+        digest.update(f"{type(value).__name__} {text};".encode())
+        if isinstance(value, (dict, list, tuple)):
+            for item in value.items() if isinstance(value, dict) else value:
+                take(item)
 
     take(state)
     return digest.hexdigest()

@@ -1,11 +1,12 @@
 """Write and read flat pieces of parameters in files of `torch.distributed.checkpoint` (DCP).
 
 A weight and each moment is one DCP tensor of one dimension, `weights.<name>` and `moments.<key>.<name>`, cut
-into chunks. One in a narrow format is the bytes of its blocks, each the codes and then the scale. DCP's own
-writer would keep all tensors of a file until it is closed (torch 2.13), so the same bytes are written here,
-one chunk at a time. A reader opens the descriptions of the ranks that wrote its elements.
+into chunks. A weight in a narrow format is saved as the bytes of its blocks, each its codes and then its
+scale. DCP's own writer would keep all tensors of a file until it is closed (torch 2.13), so the same bytes
+are written here, one chunk at a time. A reader opens the descriptions of the ranks that wrote its elements.
 
-Invariant: neither direction holds more than one chunk, and each element is read from exactly one.
+Invariant: neither direction holds more than one chunk and its serialized bytes, and each element is read from
+exactly one chunk.
 
 [Note: DCP] `_StorageInfo`, in `write_index`, is private in torch. Tested on torch 2.13 to 2.15.
 """
@@ -24,7 +25,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, cast
 
 import torch
 
@@ -38,7 +38,7 @@ from zerodrift.plan import Plan, Row, rank_of
 CHUNK = 8 << 20
 INDEX = ".metadata"
 FEW = 64
-"""Ranks up to which a save writes DCP's index, which takes 30 us and 2.6 KB per chunk on one rank."""
+"""Most ranks for which a save writes DCP's index, which costs rank 0 30 us and 2.6 KB per chunk."""
 OTHER = "Load another checkpoint."
 
 weight_key = "weights.{}".format
@@ -61,37 +61,23 @@ class Item:
 
 
 def write_items(path: Path, items: Iterable[Item]) -> tuple[manifest.File, list[manifest.Chunk]]:
-    chunks = []
-    with path.open("wb") as raw:
-        stream = _HashingStream(raw)
+    chunks, start, sha256 = [], 0, hashlib.sha256()
+    with path.open("wb") as stream:
         for item in items:
             for low in range(0, item.values.numel(), CHUNK):
                 values = item.values[low : low + CHUNK].detach().cpu()
                 if values.untyped_storage().nbytes() != values.nbytes:
                     values = values.clone()  # torch.save writes the whole storage
-                start, dtype = stream.count, str(values.dtype).removeprefix("torch.")
-                torch.save(values, cast(IO[bytes], stream))
+                saved, dtype = io.BytesIO(), str(values.dtype).removeprefix("torch.")
+                torch.save(values, saved)
+                length = stream.write(saved.getbuffer())
+                sha256.update(saved.getbuffer())
                 run = (item.key, item.numel, item.start + low, values.numel(), dtype)
-                chunks.append(manifest.Chunk(*run, path.name, start, stream.count - start))
-        raw.flush()
-        os.fsync(raw.fileno())
-    return manifest.File(path.name, stream.count, stream.sha256.hexdigest()), chunks
-
-
-class _HashingStream(io.RawIOBase):
-    """A stream that counts and hashes what passes through it."""
-
-    def __init__(self, raw: Any) -> None:
-        super().__init__()
-        self._raw, self.sha256 = raw, hashlib.sha256()
-        self.count = 0
-
-    def write(self, data: Any) -> int:
-        self._raw.write(data)
-        self.sha256.update(data)
-        size = memoryview(data).nbytes
-        self.count += size
-        return size
+                chunks.append(manifest.Chunk(*run, path.name, start, length))
+                start += length
+        stream.flush()
+        os.fsync(stream.fileno())
+    return manifest.File(path.name, start, sha256.hexdigest()), chunks
 
 
 def write_index(folder: Path, chunks: Iterable[manifest.Chunk]) -> manifest.File:
@@ -132,7 +118,8 @@ def holders(plan: Plan, name: str, start: int, stop: int) -> Iterator[int]:
 
 
 def _dtensor_ranks(plan: Plan, row: Row, start: int, stop: int) -> Iterator[int]:
-    """`fully_shard` cuts the first dimension; any replica of the rank may have written a part."""
+    """Yield the ranks for FSDP2: `fully_shard` cuts the first dimension, and each replica of a shard may have
+    written a part of it."""
     mesh = plan.mesh
     size = max(1, -(-row.shape[0] // mesh.shard) * math.prod(row.shape[1:]))
     for index in _places(start, stop, size, mesh.shard):
@@ -140,7 +127,8 @@ def _dtensor_ranks(plan: Plan, row: Row, start: int, stop: int) -> Iterator[int]
 
 
 def _segment_ranks(plan: Plan, row: Row, start: int, stop: int) -> Iterator[int]:
-    """Slices of a segment follow each other, and replicas of a slice divide it into whole blocks."""
+    """Yield the ranks for flat segments, which are cut into equal slices. The replicas of a slice divide it
+    into whole blocks."""
     mesh, segment = plan.mesh, plan.segments[row.segment]
     slices, update = plan.slices(segment), segment.columns.update
     is_sliced = bool(segment.columns.storage.axis if update is None else update.axis)
@@ -177,7 +165,7 @@ class CheckpointReader:
         """Rank -> key -> chunks, for the descriptions that were opened."""
 
     def check(self, entry: manifest.SavedParameter, start: int = 0, stop: int | None = None) -> None:
-        """Raise unless a run of elements of a parameter and of its moments is there."""
+        """Raise unless the files hold a run of elements of a parameter and of its moments."""
         numel, form = math.prod(entry.shape), DType(entry.dtype).format
         stop = numel if stop is None else stop
         runs = [(moment_key(key, entry.name), start, stop, numel) for key in entry.moments]
@@ -214,7 +202,7 @@ class CheckpointReader:
             into.copy_(run.values()[before : before + into.numel()])
 
     def read_packed(self, entry: manifest.SavedParameter, start: int, numel: int) -> PackedRun:
-        """Return the blocks of a narrow format that hold so many elements; the first one begins a block."""
+        """Return the blocks that hold `numel` elements of a narrow format; `start` must begin a block."""
         dtype = DType(entry.dtype)
         form = narrow.form_of(dtype)
         low, high = _records(form, start, start + numel)
@@ -228,11 +216,11 @@ class CheckpointReader:
         """Return the chunks with elements `[start, stop)` of a tensor, in order."""
         if start >= stop:
             return ()
-        chunks = self._select(self._ranks(key, start, stop), key, start, stop)
-        if not _is_whole(chunks, start, stop):
-            chunks = self._select(range(self._files.ranks), key, start, stop)
-        if _is_whole(chunks, start, stop):
-            return chunks
+        chunks: list[manifest.Chunk] = []
+        for ranks in (self._likely_ranks(key, start, stop), range(self._files.ranks)):
+            chunks = self._select(ranks, key, start, stop)
+            if _is_whole(chunks, start, stop):
+                return chunks
         must = f"must hold each element of {short(repr(key))} once"
         got = "gaps or overlaps" if chunks else "no such tensor"
         raise CheckpointError(short(self._folder), must, got=got, do=OTHER)
@@ -242,8 +230,8 @@ class CheckpointReader:
         chunks = [chunk for chunk in chunks if chunk.start < stop and start < chunk.start + chunk.count]
         return sorted(chunks, key=lambda chunk: chunk.start)
 
-    def _ranks(self, key: str, start: int, stop: int) -> Iterable[int]:
-        """Return the ranks whose descriptions are opened first."""
+    def _likely_ranks(self, key: str, start: int, stop: int) -> Iterable[int]:
+        """Return the ranks that wrote these elements, if the plan of the save is known."""
         if self.plan is None:
             return ()
         kind, _, name = key.partition(".")

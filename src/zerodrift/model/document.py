@@ -1,4 +1,4 @@
-"""Read JSON objects, or report where the mistake is: configs, indexes, headers of safetensors files.
+"""Read JSON objects (configs, indexes, headers of safetensors files), or report where the mistake is.
 
 Only the header of a safetensors file is read, never a tensor. Every offset is checked against the file's
 size, so later readers can trust it. `model/safetensors.py` chooses the files of a checkpoint.
@@ -23,7 +23,7 @@ from zerodrift.errors import Problems, first_of
 from zerodrift.files import opened
 
 NAMES_SHOWN = 50
-"""Most names that one message lists; the others are counted."""
+"""Most names that one message lists; further names are counted."""
 
 
 def read(path: Path, problems: Problems) -> dict[str, Any] | None:
@@ -94,7 +94,7 @@ class StoredTensor:
 
 
 def read_header(path: Path, problems: Problems) -> tuple[frozenset[str], list[StoredTensor]] | None:
-    """Read the names of a file's header, refused ones too, and its tensors; None if it is unreadable."""
+    """Read all names in a file's header, and the tensors that are valid; None if it is unreadable."""
     header = _read(path, problems)
     if header is None:
         return None

@@ -1,18 +1,18 @@
-"""A context in which models are built without memory for their parameters.
+"""Build models without memory for their parameters.
 
 Modules run their own constructors, and buffers are computed as usual. A parameter moves to the meta device
 when it is registered. The operations that write parameters are recorded (see `model/recipe.py`), so that a
-parameter outside of the checkpoint can get its initial values once it has memory.
+parameter that no checkpoint holds gets its initial values once it has memory.
 
 Invariant: nothing changes outside of the context. Inside the context, parameters keep their shapes, dtypes,
 strides, ties and attributes.
 
 [Note: recording] A torch function mode receives every call on tensors. An in-place write is recorded with the
-views of its target, which are identified by their storage. Functions of `torch.nn.init` skip meta tensors, so
-the recorder notices their question for `is_meta` and records the function with its arguments. A small tensor
-that was computed and not written in place (`torch.randn(3) * 0.1`) keeps its memory and values, a large one
-has no values unless a checkpoint has them. For a tensor computed on the meta device, the computation is
-recorded, and runs when the parameter that it was written to is filled.
+views of its target, which are identified by their storage. Functions of `torch.nn.init` skip meta tensors;
+when one of them reads `is_meta`, the recorder records that function with its arguments. A small tensor that
+was computed and not written in place (`torch.randn(3) * 0.1`) keeps its memory and values; a large one has no
+values unless a checkpoint has them. A computation on the meta device is recorded, and runs when the parameter
+that it was written to is filled.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _FACTORIES = {
 }
 
 _NOT_WRITES = frozenset(("requires_grad_", "share_memory_", "detach_", "rename_", "retain_grad"))
-"""Names that end like in-place writes but are none."""
+"""Methods with the names of in-place writes that write no values."""
 
 _OPERATORS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__")
 
@@ -75,7 +75,7 @@ def empty(widen: torch.dtype | None = None) -> Iterator[None]:
 
 
 LARGE = 1 << 30
-"""Elements of a tensor that `NoLargeMemory` allocates no memory for."""
+"""Elements from which on `NoLargeMemory` allocates no memory for a tensor."""
 
 
 class NoLargeMemory(TorchFunctionMode):
@@ -137,7 +137,7 @@ class _Recorder(TorchFunctionMode):
             self._is_internal = False
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Return the parameter without memory that is registered for one with memory."""
+        """Return the parameter without memory that is registered in place of `parameter`."""
         if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided:
             return None
         before = getattr(parameter, _REPLACEMENT, None)
@@ -193,7 +193,7 @@ class _Recorder(TorchFunctionMode):
             setattr(parameter, ATTRIBUTE, recipe)
 
     def _compute(self, func: Any, out: torch.Tensor, args: Any, kwargs: Any) -> None:
-        """Record the call that computed a tensor without memory, if the call can be repeated."""
+        """Record the call that computed a tensor without memory, if the call can be replayed."""
         with self._unrecorded():
             try:
                 self._computed[id(out)] = (out, out._version, self._recorded(func, args, kwargs, None))
@@ -237,8 +237,8 @@ class _Recorder(TorchFunctionMode):
                 recipe.obstacle = f"`{getattr(func, '__name__', func)}` with {error}"
 
     def _recorded(self, func: Any, args: Any, kwargs: Any, recipe: InitRecipe | None) -> RecordedCall:
-        """Return a call that can be repeated: views of the recipe's memory are windows, tensors without
-        memory the calls that computed them, and others copies."""
+        """Return a call that can be replayed: a view of the recipe's memory becomes a window, a tensor
+        without memory the call that computed it, and any other tensor a copy."""
 
         def record(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -281,7 +281,7 @@ _NOT_WRITTEN = "values that were computed, not written in place"
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _REPLACEMENT = "_zerodrift_replacement"
-"""Attribute of a parameter that was not registered: the parameter that was."""
+"""Attribute of a parameter that holds the one that was registered in its place."""
 
 
 def _window(tensor: torch.Tensor) -> Window:
@@ -299,7 +299,7 @@ def _write_target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 @contextlib.contextmanager
 def _copies(recorder: _Recorder) -> Iterator[None]:
-    """Add deep copies of parameters, which are not registered: their module's table is copied."""
+    """Record deep copies of parameters. They are not registered, since their module's dict is copied."""
     before = nn.Parameter.__deepcopy__
 
     def deep_copy(self: nn.Parameter, memo: Any) -> nn.Parameter:
@@ -316,7 +316,7 @@ def _copies(recorder: _Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept_in_fp32() -> Iterator[None]:
-    """Keep the tensors in fp32 that models of `transformers` cast only when they are loaded.
+    """Cast the tensors to fp32 that `transformers` casts only when it loads a model.
 
     The cast follows `post_init`, which every model calls last. Tested with transformers 4.57 to 5.24.
     """

@@ -1,13 +1,13 @@
-"""Build the model of a `config.json` by `transformers`, without weights, and describe it.
+"""Build the model of a `config.json` with `transformers`, without weights, and describe it.
 
-The description is that of `from_pretrained(folder, dtype="auto")`: the config's class and dtype, and fp32 for
-the parameters that the architecture keeps in fp32. A quantized checkpoint is described unquantized, as it is
-trained; `ModelSpec.checkpoint` has the dtypes and names in the files. Imports of torch and `transformers`
-take seconds, so descriptions are kept on disk, by the config, the interpreter and the installed packages.
+The model is that of `from_pretrained(folder, dtype="auto")`: it has the config's class and dtype, and fp32
+for parameters that the architecture keeps in fp32. A quantized checkpoint is described in the dtypes of
+training; `ModelSpec.checkpoint` has the dtypes and names in the files. Importing torch and `transformers`
+takes seconds, so descriptions are cached on disk, by config, interpreter and installed packages.
 
-Invariant: nothing is downloaded, no code beside the config is run, and nothing is written to stderr. A
-description that is read equals the one that would be computed: none is used if a file that was imported for
-it has changed, nor by a process that has imported either package, since code may have altered them.
+Invariant: nothing is downloaded, no code beside the config is run, and nothing is written to stderr. A cached
+description equals the one that would be computed. It is not used if an imported file has changed since, nor
+in a process that has imported either package, since code may have altered them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
     spec = entry and read_description(entry)
     if not spec:
         was_enabled = gc.isenabled()
-        gc.disable()  # collecting takes a fifth of the time that imports of torch need
+        gc.disable()  # collection would take a fifth of the time of the imports
         try:
             spec = _described(file, document, dtype)
         finally:
@@ -143,7 +143,7 @@ def instantiate(config: PretrainedConfig, file: Path, run: Callable[..., Any] = 
 
 
 def architecture(model: object) -> str:
-    """Return the name of a model's class for its config, without the mark that `fully_shard` puts on it."""
+    """Return the name of a model's class for its config, without the prefix that `fully_shard` adds."""
     return type(model).__name__.removeprefix("FSDP")
 
 
@@ -226,7 +226,7 @@ CACHED = 32
 
 
 def entry_of(config: Mapping[str, Any], dtype: DType | None) -> Path | None:
-    """Return the file of a description, which may not exist; None for a process that must compute it."""
+    """Return the cache file of a description, which may not exist; None if this process must not use any."""
     folder = cache_folder() if _is_fresh() else None
     if folder is None:
         return None
@@ -236,7 +236,7 @@ def entry_of(config: Mapping[str, Any], dtype: DType | None) -> Path | None:
 
 
 def read_description(entry: Path) -> ModelSpec | None:
-    """Return the description of an entry, or None if there is none that holds."""
+    """Return the cached description, or None if there is none or an imported file has changed since."""
     try:
         document = json.loads(entry.read_bytes())
         if document["stamp"] != _stamp(document["files"]):
@@ -247,7 +247,7 @@ def read_description(entry: Path) -> ModelSpec | None:
 
 
 def write_description(entry: Path, spec: ModelSpec) -> None:
-    """Write a description with the files that this process has imported. A full disk is no error."""
+    """Write a description and the list of files that this process has imported. A full disk is no error."""
     files, new = _imported(), entry.with_suffix(f".{os.getpid()}.new")
     try:
         document = {"files": files, "stamp": _stamp(files), "model": encode(spec)}
@@ -278,7 +278,7 @@ def _installed() -> list[list[str]]:
 
 
 def _imported() -> list[str]:
-    """Return the source files of imported modules, without those of Python, and of torch only its layers."""
+    """Return the source files of imported modules, without Python's own and, except layers, torch's."""
     files = set()
     for name, module in list(sys.modules.items()):
         package, path = name.partition(".")[0], getattr(module, "__file__", None)

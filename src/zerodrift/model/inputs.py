@@ -50,7 +50,7 @@ def inputs_for(model: nn.Module, given: str | None = None) -> Inputs:
         must = "must return a dict of arguments, a tuple of them, or a tensor"
         raise ModelError(given, must, got=type(made).__qualname__)
     base: Any = model
-    if hasattr(model, "get_base_model"):  # adapters of peft hand on what they are called with
+    if hasattr(model, "get_base_model"):  # adapters of peft pass their arguments on
         base = base.get_base_model()
     known = _of_transformers(base) or _of_tokens(base)
     if known is None:
@@ -82,7 +82,7 @@ def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
 
 
 def _of_tokens(model: nn.Module) -> dict[str, Any] | None:
-    """Return inputs of a forward without arguments, or with `input_ids` and `labels` at most; else None."""
+    """Return inputs of a forward that needs nothing but `input_ids` and `labels`; None for any other."""
     wanted = _parameters(model)
     plain = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = {
@@ -150,7 +150,7 @@ def _of_transformers(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _labels(model: nn.Module, main: Any) -> Any:
-    """Return labels by the library's list of the model's class; None for a class in no list."""
+    """Return labels for the task that `transformers` lists the model's class under; None for no task."""
     import torch
     from transformers.models.auto import modeling_auto
 

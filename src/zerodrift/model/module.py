@@ -1,9 +1,9 @@
 """Build a module, on the meta device or with weights, and describe it.
 
-Nothing is unwrapped, tied, cast or moved. Three kinds of parameters are refused: those without a shape, those
-with a dtype that zerodrift does not have, and separate parameters that share memory. A parameter that is a
-DTensor, from a tensor-parallel plan of the user, has the shape of the local shard. All ranks must have the
-same shape, so a sharded dimension must divide evenly.
+The module itself is not changed. Parameters are refused if they have no shape, a dtype that zerodrift lacks,
+or memory that is shared with another parameter. A DTensor, from a tensor-parallel plan of the user, is
+described with the shape of its local shard, which must be the same on all ranks: a sharded dimension must
+divide evenly.
 
 Invariant: the order is that of `named_parameters`, and each Parameter object is one `ParameterSpec`. torch's
 DTensors are not imported for a model that has none.
@@ -11,6 +11,7 @@ DTensors are not imported for a model that has none.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -43,14 +44,14 @@ def on_meta(make: Callable[[], Result], where: str, must: str) -> Result:
     return attempt(build, where, must)
 
 
-def attempt(make: Callable[[], Result], where: str, must: str, todo: str = "") -> Result:
+def attempt(make: Callable[[], Result], where: str, must: str) -> Result:
     """Return the result of `make`; turn an exception into a ModelError of one line, with its cause."""
     try:
         return make()
     except ModelError:
         raise
     except (Exception, SystemExit) as error:
-        raise ModelError(where, must, got=cause(error), do=todo) from error
+        raise ModelError(where, must, got=cause(error)) from error
 
 
 def cause(error: BaseException) -> str:
@@ -68,7 +69,7 @@ class _TiedParameters:
 
 
 def from_module(module: nn.Module, source: str = "") -> ModelSpec:
-    """Describe a module; titles call the model `source`, or by its class if there is no source."""
+    """Describe a module. Titles name it `source`; without a source they name its class."""
     from torch.nn.parameter import is_lazy
 
     problems = Problems()
@@ -102,7 +103,7 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     modules = dict(module.named_modules(remove_duplicate=False))
     classes = {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in modules.items()}
     first = {id(part): path for path, part in reversed(modules.items())}
-    used = _ExpertCounts(module)
+    experts_at = functools.cache(functools.partial(_count_experts, modules))
     parameters = []
     for group in groups:
         paths = [name.rpartition(".")[0] for name in group.names]
@@ -111,7 +112,7 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
         shape = tuple(held.to_local().shape if is_dtensor(held) else held.shape)
         trained = any(parameter.requires_grad for parameter in group.parameters)
         name = group.names[0]
-        counts = used.of(name, shape)
+        counts = _used_experts(name, shape, experts_at)
         parameters.append(ParameterSpec(tuple(group.names), shape, dtypes[name], owners, trained, counts))
     return ModelSpec(
         source=source or type(module).__qualname__,
@@ -123,11 +124,11 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
 
 
 QUANTISED = {"Params4bit": "nf4", "Int8Params": "int8"}
-"""Classes of bitsandbytes' parameters -> the word of the storage that takes their place."""
+"""Classes of bitsandbytes' parameters -> the storage that replaces them here."""
 
 
 def _check_plain(tensors: Iterable[tuple[str, torch.Tensor]], problems: Problems) -> None:
-    """Refuse parameters that a library has quantised, which nobody can shard, with the key to use instead."""
+    """Refuse parameters that bitsandbytes has quantised, since they cannot be sharded."""
     found: dict[str, list[str]] = {}
     for name, tensor in tensors:
         if type(tensor).__name__ in QUANTISED:
@@ -149,38 +150,35 @@ def has_forward(module: nn.Module) -> bool:
 
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k")
-"""Attributes of modules that count the experts that a token uses. In a config `top_k` may be of sampling."""
+"""Attributes that count the experts a token uses. `top_k` of a config may belong to sampling instead."""
 
 
-class _ExpertCounts:
-    """Counts of experts that a token uses, from attributes of the nearest modules or their configs."""
+def _used_experts(
+    name: str, shape: tuple[int, ...], experts_at: Callable[[str], tuple[int, int]]
+) -> tuple[int, int]:
+    """Return (experts that a token uses, all experts) of an expert parameter; (1, 1) for any other one."""
+    before, marker, after = name.rpartition("experts.")
+    if not marker or not (before == "" or before.endswith(".")):
+        return 1, 1
+    chosen, modules = experts_at(f"{before}experts")
+    count = modules if after.partition(".")[0].isdecimal() else (*shape, 0)[0]
+    return (chosen, count) if 0 < chosen < count else (1, 1)
 
-    def __init__(self, module: nn.Module) -> None:
-        self._modules = dict(module.named_modules(remove_duplicate=False))
-        self._experts: dict[str, tuple[int, int]] = {}
-        """Path of experts -> (experts that a token uses, child modules), for thousands of parameters."""
 
-    def of(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-        before, marker, after = name.rpartition("experts.")
-        if not marker or not (before == "" or before.endswith(".")):
-            return 1, 1
-        path = f"{before}experts"
-        number = after.partition(".")[0]
-        if path not in self._experts:
-            self._experts[path] = self._chosen(path), len(list(self._modules[path].children()))
-        chosen, modules = self._experts[path]
-        count = modules if number.isdecimal() else (*shape, 0)[0]
-        return (chosen, count) if 0 < chosen < count else (1, 1)
-
-    def _chosen(self, path: str) -> int:
-        """Return the number of experts that a token uses; 0 if no module and no config has one."""
-        beside = [self._modules[path], *self._modules[path].children()]
-        places = [(module, key) for module in beside for key in _CHOSEN]
+def _count_experts(modules: Mapping[str, nn.Module], path: str) -> tuple[int, int]:
+    """Return (experts that a token uses, child modules) of a module of experts. The first number is from the
+    nearest module or config that has it; 0 if none has."""
+    children = len(list(modules[path].children()))
+    while True:
+        beside = [modules[path], *modules[path].children()]
+        places: list[tuple[Any, str]] = [(module, key) for module in beside for key in _CHOSEN]
         places += [(getattr(module, "config", None), key) for module in beside for key in _CHOSEN[:3]]
         for value in (getattr(place, key, None) for place, key in places):
             if type(value) is int:
-                return value
-        return self._chosen(path.rpartition(".")[0]) if path else 0
+                return value, children
+        if not path:
+            return 0, children
+        path = path.rpartition(".")[0]
 
 
 def _merge_declared_ties(module: nn.Module, groups: list[_TiedParameters], problems: Problems) -> None:
@@ -216,8 +214,8 @@ def _merge_declared_ties(module: nn.Module, groups: list[_TiedParameters], probl
 
 
 def _check_memory(module: nn.Module, groups: list[_TiedParameters], problems: Problems) -> None:
-    """Refuse two Parameters over one memory, which would be updated separately although they look tied, and
-    a buffer over that of a trained Parameter, which would not be updated.
+    """Refuse two Parameters over one memory, which would be updated separately although they look tied. Also
+    refuse a buffer over the memory of a trained Parameter, which would not be updated.
 
     `load_state_dict(assign=True)` makes such pairs from tied parameters. Tensor subclasses are not checked,
     since they may have no memory.

@@ -26,7 +26,7 @@ TODO = (
     "written in place, as the functions of `torch.nn.init` do."
 )
 ATTRIBUTE = "_zerodrift_recipe"
-"""Attribute of a parameter that holds its recipe, so that both live equally long."""
+"""Attribute of a parameter that holds its recipe, so that the recipe lives as long as the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class RecordedCall:
     kwargs: Mapping[str, Any]
 
     def play(self, flat: torch.Tensor, done: dict[RecordedCall, Any]) -> None:
-        """Repeat the call on the CPU; `done` holds earlier results, so that numbers are drawn once."""
+        """Replay the call on the CPU; `done` holds earlier results, so that random numbers are drawn once."""
         for each in self.calls():
             if each not in done:
                 recorded = (each.args, dict(each.kwargs))
@@ -91,7 +91,7 @@ _RANDOM = frozenset(
 
 
 def _real(value: Any, flat: torch.Tensor, done: dict[RecordedCall, Any]) -> Any:
-    """Return the argument that a recorded one stands for."""
+    """Return the tensor or device that stands for a recorded argument in a replay."""
     import torch
 
     if isinstance(value, RecordedCall):
@@ -191,7 +191,7 @@ class RecipeValues:
             self._name, self._values = name, None  # before the next one is made
             recipe = self._recipes[name]
             assert recipe is not None, f"{name} has no recipe"
-            # Rounded if the model was cast after construction, as real values would have been.
+            # A cast after construction rounds the values, as it would have rounded real ones.
             values = replay(recipe, name, self._seed).to(self._dtypes[name]).reshape(-1)
             if values.is_floating_point() and bool(values.isnan().any()):
                 must = "must be initialized as a whole by its own module"
@@ -200,7 +200,7 @@ class RecipeValues:
         out.copy_(self._values[start : start + out.numel()])
 
     def fill_packed(self, name: str, start: int, run: object, at: int, numel: int) -> bool:
-        """Return False: values that are computed are in no narrow format."""
+        """Return False, since computed values are in no narrow format."""
         return False
 
 

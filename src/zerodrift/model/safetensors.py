@@ -47,7 +47,7 @@ class NestedScales:
 
 @dataclass(frozen=True, slots=True)
 class QuantisedTensor:
-    """The codes of a tensor, and its scales in fp32 or what makes them."""
+    """The codes and scales of a tensor. With `nested`, the scales are codes themselves."""
 
     codes: StoredTensor
     scales: StoredTensor
@@ -57,14 +57,14 @@ class QuantisedTensor:
 
     @property
     def dtype(self) -> DType:
-        """The narrow format that the tensor is in; fp32 if it has no name here."""
+        """The narrow format of the tensor; fp32 for a format without a name here."""
         own = self.form.element, self.form.block
         known = {(form.element, form.block): d for d, form in NARROW.items() if form.scale == "fp32"}
         return known.get(own, DType.FP32)
 
     @property
     def stored(self) -> str:
-        """The element in the files, in a word."""
+        """Name of the element type in the files."""
         return "nf4" if self.form.element is Element.NF4 else str(self.codes.dtype)
 
     def describe(self) -> str:
@@ -75,9 +75,10 @@ class QuantisedTensor:
 def find_quantised(
     tensors: tuple[StoredTensor, ...], wanted: Sequence[str], problems: Problems
 ) -> tuple[tuple[StoredTensor, ...], dict[str, QuantisedTensor]]:
-    """Return the tensors as if they were decoded, without their scales, and those that are quantised by name.
+    """Return the tensors without scales, with the shapes and dtypes of decoded values, and the quantised ones
+    by name.
 
-    Scales that the model itself wants stay tensors of their own.
+    Scales in `wanted`, the names of a model, stay tensors of their own.
     """
     known, names = {tensor.name: tensor for tensor in tensors}, frozenset(wanted)
     found: dict[str, QuantisedTensor] = {}
@@ -106,7 +107,7 @@ def find_quantised(
 
 
 def _scale_of(stored: StoredTensor, known: Mapping[str, StoredTensor]) -> str:
-    """Return the name of a quantised tensor's scale, by the usual names for it; empty if there is none."""
+    """Return the name of a quantised tensor's scale, out of the usual names; empty if there is none."""
     stem = stored.name.removesuffix(".weight")
     likely = [f"{stored.name}{end}" for end in ("_scale_inv", "_scale", ".scale", "_scales")]
     likely += [f"{stem}.{end}" for end in ("weight_scale", "weight_scale_inv", "scale", "scales")]
@@ -114,7 +115,7 @@ def _scale_of(stored: StoredTensor, known: Mapping[str, StoredTensor]) -> str:
 
 
 def _scaled(tensor: StoredTensor, known: Mapping[str, StoredTensor], scale: StoredTensor) -> QuantisedTensor:
-    """Read what DeepSeek and compressed-tensors write: `weight` and one scale."""
+    """Read the format of DeepSeek and compressed-tensors: `weight` and one tensor of scales."""
     point = f"{tensor.name}_zero_point"
     if point in known:
         must = "must be stored without a zero point: its zero would not be a zero here"
@@ -152,7 +153,7 @@ _BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
 def _bitsandbytes(tensor: StoredTensor, known: Mapping[str, StoredTensor], state: str) -> QuantisedTensor:
-    """Read what bitsandbytes writes: codes, `absmax`, `quant_map` and a state in JSON, perhaps nested."""
+    """Read the format of bitsandbytes: codes, `absmax`, `quant_map` and a state in JSON, perhaps nested."""
     parts = {end: known[name] for end in _BESIDE if (name := f"{tensor.name}.{end}") in known}
     try:
         saved = json.loads(_bytes(known[state]))

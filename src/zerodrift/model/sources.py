@@ -1,10 +1,10 @@
 """Describe or build a model from any accepted form: a folder, a file, a function or a module.
 
-Files and modules have files of their own, and this one chooses. `--model X` of the command line and every
-function of the Python API that takes a model call `describe`. `build_runnable` is for code that calls the
-model. A function of the user is written `package.module:callable`, and is called without arguments.
+`--model X` of the command line and every function of the Python API that takes a model call `describe`.
+`build_runnable` is for code that calls the model. A function of the user is written
+`package.module:callable`, and is called without arguments.
 
-Invariant: a model of no accepted form is refused once, with the list of forms. `sys.path` is unchanged after
+Invariant: anything else is refused by one error that lists the accepted forms. `sys.path` is unchanged after
 a call, and an exception of the called code becomes a ModelError of one line.
 """
 
@@ -30,8 +30,6 @@ from zerodrift.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn
-
-__all__ = ["ACCEPTED", "describe", "from_factory", "from_hf", "from_module", "from_safetensors"]
 
 ACCEPTED = (
     "a folder with `config.json`, or a config file",
@@ -97,7 +95,7 @@ def _refused(where: str, got: str, todo: str = "") -> ModelError:
 def build_runnable(text: str) -> nn.Module:
     """Build the model of a config or a function in training mode, with parameters without memory.
 
-    Buffers have their values, and a model of `transformers` has the kernels that it would be trained with.
+    Buffers have values. A model of `transformers` has the attention kernels that it would be trained with.
     """
     from zerodrift.model.empty_model import NoLargeMemory, empty
 
@@ -142,7 +140,7 @@ def make(text: str, run: Callable[..., Any] = attempt) -> nn.Module:
 
 
 def call(text: str, what: str, run: Callable[..., Any] = attempt) -> Any:
-    """Return the result of the callable, which messages call `what`."""
+    """Return the result of the callable; `what` names it in messages."""
     if not is_factory(text):
         must = "must be written `package.module:callable`"
         raise ModelError(f"function of {what}", must, got=repr(text))

@@ -27,13 +27,13 @@ class ParameterSpec:
     """One parameter, once, with every name it has."""
 
     names: tuple[str, ...]
-    """Full names, the first met first; more than one for tied parameters."""
+    """Full names in the order of the model; more than one for tied parameters."""
     shape: tuple[int, ...]
     dtype: DType
     owners: tuple[OwningModule, ...]
     trained: bool = True
     used: tuple[int, int] = (1, 1)
-    """(experts that a token uses, all experts) of an expert parameter. Needed for the cost of a forward."""
+    """(experts that a token uses, all experts) of an expert parameter, for the cost of a forward."""
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class ModelSpec:
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[BufferSpec, ...] = ()
     checkpoint: tuple[tuple[str, DType], ...] = ()
-    """(name, dtype) of the tensors in the checkpoint of the weights, if there is one. Decides `export`."""
+    """(name, dtype) of the tensors in a checkpoint, if the weights come from one; the default of `export`."""
     formats: tuple[tuple[str, str], ...] = ()
     """(name, format in words) of the tensors that the checkpoint holds as codes with scales."""
     containers: frozenset[str] = frozenset()

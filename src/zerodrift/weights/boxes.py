@@ -1,4 +1,4 @@
-"""Arithmetic on offsets and strides: where the elements of one tensor lie in other tensors.
+"""Describe by offsets and strides where the elements of one tensor lie in other tensors.
 
 A parameter that is stored as it is has one `Box`; one of stacked experts has a box for each tensor in the
 files. Reading and writing use the same boxes: the target is a parameter, the source a tensor of a file.
@@ -19,12 +19,12 @@ Shape: TypeAlias = "tuple[int, ...]"
 
 
 class NotAMoveError(ValueError):
-    """An operation that does more than move elements, or moves them where strides cannot describe it."""
+    """An operation that does more than move elements, or a move that strides cannot describe."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoxAxis:
-    """A number of equal steps through the flat target and the flat source, in elements."""
+    """Equal steps through the flat target and the flat source. Steps are in elements."""
 
     size: int
     target: int
@@ -40,7 +40,7 @@ class Box:
     start: int
     origin: int
     axes: tuple[BoxAxis, ...]
-    """Largest step through the target first; each step is beyond the span of those that follow."""
+    """Largest step through the target first; each step is larger than the span of the later axes."""
 
     @property
     def numel(self) -> int:
@@ -106,12 +106,11 @@ def _cut(box: Box, start: int, stop: int) -> Iterator[Box]:
     if start <= first and last < stop:
         yield box
         return
-    # The outermost step is positive and taken at least twice, or the box would be inside or outside as a
-    # whole.
+    # A box without an axis of two steps is one element, and was inside or outside above.
     number = next(n for n, axis in enumerate(box.axes) if axis.size > 1)
     step, size = box.axes[number].target, box.axes[number].size
     span = last - first - (size - 1) * step
-    """Reach of the inner axes beyond the start of a step."""
+    """Distance from the first to the last element of one step."""
     whole_from = min(size, max(0, -(-(start - first) // step)))
     whole_to = min(size, max(whole_from, (stop - 1 - span - first) // step + 1))
     for index in range(max(0, (start - first - span + step - 1) // step), whole_from):
@@ -124,11 +123,11 @@ def _cut(box: Box, start: int, stop: int) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A shape whose elements are those of sources. Every operation returns a new one."""
+    """The sources of the elements of one tensor. Every operation returns a new layout."""
 
     shape: Shape
     parts: tuple[Box, ...]
-    """Boxes in any order; the target is the shape in row-major order."""
+    """Boxes in any order. Their target is the tensor in row-major order."""
 
     @staticmethod
     def of(number: int, shape: Shape) -> Layout:
@@ -161,7 +160,7 @@ class Layout:
         return Layout(shape, parts).permute([dims.index(other) for other in range(len(dims))])
 
     def _placed(self, strides: Sequence[int], offset: int = 0) -> tuple[Box, ...]:
-        """Return the parts in another flat target, in which each dimension has a stride of its own."""
+        """Return the parts in a flat target in which the dimensions have other strides."""
         if list(strides) == _strides(self.shape):
             return tuple(replace(box, start=box.start + offset) for box in self.parts)
         return tuple(_placed(box, self.shape, strides, offset) for box in self.parts)

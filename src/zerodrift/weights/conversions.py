@@ -1,8 +1,8 @@
-"""Run the weight conversions of `transformers` on tensors that only remember where their elements come from.
+"""Run the weight conversions of `transformers` on symbolic tensors, which record where elements come from.
 
-Some architectures hold their weights in another form than their checkpoints: experts stacked, gate and up
-joined, names changed. `transformers`' own functions run here on `SymbolicTensor`s, in both directions, so a
-slice of a parameter can be read and written alone.
+Some architectures hold their weights in another form than their checkpoints: experts are stacked, gate and up
+projections joined, names changed. `transformers`' own functions run here on `SymbolicTensor`s, in both
+directions, so that a slice of a parameter can be read or written alone.
 
 Invariant: an operation that does more than move elements is refused by name.
 """
@@ -29,8 +29,7 @@ from zerodrift.weights.writer import SavedPart, SavedTensor
 
 
 class SymbolicTensor(torch.Tensor):
-    """A tensor with a shape, a dtype and a layout. torch breaks every call down to the operations in
-    _MOVES."""
+    """A tensor with a shape, a dtype and a layout. torch decomposes calls into operations of `_MOVES`."""
 
     elements: Layout
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -128,19 +127,19 @@ _MOVES |= dict.fromkeys(("clone", "detach", "alias", "_to_copy"), _copy)
 
 @dataclass(slots=True)
 class ModelTensors:
-    """The tensors of files as the model's parameters. Sources are numbered as the tensors were given."""
+    """Layouts of the model's parameters over the tensors of files, which are numbered in the given order."""
 
     layouts: dict[str, Layout] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
     """Names in the files that the model has no place for."""
     refused: list[tuple[str, str]] = field(default_factory=list)
-    """(name in the model, reason why it cannot be put together)."""
+    """(name in the model, reason why it cannot be assembled)."""
     used: list[Any] = field(default_factory=list)
     """Conversions of `transformers` that matched a name."""
 
 
 def convert(model: nn.Module, names: Sequence[str], tensors: Sequence[StoredTensor]) -> ModelTensors:
-    """Find which tensors make which of the model's `names`, as `from_pretrained` would."""
+    """Find the tensors that each of the model's `names` is made of, as `from_pretrained` would."""
     known, result = dict.fromkeys(names, True), ModelTensors()
     loading = _loader() if hasattr(model, "base_model_prefix") and hasattr(model, "config") else None
     if loading is not None:
@@ -164,7 +163,7 @@ _PRIVATE = (
 
 
 def _loader() -> Any:
-    """Return the module of `transformers` 5 that converts weights; None for version 4, which has one form.
+    """Return the module of `transformers` 5 that converts weights; None for version 4, which converts none.
 
     Private names; tested with transformers 5.0 to 5.24.
     """
@@ -189,7 +188,7 @@ def _loader() -> Any:
 def _convert_with(
     loading: Any, model: Any, known: Mapping[str, bool], tensors: Sequence[StoredTensor], result: ModelTensors
 ) -> None:
-    """Take the steps of `transformers`' own loader, without its reading."""
+    """Take the steps of `transformers`' own loader, without reading tensors."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     transforms = get_model_conversion_mapping(model)
@@ -226,7 +225,7 @@ def _convert_with(
         except NotAMoveError as error:
             why = f"{operations} of `transformers` is not a move of elements: {error}"
             result.refused.append((name, why))
-        except Exception as error:  # its code raises anything on tensors that do not fit
+        except Exception as error:  # `transformers` raises any class for tensors that do not fit
             text = " ".join(str(error).split())[:300]
             result.refused.append((name, f"{operations} of `transformers` failed: {text}"))
     names = [tensor.name for tensor in tensors]
@@ -234,7 +233,7 @@ def _convert_with(
 
 
 def _was_used(transform: Any, names: Sequence[str]) -> bool:
-    """Return whether a conversion matched a name. Version 5.0 does not remember, and is asked again."""
+    """Return whether a conversion matched a name. Version 5.0 does not record it, so it is computed again."""
     if hasattr(transform, "was_used"):
         return bool(transform.was_used())
     return any(transform.rename_source_key(name)[1] is not None for name in names)
@@ -246,8 +245,9 @@ def _was_used(transform: Any, names: Sequence[str]) -> bool:
 def saved_form(
     model: nn.Module, shapes: Mapping[str, Shape], dtypes: Mapping[str, DType]
 ) -> tuple[SavedTensor, ...]:
-    """Return the tensors that a checkpoint of `model` holds, in the form that `from_pretrained` reads; for
-    any other module the parameters themselves.
+    """Return the tensors of a checkpoint of `model`, in the form that `from_pretrained` reads.
+
+    Only models of `transformers` have another form than their parameters.
 
     A tensor of several parameters has the widest of their dtypes.
     """
@@ -272,7 +272,7 @@ def saved_form(
         dtype = widest(kinds) if len(kinds) > 1 else (*kinds, from_torch(tensor.dtype) or DType.FP32)[0]
         saved.append(SavedTensor(name, tensor.elements.shape, dtype, parts))
     _check_complete(saved, shapes, where)
-    # `transformers` sorts or does not, depending on where the model came from.
+    # `transformers` sorts the names only of some models.
     order = {name: number for number, name in enumerate(names)}
 
     def place(tensor: SavedTensor) -> Any:
@@ -292,7 +292,7 @@ def _check_complete(saved: Sequence[SavedTensor], shapes: Mapping[str, Shape], w
             raise _refused(where, f"`{tensor.name}` is not filled")
     for name, shape in shapes.items():
         if counted[name] != math.prod(shape):
-            raise _refused(where, f"`{name}` does not leave as it is")
+            raise _refused(where, f"elements of `{name}` are lost or doubled")
 
 
 def _refused(where: str, why: str) -> UnsupportedError:

@@ -3,7 +3,7 @@
 The target is a folder of safetensors files, with `transformers`' config if the model is known, or a
 checkpoint that an engine resumes from.
 
-Invariant: fp32 weights stay fp32 or are rounded once, and a note says what was left out.
+Invariant: fp32 weights stay fp32 or are rounded once, and notes name everything that was left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
@@ -47,7 +47,7 @@ from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, size_in_byte
 
 Target = Literal["safetensors", "checkpoint"]
 ALIKE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
-"""Files beside a model's config that are copied along."""
+"""Files beside a model's config that are copied too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ConvertOptions:
     """Options of a conversion, as `zerodrift convert` takes them."""
 
     to: Target | None = None
-    """None: a checkpoint from DeepSpeed or safetensors, safetensors from ours."""
+    """None: safetensors from a zerodrift checkpoint, and a zerodrift checkpoint from anything else."""
     dtype: str | None = None
     max_shard_size: int | str = SHARD_SIZE
     overwrite: bool = False
@@ -93,8 +93,8 @@ def convert(
 ) -> ConversionResult:
     """Convert the checkpoint at `source`.
 
-    `model` is a `transformers` config or a folder with one: with it, names and layout are those of the
-    architecture's checkpoints on one side, of its module on the other.
+    `model` is a `transformers` config, or a folder with one. Safetensors files then have the names and layout
+    of the architecture's checkpoints, and checkpoints those of its module.
     """
     options = options or ConvertOptions()
     module, folder = _build_model(model, source)
@@ -248,12 +248,12 @@ def _to_safetensors(
 def _select(
     source: ConvertSource, model: nn.Module | None, dtype: DType | None
 ) -> tuple[dict[str, SavedParameter], dict[str, Shape], dict[str, DType]]:
-    """Return what is written, under which name, shape and dtype, in the order of the model."""
+    """Return the parameters to be written by name, and the shapes and dtypes of all tensors."""
     names = {saved_name(entry.names, model): entry for entry in source.entries}
     shapes: dict[str, Shape] = {name: entry.shape for name, entry in names.items()}
     dtypes, plan, modules = {}, source.plan(), {} if model is None else dict(model.named_modules())
     for name, entry in names.items():
-        # The dtype that was asked for, unless a plan pins another; by default the plan's, else the source's.
+        # A plan's pin comes first, then the requested dtype, then the plan's, then the source's.
         row = None if plan is None else plan.row(entry.name)
         held = specify(entry.names, DType(entry.dtype), entry.shape, modules)
         dtypes[name] = exported_as(dtype, held, None if row is None else row.columns)
@@ -266,7 +266,7 @@ def _select(
 
 
 def to_checkpoint(source: ConvertSource, target: Path, shown: bool = False) -> ConversionResult:
-    """Write a source as a checkpoint of ours, into a folder that holds none yet."""
+    """Write a source as a zerodrift checkpoint, into a folder that holds none yet."""
     folder, tag = checkpoint.CheckpointFolder(target), checkpoint.automatic(source.trained.step)
 
     def check() -> None:
@@ -327,10 +327,9 @@ def _write_checkpoint(source: ConvertSource, path: Path, tag: str, shown: bool) 
 
 
 def _as_fp32(entry: SavedParameter) -> SavedParameter:
-    """Return the entry as a checkpoint has it, with its weights in fp32."""
+    """Return the entry of a parameter whose weights are widened to fp32, if fp32 holds their values."""
     held = DType(entry.dtype)
-    dtype = DType.FP32 if held.is_floating and DType.FP32.holds(held) else held
-    return SavedParameter(entry.names, entry.shape, dtype.value, entry.group, entry.moments)
+    return replace(entry, dtype="fp32") if held.is_floating and DType.FP32.holds(held) else entry
 
 
 def _items(source: ConvertSource, bar: Callable[[int], None]) -> Iterator[checkpoint.Item]:

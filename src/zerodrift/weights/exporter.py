@@ -1,9 +1,9 @@
-"""Export a trained model as a folder that `transformers` and everybody else can load.
+"""Export a trained model as a folder of safetensors files that `transformers` loads.
 
-Every rank writes its own slices. Values are those of the `export` column: the bits of storage if that has the
-same dtype, otherwise the master, rounded once.
+Every rank writes its own slices. Values have the dtype of the `export` column: the bits of storage if storage
+has the same dtype, otherwise the master weights, rounded once.
 
-Invariant: the folder is whole or not there, and a pinned parameter is in it with every bit.
+Invariant: the folder appears as a whole or not at all, and pinned parameters keep every bit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def export(
     writes = engine.mesh.rank("data") == 0
     buffers = {name: buffer for name, buffer in buffers.items() if writes and name not in before}
     started: list[NewFolder] = []
-    """On rank 0 alone."""
+    """The folder, on rank 0 alone."""
 
     def start() -> Path:
         started.append(new_folder(target, overwrite))
@@ -161,14 +162,14 @@ def contents(plan: Plan, model: nn.Module, dtype: DType | None) -> tuple[dict[st
 def specify(
     names: Sequence[str], dtype: DType, shape: Shape, modules: Mapping[str, nn.Module]
 ) -> ParameterSpec:
-    """Describe a parameter by the modules of its model, by path, whose own parameters may be sharded."""
+    """Describe a parameter; `modules` are those of its model by path, whose own parameters may be sharded."""
     paths = [name.rpartition(".")[0] for name in names]
     owners = (OwningModule(path, type(modules[path]).__name__ if path in modules else "") for path in paths)
     return ParameterSpec(tuple(names), shape, dtype, tuple(owners))
 
 
 def saved_name(names: Sequence[str], model: nn.Module | None) -> str:
-    """Return the name that a tied parameter is written under: the one that `transformers` ties others to."""
+    """Return the name of a tied parameter in files: the one that `transformers` ties the others to."""
     # A dict in transformers 5, a list of patterns in 4.
     tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
     own = [name for name in names if not any(re.fullmatch(pattern, name) for pattern in tied)]
@@ -181,7 +182,7 @@ def _check_visible(path: Path, files: tuple[TensorFile, ...], rank: int) -> None
         there = path / file.name
         if not there.is_file() or there.stat().st_size != file.size:
             must = "must be a folder that every rank sees"
-            got = f"rank {rank} on {os.uname().nodename}, which does not see what rank 0 has made in it"
+            got = f"rank {rank} on {os.uname().nodename}, which does not see the files of rank 0"
             do = "Export to a file system that all machines share."
             raise CheckpointError(path.parent, must, got=got, do=do)
 
@@ -194,16 +195,14 @@ def _write(
     bar = closing(ProgressBar(title, share, engine.mesh.rank() == 0))
     with writing(path), bar as progress, SafetensorsWriter.opened(path, files, progress) as writer:
         for piece in engine.pieces():
-            masters: torch.Tensor | None = None
-            stored = piece.stored()
+            stored, masters = piece.stored(), cache(piece.weights)
             for span in piece.share:
                 name = saved_name(whole_row(engine.plan, span.row).names, engine.whole)
                 if name not in writer:
                     continue
-                flat = stored
                 columns = span.row.columns
-                if writer.dtype(name) is not columns.storage.dtype or columns.rounds_on_the_way:
-                    flat = masters = piece.weights() if masters is None else masters
+                is_stored = writer.dtype(name) is columns.storage.dtype and not columns.rounds_on_the_way
+                flat = stored if is_stored else masters()
                 writer.write(name, span.start, flat[span.place])
         for name, buffer in buffers.items():
             if name in writer:
@@ -211,10 +210,9 @@ def _write(
 
 
 def _write_matrices(engine: Engine, path: Path, layout: FolderLayout) -> None:
-    """Collect one matrix at a time on all ranks; one of them encodes and writes it.
+    """Collect one matrix at a time on all ranks; one of them encodes and writes it. Collective.
 
-    Collective. A matrix is added up as integers: every element has its bits on one rank, and zeros on the
-    others.
+    The all-reduce sums the bits of elements as integers, since one rank has the bits and the others zeros.
     """
     comm, ranks, rank = engine.comm, engine.mesh.size("world"), engine.mesh.rank("world")
     spans: dict[str, list[tuple[SegmentShard, Span]]] = {}
@@ -222,8 +220,8 @@ def _write_matrices(engine: Engine, path: Path, layout: FolderLayout) -> None:
         for span in piece.share:
             name = saved_name(whole_row(engine.plan, span.row).names, engine.whole)
             spans.setdefault(name, []).append((piece, span))
-    last: list[tuple[SegmentShard, torch.Tensor]] = []
-    """The last piece whose weights were asked for, and they."""
+    last: SegmentShard | None = None
+    masters = torch.empty(0)
     failed: list[Exception] = []
     with SafetensorsWriter.opened(path, layout.files) as writer:
         for number, matrix in enumerate(layout.matrices):
@@ -231,15 +229,15 @@ def _write_matrices(engine: Engine, path: Path, layout: FolderLayout) -> None:
             flat = torch.zeros(numel + -numel % ranks, device=engine.mesh.device)
             for name in dict.fromkeys(part.parameter for part in matrix.tensor.parts):
                 for piece, span in spans.get(name, ()):
-                    if not last or last[0][0] is not piece:
-                        last[:] = [(piece, piece.weights())]
-                    matrix.collect(flat, name, span.start, last[0][1][span.place])
+                    if piece is not last:
+                        last, masters = piece, piece.weights()
+                    matrix.collect(flat, name, span.start, masters[span.place])
             whole = comm.all_reduce_sum(flat.view(torch.int32), "world").view(torch.float32)[:numel]
             if number % ranks == rank and not failed:
                 try:
                     with writing(path):
                         matrix.write(whole, writer)
-                except (OSError, ZerodriftError) as error:  # the others go on with the next matrix
+                except (OSError, ZerodriftError) as error:  # other ranks go on with the next matrix
                     failed.append(error)
         if failed:
             raise failed[0]
@@ -247,14 +245,14 @@ def _write_matrices(engine: Engine, path: Path, layout: FolderLayout) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FolderLayout:
-    """The files of a folder, the matrices in them that are encoded, and what config.json says of them."""
+    """The files of a folder, the narrow matrices in them, and the entries of config.json about them."""
 
     files: tuple[TensorFile, ...]
     matrices: tuple[NarrowMatrix, ...]
     plain: DType
-    """The dtype of most elements that are not narrow, which a loader takes for all by default."""
+    """The dtype of most elements that are not narrow, a loader's default for all of these."""
     kept: tuple[str, ...]
-    """Linear layers and stacks that are not narrow where others are."""
+    """Linear layers and stacks that are not narrow; empty without narrow matrices."""
 
 
 def lay_out(
@@ -264,7 +262,7 @@ def lay_out(
     shard_size: int,
     names: Mapping[str, Sequence[str]],
 ) -> FolderLayout:
-    """Lay out a folder in the form that `from_pretrained` reads. `names` has all names of tied parameters."""
+    """Lay out a folder in the form that `from_pretrained` reads. `names` has all names of each parameter."""
     saved = saved_form(model, shapes, dtypes)
     counts: Counter[DType] = Counter()
     for tensor in saved:
@@ -299,7 +297,7 @@ def write_config(path: Path, layout: FolderLayout, model: Any | None) -> None:
 
 
 def whole_values(engine: Engine, rows: Sequence[Row], keep: bool = True) -> list[torch.Tensor | None]:
-    """Gather parameters with the bits of an export. Collective; ranks that do not `keep` them get None."""
+    """Gather parameters with the bits of an export. Collective. Ranks without `keep` get None for each."""
     values: dict[str, torch.Tensor] = {}
     rest: list[Row] = []
     if coded := [(row.name, row.columns.export) for row in rows if row.columns.export.format is not None]:

@@ -1,10 +1,10 @@
 """Load weights from safetensors files straight into the slices that ranks own.
 
-Ranks that share one copy of the model read each byte once between them. `initial_values` chooses the source
-of each value of a new engine: files, the model's own memory, or the initialization of its module.
+The ranks that share one copy of the model read each byte once between them. `initial_values` chooses the
+source of each value of a new engine: files, the model's own memory, or the initialization of its module.
 
-Invariant: a master has the bits of the file, storage has them rounded once, a parameter that is not in the
-files keeps every bit, and no rank holds more of the files than the reader's buffer.
+Invariant: master weights have the bits of the files, and storage has them rounded once. A parameter that is
+not in the files keeps every bit. No rank holds more of the files than the reader's buffer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from zerodrift.plan import Plan, part, whole_row
 from zerodrift.weights.boxes import Box, within
 from zerodrift.weights.matching import (
     ExpectedTensor,
-    Match,
     Strict,
     TensorPlaces,
     dtypes,
@@ -42,7 +41,7 @@ from zerodrift.weights.quantised import copy_codes, decode_quantised, has_whole_
 from zerodrift.weights.reader import ProgressBar, SafetensorsReader
 
 WINDOW = 1 << 20
-"""Number of elements compared at once if files hold a tied parameter twice."""
+"""Number of elements that are compared at a time if files hold a tied parameter twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class LoadedWeights:
     seconds: float
     """Time of the slowest rank."""
     peak: int
-    """Largest peak of resident bytes of a process so far."""
+    """Peak of resident bytes, of the rank with the highest."""
     missing: tuple[str, ...]
     """Names that kept the model's own values."""
     unexpected: tuple[str, ...]
@@ -79,26 +78,25 @@ class LoadedWeights:
 class SafetensorsWeights:
     """The tensors of one checkpoint as a source of values."""
 
-    def __init__(self, match: Match, sharing: int = 0) -> None:
-        """Show a progress bar unless `sharing`, the number of ranks that share the reading, is 0."""
-        self.match = match
-        total = sum(tensor.stop - tensor.start for tensor in match.tensors)
-        self._bar = ProgressBar(f"weights of {match.path}", total // max(1, sharing), sharing > 0)
-        self._reader = SafetensorsReader(self._bar)
-        self._begin = time.monotonic()
-
-    @staticmethod
-    def open(
+    def __init__(
+        self,
         path: str | os.PathLike[str],
         model: nn.Module,
         want: Sequence[ExpectedTensor],
         strict: Strict,
         sharing: int = 0,
-    ) -> SafetensorsWeights:
-        """Read the headers and match them with the model; no weight is read yet."""
+    ) -> None:
+        """Read the headers and match them with the model, without reading a weight.
+
+        A progress bar is shown unless `sharing`, the number of ranks that share the reading, is 0.
+        """
         where = Path(path).expanduser()
         kind_at(where)
-        return SafetensorsWeights(match(where, list_tensors(where), model, want, strict), sharing)
+        self.match = match(where, list_tensors(where), model, want, strict)
+        total = sum(tensor.stop - tensor.start for tensor in self.match.tensors)
+        self._bar = ProgressBar(f"weights of {where}", total // max(1, sharing), sharing > 0)
+        self._reader = SafetensorsReader(self._bar)
+        self._begin = time.monotonic()
 
     def holds(self, name: str) -> bool:
         return name in self.match.filled
@@ -157,7 +155,7 @@ class SafetensorsWeights:
     def finish(self, model: nn.Module, comm: Collectives) -> LoadedWeights:
         """Close the files, and sum up what all ranks read."""
         self.close()
-        if hasattr(model, "base_model_prefix"):  # as `from_pretrained` does, to save in the same form
+        if hasattr(model, "base_model_prefix"):  # `from_pretrained` sets it too, to save in the same form
             model._weight_conversions = self.match.conversions  # type: ignore[assignment]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         mine = (self._reader.count, time.monotonic() - self._begin, peak)
@@ -183,7 +181,7 @@ def open_weights(
     comm: Collectives,
     shown: bool = False,
 ) -> tuple[ModelSpec, SafetensorsWeights | None]:
-    """Describe the model with the dtypes of its files, and read their headers; `shown` is for a progress bar.
+    """Describe the model with the dtypes of its files, and open these. `shown` adds a progress bar.
     Collective."""
     with raise_on_all_ranks(comm):
         spec = describe(model)
@@ -195,17 +193,16 @@ def open_weights(
             raise ModelError("weights", must, got=got, do=do)
         want = expected_tensors(spec.parameters, spec.buffers, model)
         sharing = comm.mesh.size("shard") if shown else 0
-        files = SafetensorsWeights.open(weights, model, want, strict, sharing)
+        files = SafetensorsWeights(weights, model, want, strict, sharing)
         return replace(spec, checkpoint=tuple(dtypes(files.match).items())), files
 
 
 def initial_values(
     plan: Plan, model: nn.Module, files: SafetensorsWeights | None, comm: Collectives
 ) -> ValueSources:
-    """Return the sources of everything that the model has no memory for. Collective.
+    """Return the sources of the parameters and buffers that the model has no memory for. Collective.
 
-    Every parameter and buffer has one, the same on every rank, or all ranks raise one error that names all
-    that have none.
+    All ranks raise one error if any has no source, with the names of all, or if ranks have other sources.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rows: dict[str, ValueSource] = {}
@@ -243,7 +240,7 @@ def _check_sources(bare: dict[str, nn.Parameter], buffers: list[str]) -> None:
 
 
 def _fingerprint(rows: dict[str, ValueSource], bare: dict[str, nn.Parameter]) -> str:
-    """Return a digest of who fills what, and of the values that recipes have computed."""
+    """Return a digest of the source of each parameter, and of the values that constructors computed."""
     digest = hashlib.sha256()
     for name in rows:
         digest.update(f"{name} from files\n".encode(errors="surrogatepass"))
@@ -275,8 +272,8 @@ def load_weights(
     with raise_on_all_ranks(comm):
         want = expected_tensors(plan.rows, plan.buffers, model)
         sharing = engine.mesh.size("shard") * engine.mesh.size("pipeline") if shown else 0
-        files = SafetensorsWeights.open(path, model, want, strict, sharing)
-    # The stages of a pipeline read their own segments, and agree after each that it could be read.
+        files = SafetensorsWeights(path, model, want, strict, sharing)
+    # Pipeline stages read their own segments. All ranks take part in one check of errors after each segment.
     most = max(len(part(plan, rank).segments) for rank in range(plan.mesh.pipeline))
     try:
         with torch.no_grad():
@@ -296,7 +293,7 @@ def load_weights(
 
 def _replace(engine: Engine, files: SafetensorsWeights, piece: SegmentShard | None) -> None:
     """Replace the weights of one piece, of which each rank reads its share."""
-    # A copy of the master; storage itself if there is none.
+    # A copy of the master weights, or storage itself if there are none.
     values = torch.empty(0) if piece is None else piece.weights()
     with raise_on_all_ranks(engine.comm):
         for span in () if piece is None else piece.filled:

@@ -68,7 +68,7 @@ class TensorPlaces:
 
     boxes: tuple[Box, ...]
     exact: DType
-    """A dtype that holds every value of every source."""
+    """A dtype that represents every value in the files exactly."""
     again: tuple[tuple[Box, ...], ...] = ()
     """Places of the same values under other names that the model ties to it."""
 
@@ -79,7 +79,7 @@ class Match:
 
     path: str
     tensors: tuple[StoredTensor, ...]
-    """Quantised ones have the shape and dtype of what they are decoded to."""
+    """Tensors of the files. Quantised ones have the shape and dtype of their decoded values."""
     filled: dict[str, TensorPlaces] = field(default_factory=dict)
     """By the first name of a parameter or buffer."""
     missing: list[str] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Match:
 
 
 Strict = bool | Sequence[str]
-"""True: nothing may be missing or too much. False: anything may. Globs: the names that they match may."""
+"""True: no name may be missing or unexpected. False: any name may. Globs: names that match one may."""
 
 
 def match(
@@ -104,9 +104,9 @@ def match(
     want: Sequence[ExpectedTensor],
     strict: Strict,
 ) -> Match:
-    """Find every value that the checkpoint has for the model, or raise one ModelError with all that is wrong.
+    """Find the values of a model in a checkpoint, or raise one ModelError with all that is wrong.
 
-    A model with adapters of `peft` is matched by the names of its base; adapters stay as they are.
+    A model with adapters of `peft` is matched by the names of its base model; adapters stay as they are.
     """
     base, in_files = _base_of(model)
     names = [in_files(name) for entry in want for name in entry.names]
@@ -157,7 +157,7 @@ def _base_of(model: Any) -> tuple[nn.Module, Callable[[str], str]]:
 def _check_dtypes(
     name: str, entry: ExpectedTensor, boxes: Sequence[Box], result: Match, problems: Problems
 ) -> None:
-    """Report values that may not be converted while they are read."""
+    """Report tensors whose dtype may not be converted to that of the model."""
     for stored in {box.number: result.tensors[box.number] for box in boxes}.values():
         must, got, do = "", f"{stored.dtype} of `{stored.name}`", ""
         if not entry.dtype.is_floating:
@@ -175,7 +175,7 @@ def _check_dtypes(
 
 
 OUTSIDE_STATE = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
-"""Ends of names of buffers that state dicts do not hold by now -> a pattern of their names in old files."""
+"""Ends of names of buffers that state dicts no longer hold -> a pattern of their names in old files."""
 
 
 def _check_names(
@@ -195,7 +195,7 @@ def _check_names(
         names = [name for name in names if not any(pattern.match(name) for pattern in patterns)]
         return [name for name in names if not any(re.search(pattern, name) for pattern in declared)]
 
-    # Patterns by which a model of `transformers` says what its checkpoints lack or have too much.
+    # Patterns of a model of `transformers` for names that its checkpoints may lack, or may have in excess.
     may_lack = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     may_hold = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     if hasattr(model, "peft_config"):
@@ -225,7 +225,7 @@ def _explain(path: Path, problems: Problems) -> None:
 
 
 def dtypes(result: Match) -> dict[str, DType]:
-    """Return the checkpoint's dtype of each name: narrow if its blocks are whole, else as decoded."""
+    """Return the dtype of each name in the files: narrow if its blocks are whole, else that of its values."""
     found = {}
     for name, filled in result.filled.items():
         sources = [result.quantised.get(box.number) for box in filled.boxes]

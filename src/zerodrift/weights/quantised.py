@@ -1,11 +1,12 @@
-"""Tensors that files hold as codes with scales: read in fp32 or as they are, and written for other libraries.
+"""Read tensors that files hold as codes with scales, and write them for other libraries.
 
-`model/safetensors.py` finds the tensors. A value is `number * scale` in fp32, as the library that wrote it
-decodes it, and is never rounded to 16 bits on the way. Codes that a narrow storage can hold keep every bit.
+`model/safetensors.py` finds the tensors. A value is decoded as the library that wrote it does, as
+`number * scale` in fp32, and is never rounded to 16 bits on the way. Codes in the format of a narrow storage
+are copied bit by bit.
 
-A layout that is written is the tensors that stand in a file for one matrix, and the block of config.json that
-names the format: DeepSeek's tiles for `transformers` and servers, rows in fp8 or int8 for compressed-tensors,
-NF4 for bitsandbytes. A matrix is encoded whole from fp32 values, so its bits depend on nothing but them.
+An export writes the tensors that a library reads for each matrix, and the block of config.json that names the
+format: DeepSeek's tiles for `transformers` and servers, rows in fp8 or int8 for compressed-tensors, NF4 for
+bitsandbytes. A matrix is encoded as a whole from fp32 values, so its bits do not depend on ranks or stage.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def decode_quantised(
 ) -> None:
     """Decode one box of the tensor into flat `out`, which begins at element `first` of the target.
 
-    With `steps` it is how far a value may have been from what it was rounded to, instead.
+    With `steps`, fill `out` with the largest rounding error that each value may have, instead of the values.
     """
     for part in spans(simplified(box), 4):
         codes = _codes(tensor, reader, part.origin, part.span)
@@ -55,7 +56,7 @@ def decode_quantised(
 def copy_codes(
     tensor: QuantisedTensor, reader: SafetensorsReader, origin: int, run: PackedRun, start: int, count: int
 ) -> None:
-    """Copy the codes of so many elements from `origin` on, and the scales of their blocks."""
+    """Copy the codes of `count` elements from `origin` on, and the scales of their blocks."""
     for first in range(0, count, 1 << 19):
         numel = min(1 << 19, count - first)
         codes = _codes(tensor, reader, origin + first, numel)
@@ -68,7 +69,7 @@ def copy_codes(
 
 
 def has_whole_blocks(boxes: Sequence[Box]) -> bool:
-    """Return True if a parameter has elements in the order of the file, from a block of each on."""
+    """Return True if every box is one run that begins with a block, in the file and in the parameter."""
     return all(box.is_run and box.start % 256 == box.origin % 256 == 0 for box in map(simplified, boxes))
 
 
@@ -114,18 +115,18 @@ def _blocks(tensor: QuantisedTensor, elements: torch.Tensor) -> torch.Tensor:
 
 
 WINDOW = 1 << 20
-"""Elements that are encoded at a time, about."""
+"""Approximate number of elements that are encoded at a time."""
 _CODES = {Element.E4M3: DType.FP8_E4M3, Element.INT8: DType.INT8, Element.NF4: DType.UINT8}
 
 
 @dataclass(frozen=True, slots=True)
 class NarrowMatrix:
-    """A matrix that is collected in fp32, and then encoded into the tensors that a file holds for it."""
+    """A matrix that is collected in fp32, and then encoded into codes and scales."""
 
     tensor: SavedTensor
-    """Its name, shape, narrow dtype and parts."""
+    """Name, shape, narrow dtype and parts of the matrix."""
     plain: str
-    """The dtype that NF4's state names for decoded values, as torch writes it."""
+    """Dtype of decoded values in NF4's state, as torch writes it."""
 
     @property
     def form(self) -> Format:
@@ -148,7 +149,7 @@ class NarrowMatrix:
         )
 
     def collect(self, out: torch.Tensor, name: str, start: int, values: torch.Tensor) -> int:
-        """Copy what a run of a parameter has of the matrix to its place; return the number of elements.
+        """Copy the elements of the matrix in a run of a parameter to their places, and count the elements.
 
         Shapes [elements of the matrix], fp32; [elements of the run].
         """
@@ -193,9 +194,9 @@ class NarrowMatrix:
 def find_matrices(
     saved: Sequence[SavedTensor], shapes: Mapping[str, Shape], plain: DType
 ) -> tuple[tuple[SavedTensor, ...], tuple[NarrowMatrix, ...]]:
-    """Put the tensors of a layout in the place of every narrow one, and return the matrices to be encoded.
+    """Replace every narrow tensor by the tensors of its layout, and return the matrices to be encoded.
 
-    `shapes` are those of the parameters.
+    `shapes` has the shapes of the parameters.
     """
     tensors: list[SavedTensor] = []
     found: list[NarrowMatrix] = []
@@ -237,18 +238,16 @@ class MatrixCollector:
     def add(self, name: str, start: int, values: torch.Tensor) -> None:
         for matrix in self._of.get(name, ()):
             key, numel = matrix.tensor.name, matrix.tensor.numel
-            flat, missing = self._open.get(key) or (torch.empty(0), numel)
-            flat = flat if flat.numel() else torch.empty(numel)
-            count = matrix.collect(flat, name, start, values)
-            if count == missing:
+            flat, missing = self._open.pop(key) if key in self._open else (torch.empty(numel), numel)
+            missing -= matrix.collect(flat, name, start, values)
+            if not missing:
                 matrix.write(flat, self._writer)
-                self._open.pop(key, None)
-            elif count:
-                self._open[key] = flat, missing - count
+            elif missing < numel:
+                self._open[key] = flat, missing
 
 
 def quantization_config(dtype: DType, plain: DType, kept: Sequence[str]) -> dict[str, Any]:
-    """Return the block of config.json for a narrow format; `kept` are the modules that are not in it."""
+    """Return the block of config.json for a narrow format; `kept` are the modules that are not narrow."""
     if dtype is DType.FP8_128X128:
         block = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
         return {**block, "activation_scheme": "dynamic", "modules_to_not_convert": list(kept)}

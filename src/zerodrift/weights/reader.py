@@ -1,6 +1,6 @@
-"""Read boxes of tensors from files: positioned reads, and a bounded buffer for what cannot go to its place.
+"""Read boxes of tensors from files, straight to their place or through a bounded buffer.
 
-A bar on a terminal shows how far a reader or a writer is.
+A progress bar for readers and writers is here too.
 
 Invariant: no more than CHUNK bytes are held, and `count` is the number of bytes that were read.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CHUNK = 2 << 20
 FILES = 64
 SPARSE = 2
-"""A span is read as a whole if at least one in this many of its elements is wanted."""
+"""A span is read as a whole if at least one of this many elements is wanted."""
 POPULATE_WRITE = 23
 """Number of the `madvise` request, which Python's `mmap` does not name. Linux 5.14 and later know it."""
 SEEK = 4096
@@ -74,8 +74,8 @@ class SafetensorsReader:
                 part.copy_(self.staged(stored, origin + first, part.numel()))
 
     def _create_pages(self, tensor: torch.Tensor) -> None:
-        """Create the pages of contiguous host memory at once: a read of 1 GiB then takes a tenth less of the
-        processor (`bench/load.py`). Where the system does not know the request, nothing happens."""
+        """Create the pages of contiguous host memory at once, if the system can. A read of 1 GiB then takes a
+        tenth less processor time (`bench/load.py`)."""
         if self._madvise is not None:
             low = tensor.data_ptr() & -mmap.PAGESIZE
             count = tensor.data_ptr() + tensor.nbytes - low
@@ -83,7 +83,7 @@ class SafetensorsReader:
                 self._madvise = None
 
     def staged(self, stored: StoredTensor, first: int, count: int) -> torch.Tensor:
-        """Read elements into the buffer, where they stay until the next call."""
+        """Read elements into the buffer; the next call overwrites them."""
         size = count * stored.dtype.size
         if self._buffer.numel() < size:
             self._buffer = torch.empty(max(size, min(CHUNK, 2 * size)), dtype=torch.uint8, device="cpu")
@@ -122,7 +122,7 @@ class SafetensorsReader:
 
 
 def spans(box: Box, size: int) -> Iterator[Box]:
-    """Cut a box into parts that are each read at once: short enough, and mostly wanted."""
+    """Cut a box into parts whose spans fit into the buffer and consist mostly of wanted elements."""
     reach = [(axis.size - 1) * axis.source for axis in box.axes]
     span = box.span
     if span * size <= CHUNK and (span <= SPARSE * box.numel or span * size <= SEEK):

@@ -1,4 +1,4 @@
-"""A checkpoint that can be converted, as one thing: weights, moments and counters by parameter name.
+"""Open a checkpoint of any kind as one class: weights, moments and counters by parameter name.
 
 Invariant: only headers are read until a run of elements is requested.
 """
@@ -29,7 +29,7 @@ Run = tuple[int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """The state of a run that a checkpoint of ours is made with; safetensors files do not have it."""
+    """The state of a run in a zerodrift checkpoint; safetensors files do not have it."""
 
     step: int = 0
     skipped: int = 0
@@ -107,7 +107,7 @@ def open_zerodrift(path: Path) -> ConvertSource:
         return _chunks(lambda start, into: reader.read_weights([(saved, start, into)]), entry.shape, dtype)
 
     held = {entry.name: entry for entry in table}
-    # What rests in a narrow format is decoded.
+    # Weights in a narrow format are decoded.
     entries = tuple(replace(e, dtype="fp32") if DType(e.dtype).format is not None else e for e in table)
     return ConvertSource(
         f"a zerodrift checkpoint, step {manifest.step}",
@@ -122,14 +122,14 @@ def open_zerodrift(path: Path) -> ConvertSource:
 
 
 def open_safetensors(path: Path, model: nn.Module | None) -> ConvertSource:
-    """Open files as they are, or with a `model` in the names and layout of its module."""
+    """Open files under their own names, or with a `model` in the names and layout of the module."""
     where = path.expanduser()
     if model is None:
         want = tuple(ExpectedTensor((t.name,), t.shape, t.dtype) for t in safetensors.list_tensors(where))
     else:
         spec = describe(model)
         want = expected_tensors(spec.parameters, spec.buffers, model)
-    files = SafetensorsWeights.open(where, nn.Module() if model is None else model, want, True)
+    files = SafetensorsWeights(where, nn.Module() if model is None else model, want, True)
     buffers, entries = {}, []
     for item in want:
         if not item.is_buffer:

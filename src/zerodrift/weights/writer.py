@@ -1,7 +1,7 @@
-"""Lay out a folder of safetensors files, and write slices of parameters at their own bytes.
+"""Lay out a folder of safetensors files, and write slices of parameters to their places.
 
 The layout follows from names, shapes and dtypes, so every rank knows the place of its slices. One process
-creates the files at full size, which finds a full disk early; then any number of processes write.
+creates the files at full size, so that a full disk is found early; then any number of processes write.
 
 Invariant: equal tensors in an equal order give equal files; each element is written once and rounded once.
 """
@@ -30,7 +30,7 @@ SHARD_SIZE = "5GB"
 CHUNK = 1 << 20
 """Number of elements that are converted at a time."""
 SHORT = 4096
-"""Bytes of a run below which values are copied through a mapping instead of one call each."""
+"""Runs of fewer bytes are copied through a memory map, instead of one system call each."""
 _NOTE = "__metadata__"
 
 
@@ -44,7 +44,7 @@ class SavedPart:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """One tensor that is to be written; its parts hold each element once."""
+    """One tensor to be written. Its parts hold each element once; codes and scales have no parts."""
 
     name: str
     shape: Shape
@@ -158,12 +158,11 @@ def size_in_bytes(size: int | str, where: str = "max_shard_size") -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of a box in a file; `start` is the first byte of its tensor."""
+    """The place of a tensor: the number of its file, and its first byte."""
 
     file: int
     start: int
     tensor: SavedTensor
-    box: Box
 
 
 class SafetensorsWriter:
@@ -172,27 +171,25 @@ class SafetensorsWriter:
     def __init__(
         self, folder: Path, files: Sequence[TensorFile], progress: Callable[[int], None] = lambda count: None
     ) -> None:
-        """`progress` is told the bytes of tensors that are written."""
+        """`progress` is called with the number of bytes after each write."""
         self._folder, self._files, self._progress = folder, files, progress
         self._open: dict[int, int] = {}
         """Number of a file -> its descriptor."""
-        self._places: dict[str, list[_Place]] = {}
-        self._whole: dict[str, _Place] = {}
-        """Tensors that have no parts of parameters, by their own names."""
+        self._places: dict[str, _Place] = {}
+        self._parts: dict[str, list[tuple[_Place, Box]]] = {}
+        """Name of a parameter -> the tensors that hold its elements."""
         for number, file in enumerate(files):
             for tensor, start in zip(file.tensors, file.starts, strict=True):
+                self._places[tensor.name] = place = _Place(number, start, tensor)
                 for part in tensor.parts:
-                    place = _Place(number, start, tensor, part.box)
-                    self._places.setdefault(part.parameter, []).append(place)
-                if not tensor.parts:
-                    self._whole[tensor.name] = _Place(number, start, tensor, Box(0, 0, 0, ()))
+                    self._parts.setdefault(part.parameter, []).append((place, part.box))
 
     @classmethod
     @contextlib.contextmanager
     def opened(
         cls, folder: Path, files: Sequence[TensorFile], progress: Callable[[int], None] = lambda count: None
     ) -> Iterator[SafetensorsWriter]:
-        """Yield a writer, whose files are flushed to the disk at the end, and closed in any case."""
+        """Yield a writer. Its files are flushed to the disk at the end, and closed in any case."""
         writer = cls(folder, files, progress)
         try:
             yield writer
@@ -203,11 +200,11 @@ class SafetensorsWriter:
                 os.close(descriptor)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._parts
 
     def dtype(self, name: str) -> DType | None:
         """Return the dtype that a parameter is written in; None if its parts differ."""
-        dtypes = {place.tensor.dtype for place in self._places[name]}
+        dtypes = {place.tensor.dtype for place, _ in self._parts[name]}
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def create(self) -> None:
@@ -223,13 +220,13 @@ class SafetensorsWriter:
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         """Write the elements of a parameter from `start` on, in row-major order."""
-        for place in self._places[name]:
-            for box in within((place.box,), start, start + values.numel()):
+        for place, whole in self._parts[name]:
+            for box in within((whole,), start, start + values.numel()):
                 self._write(place, box, box.of_target(values, start), name)
 
     def put(self, tensor: str, first: int, values: torch.Tensor) -> None:
-        """Write elements of a tensor that has no parts, in its dtype, from `first` on."""
-        place = self._whole[tensor]
+        """Write elements of a tensor of the files from `first` on, in its own dtype."""
+        place = self._places[tensor]
         self._put(place, first * place.tensor.dtype.size, values.cpu().contiguous())
 
     def _write(self, place: _Place, box: Box, values: torch.Tensor, name: str) -> None:

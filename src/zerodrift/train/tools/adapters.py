@@ -162,7 +162,7 @@ def base_digest(model: nn.Module, weights: Path | None = None) -> str:
     digest, files = hashlib.blake2b(digest_size=12), None
     if weights is not None:
         spec = describe(model)
-        files = SafetensorsWeights.open(weights, model, expected_tensors(spec.parameters, (), model), False)
+        files = SafetensorsWeights(weights, model, expected_tensors(spec.parameters, (), model), False)
     named = [(base_name(n), n, value) for n, value in model.named_parameters() if ".lora_" not in n]
     for short, name, value in sorted(named, key=lambda names: names[0]):
         flat = value.detach().reshape(-1)
