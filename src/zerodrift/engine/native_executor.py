@@ -1,7 +1,7 @@
 """Execute a plan on flat segments: our own hooks and collectives gather, reduce and update.
 
 This file puts the parts together and decides nothing. The plan's rows say what is gathered, cast, reduced and
-updated in which dtype; `step/unit.py` and `step/gradients.py` say when.
+updated in which dtype; `step/gather.py` and `step/reduce.py` say when.
 
 Invariant: between two calls nothing is under way, whatever was raised in the last one.
 """
@@ -18,21 +18,22 @@ from torch import nn
 from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine import shards
 from zerodrift.engine.executor import Executor
+from zerodrift.engine.habits import products
 from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.determinism import generators
 from zerodrift.engine.habits.parameter_guard import ParameterGuard, mark_as_ours
 from zerodrift.engine.habits.pins import make_plain, pin
+from zerodrift.engine.habits.unit_order import UnitOrder
 from zerodrift.engine.nested import in_transform
 from zerodrift.engine.place import ValueSources, place
 from zerodrift.engine.progress import TrainingProgress, refusal
-from zerodrift.engine.step import compute, products
-from zerodrift.engine.step.accumulation import GradientBuffers
-from zerodrift.engine.step.gradients import Gradients
+from zerodrift.engine.segments.accumulation import GradientBuffers
+from zerodrift.engine.segments.segment import FlatSegment
+from zerodrift.engine.segments.trained_segment import trained_of
+from zerodrift.engine.step import compute
+from zerodrift.engine.step.gather import LiveUnit, Traversal, attach_parts, refuse_wrapper
 from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm, parts_of, set_on_some
-from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.engine.step.trained_segment import trained_of
-from zerodrift.engine.step.traversal import Traversal, UnitOrder
-from zerodrift.engine.step.unit import LiveUnit, attach_parts, refuse_wrapper
+from zerodrift.engine.step.reduce import Gradients
 from zerodrift.engine.step.update import choose_update_function, collect_statistics, update_segments
 from zerodrift.engine.values import SegmentValues, WholeValues
 from zerodrift.experts import Turns, distribute_experts

@@ -26,8 +26,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.absent_parameter import AbsentParameter, AbsentValue, lost_error
-from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.engine.segments.segment import FlatSegment
+from zerodrift.engine.segments.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
 from zerodrift.plan import Row
 

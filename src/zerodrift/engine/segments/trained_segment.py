@@ -1,6 +1,6 @@
 """Reduce: a segment that is trained, the way of its gradients to a sum, and the share that this rank updates.
 
-`gradients.py` says when to collect and reduce. The optimizer's side (master, state) is in `optim`.
+`step/reduce.py` says when to collect and reduce. The optimizer's side (master, state) is in `optim`.
 
 [Note: landing] Gradients are collected into a flat buffer of the accumulate dtype, to which
 `param.grad_dtype` makes autograd cast. The first gradient of a parameter is copied there when its unit's
@@ -35,15 +35,15 @@ from torch import nn
 from zerodrift.comm import Collectives, Handle, Sum
 from zerodrift.engine.habits.absent_parameter import CollectedGradient
 from zerodrift.engine.habits.gradient_exposure import GradientExposure
-from zerodrift.engine.step.accumulation import (
+from zerodrift.engine.segments.accumulation import (
     GradientBuffers,
     LandingLayout,
     TreeSum,
     copy_without_negative_zeros,
     dense,
 )
-from zerodrift.engine.step.narrow_wire import NarrowWire, start_narrow_sum, sum_narrow_replicas
-from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.segments.narrow_wire import NarrowWire, start_narrow_sum, sum_narrow_replicas
+from zerodrift.engine.segments.segment import FlatSegment
 from zerodrift.optim import Owned, Updater, keys_of_blocks, round_away
 from zerodrift.plan import Row, Segment
 from zerodrift.policy import Master, Update

@@ -1,6 +1,6 @@
 """Gather: one flat buffer with its storage at rest, its full form in compute, and a view per parameter.
 
-A segment knows where its bytes are and moves them. `unit.py` says when, the plan says in which dtype. A
+A segment knows where its bytes are and moves them. `step/gather.py` says when, the plan says in which dtype. A
 trained segment has gradients too, in `trained_segment.py`; writes of user code between steps are noticed by
 `habits/storage_writes.py`.
 
