@@ -153,8 +153,9 @@ class Gradients:
         try:
             if self.counts:
                 self._traversal.end()
-                for segment in (segment for unit in self._trained[self._next :] for segment in unit.trained):
-                    self._reduce_segment(segment)
+                for unit in self._trained[self._next :]:
+                    for segment in unit.trained:
+                        self._reduce_segment(segment)
                 self._finish(0)
                 for segment in self._segments:
                     if segment.first_uncollected_gradient:
