@@ -156,7 +156,7 @@ class FullyShardExecutor(Executor):
         copy = mesh.rank("replicate"), mesh.size("replicate")
         names = [[self.plan.rows[row].name for row in segment.rows] for segment in self.plan.segments]
         held = [[self.members[name] for name in each] for each in names]
-        return (DTensorShard(number, each, self.updater, copy) for number, each in enumerate(held))
+        return (DTensorShard(each, self.updater, copy) for each in held)
 
     def drop(self) -> None:
         for group in self.units:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from zerodrift.backends.group import Backwards, LiveGroup, Member, register, registered
 from zerodrift.backends.tensor_guard import TensorGuard
 from zerodrift.comm import Collectives, raise_on_all_ranks
-from zerodrift.engine import READ, WRITE, Span
+from zerodrift.engine import READ, WRITE, SegmentShard, Span
 from zerodrift.errors import ModelError, Problems, UnsupportedError
 from zerodrift.optim import (
     Counters,
@@ -184,17 +184,15 @@ def _refuse_gradients(name: str) -> Callable[[torch.Tensor], NoReturn]:
 # --- this rank's pieces: see `engine/shards.py` -----------------------------------------------------------
 
 
-class DTensorShard:
+class DTensorShard(SegmentShard):
     """This rank's piece of one segment, without padding."""
 
     def __init__(
-        self, number: int, members: Sequence[Member], updater: TensorUpdater | None, copy: tuple[int, int]
+        self, members: Sequence[Member], updater: TensorUpdater | None, copy: tuple[int, int]
     ) -> None:
-        self.number = number
         self._members = members
         self._updater = updater if any(member.row.trained for member in members) else None
         self.updated = self._updater is not None
-        self.packed = self.feedback = None
         ends = list(itertools.accumulate((member.range.numel for member in members), initial=0))
         self.numel = ends[-1]
         self._places = [(member, slice(*ends[n : n + 2])) for n, member in enumerate(members)]
@@ -226,13 +224,6 @@ class DTensorShard:
     def set_weights(self, values: torch.Tensor) -> None:
         for member, place in self._places:
             member.storage().copy_(values[place])
-
-    def set_filled(self, values: torch.Tensor, comm: Collectives) -> None:
-        self.set_weights(values)
-
-    @torch.no_grad()
-    def set_feedback(self, values: torch.Tensor | None) -> None:
-        """Do nothing: there is no feedback, because gradients travel in a plain dtype."""
 
     def set_moment(self, key: str, values: torch.Tensor) -> None:
         for member, place in self._places:

@@ -59,7 +59,9 @@ class SegmentShard(Protocol):
     updated: bool
 
     @property
-    def packed(self) -> PackedRun | None: ...
+    def packed(self) -> PackedRun | None:
+        return None
+
     def zeros(self) -> torch.Tensor: ...
     def weights(self) -> torch.Tensor:
         """Return the masters, exact; storage where there is none."""
@@ -76,15 +78,18 @@ class SegmentShard(Protocol):
 
     def set_filled(self, values: torch.Tensor, comm: Collectives) -> None:
         """Write weights of which every rank has filled `filled`; a call of all ranks."""
+        self.set_weights(values)
 
     def set_moment(self, key: str, values: torch.Tensor) -> None: ...
 
     @property
     def feedback(self) -> torch.Tensor | None:
         """Return the part of this rank's gradients of all rows that a narrow wire has lost, or None."""
+        return None
 
     def set_feedback(self, values: torch.Tensor | None) -> None:
-        """Replace the feedback, up to the end of the last row."""
+        """Replace the feedback, up to the end of the last row, if the wire is narrow."""
+        return
 
 
 class FlatShard:
