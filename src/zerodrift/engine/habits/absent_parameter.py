@@ -204,7 +204,10 @@ class AbsentValue(torch.Tensor):
                 return first.like(torch.Tensor.to(first, _wanted_dtype(args, given) or first.dtype))
             try:
                 on_meta = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, given))
-                return tree_map_only(torch.Tensor, first.like, func(*on_meta[0], **on_meta[1]))
+                result = func(*on_meta[0], **on_meta[1])
+                # torch's tree map would make a tuple of a `torch.Size`.
+                is_size = isinstance(result, torch.Size)
+                return result if is_size else tree_map_only(torch.Tensor, first.like, result)
             except Exception as error:  # torch raises various errors for tensors without numbers
                 raise first.refusal(name) from error
 
