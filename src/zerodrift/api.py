@@ -80,19 +80,20 @@ def initialize(
 ) -> Engine:
     """Make an engine that trains `model` as `config` says, and print the plan on rank 0 unless `quiet`.
 
-    It joins the ranks that torchrun started or those of a running torch.distributed, and is otherwise alone.
+    The engine joins the ranks of torchrun or of a running torch.distributed; otherwise it has one rank.
     `optimizer` is built over `model.parameters()` as usual; without one, the config's `optimizer` block is
     used. `schedule` is a torch scheduler, or a function that makes one from an optimizer. `elementwise`
-    declares an optimizer that zerodrift does not know: True if an element's update depends on that element
-    alone, so that it runs on shards; False if it updates every tensor by itself and needs whole ones.
+    declares how an optimizer that zerodrift does not know updates: True if an element's update depends on
+    that element alone, so that it can step shards; False if it steps every tensor separately and needs it
+    whole.
 
-    `weights` is a folder of a `transformers` model, a `.safetensors` file or an index, of which every rank
-    reads its own slices. Missing and unexpected names are an error unless `strict` is False or has a glob for
-    them. A model built inside `empty()` takes no memory until here.
+    `weights` is a folder of a `transformers` model, a `.safetensors` file or an index. Every rank reads its
+    own slices. Missing and unexpected names are an error unless `strict` is False or has a glob for them. A
+    model built inside `empty()` takes no memory before this call.
 
-    If the config's `pipeline` block has several stages, the model is cut over ranks. Each rank builds all of
-    it, preferably inside `empty()`. A causal language model of `transformers` can be cut as it is; any other
-    module with a list of layers needs `parts`. `engine.train_batch` trains with a pipeline and without one.
+    If the config's `pipeline` block has several stages, the model is cut over ranks. Each rank builds the
+    whole model, preferably inside `empty()`. A causal language model of `transformers` can be cut as it is;
+    other modules with a list of layers need `parts`. `engine.train_batch` trains with or without a pipeline.
     """
     from zerodrift.comm import Collectives, start
     from zerodrift.optim import declare
@@ -186,7 +187,7 @@ def _engine(
 
 
 def print_plan(plan: Plan, briefly_for: str = "") -> None:
-    """Print a plan, or the few lines of it that are of use to the run of a verb."""
+    """Print a plan, or only the lines that the run of a verb needs."""
     from zerodrift.pipeline import timeline
     from zerodrift.plan import cost
     from zerodrift.report import brief_text, group_rows, plan_text, report_width

@@ -30,7 +30,7 @@ class MeshShape:
     expert: int = field(default=1, metadata={"omitted": True})
     """Ranks of a shard group that hold different experts. 1 if every rank has all experts."""
     tensor: int = field(default=1, metadata={"omitted": True})
-    """Ranks of tensor parallelism, if parameters are DTensors."""
+    """Ranks over which DTensors are spread, for tensor parallelism."""
     secondary: int = field(default=1, metadata={"omitted": True})
     """Neighbours of a shard group that share a second copy of the blocks. 1 if there is none."""
 

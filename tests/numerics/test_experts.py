@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from tests.numerics.experts import EXPERTS, Network, accumulate, batch, config_of, error, reference
@@ -161,10 +164,13 @@ def test_what_is_sent_is_the_plan_and_an_exchange_of_tokens(mesh: str, stages: t
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(4)
-def test_values_are_whole(stage: int) -> None:
-    """Values are read back whole as they were written."""
-    engine = engine_of(config(stage, "ep2 x 2"))
-    before = Network().state_dict()
+def test_values_are_whole(stage: int, tmp_path: Path) -> None:
+    """Values are those of a file, and are read back whole as they were written."""
+    before = {name: value + 1.0 for name, value in Network().state_dict().items()}
+    written, file = tmp_path / str(os.getpid()), tmp_path / "model.safetensors"
+    save_file(before, written)
+    os.replace(written, file)
+    engine = make(config(stage, "ep2 x 2"), Network(), weights=file)
     stored = sum(segment.storage.nbytes for segment in engine.executor.segments)
     assert stored == cost(engine.plan).rest.storage
     require_alike(whole_values(engine)["master"], before)

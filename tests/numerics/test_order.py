@@ -23,7 +23,7 @@ from zerodrift.comm import collectives
 from zerodrift.comm.collectives import Carrier
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.habits.determinism import seed_of
-from zerodrift.engine.step import accumulation
+from zerodrift.engine.segments import accumulation
 from zerodrift.errors import UnsupportedError
 
 STEPS = 2

@@ -127,8 +127,10 @@ def fits(values: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
 
 
 def dtypes_as_it_lands(engine: Engine, name: str) -> dict[str, Any]:
-    """Record the dtypes of a parameter and its gradient when the gradient has landed."""
+    """Record the dtypes of a parameter, of its gradient when that has landed, and of its module's input."""
     seen: dict[str, Any] = {}
+    module = engine.module.get_submodule(name.removesuffix(".weight"))
+    module.register_forward_pre_hook(lambda module, args: seen.update(input=args[0].dtype))
 
     def landed(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -144,7 +146,8 @@ def dtypes_as_it_lands(engine: Engine, name: str) -> dict[str, Any]:
 def test_a_pinned_router_is_fp32_in_every_column(mode: str) -> None:
     """The router is gathered, computed, accumulated, reduced and updated in fp32, unlike its neighbours."""
     low, autocast = LOW[mode], mode == "autocast-bf16"
-    pinned: dict[str, Any] = dict.fromkeys(("parameter", "gradient", "reduced", "storage"), torch.float32)
+    read = ("input", "parameter", "gradient", "reduced", "storage")
+    pinned: dict[str, Any] = dict.fromkeys(read, torch.float32)
     pinned |= dict.fromkeys(("gradient fits 16 bits", "state fits 16 bits", "master fits 16 bits"), False)
     other: dict[str, Any] = dict.fromkeys(("parameter", "gradient", "reduced"), low)
     other |= {"storage": torch.float32 if autocast else low, "gradient fits 16 bits": mode != "fp16"}
@@ -163,6 +166,7 @@ def test_a_pinned_router_is_fp32_in_every_column(mode: str) -> None:
             parameter = engine.parameter(name)
             dtypes["state fits 16 bits"] = all(fits(value) for value in parameter.state.values())
             dtypes["master fits 16 bits"] = fits(parameter.master, low)
+        other["input"] = seen[OTHER]["input"]
         assert seen == {ROUTERS[0]: pinned, OTHER: other}, seen
         sent, planned = (
             Counter((each.op, str(each.dtype), each.numel) for each in calls if each.op in MOVED)

@@ -22,7 +22,7 @@ from tests.numerics.networks import GPT
 from tests.numerics.runs import config, make, train
 from tests.ranks.harness import on_ranks
 from zerodrift.dtypes import DType
-from zerodrift.engine.step import products as engine_products
+from zerodrift.engine.habits import products as engine_products
 from zerodrift.errors import ModelError
 from zerodrift.kernels import products
 from zerodrift.kernels.products import (

@@ -78,6 +78,7 @@ def test_a_model_in_pieces_trains_as_one_that_was_whole() -> None:
         assert piece is not None and abs(2 * piece.flat.numel() - parameter.numel()) <= 1
         assert parameter.shape == parameter.ds_shape
         assert parameter.untyped_storage().nbytes() <= 8
+    assert type(model.head.weight.data.shape) is torch.Size
     assert model.third.item() == plain.third.item()
     for ask in (
         model.head.weight.data.zero_,

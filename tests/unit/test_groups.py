@@ -64,6 +64,12 @@ def test_two_kinds_in_one_module_and_a_parameter_without_dimensions() -> None:
         assert f"`{path}`" in text
     assert "native backend" in text
     plan(GPT(layers=1), **rules({"match": "*.norm*.*", "pin": "fp32"}))
+    tied = nn.ModuleDict(
+        {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "c": nn.Linear(8, 8), "d": GPT(layers=1)}
+    )
+    tied["b"].weight = tied["a"].weight
+    narrow = rules({"match": "a.weight", "reduce": "bf16"}, {"match": "c.*", "reduce": "bf16"})
+    assert "`a`: must hold" in refusal(tied, **narrow), "a second kind in a group of two modules"
     model = GPT()
     model.scale = nn.Parameter(torch.ones(()))
     assert "`scale`" in refusal(model)

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zerodrift.engine.nested import Replacement, tensors_in
+from zerodrift.engine.step.gather import will_be_recomputed
 from zerodrift.errors import ModelError
 
 
@@ -127,6 +129,20 @@ class ReadOnly(collections.UserDict):  # type: ignore[type-arg]
         if key in self:
             raise TypeError("read only")
         super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_under_activation_checkpointing_will_be_recomputed(reentrant: bool) -> None:
+    found = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        found.append(will_be_recomputed())
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    forward(x)
+    checkpoint(forward, x, use_reentrant=reentrant)
+    assert found == [False, True]
 
 
 def test_what_can_neither_be_written_to_nor_built_is_named() -> None:

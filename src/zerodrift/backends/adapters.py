@@ -1,18 +1,17 @@
-"""Adapters between torch and zerodrift: DTensors, the device mesh that they lie on, and collectives.
+"""Adapters between torch and zerodrift: DTensors, their device mesh, and collectives.
 
-`fully_shard`'s buffers are carried by zerodrift's own collectives: its `set_custom_all_gather`,
-`set_custom_reduce_scatter` and `set_all_reduce_hook` take objects that are called with a buffer. So the wire
-dtype and the dtype of the sum are the plan's, sums are formed in rank order, and the bits are those of the
-native engine. A recorder sees every call, and a missing rank is a RankError. `fully_shard` divides by
-nothing: the average is taken in the update, once.
+`fully_shard` takes custom collectives for its buffers (`set_custom_all_gather`, `set_custom_reduce_scatter`,
+`set_all_reduce_hook`), and gets zerodrift's. So the wire dtype and the dtype of the sum are the plan's, sums
+are formed in rank order, and the bits are those of the native engine. Collectives can be recorded, and a
+missing rank is a RankError. `fully_shard` divides by nothing: the update averages, once.
 
-torch's groups made here serve what a user does with a DTensor (`full_tensor()`, distributed checkpoints of
-their own). `fully_shard` cuts what each rank of the tensor axis has, so everything else in this backend works
-on local parts; `DTensorLayout` converts a local part to the whole parameter and back. A parameter that is the
-same on every rank of the axis counts on the first of them.
+torch's process groups are for users of a DTensor (`full_tensor()`, their own distributed checkpoints).
+`fully_shard` shards the local part that a rank of the tensor axis has, so the rest of this backend works on
+local parts. `DTensorLayout` converts a local part to the whole parameter and back. A parameter that is the
+same on all ranks of the axis counts on the first one.
 
-Invariants: what is created here is destroyed here, and nothing else. `part_of(whole(local)) == local`, bit
-for bit. Gradients leave here as exact sums in `reduce.sum`, converted once to the accumulate dtype.
+Invariants: process groups that are created here are destroyed here. `part_of(whole(local)) == local`, bit for
+bit. Gradients are sums in `reduce.sum`, converted once to the accumulate dtype.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class DTensorMesh:
     def __init__(self, mesh: Mesh) -> None:
         self._alone = not dist.is_initialized()
         if self._alone:
-            # fully_shard asks for a process group even where there is nobody to talk to.
+            # fully_shard needs a process group even on one rank.
             backend = dist.get_default_backend_for_device(mesh.device.type)
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -53,7 +52,7 @@ class DTensorMesh:
         self.shard: DeviceMesh = self.whole["shard"]
 
     def stop(self) -> None:
-        """Destroy the process groups that this made. Safe to call twice."""
+        """Destroy the process groups of the mesh. Safe to call twice."""
         groups = [] if self.whole is None else self.whole.get_all_groups()
         self.whole = self.shard = None  # type: ignore[assignment]
         if not dist.is_initialized():
@@ -67,7 +66,7 @@ class DTensorMesh:
 
 @dataclass(frozen=True, slots=True)
 class DTensorLayout:
-    """The layout of one DTensor of the user's; `shape` and `stride` are the whole parameter's."""
+    """The layout of a user's DTensor; `shape` and `stride` are those of the whole parameter."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -76,11 +75,11 @@ class DTensorLayout:
 
     @property
     def divided(self) -> bool:
-        """Whether every rank has another part; otherwise all have the same."""
+        """Whether ranks have different parts; otherwise all have the whole parameter."""
         return not all(placement.is_replicate() for placement in self.placements)
 
     def of(self, local: torch.Tensor) -> DTensor:
-        """Return the DTensor of which this rank has `local`."""
+        """Return the DTensor whose local part is `local`."""
         return DTensor.from_local(
             local,
             self.mesh,
@@ -115,7 +114,7 @@ def local_part(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def require_tensor_axis(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse DTensors over other ranks than those of the mesh's tensor axis."""
+    """Refuse DTensors over ranks other than those of the mesh's tensor axis."""
     problems = Problems()
     wanted = list(mesh.axis("tensor").ranks)
     for name, parameter in model.named_parameters():
@@ -136,8 +135,8 @@ def require_tensor_axis(model: nn.Module, mesh: Mesh) -> None:
 
 
 class GroupCollectives:
-    """The collectives of one group, which can be recorded by themselves: torch issues a group's collectives
-    when it likes, so a record of all groups does not say whose each is."""
+    """The collectives of one group, which can be recorded separately: torch interleaves the collectives of
+    groups, and a record of all does not show the group of each."""
 
     def __init__(self, comm: Collectives) -> None:
         self._comm = comm
@@ -146,7 +145,7 @@ class GroupCollectives:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Recorded]]:
-        """Yield a list that grows by every collective of this group inside the context."""
+        """Yield a list to which every collective of this group inside the context is appended."""
         before, self._log = self._log, []
         try:
             yield self._log
@@ -155,7 +154,7 @@ class GroupCollectives:
 
     @contextlib.contextmanager
     def issue(self) -> Iterator[Collectives]:
-        """Yield the mesh's collectives; what is issued inside is this group's."""
+        """Yield the mesh's collectives, and record those inside the context as this group's."""
         if self._log is None:
             yield self._comm
             return
@@ -207,7 +206,7 @@ class ReduceScatter:
 def sum_over_shards(
     collectives: GroupCollectives, out: torch.Tensor, full: torch.Tensor, reduce: Reduction, before: float
 ) -> None:
-    """Write this rank's slice of the ranks' sum to `out`. `full` is used up."""
+    """Write this rank's slice of the sum over ranks to `out`. `full` is overwritten."""
     if before != 1.0:
         full.div_(before)
     how = Sum(reduce.sum.torch, order=reduce.order)
@@ -219,7 +218,7 @@ def sum_over_shards(
 def sum_over_replicas(
     collectives: GroupCollectives, flat: torch.Tensor, reduce: Reduction, before: float
 ) -> None:
-    """Sum over replicas, in place, what was summed over shards."""
+    """Sum over replicas, in place, a gradient that was summed over shards."""
     if collectives.mesh.size("replicate") == 1:
         return
     if before != 1.0 and collectives.mesh.size("shard") == 1:

@@ -1,14 +1,14 @@
 """Execute a plan by PyTorch's `fully_shard`: the counterpart of `engine/native_executor.py`.
 
-torch decides when to gather, free and reduce. Dtypes, sums, averages, norm, clipping, loss scale,
-skipping and the casts at module boundaries are the plan's, by the same functions as on the native backend.
-Only public calls of torch are used.
+torch decides when to gather, free and reduce. Dtypes, sums, averages, norm, clipping, loss scale, skipping
+and the casts at module boundaries are the plan's, by the same functions as on the native backend. Only public
+calls of torch are used.
 
-Invariant: what the plan's columns say is what happens, or the plan was refused.
+Invariant: every column of the plan is executed, or the plan was refused.
 
-[Note: stages] `fully_shard` always rests sharded, on the ranks of the shard axis. Stage 0 is a shard axis of
-one rank, every other rank a replica. Stages 1 and 2 gather once per step and differ in when gradients are
-reduced; stage 3 gathers for every forward and backward.
+[Note: stages] `fully_shard` always shards parameters, over the shard axis. At stage 0 that axis has one rank,
+and every other rank is a replica. Stages 1 and 2 gather once per step and differ in when gradients are
+reduced. Stage 3 gathers for every forward and backward.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ class FullyShardExecutor(Executor):
         return contextlib.nullcontext()
 
     def recover(self) -> None:
-        """Reset torch's state, and keep what whole micro-batches have summed, which torch since 2.15
-        forgets."""
+        """Reset torch's state, except gradients of whole micro-batches, which torch drops since 2.15."""
         if self.backwards.abort():
             held = [(member, member.full.grad, member.sharded.grad) for member in self._trained]
             self.module.reset_iter_state()  # type: ignore[operator]
@@ -114,7 +113,7 @@ class FullyShardExecutor(Executor):
         yield
 
     def norm(self) -> Norm:
-        """Count a gradient that several ranks have alike on one of them."""
+        """Return the norm. A gradient that is the same on several ranks counts on one of them."""
         self.drop()
         self.backwards.flush()
         gradients = [(member, member.gradient()) for member in self._trained]
@@ -157,21 +156,21 @@ class FullyShardExecutor(Executor):
         copy = mesh.rank("replicate"), mesh.size("replicate")
         names = [[self.plan.rows[row].name for row in segment.rows] for segment in self.plan.segments]
         held = [[self.members[name] for name in each] for each in names]
-        return (DTensorShard(number, each, self.updater, copy) for number, each in enumerate(held))
+        return (DTensorShard(each, self.updater, copy) for each in held)
 
     def drop(self) -> None:
         for group in self.units:
             group.drop()
 
     sync_storage = drop
-    """Frees what was gathered from older values."""
+    """Frees gathered parameters that have older values."""
 
     def update_statistics(self) -> UpdateReport:
         must = "must be called on the native backend: on fsdp2 torch's optimizer updates"
         raise UnsupportedError("update_statistics", must, got="backend fsdp2", do="Use the native backend.")
 
     def leave(self) -> None:
-        """torch's hooks and the sharded parameters stay."""
+        """Remove our hooks. torch's hooks and the sharded parameters stay."""
         for handle in self._handles:
             handle.remove()
         self.backwards.progress = None
@@ -179,7 +178,7 @@ class FullyShardExecutor(Executor):
 
 
 def fully_sharded(executor: Executor) -> FullyShardExecutor:
-    """Return the executor as one of `fully_shard`, for callers that read groups."""
+    """Return the executor as a `FullyShardExecutor`, for callers that read groups."""
     if not isinstance(executor, FullyShardExecutor):
         raise AssertionError(f"{type(executor).__name__} has no groups")
     return executor
@@ -187,7 +186,7 @@ def fully_sharded(executor: Executor) -> FullyShardExecutor:
 
 @contextlib.contextmanager
 def _explaining() -> Iterator[None]:
-    """Replace torch's error for a parameter that is not gathered where it is used."""
+    """Replace torch's error for the use of a parameter that is not gathered."""
     try:
         yield
     except Exception as error:

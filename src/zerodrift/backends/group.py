@@ -1,27 +1,26 @@
 """One group of `fully_shard` in a run: its parameters in both forms, its switches, its gradients.
 
-torch gathers, frees and reduces by hooks of its own, in the order of those hooks. Added here, with public
-calls only: gradients are summed in the accumulate dtype (`Parameter.grad_dtype` on the gathered parameters),
-a parameter that got no gradient counts as zero on every rank, and what the last backward did not reduce is
-reduced in the step. A model must use its groups in the same order on every rank; a checksum of that order
-travels with the norm, and a difference is an error.
+torch's hooks gather, free and reduce. With public calls only, this file adds three things. Gradients are
+summed in the accumulate dtype (`Parameter.grad_dtype` on the gathered parameters). A parameter without a
+gradient counts as zero on every rank. Gradients that the last backward did not reduce are reduced in the
+step. A model must use its groups in the same order on every rank; a checksum of that order travels with the
+norm, and a difference is an error.
 
 Invariants: between a step's first backward and its update, every gradient is in `Member.full.grad` (waiting
 to be reduced) or in `Member.sharded.grad` (reduced over the shard axis), and nowhere else. The switches of
-every group are set before anything of a backward is reduced.
+all groups are set before a backward reduces anything.
 
 [Note: zeros] torch leaves out parameters without a gradient, so ranks whose experts got no token would reduce
-buffers of other sizes; its own cure makes zeros in the wrong dtype. So zeros are put into `full.grad` when
-the group's backward is over: before torch looks, because our hook is on what torch's identity around the
-inputs returns, and our callback at the end of a backward was queued before torch's.
+buffers of other sizes; torch's own remedy makes zeros in the wrong dtype. So zeros are put into `full.grad`
+when the group's backward is over. This comes before torch's reduction, because our hook is on the result of
+torch's identity around the inputs, and our callback at the end of a backward was queued before torch's.
 
-[Note: several uses] What several uses of a parameter contribute is added by autograd before it reaches
-`grad`: in the dtype that `grad_dtype` names, and where it names none in that of the contributions. Since 2.15
-torch takes the name away while a group's backward runs, to save a cast. It is given again by a hook on the
-same outputs as torch's own, behind it.
+[Note: several uses] autograd adds the gradients of several uses of a parameter before they reach `grad`, in
+`grad_dtype`, or in their own dtype if that is None. Since 2.15 torch sets it to None while a group's backward
+runs, to save a cast. A hook behind torch's, on the same outputs, sets it again.
 
-[Note: replicas] Copies of the model are summed by a hook during the backward where all that the step has
-summed so far is in the buffer at hand, and otherwise in the step, once.
+[Note: replicas] A hook sums over replicas during the backward if the buffer at hand has all gradients of the
+step so far. Otherwise the step sums over replicas, once.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ from zerodrift.plan import Group, Row
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """The part of a parameter on one rank. `fully_shard` cuts the first dimension into equal runs of rows, of
-    which the last ones may be short or empty: a run of elements of the row-major flattening."""
+    """The part of a parameter on one rank, as a run of elements of the row-major flattening. `fully_shard`
+    cuts the first dimension into equal runs of rows, of which the last ones may be short or empty."""
 
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     start: int
     stop: int
     chunk: int
-    """Elements of the longest part: what travels, padding included."""
+    """Elements of the longest part, to which others are padded in a collective."""
 
     @classmethod
     def of_rank(cls, shape: tuple[int, ...], ranks: int, rank: int) -> ShardRange:
@@ -92,7 +91,7 @@ Places = tuple[tuple[nn.Module, str], ...]
 
 
 def registered(places: Places) -> Any:
-    """Return what the model has in a parameter's first place."""
+    """Return what is registered in a parameter's first place."""
     module, attribute = places[0]
     return module._parameters.get(attribute)
 
@@ -111,25 +110,25 @@ class Member:
     range: ShardRange
     places: Places
     sharded: nn.Parameter
-    """A DTensor over the shard axis: storage, what the optimizer updates."""
+    """Storage, a DTensor over the shard axis, which the optimizer updates."""
     full: nn.Parameter
-    """Gathered, in the compute dtype: what the module computes with. It has memory only while it is used."""
+    """The gathered parameter in the compute dtype. It has memory only while the module uses it."""
     layout: DTensorLayout | None
-    """Layout of a DTensor of the user's, of which `row` and `range` are the local part."""
+    """Layout of a user's DTensor, of which `row` and `range` describe the local part."""
 
     def storage(self) -> torch.Tensor:
         """Return a view of this rank's part of storage. Shape [range.numel]."""
         return _local(self.sharded.detach()).view(-1)
 
     def gradient(self) -> torch.Tensor:
-        """Return a view of this rank's part of the reduced gradient, made of zeros where there was none.
+        """Return a view of this rank's part of the reduced gradient, which is set to zeros if there is none.
         Shape [range.numel]."""
         if self.sharded.grad is None:
             self.sharded.grad = torch.zeros_like(self.sharded)
         return _local(self.sharded.grad).view(-1)
 
     def unreduced(self) -> torch.Tensor:
-        """Return this rank's gradient that was not reduced; zeros where there is none. Shape [row.shape]."""
+        """Return this rank's unreduced gradient, or zeros. Shape [row.shape]."""
         grad = self.full.grad
         if grad is None:
             grad = torch.zeros_like(self.full, dtype=self.accumulate)
@@ -140,7 +139,7 @@ class Member:
 
     @property
     def accumulate(self) -> torch.dtype:
-        """The dtype that this rank's gradients are summed in, of a trained parameter."""
+        """The dtype in which gradients of a trained parameter are summed."""
         update = self.row.columns.update
         assert update is not None
         return update.accumulate.dtype.torch
@@ -160,14 +159,14 @@ class Member:
         return self.range.of(whole if self.layout is None else self.layout.part_of(whole))
 
     def keep_requires_grad(self) -> None:
-        """Take `requires_grad` over from the gathered form where that is registered in the model: torch takes
-        it from sharded to gathered and not back."""
+        """Copy `requires_grad` from the gathered form to the sharded one, if the gathered form is registered:
+        torch copies it only the other way."""
         current = registered(self.places)
         if current is self.full and current.requires_grad != self.sharded.requires_grad:
             self.sharded.requires_grad_(current.requires_grad)
 
     def counts(self, mesh: Mesh) -> bool:
-        """Return whether this rank's part is in sums over all ranks: each part is, once."""
+        """Return whether this rank's part counts in sums over all ranks: each part counts once."""
         return mesh.rank("tensor") == 0 or (self.layout is not None and self.layout.divided)
 
 
@@ -185,7 +184,7 @@ class LiveGroup:
         self.number = number
         self.spec = spec
         self.modules = modules
-        """`FSDPModule`s, of which the first stands for the group."""
+        """`FSDPModule`s, of which the first controls the group."""
         self.members: list[Member] = []
         self.collectives = GroupCollectives(comm)
         self._mesh = comm.mesh
@@ -193,7 +192,7 @@ class LiveGroup:
         self._needs_replicas = False
         """Whether gradients of this step were summed over shards and not over replicas."""
         self._has_replicas = False
-        """Whether they were summed over replicas; never together with `_needs_replicas`."""
+        """Whether gradients of this step were summed over replicas too. Excludes `_needs_replicas`."""
         self._has_unreduced_gradients = self._sums_replicas = False
         self._filled = True
 
@@ -204,8 +203,7 @@ class LiveGroup:
     # --- hooks ------------------------------------------------------------------------------------------
 
     def attach_before(self, backwards: Backwards) -> list[Any]:
-        """Put hooks on before `fully_shard`, so that those on outputs come before torch's; returns
-        handles."""
+        """Put hooks on outputs before `fully_shard` does, so that they run first; returns handles."""
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if torch.is_grad_enabled() and not in_backward():
@@ -216,8 +214,8 @@ class LiveGroup:
         return [module.register_forward_hook(after) for module in self.modules]
 
     def attach_after(self, backwards: Backwards) -> list[Any]:
-        """Put hooks on after `fully_shard`: on what torch's identity returns, and behind torch's on outputs.
-        Returns the handles."""
+        """Put hooks after those of `fully_shard`: on the result of torch's identity around the inputs, and on
+        outputs. Returns the handles."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not in_backward():
@@ -238,19 +236,19 @@ class LiveGroup:
         return handles
 
     def after_reduce(self, reduced: torch.Tensor) -> None:
-        """Sum over replicas during the backward, as torch's hook. See [Note: replicas]."""
+        """Sum over replicas during the backward. See [Note: replicas]."""
         update = self.spec.kind.update
         if self._sums_replicas and update is not None:
             sum_over_replicas(self.collectives, reduced, update[2], self._before)
         if reduced.device.type != "cpu":
-            # The buffer belongs to the stream of reduce-scatters. Behind this hook torch adds it to the
-            # gradient, on another stream, and drops it: the next reduce-scatter could write into it then.
+            # The buffer belongs to the stream of reduce-scatters. After this hook torch adds it to the
+            # gradient on another stream and drops it, when the next reduce-scatter could write into it.
             reduced.record_stream(torch.accelerator.current_stream())
 
     # --- one backward -----------------------------------------------------------------------------------
 
     def open(self, last: bool, keep: bool) -> None:
-        """Set the switches of a backward. With `keep`, what is gathered stays for the next micro-batch."""
+        """Set the switches of a backward. With `keep`, the group stays gathered for the next micro-batch."""
         for member in self.members:
             member.keep_requires_grad()
         update = self.spec.kind.update
@@ -282,7 +280,7 @@ class LiveGroup:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Reduce what waits for a last micro-batch that did not come."""
+        """Reduce gradients that wait for a last micro-batch."""
         update = self.spec.kind.update
         if not self._has_unreduced_gradients or update is None:
             return
@@ -301,7 +299,7 @@ class LiveGroup:
         self._needs_replicas = not self._has_replicas
 
     def sum_over_replicas(self) -> None:
-        """Sum over replicas what the hook could not."""
+        """Sum over replicas the gradients that the hook could not."""
         update = self.spec.kind.update
         if not self._needs_replicas or update is None or self._mesh.size("replicate") == 1:
             return
@@ -315,7 +313,7 @@ class LiveGroup:
             member.gradient().copy_(part)
 
     def drop(self) -> None:
-        """Free what is gathered, because values are about to change or another form is shown."""
+        """Free gathered parameters, because values are about to change or another form is shown."""
         for member in self.members:
             member.keep_requires_grad()
         self.modules[0].reshard()
@@ -328,10 +326,10 @@ class LiveGroup:
 
 
 class Backwards:
-    """The forwards and backwards of one engine: which are reduced, and in which order groups were used."""
+    """The backwards of one engine, and the order in which its forwards used the groups."""
 
     def __init__(self, groups: Sequence[LiveGroup], keep: bool) -> None:
-        """`keep`: a gathered group stays for all micro-batches of a step."""
+        """`keep` says that groups stay gathered for all micro-batches of a step."""
         self._groups = groups
         self._keep = keep
         self._running = self._began = False
@@ -342,7 +340,7 @@ class Backwards:
     def forward_begins(self, group: LiveGroup) -> None:
         """Count a forward of a group outside of any backward."""
         if self._running and self.progress is not None:
-            # autograd drops its callbacks when a backward raises, so only the next forward can know.
+            # autograd drops its callbacks when a backward raises, so the next forward finds out.
             self.progress.failed()
         self._began = True
         # Below 2^40, so that a sum over ranks stays far below 2^63.
@@ -359,7 +357,7 @@ class Backwards:
         at_the_end(self._end)
 
     def _end(self) -> None:
-        """End a backward before torch's own callback reduces the groups whose inputs needed no gradient."""
+        """End a backward before torch's callback, which reduces groups whose inputs needed no gradient."""
         self._running = False
         for group in self._groups:
             group.fill()
@@ -367,15 +365,15 @@ class Backwards:
             self.progress.ended()
 
     def flush(self) -> None:
-        """Reduce, in order, whatever was not."""
+        """Reduce, in order, all gradients that were not reduced."""
         for group in self._groups:
             group.flush()
         for group in self._groups:
             group.sum_over_replicas()
 
     def abort(self) -> bool:
-        """End a forward or a backward that has raised. Returns whether torch must reset its state: it has
-        none before the first forward."""
+        """End a forward or a backward that has raised. Return whether torch has state to reset, which it has
+        from the first forward on."""
         self._running = False
         return self._began
 

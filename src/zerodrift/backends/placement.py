@@ -1,8 +1,8 @@
-"""Move a model under `fully_shard`, group by group, innermost first.
+"""Apply `fully_shard` to a model, group by group, innermost first.
 
-A group's parameters get their values and their storage dtype, torch cuts them, and the whole ones are let
-go before the next group comes; rank 0's values are everybody's, as for the native engine. Then each group is
-gathered once, to set on its gathered parameters the dtype that gradients are summed in.
+A group's parameters get rank 0's values in the storage dtype, torch shards them, and the whole ones are freed
+before the next group. Then each group is gathered once, to set the accumulate dtype of its gathered
+parameters.
 
 Invariant: afterwards every parameter of the plan is a DTensor in exactly one group.
 """
@@ -72,7 +72,7 @@ def shard(
         split = [name.rpartition(".") for name in row.names]
         places[row.name] = tuple((model.get_submodule(path), attribute) for path, _, attribute in split)
     spreads = {row.name: layout_of(parameters[row.name]) for row in plan.rows}
-    whole = {row.name: parameters[row.name] for row in plan.rows}  # what no group has yet
+    whole = {row.name: parameters[row.name] for row in plan.rows}  # parameters without a group yet
     handles = []
     for group in sorted(live, key=_depth, reverse=True):
         rows = [plan.rows[row] for row in group.spec.rows]
@@ -101,8 +101,8 @@ def shard(
 def _split_uncalled(
     group: Group, plan: Plan, modules: Mapping[str, nn.Module], problems: Problems
 ) -> Iterator[Group]:
-    """Yield a group, or groups on the children of a container of modules, because a `ModuleList` is never
-    called and nothing would gather it."""
+    """Yield a group, or groups on the children of a container such as a `ModuleList`, which is never called,
+    so that nothing would gather it."""
     silent = [path for path in group.paths if not has_forward(modules[path])]
     if not silent:
         yield group
@@ -127,7 +127,7 @@ def _split_uncalled(
 
 
 def _depth(group: LiveGroup) -> int:
-    """Return the depth of a group's modules; what is inside must be sharded before what holds it."""
+    """Return the depth of a group's modules. Inner modules must be sharded before outer ones."""
     return max(len(path.split(".")) if path else 0 for path in group.spec.paths)
 
 
@@ -138,8 +138,8 @@ def _depth(group: LiveGroup) -> int:
 def _fill(
     rows: Sequence[Row], held: Mapping[str, nn.Parameter], comm: Collectives, sources: ValueSources
 ) -> dict[str, torch.Tensor]:
-    """Return the values of a group's parameters, whole, in the storage dtype, on the device. A parameter that
-    comes from a source is filled only where this rank will keep it."""
+    """Return the whole values of a group's parameters in the storage dtype, on the device. A parameter with a
+    source is filled only in the part that this rank keeps."""
     ranks, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
     wholes: dict[str, torch.Tensor] = {}
     for row in rows:
@@ -175,8 +175,7 @@ def _set_values(
 
 
 def _apply(plan: Plan, group: LiveGroup, others: Iterable[nn.Parameter], dtensor_mesh: DTensorMesh) -> None:
-    """Call `fully_shard`, and set what has no place in its arguments. `others` are parameters of groups that
-    are yet to come."""
+    """Call `fully_shard` and its setters. `others` are parameters of later groups."""
     kind, keep = group.spec.kind, plan.policy.sharding.keep_gathered
     root = plan.units[group.spec.unit].name == ""
     applied = fully_shard(
@@ -205,8 +204,8 @@ def _apply(plan: Plan, group: LiveGroup, others: Iterable[nn.Parameter], dtensor
 def _gather_once(
     plan: Plan, group: LiveGroup, places: Mapping[str, Places], layouts: Layouts, comm: Collectives
 ) -> None:
-    """Gather a group to learn its parameters in both forms. torch would make the gathered ones in the first
-    forward, and a rank that skips a group would not have them when it is reduced."""
+    """Gather a group to get both forms of its parameters. torch would make the gathered form in the first
+    forward, which a rank may skip although it takes part in the reduction."""
     ranks, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
     rows = [plan.rows[row] for row in group.spec.rows]
     sharded = [registered(places[row.name]) for row in rows]
@@ -220,7 +219,7 @@ def _gather_once(
 
 
 def _require_all(plan: Plan, live: Sequence[LiveGroup]) -> None:
-    """Refuse a parameter that is registered only in modules of other groups, which torch leaves out."""
+    """Refuse a parameter that is registered only in modules of other groups, which torch does not shard."""
     problems = Problems()
     for group in live:
         for member in group.members:

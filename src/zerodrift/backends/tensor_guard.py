@@ -1,11 +1,11 @@
-"""Check that the model's parameters still are what the engine was given, and let loading reach them.
+"""Check that the model still has the engine's parameters, and refuse loads that would not reach them.
 
-The counterpart of `engine/habits/parameter_guard.py`: torch swaps a parameter between its sharded and its
-gathered form, and any other object in its place would not be trained. Loading is allowed only where full
-values are shown, by name, as there.
+The counterpart of `engine/habits/parameter_guard.py`. torch registers a parameter in its sharded or its
+gathered form; any other object in its place would not be trained. Loading is allowed only inside
+`engine.gathered(write=True)`.
 
-Invariant: a parameter that is neither form is named in an error before anything is computed with it, and so
-is one that is not gathered where a module computes with it.
+Invariant: an object that is neither form, and a sharded parameter with which a module would compute, is named
+in an error before anything is computed with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TensorGuard:
     """All parameters of a model under `fully_shard`."""
 
     def __init__(self, groups: Iterable[LiveGroup], units: Mapping[str, str]) -> None:
-        """`units`: the unit of each parameter, by row name."""
+        """`units` has the unit of each parameter by row name."""
         self._groups, self._units = tuple(groups), units
         self._members = tuple(member for group in self._groups for member in group.members)
         self._shown: Mapping[str, nn.Parameter] = {}
@@ -38,7 +38,7 @@ class TensorGuard:
         """The shown parameters that may be written."""
 
     def check(self, members: Iterable[Member] | None = None, *, stepping: bool = False) -> None:
-        """Raise where a parameter has left its place; before a step, where one is not trained."""
+        """Raise if another object is in the place of a parameter, or if `requires_grad` has changed."""
         problems = Problems()
         for member in self._members if members is None else members:
             for module, attribute in member.places:
@@ -49,8 +49,7 @@ class TensorGuard:
 
     @contextlib.contextmanager
     def showing(self, shown: Mapping[str, nn.Parameter], *, write: bool) -> Iterator[None]:
-        """Show these full parameters in the model inside the context; with `write`, writes to them are
-        kept."""
+        """Record which full parameters the model shows inside the context. With `write`, writes are kept."""
         outer = self._shown, self._written
         self._shown = {**self._shown, **shown}
         self._written = {**self._written, **shown} if write else self._written
@@ -60,8 +59,8 @@ class TensorGuard:
             self._shown, self._written = outer
 
     def attach(self) -> list[Any]:
-        """Put hooks that refuse `load_state_dict` where its values would be lost, and forwards that torch
-        would run with other values or with slices; returns their handles."""
+        """Put hooks on modules that refuse `load_state_dict` if its values would be lost, and forwards that
+        torch would run with other values or with slices. Return the handles."""
         held: dict[nn.Module, list[tuple[Member, str]]] = {}
         for member in self._members:
             for module, attribute in member.places:
@@ -101,7 +100,7 @@ class TensorGuard:
                 must += "is there and reaches the optimizer"
                 raise ModelError(member.row.name, must, got="`load_state_dict` outside of it")
             if state[key].shape != shown.shape:
-                continue  # torch says so, better than we could
+                continue  # torch raises a better error
             shown.copy_(state[key])
             # torch's own hooks expect the sharded form here, before and after.
             module._parameters[attribute] = member.sharded
@@ -146,8 +145,8 @@ def not_gathered(path: str, unit: str) -> ModelError:
 
 
 def finer(unit: str, name: str) -> str:
-    """Return globs for `sharding.units`, as in a config, that make units of the parts of a unit, down to what
-    holds a parameter."""
+    """Return globs for `sharding.units`, as in a config, that make units of the parts of a unit, down to the
+    module of a parameter."""
     depth = name.count(".") - unit.count(".") - 1 if unit else 0
     shape = re.sub(r"(?<![^.])\d+(?![^.])", "*", unit)
     return json.dumps([shape + ".*" * deep for deep in range(1, max(1, depth) + 1)])

@@ -1,18 +1,18 @@
-"""The values that `fully_shard` holds: whole by name, as this rank's flat pieces, and updated by torch.
+"""The values of parameters under `fully_shard`: whole by name, as flat pieces, and updated by torch.
 
-Inside `gathered` the model's parameters are plain tensors of our own making, so what a user does with them
-(write, `load_state_dict`, assign) cannot meet torch's own bookkeeping. At the end they are compared with
-storage and what was changed is taken over. A piece of a plan's segment is the parts of its parameters that
-this rank holds, one after the other. Every replica holds the same; where it is read, each takes its share.
+Inside `gathered` the model shows plain tensors of our own, so that a user's writes, `load_state_dict` and
+assignments cannot disturb torch's bookkeeping. At the end changed elements are copied into storage. The piece
+of a segment is the local parts of its parameters, one after the other. All replicas hold the same piece, and
+each reads a share of it.
 
-The optimizer is torch's own, built from the config's `optimizer` block (fused, where torch has it) or the
-caller's, whose parameters become the sharded ones. Storage is the master, the moments are what torch makes:
-DTensors of the same dtype and the same cut. AdamW, Adam and SGD speak of their state as the native engine
-does, so that a run which was saved by one backend goes on with the other; any other class as
-`TorchOptimizerUpdater` does. An update multiplies the gradient once in fp32, before torch's own step.
+The optimizer is torch's, built from the config's `optimizer` block (fused, if torch has that), or the
+caller's, whose parameters are replaced by the sharded ones. Storage is the master, and the moments are
+DTensors of the same dtype and layout. The state of AdamW, Adam and SGD has the native engine's form, so that
+the other backend can resume a saved run; the state of other classes has that of `TorchOptimizerUpdater`. An
+update multiplies the gradient once in fp32, before torch's step.
 
-Invariants: reading changes nothing; writing goes to storage, and an element that was not changed keeps every
-bit. Over all ranks the shares are every element of the model, each exactly once.
+Invariants: reading changes nothing; writing changes storage, except for elements that stay the same. Over all
+ranks the shares are every element of the model, each exactly once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from zerodrift.backends.group import Backwards, LiveGroup, Member, register, registered
 from zerodrift.backends.tensor_guard import TensorGuard
 from zerodrift.comm import Collectives, raise_on_all_ranks
-from zerodrift.engine import READ, WRITE, Span
+from zerodrift.engine import READ, WRITE, SegmentShard, Span
 from zerodrift.errors import ModelError, Problems, UnsupportedError
 from zerodrift.optim import (
     Counters,
@@ -47,7 +47,7 @@ from zerodrift.plan import Plan, Row
 
 @dataclass(frozen=True, slots=True)
 class TensorValues:
-    """The whole values of one rank's members, which are given by row name."""
+    """Reads and writes whole values of one rank's members, which are given by row name."""
 
     members: Mapping[str, Member]
     groups: Sequence[LiveGroup]
@@ -78,7 +78,7 @@ class TensorValues:
                 self._take_over(member, shown[name])
         finally:
             for name, member in members.items():
-                register(member.places, before[name])  # what an outer context shows
+                register(member.places, before[name])  # an outer context may show another
 
     def _show(self, member: Member) -> nn.Parameter:
         compute = member.row.columns.compute.torch
@@ -170,7 +170,7 @@ def _require_unwritten(then: dict[str, torch.Tensor], values: dict[str, torch.Te
 
 
 def _refuse_gradients(name: str) -> Callable[[torch.Tensor], NoReturn]:
-    """Return a hook for a shown parameter: the parameter itself would get no gradient."""
+    """Return a hook that refuses a gradient of a shown parameter, which the engine would not get."""
 
     def refuse(gradient: torch.Tensor) -> NoReturn:
         must = "must get its gradients from the model's forward on backend fsdp2"
@@ -184,17 +184,15 @@ def _refuse_gradients(name: str) -> Callable[[torch.Tensor], NoReturn]:
 # --- this rank's pieces: see `engine/shards.py` -----------------------------------------------------------
 
 
-class DTensorShard:
-    """This rank's part of one segment. Flat tensors in and out have `numel` elements, without padding."""
+class DTensorShard(SegmentShard):
+    """This rank's piece of one segment, without padding."""
 
     def __init__(
-        self, number: int, members: Sequence[Member], updater: TensorUpdater | None, copy: tuple[int, int]
+        self, members: Sequence[Member], updater: TensorUpdater | None, copy: tuple[int, int]
     ) -> None:
-        self.number = number
         self._members = members
         self._updater = updater if any(member.row.trained for member in members) else None
         self.updated = self._updater is not None
-        self.packed = self.feedback = None
         ends = list(itertools.accumulate((member.range.numel for member in members), initial=0))
         self.numel = ends[-1]
         self._places = [(member, slice(*ends[n : n + 2])) for n, member in enumerate(members)]
@@ -227,13 +225,6 @@ class DTensorShard:
         for member, place in self._places:
             member.storage().copy_(values[place])
 
-    def set_filled(self, values: torch.Tensor, comm: Collectives) -> None:
-        self.set_weights(values)
-
-    @torch.no_grad()
-    def set_feedback(self, values: torch.Tensor | None) -> None:
-        """Do nothing: gradients travel in a plain dtype."""
-
     def set_moment(self, key: str, values: torch.Tensor) -> None:
         for member, place in self._places:
             held = self._moments_of(member).get(key)
@@ -245,7 +236,7 @@ class DTensorShard:
 
 
 def _spans(members: Sequence[Member], low: int, high: int) -> Iterator[Span]:
-    """Yield what lies in [low, high) of the parts of all members, one after the other."""
+    """Yield the spans in [low, high) of the parts of all members, one after the other."""
     begin = 0
     for member in members:
         first, last = max(begin, low), min(begin + member.range.numel, high)
@@ -293,7 +284,7 @@ class TensorUpdater:
 
     @torch.no_grad()
     def step(self, multiplier: float) -> None:
-        """Step; every parameter without a gradient gets one of zero, as on the native backend."""
+        """Step. A parameter without a gradient gets zeros, as on the native backend."""
         gradients = [member.gradient() for member in self._updated]
         if multiplier != 1.0 and gradients:
             torch._foreach_mul_(gradients, multiplier)
@@ -309,7 +300,7 @@ class TensorUpdater:
         moments = {k: v for k, v in state.items() if isinstance(v, DTensor) and v.shape == shape}
         return {key: value.to_local().view(-1) for key, value in moments.items()}
 
-    # --- what is not one number per element ---------------------------------------------------------------
+    # --- state that is not one number per element ---------------------------------------------------------
 
     def counters(self) -> Counters:
         if self._algorithm is not None:
@@ -325,7 +316,7 @@ class TensorUpdater:
                     mine = loaded_state(counters[member.row.name], member.sharded)
                     self.groups.state[member.sharded] = mine
             return
-        # The state that torch would have made by now:
+        # Make the state that torch would have made by now.
         self._steps = steps = int(counters[""]["steps"])
         names = self.moment_names("", counters)
         for member in self._updated:

@@ -20,7 +20,7 @@ is kept for the next reduction, since fresh pages cost as much as the message th
 [Note: by halves] A reduction by halves sends its first half when it is started; what it sends next has to
 arrive first, so that is done in `wait`, and ranks that waited for two such reductions in different orders
 would hang. All ranks wait in one order: for the oldest reduction first, at places that follow from the plan's
-order alone (`engine/step/gradients.py`), and for an all-reduce where it is called; a gather needs nobody's
+order alone (`engine/step/reduce.py`), and for an all-reduce where it is called; a gather needs nobody's
 `wait`. So of those that wait, the one in the oldest reduction, and in its earliest swap, waits for a message
 that was sent, or for a rank that computes and will come there.
 """

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from zerodrift.engine.executor import (
         BatchResult, Executor, batch_on, loss_in, numbers_of, one_number, wrong_number,
     )  # fmt: skip
-    from zerodrift.engine.habits import pins, saved_views
+    from zerodrift.engine.habits import pins, products, saved_views
     from zerodrift.engine.habits.absent_parameter import (
         AbsentParameter, STAYS, absent_class, mark_absent, mark_gathered,
     )  # fmt: skip
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from zerodrift.engine.place import ELSEWHERE, ValueSource, ValueSources, tie
     from zerodrift.engine.progress import StepResult, TrainingProgress, refusal
     from zerodrift.engine.shards import SegmentShard, Span
-    from zerodrift.engine.step import compute, products
+    from zerodrift.engine.step import compute
     from zerodrift.engine.step.compute import ForwardPrecision
-    from zerodrift.engine.step.gradients import Gradients
+    from zerodrift.engine.step.reduce import Gradients
     from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm
-    from zerodrift.engine.step.products import has_narrow_products
-    from zerodrift.engine.step.segment import FlatSegment
-    from zerodrift.engine.step.trained_segment import TrainedSegment, trained_of
-    from zerodrift.engine.step.unit import LiveUnit, refuse_wrapper
+    from zerodrift.engine.habits.products import has_narrow_products
+    from zerodrift.engine.segments.segment import FlatSegment
+    from zerodrift.engine.segments.trained_segment import TrainedSegment, trained_of
+    from zerodrift.engine.step.gather import LiveUnit, refuse_wrapper
     from zerodrift.engine.values import ParameterHandle, SegmentValues, WholeValues
 
 __getattr__, __dir__, __all__ = face(__name__)

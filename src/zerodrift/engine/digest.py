@@ -1,11 +1,11 @@
-"""Digest a run's whole state: one number that is equal where every bit is, on whatever ranks the slices are.
+"""Digest a run's whole state: one number that is equal if all bits are, for any distribution over ranks.
 
-An element adds its bits times an odd weight that depends on its kind, its parameter's name and its place;
-everything is added modulo 2^64. So the digest of a model is the sum of its slices', at any stage and on any
-backend. A change of one element always changes it; other changes cancel about once in 2^32. State that
-several ranks hold alike is counted once, and compared: a rank whose copy differs is named.
+The digest is the sum, modulo 2^64, of each element's bits times an odd weight, which depends on its kind, its
+parameter's name and its place. So the digest of a model is the sum of its slices' digests, at any stage and
+on any backend. A change of one element always changes it; several changes cancel about once in 2^32. State
+that several ranks hold is counted once and compared, and an error names a rank whose copy differs.
 
-Invariant: the digests of a state never change from one version to the next, because runs record them.
+Invariant: the digest of a state is the same in all versions, because runs record it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from zerodrift.kernels import block_digests, block_keys, native, parameter_key
 from zerodrift.plan import Plan
 
 WEIGHTS, VISIBLE, MOMENTS, GRADIENTS = KINDS = ("weights", "visible weights", "moments", "gradients")
-"""The masters, where there are any; what the model computes with, where that is rounded; the optimizer's
-state; the sums before an update."""
+"""The masters, or storage if there are none; the values that the model computes with, if they are rounded;
+the optimizer's state; the summed gradients before an update."""
 
 _WORD = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """The digest of what all ranks hold together."""
+    """The digest of all ranks' state."""
 
     cells: Mapping[tuple[str, str], int]
 
@@ -56,11 +56,11 @@ class Digest:
 
 
 def state_digest(plan: Plan, pieces: Iterable[SegmentShard], comm: Collectives) -> Digest:
-    """Digest weights and moments. Every rank calls it; raises on all where copies differ."""
+    """Digest weights and moments. Every rank calls it. Raise on all ranks if copies differ."""
     sums = _Sums(plan, comm.mesh.device)
     spans: list[list[Any]] = [[], []]
     digests = [0, 0]
-    """Digests of state that other ranks hold too, in parts of segments and in whole ones."""
+    """Digests of state that other ranks hold too, of parts of segments and of whole ones."""
     for piece in pieces:
         copied = piece.held if piece.share != piece.held else ()
         whole = sum(span.numel for span in copied) == sum(row.numel for row in piece.rows)
@@ -78,7 +78,7 @@ def state_digest(plan: Plan, pieces: Iterable[SegmentShard], comm: Collectives) 
 def gradient_digest(
     plan: Plan, parts: Iterable[tuple[Sequence[Span], torch.Tensor]], comm: Collectives
 ) -> Digest:
-    """Digest reduced gradients: `parts` are this rank's, each element on one rank. Every rank calls it."""
+    """Digest reduced gradients, of which ranks share no element. Every rank calls it."""
     sums = _Sums(plan, comm.mesh.device)
     for spans, flat in parts:
         sums.add(GRADIENTS, "", flat, spans)
@@ -86,7 +86,7 @@ def gradient_digest(
 
 
 def _state(piece: SegmentShard) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield (kind, torch's name of a moment, values) of what a rank holds of a segment."""
+    """Yield (kind, torch's name of a moment, values) of a piece."""
     yield WEIGHTS, "", piece.weights()
     stored = piece.stored()
     if stored.dtype is not piece.dtype:
@@ -129,7 +129,7 @@ def _digest_of(kind: str, what: str, flat: torch.Tensor, span: Span) -> torch.Te
 
 
 def tensor_digest(name: str, value: torch.Tensor) -> str:
-    """Return the digest of one whole tensor under a name; it differs for another dtype of the same values."""
+    """Return the digest of a whole tensor, which depends on its name and dtype."""
     flat = value.detach().contiguous().view(-1)
     sums = block_digests(flat)
     keys = block_keys(parameter_key(f"{value.dtype} {name}"), 0, len(sums), flat.device)
@@ -137,7 +137,7 @@ def tensor_digest(name: str, value: torch.Tensor) -> str:
 
 
 def computed_by(device: torch.device) -> dict[str, Any]:
-    """Return what bits depend on beside the plan, the model and the data."""
+    """Return the versions and settings that change bits, beside the plan, the model and the data."""
     compiled = native.library() is not None
     found: dict[str, Any] = {
         "torch": torch.__version__,
@@ -166,10 +166,7 @@ def _compare(copies: list[tuple[int, int]], comm: Collectives) -> None:
                 "state",
                 "must be the same bits on ranks that hold the same",
                 got=f"other ones on {_named(others)} than on {_named(most)}",
-                do=(
-                    "Load the last checkpoint. If it comes again on the same rank, test the memory and the "
-                    "processor there."
-                ),
+                do="Load the last checkpoint. If the same rank differs again, test its memory and processor.",
             )
 
 

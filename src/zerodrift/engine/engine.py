@@ -1,12 +1,12 @@
-"""The engine: a plan, an executor, and the training loop's calls.
+"""The engine: a plan, an executor, and the calls of a training loop.
 
-It decides nothing. The plan's rows say what is gathered, cast, reduced and updated in which dtype, the
-executor does it (`executor.py`), and `progress.py` counts. A micro-batch is `engine(...)` and
-`engine.backward(loss)`. `engine.step()` ends it and, at the last one of a step, updates.
-Or all micro-batches of a step are given to `engine.train_batch`, which is how a pipeline trains.
+The plan's rows say what is gathered, cast, reduced and updated in which dtype, the executor (`executor.py`)
+does it, and `progress.py` counts. A micro-batch is `engine(...)` and `engine.backward(loss)`. `engine.step()`
+ends a micro-batch and, after the last one of a step, updates. `engine.train_batch` takes all micro-batches of
+a step at once, as a pipeline needs.
 
-Invariant: after an exception, in the model's forward or in a backward, the engine is as good as before. A
-forward that failed costs nothing else; a backward that failed costs the micro-batches of its step.
+Invariant: training can go on after an exception in the model's forward or in a backward. A backward that
+failed costs the micro-batches of its step.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ class Engine:
         schedule: Any = None,
         loss_of: LossOf | None = None,
     ) -> None:
-        """`execute` makes the executor when the ranks have agreed on the plan. `loss_of` runs a micro-batch
-        in `train_batch`; None for a model that takes its items and returns a loss."""
+        """`execute` makes the executor after the ranks have agreed on the plan. `loss_of` computes the loss
+        of a micro-batch in `train_batch`; None for a model that takes its items and returns a loss."""
         self.plan = plan
         self.mesh = mesh
         self.comm = Collectives(mesh)
         self.comm.agree(plan.digest, lambda: _describe(plan))
         self.executor = execute(self.comm)
-        """The part that differs between backends; not for users."""
+        """Executes the plan on one backend; not for users."""
         self._loss_of = loss_of
         self.before_update: Callable[[], None] | None = None
-        """Called in every `step` that is complete, when gradients are reduced and nothing is updated yet."""
+        """Called after the last micro-batch of a step, between the reduction and the update."""
         self.seed: int = self.comm.broadcast_object(torch.initial_seed(), 0)
-        """Start of `seed_micro_batch`: torch's seed on rank 0 when the engine was made; may be set."""
+        """Seed from which `seed_micro_batch` begins: at first, torch's on rank 0. May be set."""
         mine = {} if self.updater is None else dict(self.updater.group_of)
         stages = self.comm.all_gather_object(mine, "pipeline")
         self.group_of = {name: group for stage in stages for name, group in stage.items()}
-        """Row name -> parameter group, for the rows that the optimizer was given, on every stage."""
+        """Row name -> parameter group of the optimizer, for the rows of all stages."""
         if schedule is None and self.optimizer is not None and plan.policy.schedule is not None:
             schedule = make_schedule(plan.policy.schedule, self.optimizer)
         else:
@@ -94,7 +94,7 @@ class Engine:
             return self.module(*args, **kwargs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call `backward` on: multiplied by the loss scale, if there is one."""
+        """The loss times the loss scale, if there is one: what to call `backward` on."""
         return self.progress.scale(loss)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -109,16 +109,16 @@ class Engine:
             scaled.backward(**kwargs)
 
     def micro_batches_of_this_rank(self) -> tuple[int, ...]:
-        """Which micro-batches of a step this rank takes, in which order, by their numbers over all ranks.
+        """The numbers, over all ranks, of the micro-batches of a step that this rank takes, in their order.
 
-        Where the plan sums by the tree, a step in which every micro-batch goes to the rank that has its
-        number here leaves the same bits on any number of ranks.
+        If the plan sums by the tree, a step has the same bits on any number of ranks, provided that every
+        micro-batch goes to the rank that has its number here.
         """
         return rank_micro_batches(self.plan, self.mesh.rank("data"), self.accumulation)
 
     def seed_micro_batch(self, number: int) -> None:
         """Seed torch's generators, of the host and of this device, before the forward of micro-batch
-        `number`. The seed depends on `seed`, the step and that number, and not on the rank."""
+        `number`. The seed depends on `seed`, the step and `number`, not on the rank."""
         determinism.seed_generators(self._seed_of(number), self.mesh.device)
         if self._state is not None:
             self._state.is_seeded = True
@@ -127,7 +127,7 @@ class Engine:
         return determinism.seed_of(self.seed, self.progress.steps_tried, number)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """A context whose backwards are not the last of their step, so that reductions wait."""
+        """A context in which no backward is the last of its step, so that reductions wait."""
         return self.progress.no_sync()
 
     @contextlib.contextmanager
@@ -135,7 +135,7 @@ class Engine:
         try:
             yield
         except RankError:
-            raise  # there is nobody to finish with what is under way
+            raise  # running collectives cannot be finished
         except BaseException as error:
             recover()
             need = self.determinism.need
@@ -152,7 +152,7 @@ class Engine:
             raise refusal("loss not scaled", mode=self.plan.policy.mode)
 
     def _backward_failed(self) -> None:
-        """Begin the step anew: a part of the micro-batch was added to the others and cannot be taken out."""
+        """Begin the step anew, because a part of the micro-batch was added to the others."""
         self._recover()
         self.zero_grad()
 
@@ -172,18 +172,18 @@ class Engine:
     # --- all micro-batches of a step --------------------------------------------------------------------
 
     def train_batch(self, micro_batches: Iterable[Any], weights: Sequence[float] = ()) -> BatchResult:
-        """Train on all micro-batches of a step, and update: `accumulate` and `step`. With `weights`, the loss
-        of each micro-batch is multiplied by its own before its backward.
+        """Train on all micro-batches of a step, and update: `accumulate` and `step`. Each loss is multiplied
+        by its weight before its backward, if there are `weights`.
 
-        The ranks of a pipeline are given the same micro-batches. Where the plan sums by the tree each rank is
-        given those of `micro_batches_of_this_rank`, and they are seeded here. Without a pipeline each is a
+        All ranks of a pipeline take the same micro-batches. If the plan sums by the tree, each rank takes
+        those of `micro_batches_of_this_rank`, and they are seeded here. Without a pipeline a micro-batch is a
         dict of the model's keyword arguments, unless `initialize` was given `parts`."""
         losses, weights = self._accumulate(micro_batches, weights)
         return BatchResult(losses, self.step(), weights)
 
     def accumulate(self, micro_batches: Iterable[Any], weights: Sequence[float] = ()) -> tuple[float, ...]:
-        """The first half of `train_batch`: the gradients of a step's micro-batches, and their losses. `step`
-        updates with them, `zero_grad` drops them."""
+        """Compute the gradients of a step's micro-batches, the first half of `train_batch`, and return their
+        losses. `step` updates with the gradients, `zero_grad` drops them."""
         return self._accumulate(micro_batches, weights)[0]
 
     def evaluate(self, micro_batches: Iterable[Any]) -> float:
@@ -209,7 +209,7 @@ class Engine:
         batches, factors = runner.prepare(micro_batches, weights, self.accumulation)
         numbers = self.micro_batches_of_this_rank() if self.plan.policy.tree else ()
         seeds = tuple(map(self._seed_of, numbers))
-        # Of a pipeline's pieces buffers are compared here; elsewhere every forward is watched.
+        # A pipeline's buffers are compared here; elsewhere every forward compares its own.
         state = self._state if self.executor.runner is not None else None
         before = None if state is None else state.copy_buffers()
         try:
@@ -225,8 +225,8 @@ class Engine:
 
     @property
     def _runner(self) -> Any:
-        # Made anew: a kept one and the engine would hold each other, and their memory, until Python looks for
-        # cycles.
+        # Made anew: the engine and its runner would be a cycle, which keeps their memory until Python
+        # collects it.
         return self.executor.runner or SequentialRunner(self, self.comm, self._loss_of)
 
     # --- the step ---------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class Engine:
         self.comm.release()
         self.progress.micro_batches = 0
 
-    # --- where it is ------------------------------------------------------------------------------------
+    # --- progress ---------------------------------------------------------------------------------------
 
     @property
     def global_steps(self) -> int:
@@ -310,7 +310,7 @@ class Engine:
 
     @property
     def whole(self) -> nn.Module:
-        """The whole model; in a pipeline, without values for what is on other ranks."""
+        """The whole model; in a pipeline, without the values of other ranks."""
         return self.executor.whole
 
     @property
@@ -320,12 +320,12 @@ class Engine:
 
     @property
     def updater(self) -> OptimizerState | None:
-        """The optimizer, by the plan's segments."""
+        """The state of the optimizer, by the plan's segments."""
         return self.executor.updater
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """Parameter groups and their learning rates; what schedulers of torch take."""
+        """The torch optimizer with parameter groups and learning rates, for schedulers."""
         return None if self.updater is None else self.updater.groups
 
     def train(self, mode: bool = True) -> Engine:
@@ -337,7 +337,7 @@ class Engine:
         return self.train(False)
 
     def explain(self, name: str) -> Explanation:
-        """Every column of a parameter with the reason for it; printable."""
+        """Every column of a parameter with its reason; printable."""
         return explain(self.plan, name)
 
     def update_statistics(self) -> UpdateReport:
@@ -346,8 +346,8 @@ class Engine:
         return self.executor.update_statistics()
 
     def digest(self) -> Digest:
-        """Digest all weights, masters and moments: equal where every bit is, on any number of ranks and at
-        any stage. Every rank calls it, between steps; raises on all where ranks that hold the same differ."""
+        """Digest all weights, masters and moments. The digest is the same for the same bits, on any number of
+        ranks and at any stage. Every rank calls it, between steps. It raises if copies on ranks differ."""
         return state_digest(self.plan, self.pieces(), self.comm)
 
     def gradient_digest(self) -> Digest:
@@ -365,15 +365,15 @@ class Engine:
     ) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
         """A context with the whole values of all or some parameters by name, in their compute dtype.
 
-        Values that are kept stay as they were. With `write`, rank 0's values at the end of the context become
-        those of all ranks, masters included. In a pipeline these are the parameters that this rank has.
+        A value that outlives the context does not change. With `write`, rank 0's values at the end of the
+        context become those of all ranks, masters included. In a pipeline a rank has only its own parameters.
         """
         known = [row.name for row in self.plan.rows] if names is None else names
         return self.values.gathered({name: row_of(self.plan, name) for name in known}, write)
 
     @property
     def values(self) -> WholeValues:
-        """Whole values out and in; what `parameter` and `gathered` are made of."""
+        """Read and write whole values, for `parameter` and `gathered`."""
         return self.executor.values
 
     def pieces(self) -> Iterator[SegmentShard]:
@@ -381,8 +381,7 @@ class Engine:
         return self.executor.pieces()
 
     def sync_storage(self) -> None:
-        """Gather other ranks' slices into storage that is whole, after pieces were filled. Every rank calls
-        it."""
+        """Gather other ranks' slices into whole storage, after pieces were filled. Every rank calls it."""
         self.executor.sync_storage()
 
     # --- the end ----------------------------------------------------------------------------------------
@@ -391,11 +390,11 @@ class Engine:
         raise refusal("copied")
 
     def destroy(self) -> None:
-        """Remove the hooks and leave the process groups, after a save that is under way.
+        """Finish a running save, remove the hooks and leave the process groups.
 
-        The module keeps its values, except those of sharded parameters, which then say that they are gone.
-        Inside `gathered()` it keeps all of them and becomes an ordinary module again. On backend fsdp2
-        torch's hooks stay, and the module cannot be run any more.
+        The module keeps its values, except those of sharded parameters, whose use is an error afterwards.
+        Inside `gathered()` it keeps all values and becomes an ordinary module again. On backend fsdp2 torch's
+        hooks stay, and the module cannot be run any more.
         """
         if self.progress.closed:
             return
@@ -406,7 +405,7 @@ class Engine:
                 else:
                     self.progress.background.abandon()
         finally:
-            with contextlib.suppress(RankError):  # was raised where it was waited for
+            with contextlib.suppress(RankError):  # it was raised before
                 self._recover()
             self.zero_grad()
             self.progress.close()

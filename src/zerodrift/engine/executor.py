@@ -1,10 +1,10 @@
-"""The protocol of an executor of a plan, as `Engine` calls it, and the micro-batches of a step.
+"""The protocol of an executor of a plan, and `SequentialRunner`, which runs the micro-batches of a step.
 
-A pipeline runs micro-batches in an order of its own (`pipeline/run.py`); `SequentialRunner` runs them one by
-one, so that a script for a pipeline trains without one.
+A pipeline runs micro-batches in an order of its own (`pipeline/run.py`). `SequentialRunner` runs them one by
+one, so that a script for a pipeline also trains without one.
 
-Invariants: an executor counts nothing and decides nothing about a step. What is wrong with the micro-batches
-of one rank is an error on all, before any of them is run; and a micro-batch is never changed.
+Invariants: an executor counts no micro-batches or steps. Invalid micro-batches of one rank are an error on
+all ranks before any is run. A micro-batch is never changed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from zerodrift.report import UpdateReport
 class Executor(Protocol):
     """Executes one rank's part of a plan over one model.
 
-    In a pipeline `part`, `module` and `forwards` are this rank's part of the plan, the tree that was cut and
-    its pieces; elsewhere all of the plan, the model and its forward. `runner` is None where a caller runs
-    each micro-batch by itself, `updater` where nothing is trained or no optimizer was given.
+    In a pipeline `part`, `module` and `forwards` are this rank's part of the plan, of the model, and its
+    pieces with a forward; elsewhere the whole plan, the model, and the model alone. `updater` is None if
+    nothing is trained or no optimizer was given.
     """
 
     part: Plan
@@ -51,39 +51,39 @@ class Executor(Protocol):
 
     @property
     def runner(self) -> Any:
-        """Return what has the methods of `SequentialRunner`, or None."""
+        """Return an object with the methods of `SequentialRunner`; None if `engine(...)` runs a
+        micro-batch."""
         return None
 
     def follow(self, progress: TrainingProgress) -> None:
-        """Begin training; `progress` hears of backwards that the engine does not call."""
+        """Begin training. `progress` must be told of backwards that the engine does not call."""
 
     def require_peers(self) -> None:
-        """Raise if another rank is known to have ended all of them. Elsewhere than in a pipeline, peers that
-        are gone end a collective by themselves."""
+        """Raise if a rank is known to have failed. Only a pipeline needs it: elsewhere a missing rank ends a
+        collective."""
         return
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for a forward."""
 
     def backward(self, loss: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the backward of a loss, which counts as a micro-batch."""
+        """Return a context for the backward of a loss, which is a micro-batch."""
 
     def recover(self) -> None:
-        """End what is under way after an exception; gradients of whole micro-batches stay."""
+        """End running forwards, backwards and collectives after an exception; earlier gradients stay."""
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for a step, in which `norm` reduces the gradients and `update` uses them."""
 
     def norm(self) -> Norm: ...
     def reduced(self) -> Iterator[tuple[Sequence[Span], torch.Tensor]]:
-        """Yield this rank's share of the gradients, between `norm` and `update`: each element is on one
-        rank."""
+        """Yield this rank's share of the gradients, between `norm` and `update`. Ranks share no element."""
 
     def bad(self) -> list[str]:
         """Return the first parameters whose gradient is not finite."""
 
     def update(self, multiplier: float) -> None:
-        """Update with the gradients times `multiplier`, and show the new values."""
+        """Update with the gradients times `multiplier`, and gather the new values."""
 
     def forget(self) -> None:
         """Drop the gradients of this step."""
@@ -95,7 +95,7 @@ class Executor(Protocol):
     def sync_storage(self) -> None: ...
     def update_statistics(self) -> UpdateReport: ...
     def leave(self) -> None:
-        """Take the hooks off; nothing is under way."""
+        """Remove the hooks; no call is running."""
 
 
 # --- micro-batches one by one -----------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class BatchResult:
 
     @property
     def loss(self) -> float:
-        """The weighted mean over micro-batches, whose gradient the step has used."""
+        """The weighted mean over micro-batches."""
         weights = self.weights or (1.0,) * len(self.losses)
         return sum(map(operator.mul, weights, self.losses)) / len(self.losses)
 
@@ -133,8 +133,8 @@ class SequentialRunner:
     def prepare(
         self, micro_batches: Iterable[Any], weights: Sequence[float], count: int | None
     ) -> tuple[list[Any], tuple[float, ...]]:
-        """Return the micro-batches on this device and their weights. What is wrong with them, such as another
-        number than `count`, is one error on every rank."""
+        """Return the micro-batches on this device and their weights. Invalid ones, or another number than
+        `count`, are one error on every rank."""
         with raise_on_all_ranks(self.comm):
             batches = list(micro_batches)
             numbers, wrong = numbers_of(weights, len(batches))
@@ -148,8 +148,8 @@ class SequentialRunner:
     def train(
         self, batches: list[Any], weights: tuple[float, ...], seeds: tuple[int, ...]
     ) -> tuple[float, ...]:
-        """Run forwards and backwards; return the losses, without weights. Random numbers of a micro-batch
-        begin with its seed, where there are seeds."""
+        """Run forwards and backwards; return the losses, without weights. Each micro-batch is seeded, if
+        there are seeds."""
         losses, device = [], self.comm.mesh.device
         with generators_kept(device) if seeds else contextlib.nullcontext():
             for place, batch in enumerate(batches):
@@ -169,7 +169,7 @@ class SequentialRunner:
     def _loss(self, batch: Any) -> torch.Tensor:
         if self.loss_of is None:
             return one_number(loss_in(self.engine(**batch)))
-        # The model's forward is replaced, with all hooks that are around its own.
+        # Replace the model's forward, so that the hooks around it run.
         model, loss_of = self.engine.module, self.loss_of
         before = model.__dict__.get("forward")
         model.forward = lambda given: loss_of(model, given)
@@ -188,13 +188,12 @@ def _unnamed(batch: Any) -> Problem | None:
         "micro_batches",
         "must each be a dict of the model's keyword arguments",
         got=type(batch).__name__,
-        do="Pass `parts=zerodrift.Parts(...)` to `initialize`, which says what is done with them.",
+        do="Pass `parts=zerodrift.Parts(...)` to `initialize`, which computes their loss.",
     )
 
 
 def loss_in(output: Any) -> Any:
-    """Find a model's loss in what it returned: `.loss`, an item of that name, the first of several, or all of
-    it."""
+    """Return the loss in a model's output: `.loss`, the item "loss", the first of several, or the output."""
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
@@ -208,7 +207,7 @@ def one_number(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ModelError("loss", "must be one number per micro-batch", got=got)
-    return loss if loss.dim() == 0 else loss.sum()  # no view: a schedule detaches it in place
+    return loss if loss.dim() == 0 else loss.sum()  # not a view, because a schedule detaches it in place
 
 
 def wrong_number(count: int, wanted: int | None) -> Problem | None:
@@ -236,7 +235,7 @@ def numbers_of(weights: Sequence[Any], count: int) -> tuple[tuple[float, ...], P
 
 
 def batch_on(batch: Any, device: torch.device, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a micro-batch with its tensors changed and moved; its containers are copies of their classes."""
+    """Copy a micro-batch with its tensors moved and changed; containers keep their classes."""
 
     def moved(value: Any) -> Any:
         return batch_on(value, device, change)
@@ -249,7 +248,7 @@ def batch_on(batch: Any, device: torch.device, change: Callable[[torch.Tensor], 
             return items
         copied: Any = copy.copy(batch)
         if (data := getattr(batch, "data", None)) is not None:
-            copied.data = dict(data)  # a copied UserDict has the original's
+            copied.data = dict(data)  # a copy of a UserDict shares its data
         for key, item in items.items():
             copied[key] = item
         return copied

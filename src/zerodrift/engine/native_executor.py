@@ -1,9 +1,9 @@
-"""Execute a plan on flat segments: our own hooks and collectives gather, reduce and update.
+"""Execute a plan on flat segments, with hooks and collectives of our own.
 
-This file puts the parts together and decides nothing. The plan's rows say what is gathered, cast, reduced and
-updated in which dtype; `step/unit.py` and `step/gradients.py` say when.
+This file puts the parts together. The plan's rows say what is gathered, cast, reduced and updated in which
+dtype; `step/gather.py` and `step/reduce.py` decide when.
 
-Invariant: between two calls nothing is under way, whatever was raised in the last one.
+Invariant: between two calls no collective is running, even if the last call raised.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from torch import nn
 from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine import shards
 from zerodrift.engine.executor import Executor
+from zerodrift.engine.habits import products
 from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.determinism import generators
 from zerodrift.engine.habits.parameter_guard import ParameterGuard, mark_as_ours
 from zerodrift.engine.habits.pins import make_plain, pin
+from zerodrift.engine.habits.unit_order import UnitOrder
 from zerodrift.engine.nested import in_transform
 from zerodrift.engine.place import ValueSources, place
 from zerodrift.engine.progress import TrainingProgress, refusal
-from zerodrift.engine.step import compute, products
-from zerodrift.engine.step.accumulation import GradientBuffers
-from zerodrift.engine.step.gradients import Gradients
+from zerodrift.engine.segments.accumulation import GradientBuffers
+from zerodrift.engine.segments.segment import FlatSegment
+from zerodrift.engine.segments.trained_segment import trained_of
+from zerodrift.engine.step import compute
+from zerodrift.engine.step.gather import LiveUnit, Traversal, attach_parts, refuse_wrapper
 from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm, parts_of, set_on_some
-from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.engine.step.trained_segment import trained_of
-from zerodrift.engine.step.traversal import Traversal, UnitOrder
-from zerodrift.engine.step.unit import LiveUnit, attach_parts, refuse_wrapper
+from zerodrift.engine.step.reduce import Gradients
 from zerodrift.engine.step.update import choose_update_function, collect_statistics, update_segments
 from zerodrift.engine.values import SegmentValues, WholeValues
 from zerodrift.experts import Turns, distribute_experts
@@ -75,7 +76,7 @@ class NativeExecutor(Executor):
         )
         self.precision = compute.ForwardPrecision(plan, mesh.device)
         self.turns = Turns(mesh.device, generators(mesh.device))
-        """Alternates a forward and a backward while the other's exchange travels."""
+        """Alternates a forward and a backward, each of which computes while the other's exchange travels."""
         self.guard = ParameterGuard(model, self.segments, asynchronous=mesh.asynchronous)
         self._handles: list[Any] = [
             *self._attach(),
@@ -127,8 +128,7 @@ class NativeExecutor(Executor):
     def forward(self) -> contextlib.AbstractContextManager[None]:
         self.guard.check()
         if torch.is_grad_enabled() and not in_transform():
-            # Writes that a master cannot follow are refused where it costs little to know; the step looks
-            # too.
+            # Refuse writes that a master cannot take over early, where that is cheap. The step checks all.
             first = self._progress.micro_batches == 0 and not self.comm.mesh.asynchronous
             for segment in self._trained:
                 if segment.has_separate_master and (first or writes.rows_with_new_version(segment)):
@@ -157,7 +157,7 @@ class NativeExecutor(Executor):
         if cleared:
             raise refusal("gradient cleared", name=cleared)
         if self._progress.micro_batches == 0:
-            # A backward that no hook has noticed ends on all ranks or on none.
+            # A backward that no hook has noticed must end on all ranks or on none.
             loose = self.comm.all_gather_object(self.gradients.first_uncollected)
             if any(loose) and not all(loose):
                 raise set_on_some(next(filter(None, loose)))
@@ -167,9 +167,8 @@ class NativeExecutor(Executor):
             self.gradients.show_again()
 
     def norm(self) -> Norm:
-        """Reduce gradients and return their norm. Gradients that were set by hand are reduced when the ranks
-        know that all have them, which travels with a norm of the others. Over replicas and in a pipeline it
-        does not travel, and is taken for granted."""
+        """Reduce gradients and return their norm. Gradients that were set by hand are reduced after a first
+        norm has shown that all ranks have them. Over replicas and in a pipeline this is not checked."""
         replicas = self.comm.mesh.size("replicate") > 1
         by_hand = [] if replicas or self.runner is not None else self.gradients.set_by_hand
         self.gradients.flush(without=by_hand)
@@ -203,8 +202,8 @@ class NativeExecutor(Executor):
         return global_norm(gradients, self.comm, self._progress.unscale, agreement, written, checksum)
 
     def _visible_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return on the device (above 0 where user code wrote to visible weights, a checksum below 2^32 of
-        those that all ranks hold alike)."""
+        """Return, on the device, (above 0 if user code wrote to visible weights, a checksum below 2^32 of the
+        weights that are the same on all ranks)."""
         mesh = self.comm.mesh
         compared = (
             segment
@@ -213,9 +212,8 @@ class NativeExecutor(Executor):
         )
         written, checksum = writes.check_storage(compared, mesh.device)
         for placeholders in self.guard.placeholders if mesh.asynchronous else ():
-            written = (
-                written + (~writes.are_missing(placeholders)).any()
-            )  # elsewhere `guard.check` has looked
+            # `guard.check` does this on devices that are not asynchronous.
+            written = written + (~writes.are_missing(placeholders)).any()
         return written, checksum
 
     def reduced(self) -> Iterator[tuple[Sequence[shards.Span], torch.Tensor]]:
@@ -279,7 +277,7 @@ class NativeExecutor(Executor):
 
 
 def native(executor: Executor) -> NativeExecutor:
-    """Return the executor as one on segments, for callers that read segments."""
+    """Return the executor as a `NativeExecutor`, for callers that read segments."""
     if not isinstance(executor, NativeExecutor):
         raise AssertionError(f"{type(executor).__name__} has no segments")
     return executor

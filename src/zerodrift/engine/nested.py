@@ -1,11 +1,10 @@
 """Find and replace tensors inside containers of any depth and class, and record the inputs of a forward.
 
 Tuples, lists, mappings, sets, dataclasses and plain objects are searched. Modules, classes and functions are
-not, nor objects that hang in objects deeper than `DEPTH`.
+not, nor plain objects nested deeper than `DEPTH`.
 
-Invariant: a container that can be written to keeps its identity. A tensor in it is replaced in its place, and
-`undo` puts the caller's own back, wherever it has been moved to meanwhile. Only a container that cannot
-change, such as a tuple, is built anew.
+Invariant: only a container that cannot be written to, such as a tuple, is built anew. In others tensors are
+replaced, and `undo` puts the caller's tensors back, also where the model has moved their replacements.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import nn
 from zerodrift.errors import ModelError
 
 DEPTH = 3
-"""Depth to which plain objects are followed into plain objects: a logger or a trainer leads everywhere."""
+"""Nesting of plain objects that is searched. Objects such as loggers and trainers refer to everything."""
 
 _CLOSED = (
     *(str, bytes, bytearray, int, float, complex, type(None), type, nn.Module, enum.Enum),
@@ -38,7 +37,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         return [value]
     found = []
     seen: dict[int, Any] = {}
-    """Visited items by id, which are held so that no id comes again."""
+    """id -> visited item, which is held so that its id is not used again."""
     queue = deque([(value, 0)])
     while queue:
         item, depth = queue.popleft()
@@ -46,7 +45,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         if id(item) in seen or (kind is not torch.Tensor and isinstance(item, _CLOSED)):
             continue
         seen[id(item)] = item
-        if kind is torch.Tensor or isinstance(item, torch.Tensor):  # what is most often there, in few calls
+        if kind is torch.Tensor or isinstance(item, torch.Tensor):  # the usual kind without a call
             found.append(item)
             continue
         if kind is tuple or kind is list or kind is dict:
@@ -64,11 +63,11 @@ class Replacement:
     def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._change = change
         self._seen: dict[int, tuple[Any, Any]] = {}
-        """id -> (old, new), which are held so that no id comes again."""
+        """id of old -> (old, new), which are held so that no id is used again."""
         self._changed: list[Any] = []
 
     def apply(self, value: Any) -> Any:
-        """Return the value with every tensor changed: the same object unless it cannot be written to."""
+        """Return the value with every tensor changed: the same object, if that can be written to."""
         return self._visit(value, 0)
 
     @property
@@ -79,7 +78,7 @@ class Replacement:
                 yield old, new
 
     def undo(self) -> None:
-        """Give every container its own tensors back."""
+        """Put the caller's tensors back into every container."""
         own = {id(new): old for old, new in self._seen.values() if new is not old}
         for container in reversed(self._changed):
             for key, child in _parts(container):
@@ -97,7 +96,7 @@ class Replacement:
         deeper = depth + _leads_anywhere(item)
         if deeper > DEPTH:
             return item
-        self._keep(item, item)  # before its parts, which may hold it
+        self._keep(item, item)  # before its parts, because a part may refer to it
         parts = _parts(item)
         changed = [(key, self._visit(child, deeper)) for key, child in parts]
         if all(new is child for (_, new), (_, child) in zip(changed, parts, strict=True)):
@@ -120,7 +119,7 @@ def _is_plain(item: Any) -> bool:
 
 
 def _leads_anywhere(item: Any) -> bool:
-    """Return whether an item may hold more than data: a dataclass says what it holds."""
+    """Return whether an item may refer to more than data. A dataclass declares its data."""
     return _is_plain(item) and not dataclasses.is_dataclass(item)
 
 
@@ -147,13 +146,13 @@ def _put(item: Any, key: Any, new: Any) -> None:
             item.remove(key)
             item.add(new)
         elif _is_plain(item):
-            object.__setattr__(item, key, new)  # a frozen dataclass is put back as it was
+            object.__setattr__(item, key, new)  # also in a frozen dataclass, until `undo`
         else:
             item[key] = new
     except (TypeError, AttributeError) as error:
         raise ModelError(
             type(item).__name__,
-            "must let its floating tensors be replaced, which are cast to what the model computes in",
+            "must let its floating tensors be replaced by casts to the dtype that the model computes in",
             got="one that cannot be written to",
             do="Pass a dict, or tensors of that dtype.",
         ) from error
@@ -166,15 +165,15 @@ def _built(item: Any, parts: list[tuple[Any, Any]]) -> Any:
     if isinstance(item, frozenset):
         return type(item)(values)
     try:
-        built: Any = tuple.__new__(type(item), values)  # whatever its own class asks for
+        built: Any = tuple.__new__(type(item), values)  # its class may take other arguments
     except TypeError:
-        return type(item)(values)  # one of torch's
+        return type(item)(values)  # one of torch's return types
     if hasattr(item, "__dict__"):
         vars(built).update(vars(item))
     return built
 
 
-# --- the inputs of a forward, and where autograd is -------------------------------------------------------
+# --- the inputs of a forward, and the state of autograd ---------------------------------------------------
 
 BEFORE_ALL = -1
 """Lower than the sequence number of any autograd node."""
@@ -185,7 +184,7 @@ class ForwardInputs:
     """The inputs of a forward, before it runs."""
 
     inputs: tuple[tuple[torch.Tensor, int], ...]
-    """Each tensor with its version: what a module changes in place, it returns."""
+    """Each tensor with its version: an input that the module changes in place is one of its outputs."""
     newest: int
     """Highest sequence number of the nodes behind the inputs; the forward adds nodes with higher ones."""
 
@@ -205,12 +204,12 @@ class ForwardInputs:
         return _number(tensor) > self.newest
 
     def when_backward_ends(self, over: Callable[[], None], inside: bool) -> None:
-        """Call `over` when a gradient is about to go on from the newest input. autograd runs newer nodes
-        first, so all that the forward added has run by then.
+        """Call `over` when a gradient is about to leave the newest input. autograd runs newer nodes first, so
+        all nodes that the forward added have run by then.
 
-        `inside` means a forward in a backward, of reentrant checkpointing, whose inputs may be leaves. Leaves
-        are as new to autograd as the weights, so the end of that backward calls `over` instead. Elsewhere a
-        leaf gets no hook: it would keep the hook for ever.
+        `inside` means a forward inside a backward, by reentrant checkpointing. Its inputs may be leaves,
+        which are no older than the weights, so the end of that backward calls `over`. Elsewhere a leaf gets
+        no hook, because it would keep the hook for ever.
         """
         for tensor, _ in self.inputs:
             if not tensor.requires_grad or _number(tensor) != self.newest:
@@ -233,8 +232,8 @@ def _number(tensor: torch.Tensor) -> int:
 
 
 def current_backward() -> int:
-    """Return the number of the backward that runs on this thread, or -1. Private in torch (2.13 to 2.15);
-    its own checkpointing asks the same way."""
+    """Return the number of the backward that runs on this thread, or -1. Private in torch (2.13 to 2.15),
+    which uses it for checkpointing."""
     return torch._C._current_graph_task_id()
 
 
@@ -244,6 +243,5 @@ def in_backward() -> bool:
 
 
 def in_transform() -> bool:
-    """Return whether `torch.func` or `torch.vmap` transforms the running code. Private in torch (2.13 to
-    2.15)."""
+    """Return whether the code runs inside `torch.func` or `torch.vmap`. Private in torch (2.13 to 2.15)."""
     return torch._C._functorch.peek_interpreter_stack() is not None

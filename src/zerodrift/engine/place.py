@@ -1,15 +1,15 @@
-"""Moves a model's parameters and buffers to where the plan says, once, when an engine is made.
+"""Move a model's parameters and buffers to where the plan says, once, when an engine is made.
 
-A parameter that has memory gives its values: rank 0's are everybody's, broadcast in the dtype that the model
-holds them in. One that has none is filled from a source (files, or what its module would have done to it):
-each rank asks for the elements of its own slice, and what rests whole is exchanged afterwards.
+Rank 0 broadcasts the values of a parameter that has memory, in the dtype in which the model holds them. A
+parameter without memory is filled from a source (files, or the initialization that its module recorded): each
+rank reads the elements of its own share, and ranks exchange the shares of buffers that rest whole.
 
 Invariant: afterwards every parameter is a view of its segment, in the compute dtype, with the same values at
-every stage and on every number of ranks; masters are made of the bits that were given, never of rounded ones.
+every stage and on every number of ranks. Masters are made of the given bits, never of rounded ones.
 
-[Note: filling] Reading may fail on one rank, so it is done between two moments at which all ranks meet, for
-all segments at once; exchanges come after the second. A rank fills an equal share of a segment: what it
-owns, where something is sharded.
+[Note: filling] Reading may fail on one rank. So all segments are read first, and ranks exchange shares only
+after all of them have read theirs. The shares of a segment are equal: where something is sharded, a rank's
+share is the slice that it owns.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import nn
 from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.dtypes import BLOCK, DType, from_torch
 from zerodrift.engine.habits.parameter_guard import find_other_engines
-from zerodrift.engine.step.accumulation import GradientBuffers
-from zerodrift.engine.step.segment import FlatSegment, SecondaryCopy
-from zerodrift.engine.step.trained_segment import TrainedSegment
-from zerodrift.engine.step.unit import LiveUnit
+from zerodrift.engine.segments.accumulation import GradientBuffers
+from zerodrift.engine.segments.segment import FlatSegment, SecondaryCopy
+from zerodrift.engine.segments.trained_segment import TrainedSegment
+from zerodrift.engine.step.gather import LiveUnit
 from zerodrift.errors import ModelError, Problems
 from zerodrift.kernels import PackedRun, resting_zeros
 from zerodrift.model import is_dtensor, recipe
@@ -38,29 +38,30 @@ Masters = dict[int, torch.Tensor]
 """Segment number -> the part of the first masters that this rank's optimizer owns, as `Owned.initial`."""
 
 ELSEWHERE = "_zerodrift_values"
-"""Attribute of a parameter whose values are in pieces on all ranks: a function that puts them together. Every
-rank calls it once, in the order of the plan."""
+"""Attribute of a parameter whose values are in pieces on all ranks: a function that puts the pieces together.
+Every rank calls it once, in the order of the plan."""
 
 WINDOW = 1 << 20
+"""Elements that are read or broadcast at once."""
 
 
 class ValueSource(Protocol):
     """Values of parameters or buffers by name, a run of elements at a time."""
 
     def exact(self, name: str) -> torch.dtype:
-        """Return a dtype that holds all values of a name exactly."""
+        """Return a dtype that holds all values of the name exactly."""
 
     def fill(self, name: str, start: int, out: torch.Tensor) -> None:
         """Write the elements from `start` on of the row-major flattening into flat `out`, cast to its
         dtype."""
 
     def fill_packed(self, name: str, start: int, run: PackedRun, at: int, numel: int) -> bool:
-        """Write so many elements from `start` on into a packed run, from its element `at` on, if the source
-        holds their codes and scales in its format; else return False."""
+        """Write `numel` elements from `start` on into a packed run, from its element `at` on. Return False if
+        the source does not hold their codes and scales in the run's format."""
 
 
 ValueSources = Mapping[str, ValueSource]
-"""Sources of values that the model itself does not hold, by the first name of a parameter, or of a buffer."""
+"""Sources of values that the model does not hold, by the first name of a parameter or buffer."""
 
 
 def place(
@@ -70,7 +71,7 @@ def place(
     pools: GradientBuffers,
     sources: ValueSources | None = None,
 ) -> tuple[list[FlatSegment], list[LiveUnit], Masters]:
-    """Make the segments and units of a plan, filled, and the first values of the masters."""
+    """Make the segments and units of a plan, with their values, and the first masters."""
     sources = sources or {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     check(plan, model, parameters, sources)
@@ -109,7 +110,7 @@ def place(
             filler.exchange(comm)
     place_buffers(plan, model, comm, buffers)
     masters = {
-        filler.segment.number: filler.initial()
+        filler.segment.number: filler.segment.owned if filler.master is None else filler.master
         for filler in fillers
         if isinstance(filler, SegmentFiller) and isinstance(filler.segment, TrainedSegment)
     }
@@ -131,7 +132,7 @@ def place(
 def check(
     plan: Plan, model: nn.Module, parameters: Mapping[str, nn.Parameter], sources: ValueSources
 ) -> None:
-    """Refuse a model that is not the planned one, or a value without a source."""
+    """Refuse a model that differs from the planned one, or has a value without a source."""
     problems = Problems()
     alive, gone = find_other_engines(model)
     if alive:
@@ -166,7 +167,7 @@ def check(
 
 
 def _script_modules(model: nn.Module) -> list[str]:
-    """Return the paths of outermost TorchScript modules with parameters, whose forward runs no hooks."""
+    """Return the paths of outermost TorchScript modules with parameters. Their forward runs no hooks."""
     found: list[str] = []
     for path, module in model.named_modules():
         is_inside = any(path.startswith(f"{outer}." if outer else "") for outer in found)
@@ -185,7 +186,7 @@ _BUILD = "Build the model on a real device, or inside `zerodrift.empty()`."
 
 
 def tie(plan: Plan, model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
-    """Make names that the model declares to be one parameter one, where they are not yet."""
+    """Register one parameter under all names that the model declares to be tied."""
     for row in plan.rows:
         for name in row.names[1:]:
             if parameters.get(name) is not parameters[row.name]:
@@ -197,69 +198,57 @@ def tie(plan: Plan, model: nn.Module, parameters: dict[str, nn.Parameter]) -> No
 
 
 class SegmentFiller:
-    """Puts the first values of one segment where they rest: storage, and the master in its scheme's form."""
+    """Writes the first values of one segment to its storage and its master."""
 
     def __init__(self, segment: FlatSegment) -> None:
         self.segment = segment
-        self.storage = segment.storage
         kind = segment.update.master if isinstance(segment, TrainedSegment) else Master.SAME
         self._split = kind is Master.SPLIT
         owned = segment.owned
         self.master: torch.Tensor | None = None
-        """fp32 values, or the low halves of a split master."""
-        if self._split:
-            self.master = resting_zeros(owned.shape, torch.int16, owned.device)
-        elif kind is Master.FP32:
-            self.master = resting_zeros(owned.shape, torch.float32, owned.device)
+        """Values in fp32, or the low halves of a split master. None where storage is the master."""
+        if kind is not Master.SAME:
+            dtype = torch.int16 if self._split else torch.float32
+            self.master = resting_zeros(owned.shape, dtype, owned.device)
+        self._buffers = [segment.storage] if self.master is None else [segment.storage, self.master]
 
     def give(self, offset: int, values: torch.Tensor) -> None:
-        """Keep the part of a run of values, from an element of the segment on, that rests on this rank."""
-        where = self._within(self.storage, offset, values.numel())
-        mine = values[where.start - offset : where.stop - offset]
-        self._of(self.storage, where).copy_(self.segment.at_rest(mine.float() if self._split else mine))
-        if self.master is None:
-            return
-        where = self._within(self.master, offset, values.numel())
-        mine = values[where.start - offset : where.stop - offset]
-        self._of(self.master, where).copy_(split(mine.float())[1] if self._split else mine)
+        """Write a run of the segment's values, from element `offset` on, as far as they rest on this rank."""
+        for flat in self._buffers:
+            start = self.segment.start_of(flat)
+            low, high = max(start, offset), min(start + flat.numel(), offset + values.numel())
+            if low < high:
+                mine = values[low - offset : high - offset]
+                mine = mine.float() if self._split else mine
+                if flat is not self.master:
+                    mine = self.segment.at_rest(mine)
+                elif self._split:
+                    mine = split(mine)[1]
+                flat[low - start : high - start].copy_(mine)
 
     def fill(self, row: Row, source: ValueSource) -> None:
         """Read the elements of a row in this rank's share from a source."""
         low, high, start = _share_of_row(self.segment, row)
         if low >= high:
             return
-        where = slice(low, high)
-        storage = self._of(self.storage, where)
+        places = []
+        for flat in self._buffers:
+            first = self.segment.start_of(flat)
+            places.append(flat[low - first : high - first])
         exact = from_torch(source.exact(row.name))
         if self.master is None or (self._split and exact is not None and DType.BF16.holds(exact)):
-            source.fill(row.name, start, storage)  # low halves of zero mean that storage is exact
+            source.fill(row.name, start, places[0])  # low halves of zero mean that storage is exact
         elif not self._split:
-            master = self._of(self.master, where)
-            source.fill(row.name, start, master)
-            storage.copy_(master)
+            source.fill(row.name, start, places[1])
+            places[0].copy_(places[1])
         else:
-            for first, values in _windows(source, row.name, start, high - low, storage.device):
+            for first, values in _windows(source, row.name, start, high - low, places[0].device):
                 self.give(low + first, values)
 
     def exchange(self, comm: Collectives) -> None:
-        """Gather the shares of other ranks into what rests whole."""
-        for flat in (self.storage, self.master):
-            if flat is not None:
-                exchange(self.segment, flat, comm)
-
-    def initial(self) -> torch.Tensor:
-        """Return the master as its scheme keeps it: storage itself, fp32 values, or low halves."""
-        return self.segment.owned if self.master is None else self.master
-
-    def _within(self, flat: torch.Tensor, offset: int, numel: int) -> slice:
-        """Return the part of a run that a buffer holds, as a slice of the segment."""
-        start = self.segment.start_of(flat)
-        low = max(start, offset)
-        return slice(low, max(low, min(start + flat.numel(), offset + numel)))
-
-    def _of(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
-        start = self.segment.start_of(flat)
-        return flat[where.start - start : where.stop - start]
+        """Gather the shares of other ranks into buffers that rest whole."""
+        for flat in self._buffers:
+            exchange(self.segment, flat, comm)
 
 
 class PackedFiller:
@@ -283,15 +272,15 @@ class PackedFiller:
             self._packed.encode(low + first - self._start, values)
 
     def exchange(self, comm: Collectives) -> None:
-        """Gather the codes and the scales that other ranks filled, where all rest whole."""
+        """Gather the codes and the scales that other ranks filled, if the run rests whole."""
         if not self.segment.sharded:
             for part in (self._packed.codes, self._packed.scales):
                 _exchange_shares(self.segment, part.view(-1), comm)
 
 
 def _share_of_row(segment: FlatSegment, row: Row) -> tuple[int, int, int]:
-    """Return (first, one past the last) of a row's elements in this rank's share of a segment, and the place
-    of the first in the whole parameter."""
+    """Return the range of a row's elements in this rank's share of a segment, and the place of the first one
+    in the whole parameter."""
     share = share_of(segment, segment.rank)
     low, high = max(share.start, row.offset), min(share.stop, row.offset + row.numel)
     return low, high, low - row.offset + segment.first_of(row)
@@ -300,7 +289,8 @@ def _share_of_row(segment: FlatSegment, row: Row) -> tuple[int, int, int]:
 def _windows(
     source: ValueSource, name: str, start: int, numel: int, device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield so many elements of a name in fp32, a window at a time, each in the memory of the one before."""
+    """Yield (place, values) of `numel` elements of a name in fp32, a window at a time. All windows share the
+    same memory."""
     window = torch.empty(min(WINDOW, numel), device=device)
     for first in range(0, numel, WINDOW):
         values = window[: min(WINDOW, numel - first)]
@@ -309,7 +299,7 @@ def _windows(
 
 
 def share_of(segment: FlatSegment, rank: int) -> slice:
-    """Return the elements that a rank fills: an equal part, which is what it owns where that is a part."""
+    """Return the elements of a segment that a rank fills; see [Note: filling]."""
     padded, ranks = segment.spec.padded, segment.ranks
     equal = padded % (ranks * BLOCK) == 0
     count = padded // ranks if equal else round_up(-(-padded // ranks), BLOCK)
@@ -317,13 +307,14 @@ def share_of(segment: FlatSegment, rank: int) -> slice:
 
 
 def exchange(segment: FlatSegment, flat: torch.Tensor, comm: Collectives) -> None:
-    """Gather the shares that other ranks filled into a buffer that is whole on every rank."""
+    """Gather the shares that other ranks filled, if the buffer is whole on every rank."""
     if flat.numel() == segment.spec.padded:
         _exchange_shares(segment, flat, comm)
 
 
 def _exchange_shares(segment: FlatSegment, flat: torch.Tensor, comm: Collectives) -> None:
-    """Gather the shares of a buffer of all elements, or of as many bytes for each block of them."""
+    """Gather the shares of a buffer with all elements of a segment, or with a number of bytes for each block
+    of them."""
     padded = segment.spec.padded
     if segment.ranks == 1 or not padded:
         return
@@ -340,8 +331,8 @@ def _exchange_shares(segment: FlatSegment, flat: torch.Tensor, comm: Collectives
 def broadcast_values(
     row: Row, parameter: nn.Parameter, comm: Collectives
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Broadcast rank 0's values of a parameter, in its own dtype, a window at a time; yield (first element of
-    this rank's row, values from there on)."""
+    """Broadcast rank 0's values of a parameter, in its own dtype, a window at a time. Yield (place in this
+    rank's row, values from there on)."""
     elsewhere = getattr(parameter, ELSEWHERE, None)
     if elsewhere is not None:
         delattr(parameter, ELSEWHERE)
@@ -357,8 +348,8 @@ def broadcast_values(
 
 
 def free_parameter(parameter: nn.Parameter, device: torch.device) -> None:
-    """Free a parameter's memory. One that torch gives no `.data` on this device, as it is on the meta device,
-    comes there as the same object, which an optimizer knows."""
+    """Free a parameter's memory. A parameter of the meta device moves to `device` and stays the same object,
+    because an optimizer may hold it."""
     empty = torch.empty(0, dtype=parameter.dtype, device=device)
     if torch._has_compatible_shallow_copy_type(parameter.data, empty):
         parameter.data = parameter.data.new_empty(0)

@@ -1,10 +1,9 @@
-"""Count micro-batches and steps, keep the loss scale, and end a step. Every backend shares this file.
+"""Count micro-batches and steps, adjust the loss scale, and end a step, on every backend.
 
 An engine reports the end of each backward and the norm of a step's gradients. This file decides whether the
-step is complete, whether it is skipped, and moves the loss scale and the schedule on. Gradients and
-parameters belong to the engine.
+step is complete and whether it is skipped, and advances the loss scale and the schedule.
 
-Invariant: nothing here reads the data of one rank, so ranks that report the same decide the same.
+Invariant: decisions depend only on what the engine reports, so ranks that report the same decide the same.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class StepResult:
     updated: bool
     """Whether parameters were updated: false between the micro-batches of a step, and for a skipped step."""
     skipped: bool
-    """Whether the update was skipped for a gradient that is not finite."""
+    """Whether the update was skipped because a gradient is not finite."""
     grad_norm: float | None
-    """Global norm before clipping; None where the step is not complete yet."""
+    """Global norm before clipping; None if the step is not complete."""
     loss_scale: float
     """The multiplier of the loss in this step; 1 without one."""
     lr: tuple[float, ...]
@@ -46,11 +45,11 @@ class StepResult:
 
 
 class Scaler:
-    """The loss scale, static or dynamic, by DeepSpeed's keys.
+    """The loss scale, static or dynamic, with DeepSpeed's keys.
 
-    An overflow first spends `hysteresis`. Once that is spent, every overflow halves the scale, down to
-    `minimum`. After `window` steps that follow a good one the scale doubles and the hysteresis is refilled.
-    `consecutive` refills it after every good step.
+    The first overflows only count down `hysteresis`; after that every overflow halves the scale, down to
+    `minimum`. After `window` good steps in a row, which follow a good one, the scale doubles and the count
+    begins anew. With `consecutive` the count begins anew after every good step.
     """
 
     def __init__(self, spec: LossScale | None) -> None:
@@ -85,7 +84,7 @@ class Scaler:
         self._good += 1
         if spec.consecutive:
             self._left = spec.hysteresis
-        stable = self._good - 1  # DeepSpeed counts from the first good step, not with it
+        stable = self._good - 1  # DeepSpeed does not count the first good step
         if stable > 0 and stable % spec.window == 0:
             self._left = spec.hysteresis
             self.scale *= 2
@@ -99,8 +98,10 @@ class Scaler:
 
 
 class TrainingProgress:
+    """The counters of an engine, its loss scale and its schedule."""
+
     def __init__(self, plan: Plan, rates: OptimizerState | None, schedule: Any, *, shows: bool) -> None:
-        """`rates` is None where nothing is trained."""
+        """`rates` is the optimizer, or None if nothing is trained."""
         self._plan = plan
         self._rates = rates
         self._shows = shows
@@ -110,33 +111,32 @@ class TrainingProgress:
         self.skipped_steps = 0
         self.grad_norm: float | None = None
         self.accumulation = plan.policy.batch.accumulation
-        """Micro-batches per step, which gradients are divided by; may be changed between steps."""
+        """Micro-batches per step, by which gradients are divided; may be changed between steps."""
         self.boundary: bool | None = None
-        """Whether the current micro-batch ends its step; None where micro-batches are counted."""
+        """Whether the current micro-batch ends its step; None if micro-batches are counted."""
         self.micro_batches = 0
         """Backwards since the last step."""
         self.dropped = 0
-        """Forwards in training since the last step that no backward has come back to."""
+        """Forwards in training since the last step whose backward has not come."""
         self.answered = False
-        """Whether the backward of the current micro-batch has come back to a forward."""
+        """Whether the current backward has reached the output of a forward."""
         self.syncs = True
         """Whether a backward may be the last of its step."""
         self.is_scaled = False
         """Whether the loss of the current backward has been through `scale`."""
         self.ended: Callable[[], None] = _nothing
-        """Called when every gradient of a backward has landed, unless it adds to no gradient."""
+        """Called after every backward that adds to gradients, when they are collected."""
         self.failed: Callable[[], None] = _nothing
-        """Called when a backward that the engine did not call has raised; its gradients are incomplete."""
+        """Called after a backward that the engine did not call has raised."""
         self.closed = False
         self.background: Any = None
-        """Work beside training on every rank alike, such as a checkpoint being written, or None. Its `check`
-        is called in every step and may raise on all ranks. Before the ranks part `finish` ends it, or
-        `abandon` where an exception is ending this rank."""
+        """Work beside training on every rank, such as writing a checkpoint, or None. Its `check` is called in
+        every step and may raise on all ranks. `destroy` calls `finish`, or `abandon` during an exception."""
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call `backward` on: multiplied by the loss scale where there is one."""
+        """Return the loss times the loss scale, if there is one."""
         self.is_scaled = True
         return loss.float() * self.scaler.scale if self.scaler.active else loss
 
@@ -146,16 +146,16 @@ class TrainingProgress:
         return (counted if self.boundary is None else self.boundary) and self.syncs
 
     def end_backward(self) -> bool:
-        """Count a micro-batch."""
+        """Count a micro-batch. Return False if its loss was not scaled and should be."""
         self.micro_batches += 1
-        if not self.answered:  # the loss of a batch may be a constant, on one rank only
+        if not self.answered:  # on one rank, the loss of a batch may be a constant
             self.dropped = max(0, self.dropped - 1)
         self.answered = False
         scaled, self.is_scaled = self.is_scaled, False
         return scaled or not self.scaler.active
 
     def watch(self, model: nn.Module) -> list[Any]:
-        """Count the forwards that no backward comes back to, for `norm.global_norm`; returns hook handles."""
+        """Count forwards without a backward, for `norm.RankAgreement`; returns hook handles."""
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if module is not model or not module.training or not torch.is_grad_enabled() or in_backward():
@@ -197,7 +197,7 @@ class TrainingProgress:
         return self.micro_batches % self.accumulation == 0 if self.boundary is None else self.boundary
 
     def now(self) -> StepResult:
-        """Return the result of a step that is not complete, with its rates and its loss scale."""
+        """Return the result of a call of `step` that does not update."""
         if self._rates is None:
             raise refusal("no optimizer")
         self.require_open()
@@ -205,7 +205,7 @@ class TrainingProgress:
         return StepResult(False, False, None, self.scaler.scale, rates, self.global_steps)
 
     def begin_step(self) -> bool:
-        """Return whether all micro-batches of a step are there; then look after background work."""
+        """Return whether the step is complete. If it is, check background work."""
         if self.micro_batches == 0 or not self.is_boundary:
             return False
         if self._plan.policy.requires_tree and not sums_by_tree(self._plan, self.micro_batches):
@@ -219,17 +219,18 @@ class TrainingProgress:
         """The factor from the accumulated sum to the gradient of the averaged, unscaled loss."""
         averaging = self._plan.policy.averaging
         ranks = self._plan.mesh.data / averaging.before if averaging.mean else 1.0
-        # The micro-batches of all ranks first: a whole number, the same on any number of ranks.
+        # First the number of all ranks' micro-batches, which is the same on any number of ranks.
         return 1.0 / (self.scaler.scale * (self.accumulation * ranks))
 
     def unscale_of(self, complete: bool) -> float:
-        """Return that factor for a sum over all ranks (`complete`), or for the sum of one rank."""
+        """Return `unscale` for a sum over all ranks (`complete`), or the factor for the sum of one rank."""
         if complete or not self._plan.policy.averaging.mean:
             return self.unscale
         return 1.0 / (self.scaler.scale * self.accumulation)
 
     def require_whole_sum(self, name: str) -> None:
-        """Refuse to show a gradient in the middle of a step of a required tree, which has no sum then."""
+        """Refuse to read a gradient in the middle of a step if the plan requires the tree: there is no sum
+        yet."""
         if self._plan.policy.requires_tree and self.micro_batches and not self.is_boundary:
             raise refusal("sum not formed", name=name)
 
@@ -241,7 +242,7 @@ class TrainingProgress:
         schedule_arguments: Mapping[str, Any] | None,
         error_if_nonfinite: bool,
     ) -> StepResult:
-        """Count a step that has updated or was skipped. Raises where a skipped step is an error."""
+        """Count a step that has updated or was skipped. Raise if a skipped step is an error."""
         self.dropped = 0
         skipped = not norm.finite
         self.grad_norm = norm.value
@@ -279,7 +280,7 @@ class TrainingProgress:
     # --- the end ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let the engine go, whose methods these are."""
+        """Drop the engine's callbacks, and refuse further use."""
         self.closed, self.ended, self.failed = True, _nothing, _nothing
 
     def require_open(self) -> None:
@@ -291,7 +292,7 @@ def _nothing() -> None: ...
 
 
 def refusal(kind: str, **values: object) -> UnsupportedError:
-    """Return the error for a call that a step cannot serve: a row of `_REFUSALS`."""
+    """Return the error of a row of `_REFUSALS`."""
     where, must, got, do = (text.format(**values) for text in _REFUSALS[kind])
     return UnsupportedError(where, must, got=got, do=do)
 
@@ -308,7 +309,7 @@ _REFUSALS = {
     ),
     "step under way": (
         *("accumulate", "must be given all micro-batches of a step, at its beginning"),
-        "some that wait for their update",
+        "a step with micro-batches that wait for their update",
         "Call `step`, which updates with them, or `zero_grad`.",
     ),
     "no loss": (
@@ -326,7 +327,7 @@ _REFUSALS = {
     ),
     "gradient too late": (
         *("{name}", "its gradient must come once in a backward under `reduce.order: tree`"),
-        "more of it after that of its unit was added to others",
+        "a part that came after its unit's gradients were summed",
         "Call `checkpoint` with `use_reentrant=False`, or leave `order` out.",
     ),
     "backward too late": (
@@ -367,9 +368,9 @@ _REFUSALS = {
     ),
     "copied": (
         "engine",
-        "must not be copied or pickled, for it is one of several ranks' and has their connections",
+        "must not be copied or pickled, because it has connections to other ranks",
         "",
         "Copy `engine.module` inside `engine.gathered()`; save with `zerodrift.Checkpoints`.",
     ),
 }
-"""(where, what must hold, what was found, what to do) of each refusal."""
+"""Kind -> (where, what must hold, what was found, what to do)."""

@@ -1,11 +1,11 @@
-"""Read and fill what this rank owns, by parameter name, as flat pieces.
+"""Read and fill the slices that this rank owns, as flat pieces with the place of each parameter.
 
-For moving a model out of an engine or into it without a full tensor anywhere: checkpoints, export, streaming
-load. Reading and filling are local to a rank and go one segment at a time, so what is held beside the engine
-is one segment's values. `Engine.sync_storage` is the one collective call, once everything is filled.
+For checkpoints, export and streaming load, which move a model without a full tensor anywhere. Reading and
+filling are local to a rank and take one segment at a time. `Engine.sync_storage` is the one collective call,
+after everything is filled.
 
 Invariant: over all ranks the parts that are read are every element of the model, each exactly once. After
-`sync_storage` the visible values are the masters that were filled, rounded once.
+`sync_storage` the visible values are the filled masters, rounded once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from zerodrift.comm import Collectives, Mesh
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.habits.storage_writes import take_back_memory, take_over_writes
 from zerodrift.engine.place import exchange, share_of
-from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.engine.segments.segment import FlatSegment
+from zerodrift.engine.segments.trained_segment import TrainedSegment
 from zerodrift.kernels import PackedRun
 from zerodrift.optim import Updater
 from zerodrift.plan import Row
@@ -29,7 +29,7 @@ from zerodrift.plan import Row
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of elements of one parameter, and its place in a flat piece of its segment."""
+    """A run of elements of one parameter, and its place in a flat piece."""
 
     row: Row
     start: int
@@ -42,12 +42,12 @@ class Span:
 
 
 class SegmentShard(Protocol):
-    """The flat piece of one segment that this rank holds: what its optimizer owns, or frozen storage.
+    """The flat piece of one segment that this rank holds: the slice of its optimizer, or frozen storage.
 
-    Flat tensors in and out have `numel` elements, weights in `dtype`: fp32 where there is a master, else that
-    of storage. `rows` are all with a part in the piece, on whatever rank. Of them this rank holds `held`,
-    reads `share`, which no other rank does, and fills `filled` from files. An optimizer owns it where
-    `updated`. Frozen values in a narrow format rest in `packed`, and are decoded to fp32 here.
+    Flat tensors in and out have `numel` elements. Weights have `dtype`: fp32 if there is a master, else that
+    of storage. `rows` are all rows of the segment. This rank holds `held` of them, reads `share`, which no
+    other rank reads, and fills `filled` from files. `updated` says that an optimizer owns the piece. Frozen
+    values in a narrow format rest in `packed`, and are decoded to fp32.
     """
 
     held: tuple[Span, ...]
@@ -59,13 +59,16 @@ class SegmentShard(Protocol):
     updated: bool
 
     @property
-    def packed(self) -> PackedRun | None: ...
+    def packed(self) -> PackedRun | None:
+        return None
+
     def zeros(self) -> torch.Tensor: ...
     def weights(self) -> torch.Tensor:
         """Return the masters, exact; storage where there is none."""
 
     def stored(self) -> torch.Tensor:
-        """Return the bits that the model sees, in the dtype of storage; of compute, if they travel narrow."""
+        """Return the values that the model uses, in the dtype of storage, or of compute if they travel
+        narrow."""
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Return moments in fp32 by torch's names; none before the first step."""
@@ -74,16 +77,19 @@ class SegmentShard(Protocol):
         """Write master and owned storage."""
 
     def set_filled(self, values: torch.Tensor, comm: Collectives) -> None:
-        """Write a tensor like that of `weights`, in which every rank has filled `filled`."""
+        """Write weights of which every rank has filled `filled`; a call of all ranks."""
+        self.set_weights(values)
 
     def set_moment(self, key: str, values: torch.Tensor) -> None: ...
 
     @property
     def feedback(self) -> torch.Tensor | None:
-        """Return what a narrow wire has rounded away of this rank's gradient of all rows, or None."""
+        """Return the part of this rank's gradients of all rows that a narrow wire has lost, or None."""
+        return None
 
     def set_feedback(self, values: torch.Tensor | None) -> None:
-        """Replace it, up to the end of the last row."""
+        """Replace the feedback, up to the end of the last row, if the wire is narrow."""
+        return
 
 
 class FlatShard:
@@ -99,7 +105,7 @@ class FlatShard:
         self.packed = segment.packed
         self.numel = self._storage.numel() if self.packed is None else self.packed.numel
         self.dtype = torch.float32 if self.updated or self.packed is not None else self._storage.dtype
-        # Not by `start_of`: what is packed has fewer elements in memory.
+        # Not by `start_of`: packed storage has fewer elements in memory.
         start = 0 if self.numel == segment.spec.padded else segment.rank * self.numel
         self.held = tuple(spans_of(segment, start, start + self.numel, start))
         index, copies = copy
@@ -168,13 +174,13 @@ def pieces(segments: Iterable[FlatSegment], updater: Updater | None, mesh: Mesh)
         take_back_memory(segment)
         sliced = bool(segment.update.axis) if isinstance(segment, TrainedSegment) else segment.sharded
         alike = 1 if sliced else segment.ranks
-        # Of the ranks that hold the same piece: which this is, and how many there are.
+        # (number of this rank, number of ranks) among the ranks that hold the same piece.
         copy = replica * alike + (0 if sliced else segment.rank), replicas * alike
         yield FlatShard(segment, updater, copy)
 
 
 def spans_of(segment: FlatSegment, low: int, high: int, origin: int) -> Iterator[Span]:
-    """Yield what lies of each row in [low, high) of the segment, for a piece that begins at `origin`."""
+    """Yield the span of each row in [low, high) of the segment, in a piece that begins at `origin`."""
     for row in segment.rows:
         here = row.within(low, high - low)
         if here.start < here.stop:

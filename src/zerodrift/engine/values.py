@@ -1,11 +1,10 @@
 """Read and write whole values by parameter name: values, masters, gradients, moments.
 
-For people, tests and tools; no step goes through here. Reading and writing are calls of all ranks, which ask
-for the same in the same order and write the same. What is read is a copy, except in `gathered`, which shows
-the parameters themselves.
+For people, tests and tools; no step uses this. All ranks read and write the same parameters in the same
+order. Values are copies, except in `gathered`, which shows the parameters themselves.
 
-Invariant: reading changes nothing. Writing goes to the master, and what is visible follows from it; what one
-rank cannot write, no rank writes.
+Invariant: reading changes nothing. Writing changes the master, from which visible values follow. If one rank
+cannot write a value, no rank does.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.parameter_guard import ParameterGuard
 from zerodrift.engine.progress import TrainingProgress
+from zerodrift.engine.segments.segment import FlatSegment
+from zerodrift.engine.segments.trained_segment import TrainedSegment
 from zerodrift.engine.shards import FlatShard
-from zerodrift.engine.step.gradients import Gradients
-from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.engine.step.reduce import Gradients
 from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
 from zerodrift.optim import Updater
 from zerodrift.plan import Plan, Row
 
 
 class WholeValues(Protocol):
-    """Whole tensors of the plan's rows, out of an executor and in."""
+    """Reads and writes whole tensors of the plan's rows in an executor."""
 
     def gathered(
         self, rows: Mapping[str, Row], write: bool
@@ -43,7 +42,7 @@ class WholeValues(Protocol):
     def set_master(self, row: Row, value: torch.Tensor) -> None: ...
 
     def has_gradient(self, row: Row) -> bool:
-        """Return whether anything was accumulated in this step; what waits to be reduced is reduced."""
+        """Return whether this step has a gradient, after reducing what waits to be reduced."""
 
     def gradient(self, row: Row, unscale: float) -> torch.Tensor:
         """Return the sum, in fp32, times `unscale`."""
@@ -57,8 +56,8 @@ class WholeValues(Protocol):
 class ParameterHandle:
     """A parameter of an engine. Made by `Engine.parameter`.
 
-    `value`, `master`, `gradient` and the items of `state` are whole on every rank, whatever is sharded, and
-    may be assigned, to what rank 0 assigns. Every rank reads and writes alike.
+    `value`, `master`, `gradient` and the items of `state` are whole on every rank and may be assigned. All
+    ranks read and assign together, and get what rank 0 assigns.
     """
 
     __slots__ = ("_comm", "_progress", "_values", "name", "row")
@@ -79,8 +78,8 @@ class ParameterHandle:
 
     @property
     def value(self) -> torch.Tensor:
-        """The value that the model computes with, in the compute dtype. When it is assigned, the master
-        follows; an element that stays the same keeps every bit of its master."""
+        """The value that the model computes with, in the compute dtype. An assignment changes the master too,
+        except where an element stays the same."""
         return self._values.value(self.row)
 
     @value.setter
@@ -102,7 +101,7 @@ class ParameterHandle:
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The gradient accumulated so far in this step, averaged and unscaled, in fp32; zero where there is
+        """The gradient accumulated so far in this step, averaged and unscaled, in fp32; zeros if there is
         none."""
         self._require_trained()
         self._progress.require_whole_sum(self.name)
@@ -128,8 +127,8 @@ class ParameterHandle:
 
     @property
     def state(self) -> Moments:
-        """The optimizer's moments in fp32, by torch's names for them; none before the first step. Assigning
-        to one of them replaces the optimizer's."""
+        """The optimizer's moments in fp32, by torch's names; none before the first step. An assignment to an
+        item replaces the optimizer's."""
         self._require_trained()
         return Moments(self, self._values.moments(self.row))
 
@@ -145,7 +144,7 @@ class ParameterHandle:
         self._values.set_moment(self.row, key, self._of_rank_0(value))
 
     def _of_rank_0(self, value: torch.Tensor) -> torch.Tensor:
-        """Return rank 0's value in fp32: ranks that hold others would train apart."""
+        """Return rank 0's value in fp32."""
         sent = value.detach().to(self._comm.mesh.device, torch.float32, copy=True).contiguous()
         self._comm.broadcast(sent.view(-1), 0, "data")
         return sent
@@ -169,7 +168,7 @@ class ParameterHandle:
 
 
 class Moments(Mapping[str, torch.Tensor]):
-    """Moments as they were when they were read; an assignment replaces the optimizer's at once."""
+    """A copy of moments. An assignment to an item replaces the optimizer's moment too."""
 
     def __init__(self, parameter: ParameterHandle, read: dict[str, torch.Tensor]) -> None:
         self._parameter, self._read = parameter, read
@@ -179,7 +178,7 @@ class Moments(Mapping[str, torch.Tensor]):
 
     def __setitem__(self, key: str, value: torch.Tensor) -> None:
         self._parameter.set_moment(key, value)
-        self._read = dict(self._parameter.state)  # as it is kept, which may be rounded
+        self._read = dict(self._parameter.state)  # the optimizer may have rounded the value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._read)
@@ -212,7 +211,7 @@ class SegmentValues:
 
     @contextlib.contextmanager
     def gathered(self, rows: Mapping[str, Row], write: bool) -> Iterator[dict[str, torch.Tensor]]:
-        """Show whole values; with `write`, an exception of any rank inside leaves all as they were."""
+        """Show whole values. With `write`, an exception on any rank undoes all changes."""
         segments = {row.segment: self._of(row) for row in rows.values()}
         self._take_over_writes(segments.values(), accept_all=write)
         kept = {number for number, segment in segments.items() if segment.is_full}
@@ -241,13 +240,13 @@ class SegmentValues:
                     row.name,
                     writes.WRITE,
                     got=writes.READ,
-                    do="Nobody else would have seen it, and it is dropped.",
+                    do="No other rank would have it, and it is dropped.",
                 )
         problems.raise_as(ModelError)
 
     @contextlib.contextmanager
     def _writing(self, segments: Iterable[FlatSegment], rows: list[Row]) -> Iterator[None]:
-        """Take over what is written inside where the outermost context ends, if no rank has raised."""
+        """Keep writes inside the context when the outermost context ends, if no rank has raised."""
         guard, segments = self.guard, list(segments)
         outermost = not guard.opened
         before = [] if outermost else [(segment, segment.full.clone()) for segment in segments]
@@ -280,8 +279,8 @@ class SegmentValues:
             writes.refresh_views(segment)
 
     def _write_back(self, segment: FlatSegment, rows: list[Row]) -> None:
-        """Write rank 0's rows into master and storage. An element that was not changed keeps every bit; a row
-        that was loaded or assigned is taken as it is."""
+        """Write rank 0's rows into master and storage. An unchanged element keeps every bit of its master,
+        unless its row was loaded or assigned."""
         whole = self._whole_master(segment)
         replaced = torch.tensor([int(r.name in self.guard.replaced) for r in rows], device=whole.device)
         self.comm.broadcast(replaced, 0, "data")
@@ -300,7 +299,7 @@ class SegmentValues:
         self._set_whole_master(segment, whole)
 
     def _take_over_writes(self, segments: Iterable[FlatSegment], *, accept_all: bool = False) -> None:
-        """Make writes of user code the masters', or raise; a call of all ranks."""
+        """Copy writes of user code into the masters, or raise; a call of all ranks."""
         separate = []
         for segment in segments:
             writes.take_back_memory(segment)
@@ -336,7 +335,7 @@ class SegmentValues:
         writes.refresh_views(segment)
 
     def _whole_master(self, segment: FlatSegment) -> torch.Tensor:
-        """Gather a copy of the masters in fp32; storage, where there is no master."""
+        """Gather a copy of the masters in fp32, or of storage if there is no master."""
         self._take_over_writes([segment])
         return self._whole(segment, self._piece(segment).weights().float())
 
@@ -355,7 +354,7 @@ class SegmentValues:
         segment = self._trained(row)
         whole = segment.whole_gradient()
         summed = whole
-        if self.comm.mesh.size("replicate") > 1:  # what it will be once replicas are summed
+        if self.comm.mesh.size("replicate") > 1:  # the step sums over replicas later
             summed = whole.clone()
             segment.add_replicas(summed, self.gradients.before)
         gradient = segment.view(summed, row).float() * unscale
@@ -371,7 +370,7 @@ class SegmentValues:
         with torch.no_grad():
             part = self._part_of(row, value)
             if mesh.size("replicate") > 1:
-                # The step has yet to sum over replicas, and to divide before it where no reduction did.
+                # The step will sum over replicas, and divide before that if no reduction has.
                 part = part * (self.gradients.before if segment.ranks == 1 else 1.0)
                 part *= mesh.rank("replicate") == 0
             segment.view(whole, row).copy_(part)
@@ -398,8 +397,8 @@ class SegmentValues:
         self._piece(segment).set_moment(key, segment.owned_of(whole))
 
     def _states(self, segment: TrainedSegment) -> dict[str, torch.Tensor]:
-        """Return owned moments with the same keys on every rank: one that owns padding only has none
-        itself."""
+        """Return owned moments with the same keys on every rank. The optimizer of a rank that owns only
+        padding has none."""
         mine = self._piece(segment).moments()
         keys = dict.fromkeys(key for keys in self.comm.all_gather_object(list(mine), "data") for key in keys)
         empty = torch.zeros_like(segment.owned, dtype=torch.float32)
@@ -417,7 +416,7 @@ class SegmentValues:
         return segment
 
     def _whole(self, segment: FlatSegment, owned: torch.Tensor) -> torch.Tensor:
-        """Gather a copy of what each rank holds a slice of. Shape [padded]."""
+        """Gather a copy of a buffer of which each rank holds a slice. Shape [padded]."""
         if owned.numel() == segment.spec.padded:
             return owned.clone()
         whole = owned.new_empty(segment.spec.padded)
@@ -425,7 +424,7 @@ class SegmentValues:
         return whole
 
     def _all_of(self, row: Row, part: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the whole parameter; a stack of experts comes from all ranks that have some."""
+        """Return a copy of the whole parameter, which is gathered if ranks hold different experts."""
         if row.parts == 1:
             return part.clone()
         whole = part.new_empty(row.whole_shape)
@@ -433,7 +432,7 @@ class SegmentValues:
         return whole
 
     def _part_of(self, row: Row, value: torch.Tensor) -> torch.Tensor:
-        """Return what this rank has of a whole value."""
+        """Return this rank's part of a whole value."""
         if row.parts == 1:
             return value
         first = self._of(row).first_of(row)

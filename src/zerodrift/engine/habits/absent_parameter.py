@@ -1,12 +1,12 @@
-"""Parameters and gradients whose values are not there: using their values is an error that names them.
+"""Parameters and gradients without values: an operation that needs the values is an error that names them.
 
-Between uses a sharded parameter has its shape, its dtype and its hooks, and no values. Python asks a tensor's
-class before anything is computed with it, so a parameter is of a class of its own while it is absent, and of
-its usual class while it is gathered, as torch's lazy parameters are. `CollectedGradient` is the same for
-`param.grad` (`gradient_exposure.py`). Where a state dict may be taken while values are absent, as with
-DeepSpeed, its entries and `param.data` are `AbsentValue`s without any memory.
+Between uses a sharded parameter has a shape, a dtype and hooks, but no values. torch asks a tensor's class
+before it computes with the tensor, so an absent parameter has a class of its own, and its usual class while
+it is gathered, as torch's lazy parameters do. `CollectedGradient` does the same for `param.grad`
+(`gradient_exposure.py`). If a state dict may be taken while values are absent, as with DeepSpeed, its entries
+and `param.data` are `AbsentValue`s without memory.
 
-Invariant: no number comes out of an absent parameter, and nothing that is written to one is lost.
+Invariant: no number comes out of an absent parameter, and no write to one is lost silently.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from zerodrift.errors import ModelError
 
 _VALUES = ("T", "mT", "H", "mH", "real", "imag")
-"""Attributes that are made of values; the others need none."""
+"""Attributes that need values."""
 
 _SAME = ("detach", "data", "view_as")
-"""Calls that return the same tensor anew, absent too; torch finds a parameter's node with `view_as`."""
+"""Calls that return the same tensor, absent too. torch finds a parameter's node with `view_as`."""
 
 _CASTS = {
     "half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64
 }  # fmt: skip
 
 _MOVES = ("cpu", "cuda", "to", "type", *_CASTS)
-"""Calls that move to another device, where nothing is to be moved, or to a dtype."""
+"""Calls that move a tensor to a device or a dtype."""
 
 STAYS = "_zerodrift_stays"
-"""The attribute of a parameter that `module.cpu()` passes by while it is absent."""
+"""Attribute of parameters that stay absent in `module.cpu()`."""
 
 _SUMS = ("add", "__add__", "__radd__", "__iadd__")
-"""Sums of a collected gradient and another, which the engine adds when the sum is assigned."""
+"""Sums with a collected gradient: the result is the other gradient, which the engine adds later."""
 
 _NEED_NO_VALUES = frozenset((
     "size", "dim", "ndimension", "numel", "nelement", "__len__", "element_size", "get_device", "stride",
@@ -47,27 +48,27 @@ _NEED_NO_VALUES = frozenset((
 ))  # fmt: skip
 
 _NEED_MEMORY = ("is_contiguous", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-"""Calls before a value's memory is read or written, beside those that torch names with an underscore at their
-end. Addresses are read to find out what is shared."""
+"""Calls that read or write memory, beside those with an underscore at the end of their name. `data_ptr` is
+none of them, because code compares addresses to find shared memory."""
 
 
 class AbsentParameter(nn.Parameter):
-    """The class of a parameter while its values are elsewhere."""
+    """The class of a parameter while it has no values."""
 
     path: str
     kind: type = nn.Parameter
-    """Its class while its values are there."""
+    """The parameter's class while it is gathered."""
     lost = False
-    """Whether the values went with their engine."""
+    """Whether the engine that held the values was destroyed."""
     advice: str
     borrow: Callable[[bool], bool] = staticmethod(lambda keep: False)
-    """Gathers it, where that is possible: in a forward. Returns whether it did. If the argument is true, what
-    was borrowed before it stays, because the same operation uses both."""
+    """Gathers the parameter in a forward; returns whether it did. If the argument is true, parameters that
+    were borrowed before stay gathered, because the same operation uses them."""
     cast: Callable[[Any, torch.dtype], torch.Tensor | None] = staticmethod(lambda parameter, dtype: None)
-    """Returns a placeholder in another dtype, where the holder of its values will cast them if the parameter
-    becomes that, as `module.half()` makes it; else None."""
+    """Returns a placeholder in another dtype for calls such as `module.half()`, if the holder of the values
+    can cast them; else None."""
     whole: Callable[[Any], torch.Tensor] | None = None
-    """Gathers the values for a copy, on all ranks; None where an engine has them."""
+    """Gathers the values for a copy, on all ranks; None in a model with an engine."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,8 +76,8 @@ class AbsentParameter(nn.Parameter):
         if needs_values and (
             _borrow_all((args, kwargs)) or next(_instances(cls, (args, kwargs)), None) is None
         ):
-            return func(*args, **(kwargs or {}))  # where one is absent, its class refuses
-        # torch's page on subclasses uses it, and it is in `torch._C` for all that (2.13 to 2.15).
+            return func(*args, **(kwargs or {}))  # the class of a parameter that is still absent refuses
+        # In torch's page on subclasses, although it is in `torch._C` (2.13 to 2.15).
         with torch._C.DisableTorchFunctionSubclass():
             if not needs_values:
                 if name == "__set__" and isinstance(args[1], AbsentValue):
@@ -87,7 +88,7 @@ class AbsentParameter(nn.Parameter):
                 return AbsentValue.of(parameter, parameter.device)
             if name in _SAME:
                 same = func(*args, **(kwargs or {}))
-                same.__class__ = type(parameter)  # and no node of a graph, as `as_subclass` would leave
+                same.__class__ = type(parameter)  # `as_subclass` would add a node to the graph
                 return same
             if name in _MOVES and (
                 STAYS in vars(parameter) or _is_there(parameter, name, args, kwargs or {})
@@ -112,14 +113,13 @@ class AbsentParameter(nn.Parameter):
 
 
 class CollectedGradient(torch.Tensor):
-    """The gradient of a parameter while the engine has it: a shape and no values."""
+    """The gradient of a parameter that the engine has collected: a shape without values."""
 
     path: str
     cleared: bool
-    """Whether user code has set it to zero, without effect on the engine."""
+    """Whether user code has set the gradient to zero, without effect on the engine."""
     materialize: Callable[[], object] | None
-    """Makes this one, and those of its segment, plain tensors with values; None where a rank has not all of
-    them."""
+    """Gives values to the gradients of the whole segment; None if a rank does not have all of them."""
 
     @classmethod
     def of(cls, parameter: torch.Tensor, path: str) -> CollectedGradient:
@@ -171,15 +171,14 @@ class CollectedGradient(torch.Tensor):
 
 
 class AbsentValue(torch.Tensor):
-    """A state dict's entry for an absent parameter, its `data`, and what is made of those: a tensor without
-    memory, with a shape, a dtype, a name and a device. Reading a number out of it, writing one into it, or
-    copying it into a tensor or a file is an error."""
+    """A tensor without memory for an absent parameter: its entry in a state dict, its `data`, and results
+    computed from them. Reading, writing or copying its values is an error."""
 
     absent: type[AbsentParameter]
-    """The parameter's class, which knows its name."""
+    """The parameter's class, which has its name."""
     home: torch.device
-    """The device that it reports: torch's `meta`, or the parameter's for `data`, which loops move their
-    inputs to. Code that saves a state dict reads the memory of tensors on other devices."""
+    """The device that the value reports: the parameter's for `data`, because loops move inputs there, else
+    `meta`. Code that saves a state dict reads the memory of tensors on other devices."""
 
     @classmethod
     def of(cls, parameter: AbsentParameter, home: torch.device) -> AbsentValue:
@@ -202,15 +201,24 @@ class AbsentValue(torch.Tensor):
             return first.home if asked == "device" else first.home.type == asked.removeprefix("is_")
         with torch._C.DisableTorchFunctionSubclass():
             if name in _MOVES:
-                return _like(first, torch.Tensor.to(first, _wanted_dtype(args, given) or first.dtype))
+                return first.like(torch.Tensor.to(first, _wanted_dtype(args, given) or first.dtype))
             try:
-                return _like(first, func(*_without_memory(args), **_without_memory(given)))
-            except Exception as error:  # whatever torch raises where there are no numbers
+                on_meta = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, given))
+                result = func(*on_meta[0], **on_meta[1])
+                # torch's tree map would make a tuple of a `torch.Size`.
+                is_size = isinstance(result, torch.Size)
+                return result if is_size else tree_map_only(torch.Tensor, first.like, result)
+            except Exception as error:  # torch raises various errors for tensors without numbers
                 raise first.refusal(name) from error
 
+    def like(self, result: torch.Tensor) -> AbsentValue:
+        """Make a result of this value an absent value."""
+        value = result.as_subclass(AbsentValue)
+        value.absent, value.home = self.absent, self.home
+        return value
+
     def assign_to(self, parameter: Any, setter: Callable[..., None]) -> None:
-        """Serve `parameter.data = parameter.data.to(dtype)`: do nothing, or cast the values where they
-        are."""
+        """Run `parameter.data = parameter.data.to(dtype)`: do nothing, or let the holder cast the values."""
         same = self.absent is type(parameter) and self.shape == parameter.shape
         cast = parameter if self.dtype is parameter.dtype else self.absent.cast(parameter, self.dtype)
         if not same or cast is None or setter.__self__.__name__ != "data":  # type: ignore[attr-defined]
@@ -233,29 +241,8 @@ class AbsentValue(torch.Tensor):
         return f"Value({list(self.shape)}, {self.dtype}, of `{self.absent.path}`, not gathered)"
 
 
-def _without_memory(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to("meta")
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(map(_without_memory, value))
-    if isinstance(value, dict):
-        return {key: _without_memory(item) for key, item in value.items()}
-    return value
-
-
-def _like(first: AbsentValue, made: Any) -> Any:
-    """Make results of an absent value absent values, also in what holds several."""
-    if isinstance(made, torch.Tensor):
-        value = made.as_subclass(AbsentValue)
-        value.absent, value.home = first.absent, first.home
-        return value
-    if isinstance(made, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in made):
-        return type(made)([_like(first, item) for item in made])
-    return made
-
-
 def _is_there(parameter: AbsentParameter, name: str, args: Any, kwargs: Any) -> bool:
-    """Return whether a parameter is on the device that a call of `_MOVES` names, so that nothing moves."""
+    """Return whether a call of `_MOVES` names the device on which the parameter is."""
     wanted: Any = {"cpu": "cpu", "cuda": "cuda"}.get(name)
     if name in ("to", "cuda"):
         given = (getattr(value, "device", value) for value in (*args[1:], *kwargs.values()))
@@ -273,7 +260,7 @@ def _wanted_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 def lost_error(path: str, asked: str = "") -> ModelError:
-    """Return the error for values that went with the engine that held them."""
+    """Return the error for values whose engine was destroyed."""
     asks = f", and `{asked}` asks for them" if asked else ""
     return ModelError(
         path,
@@ -311,7 +298,7 @@ def mark_absent(parameters: Iterable[Any], classes: Iterable[Any]) -> None:
     for parameter, absent in zip(parameters, classes, strict=True):
         kind = type(parameter)
         if kind is not absent:
-            if absent.kind is not kind:  # Python forgets what it knows of a class that is written to
+            if absent.kind is not kind:  # writing to a class clears Python's caches for it
                 absent.kind = kind
             parameter.__class__ = absent
 
@@ -339,7 +326,7 @@ def set_gathered_class(parameter: Any, kind: type) -> None:
 
 
 def _borrow_all(given: Any) -> bool:
-    """Gather the absent parameters of an operation, each of its own unit; return whether all are there."""
+    """Gather the units of an operation's absent parameters; return whether all parameters are there."""
     keep = False
     while (parameter := next(_instances(AbsentParameter, given), None)) is not None:
         kind = type(parameter)
@@ -350,7 +337,7 @@ def _borrow_all(given: Any) -> bool:
 
 
 def _describe(func: Any) -> tuple[str, bool]:
-    """Return the name of a call of torch, and whether it needs a tensor's values."""
+    """Return the name of a torch function or attribute, and whether it needs a tensor's values."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         name = func.__self__.__name__

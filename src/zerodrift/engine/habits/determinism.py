@@ -1,16 +1,15 @@
 """Switch torch to deterministic operations, and kernels of other packages, while an engine needs them.
 
-They are needed under `reduce.order: tree`, and in a run with digests, which `zerodrift replay` compares.
-torch refuses the operations of `policy/order.py` then. It cannot see kernels of other packages: those
-of `KERNELS` have a switch of their own.
+`reduce.order: tree` needs them, and so does a run with digests, which `zerodrift replay` compares. torch then
+refuses the operations of `policy/order.py`. Kernels of other packages (`KERNELS`) have their own switches.
 
-Under `reduce.order: tree` a gradient follows from the weights, a micro-batch and its number. Random numbers
-from a generator that goes on from one micro-batch to the next, and buffers that a forward in training writes,
-would add which micro-batches its rank has had before. Both are refused.
+Under `reduce.order: tree` a gradient depends only on the weights, a micro-batch and its number. So a forward
+in training must not write buffers, nor draw random numbers from a generator that goes on from one micro-batch
+to the next: either would depend on the micro-batches that its rank ran before.
 
 Invariants: when the last engine that needs deterministic operations ends, torch's switches are as the first
-one found them. Nothing is asked of other packages on a CPU. The seed of (seed, step, micro-batch) is the
-same on every machine and in every version, because a resumed run depends on it.
+one found them. On a CPU no other package is switched. The seed of (seed, step, micro-batch) is the same on
+every machine and in every version, because a resumed run depends on it.
 
 [Note: fresh] Random numbers belong to a micro-batch if it was seeded by its number, or if a generator had
 drawn nothing since it was last seeded when the first forward of the micro-batch began.
@@ -29,7 +28,7 @@ import torch
 from torch import nn
 
 from zerodrift.engine.progress import refusal
-from zerodrift.engine.step.segment import is_due
+from zerodrift.engine.segments.segment import is_due
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import parameter_key
 from zerodrift.policy import DeterminismNeed, remedy
@@ -48,18 +47,17 @@ _before: tuple[int, bool, bool, str | None] | None = None
 
 
 class Determinism:
-    """The need of one engine."""
+    """One engine's need for deterministic operations."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.need: DeterminismNeed | None = None
-        """The key that errors name; None where nothing asks for deterministic operations."""
+        """The config key that asks for deterministic operations, or None."""
 
     def ask(self, need: DeterminismNeed | None, model: nn.Module) -> None:
-        """Turn deterministic operations on until `release`, if a key asks and none did. torch
-        would also fill memory that is not written yet; nothing here reads such memory, so that is off.
-        cuDNN's choice of algorithms by their time is off, too, because it may choose others in the next
-        run."""
+        """Turn deterministic operations on until `release`, if a key asks for them. torch would also fill
+        uninitialized memory, which is off because nothing here reads it. cuDNN's benchmark is off because it
+        may choose other algorithms in the next run."""
         global _before
         if need is None or self.need is not None:
             return
@@ -79,7 +77,7 @@ class Determinism:
         self.need = need
 
     def release(self) -> None:
-        """End this need; with the last one, torch's switches are as they were."""
+        """End this need. The last one restores torch's switches."""
         global _before
         _users.discard(self)
         if _users or _before is None:
@@ -105,8 +103,8 @@ def _set_mode(mode: int) -> None:
 
 
 def cuda_switches() -> dict[str, str]:
-    """Return what the bits of products on CUDA depend on beside the device: settings that may stay as they
-    are, but not change between two runs that are compared."""
+    """Return the settings that change bits of products on CUDA. Two runs that are compared must have the same
+    ones."""
     matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
     convolution: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     attention = {
@@ -148,19 +146,19 @@ def nondeterministic_operation(error: BaseException, need: DeterminismNeed) -> U
 
 
 FLASH = "FLASH_ATTENTION_DETERMINISTIC", "1"
-"""Read in every call, so that it may still be set when the model is there; others are read before."""
+"""Read in every call, so it can still be set here. Other variables are read at import."""
 KERNELS: Mapping[str, tuple[str, str]] = {
     "flash_attn": FLASH,
     "transformer_engine": ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"),
 }
-"""Package of a module's class -> the environment variable that makes its kernels deterministic, and the value
-for it. The flash attention of `transformers` has that of `flash_attn`."""
+"""Package of a module's class -> (environment variable, value) that makes its kernels deterministic. The
+flash attention of `transformers` uses that of `flash_attn`."""
 
 
 def require_deterministic_kernels(
     model: nn.Module, device: str, need: DeterminismNeed, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Set the switches of other packages that a model uses on CUDA; raise where one has another value."""
+    """Set the switches of other packages that a model uses on CUDA; raise if it is too late for one."""
     if device != "cuda":
         return
     for (variable, value), what in _switches_of(model).items():
@@ -179,7 +177,7 @@ def require_deterministic_kernels(
 
 
 def _switches_of(model: nn.Module) -> dict[tuple[str, str], str]:
-    """Return the switches of the kernels that a model names, each with what uses it."""
+    """Return the (variable, value) pairs that a model needs, each with the user of the kernel."""
     attention = str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "")
     found = {FLASH: f"attention `{attention}`"} if "flash" in attention else {}
     for path, module in model.named_modules():
@@ -214,7 +212,7 @@ def generators_kept(device: torch.device) -> contextlib.AbstractContextManager[N
 
 
 class MicrobatchState:
-    """Looks for what would pass from one micro-batch to the next in training; see [Note: fresh]."""
+    """Checks that no random state or buffer passes from one micro-batch to the next; see [Note: fresh]."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
@@ -226,12 +224,12 @@ class MicrobatchState:
             for name in module._buffers
             if name not in module._non_persistent_buffers_set
         ]
-        """(full name, module, its name there) of every buffer that a checkpoint keeps."""
+        """(full name, module, attribute) of every buffer that a checkpoint keeps."""
         self._checks = 0
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Watch a forward; raises behind it."""
+        """Check a forward in training; raises after it."""
         if not self._model.training or not torch.is_grad_enabled():
             yield
             return
@@ -249,8 +247,8 @@ class MicrobatchState:
                 self.is_seeded = True
 
     def copy_buffers(self) -> dict[str, torch.Tensor] | None:
-        """Copy the buffers before a forward, or a step; None where they are not compared this time, which is
-        the same on all ranks."""
+        """Copy the buffers before a forward or a step. Return None, on all ranks alike, if this time they are
+        not compared."""
         self._checks += 1
         if not is_due(self._checks - 1):
             return None

@@ -1,9 +1,9 @@
 """Show in `param.grad` that the engine has collected a gradient, and let user code read and change it.
 
-After a backward the engine has the gradients, and an empty `param.grad` would let a script that clips or
-scales by hand do nothing, without an error. So until the step or the next forward or backward, `param.grad`
-is a `CollectedGradient`: it has a shape and no values. Where gradients rest whole (stage 0) it becomes a
-plain tensor as soon as user code reads it, and what was changed is read back before the step.
+After a backward the engine has the gradients. With an empty `param.grad`, a script that clips or scales by
+hand would silently do nothing. So until the step or the next forward or backward, `param.grad` is a
+`CollectedGradient`, which has a shape but no values. If gradients rest whole (stage 0), it becomes a plain
+tensor when user code reads it, and changes are read back before the step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zerodrift.engine.habits.absent_parameter import CollectedGradient
-from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.segments.segment import FlatSegment
 from zerodrift.plan import Row
 
 
@@ -22,12 +22,11 @@ class GradientExposure:
     """Shows in `param.grad` that the engine has the gradients of one segment."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], rows: Sequence[Row], arrived: set[int]) -> None:
-        """`arrived` has the numbers of the parameters that got a gradient in this step; it is kept up."""
+        """`arrived` are the numbers of the parameters with a gradient in this step; it is updated here."""
         self._parameters, self._rows, self._arrived = parameters, rows, arrived
         self._collected: list[CollectedGradient] = []
         self._values: Callable[[], torch.Tensor] | None = None
-        """Returns the sum of all ranks, or in the middle of a step of this one, that may be read, once user
-        code reads or sets a gradient. Shape [padded]."""
+        """Returns the sum that user code reads or changes; None if it may not. Shape [padded]."""
         self._scale = 1.0
         self._end: Callable[[bool], None]
         self.is_shown = False
@@ -48,8 +47,8 @@ class GradientExposure:
     def expose_gradients(
         self, values: Callable[[], torch.Tensor], scale: float, end: Callable[[bool], None]
     ) -> None:
-        """Allow user code to read and change `values()` times `scale` until `hide`, which calls `end` with
-        whether they may have changed."""
+        """Let user code read and change `values()` times `scale` until `hide`, which calls `end(True)`, or
+        `drop`, which calls `end(False)`."""
         self._values, self._scale, self._end = values, scale, end
         for collected in self._collected:
             collected.materialize = self._materialize_gradients
@@ -62,7 +61,8 @@ class GradientExposure:
         self._collected = []
 
     def hide(self) -> str:
-        """Empty `param.grad` again and read changes back."""
+        """Empty `param.grad` again and read changes back. Return a parameter whose gradient user code has
+        cleared without effect, or ""."""
         if not self.is_shown:
             return ""
         self.is_shown = False
@@ -103,7 +103,7 @@ class GradientExposure:
             self._end(changed)
 
     def drop(self) -> None:
-        """Show nothing, and forget what was changed."""
+        """Forget the gradients and all changes."""
         self.is_shown = False
         self._end_exposure(changed=False)
         self.removed.clear()

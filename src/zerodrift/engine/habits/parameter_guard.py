@@ -1,13 +1,11 @@
-"""Check that the model's parameters still are what the engine was given, and let loading reach them.
+"""Check that the model still has the engine's parameters, and refuse loads that would not reach them.
 
-`load_state_dict(assign=True)`, `.half()`, `.to()` and module surgery give a module other tensors than the
-segments' views. So every forward and every step checks each parameter's memory, and loading asks first.
+`load_state_dict(assign=True)`, `.half()`, `.to()` and module surgery replace the segments' views by other
+tensors. So every forward and every step compares each parameter's memory with its view, and which modules
+hold which modules and parameters. Modules without parameters may be added, removed and wrapped.
 
 Invariant: a parameter that is not its segment's view is named in an error before anything is computed with
-it, or its values have been taken over.
-
-[Note: modules] Other changes of the model show in a comparison of which modules hold which modules and
-parameters. Modules without parameters may come, go and wrap others: nothing is trained in them.
+it, or its values have been copied into the view.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.absent_parameter import AbsentParameter, AbsentValue, lost_error
-from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.engine.segments.segment import FlatSegment
+from zerodrift.engine.segments.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
 from zerodrift.plan import Row
 
@@ -55,7 +53,7 @@ class ParameterSlot:
 
     @property
     def home(self) -> torch.Tensor:
-        """The tensor that the parameter must be a view of now."""
+        """The tensor of which the parameter must be a view now."""
         return self.segment.expected_views[self.index]
 
     @property
@@ -68,7 +66,7 @@ class ParameterSlot:
             return Problem(self.name, must, got="another one", do=LOAD)
         if not _is_view(self.parameter, self.home) and not writes.may_stand_in(self.segment, self.index):
             return Problem(self.name, "must stay a view of its segment", got="memory of its own", do=LOAD)
-        # A trained parameter may be frozen for a while, as one of two adversaries is; it is not updated then.
+        # A trained parameter may be frozen for a while, as in a GAN. Then it is not updated.
         thawed = self.parameter.requires_grad and not isinstance(self.segment, TrainedSegment)
         if thawed and (stepping or torch.is_grad_enabled()):
             return Problem(
@@ -84,7 +82,7 @@ class ParameterSlot:
 
 
 def without_engine(*args: Any, **kwargs: Any) -> None:
-    """Stand in for a hook of an engine in a copy of its module."""
+    """Do nothing: the hook of an engine in a copy of its module."""
 
 
 def _without_engine() -> Any:
@@ -92,9 +90,8 @@ def _without_engine() -> Any:
 
 
 class EngineHook:
-    """A hook of an engine. A copy of the module, in memory or in a file, is a plain one, and compiled code
-    calls the hook outside of what it compiles (private in torch 2.13 to 2.15; unlike the public call it does
-    not import the compiler)."""
+    """A hook of an engine. A copy or a pickle of the module has `without_engine` in its place. A compiler
+    does not trace it (private in torch 2.13 to 2.15; the public call imports the compiler)."""
 
     __slots__ = ("_call", "_require", "_uncompiled")
 
@@ -111,7 +108,8 @@ class EngineHook:
 
 
 def mark_as_ours(handles: Iterable[Any], require: Callable[[], None] | None = None) -> None:
-    """Make the hooks behind these handles an engine's; `require` raises where a copy must not be made."""
+    """Turn the hooks of these handles into `EngineHook`s. `require` raises if the module must not be
+    copied."""
     for handle in handles:
         held = handle.hooks_dict_ref() if isinstance(handle, RemovableHandle) else None
         if held is not None and not isinstance(held[handle.id], EngineHook):
@@ -119,7 +117,7 @@ def mark_as_ours(handles: Iterable[Any], require: Callable[[], None] | None = No
 
 
 class LostParameters(EngineHook):
-    """A hook on a module whose values went with their engine."""
+    """A hook on a module whose values were lost when its engine was destroyed."""
 
     def __init__(self, slots: list[ParameterSlot]) -> None:
         super().__init__(self._refuse, self._refuse)
@@ -128,7 +126,7 @@ class LostParameters(EngineHook):
 
     @property
     def names(self) -> list[str]:
-        """The parameters that still have no values."""
+        """The parameters to which user code has given no new values."""
         return [
             name
             for name, attribute, parameter, placeholder in self._held
@@ -141,7 +139,7 @@ class LostParameters(EngineHook):
 
 
 def find_other_engines(model: nn.Module) -> tuple[bool, set[str]]:
-    """Return (whether another engine is alive on some module, the parameters whose values went with one)."""
+    """Return (whether a module has a living engine, the parameters whose values a destroyed one took)."""
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     lost = {name for hook in hooks if isinstance(hook, LostParameters) for name in hook.names}
     return any(type(hook) is EngineHook for hook in hooks), lost
@@ -159,7 +157,7 @@ def _require_values(slots: Iterable[ParameterSlot]) -> None:
 
 
 class ModuleTree:
-    """Which modules hold which modules and parameters, as they were when this was made."""
+    """A snapshot of which modules hold which modules and parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
@@ -171,7 +169,7 @@ class ModuleTree:
         return [*map(_CHILDREN, self._modules), *map(_PARAMETERS, self._modules)]
 
     def is_unchanged(self) -> bool:
-        """Compare identities without a walk, in as many calls for many modules as for few."""
+        """Compare the model with the snapshot. The number of Python calls does not grow with the model."""
         dicts = self._dicts
         held = itertools.chain.from_iterable(map(_VALUES, dicts))
         return list(map(len, dicts)) == self._lengths and all(map(operator.is_, held, self._held))
@@ -211,7 +209,7 @@ class ParameterGuard:
         self.allows_absent_values = False
         """Whether state dicts may have absent values: reading one is the error."""
         self.replaced: set[str] = set()
-        """Rows that were loaded whole since values were opened to be written."""
+        """Rows that were loaded or assigned since the outermost `gathered(write=True)` began."""
         self.loading: Loading | None = None
         """Context for a module's own `load_state_dict`; None where it is refused outside of `gathered`."""
         self._loads: dict[nn.Module, contextlib.AbstractContextManager[None]] = {}
@@ -219,10 +217,9 @@ class ParameterGuard:
         """Segments whose full values may be written, and their rows, by number."""
 
     def check(self, *, stepping: bool = False) -> None:
-        """Raise where a parameter has left its segment, the model has others, or a placeholder was
-        written."""
+        """Raise if a parameter has left its segment, the model has new ones, or a placeholder was written."""
         problems = Problems()
-        # An absent parameter would be asked for each of its attributes: see `absent_parameter.py`.
+        # Without this, every attribute of an absent parameter is a call of its class.
         with torch._C.DisableTorchFunctionSubclass():
             self._check(problems, stepping)
         problems.raise_as(ModelError)
@@ -279,7 +276,7 @@ class ParameterGuard:
         return segment.number in self.opened
 
     def is_writable(self, row: Row) -> bool:
-        """Return True inside of a context that takes over what is written to this row."""
+        """Return True inside a context that keeps writes to this row."""
         return row.segment in self.opened and row.name in self.opened[row.segment][1]
 
     def require_closed(self, what: str) -> None:
@@ -292,7 +289,7 @@ class ParameterGuard:
             )
 
     def open(self, segments: Iterable[FlatSegment], rows: Iterable[Row]) -> None:
-        """Hold these segments full, and keep what is written to these rows."""
+        """Hold these segments full, and keep writes to these rows."""
         if not self.opened:
             self.replaced.clear()
         for segment in segments:
@@ -303,14 +300,14 @@ class ParameterGuard:
             self.opened[row.segment][1][row.name] = row
 
     def close(self) -> list[tuple[FlatSegment, list[Row]]]:
-        """End all writing; return what was open, whose hold the caller ends."""
+        """End all writing. Return the open segments, whose holds the caller ends, and their rows."""
         held = [(segment, list(rows.values())) for segment, rows in self.opened.values()]
         self.opened = {}
         return held
 
     @torch.no_grad()
     def take_over_assigned(self, segments: Iterable[FlatSegment]) -> None:
-        """Copy what was assigned to parameters of these segments into their views."""
+        """Copy tensors that were assigned in place of parameters into the views of these segments."""
         for slot in self._slots_of(segments):
             for tensor in (slot.current, slot.parameter):
                 if tensor is not None and not _is_view(tensor, slot.home):
@@ -331,8 +328,8 @@ class ParameterGuard:
     # --- hooks ------------------------------------------------------------------------------------------
 
     def attach(self) -> list[Any]:
-        """Put hooks that refuse `load_state_dict` where its values would be lost, and `state_dict` and copies
-        where values are absent; returns their handles."""
+        """Put hooks on modules that refuse `load_state_dict` if its values would be lost, and `state_dict`
+        and copies if values are absent. Return the handles."""
         handles: list[Any] = []
         for module, slots in _by_module(self._slots).items():
             handles.append(module.register_load_state_dict_pre_hook(self._before_load(slots)))
@@ -384,7 +381,7 @@ class ParameterGuard:
             loading.__exit__(None, None, None)
 
     def leave(self) -> None:
-        """Leave parameters behind that are plain, or raise an error because their values are lost."""
+        """Leave plain parameters behind. Those without values raise an error when they are used."""
         for segment in self._segments:
             segment.detach()
         for slot in self._slots:

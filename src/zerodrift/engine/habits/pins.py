@@ -1,12 +1,12 @@
-"""A pin holds wherever the parameter is used, not only where its own module is called.
+"""Pinned parameters, which keep their dtype wherever they are used, also outside of their own module.
 
-The boundaries of `compute.py` keep a pinned module out of autocast. A parameter is also used by others, as in
-`F.linear(x, self.gate.weight)` or `x @ self.gate`. So pinned parameters become a class of `Parameter` whose
-operations run with autocast off, and whose products take other floating arguments in the pin's dtype. What is
-computed of pinned parameters alone (a view, a normalized matrix, several joined) is of such a class too.
+The boundaries of `compute.py` keep a pinned module out of autocast. Other code may use its parameters too, as
+in `F.linear(x, self.gate.weight)` or `x @ self.gate`. So pinned parameters have a class of `Parameter` whose
+operations run with autocast off, and whose products cast other floating arguments to the pin's dtype. Results
+of pinned parameters alone (a view, a normalized matrix, a concatenation) have such a class too.
 
-Invariant: a pinned parameter, and what is made of it alone, enters no operation in a narrower dtype than its
-own, unless the model casts it itself, which is said once, by name.
+Invariant: a pinned parameter, and a result of pinned parameters alone, enters no operation in a narrower
+dtype than its own, unless the model casts it, which is warned of once per parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from zerodrift.engine.habits.absent_parameter import gathered_class, set_gathered_class
 from zerodrift.engine.nested import tensors_in
-from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.segments.segment import FlatSegment
 from zerodrift.policy import Output
 
 PRODUCTS = frozenset((
@@ -36,22 +36,22 @@ PRODUCTS = frozenset((
     "stack", "concat", "hstack", "vstack", "dstack", "scatter", "scatter_add", "index_add", "index_copy",
     "index_put", "masked_scatter", "solve_triangular", "linalg_solve_triangular", "grouped_mm", "_grouped_mm"
 ))  # fmt: skip
-"""Functions that torch computes in one dtype: other arguments are cast up. Elementwise operations promote."""
+"""Functions that torch computes in one dtype, to which other arguments are cast. Elementwise ones promote."""
 
 ATTENTION = "multi_head_attention_forward"
-"""A whole block in one function: what follows computes in its input's dtype."""
+"""A whole block in one function, which must return its input's dtype."""
 
 OTHERS = frozenset((
     "grad", "embedding", "embedding_bag", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
     "randn_like", "randint_like", "new", "new_tensor", "new_empty", "new_zeros", "new_ones", "new_full",
     "new_empty_strided"
 ))  # fmt: skip
-"""Functions whose results are no weights: gradients, what tokens look up, tensors of other values."""
+"""Functions whose results are not weights: gradients, embeddings of tokens, tensors of other values."""
 CASTS = frozenset(["to", "type", "type_as", "bfloat16", "half"])
 
 
 def pin(segments: Iterable[FlatSegment]) -> None:
-    """Make the parameters of pinned rows hold their pins."""
+    """Set the classes of pinned parameters."""
     for segment in segments:
         for row, parameter in zip(segment.rows, segment.parameters, strict=True):
             if row.columns.pinned and parameter.is_floating_point():
@@ -59,7 +59,7 @@ def pin(segments: Iterable[FlatSegment]) -> None:
 
 
 def make_plain(segments: Iterable[FlatSegment]) -> None:
-    """Make parameters of a class of ours plain ones again."""
+    """Turn pinned parameters, and weights with fp8 products, into plain ones again."""
     for segment in segments:
         for parameter in segment.parameters:
             if issubclass(gathered_class(parameter), OwnParameter):
@@ -67,7 +67,7 @@ def make_plain(segments: Iterable[FlatSegment]) -> None:
 
 
 class OwnParameter(nn.Parameter):
-    """A parameter of a class of ours, which decides how operations treat it."""
+    """Base class of parameters that change how operations treat them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter: a copy of a module is a plain one."""
@@ -83,7 +83,7 @@ class Pinned(OwnParameter):
 
 
 class OwnResult(torch.Tensor):
-    """A tensor that is made of parameters of a class of ours, and is of one too."""
+    """Base class of results of `OwnParameter`s."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied: torch.Tensor = copy.deepcopy(self._plain(), memo)
@@ -98,7 +98,7 @@ class OwnResult(torch.Tensor):
 
 
 class _PinnedResult(OwnResult):
-    """A tensor that is made of pinned parameters alone."""
+    """A result of pinned parameters alone."""
 
 
 def class_for(name: str, output: Output | None, kind: type[torch.Tensor] = torch.Tensor) -> type[Pinned]:
@@ -117,7 +117,7 @@ def class_for(name: str, output: Output | None, kind: type[torch.Tensor] = torch
                 warned.append(name)
                 warnings.warn(
                     f"`{name}` is pinned to {args[0].dtype}, and the model itself casts it to "
-                    f"{result.dtype}: what it computes with that is rounded, whatever the config says.",
+                    f"{result.dtype}: results of that are rounded, whatever the config says.",
                     stacklevel=3,
                 )
             if named in OTHERS or not _alone(given):
@@ -129,7 +129,7 @@ def class_for(name: str, output: Output | None, kind: type[torch.Tensor] = torch
                 return iter(of_class(tuple(result), kind, result_class, size))
             return of_class(result, kind, result_class, size)
 
-    # Compiled code may be given a parameter of any class, but no other tensor (torch 2.13 to 2.15).
+    # Compiled code takes parameters of any class, but no other tensors (torch 2.13 to 2.15).
     apart = torch.compiler.disable(
         torch_function, reason=f"what is made of the pinned `{name}` is computed with as it is"
     )
@@ -138,7 +138,7 @@ def class_for(name: str, output: Output | None, kind: type[torch.Tensor] = torch
 
 
 def _alone(given: list[torch.Tensor]) -> bool:
-    """Return whether all floating tensors with a dimension are pinned, or made of pinned ones."""
+    """Return whether all floating tensors, except numbers, are pinned or results of pinned ones."""
     return all(
         isinstance(tensor, (Pinned, _PinnedResult))
         for tensor in given
@@ -147,14 +147,13 @@ def _alone(given: list[torch.Tensor]) -> bool:
 
 
 def of_class(result: Any, kind: type[torch.Tensor], result_class: type, size: int = 0) -> Any:
-    """Make results of an operation `result_class`, where their elements have at least `size` bytes."""
+    """Set the class of floating results whose elements have at least `size` bytes."""
     if type(result) is kind:
         if not result.dim() or not result.is_floating_point() or result.dtype.itemsize < size:
             return result
         if torch.compiler.is_compiling():
             return result.as_subclass(result_class)
-        # One operation less: the node behind `weight.view_as(weight)` is to be the parameter's own, by which
-        # torch finds where a gradient is added.
+        # `as_subclass` would add a node: torch finds a parameter's node by `weight.view_as(weight)`.
         result.__class__ = result_class
     elif isinstance(result, (tuple, list)):
         for item in result:

@@ -1,13 +1,13 @@
-"""Pack what autograd saves of a gathered buffer as its place there, so that the buffer's memory can go.
+"""Replace views of a gathered buffer that autograd has saved by their place, so that the buffer can be freed.
 
-After a unit's forward the graph behind its outputs is searched, and each view of the unit's buffers that a
-node has saved for its backward is replaced by its place in the buffer. When the node runs, the unit is
-gathered, if it is not, and the view made anew, however a backward comes to the node. Most forwards build the
-graph of the forward before again, so the places where views were found then are searched first, and
-everything only if something still holds the buffers.
+After a unit's forward the graph behind its outputs is searched for views of the unit's buffers that nodes
+have saved for their backward. Each is packed as its place in the buffer. When a backward reaches the node,
+the unit is gathered if necessary, and the view is made again. Most forwards build the same graph as the
+forward before, so the nodes that had views then are searched first, and all nodes only if a tensor still
+holds the buffers.
 
-Invariant: only memory is at stake here, never a value. A view that is not found (a node that cannot be
-reached, or that keeps tensors its own way) holds the buffer's memory, and a segment never frees what is held.
+Invariant: only memory depends on this, never a value. A view that is not found (its node cannot be reached,
+or saves tensors in its own way) holds the buffer's memory, and a segment never frees memory that is held.
 
 `_raw_saved_*`, `SavedTensor.data` and `unpack_hook`, and `_sequence_nr` of a node, are torch's own (2.13 to
 2.15); the first is in its tutorial on saved tensors.
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.segments.segment import FlatSegment
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -32,7 +32,7 @@ _LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 @dataclass(frozen=True, slots=True)
 class SavedView:
-    """A view of a segment's full form, by its place."""
+    """A view of a segment's full form, as its place."""
 
     segment: FlatSegment
     size: tuple[int, ...]
@@ -40,7 +40,7 @@ class SavedView:
     offset: int
     dtype: torch.dtype
     row: int
-    """The parameter of the segment that it is a view of."""
+    """The number of the parameter in which the view begins."""
 
     def matches(self, raw: Any) -> bool:
         """Return whether a node has saved this view, unpacked."""
@@ -62,7 +62,7 @@ class SavedView:
 
 
 class Packing:
-    """Packs what the graphs of one unit have saved of its full segments."""
+    """Packs the views that graphs of one unit have saved."""
 
     def __init__(self) -> None:
         self._route = _Route([], [])
@@ -75,7 +75,7 @@ class Packing:
         gather: Callable[[], None],
     ) -> None:
         """Pack views in the nodes behind `outputs` that are newer than node `after`."""
-        # Parameters may be of classes that would be asked for each of their attributes.
+        # Without this, every attribute of a pinned parameter is a call of its class.
         with torch._C.DisableTorchFunctionSubclass():
             unpack = functools.partial(_unpack, gather)
             again = self._route.follow(outputs)
@@ -86,7 +86,7 @@ class Packing:
             route, found = _find_views(outputs, after, list(map(_extent, segments)))
             for raw, view in found:
                 _replace(raw, view, unpack)
-            if found:  # where some were packed already, the next forward finds them all
+            if found:  # a route to some of the views would be incomplete: search again next time
                 self._route = _Route([], []) if again else route
 
 
@@ -115,17 +115,17 @@ def _unpack(gather: Callable[[], None], packed: tuple[SavedView, int]) -> torch.
 def _find_views(
     outputs: Sequence[torch.Tensor], after: int, buffers: Sequence[tuple[int, int, FlatSegment]]
 ) -> tuple[_Route, list[tuple[Any, SavedView]]]:
-    """Find unpacked views that newer nodes have saved, and the way to them. Every tensor of every node comes
-    by here, so most are passed over by their address alone."""
+    """Find unpacked views that newer nodes have saved, and the route to them. Most saved tensors are excluded
+    by their address, because all tensors of all nodes are looked at."""
     visited: set[Any] = set()
     nodes: list[tuple[Any, int, int]] = []
-    """(node, place here of the node before it or -1, the edge or output that led there)."""
+    """(node, place in this list of the node before or -1, edge or output that led to the node)."""
     for number, output in enumerate(outputs):
         if output.grad_fn is not None and output.grad_fn not in visited:
             visited.add(output.grad_fn)
             nodes.append((output.grad_fn, -1, number))
     found, reads = [], []
-    for at, (node, _, _) in enumerate(nodes):  # which grows meanwhile
+    for at, (node, _, _) in enumerate(nodes):  # the list grows meanwhile
         if node._sequence_nr() <= after:
             continue
         kind: Any = type(node)
@@ -152,7 +152,7 @@ def _find_views(
 
 
 def _find_view(raw: Any, buffers: Sequence[tuple[int, int, FlatSegment]]) -> SavedView | None:
-    """Return the view that was saved, if it is of a buffer and unpacked."""
+    """Return the saved tensor as a view of a buffer, if it is one and unpacked."""
     if raw.unpack_hook is not None:
         return None
     try:
@@ -161,7 +161,7 @@ def _find_view(raw: Any, buffers: Sequence[tuple[int, int, FlatSegment]]) -> Sav
             return None
         address = tensor.data_ptr()
     except RuntimeError:
-        return None  # it has none: another layout, a tensor around tensors, or one whose node has run
+        return None  # without an address: another layout, a wrapper of tensors, or freed by its node
     for start, end, segment in buffers:
         if start <= address < end:
             return _view_of(tensor, address - start, segment)
@@ -169,16 +169,16 @@ def _find_view(raw: Any, buffers: Sequence[tuple[int, int, FlatSegment]]) -> Sav
 
 
 class _Route:
-    """The way to found views, through no other nodes than those between."""
+    """The nodes between the outputs of a graph and the views that it has saved."""
 
     def __init__(self, steps: list[tuple[int, int, Any]], reads: list[Any]) -> None:
         self._steps = steps
-        """(step before or -1 for an output, edge or number of the output, class) of each node."""
+        """(step before, or -1 for an output; edge, or number of the output; class) of each node."""
         self._reads = reads
         """(step, attribute, place in it, view) of each view."""
 
     def follow(self, outputs: Sequence[torch.Tensor]) -> list[tuple[Any, SavedView]]:
-        """Return what is saved there in another graph, or nothing if that differs on the way."""
+        """Return the views in another graph, or nothing if that graph is different."""
         nodes: list[Any] = []
         found = []
         try:
@@ -204,20 +204,20 @@ def _saved_attributes(kind: Any) -> tuple[str, ...]:
 
 
 def _extent(segment: FlatSegment) -> tuple[int, int, FlatSegment]:
-    """Return (address, address behind the last element) of a full form, and its segment."""
+    """Return (first address, address behind the last element, segment) of a full form."""
     start = segment.full.data_ptr()
     return start, start + segment.full.nbytes, segment
 
 
 def _view_of(tensor: torch.Tensor, place: int, segment: FlatSegment) -> SavedView | None:
-    """Return a tensor that begins so many bytes into the full form as a view of it."""
+    """Return a tensor that begins `place` bytes into the full form as a view of it."""
     full = segment.full
-    # Another layout keeps its bytes in its own way, as do tensors around tensors, of `torch.func` too.
+    # Other layouts and wrappers of tensors, including those of `torch.func`, keep bytes in their own way.
     if (
         (type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor))
         or tensor.layout is not torch.strided
         or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        # A pending conjugation is no place.
+        # A place says nothing about a pending conjugation.
         or (full.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()))
     ):
         return None

@@ -1,15 +1,15 @@
-"""Notice writes of user code to the values of a segment, and make them the master's or refuse them by name.
+"""Notice writes of user code to parameters, and copy them into the master or refuse them by name.
 
-Other memory that a script assigns to `.data` of a parameter that rests whole is what the model computes with,
-as in plain torch; the next step copies it into storage.
+[Note: writing] Between steps user code may write to a parameter that rests whole, in place (which moves its
+version counter) or through `.data` (which does not). If storage is the master, the write is the new value. If
+an optimizer keeps a master elsewhere, prints of storage show the write. An fp32 master takes over elements
+that differ from its rounding. For a split master a write is an error, because the low halves do not show
+which elements were written. A write to the gathered form in a forward is an error, because it is lost when
+the memory is freed. Such writes through `.data` are looked for before some releases only, since a script that
+writes in one forward writes in all; so are differences between ranks in frozen values that rest whole.
 
-[Note: writing] Between steps a parameter that rests whole may be written to, through itself (which moves its
-version counter) or through `.data` (which does not). Where storage is the master, the write is the new value.
-Where an optimizer keeps more bits elsewhere, prints of storage show that there was a write: an fp32 master
-takes over what differs from its rounding, and for a split master, which cannot know whose low halves still
-count, it is an error by name. The full form of a forward is freed with its memory: a write there is an error.
-A write through `.data` is looked for before some releases only, because a script that writes in a forward
-does so in all of them. Ranks compare frozen values that are whole now and then, likewise.
+A script may also assign other memory to `.data` of a parameter that rests whole. As in plain torch the model
+computes with that memory; the next step copies it into storage.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Iterable
 
 import torch
 
-from zerodrift.engine.step.segment import FlatSegment, is_due, missing_value
-from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.engine.segments.segment import FlatSegment, is_due, missing_value
+from zerodrift.engine.segments.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problems
 from zerodrift.kernels import BYTES, prints
 from zerodrift.optim import Updater
@@ -39,7 +39,7 @@ _VERSION = operator.attrgetter("_version")
 
 
 def record_versions(segment: FlatSegment) -> None:
-    """Take what storage and parameters hold as written by the engine."""
+    """Record that the engine has written the present values of storage and parameters."""
     _record_parameter_versions(segment)
     if segment.has_separate_master:
         segment.storage_prints = prints(segment.storage)
@@ -52,7 +52,7 @@ def _record_parameter_versions(segment: FlatSegment) -> None:
 
 def mark_storage_changed(segment: FlatSegment) -> None:
     """Record that the engine has changed values. A backward through a graph that used the old ones must
-    raise, as in plain torch. Gathers write the same values again, and count for nothing."""
+    raise, as in plain torch."""
     torch.autograd.graph.increment_version(segment.parameters)
     record_versions(segment)
 
@@ -61,7 +61,7 @@ def mark_storage_changed(segment: FlatSegment) -> None:
 
 
 def may_stand_in(segment: FlatSegment, index: int) -> bool:
-    """Return True if a parameter may have memory of its own until the step, which takes it over."""
+    """Return True if a parameter may have memory of its own until the step copies it into storage."""
     parameter, home = segment.parameters[index], segment.expected_views[index]
     alike = (parameter.shape, parameter.dtype, parameter.device) == (home.shape, home.dtype, home.device)
     return alike and not segment.gathers and not segment.holds
@@ -69,8 +69,8 @@ def may_stand_in(segment: FlatSegment, index: int) -> bool:
 
 @torch.no_grad()
 def take_back_memory(segment: FlatSegment) -> None:
-    """Take over what was assigned to `.data` of frozen parameters, before values are read. Raise for trained
-    ones: a script that evaluates averages keeps the former memory, to assign it again."""
+    """Copy memory that was assigned to `.data` of frozen parameters into storage, before values are read.
+    Raise for trained ones: a script that evaluates averaged weights assigns the former memory again."""
     problems = Problems()
     for row, parameter, home in zip(segment.rows, segment.parameters, segment.expected_views, strict=True):
         if segment.gathers or segment.holds or parameter.data_ptr() == home.data_ptr():
@@ -89,9 +89,8 @@ def take_back_memory(segment: FlatSegment) -> None:
 
 
 def hold_full(segment: FlatSegment) -> None:
-    """Keep the full form until `end_hold`; all ranks must have started the gather alike. Parameters that show
-    storage itself show a copy meanwhile, so that at every stage values that were taken out stay as they are,
-    and writes can be dropped."""
+    """Keep the full form until `end_hold`; all ranks must have started the gather. Parameters that show
+    storage itself show a copy meanwhile, so that values outlive an update and writes can be dropped."""
     segment.holds += 1
     if segment.holds > 1:
         return
@@ -151,7 +150,7 @@ def rows_with_new_version(segment: FlatSegment) -> list[Row]:
 
 
 def share_placeholders(segments: Iterable[FlatSegment]) -> list[torch.Tensor]:
-    """Put the placeholders of segments into one tensor per dtype, so that one check covers all."""
+    """Put the placeholders of all segments into one tensor per dtype, so that one check covers them."""
     by_dtype: dict[torch.dtype, list[FlatSegment]] = {}
     for segment in segments:
         by_dtype.setdefault(segment.full.dtype, []).append(segment)
@@ -165,22 +164,21 @@ def share_placeholders(segments: Iterable[FlatSegment]) -> list[torch.Tensor]:
 
 
 def are_missing(placeholders: torch.Tensor) -> torch.Tensor:
-    """Return which elements still have the value of placeholders."""
+    """Return a mask of the elements that still have the value of a placeholder."""
     value = missing_value(placeholders.dtype)
     return placeholders.isnan() if isinstance(value, float) else placeholders == value
 
 
 def rows_written_while_absent(segment: FlatSegment) -> list[Row]:
-    """Return the rows with a write to their placeholder, and undo it."""
+    """Return the rows whose placeholder was written, and restore the placeholders."""
     missing = are_missing(segment.placeholder_elements).tolist()
     segment.placeholder_elements.fill_(missing_value(segment.full.dtype))
     return [row for row, same in zip(segment.rows, missing, strict=True) if not same]
 
 
 def check_storage(segments: Iterable[FlatSegment], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, as int64 on the device, (whether user code has written to storage, a 32-bit checksum of what
-    all ranks hold alike). Beside a pass over each storage, the launches are few for any number of segments.
-    """
+    """Return, as int64 on the device, (whether user code has written to storage, a 32-bit checksum of the
+    storage that is the same on all ranks)."""
     now, before, alike, differing = [], [], [], []
     for segment in segments:
         if segment.gathers:
@@ -203,8 +201,8 @@ def check_storage(segments: Iterable[FlatSegment], device: torch.device) -> tupl
 
 
 def _rows_of(segment: FlatSegment, blocks: torch.Tensor, like: torch.Tensor, first: int = 0) -> list[Row]:
-    """Return the rows with a part in some of the blocks of a buffer of elements like `like`, from element
-    `first` on."""
+    """Return the rows with elements in the marked blocks of a buffer like `like`, which begins with element
+    `first` of the segment."""
     size = like.element_size()
     if not blocks.any():
         return []
@@ -218,8 +216,8 @@ def _rows_of(segment: FlatSegment, blocks: torch.Tensor, like: torch.Tensor, fir
 
 @torch.no_grad()
 def take_over_writes(segment: FlatSegment, updater: Updater | None, *, accept_all: bool = False) -> None:
-    """Make writes of user code to storage the master's, on this rank, or raise; see [Note: writing]. With
-    `accept_all`, elements of a split master that cannot be told apart take the values of storage."""
+    """Copy writes of user code to this rank's storage into the master, or raise; see [Note: writing]. With
+    `accept_all`, all elements of a written block of a split master take the values of storage."""
     problems = Problems()
     for row in rows_written_while_absent(segment) if segment.gathers else ():
         problems.add(row.name, WRITE, got=WRITTEN_ABSENT, do="It was lost.")

@@ -1,15 +1,16 @@
-"""The compute column: what is cast at which module's boundary, and where autocast is on or off.
+"""Compute: casts at the boundaries of the plan's modules, and autocast around the model's forward.
 
-Floating inputs of the model are cast to the mode's dtype. A module that the plan has a boundary at gets its
-floating inputs cast to the boundary's dtype, runs with autocast off, and returns its own dtype or its
-input's. Which modules these are is decided in `plan/boundaries.py`. Nothing else casts.
+Floating inputs of the model are cast to the mode's dtype. A module with a boundary (`plan/boundaries.py`)
+gets its floating inputs in the boundary's dtype, runs with autocast off, and returns its own dtype or its
+input's. Nothing else casts.
 
-Invariant: what is hooked is what the plan lists, and leaving a module restores what was there.
+Invariant: exactly the boundaries of the plan have hooks, and leaving a module restores autocast and the
+caller's containers.
 
 [Note: autocast] In the autocast modes the forward runs under `torch.autocast` with the configured dtype. A
-caller's own autocast around the engine is switched to the configured one, and around an engine whose
-precision is not autocast it is off inside, with one warning: it would change the dtype of every op behind the
-plan's back. Autocast inside the model's code is the model's own business.
+caller's autocast around the engine would change the dtype of every operation against the plan. So it is
+switched to the configured dtype, or off in the other modes, with one warning. Autocast inside the model's
+code is left alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from zerodrift.plan import Boundary, Plan
 
 
 def attach(model: nn.Module, boundaries: Iterable[Boundary]) -> list[Any]:
-    """Put the casting hooks on the modules that the plan names; returns their handles."""
+    """Put casting hooks on the modules of the boundaries; returns their handles."""
     modules = dict(model.named_modules(remove_duplicate=False))
     hooked: dict[int, Boundary] = {}
     handles = []
@@ -52,8 +53,8 @@ def attach(model: nn.Module, boundaries: Iterable[Boundary]) -> list[Any]:
 
 def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
     calls: list[tuple[Any, ...]] = []
-    """Running forwards: the replacement of its inputs; (a tensor of the caller, its replacement, the
-    version of that); the dtype of the first floating input; the switch of autocast, or None."""
+    """Running forwards: (replacement of the inputs; (tensor of the caller, its cast, version of the cast) of
+    each input; dtype of the first floating input; context that switches autocast off, or None)."""
     own = boundary.dtype.torch
     lookup = None if boundary.lookup is None else boundary.lookup.torch
 
@@ -61,7 +62,7 @@ def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
         inputs_given = tensors_in((args, kwargs))
         dtype = next((tensor.dtype for tensor in inputs_given if tensor.is_floating_point()), None)
         device = inputs_given[0].device.type if inputs_given else "cpu"
-        # Where autocast is off anyway, entering it would be one more thing to compile.
+        # Switched only where it is on, because a compiler would trace the switch.
         switch = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else None
         if switch is not None:
             switch.__enter__()
@@ -72,12 +73,12 @@ def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
         return changed
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        # Called even when the forward raised: autocast must come back on, whatever happened.
+        # Called even when the forward raised, to restore autocast.
         inputs, versions, dtype, switch = calls.pop()
-        inputs.undo()  # the caller's containers, with what the module has changed in place
+        inputs.undo()
         for given, cast, version in versions:
             if cast._version != version:
-                given.copy_(cast)
+                given.copy_(cast)  # the module has changed its input in place
         if switch is not None:
             switch.__exit__(None, None, None)
         if dtype is None:
@@ -99,7 +100,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class ForwardPrecision:
-    """Enters the model's forward in the plan's precision."""
+    """Contexts of a forward and a backward in the plan's precision."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         mode = plan.policy.mode
@@ -109,7 +110,7 @@ class ForwardPrecision:
         self._warned = False
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an input of the model in the mode's dtype; under autocast it stays what it is."""
+        """Cast an input of the model to the mode's dtype, except in the autocast modes."""
         return tensor if self._mode.autocast else _cast(tensor, self._dtype)
 
     @contextlib.contextmanager
@@ -123,7 +124,7 @@ class ForwardPrecision:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Return the dtype context of a forward. See [Note: autocast]."""
+        """Set autocast for a forward. See [Note: autocast]."""
         around = torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
         if not self._mode.autocast:
             if around is not None:
@@ -137,8 +138,8 @@ class ForwardPrecision:
             with torch.autocast(self._device, self._dtype):
                 yield
         finally:
-            # By itself torch forgets the weights that were cast only where the outermost context ends, even a
-            # disabled one: around a whole loop, a step's weights would be used after the next.
+            # torch caches cast weights until the outermost autocast context ends, even a disabled one. A
+            # context around the whole loop would keep old weights beyond a step.
             torch.clear_autocast_cache()
 
     def _say(self, what: str) -> None:
@@ -148,5 +149,5 @@ class ForwardPrecision:
             warnings.warn(text, stacklevel=5)
 
     def backward(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the dtype context of a backward: no autocast, for autograd has its casts already."""
+        """Return the context of a backward, without autocast: the graph has its casts already."""
         return torch.autocast(self._device, enabled=False)

@@ -1,10 +1,10 @@
-"""Norm: one multiplier per step from loss scale, averaging, global norm and clip, and whether to skip.
+"""Norm: the global gradient norm of a step, whether to skip, and what all ranks must agree on.
 
-Gradients stay summed and scaled as they are. One number, the product of everything, goes into the update,
-which multiplies once in fp32.
+Gradients stay summed and scaled. One factor for loss scale, average and clip goes into the update, which
+multiplies once in fp32.
 
-Invariant: the norm is the exact sum of the square sums of all blocks (`kernels/squares.py`). An exact sum has
-no order, so it is the same bits at every stage and for every way to slice.
+Invariant: the norm is the root of an exact sum of squares (`kernels/squares.py`), so that its bits are the
+same at every stage and for every number of slices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from zerodrift.comm import AxisName, Collectives
-from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.engine.segments.trained_segment import TrainedSegment
 from zerodrift.errors import RankError
 from zerodrift.kernels import squares
 
@@ -51,21 +51,21 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class RankAgreement:
-    """Facts of the last step that every rank must have alike."""
+    """Facts of a step that must be the same on every rank."""
 
     order: int = 0
-    """Checksum of the units that were gathered, in their order. In another order, weights of different units
-    may have been mixed."""
+    """Checksum of the units in the order in which they were gathered. In different orders, ranks may have
+    mixed the weights of different units."""
     unreduced: Sequence[tuple[int, str]] = ()
-    """(segment, a parameter) of segments with gradients set by hand. If another rank has others, their
-    reduction would wait for ever."""
+    """(segment, its first such parameter) of segments with gradients set by hand. If only some ranks have
+    them, their reduction would wait for ever."""
     dropped: int = 0
-    """Batches whose backward never came. If another rank has another number, gradients of different batches
-    were paired."""
+    """Batches without a backward. If ranks have different numbers, gradients of different batches were
+    paired."""
     without_update: tuple[str, ...] = ()
-    """Parameters that are not updated. If another rank has others, ranks would train different models."""
+    """Parameters that this step does not update. If ranks differ, they would train different models."""
     rates: tuple[float, ...] = ()
-    """Learning rate of each group. If another rank has others, pieces of one model would move differently."""
+    """Learning rate of each group. If ranks differ, slices of one model would move differently."""
 
     def checksum(self) -> int:
         """Return a checksum below 2^40, so that a sum over ranks stays far below 2^63."""
@@ -84,7 +84,7 @@ def global_norm(
     """Return the norm of this rank's flat gradient slices over all ranks."""
     summed = torch.zeros(squares.DIGITS + 4, dtype=torch.int64, device=comm.mesh.device)
     squares.add_squares(gradients, summed[:-3])
-    summed[-1:].fill_(agreement.checksum())  # an item that is set to a number is copied, and waited for
+    summed[-1:].fill_(agreement.checksum())  # `summed[-1] = number` would wait for the device
     if written is not None and checksum is not None:
         summed[-3], summed[-2] = written, checksum
     mine = summed[-2:].clone()
@@ -105,15 +105,15 @@ def global_norm(
             "must show the same weights on every rank",
             got="different ones",
             do=(
-                "Something was written on some ranks only, or another value on each: write inside "
-                "`engine.gathered(write=True)`, where rank 0's values become everybody's."
+                "Some ranks wrote values that others did not: write inside `engine.gathered(write=True)`, "
+                "where all ranks get rank 0's values."
             ),
         )
     return Norm(math.sqrt(squares.total(places)) * unscale, bool(was_written))
 
 
 def _disagreement(agreement: RankAgreement, comm: Collectives) -> RankError:
-    """Find out what ranks do not agree on; all of them know that they do not."""
+    """Find out what ranks do not agree on, and return the error. Every rank calls this."""
     reports: list[tuple[int, RankAgreement]] = [(comm.mesh.rank(), agreement)]
     for axis in AXES:
         reports = [entry for rank in comm.all_gather_object(reports, axis) for entry in rank]
@@ -160,7 +160,7 @@ def _disagreement(agreement: RankAgreement, comm: Collectives) -> RankError:
 
 
 def set_on_some(name: str) -> RankError:
-    """Return the error for a gradient that only some ranks have, although all take part in its reduction."""
+    """Return the error for a gradient that was set on some ranks only."""
     return RankError(
         "param.grad",
         "must be set on every rank or on none, where it is set outside of a backward",

@@ -1,8 +1,8 @@
-"""Update: step the owned slices, show the new values on every rank, and report what became of the update.
+"""Update: step the owned slices, gather the new values on every rank, and report statistics of the update.
 
-On a GPU the programs in Triton and the definition in PyTorch may differ by an ulp ([Note: bits on a GPU] in
+On a GPU the Triton programs and the definition in PyTorch may differ by an ulp ([Note: bits on a GPU] in
 `optim/fused.py`), and ranks that hold the same weights would drift apart without an error. So programs run on
-every rank or on none. On a CPU, and for what is offloaded to one, both leave the same bits.
+every rank or on none. On a CPU, and for an offloaded optimizer, both have the same bits.
 
 Invariant: counts are integers and square sums are added as long integers (`kernels/squares.py`), so a report
 is the same at every stage and for every number of slices.
@@ -19,8 +19,8 @@ import torch
 from zerodrift.comm import Collectives, Handle
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.habits.storage_writes import mark_storage_changed, refresh_views
-from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.engine.segments.segment import FlatSegment
+from zerodrift.engine.segments.trained_segment import TrainedSegment
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import device, squares
 from zerodrift.optim import COLUMNS, UpdateFunction, Updater, reference_update, update
@@ -31,7 +31,7 @@ _log = logging.getLogger("zerodrift")
 
 
 def update_segments(segments: Sequence[TrainedSegment], updater: Updater, multiplier: float) -> None:
-    """Step every segment that has a gradient, times `multiplier`, and gather what others show of it."""
+    """Step every segment that has a gradient, times `multiplier`, and gather the new values."""
     updater.leave_alone([row.name for segment in segments for row in segment.rows_without_update])
     gradients: dict[int, torch.Tensor] = {}
     gathering = Handle()
@@ -59,12 +59,9 @@ def update_segments(segments: Sequence[TrainedSegment], updater: Updater, multip
         refresh_views(segment)
 
 
-# --- one way to update on all ranks -----------------------------------------------------------------------
-
-
 def choose_update_function(plan: Plan, comm: Collectives) -> UpdateFunction:
-    """Choose how every rank steps its slices, before the first step; a call of all ranks. Programs run if no
-    rank has an obstacle, else the definition, after one warning for all ranks."""
+    """Return the function that steps slices, the same on all ranks; a call of all ranks. It is the definition
+    in PyTorch if a rank has an obstacle to the programs, which is logged once."""
     where = comm.mesh.device
     if where.type == "cpu" or plan.policy.sharding.offload:
         return update
@@ -110,7 +107,7 @@ def collect_statistics(
     sharded = torch.tensor([bool(segment.update.axis) for segment, _ in rows])
     divided = torch.tensor([row.parts > 1 for _, row in rows])
     if comm.mesh.size("shard") > 1 and sharded.any():
-        # All rows of a plan have their masters alike, whole or sharded.
+        # The masters of all rows of a plan are sharded, or all are whole.
         table = comm.all_reduce_sum(table, "shard")
     elif divided.any():
         table[divided] = comm.all_reduce_sum(table[divided], "expert")
@@ -120,7 +117,7 @@ def collect_statistics(
 
 
 def _sums(segment: FlatSegment, row: Row, blocks: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a row as integers: the counts, then the digits of each sum of squares."""
+    """Return this rank's sums for a row as integers: the counts, then the digits of each sum of squares."""
     span = row.within(segment.start_of(segment.owned), segment.owned.numel())
     mine = blocks[span.start // BLOCK : -(-span.stop // BLOCK)] if span.start < span.stop else blocks[:0]
     digits = [squares.digits(mine[:, column].contiguous()) for column in range(COUNTS, len(COLUMNS))]

@@ -1,12 +1,12 @@
-"""The narrow wire: values that travel as packed runs of bytes, and what rounding gradients to it has lost.
+"""The narrow wire: gradients that travel as packed runs of bytes, and the feedback of their rounding.
 
-What is sent is encoded before; a sum decodes every part to fp32 where it arrives. Nothing is rounded again on
-the way, so a sum depends on the values and the order of ranks alone. A gather or a sum is recorded with the
-format and the elements that the runs hold, as the plan lists it.
+A rank encodes what it sends, and decodes every part of a sum to fp32. Nothing is rounded again on the way, so
+a sum depends on the values and the order of ranks alone. Collectives are recorded with the format and the
+number of elements, as the plan lists them.
 
-Invariant: a gradient is encoded once. With feedback, what is sent plus what is kept is the gradient plus what
-was kept before, to the rounding of fp32. Random bits depend on the parameter, the element, the step, the
-number of the encoding within the step, and the rank alone.
+Invariant: a gradient is encoded once. With feedback, the sent gradient plus the new feedback is the gradient
+plus the old feedback, to the rounding of fp32. Random bits depend on the parameter, the element, the step,
+the number of the encoding within the step, and the rank alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NarrowWire:
     """Encodes the gradients of one segment on this rank."""
 
     def __init__(self, reduce: Reduction, rank: int, keys: torch.Tensor | None) -> None:
-        """`keys` are random keys of the segment's blocks, where codes are drawn. Shape [padded / BLOCK],
+        """`keys` are random keys of the segment's blocks for stochastic rounding. Shape [padded / BLOCK],
         int64."""
         self.dtype = reduce.wire
         self.rank = rank
@@ -37,12 +37,12 @@ class NarrowWire:
         self._keys = keys
         self._steps: Callable[[], int]
         self._last = (-1, 0)
-        """The step of the last encoding, and its number in that step."""
+        """(step of the last encoding, its number in that step)."""
         self.feedback: torch.Tensor | None = None
-        """The part of this rank's gradients that encoding has lost. Shape [padded], fp32."""
+        """The part of this rank's gradients that rounding has lost. Shape [padded], fp32."""
 
     def follow(self, steps: Callable[[], int]) -> None:
-        """Draw random bits by the number of steps before this one, with those that were skipped."""
+        """Let random bits depend on `steps()`, the number of earlier steps, skipped ones included."""
         self._steps = steps
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class NarrowWire:
         return narrow.Draws(keys, (step * _ENCODINGS + number) * MOST_RANKS + self.rank)
 
     def _keep(self, flat: torch.Tensor, packed: torch.Tensor, runs: int) -> None:
-        """Keep what encoding has lost; nothing of blocks that are not finite, whose step is not taken."""
+        """Keep what rounding has lost; zeros for values that are not finite, whose step is skipped."""
         if self.feedback is None:
             self.feedback = torch.empty_like(flat)
         narrow.decode_runs(self.dtype, packed, self.feedback, runs)

@@ -1,13 +1,12 @@
 """`compute: fp8`: the products of a linear layer with fp8 operands, wherever its weight is used.
 
-Weights with such products become a class of `Parameter` that torch asks before it computes with them, as it
-asks pinned ones (`habits/pins.py`). So a product is formed as planned inside of the weight's own module and
-outside of it, compiled or not, and hooks see what they always see. A product that is not one of a linear
-layer is an error. `kernels/products.py` has the definition of a product of two operands.
+Weights with such products have a class of `Parameter` that torch asks before it computes with them, as it
+asks pinned ones (`pins.py`). So the plan holds inside of the weight's own module and outside of it, compiled
+or not. A product that is not one of a linear layer is an error. `kernels/products.py` defines the product of
+two operands.
 
-Each product quantises its operands anew, from the values that arrive in it: the scale of a row covers what is
-summed, which are other elements in each of the three products. Nothing quantised is kept for the backward, so
-memory is what it is without fp8.
+Each of the three products quantises its operands anew, because a scale covers the elements that are summed,
+which are different in each. Nothing quantised is kept for the backward, so memory is the same as without fp8.
 
 Invariant: no product of such a weight and an activation has other operands than the plan says.
 """
@@ -27,14 +26,14 @@ from zerodrift.dtypes import DType
 from zerodrift.engine.habits.absent_parameter import set_gathered_class
 from zerodrift.engine.habits.pins import OTHERS, PRODUCTS, OwnParameter, OwnResult, name_of, of_class
 from zerodrift.engine.nested import tensors_in
-from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.segments.segment import FlatSegment
 from zerodrift.errors import ModelError
 from zerodrift.kernels import products as kernels
 from zerodrift.policy import LinearProducts
 
 
 def attach(segments: Iterable[FlatSegment]) -> None:
-    """Make the weights with fp8 products form them; raise an error on a device that has none."""
+    """Set the classes of weights with fp8 products. Raise on a device without such products."""
     for segment in segments:
         for row, parameter in zip(segment.rows, segment.parameters, strict=True):
             if row.columns.products is not None:
@@ -47,18 +46,18 @@ class NarrowWeight(OwnParameter):
 
 
 class _WeightView(OwnResult):
-    """Such a weight transposed, or in another dtype."""
+    """A `NarrowWeight` transposed or in another dtype."""
 
 
 class _Derived(OwnResult):
-    """A tensor that is made of such weights alone, and is none of them."""
+    """Another result of `NarrowWeight`s alone."""
 
 
 _VIEWS = frozenset((
     *("t", "T", "mT", "transpose", "adjoint", "detach", "data", "view_as", "contiguous", "clone"),
     *("to", "type", "type_as", "float", "double", "bfloat16", "half")
 ))  # fmt: skip
-"""Calls and attributes whose results are still the weight: a product with one of them is the layer's."""
+"""Calls and attributes whose results are still the weight: a product with them is one of the layer."""
 
 _PICKS = frozenset(("__getitem__", "select", "unbind"))
 """Calls that return single matrices of a stack."""
@@ -86,7 +85,7 @@ def class_for(name: str, products: LinearProducts, kind: type[Tensor] = Tensor) 
             is_weight = same and isinstance(args[0], (NarrowWeight, _WeightView))
             return of_class(result, kind, view if is_weight else derived)
 
-    # A compiler may leave out a rounding to fp8 and back.
+    # A compiler may drop a cast to fp8 and back.
     apart = torch.compiler.disable(torch_function, reason=f"products of `{name}` have fp8 operands")
     members: dict[str, Any] = {"__torch_function__": classmethod(apart)}
     view = type("NarrowWeightView", (_WeightView, *others), members)
@@ -98,12 +97,12 @@ _OWN = (NarrowWeight, _WeightView, _Derived)
 
 
 def has_narrow_products(tensor: object) -> bool:
-    """Return True for a weight with fp8 products, and for what is made of such weights alone."""
+    """Return True for a weight with fp8 products, and for results of such weights alone."""
     return isinstance(tensor, _OWN)
 
 
 _CUSTOM = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-"""Operators that are called by themselves, such as those that a library registers."""
+"""Operators that are called directly, such as those that a library registers."""
 
 
 _Form = Callable[[kernels.Operand, kernels.Operand, torch.dtype, Tensor | None], Tensor]
@@ -124,7 +123,8 @@ class _LinearCall:
 
 
 def _parse(name: str, named: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _LinearCall:
-    """Return the product that a call of torch is. Raise an error if it is not that of a linear layer."""
+    """Return the arguments of a torch function as a linear layer's. Raise if it is no linear layer's
+    product."""
     call = None
     if named == "linear":
         places: dict[str, Any] = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
@@ -183,7 +183,7 @@ class _Recipe:
         return weight.t() if self.transposed else weight
 
     def groups(self, x: Tensor, ends: Tensor) -> list[slice]:
-        """Return the rows of each expert. A dry run, which knows no numbers, gives all to the first."""
+        """Return the rows of each expert. A dry run, which has no numbers, gives all to the first."""
         stops = ends.tolist() if self.form is kernels.product else [len(x)] * len(ends)
         return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 

@@ -1,17 +1,15 @@
-"""Gather: one flat buffer with its storage at rest, its full form in compute, and a view per parameter.
+"""One segment: a flat buffer at rest, its gathered form in the compute dtype, and a view per parameter.
 
-A segment knows where its bytes are and moves them. `unit.py` says when, the plan says in which dtype. A
-trained segment has gradients too, in `trained_segment.py`; writes of user code between steps are noticed by
-`habits/storage_writes.py`.
+`step/gather.py` decides when a segment is gathered, and the plan in which dtype. `trained_segment.py` adds
+gradients. `habits/storage_writes.py` notices writes of user code between steps.
 
 Invariant: parameters are views of `full` whenever that has memory, and never get other memory.
 
-[Note: freeing] The memory of a gathered buffer is freed with `untyped_storage().resize_(0)`, and only where
-no tensor but the segment's own shares it. Most kernels do not check for missing memory, so another view (of a
-user, or of a graph that is differentiated twice) keeps the buffer with its values, and the segment takes a
-new one at the next gather. Autograd holds no views: `habits/saved_views.py` packs what it saves. A parameter
-without memory is one NaN expanded to its shape, of a class that raises an error with its name when its values
-are used; see `habits/absent_parameter.py`.
+[Note: freeing] The memory of a gathered buffer is freed with `untyped_storage().resize_(0)`, unless tensors
+of others share it. Most kernels do not check for missing memory. So a view that a user or a graph holds keeps
+the buffer with its values, and the segment takes a new one at the next gather. Autograd holds no views,
+because `habits/saved_views.py` packs what it saves. A parameter without memory is one NaN expanded to its
+shape, and its class raises an error when its values are used (`habits/absent_parameter.py`).
 """
 
 from __future__ import annotations
@@ -33,16 +31,16 @@ from zerodrift.plan import Row, Segment
 
 
 def is_due(count: int) -> bool:
-    """Return whether a periodic check runs after `count` times: the first few times, then once in 32."""
+    """Return True for the first four of `count` times, then once in 32: when a costly check runs."""
     return count < 4 or count % 32 == 0
 
 
 class SecondaryCopy:
-    """This rank's part of a second copy of a segment's gathered values, held by few neighbouring ranks.
+    """This rank's part of a second copy of a segment, sharded over few neighbouring ranks.
 
-    A forward gathers over all ranks of the shard axis, and every rank keeps its part of what arrived, as the
-    model computes with it. A backward gathers the parts, which between the ranks of one node takes no link
-    between nodes: hpZ of ZeRO++, and `reshard_after_forward` of `fully_shard` with a number.
+    A forward gathers over all ranks of the shard axis, and every rank keeps its part of the gathered values.
+    A backward gathers these parts, without traffic between nodes if the neighbours share a node. This is hpZ
+    of ZeRO++, and `reshard_after_forward` of `fully_shard` with a number.
     """
 
     def __init__(self, comm: Collectives, spec: Segment, axis: AxisName, label: str) -> None:
@@ -55,24 +53,24 @@ class SecondaryCopy:
         length = numel if self._wire is None else dtype.nbytes(numel)
         self.part = resting_zeros(length, dtype.torch, comm.mesh.device)
         self.is_current = False
-        """The same on all ranks: only a gather that all of them take part in sets it, and only a change of
-        values on all of them clears it."""
+        """Whether `part` has the values of storage. The same on all ranks, because only a gather or a change
+        of values on all ranks sets it."""
 
     @torch.no_grad()
     def keep(self, gathered: torch.Tensor) -> None:
-        """Keep this rank's part of what all ranks have gathered, as values or packed."""
+        """Keep this rank's part of gathered values, which may be packed."""
         self.part.copy_(self._axis.slice(gathered, self._axis.rank))
         self.is_current = True
 
     def start_gather(self, out: torch.Tensor) -> Handle:
-        """Begin to gather the parts into `out`, which gets what `keep` was given."""
+        """Begin to gather into `out` what `keep` was given."""
         axis, wire = self._axis.name, self._wire
         note = None if wire is None else Recorded("all_gather", wire, self._spec.padded, axis, None)
         return self._comm.start_all_gather(out, self.part, axis, self._label, note)
 
 
 class FlatSegment:
-    """The tensors of one segment of the plan on this rank; a frozen segment has no others."""
+    """The tensors of one segment of the plan on this rank, without gradients."""
 
     def __init__(
         self,
@@ -100,13 +98,12 @@ class FlatSegment:
         dtype, is_packed = columns.storage.dtype, columns.storage.dtype.format is not None
         length = dtype.nbytes(numel) if is_packed else numel
         self.storage = resting_zeros(length, dtype.torch, device)
-        """Values at rest, filled by `place.py`. Shape [padded] or [padded / ranks], storage dtype; or the
-        bytes of `packed`."""
+        """Values at rest. Shape [padded] or [padded / ranks], storage dtype; or the bytes of `packed`."""
         self.packed = PackedRun(dtype, self.storage, numel) if is_packed else None
         """Frozen values in a narrow format."""
         self.narrow = columns.gather if columns.gather.format is not None else None
-        """The narrow format in which values travel. Its values are the ones that the model computes with,
-        also where nothing travels."""
+        """The narrow format in which values travel. The model computes with values of this format, even where
+        nothing travels."""
         self.gathers = self.sharded or columns.encodes or columns.storage.dtype is not columns.compute
         """Whether the full form is another buffer than storage."""
         if self.gathers:
@@ -118,15 +115,15 @@ class FlatSegment:
         self.has_separate_master = False
         """Whether parameters show storage while an optimizer keeps more bits elsewhere."""
         self.secondary: SecondaryCopy | None = None
-        """The second copy that a backward gathers from, where the plan has one."""
+        """The copy that a backward gathers from, if the plan has one."""
         self._gathering: Handle | None = None
         self._arriving: torch.Tensor | None = None
         """The buffer of a gather in another dtype than compute, or of packed runs."""
         self._is_regathered = False
-        """Whether the gather under way is one from the second copy."""
+        """Whether the running gather is from the second copy."""
         self._views: list[torch.Tensor] = []
         self.placeholders: list[torch.Tensor] = []
-        """The tensors that parameters are while `full` has no memory: one element each, expanded."""
+        """Tensors of one expanded element each, which parameters show while `full` has no memory."""
         self.placeholder_elements = torch.empty(0)
         self._placeholder_addresses: list[int] = []
         self._absent_classes: list[type[AbsentParameter]] = []
@@ -137,23 +134,25 @@ class FlatSegment:
         """(dtype, shape, is trained) of each parameter, as planned."""
         self.starts = [row.offset for row in rows]
         self.holds = 0
+        """Contexts that keep the full form gathered."""
         self.is_stale = False
         """Whether the full form has other values than storage."""
         self.storage_prints: torch.Tensor | None = None
-        """Prints of storage as the engine wrote it: see `habits/storage_writes.py`."""
+        """Prints of storage as the engine wrote it; see `habits/storage_writes.py`."""
         self.held_prints: torch.Tensor | None = None
         """Prints of the full form when a context opened it."""
         self.versions: list[int] = []
         """Version counters of the parameters as the engine left them."""
         self.overwritten: torch.Tensor | None = None
-        """Blocks of this rank's slice that were written to while they were gathered, on the device."""
+        """Mask on the device: blocks of this rank's slice that user code wrote to while they were
+        gathered."""
         self.storage_checks = 0
         self._frees = 0
 
     # --- the parameters ---------------------------------------------------------------------------------
 
     def adopt(self) -> None:
-        """Turn the parameters into views; `place.py` fills storage."""
+        """Turn the parameters into views. Storage has no values yet."""
         if self.gathers:
             self._allocate(self.full)  # a view cannot be made of memory that is not there
         self._views = self._views_of_full()
@@ -166,11 +165,11 @@ class FlatSegment:
         if self.gathers:
             self._hide()
             self._own_holders = _holders(self.full)
-            self.is_stale = True  # there is nothing in it
+            self.is_stale = True  # it has no values yet
             self._free()
 
     def use_placeholders(self, elements: torch.Tensor) -> None:
-        """Show these elements, one for each parameter, while the full form has no memory."""
+        """Show one of these elements per parameter while the full form has no memory."""
         self.placeholder_elements = elements
         self.placeholders = [one.expand(row.shape) for one, row in zip(elements, self.rows, strict=True)]
         self._placeholder_addresses = list(map(torch.Tensor.data_ptr, self.placeholders))
@@ -184,12 +183,12 @@ class FlatSegment:
         return [self.view(self.full, row) for row in self.rows]
 
     def at_rest(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values as storage holds them, also where another rank owns them."""
+        """Round values as storage does."""
         return values.to(self.storage.dtype)
 
     def as_shown(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values as parameters show them: in the compute dtype, after what rounds them on the way. The
-        first value begins a block."""
+        """Round values as a gather does, and return them in the compute dtype. The first value begins a
+        block."""
         if self.narrow is not None and self.packed is None:
             return narrow.round_trip(self.narrow, values, self.full.dtype)
         return (values if self.packed is not None else self.at_rest(values)).to(self.full.dtype)
@@ -206,7 +205,7 @@ class FlatSegment:
         mark_absent(self.parameters, self._absent_classes)
 
     def lend(self, lender: weakref.WeakMethod[Callable[[bool], bool]]) -> None:
-        """Gather absent parameters by `LiveUnit.borrow`, where a forward elsewhere uses them."""
+        """Let the forward of another unit gather absent parameters; `lender` is `LiveUnit.borrow`."""
 
         def borrow(keep: bool) -> bool:
             gather = lender()
@@ -217,7 +216,7 @@ class FlatSegment:
 
     @property
     def expected_views(self) -> list[torch.Tensor]:
-        """The tensor that each parameter must be a view of now."""
+        """The tensor of which each parameter must be a view now."""
         return self._views if self.is_full else self.placeholders
 
     @property
@@ -236,11 +235,11 @@ class FlatSegment:
         return flat[self.rank * count : (self.rank + 1) * count]
 
     def start_of(self, flat: torch.Tensor) -> int:
-        """Return the first element of the segment that a whole buffer, or one of this rank's slice, holds."""
+        """Return the element of the segment with which a buffer begins, whole or this rank's slice."""
         return 0 if flat.numel() == self.spec.padded else self.rank * flat.numel()
 
     def first_of(self, row: Row) -> int:
-        """Return the element of the flattened whole parameter at which this rank's row begins."""
+        """Return the place in the flattened whole parameter at which this rank's row begins."""
         return self._expert_rank * row.numel if row.parts > 1 else 0
 
     @staticmethod
@@ -251,7 +250,8 @@ class FlatSegment:
     # --- gathering --------------------------------------------------------------------------------------
 
     def start_gather(self) -> bool:
-        """Begin to gather, unless the full form is there or under way."""
+        """Begin to gather, unless the full form is there or on its way. Return whether a collective was
+        started."""
         if self.is_full or self._gathering is not None:
             return False
         if not self._views:
@@ -277,7 +277,7 @@ class FlatSegment:
         return True
 
     def _start_regather(self, secondary: SecondaryCopy) -> bool:
-        """Begin to gather from the second copy what the forward has gathered."""
+        """Begin to gather from the second copy."""
         target, self._is_regathered = self.full, True
         if self.narrow is not None:
             run = self.narrow.nbytes(self.spec.padded // self.ranks)
@@ -288,8 +288,8 @@ class FlatSegment:
         return True
 
     def start_packed_gather(self, values: torch.Tensor, runs: int) -> tuple[torch.Tensor, Handle]:
-        """Encode this rank's values as one of so many packed runs, unless they rest packed, and begin to
-        gather the others."""
+        """Encode this rank's values as one packed run, unless they rest packed, and begin to gather the
+        `runs` of all ranks. Return (buffer, handle)."""
         assert self.narrow is not None
         own = values if self.packed is not None else narrow.encode_runs(self.narrow, values, 1)
         if runs == 1:
@@ -299,7 +299,7 @@ class FlatSegment:
         return packed, self.comm.start_all_gather(packed, own, self.axis, self.label, note)
 
     def show_master(self, master: torch.Tensor) -> Handle:
-        """Fill storage that is whole with what the masters of all ranks are in the narrow format."""
+        """Begin to fill whole storage with the masters of all ranks, rounded to the narrow format."""
         runs = self.spec.padded // master.numel()
         packed, handle = self.start_packed_gather(master, runs)
 
@@ -310,7 +310,8 @@ class FlatSegment:
         return Handle(finish)
 
     def finish_gather(self, *, is_evaluated: bool = False) -> None:
-        """Show what was gathered. An evaluation keeps no second copy, as no backward follows."""
+        """Wait for the gather and show its values. An evaluation keeps no second copy, because no backward
+        follows."""
         if self._gathering is None:
             self.start_gather()
         handle, self._gathering = self._gathering, None
@@ -331,15 +332,15 @@ class FlatSegment:
             self.secondary.keep(arrived if arrived is not None and is_narrower else self.full)
 
     def release(self) -> None:
-        """Free the full form unless something needs it. See [Note: freeing]."""
+        """Free the full form, unless a context or a graph holds it. See [Note: freeing]."""
         if self._gathering is not None:
             self.finish_gather()
         if self.is_full and self.gathers and not self.holds and not self._is_saved:
             self._free()
 
     def drop(self, *, alone: bool = False) -> None:
-        """Free the full form because storage is about to change: a graph that has saved the old values is out
-        of date, and autograd says so. A rank that does this `alone` leaves the second copy to the others."""
+        """Free the full form because storage is about to change. autograd raises for a graph that has saved
+        the old values. A rank that does this `alone` keeps the second copy for the others."""
         if self._gathering is not None:
             self.finish_gather()
         if self.secondary is not None and not alone:
@@ -349,12 +350,12 @@ class FlatSegment:
 
     @property
     def is_held(self) -> bool:
-        """Whether any tensor beside the parameters and the segment's own shares the full form's memory."""
+        """Whether a tensor of others shares the full form's memory."""
         return _holders(self.full) > self._own_holders + len(self.parameters) or self._is_saved
 
     @property
     def _is_saved(self) -> bool:
-        """Whether a graph holds a parameter itself, and will take the values that it shows then."""
+        """Whether a graph has saved a parameter itself, whose values it will read later."""
         return _use_counts(self.parameters) != self._use_counts
 
     def _free(self) -> None:
@@ -370,7 +371,7 @@ class FlatSegment:
 
     @torch.no_grad()
     def _compare_with_storage(self) -> None:
-        """Record blocks of this rank's slice that user code has written to, before the full form is freed."""
+        """Record in `overwritten` where user code wrote to the full form, which is about to be freed."""
         columns = self.spec.columns
         own = self.slice_of(self.full) if self.sharded else self.full
         if self.packed is not None:
@@ -396,11 +397,11 @@ class FlatSegment:
 
     @property
     def owned(self) -> torch.Tensor:
-        """The part of storage that this rank writes, in updates and with loaded values."""
+        """The part of storage that this rank updates and loads."""
         return self.storage
 
     def sync_storage(self, updater: Updater | None) -> Handle:
-        """Gather the other ranks' slices into storage that is whole, after a write to `owned`."""
+        """Begin to gather the other ranks' slices into whole storage, after a write to `owned`."""
         return Handle()
 
     def drop_gradients(self) -> None:
@@ -416,12 +417,13 @@ class FlatSegment:
 
 
 def _holders(flat: torch.Tensor) -> int:
-    """Count the tensors that share a tensor's memory; a relative figure. Private in torch (2.13 to 2.15)."""
+    """Count the tensors that share a tensor's memory, to compare with an earlier count. Private in torch
+    (2.13 to 2.15)."""
     return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
 def _use_counts(parameters: Iterable[torch.Tensor]) -> list[int]:
-    """Count how often tensors are held outside of Python; relative figures. Private in torch (2.13 to
+    """Count how often C++ holds each tensor, to compare with an earlier count. Private in torch (2.13 to
     2.15)."""
     return list(map(torch.Tensor._use_count, parameters))  # type: ignore[attr-defined]
 
@@ -431,7 +433,7 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 def missing_value(dtype: torch.dtype) -> float | int:
-    """Return the value of a placeholder: NaN, or the least integer; False for bool, which has no other."""
+    """Return the value of a placeholder: NaN, the least integer, or False."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min

@@ -1,26 +1,25 @@
-"""Reduce: a segment that is trained, the way of its gradients to a sum, and the share that this rank updates.
+"""A trained segment: the way of its gradients to a sum over ranks, and the slice that this rank updates.
 
-`gradients.py` says when to collect and reduce. The optimizer's side (master, state) is in `optim`.
+`step/reduce.py` decides when gradients are collected and reduced. `optim` has masters and optimizer state.
 
-[Note: landing] Gradients are collected into a flat buffer of the accumulate dtype, to which
+[Note: landing] Gradients are collected in a flat landing buffer of the accumulate dtype, to which
 `param.grad_dtype` makes autograd cast. The first gradient of a parameter is copied there when its unit's
-backward is over. From then on `param.grad` is preset to a view of the buffer, so autograd adds in place, and
-so does user code that writes `param.grad` late. A gradient that was put elsewhere is added at the next
-collection: nothing that reaches `param.grad` is lost.
+backward is over. From then on `param.grad` is preset to a view of the buffer, so that autograd adds in place,
+as does user code that writes `param.grad` late. The next collection adds a gradient that was put elsewhere:
+nothing that reaches `param.grad` is lost.
 
-[Note: tree] Under `reduce.order: tree` a micro-batch is a part of a sum that is not formed in the order of
-arrival. So each lands once, and goes at once to where the tree adds it: whole where it waits for others of
-this rank, reduced where every micro-batch is. A right leaf is added to its left neighbour. In a pipeline a
-gradient may come in several turns, so each part has a buffer from `open_part` to `take_part`, which begins
-as zeros that are added to. A step may leave the tree where the plan does not require it: when a gradient
-comes late, is put there by hand, or is read or changed before the last micro-batch. Then all that has come is
-one sum, and the rest is added as it comes.
+[Note: tree] Under `reduce.order: tree` micro-batches are the leaves of a sum that is not formed in the order
+of arrival. So each has a landing buffer of its own, or is reduced at once where every micro-batch is reduced.
+A right leaf is added to its left neighbour in place. In a pipeline the gradients of a micro-batch may arrive
+in several turns, so its buffer is kept from `open_part` to `take_part`, and begins with zeros. Unless the
+plan requires the tree, a step leaves it when a gradient comes late, is set by hand, or is read before the
+last micro-batch. All gradients so far are summed then, and later ones are added as they come.
 
-[Note: zeros] What is added to zeros has no negative zero, and a missing gradient counts as positive ones. So
-that bits do not depend on either, no sum by the tree has a negative zero. It could only have one where all
-of its parts do, because 0.0 - 0.0 is 0.0. On a CPU the pass that copies gradients lets none land. On a device
-the launch by which all gradients of a segment land cannot do that, so one more goes over the finished sum, of
-which a rank has a slice. A single part is no sum, and keeps the zeros it has.
+[Note: zeros] -0.0 + 0.0 is 0.0, and a missing gradient counts as 0.0. So that bits depend neither on buffers
+that begin with zeros nor on missing gradients, no sum by the tree has a negative zero. On a CPU the pass that
+copies gradients turns negative zeros into positive ones. On a device that would take another launch per
+micro-batch, so one launch goes over this rank's slice of the finished sum, which has a negative zero only
+where all parts do. A single part is no sum, and keeps its zeros.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from torch import nn
 from zerodrift.comm import Collectives, Handle, Sum
 from zerodrift.engine.habits.absent_parameter import CollectedGradient
 from zerodrift.engine.habits.gradient_exposure import GradientExposure
-from zerodrift.engine.step.accumulation import (
+from zerodrift.engine.segments.accumulation import (
     GradientBuffers,
     LandingLayout,
     TreeSum,
     copy_without_negative_zeros,
     dense,
 )
-from zerodrift.engine.step.narrow_wire import NarrowWire, start_narrow_sum, sum_narrow_replicas
-from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.segments.narrow_wire import NarrowWire, start_narrow_sum, sum_narrow_replicas
+from zerodrift.engine.segments.segment import FlatSegment
 from zerodrift.optim import Owned, Updater, keys_of_blocks, round_away
 from zerodrift.plan import Row, Segment
 from zerodrift.policy import Master, Update
@@ -54,7 +53,7 @@ _NO_GRADIENT = {type(None), CollectedGradient}
 
 
 class TrainedSegment(FlatSegment):
-    """The tensors of one trained segment of the plan on this rank."""
+    """A segment with gradients, of which this rank updates a slice or all."""
 
     def __init__(
         self,
@@ -82,11 +81,11 @@ class TrainedSegment(FlatSegment):
         self._landing_pool = pools.sums if self._sums_whole else pools.spare
         self._sum_pool = pools.spare if self._sums_whole else pools.sums
         self.landing: torch.Tensor | None = None
-        """Buffer of [Note: landing] while gradients are on their way. Shape [padded], accumulate dtype."""
+        """Landing buffer until gradients are reduced. Shape [padded], accumulate dtype."""
         self.reduced: torch.Tensor | None = None
         """This rank's slice of the sum over ranks and micro-batches. Shape [padded / ranks]."""
         self._whole: torch.Tensor | None = None
-        """Stage 0 only: the buffer that `reduced` is a slice of, to be gathered in place."""
+        """Stage 0 only: the buffer of which `reduced` is a slice, to be gathered in place."""
         self._is_travelling = False
         self._grads: list[torch.Tensor] = []
         self._opened: set[int] = set()
@@ -94,39 +93,38 @@ class TrainedSegment(FlatSegment):
         self.tree = update.reduce.order == "tree"
         """Whether this step's micro-batches are summed by the tree; False from `leave_tree` on."""
         self._sum = TreeSum(self._give)
-        """Sum of a step's micro-batches so far; see [Note: tree]. Empty in the order of ranks."""
+        """Sum of a step's micro-batches so far; see [Note: tree]. Empty without the tree."""
         self._parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        """Pipelines only: landing buffer and views by micro-batch, kept until their left neighbour
-        arrives."""
+        """Pipelines only: (landing buffer, its views) by micro-batch, until `take_part`."""
         self.arrived: set[int] = set()
         """Parameters, by number, that got a gradient in this step."""
         self.exposure = GradientExposure(parameters, rows, self.arrived)
         self.ends: list[Any] = []
-        """Autograd nodes at which the gradients of the parameters arrive in any graph."""
+        """Autograd nodes at which the gradients of the parameters arrive, in any graph."""
 
     def _expect_gradients(self) -> None:
         for parameter in self.parameters:
-            # Sticks to the parameter: autograd casts what it leaves to this dtype before adding.
+            # Stays with the parameter: autograd casts gradients to this dtype before it adds them.
             parameter.grad_dtype = self.update.accumulate.dtype.torch
         self.ends = [torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters]
 
     def detach(self) -> None:
         super().detach()
-        self.ends = []  # a node would refuse gradients of a parameter that is resized afterwards
+        self.ends = []  # a node would refuse gradients if the parameter is resized afterwards
 
     def at_rest(self, values: torch.Tensor) -> torch.Tensor:
         """Round values as the master scheme rounds."""
         return round_away(values) if self.update.master is Master.SPLIT else super().at_rest(values)
 
     def open_gradients(self) -> None:
-        """Preset every `param.grad` to its place in the landing buffer, where there is one already."""
+        """Preset every `param.grad` to its view of the landing buffer, if there is one."""
         for number, (parameter, grad) in enumerate(zip(self.parameters, self._homes, strict=False)):
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = grad
                 self._opened.add(number)
 
     def preset_addresses(self) -> dict[int, int]:
-        """Return the address that each preset `param.grad` must still have, by the parameter's number."""
+        """Return the address that each preset `param.grad` must have, by the parameter's number."""
         return {number: self._homes[number].data_ptr() for number in self._opened}
 
     @property
@@ -139,21 +137,21 @@ class TrainedSegment(FlatSegment):
         return next((row.name for row, grad in pairs if grad is not None), "")
 
     def _new_gradients(self) -> list[torch.Tensor | None]:
-        """Return what is in each `param.grad`, where it is not what the engine has."""
+        """Return each `param.grad`, or None where it only shows that the engine has collected it."""
         with torch._C.DisableTorchFunctionSubclass():
             return [None if type(grad) is CollectedGradient else grad for grad in map(_GRAD, self.parameters)]
 
     @property
     def has_unreduced_gradients(self) -> bool:
-        """Whether gradients have landed that were not reduced."""
+        """Whether gradients were collected and not reduced."""
         if self.tree:
             return bool(self._sum) and self._sums_whole and self.ranks > 1
         return self.landing is not None and self.landing is not self.reduced
 
     @property
     def rows_without_update(self) -> list[Row]:
-        """The rows without a gradient in this step because user code froze them or removed it. As in plain
-        torch, these are not updated."""
+        """The rows that this step does not update, as in plain torch: user code has frozen them or removed
+        their gradient."""
         removed = self.exposure.removed
         with torch._C.DisableTorchFunctionSubclass():
             if not removed and all(map(_TRAINABLE, self.parameters)):
@@ -162,11 +160,8 @@ class TrainedSegment(FlatSegment):
         return [self.rows[n] for n, alone in enumerate(wanted) if alone and n not in self.arrived]
 
     def collect_gradients(self) -> None:
-        """Move what autograd left into the landing buffer and empty `param.grad`.
-
-        A parameter without a gradient counts as zero, so every rank reduces the same segments whatever its
-        data did.
-        """
+        """Move gradients from `param.grad` into the landing buffer. A parameter without a gradient counts as
+        zero, so that every rank reduces the same segments whatever its data did."""
         arrived = self._new_gradients()
         self.arrived.update([number for number, grad in enumerate(arrived) if grad is not None])
         neighbour = self._sum.neighbour if self._sums_whole or self.ranks == 1 else None
@@ -190,8 +185,8 @@ class TrainedSegment(FlatSegment):
             self.exposure.show()
 
     def expose_gradients(self, complete: bool, scale: Callable[[bool], float]) -> None:
-        """Allow user code to read and change gradients, if every rank has all of them. `complete` says that
-        they are the sum of all ranks; `scale` is what they are multiplied by then, or before."""
+        """Let user code read and change gradients, if every rank has all of them. They are the sum of all
+        ranks if `complete`, else of this rank. `scale(complete)` is their factor."""
         if self.update.axis or self.comm.mesh.size("replicate") > 1:
             return
         if complete:
@@ -222,7 +217,7 @@ class TrainedSegment(FlatSegment):
 
     @property
     def _homes(self) -> list[torch.Tensor]:
-        """The place of each parameter in the landing buffer, unless that is missing or travelling."""
+        """The view of the landing buffer for each parameter; none while it is missing or travels."""
         if self.landing is None or self._is_travelling:
             return []
         if not self._grads:
@@ -235,7 +230,7 @@ class TrainedSegment(FlatSegment):
         self._layout.fill(self.landing, arrived, negative_zeros=not self.tree)
 
     def _land_on(self, left: torch.Tensor, arrived: list[torch.Tensor | None]) -> None:
-        """Add the gradients to the part of the tree before them, as a buffer of theirs would be added."""
+        """Add the gradients to their left neighbour in the tree, without a landing buffer."""
         pairs = [(self.view(left, row), grad) for row, grad in zip(self.rows, arrived, strict=True)]
         here = [(home, dense(grad).to(home.dtype)) for home, grad in pairs if grad is not None]
         if here:
@@ -245,7 +240,7 @@ class TrainedSegment(FlatSegment):
     # --- the tree over micro-batches --------------------------------------------------------------------
 
     def add_to_sum(self) -> None:
-        """Add what has landed to this rank's other micro-batches."""
+        """Add the landing buffer to the tree."""
         if self.landing is not None:
             self._sum.add(self.landing)
             self.landing, self._grads = None, []
@@ -260,18 +255,18 @@ class TrainedSegment(FlatSegment):
         self.open_gradients()
 
     def close_part(self, number: int) -> None:
-        """Put the part aside."""
+        """Put the part aside until `open_part` or `take_part`."""
         self.collect_gradients()
         assert self.landing is not None
         self._parts[number] = self.landing, self._grads
         self.landing, self._grads = None, []
 
     def take_part(self) -> None:
-        """Make the next part of the tree, which is complete, the landing buffer."""
+        """Make the next part of the tree, which must be complete, the landing buffer."""
         self.landing, self._grads = self._parts.pop(self._sum.count)
 
     def leave_tree(self) -> None:
-        """Sum what has come, and add the rest of the step's gradients as they come."""
+        """Sum the micro-batches so far, and add the rest of the step's gradients as they come."""
         if self.tree and (self._sum or self.ranks == 1):
             total = self._sum.take() if self._sum else self.reduced
             if self._sums_whole or self.ranks == 1:
@@ -320,15 +315,14 @@ class TrainedSegment(FlatSegment):
         return self.comm.start_reduce_scatter(reduced, flat, self.axis, how, self.label)
 
     def _place_of_sum(self, flat: torch.Tensor, landing: torch.Tensor) -> torch.Tensor:
-        """Return a buffer for the reduced slice; at stage 0 its place in the buffer that is gathered
-        later."""
+        """Return a buffer for the reduced slice; at stage 0 a part of the buffer that is gathered later."""
         if not self.update.axis and flat is landing and self._whole is None:
             self._whole = landing
             return self.slice_of(landing)
         return self._sum_pool.take(self.spec.padded // self.ranks, landing.dtype, flat.device)
 
     def finish_reduce(self) -> None:
-        """Return the landing buffer after the reduction, unless it is itself what was reduced."""
+        """Return the landing buffer to its pool after the reduction, unless `reduced` is a part of it."""
         if self.ranks == 1:
             self.reduced = self.landing
             return
@@ -340,7 +334,7 @@ class TrainedSegment(FlatSegment):
             self.reduced = None
 
     def add_replicas(self, flat: torch.Tensor, before: float) -> None:
-        """Add the slices of the other replicas, in place; a reduced gradient once per step."""
+        """Add the slices of the other replicas in place, once per step."""
         reduce = self.update.reduce
         how = Sum(reduce.sum.torch, order=reduce.order)
         with torch.no_grad():
@@ -374,7 +368,7 @@ class TrainedSegment(FlatSegment):
             self._landing_pool.give(whole)
 
     def drop_gradients(self) -> None:
-        """Forget every gradient, landed or reduced."""
+        """Forget all gradients, collected or reduced."""
         self.exposure.drop()
         self.arrived.clear()
         super().drop_gradients()
@@ -403,11 +397,11 @@ class TrainedSegment(FlatSegment):
         return self.storage
 
     def owned_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the part of another [padded] buffer that `owned` is of storage."""
+        """Return the part of a [padded] buffer that corresponds to `owned`."""
         return flat if self.owned.numel() == flat.numel() else self.slice_of(flat)
 
     def piece(self, initial: torch.Tensor) -> Owned:
-        """Return what the optimizer gets; `initial` is the first master of `owned`."""
+        """Return `owned` for the optimizer; `initial` is its first master."""
         rows, start, expert = tuple(self.rows), self.start_of(self.owned), self._expert_rank
         return Owned(self.number, self.spec, self.update, rows, self.owned, initial, start, expert)
 
@@ -420,7 +414,7 @@ class TrainedSegment(FlatSegment):
 
     @property
     def shows_narrow_values(self) -> bool:
-        """Whether storage rests whole and holds what the masters are in the narrow format."""
+        """Whether storage rests whole and holds the masters rounded to the narrow format."""
         return self.narrow is not None and not self.spec.columns.storage.axis
 
 

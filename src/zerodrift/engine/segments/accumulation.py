@@ -1,7 +1,7 @@
-"""Buffers that gradients accumulate in, how they are filled, and their sums by a tree.
+"""Buffers in which gradients accumulate, how they are filled, and their sums by a tree.
 
-Invariants: a buffer is in one pool or in use, never both, and holds anything when it is taken. The tree sum
-of n buffers is `additions(n)` of them, whatever n turns out to be.
+Invariants: a buffer is in one pool or in use, never both, and has arbitrary values when it is taken. The tree
+of a sum depends only on the number of buffers (`comm/fold.py`), which need not be known before.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from zerodrift.kernels import HostBuffers
 from zerodrift.plan import Row
 
 CACHED = 1 << 20
-"""Bytes of a buffer that stays in cache from one pass over it to the next."""
+"""Bytes of a buffer that stays in a CPU's cache between two passes over it."""
 
 
 class BufferPool:
-    """Flat buffers that segments take turns in."""
+    """Flat buffers that segments use in turns."""
 
     def __init__(self, *, one_size: bool) -> None:
-        """On a device, free buffers go as soon as another size is asked for if `one_size`: for buffers that
-        are full for a moment only, of which there would be one for every size there is."""
+        """On a device, `one_size` drops free buffers when another size is taken. It is for buffers that are
+        used briefly, of which the pool would otherwise keep one of every size."""
         self._one_size = one_size
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._on_host = HostBuffers()
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a buffer with anything in it."""
+        """Return a buffer with arbitrary values."""
         if device.type == "cpu":
             return self._on_host.take(numel, dtype)
         free = self._free.get((numel, dtype))
@@ -48,13 +48,13 @@ class BufferPool:
             self._free.setdefault((flat.numel(), flat.dtype), []).append(flat)
 
     def rest(self) -> None:
-        """Free what no segment has; on a CPU, only if the system runs short of memory."""
+        """Drop the free buffers; on a CPU, only if the system runs short of memory."""
         self._free.clear()
         self._on_host.rest()
 
 
 class GradientBuffers:
-    """The plan's accumulators, and all other buffers of gradients."""
+    """Pools of the plan's accumulators (`sums`) and of all other buffers of gradients (`spare`)."""
 
     def __init__(self, *, keep: bool) -> None:
         self.sums = BufferPool(one_size=not keep)
@@ -62,18 +62,18 @@ class GradientBuffers:
         self._keep = keep
 
     def end_step(self) -> None:
-        """Free spare memory, and the accumulators' too unless the plan keeps it."""
+        """Drop free buffers; accumulators only if the plan does not keep them."""
         self.spare.rest()
         if not self._keep:
             self.sums.rest()
 
 
 class LandingLayout:
-    """The places of a segment's parameters in a landing buffer, and the copies that fill one."""
+    """The places of a segment's parameters in a landing buffer, to fill one with gradients."""
 
     def __init__(self, rows: Sequence[Row], padded: int) -> None:
         self._lengths: list[int] = []
-        """Elements of the gap before each parameter, of the parameter, and of what is behind the last."""
+        """Elements of the gap before each parameter and of the parameter, in turn, and of the end."""
         end = 0
         for row in rows:
             self._lengths += [row.offset - end, row.numel]
@@ -84,8 +84,8 @@ class LandingLayout:
     def fill(
         self, landing: torch.Tensor, arrived: list[torch.Tensor | None], *, negative_zeros: bool
     ) -> None:
-        """Write every element: gradients, and zeros for the rest. On a CPU, negative zeros become positive
-        ones unless `negative_zeros`, which costs next to nothing there."""
+        """Write gradients, and zeros into all other elements. On a CPU, where that is cheap, negative zeros
+        become positive ones unless `negative_zeros`."""
         makes_positive = landing.is_cpu and not negative_zeros
         if makes_positive and landing.nbytes > CACHED:
             self._fill_without_negative_zeros(landing, arrived)
@@ -114,7 +114,7 @@ class LandingLayout:
 
 
 def copy_without_negative_zeros(homes: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-    """Copy gradients of any dtype; see [Note: zeros] of `trained_segment.py`."""
+    """Copy gradients of any dtype. See [Note: zeros] of `trained_segment.py`."""
     for home, grad in zip(homes, grads, strict=True):
         own = grad if grad.dtype is home.dtype else grad.to(home.dtype)
         torch.add(own, 0.0, out=home)  # in one pass; -0.0 + 0.0 is 0.0
@@ -131,8 +131,8 @@ def _zeros(count: int, like: torch.Tensor) -> torch.Tensor:
 
 class TreeSum:
     """The sum of a rank's micro-batches under `reduce.order: tree`, by the binary tree of `comm/fold.py`. It
-    holds at most log2(m + 1) buffers of m micro-batches, owns what is added to it, and returns a buffer that
-    it has no more use for to `give`."""
+    owns the buffers that are added, holds at most log2(m + 1) of m micro-batches, and passes the others to
+    `give`."""
 
     def __init__(self, give: Callable[[torch.Tensor], None]) -> None:
         self._give = give
@@ -149,7 +149,7 @@ class TreeSum:
 
     @property
     def neighbour(self) -> torch.Tensor | None:
-        """The part that the next one is added to first, if it is a single part."""
+        """The part to which the next one is added first, if that is a single part."""
         return self._sums[self.count - 1] if self.count % 2 else None
 
     def added(self) -> None:
@@ -158,7 +158,7 @@ class TreeSum:
         self.count += 1
 
     def take(self) -> torch.Tensor:
-        """Return the whole sum, in the buffer of its first part, and begin anew."""
+        """Return the whole sum, in the buffer of the first part, and begin anew."""
         self._add(leftovers(self.count))
         self.count = 0
         return self._sums.pop(0)

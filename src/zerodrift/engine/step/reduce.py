@@ -1,13 +1,13 @@
-"""Decide when each unit's gradients are collected and reduced, from `param.grad` to a reduced slice.
+"""Reduce: collect each unit's gradients from `param.grad` and sum them, in one order on all ranks.
 
-The plan says how (`accumulate`, `reduce`). A unit is ready once its backward is over. Ready units are reduced
+The plan says how (`accumulate`, `reduce`). A unit is ready when its backward is over. Ready units are reduced
 strictly in the plan's order, the rest at the end of the backward. So all ranks issue the same collectives in
-the same order whatever their data did, and stage 0 goes the way of stage 3. A gradient that arrives when its
-unit was already reduced is reduced at the end of the backward, or in the step. Where weight gradients are
-deferred everything that is reduced once per step is reduced there, because ranks differ in which are late.
+the same order whatever their data did, at every stage. A gradient that arrives after its unit was reduced is
+reduced at the end of the backward, or in the step. If weight gradients are deferred, all reductions that run
+once per step run in `flush`, because ranks differ in which gradients are late.
 
-Invariant: when a backward has ended, every gradient of it is either in a landing buffer that waits for the
-step's last micro-batch, or in `reduced`; `param.grad` shows no more than that.
+Invariant: after a backward, each of its gradients is either in a landing buffer that waits for the step's
+last micro-batch, or in `reduced`. `param.grad` is empty, or shows that the engine has the gradient.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import torch
 from zerodrift.comm import Handle
 from zerodrift.engine.nested import at_the_end, current_backward
 from zerodrift.engine.progress import TrainingProgress, refusal
-from zerodrift.engine.step.trained_segment import TrainedSegment
-from zerodrift.engine.step.traversal import Traversal
-from zerodrift.engine.step.unit import LiveUnit
+from zerodrift.engine.segments.trained_segment import TrainedSegment
+from zerodrift.engine.step.gather import LiveUnit, Traversal
 from zerodrift.errors import ModelError, Problems, RankError
 from zerodrift.plan import REDUCTIONS, reduce_order
 
@@ -34,14 +33,14 @@ class Gradients:
     def __init__(
         self, units: Sequence[LiveUnit], traversal: Traversal, before: float, *, requires_tree: bool = False
     ) -> None:
-        """`before` divides before the reduction. If `requires_tree`, what has no place in the tree over
-        micro-batches is refused; if not, its segment leaves the tree until the step ends."""
+        """`before` divides gradients before the reduction. A gradient without a place in the tree over
+        micro-batches is an error if `requires_tree`; otherwise its segment leaves the tree for this step."""
         self._traversal = traversal
         self._units = units
         by_name = {unit.spec.name: unit for unit in units}
         order = [by_name[spec.name] for spec in reduce_order([unit.spec for unit in units])]
         self._trained = [unit for unit in order if unit.trained]
-        """Trained units in the order in which the plan reduces them."""
+        """Trained units in the plan's order of reductions."""
         self._segments = [segment for unit in self._trained for segment in unit.trained]
         self._tree = any(segment.tree for segment in self._segments)
         self._requires_tree = requires_tree
@@ -53,41 +52,42 @@ class Gradients:
         self.counts = False
         """Whether the running backward adds to gradients of parameters, and so is a micro-batch."""
         self._is_called_by_engine = False
-        """Whether the engine calls the coming backward, which counts whatever it reaches."""
+        """Whether the engine calls the next backward, which counts whatever it reaches."""
         self._reached: frozenset[int] = frozenset()
         self._uses: list[int] = []
+        """`uses` of each unit when the backward began."""
         self._last = True
         self._ready: set[int] = set()
         self._next = 0
-        """Number of units in `_trained` that were reduced in this backward."""
+        """Units of `_trained` that were reduced in this backward."""
         self._collected: set[int] = set()
-        """Segments whose part of the tree over micro-batches has come in this backward."""
+        """Segments that were collected in this backward."""
         self._sending: list[tuple[TrainedSegment, Handle]] = []
         self.progress: TrainingProgress | None = None
         self.late: Any = None
-        """The `WeightQueue` of `pipeline/deferred.py` that forms weight gradients after their backward."""
+        """The `WeightQueue` of `pipeline/deferred.py`, if weight gradients are deferred."""
         self.is_scheduled = False
-        """Pipelines only: a schedule runs backwards in an order of its own, and no hook follows them."""
+        """Pipelines only: whether a schedule runs backwards in its own order, without hooks."""
         self._creates_graph = False
-        """Whether a backward of this step ran with `create_graph`, and so replaced `param.grad` itself."""
+        """Whether a backward of this step ran with `create_graph`, which replaces `param.grad`."""
         self._addresses: dict[torch.Tensor, int] = {}
         """Parameter -> address of its gradient after the last late arrival."""
         self._replaced: set[torch.Tensor] = set()
         self._shows = False
         """Whether `param.grad` shows that the engine has the gradients."""
         self.exposure_scale: Callable[[bool], float] | None = None
-        """Set where user code may read and change gradients that rest whole, between a backward and the step:
-        returns their factor, given whether they are the sum of all ranks."""
+        """Set if user code may read and change whole gradients between a backward and the step. Returns their
+        factor, given whether they are the sum of all ranks."""
 
     def arrive_late(self, parameter: torch.Tensor) -> None:
-        """Remember where a late gradient was added, to notice one that is replaced."""
+        """Record where a late gradient was added, to notice if user code replaces it."""
         if parameter.grad is not None:
             address = parameter.grad.data_ptr()
             if self._addresses.setdefault(parameter, address) != address:
                 self._replaced.add(parameter)
 
     def open(self) -> None:
-        """Let additions to `param.grad` between backwards land in place, where there is a place."""
+        """Let additions to `param.grad` between backwards go to landing buffers, where there are any."""
         for segment in self._segments:
             segment.open_gradients()
 
@@ -98,12 +98,12 @@ class Gradients:
         if self._shows and torch.is_grad_enabled():
             self.hide()
         if self._running and self.progress is not None:
-            # autograd drops its callbacks when a backward raises, so only the next forward can know.
+            # autograd drops its callbacks when a backward raises, so the next forward finds out.
             self.progress.failed()
 
     @contextlib.contextmanager
     def micro_batch(self, loss: torch.Tensor) -> Iterator[None]:
-        """Make a backward of this loss inside a micro-batch, whatever it reaches: it begins at the loss."""
+        """Return the context of a backward of this loss, which is a micro-batch whatever it reaches."""
         handle = loss.register_hook(lambda grad: self.begin()) if loss.requires_grad else None
         self._is_called_by_engine = True
         try:
@@ -114,13 +114,13 @@ class Gradients:
                 handle.remove()
 
     def begin(self) -> None:
-        """Begin a backward when a gradient has arrived at a unit; the first call arms its end."""
+        """Begin a backward when a gradient arrives at a unit. The first call registers the end."""
         if not self._running:
             self._start()
             at_the_end(self._end)
         self._creates_graph = self._creates_graph or torch.is_grad_enabled()
         if not self.counts and current_backward() != self._task:
-            # A reentrant checkpoint has a backward of its own inside, which the one around does not know of.
+            # A reentrant checkpoint runs a backward inside this one, with gradients of its own.
             self._task = current_backward()
             reached = frozenset(unit.number for unit in self._trained if unit.is_reached())
             self.counts = self._is_called_by_engine or bool(reached)
@@ -138,14 +138,15 @@ class Gradients:
         self._uses = [unit.uses for unit in self._units]
 
     def over(self, unit: LiveUnit) -> None:
-        """Reduce the unit's gradients, which have landed, in their turn."""
+        """Reduce the unit's gradients in their turn."""
         if not self.counts:
             return
         if self._tree and self._traversal.repeats:
-            return  # a unit may have several backwards, which are one part of the tree: all wait for the end
+            return  # several backwards of a unit are one part of the tree: reduce it at the end
         self._ready.add(unit.number)
         while self._next < len(self._trained) and self._trained[self._next].number in self._ready:
-            self._reduce_unit(self._trained[self._next])
+            for segment in self._trained[self._next].trained:
+                self._reduce_segment(segment)
             self._next += 1
 
     def _end(self) -> None:
@@ -153,7 +154,8 @@ class Gradients:
             if self.counts:
                 self._traversal.end()
                 for unit in self._trained[self._next :]:
-                    self._reduce_unit(unit)
+                    for segment in unit.trained:
+                        self._reduce_segment(segment)
                 self._finish(0)
                 for segment in self._segments:
                     if segment.first_uncollected_gradient:
@@ -163,7 +165,7 @@ class Gradients:
                 if not self.counts:
                     unit.uses = uses
                 elif self._last or (unit.trained and unit.number not in self._reached):
-                    unit.uses = 0  # no backward is to come to what this one had no use for
+                    unit.uses = 0  # no later backward will come to this unit
                 unit.rest()
         finally:
             self._running = False
@@ -188,12 +190,13 @@ class Gradients:
                 segment.expose_gradients(self._last, self.exposure_scale)
 
     def show_again(self) -> None:
-        """Expose gradients again, after they were hidden before the step's end."""
+        """Expose gradients again that were hidden in the middle of a step."""
         if self.exposure_scale is not None and not self._shows and not self._is_late:
             self._show()
 
     def hide(self) -> str:
-        """Empty `param.grad` for new gradients."""
+        """Empty `param.grad` for new gradients. Return a parameter whose gradient user code has cleared, or
+        ""."""
         if not self._shows:
             return ""
         self._shows = False
@@ -202,24 +205,20 @@ class Gradients:
 
     @property
     def first_uncollected(self) -> str:
-        """A parameter with a gradient that was not collected, or ""."""
+        """The first parameter with a gradient that was not collected, or ""."""
         found = (segment.first_uncollected_gradient for segment in self._segments)
         return next(filter(None, found), "")
 
     def end_untracked_backward(self) -> None:
-        """End a backward that no hook has noticed, because no tensor was found in the model's output."""
+        """End a backward that no hook has noticed, because the model's output has no visible tensor."""
         if self._running or not self.first_uncollected:
             return
         self._start()
         self.counts = True
         self._end()
 
-    def _reduce_unit(self, unit: LiveUnit) -> None:
-        for segment in unit.trained:
-            self._reduce_segment(segment)
-
     def _reduce_segment(self, segment: TrainedSegment) -> None:
-        if segment.tree:  # a place in the tree that has been summed already takes no more
+        if segment.tree:  # a part of the tree that was summed takes no more gradients
             if segment.number in self._collected:
                 self._leave_tree(segment, "gradient too late", segment.first_uncollected_gradient)
             elif segment.reduced is not None:
@@ -247,7 +246,7 @@ class Gradients:
         segment.collect_gradients()
 
     def _require_added(self, segment: TrainedSegment) -> None:
-        """Refuse `param.grad = new` for `param.grad += new`, where gradients come in several turns."""
+        """Refuse `param.grad = new` instead of `param.grad += new` if gradients arrive in several turns."""
         problems = Problems()
         preset = {} if self._creates_graph else segment.preset_addresses()
         for number, (row, parameter) in enumerate(zip(segment.rows, segment.parameters, strict=True)):
@@ -276,8 +275,7 @@ class Gradients:
 
     @property
     def set_by_hand(self) -> list[TrainedSegment]:
-        """Segments with gradients that were put there since the last backward, which other ranks of the axis
-        may not have."""
+        """Segments with gradients that user code has set since the last backward, on this rank at least."""
         if self.late is not None:
             return []
         return [
@@ -289,7 +287,7 @@ class Gradients:
         ]
 
     def flush(self, without: Sequence[TrainedSegment] = ()) -> None:
-        """Reduce, in order, what waits for a last micro-batch that did not come, or came late."""
+        """Reduce, in order, all gradients that wait for a last micro-batch or arrived late."""
         if self.exposure_scale is not None:
             self.hide()
         self._finish(0)
@@ -297,7 +295,6 @@ class Gradients:
             self.open()
             self.late.drain()
         for segment in self._segments:
-            # Which gradients are late is no decision of the plan's: all segments go, on all ranks alike.
             if segment in without:
                 continue
             loose = segment.first_uncollected_gradient
@@ -305,7 +302,7 @@ class Gradients:
                 self._leave_tree(segment, "gradient by hand", loose)
             if segment.tree and segment.has_unreduced_gradients:
                 self._send(segment)
-            elif loose or segment.has_unreduced_gradients or self.late is not None:
+            elif loose or segment.has_unreduced_gradients or self.late is not None:  # then all segments
                 self._land(segment)
                 self._send(segment)
         self._finish(0)
@@ -313,7 +310,7 @@ class Gradients:
             segment.end_sum()
 
     def reduce(self, segments: Iterable[TrainedSegment]) -> None:
-        """Reduce what has landed of segments, now."""
+        """Collect and reduce the gradients of segments now."""
         for segment in segments:
             segment.leave_tree()
             self._land(segment)
@@ -326,11 +323,11 @@ class Gradients:
                 segment.add_replicas(segment.reduced, self.before)
 
     def abort(self) -> None:
-        """End what is under way after an exception; what was reduced before stays."""
+        """End running reductions after an exception. Gradients that were reduced before stay."""
         try:
             self._finish(0)
         except RankError:
-            self._sending.clear()  # with nobody to end it with; the error was raised where it was waited for
+            self._sending.clear()  # the error was raised where the reduction was waited for
         self._running = False
         self._ready.clear()
 
@@ -347,10 +344,10 @@ class Gradients:
             for segment in unit.segments:
                 segment.drop_gradients()
 
-    # --- pipelines: backwards that end in no order, or in several parts -----------------------------------
+    # --- pipelines: backwards in any order, and in several turns ------------------------------------------
 
     def land_in_place(self, segments: Iterable[TrainedSegment]) -> None:
-        """Give segments without landed gradients zeroed buffers, so that every gradient is added there."""
+        """Give segments landing buffers, so that every later gradient is added there."""
         for segment in segments:
             segment.collect_gradients()
             segment.open_gradients()
@@ -366,7 +363,7 @@ class Gradients:
             segment.close_part(number)
 
     def take_parts(self, segments: Iterable[TrainedSegment]) -> None:
-        """Add the next part of segments, which is complete, to the others of the tree."""
+        """Add the next part of segments, which must be complete, to the tree."""
         for segment in segments:
             segment.take_part()
             if segment.update.reduce.when == "every" and segment.ranks > 1:
