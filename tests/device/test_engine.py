@@ -20,7 +20,7 @@ from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, train
 from zerodrift.api import initialize
 from zerodrift.comm.native import CommunicationStream
-from zerodrift.engine.step import gather
+from zerodrift.engine import traversal
 from zerodrift.errors import RankError
 from zerodrift.optim.offload import GradientDownloads
 from zerodrift.plan.schedule import prefetch_ends
@@ -63,7 +63,7 @@ FAULTS: dict[str, tuple[Any, str, Any, dict[str, Any], tuple[str, ...]]] = {
         ("`the update` on the host reads", "offload.py", "`copy_` wrote"),
     ),
     "a prefetch one unit too far": (
-        *(gather, "prefetch_ends", _one_unit_further, {}),
+        *(traversal, "prefetch_ends", _one_unit_further, {}),
         ("all ranks must issue the same operation", "start_all_gather", "start_reduce_scatter"),
     ),
 }

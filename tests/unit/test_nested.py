@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zerodrift.engine.nested import Replacement, tensors_in
-from zerodrift.engine.step.gather import will_be_recomputed
+from zerodrift.engine.traversal import will_be_recomputed
 from zerodrift.errors import ModelError
 
 

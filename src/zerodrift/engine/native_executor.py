@@ -31,10 +31,11 @@ from zerodrift.engine.segments.accumulation import GradientBuffers
 from zerodrift.engine.segments.segment import FlatSegment
 from zerodrift.engine.segments.trained_segment import trained_of
 from zerodrift.engine.step import compute
-from zerodrift.engine.step.gather import LiveUnit, Traversal, attach_parts, refuse_wrapper
+from zerodrift.engine.step.gather import LiveUnit, attach_parts, refuse_wrapper
 from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm, parts_of, set_on_some
 from zerodrift.engine.step.reduce import Gradients
 from zerodrift.engine.step.update import choose_update_function, collect_statistics, update_segments
+from zerodrift.engine.traversal import Traversal
 from zerodrift.engine.values import SegmentValues, WholeValues
 from zerodrift.experts import Turns, distribute_experts
 from zerodrift.optim import GroupMembers, Updater, hold_parameters, learning_rates, make_updater

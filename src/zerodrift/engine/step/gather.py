@@ -5,16 +5,10 @@ gradient of its output arrives, and its gradients are reduced (`reduce.py`) when
 on modules and tensors do all of it, so a user's own loop, `generate`, or a call of one unit work like
 `engine(...)`.
 
-`Traversal` decides which gathers this leads to. A model may skip a unit on one rank: an expert without
-tokens, a layer that is dropped. The other ranks gather that unit, and a rank that skipped it would mistake
-its next collective for this one. So a training step goes through all units in one order, the plan's or a
-learned one (`habits/unit_order.py`). Units that a forward has passed by are gathered too, and count as over
-in a backward. Units are gathered ahead as far as there is room (`plan/schedule.py`).
+`traversal.py` decides which gathers this leads to, and in which order.
 
-Invariants: hooks change no value, nor which tensors and containers a module gets and returns. In training,
-the gathers and reductions of a rank that runs units in the plan's order, and each at most once, are the
-plan's list. A unit that runs out of turn, or again, is gathered on the spot. So is a unit that was released
-when autograd asks for what it saved (`habits/saved_views.py`).
+Invariant: hooks change no value, nor which tensors and containers a module gets and returns. A unit that was
+released is gathered again when autograd asks for what it saved (`habits/saved_views.py`).
 
 [Note: end of a backward] autograd runs newer nodes first, weight gradients included. So a unit's backward is
 over when a gradient is about to reach the newest input of its forward. If no input has a graph behind it, the
@@ -23,10 +17,6 @@ backward is over when the next unit's begins, or at the end of the whole backwar
 [Note: recomputation] Activation checkpointing runs forwards inside a backward. Such a forward counts no new
 use and does not release the unit, which its own backward needs at once. Reentrant checkpointing builds a
 graph there, whose newest input shows the end as well. The other kind discards the graph that it builds.
-
-[Note: nested units] A recomputed block runs the units inside it forward, and needs them again at once in
-reverse order. So all of them are gathered when a backward comes to the block, also those that this rank does
-not use.
 
 [Note: transforms] Inside `torch.func` or `torch.vmap` a forward is only gathered and released. Hooks on
 tensors would not exist outside of the transform.
@@ -42,16 +32,13 @@ its unit's does nothing, so a copy is a plain module.
 [Note: order of hooks] A unit gathers before any other hook of its module runs, and releases after all of
 them, so that a user's hook sees values whenever it was registered. Backward pre-hooks of a user run before
 our tensor hooks; where there are any, one of ours is put in front of them.
-
-[Note: order on all ranks] Ranks that run units in different orders would mix their weights. A checksum of the
-units that were gathered, in their order, travels with the norm (`norm.global_norm`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -59,12 +46,12 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zerodrift.engine.habits import saved_views
-from zerodrift.engine.habits.unit_order import UnitOrder
 from zerodrift.engine.nested import BEFORE_ALL, ForwardInputs, in_backward, in_transform, tensors_in
 from zerodrift.engine.segments.segment import FlatSegment
 from zerodrift.engine.segments.trained_segment import trained_of
+from zerodrift.engine.traversal import Traversal, will_be_recomputed
 from zerodrift.errors import ModelError, UnsupportedError
-from zerodrift.plan import Unit, backward_order, contains, prefetch_ends
+from zerodrift.plan import Unit
 
 
 class LiveUnit:
@@ -401,201 +388,3 @@ def refuse_wrapper(model: nn.Module) -> Any:
             )
 
     return model.register_forward_pre_hook(refuse)
-
-
-# --- the order of gathers ---------------------------------------------------------------------------------
-
-
-def will_be_recomputed() -> bool:
-    """Return whether activation checkpointing is around the running forward of a training step. Private in
-    torch (2.13 to 2.15)."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return not torch.is_grad_enabled() or hooks is not None
-
-
-class Traversal:
-    """The position of a step among the units of an engine."""
-
-    def __init__(
-        self, units: Sequence[LiveUnit], order: UnitOrder[LiveUnit] | None = None, room: int = 0
-    ) -> None:
-        """`order` is None where gathers need no other rank. `room` is the number of bytes that may be
-        gathered at once, if that is more than a unit and the next."""
-        self.gradients: Any = None
-        """The engine's `Gradients`, which reduce a unit when its backward is over."""
-        self.checksum = 0
-        """See [Note: order on all ranks]. The engine clears it in every step."""
-        self.under_way: list[LiveUnit] = []
-        """Units whose forward is running, the innermost last."""
-        self._room = room
-        self._order = order
-        """None when the order is final."""
-        self._arrange([unit for unit in units if not unit.is_root])
-        self._walking = False
-        """Whether a forward of the root is running, so that units have a next one."""
-        self._training = False
-        self._went = 0
-        """Units of `_forth` that the forward has passed."""
-        self._ran: dict[int, None] = {}
-        """Units that this training forward has run, in their order."""
-        self.repeats = False
-        """Whether a unit ran again under activation checkpointing, so that it may have several backwards."""
-        self._came = 0
-        """Units of `_back` that the backward has passed."""
-        self._silent: dict[LiveUnit, None] = {}
-        """Units whose backward has begun, and that have no hook at its end."""
-        self.reached: frozenset[int] | None = None
-        """Trained units whose gradients this backward adds to; None where it adds to none. Other units that
-        ran forward count as over in their turn."""
-
-    def _arrange(self, forth: list[LiveUnit]) -> None:
-        self._forth = forth
-        by_name = {unit.spec.name: unit for unit in forth}
-        self._back = [by_name[spec.name] for spec in backward_order([unit.spec for unit in forth])]
-        self._forth_place = {unit.number: place for place, unit in enumerate(forth)}
-        self._back_place = {unit.number: place for place, unit in enumerate(self._back)}
-        self._inside = {
-            block.number: [
-                other for other in self._back if other is not block and contains(block.spec, other.spec)
-            ]
-            for block in self._back
-        }
-        self._nested = {other.number for inside in self._inside.values() for other in inside}
-        self._forth_reach = prefetch_ends([unit.gathered_bytes for unit in forth], self._room)
-        self._back_reach = prefetch_ends([unit.gathered_bytes for unit in self._back], self._room)
-        trained = [place for place, unit in enumerate(self._back) if unit.trained]
-        self._until = trained[-1] + 1 if trained else 0
-        """Length of `_back` up to its last trained unit."""
-
-    def gathered(self, unit: LiveUnit) -> None:
-        # Below 2^40, so that a sum over ranks stays far below 2^63.
-        self.checksum = (self.checksum * 1_000_003 + unit.number + 1) % (1 << 40)
-
-    # --- forward ----------------------------------------------------------------------------------------
-
-    def enter(self, training: bool) -> None:
-        """Begin the root's forward. Unless it is training, units are gathered only where they are used."""
-        self._walking, self._training, self._went = True, training, 0
-        if training:
-            self._ran.clear()
-            self.repeats = False
-
-    def forward(self, unit: LiveUnit) -> None:
-        if not self._walking or unit.is_root:
-            unit.gather()
-            return
-        place = self._forth_place[unit.number]
-        if self._training:
-            unit.recomputed = will_be_recomputed()
-            self.repeats |= unit.recomputed and unit.number in self._ran
-            self._ran[unit.number] = None
-            if self._order is not None and place < self._went and not unit.is_full:
-                self._pass_by(len(self._forth))
-                self._order.gather_wanted(unit.number)
-            self._pass_by(place)
-        self._go(place)
-
-    def leave(self) -> None:
-        if self._walking and self._training:
-            self._pass_by(len(self._forth))
-            if self._order is not None:
-                self._order.end_forward(self._ran)
-                if self._order.units != self._forth:
-                    self._arrange(self._order.units)
-                if self._order.is_final:
-                    self._order = None
-        self._walking = False
-
-    def _pass_by(self, until: int) -> None:
-        for place in range(self._went, until):
-            self._go(place)
-            self._forth[place].leave()
-
-    def _go(self, place: int) -> None:
-        self._forth[place].gather()
-        if place >= self._went:
-            self._went = place + 1
-            for ahead in self._forth[place + 1 : self._forth_reach[place]]:
-                ahead.start_gather()
-
-    # --- backward ---------------------------------------------------------------------------------------
-
-    def turn(self) -> None:
-        self._walking = False
-        self._came = 0
-        self._silent.clear()
-        self.reached = None
-
-    def is_over(self, unit: LiveUnit) -> bool:
-        """Return whether the unit's backward is over when a gradient leaves its input. It is not if the input
-        was used elsewhere too, and this backward does not use the unit."""
-        if unit.is_root or unit.recomputed or self._back_place[unit.number] < self._came:
-            return True
-        if self.reached is None or unit.number not in self.reached:
-            return False
-        self._come_back(unit)
-        return True
-
-    def ends_with_the_next(self, unit: LiveUnit) -> None:
-        """Record a unit whose backward has begun, and that has no hook at its end."""
-        if not unit.is_root:
-            self._silent[unit] = None
-
-    def _end_silent(self, following: LiveUnit | None = None) -> None:
-        for unit in list(self._silent):
-            if following is None or not (unit is following or contains(unit.spec, following.spec)):
-                del self._silent[unit]
-                unit.backward_is_over()
-
-    def backward(self, unit: LiveUnit) -> None:
-        self._end_silent(unit)
-        self._come_back(unit)
-
-    def _come_back(self, unit: LiveUnit) -> None:
-        if unit.is_root:
-            unit.gather()
-            if self._came == 0:
-                for first in self._back[:1]:
-                    first.start_gather()
-            return
-        place = self._back_place[unit.number]
-        self._pass_back(place)
-        self._come(place)
-
-    def end(self) -> None:
-        """Pass all remaining units at the end of a backward."""
-        self._end_silent()
-        self._pass_back(self._until)
-
-    def has_come(self, unit: LiveUnit) -> bool:
-        """Return whether the running backward has reached a unit."""
-        return unit.is_root or self._back_place[unit.number] < self._came
-
-    def recompute(self, unit: LiveUnit) -> None:
-        """Gather a unit that a recomputed forward uses."""
-        if unit.number in self._nested:
-            unit.gather()  # its turn comes later
-        else:
-            self._come_back(unit)
-
-    def _pass_back(self, until: int) -> None:
-        for place in range(self._came, until):
-            unit = self._back[place]
-            to_come = unit.uses > 0
-            if self.reached is not None and unit.trained:
-                to_come = unit.number in self.reached
-            if to_come:
-                continue  # a backward will come to it out of turn
-            self._come(place)
-            self.gradients.over(unit)
-            unit.rest()
-
-    def _come(self, place: int) -> None:
-        unit = self._back[place]
-        unit.gather()
-        if place >= self._came:
-            self._came = place + 1
-            for inside in self._inside[unit.number] if unit.recomputed else ():
-                inside.start_gather()
-            for ahead in self._back[place + 1 : self._back_reach[place]]:
-                ahead.start_gather()
