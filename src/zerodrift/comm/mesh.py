@@ -132,7 +132,7 @@ class Mesh:
 
     def at(self, turn: StartedCollective) -> CollectiveWait:
         """Return a context in which this rank is in a collective. A deadlock raises its error there."""
-        return self.watch.at(turn.what, turn.number, turn.line.ranks)
+        return CollectiveWait(self.watch, turn.what, turn.number, turn.line.ranks)
 
     @property
     def asynchronous(self) -> bool:
