@@ -71,9 +71,17 @@ class NativeCalls:
         work = self.call(turn, function, *data, *sizes, group=turn.line.group, async_op=True)
         return lambda: self.call(turn, work.wait)
 
-    def sum(self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum) -> Callable[[], None]:
-        """Sum this rank's slices of every rank's `full` into `out`; a native order is left to the backend."""
-        if how.order == "native" and full.dtype is how.dtype:
+    def sum(
+        self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum, *, ahead: bool
+    ) -> Callable[[], None]:
+        """Sum this rank's slices of every rank's `full` into `out`, or all of it if `out` is as long.
+
+        The backend forms sums of slices in the order `native`.
+        """
+        if out.numel() == full.numel():
+            parts = full.new_empty(turn.line.size, full.numel())
+            arrive = self.gather(turn, parts.view(-1), full)
+        elif how.order == "native" and full.dtype is how.dtype:
             is_separate = out.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
             if is_separate and out.dtype is full.dtype and not how.add:
                 return self._start(turn, dist.reduce_scatter_single, out, full)
@@ -91,20 +99,15 @@ class NativeCalls:
 
         return finish
 
-    def sum_whole(self, turn: StartedCollective, out: Tensor, values: Tensor, how: Sum) -> None:
-        """Gather every rank's `values`, and sum them here."""
-        received = values.new_empty(turn.line.size, values.numel())
-        self.gather(turn, received.view(-1), values)()
-        fold(out, received, how, scratch=True)
-
     @torch.no_grad()
-    def halve(self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum) -> None:
-        """Sum by recursive halving. All of it is issued here, or over on return."""
+    def halve(self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum) -> Callable[[], None]:
+        """Sum by recursive halving. All calls are issued here, and on a CPU are over on return."""
         line = turn.line
         for each in halving_exchanges(full, line.rank, line.size, torch.empty_like(full)):
             ends = line.group, each.partner, each.outgoing, each.incoming
             self.call(turn, exchange, *ends, partner=each.partner)
         fold(out, (each.incoming, each.kept), how, each.incoming)
+        return lambda: None
 
 
 def exchange(group: Any, partner: int, outgoing: Tensor, incoming: Tensor) -> None:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerodrift.comm.fold import HalvingExchange, Sum, fold, halving_exchanges
-from zerodrift.comm.mesh import Axis, StartedCollective
+from zerodrift.comm.mesh import Axis, Mesh, StartedCollective
 from zerodrift.comm.shared import OwnMemory, SharedMemory
 from zerodrift.kernels import HostBuffers
 
@@ -60,48 +60,54 @@ _TAGS = 1 << 14
 
 
 class Pairs:
-    """Carries collectives. Calls return a function that waits for the other ranks, to be called once."""
+    """Carries collectives by messages. Calls return a function that waits for the other ranks, once."""
 
-    def __init__(self, shared: SharedMemory | None) -> None:
+    def __init__(self, mesh: Mesh, shared: SharedMemory | None) -> None:
+        self.mesh = mesh
         self._scratch = HostBuffers()
-        self._shared = shared or SharedMemory(OwnMemory(), {})
+        self.shared = shared or SharedMemory(OwnMemory(), {})
 
     def gather(self, turn: StartedCollective, out: Tensor, shard: Tensor) -> Callable[[], None]:
         """Receive every other rank's slice into its place in `out`."""
-        post = Post(turn, shard.nbytes, shard.nbytes, self._shared)
+        post = Post(self, turn, shard.nbytes, shard.nbytes)
         for _, source in post.turns:
             post.receive(turn.line.slice(out, source), source)
         post.send(shard, [to for to, _ in post.turns])
+        own = turn.line.slice(out, turn.line.rank)
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard.detach())  # while the messages travel
         return post.finish
 
     def swap(
-        self, turn: StartedCollective, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]
+        self, turn: StartedCollective, out: Tensor, rows: Tensor, receive: Sequence[int], send: Sequence[int]
     ) -> Callable[[], None]:
-        """Send `outgoing[rank]` to every rank, and receive `incoming[rank]` from it. Both know the sizes."""
-        width = outgoing[0].shape[1] * outgoing[0].itemsize
-        post = Post(turn, width, 0, self._shared)
+        """Exchange rows between all ranks, which know the sizes. Shape [rows, width]."""
+        outgoing, incoming = rows.split(list(send)), out.split(list(receive))
+        post = Post(self, turn, rows.shape[1] * rows.itemsize, 0)
         for to, source in post.turns:
-            if incoming[source].shape[0]:
+            if receive[source]:
                 post.receive(incoming[source], source)
-            if outgoing[to].shape[0]:
+            if send[to]:
                 post.send(outgoing[to], [to])
         incoming[turn.line.rank].copy_(outgoing[turn.line.rank])
         return post.finish
 
     def sum(
-        self, turn: StartedCollective, out: Tensor, outgoing: Sequence[Tensor], how: Sum, *, ahead: bool
+        self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum, *, ahead: bool
     ) -> Callable[[], None]:
-        """Send `outgoing[rank]` to every other rank; sum what they send, and our own, into `out`.
+        """Sum this rank's slices of every rank's `full` into `out`, or all of it if `out` is as long.
 
         A window of chunks is received before their sums, or all with `ahead`. See [Note: messages].
         """
+        is_whole = out.numel() == full.numel()
+        outgoing = [full if is_whole else turn.line.slice(full, rank) for rank in range(turn.line.size)]
         line = turn.line
         own = outgoing[line.rank]
         # The elements of one message: the same on every rank, whatever has been sent before.
         share = WINDOW // (DEPTH * (line.size - 1))
         chunk = min(own.numel(), max(1, min(CHUNK, share) // own.itemsize))
-        post = Post(turn, chunk * own.itemsize, own.nbytes, self._shared)
-        near = [rank for rank, _ in post.turns if _shares(self._shared, line, rank, own.nbytes)]
+        post = Post(self, turn, chunk * own.itemsize, own.nbytes)
+        near = [rank for rank, _ in post.turns if _shares(self.shared, line, rank, own.nbytes)]
         far_to = [to for to, _ in post.turns if to not in near]
         far_from = [source for _, source in post.turns if source not in near]
         count = -(-own.numel() // chunk)
@@ -137,7 +143,7 @@ class Pairs:
             post.receive(own, source, IN_PLACE)
         for number in range(depth):
             receive(number)
-        if all(values is own for values in outgoing):
+        if is_whole:
             post.send(own, near, IN_PLACE)
         else:
             for to in near:
@@ -150,7 +156,7 @@ class Pairs:
     @torch.no_grad()
     def halve(self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum) -> Callable[[], None]:
         """Sum by recursive halving. See [Note: by halves]."""
-        post = Post(turn, full.nbytes // 2, full.nbytes, self._shared)
+        post = Post(self, turn, full.nbytes // 2, full.nbytes)
         room = self._scratch.take(full.numel(), full.dtype)
 
         def begin(exchange: HalvingExchange) -> HalvingExchange:
@@ -175,13 +181,13 @@ class Pairs:
 
     def make_room(self, line: Axis, size: int) -> None:
         """Free what is kept between reductions, if a sum of slices of `size` bytes is too large for it."""
-        near = sum(_shares(self._shared, line, rank, size) for rank in range(line.size) if rank != line.rank)
+        near = sum(_shares(self.shared, line, rank, size) for rank in range(line.size) if rank != line.rank)
         self._scratch.make_room(size * (line.size - 1 - near))
 
     def release(self) -> None:
         """Let the system have the memory that is kept between reductions."""
         self._scratch.rest()
-        self._shared.own.release()
+        self.shared.own.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +205,10 @@ class _Message:
 class Post:
     """The messages of one collective between this rank and the others of its axis."""
 
-    def __init__(self, turn: StartedCollective, message: int, total: int, shared: SharedMemory) -> None:
+    def __init__(self, carrier: Pairs, turn: StartedCollective, message: int, total: int) -> None:
         """Send `message` bytes at a time, `total` to each rank."""
-        self._op, self.line = turn.op, turn.line
+        self._mesh, self._shared = carrier.mesh, carrier.shared
+        self._turn, self.line = turn, turn.line
         digest = zlib.crc32(f"{turn.what} {message} {total}".encode()) % _TAGS
         self._tag = _FIRST_TAG + digest * _TAGS + turn.number % _TAGS
         size, rank = turn.line.size, turn.line.rank
@@ -209,7 +216,6 @@ class Post:
         """(to, from): in each turn every rank sends one message and receives one."""
         self._posted: dict[int, list[_Message]] = {}
         """The messages of each batch."""
-        self._shared = shared
         self._borrowed: list[tuple[int, int]] = []
         """(rank, place) of messages that are read in place."""
 
@@ -243,10 +249,11 @@ class Post:
 
     def _call(self, peer: int, function: Callable[..., Any], *args: Any, **places: Any) -> Any:
         """Call a function of torch.distributed; its errors name the peer."""
-        try:
-            return function(*args, **places)
-        except RuntimeError as error:
-            raise self.line.missing(self._op, error, peer) from error
+        with self._mesh.at(self._turn):
+            try:
+                return function(*args, **places)
+            except RuntimeError as error:
+                raise self.line.missing(self._turn.op, error, peer) from error
 
     def collect(self, batch: int) -> Iterator[tuple[int, Tensor]]:
         """Wait for a batch, and yield (source, tensor) of its messages."""
@@ -268,7 +275,7 @@ class Post:
         try:
             values = memory.read(start, into.nbytes, self.line.size).view(into.dtype)
         except OSError as error:
-            raise self.line.missing(self._op, error, message.peer) from error
+            raise self.line.missing(self._turn.op, error, message.peer) from error
         if in_place:
             self._borrowed.append((message.peer, start))
             return values
