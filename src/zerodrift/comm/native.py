@@ -1,18 +1,18 @@
 """Collectives by the backend's own calls: the carrier of NCCL, and of gloo where one call beats messages.
 
-`collectives.py` says what moves, and checks and records it. Calls return a function that waits: on a CPU for
-the call, on CUDA for nothing, since the current stream waits already.
+`collectives.py` decides which values move, and checks and records it. Calls return a function that waits: on
+a CPU for the call, on CUDA for nothing, since the current stream waits already.
 
-On CUDA gathers have a stream and reductions another, beside that of the computation, so casts and additions
+On CUDA gathers and reductions each have a stream beside that of the computation, so their casts and additions
 run beside the computation too. NCCL keeps the order of the calls on one communicator, whatever their streams.
 
-Invariant: only moves are left to the backend, and sums of the order `native`; `fold` forms all others.
+Invariant: the backend moves values, and forms sums of the order `native`; `fold` forms all other sums.
 
-[Note: buffers on streams] A buffer belongs to the stream that it was allocated on, and is free for others
-of that stream as soon as the host drops it. The buffers of a collective were allocated where the engine
-computes, so its handle holds them until that stream has been told to wait for the collective. Whatever takes
-their memory afterwards comes later on the same stream. Memory that is allocated inside of a stream is used
-there alone. So no `record_stream` is needed, whose memory comes back when the host happens to look.
+[Note: buffers on streams] A buffer belongs to the stream that it was allocated on. As soon as the host drops
+it, its memory is free for other work of that stream. The buffers of a collective are allocated on the
+computation's stream, so the handle holds them until that stream has been told to wait for the collective:
+later users of the memory come later on the same stream. Memory that is allocated inside of a stream is used
+there alone. So no `record_stream` is needed, which would delay the reuse of memory.
 """
 
 from __future__ import annotations

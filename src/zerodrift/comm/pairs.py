@@ -1,28 +1,28 @@
 """Collectives as messages between pairs of ranks: the carrier of gloo.
 
-`collectives.py` says what moves, and checks and records it; here are the messages, their order, and the
-memory that they arrive in. `fold` adds what arrives. Between ranks that share memory (`shared.py`) large
-messages stay where they were written, and gloo brings their place.
+`collectives.py` decides which values move, and checks and records it. This file has the messages, their order
+and their buffers; `fold` adds the values that arrive. Between ranks that share memory (`shared.py`), large
+messages stay where they were written, and gloo carries their place.
 
 Invariant: the messages of a rank follow from the sizes and the axis alone, so ranks in the same collective
-always wait for each other's, and in no other.
+wait for each other's messages, and ranks in different collectives do not.
 
 [Note: messages] gloo's own reduce-scatter costs about five times an exchange of slices between pairs, and
 its all-gather three times, so both are exchanges here. A message is matched by sender, tag and order. The tag
-numbers the collectives of a group, so those under way at once cannot take each other's; it also has a digest
-of what moves and in which sizes, so ranks in different collectives miss each other, which `watch.py` sees,
-where gloo would end the process over a message that does not fit. A reduction that is waited for at once
-receives a window of chunks: the window stays in cache between arrival and sum, and the wire needs at most
-WINDOW bytes however large the segment is. One that is only started posts every receive, because a receive
-that is posted in `wait` would hang two ranks that wait for two operations in different orders. The memory
-is kept for the next reduction, since fresh pages cost as much as the message that fills them.
+numbers the collectives of a group, so collectives that overlap cannot take each other's messages. It also
+contains a digest of the operation and its sizes: ranks in different collectives then wait for ever, which
+`watch.py` sees, where gloo would end the process over a message that does not fit.
+A reduction that is waited for at once receives a window of chunks: the window stays in cache between arrival
+and sum, and needs at most WINDOW bytes however large the segment is. A reduction that is only started posts
+every receive, because two ranks that wait for two operations in different orders would hang if `wait` posted
+them. The buffers are kept for the next reduction, since fresh pages cost as much as the message.
 
-[Note: by halves] A reduction by halves sends its first half when it is started; what it sends next has to
-arrive first, so that is done in `wait`, and ranks that waited for two such reductions in different orders
-would hang. All ranks wait in one order: for the oldest reduction first, at places that follow from the plan's
-order alone (`engine/step/gradients.py`), and for an all-reduce where it is called; a gather needs nobody's
-`wait`. So of those that wait, the one in the oldest reduction, and in its earliest swap, waits for a message
-that was sent, or for a rank that computes and will come there.
+[Note: by halves] A reduction by halves sends its first half at the start and the rest in `wait`, since it has
+to receive first. Ranks that waited for two such reductions in different orders would hang. All ranks wait in
+one order: for the oldest reduction first, at places that follow from the plan's order alone
+(`engine/step/gradients.py`), and for an all-reduce where it is called; a gather needs nobody's `wait`. So of
+the ranks that wait, the one in the oldest reduction, at its earliest exchange, waits for a message that was
+sent, or for a rank that computes and will send it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DEPTH = 4
 LEAST = 64 << 10
 """The fewest bytes of a message that goes through shared memory."""
 NOT_SHARED = -1
-"""The place of values that come by gloo after all, because the host has no memory left."""
+"""The place of values that travel by gloo because the host has no shared memory left."""
 IN_PLACE = -1
 """The batch of messages that are read in place."""
 _FIRST_TAG = 1 << 30
@@ -127,7 +127,7 @@ class Pairs:
             spare = self._scratch.take(chunk, how.dtype)
             read = dict(post.collect(IN_PLACE))
             for number in range(count):
-                # Our own chunk has left too, before its sum may overwrite it.
+                # This rank's own chunk has been sent too, before its sum may overwrite it.
                 parts = dict(post.collect(number))
                 parts |= {rank: values[bounds(number)] for rank, values in read.items()}
                 parts[line.rank] = own[bounds(number)]
@@ -135,7 +135,7 @@ class Pairs:
                 if number + depth < count:
                     receive(number + depth)
             post.give_back()
-            # Not reached if a rank is missing: late messages may still be written to these buffers.
+            # Not after an error: late messages may still be written to these buffers.
             self._scratch.give(arrivals)
             self._scratch.give(spare)
 
@@ -237,7 +237,8 @@ class Post:
         self._posted.setdefault(batch, []).append(_Message(work, to))
 
     def receive(self, tensor: Tensor, source: int, batch: int = 0) -> None:
-        """Receive into a tensor; `IN_PLACE`, read a message like it in shared memory until `give_back`."""
+        """Receive into a tensor. In batch `IN_PLACE`, read a message of its size in place until
+        `give_back`."""
         is_near = _shares(self._shared, self.line, source, tensor.nbytes)
         start = torch.tensor(NOT_SHARED) if is_near else None
         work = self._receive(tensor if start is None else start, source)
