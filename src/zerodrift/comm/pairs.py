@@ -12,6 +12,7 @@ its all-gather three times, so both are exchanges here. A message is matched by 
 numbers the collectives of a group, so collectives that overlap cannot take each other's messages. It also
 contains a digest of the operation and its sizes: ranks in different collectives then wait for ever, which
 `watch.py` sees, where gloo would end the process over a message that does not fit.
+
 A reduction that is waited for at once receives a window of chunks: the window stays in cache between arrival
 and sum, and needs at most WINDOW bytes however large the segment is. A reduction that is only started posts
 every receive, because two ranks that wait for two operations in different orders would hang if `wait` posted
@@ -67,6 +68,7 @@ class Pairs:
         self._scratch = HostBuffers()
         self.shared = shared or SharedMemory(OwnMemory(), {})
 
+    @torch.no_grad()
     def gather(self, turn: StartedCollective, out: Tensor, shard: Tensor) -> Callable[[], None]:
         """Receive every other rank's slice into its place in `out`."""
         post = Post(self, turn, shard.nbytes, shard.nbytes)
@@ -75,7 +77,7 @@ class Pairs:
         post.send(shard, [to for to, _ in post.turns])
         own = turn.line.slice(out, turn.line.rank)
         if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard.detach())  # while the messages travel
+            own.copy_(shard)  # while the messages travel
         return post.finish
 
     def swap(
