@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.models import at, moe, parameter
 from zerodrift import ConfigError, MeshError, ModelSpec, Plan, cost, make_plan
 from zerodrift.dtypes import BLOCK
+from zerodrift.experts.dispatch import TokenRouting
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import ParameterSpec
 from zerodrift.optim import keys_of_blocks
@@ -131,3 +133,9 @@ def test_random_rounding_draws_the_same_bits_wherever_an_expert_is() -> None:
     # Blocks that would be cut are others, but never the same twice.
     parts = [block_keys(spread, f"{MORE}.gate_up_proj_bias", part) for part in (0, 1)]
     assert not set(parts[0]) & set(parts[1])
+
+
+def test_a_rank_without_tokens_has_an_empty_sum() -> None:
+    routing = TokenRouting(torch.zeros(0, 2, dtype=torch.long), COUNT)
+    rows = routing.rows_of(torch.zeros(0, 5))
+    assert routing.combine(rows, torch.zeros(0, 2)).shape == (0, 5)

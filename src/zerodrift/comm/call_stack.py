@@ -1,7 +1,7 @@
 """The call of torch.distributed that the main thread waits in, and the line of the user's code that made it.
 
-`watch.py` asks from its own thread, for waits that are not of its mesh. Frames of Python show the call: the
-innermost is torch's or ours, and the outermost of those is the call.
+The thread of `watch.py` asks for waits outside of its mesh. Frames of Python show the call: the outermost of
+the innermost frames that belong to torch.distributed or to this package.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Every collective that zerodrift makes. Nothing else calls torch.distributed's.
 
-An operation is what the plan calls it (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`), or an
-`all_to_all` of rows, whose sizes the data decides; `record` lists the calls in those words. Its messages
-depend on the carrier: on gloo they go between pairs of ranks (`pairs.py`), on NCCL by its own calls
-(`native.py`). The parts of a sum travel in the wire dtype and `fold` adds them; a sum by the tree travels by
-recursive halving if ranks are a power of two. Only sums of integers, which have no order, and the order
-`native` are left to the backend. The engine decides which buffers move, and when.
+An operation has the plan's word (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`), or is an
+`all_to_all` of rows, whose sizes the data decides; `record` lists the calls in these words. Its messages
+depend on the carrier: gloo has messages between pairs of ranks (`pairs.py`), NCCL has calls of its own
+(`native.py`). Both carriers have the same methods. The parts of a sum travel in the wire dtype and `fold`
+adds them; a sum by the tree travels by recursive halving if the number of ranks is a power of two. The
+backend itself only sums integers, which have no order, and forms sums of the order `native`.
 
 Invariant: a result depends on the values, the rank order and the dtypes, never on the carrier, except for
 sums that are left to it. A missing rank becomes a RankError with the operation, the axis and its number.
@@ -100,12 +100,11 @@ class Collectives:
         self.calls: Literal["pairs", "native"] = "native" if carrier == "native" else "pairs"
         """The kind of calls that are made; with `shared`, messages between pairs."""
         self._logs: list[list[Recorded]] = []
-        self._pairs = Pairs(mesh.shared if carrier == "shared" else None)
         self._native = NativeCalls(mesh)
+        self._pairs = Pairs(mesh, mesh.shared if carrier == "shared" else None)
         has_streams = mesh.asynchronous and self.calls != "pairs"
         self._gathers = CommunicationStream(mesh.device) if has_streams else None
         self._reductions = CommunicationStream(mesh.device) if has_streams else None
-        self._at = mesh.at
         self._last: StartedCollective | None = None
 
     @contextlib.contextmanager
@@ -135,15 +134,9 @@ class Collectives:
         turn = self._turn("all_gather", line, of)
         if self._gathers is not None:
             with self._gathers.current():
-                self._native.gather(turn, out, _cast(shard, out, line))()
+                self._carrier.gather(turn, out, _cast(shard, out, line))()
             return Handle(self._gathers.wait_for_work(out, shard))
-        shard = _cast(shard, out, line)
-        if self.calls == "native":
-            return Handle(self._native.gather(turn, out, shard))
-        with self._at(turn):
-            finish = self._pairs.gather(turn, out, shard)
-        _copy(line.slice(out, line.rank), shard)  # while the messages travel
-        return self._handle(turn, finish)
+        return Handle(self._carrier.gather(turn, out, _cast(shard, out, line)))
 
     def start_reduce_scatter(
         self, out: Tensor, full: Tensor, axis: AxisName, how: Sum, of: str = "", *, ahead: bool = True
@@ -172,20 +165,19 @@ class Collectives:
         # Halves are faster between many ranks, and round nothing on the way.
         halves = line.size >= HALVING[self.calls] and not line.size & (line.size - 1)
         halves = halves and how.order == "tree" and full.dtype is how.dtype
-        if halves and self.calls == "native":
-            self._native.halve(turn, out, full, how)
-            return Handle()
         if halves:
-            with self._at(turn):
-                return self._handle(turn, self._pairs.halve(turn, out, full, how))
-        if self.calls == "pairs" and line.size < AT_ONCE:
-            slices = [line.slice(full, rank) for rank in range(line.size)]
-            with self._at(turn):
-                finish = self._pairs.sum(turn, out, slices, how, ahead=ahead)
-            return self._handle(turn, finish)
+            return Handle(self._carrier.halve(turn, out, full, how))
         if how.order == "native" and self.calls != "native":
             how = replace(how, order="rank")
-        return Handle(self._native.sum(turn, out, full, how))
+        return Handle(self._carrier_for(line).sum(turn, out, full, how, ahead=ahead))
+
+    @property
+    def _carrier(self) -> NativeCalls | Pairs:
+        return self._native if self.calls == "native" else self._pairs
+
+    def _carrier_for(self, line: Axis) -> NativeCalls | Pairs:
+        """Return the carrier of sums: see `AT_ONCE`."""
+        return self._native if line.size >= AT_ONCE else self._carrier
 
     def all_reduce(self, out: Tensor, values: Tensor, axis: AxisName, how: Sum, of: str = "") -> None:
         """Write the sum of every rank's `values` into every rank's `out`, which may be `values` itself.
@@ -203,11 +195,7 @@ class Collectives:
         elif values.nbytes <= DIRECT or line.size == 2 or values.numel() % line.size:
             # Everything goes to all ranks, each of which forms the whole sum.
             turn = self._turn("all_reduce", line, of)
-            if self.calls == "native" or line.size >= AT_ONCE:
-                self._native.sum_whole(turn, out, values, how)
-                return
-            with self._at(turn):
-                self._pairs.sum(turn, out, [values] * line.size, how, ahead=False)()
+            self._carrier_for(line).sum(turn, out, values, how, ahead=False)()
         else:
             mine = line.slice(out, line.rank)
             logs, self._logs = self._logs, []  # the parts of one operation are not recorded
@@ -228,7 +216,7 @@ class Collectives:
         """Return the values of a tensor on the host, after all collectives that were started before."""
         if self._last is None:
             return list(tensor.tolist())
-        with self._at(self._last):
+        with self.mesh.at(self._last):
             return list(tensor.tolist())
 
     def broadcast(self, tensor: Tensor, source: int, axis: AxisName) -> None:
@@ -262,11 +250,7 @@ class Collectives:
             return rows.clone(), Handle()
         arrived = rows.new_empty(sum(receive), rows.shape[1])
         turn = self._turn("all_to_all", line, of)
-        if self.calls == "native":
-            return arrived, Handle(self._native.swap(turn, arrived, rows, receive, send))
-        outgoing, incoming = rows.split(list(send)), arrived.split(list(receive))
-        with self._at(turn):
-            return arrived, self._handle(turn, self._pairs.swap(turn, incoming, outgoing))
+        return arrived, Handle(self._carrier.swap(turn, arrived, rows, receive, send))
 
     def all_gather_object(self, value: T, axis: AxisName = "world") -> list[T]:
         """Return every rank's small Python value, in rank order. Pickled; not recorded."""
@@ -358,13 +342,6 @@ class Collectives:
     def _turn(self, op: str, line: Axis, of: str) -> StartedCollective:
         self._last = line.begin(op, of)
         return self._last
-
-    def _handle(self, turn: StartedCollective, finish: Callable[[], None]) -> Handle:
-        def wait() -> None:
-            with self._at(turn):
-                finish()
-
-        return Handle(wait)
 
     def _note(
         self,

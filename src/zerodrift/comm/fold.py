@@ -1,24 +1,22 @@
 """Sums of the parts of all ranks: in a known order, in one dtype, rounded where the plan says.
 
-A backend's own reduction adds in an order and a dtype of its choosing. So parts travel as they are, and
-`fold` adds them: pure arithmetic on tensors that have arrived. A sum by the tree between ranks that are a
-power of two may travel by recursive halving instead.
+A backend's own reduction chooses its order and dtype. So parts travel unchanged, and `fold` adds them: pure
+arithmetic on tensors that have arrived. A sum by the tree over a power of two of ranks may travel by
+recursive halving instead.
 
 Invariant: ((part 0 + part 1) + part 2) + ..., or the same parts by a binary tree, in `Sum.dtype`, then one
 conversion to the dtype of the result. The bits are the same on every rank, at every chunk size, by any
 carrier; ranks that follow `halving_exchanges` to the end have the bits of `fold`.
 
-[Note: halving] In the first exchange a rank and its neighbour, which differs in the lowest bit of its number,
-send each other the slices of all ranks that have the other's bit, and both add what arrives to the rest. In
-the next, ranks 2 apart do so with half of those, until a rank has its own slice and one part to add to it.
-That is log2(N) messages and additions, of N - 1 slices in all, where every slice to every rank is N - 1 of
-each. The sums that meet first are of neighbours, which is the tree over ranks, and most bytes go to the
-nearest ranks: of machines of 8, an eighth leaves one. Halves to the rank that is furthest away would be
-neighbouring slices and need no copy, but nearly all of it would leave the machine, and the tree would have
-ranks in the order of their reversed bits. Incoming values become the running sum: left + right is right +
-left to the bit, and the caller's buffer is only read. Nothing is rounded on the way only if sums travel in
-the dtype in which they are formed.
-"""
+[Note: halving] In the first exchange a rank and its neighbour, whose number differs in the lowest bit, send
+each other the slices of all ranks that have the other's bit, and both add the incoming values to the rest. In
+the next exchange, ranks 2 apart do so with half of those slices, until a rank has its own slice and one part
+to add. That takes log2(N) messages and additions, of N - 1 slices in all, instead of N - 1 each. The first
+sums are of neighbours, as in the tree over ranks, and most bytes go to the nearest ranks: of machines of 8,
+an eighth leaves one. Beginning with the furthest rank would send neighbouring slices without a copy, but
+nearly all bytes would leave the machine, and the tree would have ranks in the order of their reversed bits.
+Incoming values become the running sum: left + right is right + left to the bit, and the caller's buffer is
+only read. Nothing is rounded on the way only if sums travel in the dtype in which they are formed."""
 
 from __future__ import annotations
 
@@ -51,9 +49,9 @@ class Sum:
 
 
 def carries(number: int) -> Iterator[tuple[int, int]]:
-    """Yield the additions (left, right) that part `number` makes possible, of parts that arrive in order.
+    """Yield the additions (left, right) that part `number` completes, if parts arrive in order.
 
-    A sum has the number of its first part. The right one is gone afterwards.
+    A sum has the number of its first part and replaces both operands.
     """
     right, size = number, 1
     while right & size:
@@ -160,7 +158,7 @@ def _add_in_turn(total: Tensor, parts: Sequence[Tensor] | Tensor) -> None:
 
 
 def _add_by_levels(total: Tensor, parts: Tensor, *, scratch: bool) -> None:
-    """Add the tree level by level, each in one call. The last sum of a level may wait for one above."""
+    """Add the tree level by level, each in one call. An odd last sum is added at the end."""
     is_room = scratch and parts.dtype is total.dtype
     sums, last = parts if is_room else parts.to(total.dtype, copy=True), None
     while len(sums) > 1:

@@ -1,8 +1,8 @@
 """The mesh with ranks in it: named axes, their process groups, and this rank's place on each.
 
-Beside `rendezvous.py`, the only reader of RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*. `zerodrift.mesh` has the
-arithmetic of the shape. A mesh joins by torchrun's variables, borrows the ranks of a torch.distributed that
-is already running, or is a world of one without a process group.
+Only this file and `rendezvous.py` read RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*. `zerodrift.mesh` has the
+arithmetic of the shape. A mesh joins by torchrun's variables, uses the ranks of a process group that is
+already initialized, or is a world of one without a process group.
 
 Invariant: an axis has a group exactly if it has more than one rank, every rank builds the groups in the same
 order, and `stop` destroys what this mesh created and nothing else.
@@ -14,7 +14,7 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, get_args
@@ -41,11 +41,10 @@ AxisName = Literal[
     "ends",
     "tensor",
 ]
-"""`data` is shard x replicate: ranks with different data. `world` is all ranks. `expert` and `expert_shard`
-are a shard group folded: ranks with different experts, and ranks that share the same. `secondary` and
-`expert_secondary` are neighbours on `shard` and `expert_shard` that share a second copy of the blocks.
-`tensor` are the ranks of one user's DTensor, with the same data. `ends` are the first and the last stage of a
-pipeline."""
+"""`data`: shard x replicate, ranks with different data. `world`: all ranks. `expert` and `expert_shard`: a
+shard group folded into ranks with different experts, and ranks with the same. `secondary` and
+`expert_secondary`: neighbours on `shard` and `expert_shard` that share a second copy of the blocks. `tensor`:
+ranks of a user's DTensor, with the same data. `ends`: the first and the last stage of a pipeline."""
 
 AXES: tuple[AxisName, ...] = get_args(AxisName)
 
@@ -86,15 +85,14 @@ class Axis:
 
     def missing(self, op: str, error: Exception, peer: int | None = None) -> RankError:
         """Return the error for ranks of this axis, or one of them, that did not take part."""
-        others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
-        must = (
-            f"{ranks_text(others if peer is None else [self.ranks[peer]])} must take part within the timeout"
-        )
+        others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
+        missing = ranks_text(others if peer is None else [self.ranks[peer]])
         do = (
             "That rank died, hangs, or is in another collective: look at the output of the rank that "
             "failed first. If it was only slow, start the mesh with a longer `timeout`."
         )
-        return RankError(f"`{op}` on axis `{self.name}`", must, got=repr(first_line(error)), do=do)
+        must, got = f"{missing} must take part within the timeout", repr(first_line(error))
+        return RankError(f"`{op}` on axis `{self.name}`", must, got=got, do=do)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ class StartedCollective:
     number: int
     op: str
     what: str
-    """The operation and what it is for, the same on every rank that takes part."""
+    """The operation and what it moves, the same on every rank that takes part."""
 
 
 class Mesh:
@@ -132,7 +130,7 @@ class Mesh:
 
     def at(self, turn: StartedCollective) -> CollectiveWait:
         """Return a context in which this rank is in a collective. A deadlock raises its error there."""
-        return self.watch.at(turn.what, turn.number, turn.line.ranks)
+        return CollectiveWait(self.watch, turn.what, turn.number, turn.line.ranks)
 
     @property
     def asynchronous(self) -> bool:
@@ -297,23 +295,28 @@ def _device(process: _Process, asked: torch.device | str | None) -> torch.device
         raise MeshError("device", must, got=repr(asked)) from None
     if device.type == "cpu":
         return device
+    accelerator = torch.accelerator.current_accelerator()
+    got, do = repr(str(device)), "Use `cpu`."
     if not _carries(process, device.type):
+        must = "must fit the backend of the running process group"
         got = f"a {device.type} device and {dist.get_backend()!r}"
         backend = dist.get_default_backend_for_device(device.type)
-        cpu = "or pass `device='cpu'` (in a job `run.device: cpu`)"
-        do = f"Initialize torch.distributed with `{backend}`, {cpu}."
-        raise MeshError("device", "must fit the backend of the running process group", got=got, do=do)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        got = "`cuda`, where torch finds no GPU"
+        do = f"Initialize torch.distributed with `{backend}`, or pass `device='cpu'` (in a job `run.device: "
+        do += "cpu`)."
+    elif device.type == "cuda" and not torch.cuda.is_available():
+        must, got = "must be one that this machine has", "`cuda`, where torch finds no GPU"
         do = "Use `cpu`; or install a build of torch for CUDA, and a driver."
-        raise MeshError("device", "must be one that this machine has", got=got, do=do)
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or device.type != accelerator.type:
+    elif accelerator is None or device.type != accelerator.type:
         must = "must be `cpu`, `cuda` or the accelerator of this torch"
-        raise MeshError("device", must, got=repr(str(device)))
-    if not _can_train(device):
+    elif not _can_train(device):
         must = "must be a device with streams and float64"
-        raise MeshError("device", must, got=repr(str(device)), do="Use `cpu`.")
+    else:
+        return _own_device(process, device)
+    raise MeshError("device", must, got=got, do=do)
+
+
+def _own_device(process: _Process, device: torch.device) -> torch.device:
+    """Make the accelerator of this rank the current one."""
     index, count = process.local if device.index is None else device.index, torch.accelerator.device_count()
     if index >= count:
         must = f"must be below the {count} GPUs of this machine"
@@ -367,29 +370,15 @@ def _axes(
         # Every rank builds the groups of every line, in one order. torch can also build a group among its
         # members alone, but names it so that one built after a `stop` meets the addresses that the first left
         # in the store, and hangs.
-        for line in _lines(shape, name):
-            if line in groups:
-                continue
-            group = dist.new_group(list(line), timeout=timedelta(seconds=timeout))
-            if rank in line:
-                created.append(group)
-            groups[line] = (group, CollectiveLog(line))
+        for line in dict.fromkeys(_line(shape, other, name) for other in range(shape.world)):
+            if line not in groups and len(line) > 1:
+                group = dist.new_group(list(line), timeout=timedelta(seconds=timeout))
+                if rank in line:
+                    created.append(group)
+                groups[line] = (group, CollectiveLog(line))
         groups.setdefault(mine, (None, CollectiveLog(mine)))
         axes[name] = Axis(name, mine, mine.index(rank), *groups[mine])
     return axes
-
-
-def _lines(shape: MeshShape, axis: AxisName) -> Iterator[range]:
-    """Yield the lines of an axis that need a group, in the order of their first ranks."""
-    if len(_line(shape, 0, axis)) == 1:
-        return
-    seen: set[int] = set()
-    for rank in range(shape.world):
-        if rank not in seen:
-            line = _line(shape, rank, axis)
-            seen.update(line)
-            if len(line) > 1:
-                yield line
 
 
 def _line(shape: MeshShape, rank: int, axis: AxisName) -> range:

@@ -1,18 +1,18 @@
 """Collectives by the backend's own calls: the carrier of NCCL, and of gloo where one call beats messages.
 
-`collectives.py` says what moves, and checks and records it. Calls return a function that waits: on a CPU for
-the call, on CUDA for nothing, since the current stream waits already.
+`collectives.py` decides which values move, and checks and records it. Calls return a function that waits: on
+a CPU for the call, on CUDA for nothing, since the current stream waits already.
 
-On CUDA gathers have a stream and reductions another, beside that of the computation, so casts and additions
+On CUDA gathers and reductions each have a stream beside that of the computation, so their casts and additions
 run beside the computation too. NCCL keeps the order of the calls on one communicator, whatever their streams.
 
-Invariant: only moves are left to the backend, and sums of the order `native`; `fold` forms all others.
+Invariant: the backend moves values, and forms sums of the order `native`; `fold` forms all other sums.
 
-[Note: buffers on streams] A buffer belongs to the stream that it was allocated on, and is free for others
-of that stream as soon as the host drops it. The buffers of a collective were allocated where the engine
-computes, so its handle holds them until that stream has been told to wait for the collective. Whatever takes
-their memory afterwards comes later on the same stream. Memory that is allocated inside of a stream is used
-there alone. So no `record_stream` is needed, whose memory comes back when the host happens to look.
+[Note: buffers on streams] A buffer belongs to the stream that it was allocated on. As soon as the host drops
+it, its memory is free for other work of that stream. The buffers of a collective are allocated on the
+computation's stream, so the handle holds them until that stream has been told to wait for the collective:
+later users of the memory come later on the same stream. Memory that is allocated inside of a stream is used
+there alone. So no `record_stream` is needed, which would delay the reuse of memory.
 """
 
 from __future__ import annotations
@@ -71,9 +71,17 @@ class NativeCalls:
         work = self.call(turn, function, *data, *sizes, group=turn.line.group, async_op=True)
         return lambda: self.call(turn, work.wait)
 
-    def sum(self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum) -> Callable[[], None]:
-        """Sum this rank's slices of every rank's `full` into `out`; a native order is left to the backend."""
-        if how.order == "native" and full.dtype is how.dtype:
+    def sum(
+        self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum, *, ahead: bool
+    ) -> Callable[[], None]:
+        """Sum this rank's slices of every rank's `full` into `out`, or all of it if `out` is as long.
+
+        The backend forms sums of slices in the order `native`.
+        """
+        if out.numel() == full.numel():
+            parts = full.new_empty(turn.line.size, full.numel())
+            arrive = self.gather(turn, parts.view(-1), full)
+        elif how.order == "native" and full.dtype is how.dtype:
             is_separate = out.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
             if is_separate and out.dtype is full.dtype and not how.add:
                 return self._start(turn, dist.reduce_scatter_single, out, full)
@@ -91,20 +99,15 @@ class NativeCalls:
 
         return finish
 
-    def sum_whole(self, turn: StartedCollective, out: Tensor, values: Tensor, how: Sum) -> None:
-        """Gather every rank's `values`, and sum them here."""
-        received = values.new_empty(turn.line.size, values.numel())
-        self.gather(turn, received.view(-1), values)()
-        fold(out, received, how, scratch=True)
-
     @torch.no_grad()
-    def halve(self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum) -> None:
-        """Sum by recursive halving. All of it is issued here, or over on return."""
+    def halve(self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum) -> Callable[[], None]:
+        """Sum by recursive halving. All calls are issued here, and on a CPU are over on return."""
         line = turn.line
         for each in halving_exchanges(full, line.rank, line.size, torch.empty_like(full)):
             ends = line.group, each.partner, each.outgoing, each.incoming
             self.call(turn, exchange, *ends, partner=each.partner)
         fold(out, (each.incoming, each.kept), how, each.incoming)
+        return lambda: None
 
 
 def exchange(group: Any, partner: int, outgoing: Tensor, incoming: Tensor) -> None:

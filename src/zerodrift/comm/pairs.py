@@ -1,28 +1,29 @@
 """Collectives as messages between pairs of ranks: the carrier of gloo.
 
-`collectives.py` says what moves, and checks and records it; here are the messages, their order, and the
-memory that they arrive in. `fold` adds what arrives. Between ranks that share memory (`shared.py`) large
-messages stay where they were written, and gloo brings their place.
+`collectives.py` decides which values move, and checks and records it. This file has the messages, their order
+and their buffers; `fold` adds the values that arrive. Between ranks that share memory (`shared.py`), large
+messages stay where they were written, and gloo carries their place.
 
 Invariant: the messages of a rank follow from the sizes and the axis alone, so ranks in the same collective
-always wait for each other's, and in no other.
+wait for each other's messages, and ranks in different collectives do not.
 
 [Note: messages] gloo's own reduce-scatter costs about five times an exchange of slices between pairs, and
 its all-gather three times, so both are exchanges here. A message is matched by sender, tag and order. The tag
-numbers the collectives of a group, so those under way at once cannot take each other's; it also has a digest
-of what moves and in which sizes, so ranks in different collectives miss each other, which `watch.py` sees,
-where gloo would end the process over a message that does not fit. A reduction that is waited for at once
-receives a window of chunks: the window stays in cache between arrival and sum, and the wire needs at most
-WINDOW bytes however large the segment is. One that is only started posts every receive, because a receive
-that is posted in `wait` would hang two ranks that wait for two operations in different orders. The memory
-is kept for the next reduction, since fresh pages cost as much as the message that fills them.
+numbers the collectives of a group, so collectives that overlap cannot take each other's messages. It also
+contains a digest of the operation and its sizes: ranks in different collectives then wait for ever, which
+`watch.py` sees, where gloo would end the process over a message that does not fit.
 
-[Note: by halves] A reduction by halves sends its first half when it is started; what it sends next has to
-arrive first, so that is done in `wait`, and ranks that waited for two such reductions in different orders
-would hang. All ranks wait in one order: for the oldest reduction first, at places that follow from the plan's
-order alone (`engine/step/reduce.py`), and for an all-reduce where it is called; a gather needs nobody's
-`wait`. So of those that wait, the one in the oldest reduction, and in its earliest swap, waits for a message
-that was sent, or for a rank that computes and will come there.
+A reduction that is waited for at once receives a window of chunks: the window stays in cache between arrival
+and sum, and needs at most WINDOW bytes however large the segment is. A reduction that is only started posts
+every receive, because two ranks that wait for two operations in different orders would hang if `wait` posted
+them. The buffers are kept for the next reduction, since fresh pages cost as much as the message.
+
+[Note: by halves] A reduction by halves sends its first half at the start and the rest in `wait`, since it has
+to receive first. Ranks that waited for two such reductions in different orders would hang. All ranks wait in
+one order: for the oldest reduction first, at places that follow from the plan's order alone
+(`engine/step/reduce.py`), and for an all-reduce where it is called; a gather needs nobody's `wait`. So of
+the ranks that wait, the one in the oldest reduction, at its earliest exchange, waits for a message that was
+sent, or for a rank that computes and will send it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerodrift.comm.fold import HalvingExchange, Sum, fold, halving_exchanges
-from zerodrift.comm.mesh import Axis, StartedCollective
+from zerodrift.comm.mesh import Axis, Mesh, StartedCollective
 from zerodrift.comm.shared import OwnMemory, SharedMemory
 from zerodrift.kernels import HostBuffers
 
@@ -51,7 +52,7 @@ DEPTH = 4
 LEAST = 64 << 10
 """The fewest bytes of a message that goes through shared memory."""
 NOT_SHARED = -1
-"""The place of values that come by gloo after all, because the host has no memory left."""
+"""The place of values that travel by gloo because the host has no shared memory left."""
 IN_PLACE = -1
 """The batch of messages that are read in place."""
 _FIRST_TAG = 1 << 30
@@ -60,48 +61,55 @@ _TAGS = 1 << 14
 
 
 class Pairs:
-    """Carries collectives. Calls return a function that waits for the other ranks, to be called once."""
+    """Carries collectives by messages. Calls return a function that waits for the other ranks, once."""
 
-    def __init__(self, shared: SharedMemory | None) -> None:
+    def __init__(self, mesh: Mesh, shared: SharedMemory | None) -> None:
+        self.mesh = mesh
         self._scratch = HostBuffers()
-        self._shared = shared or SharedMemory(OwnMemory(), {})
+        self.shared = shared or SharedMemory(OwnMemory(), {})
 
+    @torch.no_grad()
     def gather(self, turn: StartedCollective, out: Tensor, shard: Tensor) -> Callable[[], None]:
         """Receive every other rank's slice into its place in `out`."""
-        post = Post(turn, shard.nbytes, shard.nbytes, self._shared)
+        post = Post(self, turn, shard.nbytes, shard.nbytes)
         for _, source in post.turns:
             post.receive(turn.line.slice(out, source), source)
         post.send(shard, [to for to, _ in post.turns])
+        own = turn.line.slice(out, turn.line.rank)
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)  # while the messages travel
         return post.finish
 
     def swap(
-        self, turn: StartedCollective, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]
+        self, turn: StartedCollective, out: Tensor, rows: Tensor, receive: Sequence[int], send: Sequence[int]
     ) -> Callable[[], None]:
-        """Send `outgoing[rank]` to every rank, and receive `incoming[rank]` from it. Both know the sizes."""
-        width = outgoing[0].shape[1] * outgoing[0].itemsize
-        post = Post(turn, width, 0, self._shared)
+        """Exchange rows between all ranks, which know the sizes. Shape [rows, width]."""
+        outgoing, incoming = rows.split(list(send)), out.split(list(receive))
+        post = Post(self, turn, rows.shape[1] * rows.itemsize, 0)
         for to, source in post.turns:
-            if incoming[source].shape[0]:
+            if receive[source]:
                 post.receive(incoming[source], source)
-            if outgoing[to].shape[0]:
+            if send[to]:
                 post.send(outgoing[to], [to])
         incoming[turn.line.rank].copy_(outgoing[turn.line.rank])
         return post.finish
 
     def sum(
-        self, turn: StartedCollective, out: Tensor, outgoing: Sequence[Tensor], how: Sum, *, ahead: bool
+        self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum, *, ahead: bool
     ) -> Callable[[], None]:
-        """Send `outgoing[rank]` to every other rank; sum what they send, and our own, into `out`.
+        """Sum this rank's slices of every rank's `full` into `out`, or all of it if `out` is as long.
 
         A window of chunks is received before their sums, or all with `ahead`. See [Note: messages].
         """
+        is_whole = out.numel() == full.numel()
+        outgoing = [full if is_whole else turn.line.slice(full, rank) for rank in range(turn.line.size)]
         line = turn.line
         own = outgoing[line.rank]
         # The elements of one message: the same on every rank, whatever has been sent before.
         share = WINDOW // (DEPTH * (line.size - 1))
         chunk = min(own.numel(), max(1, min(CHUNK, share) // own.itemsize))
-        post = Post(turn, chunk * own.itemsize, own.nbytes, self._shared)
-        near = [rank for rank, _ in post.turns if _shares(self._shared, line, rank, own.nbytes)]
+        post = Post(self, turn, chunk * own.itemsize, own.nbytes)
+        near = [rank for rank, _ in post.turns if _shares(self.shared, line, rank, own.nbytes)]
         far_to = [to for to, _ in post.turns if to not in near]
         far_from = [source for _, source in post.turns if source not in near]
         count = -(-own.numel() // chunk)
@@ -121,7 +129,7 @@ class Pairs:
             spare = self._scratch.take(chunk, how.dtype)
             read = dict(post.collect(IN_PLACE))
             for number in range(count):
-                # Our own chunk has left too, before its sum may overwrite it.
+                # This rank's own chunk has been sent too, before its sum may overwrite it.
                 parts = dict(post.collect(number))
                 parts |= {rank: values[bounds(number)] for rank, values in read.items()}
                 parts[line.rank] = own[bounds(number)]
@@ -129,7 +137,7 @@ class Pairs:
                 if number + depth < count:
                     receive(number + depth)
             post.give_back()
-            # Not reached if a rank is missing: late messages may still be written to these buffers.
+            # Not after an error: late messages may still be written to these buffers.
             self._scratch.give(arrivals)
             self._scratch.give(spare)
 
@@ -137,7 +145,7 @@ class Pairs:
             post.receive(own, source, IN_PLACE)
         for number in range(depth):
             receive(number)
-        if all(values is own for values in outgoing):
+        if is_whole:
             post.send(own, near, IN_PLACE)
         else:
             for to in near:
@@ -150,7 +158,7 @@ class Pairs:
     @torch.no_grad()
     def halve(self, turn: StartedCollective, out: Tensor, full: Tensor, how: Sum) -> Callable[[], None]:
         """Sum by recursive halving. See [Note: by halves]."""
-        post = Post(turn, full.nbytes // 2, full.nbytes, self._shared)
+        post = Post(self, turn, full.nbytes // 2, full.nbytes)
         room = self._scratch.take(full.numel(), full.dtype)
 
         def begin(exchange: HalvingExchange) -> HalvingExchange:
@@ -175,13 +183,13 @@ class Pairs:
 
     def make_room(self, line: Axis, size: int) -> None:
         """Free what is kept between reductions, if a sum of slices of `size` bytes is too large for it."""
-        near = sum(_shares(self._shared, line, rank, size) for rank in range(line.size) if rank != line.rank)
+        near = sum(_shares(self.shared, line, rank, size) for rank in range(line.size) if rank != line.rank)
         self._scratch.make_room(size * (line.size - 1 - near))
 
     def release(self) -> None:
         """Let the system have the memory that is kept between reductions."""
         self._scratch.rest()
-        self._shared.own.release()
+        self.shared.own.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +207,10 @@ class _Message:
 class Post:
     """The messages of one collective between this rank and the others of its axis."""
 
-    def __init__(self, turn: StartedCollective, message: int, total: int, shared: SharedMemory) -> None:
+    def __init__(self, carrier: Pairs, turn: StartedCollective, message: int, total: int) -> None:
         """Send `message` bytes at a time, `total` to each rank."""
-        self._op, self.line = turn.op, turn.line
+        self._mesh, self._shared = carrier.mesh, carrier.shared
+        self._turn, self.line = turn, turn.line
         digest = zlib.crc32(f"{turn.what} {message} {total}".encode()) % _TAGS
         self._tag = _FIRST_TAG + digest * _TAGS + turn.number % _TAGS
         size, rank = turn.line.size, turn.line.rank
@@ -209,7 +218,6 @@ class Post:
         """(to, from): in each turn every rank sends one message and receives one."""
         self._posted: dict[int, list[_Message]] = {}
         """The messages of each batch."""
-        self._shared = shared
         self._borrowed: list[tuple[int, int]] = []
         """(rank, place) of messages that are read in place."""
 
@@ -231,7 +239,8 @@ class Post:
         self._posted.setdefault(batch, []).append(_Message(work, to))
 
     def receive(self, tensor: Tensor, source: int, batch: int = 0) -> None:
-        """Receive into a tensor; `IN_PLACE`, read a message like it in shared memory until `give_back`."""
+        """Receive into a tensor. In batch `IN_PLACE`, read a message of its size in place until
+        `give_back`."""
         is_near = _shares(self._shared, self.line, source, tensor.nbytes)
         start = torch.tensor(NOT_SHARED) if is_near else None
         work = self._receive(tensor if start is None else start, source)
@@ -243,10 +252,11 @@ class Post:
 
     def _call(self, peer: int, function: Callable[..., Any], *args: Any, **places: Any) -> Any:
         """Call a function of torch.distributed; its errors name the peer."""
-        try:
-            return function(*args, **places)
-        except RuntimeError as error:
-            raise self.line.missing(self._op, error, peer) from error
+        with self._mesh.at(self._turn):
+            try:
+                return function(*args, **places)
+            except RuntimeError as error:
+                raise self.line.missing(self._turn.op, error, peer) from error
 
     def collect(self, batch: int) -> Iterator[tuple[int, Tensor]]:
         """Wait for a batch, and yield (source, tensor) of its messages."""
@@ -268,7 +278,7 @@ class Post:
         try:
             values = memory.read(start, into.nbytes, self.line.size).view(into.dtype)
         except OSError as error:
-            raise self.line.missing(self._op, error, message.peer) from error
+            raise self.line.missing(self._turn.op, error, message.peer) from error
         if in_place:
             self._borrowed.append((message.peer, start))
             return values

@@ -1,14 +1,14 @@
 """The store that ranks meet in, by a launcher's MASTER_ADDR and MASTER_PORT.
 
-If the address is this machine's own (127.0.0.1, localhost), the store listens there and nowhere else, and so
-does gloo. If it names a host, both listen as torch has it.
+If the address is this machine's own (127.0.0.1, localhost), the store and gloo listen on that address only.
+If it names a host, both listen where torch makes them.
 
-Invariant: what a rank reads in the store was written by a rank of the same start.
+Invariant: the values that a rank reads in the store were written by a rank of the same start.
 
-[Note: restarts] An agent that starts its ranks anew (`torchrun --max-restarts`) may keep its store, as one
-with a static rendezvous does, and in it the addresses of the ranks that died. TORCHELASTIC_RESTART_COUNT does
-not tell one start from another: agents of several hosts count by themselves. So rank 0 makes up a name, and
-gives it to every rank that asks with a number made up for this start; a rank that is gone asks no more.
+[Note: restarts] An agent that restarts its ranks (`torchrun --max-restarts`) may keep its store, as with a
+static rendezvous, and in it the addresses of the ranks that died. TORCHELASTIC_RESTART_COUNT does not
+distinguish starts: agents of several hosts count by themselves. So every rank asks with a random number, and
+rank 0 answers with a random name for the start; ranks that died ask no more.
 """
 
 from __future__ import annotations

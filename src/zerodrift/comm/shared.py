@@ -1,22 +1,22 @@
 """Shared memory between ranks of a host: large messages are written once and read in place.
 
-`pairs.py` says what is sent to which rank. Ranks that cannot read each other's memory (another host,
-container or user; a system without memfd) find out when the mesh starts, and get messages by gloo.
+`pairs.py` decides which messages go to which rank. Ranks that cannot read each other's memory (another host,
+container or user; a system without memfd) find out when the mesh starts, and exchange messages by gloo.
 
-Invariant: a span is written only while no rank has it to read, and a rank that dies, however it dies, leaves
-nothing behind: the memory has no name, and goes with the last process that holds it.
+Invariant: a span is written only while no rank has to read it. A rank that dies leaves nothing behind: the
+memory has no name and is freed with the last process that holds it.
 
-[Note: shared memory] Each rank has one memfd, which is not of /dev/shm and has none of its limits. Others
-open it at /proc/PID/fd/FD, which Linux grants to processes of the same user in the same PID namespace. A
-message is a span of that memory: a line of flags, one byte per rank of the axis, then the values. The sender
-takes the lowest gap that is large enough, writes, and sends the place by gloo, which arrives after the values
-because that goes through the kernel. A reader sets its byte when it is done. The sender waits for nobody: it
-reads the bytes when it needs room again. So gloo is what all wait with, and a rank that is gone, late, or in
-another collective is missed as it is without shared memory.
+[Note: shared memory] Each rank has one memfd, which is not part of /dev/shm and has none of its limits. Other
+ranks open it at /proc/PID/fd/FD, which Linux grants to processes of the same user in the same PID namespace.
+A message is a span of that memory: a line of flags, one byte per rank of the axis, then the values. The
+sender takes the lowest gap that is large enough, writes, and sends the place by gloo, which arrives after the
+values because it goes through the kernel. A reader sets its byte when it is done. The sender never waits for
+readers: it looks at the bytes when it needs room. All waits are gloo's, so a rank that is gone, late, or in
+another collective is noticed as without shared memory.
 
-Memory that was read stays, because fresh pages cost several times the copy: as much as was ever on its way at
-once, and at most KEPT between steps. Tools that count the pages of a process count what it has read of
-another rank's memory as its own.
+Memory stays after it was read, because fresh pages cost several times the copy: as much as was ever in use at
+once, and at most KEPT between steps. Tools that count a process's pages include the memory that it has read
+of other ranks.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Address(NamedTuple):
     """The address of a rank's memory."""
 
     host: int
-    """A number of the running system and its PID namespace: elsewhere a PID is another process."""
+    """A number of the running system and its PID namespace, in which PIDs are unique."""
     process: int
-    """0 without memory that others could read."""
+    """The PID; 0 without memory that other ranks could read."""
     descriptor: int
     low: int
     """The first half of the memory's token, and `high` the second."""
@@ -134,7 +134,7 @@ class OwnMemory:
         self._spans = [span for span, done in zip(self._spans, read, strict=True) if not done]
 
     def _grow(self, size: int) -> None:
-        # With its pages: one that cannot be had later ends the process.
+        # Allocated now: a page that is missing later would end the process.
         os.posix_fallocate(self._descriptor, self._size, size - self._size)
         self._mapped, self._size = mmap.mmap(self._descriptor, size), size
 
@@ -145,7 +145,7 @@ class OwnMemory:
         self._forget_what_was_read()
         size = _up(max([FIRST + KEPT, *(span.stop for span in self._spans)]), mmap.PAGESIZE)
         if size < self._size:
-            # Others have it mapped as long as it was, and do not look behind its end.
+            # Other ranks have the old length mapped, and do not read behind the new end.
             os.ftruncate(self._descriptor, size)
             self._mapped, self._size = mmap.mmap(self._descriptor, size), size
 
@@ -241,7 +241,7 @@ def reach(address: Address) -> PeerMemory | None:
         return None
     place = f"/proc/{address.process}/fd/{address.descriptor}"
     with contextlib.suppress(OSError):
-        # Nothing else is opened: that can have effects.
+        # Other files are not opened: that can have effects.
         if os.readlink(place).startswith(f"/memfd:{_NAME}"):
             memory = PeerMemory(os.open(place, os.O_RDWR | os.O_CLOEXEC))
             if memory.token == address[-2:]:
@@ -280,7 +280,7 @@ def _token(memory: mmap.mmap) -> tuple[int, int]:
 
 
 def _values(memory: mmap.mmap, start: int, size: int) -> torch.Tensor:
-    """Return bytes as a tensor. None is kept, so none counts among the tensors of a rank."""
+    """Return bytes as a tensor, which nobody keeps: it is not counted among the tensors of a rank."""
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
 
 

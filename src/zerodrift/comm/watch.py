@@ -128,7 +128,7 @@ class WaitReport:
 
 
 class CollectiveWait:
-    """The context of `DeadlockWatch.at`: a class, because a step has hundreds."""
+    """The context of one collective. A class and no generator, because a step has hundreds of them."""
 
     __slots__ = ("_before", "_watch", "number", "ranks", "serial", "since", "thread", "what")
 
@@ -175,21 +175,22 @@ class DeadlockWatch:
         self._store: Any = None  # torch's stubs do not know all that a store can do
         self._thread: threading.Thread | None = None
         self._world = 1
+        self._foreign: tuple[ForeignCall, float] | None = None
+        """The call of another library that the main thread is in, and when it was first seen there."""
+        self._beats: dict[int, tuple[int, int]] = {}
+        """Rank -> its last beat, and the rounds since then in which it has not grown."""
+        self._first: dict[int, tuple[str, int]] = {}
+        """Ranks of the last circle -> the name of the wait, and its beat when it was first seen there."""
         if groups:
             self._world = groups[0].size()
             self._store = groups[0].get_group_store()
-            # A launcher may keep a store longer than a mesh lasts: each has keys of its own.
+            # A launcher may keep a store longer than a mesh lasts: each mesh has keys of its own.
             self._key = f"zerodrift/watch/{(self._store.add(_COUNT, 1) - 1) // self._world}"
-            judge = _DeadlockDetector(rank, self._world, self._key, self._store.clone())
+            own_store = (self._store.clone(),)  # a connection serves one thread at a time
             self._thread = threading.Thread(
-                target=self._run, args=(judge,), name="zerodrift-watch", daemon=True
+                target=self._run, args=own_store, name="zerodrift-watch", daemon=True
             )
             self._thread.start()
-
-    def at(self, what: str, number: int, ranks: range) -> CollectiveWait:
-        """Return a context in which this rank is in a collective of these ranks. A deadlock raises its error
-        there."""
-        return CollectiveWait(self, what, number, ranks)
 
     def explain(self, wait: CollectiveWait, error: BaseException) -> None:
         """Raise the known cause of a collective's error; if there is none, tell the others of the error."""
@@ -227,8 +228,11 @@ class DeadlockWatch:
     def read_error(self) -> str:
         """Return the error of the whole mesh, from the store if need be; "" if there is none."""
         if not self.error and self._store is not None:
-            self.error = read_key(self._store, f"{self._key}/said").decode()
+            self.error = self._stored_error(self._store)
         return self.error
+
+    def _stored_error(self, store: Any) -> str:
+        return read_key(store, f"{self._key}/said").decode()
 
     def _write_error(self, text: str) -> None:
         if self._store is not None:
@@ -241,36 +245,17 @@ class DeadlockWatch:
 
     # --- the thread -------------------------------------------------------------------------------------
 
-    def _run(self, judge: _DeadlockDetector) -> None:
-        seen: tuple[ForeignCall, float] | None = None
+    def _run(self, store: Any) -> None:
         for beat in itertools.count():
             if self._is_over.wait(INTERVAL):
                 return
-            if self.is_polling and (error := judge.read_error()):
-                self.error = error
-                self._cut()
-                return
-            now, wait = time.monotonic(), self._waits
-            if wait is not None:
-                seen = None
-                if now - wait.since < PATIENCE:
-                    continue
-                at, ranks = user_line(sys._current_frames().get(wait.thread)), list(wait.ranks)
-                place = (f"turn {wait.serial}", wait.what, at, str(wait.ranks), wait.number)
-            else:
-                call = foreign_call()
-                if call is None or seen is None or call.key != seen[0].key:
-                    seen = None if call is None else (call, now)
-                    continue
-                if now - seen[1] < (PATIENCE if call.is_barrier else LONG):
-                    continue
-                place = (f"call {call.key}", call.name, call.at, "", 0)
-                ranks = list(call.ranks or range(self._world))
-            needs = [rank for rank in ranks if rank != self._rank]
-            trails = {group: (trail.count, trail.last()) for group, trail in self._trails.items()}
-            report = WaitReport(beat, *place, needs, trails)
+            error, place = "", self._place()
             try:
-                error = judge.judge(report)
+                if place is not None:
+                    trails = {group: (trail.count, trail.last()) for group, trail in self._trails.items()}
+                    error = self._judge(store, WaitReport(beat, *place, trails))
+                elif self.is_polling:
+                    error = self._stored_error(store)
             except RuntimeError:
                 return  # the store has gone with the rank that had it, and with it that rank's connections
             if error:
@@ -278,51 +263,51 @@ class DeadlockWatch:
                 self._cut()
                 return
 
+    def _place(self) -> tuple[str, str, str, str, int, list[int]] | None:
+        """Return the place where this rank has waited for long; None if there is none."""
+        now, wait, seen = time.monotonic(), self._waits, self._foreign
+        if wait is not None:
+            self._foreign = None
+            if now - wait.since < PATIENCE:
+                return None
+            at, ranks = user_line(sys._current_frames().get(wait.thread)), list(wait.ranks)
+            place = (f"turn {wait.serial}", wait.what, at, str(wait.ranks), wait.number)
+        else:
+            call = foreign_call()
+            if call is None or seen is None or call.key != seen[0].key:
+                self._foreign = None if call is None else (call, now)
+                return None
+            if now - seen[1] < (PATIENCE if call.is_barrier else LONG):
+                return None
+            place = (f"call {call.key}", call.name, call.at, "", 0)
+            ranks = list(call.ranks or range(self._world))
+        return (*place, [rank for rank in ranks if rank != self._rank])
 
-class _DeadlockDetector:
-    """Reads the places of the other ranks, round by round."""
-
-    def __init__(self, rank: int, world: int, key: str, store: Any) -> None:
-        self._rank, self._world, self._key, self._store = rank, world, key, store
-        self._beats: dict[int, tuple[int, int]] = {}
-        """Rank -> its last beat, and in how many rounds it has not grown since."""
-        self._first: dict[int, tuple[str, int]] = {}
-        """The circle of the last round: rank -> its wait, and its beat when it was first seen there."""
-
-    def judge(self, report: WaitReport) -> str:
+    def _judge(self, store: Any, report: WaitReport) -> str:
         """Write where this rank waits; return the error that any rank has found, or ""."""
-        self._store.set(f"{self._key}/{self._rank}", report.write())
-        error = self.read_error()
+        store.set(f"{self._key}/{self._rank}", report.write())
+        error = self._stored_error(store)
         if error:
             return error
-        if any(self._fresh(rank) is not None for rank in range(self._rank)):
+        if any(self._fresh(store, rank) is not None for rank in range(self._rank)):
             self._first = {}
-            return ""  # the first of those who wait judges
-        places = {self._rank: report}
-        for rank in range(self._rank + 1, self._world):
-            other = self._fresh(rank)
-            if other is not None:
-                places[rank] = other
+            return ""  # the first of the ranks that wait judges
+        others = {rank: self._fresh(store, rank) for rank in range(self._rank + 1, self._world)}
+        places = {self._rank: report, **{rank: place for rank, place in others.items() if place is not None}}
         silent = [rank for rank in range(self._world) if rank not in places]
-        left = [rank for rank in silent if read_key(self._store, f"{self._key}/left/{rank}")]
+        left = [rank for rank in silent if read_key(store, f"{self._key}/left/{rank}")]
         now = {rank: (places[rank].serial, places[rank].beat) for rank in stuck(places, left, self._world)}
-        serials, first_serials = (
-            {rank: serial for rank, (serial, _) in circle.items()} for circle in (now, self._first)
-        )
-        if serials != first_serials:
+        if {rank: now[rank][0] for rank in now} != {rank: self._first[rank][0] for rank in self._first}:
             self._first = now
         # See [Note: what is certain].
         if not now or any(beat < self._first[rank][1] + 2 for rank, (_, beat) in now.items()):
             return ""
         text = deadlock_text({rank: places[rank] for rank in now}, left)
-        return str(self._store.compare_set(f"{self._key}/said", "", text).decode())
+        return str(store.compare_set(f"{self._key}/said", "", text).decode())
 
-    def read_error(self) -> str:
-        return read_key(self._store, f"{self._key}/said").decode()
-
-    def _fresh(self, rank: int) -> WaitReport | None:
-        """Return where another rank waits, if it has written so lately."""
-        text = read_key(self._store, f"{self._key}/{rank}")
+    def _fresh(self, store: Any, rank: int) -> WaitReport | None:
+        """Return where another rank waits, if it has written that lately."""
+        text = read_key(store, f"{self._key}/{rank}")
         if not text:
             return None
         report = WaitReport.read(text)

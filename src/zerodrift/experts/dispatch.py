@@ -1,14 +1,14 @@
-"""Tokens to the ranks that have their experts, and back: a layer of experts run on several ranks.
+"""Run a layer of experts on several ranks: send tokens to the ranks of their experts, and results back.
 
-A module that holds a stack of experts, and is called with tokens, the experts that each token goes to, and
-their weights, keeps its own forward. Around it each token goes to the ranks of its experts, the module runs
-what arrives on its own experts, and results are added up with the weights where the token came from.
+A module with a stack of experts, which is called with tokens, each token's experts and their weights, keeps
+its own forward. Each token goes to the ranks of its experts, the module runs the tokens that arrive on this
+rank's experts, and the results are added up with their weights on the token's rank.
 
-Invariant: all ranks exchange as often and in the same order, forward and backward, whatever the data does;
-and the order of every sum is the order of experts, on whatever rank they are.
+Invariant: all ranks exchange equally often and in the same order, forward and backward, whatever the data.
+Every sum is in the order of experts, whatever their ranks.
 
-[Note: no token] Where no token comes to a rank, its module runs one row of zeros, which is dropped. So the
-result has the module's dtype and its graph on every rank, and the exchange of gradients takes place.
+[Note: no token] If no token comes to a rank, its module runs one row of zeros, which is dropped. So the
+result has the module's dtype and graph on every rank, and the exchange of gradients takes place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zerodrift.plan import Plan
 _Travel = Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
 
 COUNT = "num_experts"
-"""Attribute in which a module may count its experts; becomes the count of this rank's own."""
+"""The attribute in which a module may count its experts; it becomes the number of this rank's experts."""
 
 
 def distribute_experts(plan: Plan, model: nn.Module, comm: Collectives, turns: Turns) -> list[Exchange]:
@@ -53,23 +53,15 @@ class Exchange:
         self.own = experts // self._ranks
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.shape[:1] == (experts,):
-                raise ModelError(
-                    f"{path}.{name}",
-                    f"must be a parameter to be spread over ranks with {experts} experts",
-                    got=f"a buffer {list(buffer.shape)}",
-                    do=f"Make it one, or leave `{path}` out of `experts.parameters`.",
-                )
+                must = f"must be a parameter to be spread over ranks with {experts} experts"
+                do = f"Make it one, or leave `{path}` out of `experts.parameters`."
+                raise ModelError(f"{path}.{name}", must, got=f"a buffer {list(buffer.shape)}", do=do)
         names = list(inspect.signature(self._forward).parameters.values())
-        if len(names) < 3 or any(
-            parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in names[:3]
-        ):
-            raise ModelError(
-                path,
-                "must have a forward of tokens `[tokens, width]`, their experts `[tokens, k]` and "
-                f"the weights of these `[tokens, k]`, to run its experts on {self._ranks} ranks",
-                got=inspect.signature(self._forward),
-                do="Write it so, or leave it out of `experts.parameters`.",
-            )
+        if len(names) < 3 or any(each.kind is not each.POSITIONAL_OR_KEYWORD for each in names[:3]):
+            must = "must have a forward of tokens `[tokens, width]`, their experts `[tokens, k]` and "
+            must += f"the weights of these `[tokens, k]`, to run its experts on {self._ranks} ranks"
+            do = "Write it so, or leave it out of `experts.parameters`."
+            raise ModelError(path, must, got=inspect.signature(self._forward), do=do)
         self._names = [parameter.name for parameter in names[:3]]
         self._counted = getattr(module, COUNT, None) == experts
         if self._counted:
@@ -92,20 +84,13 @@ class Exchange:
         given = dict(zip(self._names, args, strict=False))
         given |= {name: kwargs.pop(name) for name in self._names if name in kwargs}
         if len(given) < len(self._names):
-            raise ModelError(
-                self._path,
-                f"must be called with {', '.join(self._names)}",
-                got=", ".join(given) or "none of them",
-                do=_CALL,
-            )
+            must, got = f"must be called with {', '.join(self._names)}", ", ".join(given) or "none of them"
+            raise ModelError(self._path, must, got=got, do=_CALL)
         hidden, index, weights = (given[name] for name in self._names)
         if index.shape != weights.shape or index.shape[:-1].numel() != hidden.shape[:-1].numel():
-            raise ModelError(
-                self._path,
-                "must be called with experts and weights of one shape, `[tokens, k]`",
-                got=f"{list(index.shape)} and {list(weights.shape)} for tokens {list(hidden.shape)}",
-                do=_CALL,
-            )
+            must = "must be called with experts and weights of one shape, `[tokens, k]`"
+            got = f"{list(index.shape)} and {list(weights.shape)} for tokens {list(hidden.shape)}"
+            raise ModelError(self._path, must, got=got, do=_CALL)
         run = functools.partial(self._run, args[3:], kwargs)
         tokens = hidden.reshape(-1, hidden.shape[-1])
         k = index.shape[-1]
@@ -132,8 +117,8 @@ class Exchange:
         return going.combine(back, weights).to(tokens.dtype)
 
     def _travel(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        """Exchange rows. Of two computations in turns the other goes on meanwhile. Counts are exchanged
-        without a turn: they are small, and so each has as many turns in a forward as in a backward."""
+        """Exchange rows; of two computations in turns, the other goes on meanwhile. The exchange of counts
+        takes no turn: it is small, and a forward then has as many turns as a backward."""
         with torch.profiler.record_function(f"exchange of {self._path}"):
             arrived, under_way = self._comm.start_all_to_all(rows, send, receive, "expert")
             self._turns.hand_over()
@@ -143,7 +128,7 @@ class Exchange:
     def _run(
         self, rest: tuple[Any, ...], named: dict[str, Any], arrived: torch.Tensor, kinds: torch.Tensor
     ) -> torch.Tensor:
-        """The module's own forward on what has arrived: each row a token with one expert, and weight 1."""
+        """Run the module's own forward on the arrived rows, each a token with one expert and weight 1."""
         rows = arrived.shape[0]
         if rows == 0:  # see [Note: no token]
             arrived, kinds = torch.cat([arrived, arrived.new_zeros(1, arrived.shape[1])]), kinds.new_zeros(1)
@@ -151,72 +136,72 @@ class Exchange:
         done = self._forward(arrived, kinds.unsqueeze(1), ones, *rest, **named)
         if not isinstance(done, torch.Tensor) or done.shape != arrived.shape:
             got = list(done.shape) if isinstance(done, torch.Tensor) else type(done).__name__
-            raise ModelError(
-                self._path,
-                f"must return one tensor in the shape of its tokens, {list(arrived.shape)}",
-                got=got,
-                do="Its experts cannot run on several ranks.",
-            )
+            must = f"must return one tensor in the shape of its tokens, {list(arrived.shape)}"
+            raise ModelError(self._path, must, got=got, do="Its experts cannot run on several ranks.")
         return done[:rows]
 
 
 class TokenRouting:
-    """The way of one rank's tokens: its (token, expert) pairs in the order of experts."""
+    """The (token, expert) pairs of one rank's tokens, in the order of experts."""
 
     def __init__(self, index: torch.Tensor, experts: int) -> None:
-        """`index` `[tokens, k]`; an expert that is not below `experts` is none."""
-        self._k = index.shape[1]
-        self._tokens = index.shape[0]
+        """`index` has the experts of each token; numbers from `experts` on are none. Shape [tokens, k]."""
+        self._tokens, self._k = index.shape
         flat = index.reshape(-1)
-        found = torch.bincount(flat, minlength=experts)[:experts]
-        self.counts = found
-        """`[experts]`: pairs of each."""
-        order = flat.argsort(stable=True)
-        self._pair = order[: int(found.sum())]
+        self.counts = torch.bincount(flat, minlength=experts)[:experts]
+        """The number of pairs of each expert. Shape [experts]."""
+        self._pair = flat.argsort(stable=True)[: int(self.counts.sum())]
         self._token = self._pair // self._k
-        """`[pairs]`: the token of each, in the order of experts, and of tokens for one expert."""
-        # Which of its token's experts a pair's is, counted in the order of experts.
+        """The token of each pair; the pairs of one expert are in the order of tokens. Shape [pairs]."""
+        # The place of each pair's expert among its token's experts, in the order of experts.
         place = index.argsort(dim=1, stable=True).argsort(dim=1).reshape(-1)
         self._slot = self._token * self._k + place[self._pair]
 
     def rows_of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`[pairs, width]`: the token of each pair."""
+        """Return the token of each pair. Shape [pairs, width]."""
         rows: torch.Tensor = _Copies.apply(tokens, self._token, self._slot, self._k)
         return rows
 
     def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`[tokens, width]`: each token's rows, as they were sent, added up with their weights, the expert of
-        the lowest number first."""
+        """Add up each token's rows, as they were sent, with their weights, in the order of experts.
+
+        Shape [tokens, width].
+        """
         wide = torch.promote_types(torch.promote_types(rows.dtype, weights.dtype), torch.float32)
         weighted = rows.to(wide) * weights.reshape(-1)[self._pair].to(wide).unsqueeze(1)
-        slots = weighted.new_zeros(self._tokens * self._k, rows.shape[1]).index_copy(0, self._slot, weighted)
-        return functools.reduce(torch.add, slots.view(self._tokens, self._k, -1).unbind(1))
+        return _sum_slots(weighted, self._slot, self._tokens, self._k, wide)
+
+
+def _sum_slots(
+    rows: torch.Tensor, slot: torch.Tensor, tokens: int, k: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Add up the k slots of each token, in their order and in `dtype`. `slot` has the place of each row."""
+    width = rows.shape[1]
+    slots = rows.new_zeros(tokens * k, width).index_copy_(0, slot, rows).view(tokens, k, width)
+    return functools.reduce(torch.add, [part.to(dtype) for part in slots.unbind(1)])
 
 
 class _Copies(torch.autograd.Function):
-    """A row of each token for each of its experts; the gradients of a token's rows are added up in fp32 and
-    rounded once, in the order of experts."""
+    """A row of each token for each of its experts. In the backward, the gradients of a token's rows are added
+    in fp32, in the order of experts, and rounded once."""
 
     @staticmethod
     def forward(
         ctx: Any, tokens: torch.Tensor, token: torch.Tensor, slot: torch.Tensor, k: int
     ) -> torch.Tensor:
         ctx.save_for_backward(slot)
-        ctx.shape = (tokens.shape[0], k, tokens.shape[1])
+        ctx.tokens, ctx.k = tokens.shape[0], k
         return tokens.index_select(0, token)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (slot,) = ctx.saved_tensors
-        count, k, width = ctx.shape
-        slots = grad.new_zeros(count * k, width).index_copy_(0, slot, grad).view(count, k, width)
         wide = torch.promote_types(grad.dtype, torch.float32)
-        total = functools.reduce(torch.add, [part.to(wide) for part in slots.unbind(1)])
-        return total.to(grad.dtype), None, None, None
+        return _sum_slots(grad, slot, ctx.tokens, ctx.k, wide).to(grad.dtype), None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to other ranks of the expert axis; their gradients come back the same way."""
+    """Rows sent to other ranks of the expert axis; their gradients travel the same way back."""
 
     @staticmethod
     def forward(

@@ -1,18 +1,17 @@
-"""Run two computations of one rank in turns: while the exchange of one with other ranks travels, the other
-runs.
+"""Run two computations of one rank in turns: while one exchanges values with other ranks, the other computes.
 
-A computation that has begun an exchange hands the turn over, and has it back when the other has begun one
-too, or has ended. So one of them computes at any time, and no clock decides the turns.
+A computation that has started an exchange hands the turn over. It gets the turn back when the other one has
+started an exchange too, or has ended. So one of them computes at any time, and no clock decides the turns.
 
-Invariant: ranks whose two computations come to the same exchanges begin all of them in the same order.
+Invariant: ranks whose two computations make the same exchanges start all of them in the same order.
 
-[Note: two threads] A forward and a backward stop in the middle of a user's module and of autograd, which only
-a thread can. The first runs on the caller's own. Python's context variables, torch's modes, autocast, the
-device and its stream go with the second; the states of random generators change with the turn. Autocast's one
-store of casts of weights is not emptied before both have ended. On CUDA autograd would hold a backward up on
-the one thread of the device, so it runs where it is called, as on a CPU.
+[Note: two threads] A forward and a backward stop inside a user's module and inside autograd, which only a
+thread can do. The first runs on the caller's thread. The second gets Python's context variables, torch's
+modes, autocast, the device and its stream; the states of random generators change with the turn. Autocast's
+shared cache of cast weights is not emptied before both have ended. On CUDA autograd would run a backward on
+the one thread of the device and hold it up there, so it runs on the calling thread, as on a CPU.
 
-[Note: one error] What one raises ends the other where it waits for its turn, and is what the caller gets.
+[Note: one error] The error of one computation ends the other where it waits for its turn, and is raised.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Turns:
         self._pair: _Pair | None = None
 
     def run(self, first: Computation, second: Computation) -> None:
-        """Both, as if the second came after the first; but the second begins. A backward does, because it is
-        soon at an exchange, and a forward computes before its own."""
+        """Run both, with the results of first, then second. The second starts, as a backward should: it comes
+        to an exchange soon, while a forward computes first."""
         self._pair = _Pair(first, second, self._generators)
         try:
             self._pair.run(self._device)
@@ -51,7 +50,7 @@ class Turns:
             self._pair = None
 
     def hand_over(self) -> None:
-        """An exchange is under way: the other goes on, if there is one."""
+        """Let the other computation go on, if there is one, while an exchange is under way."""
         if self._pair is not None:
             self._pair.hand_over()
 
@@ -132,7 +131,10 @@ class _Pair:
 
 
 def _as_here(run: Computation, device: torch.device) -> Computation:
-    """For another thread: see [Note: two threads]. Stacks of modes are private in torch (2.13 to 2.15)."""
+    """Return `run` for another thread, in the context of this one. See [Note: two threads].
+
+    The stacks of modes are private in torch (2.13 to 2.15).
+    """
     context, gradients = contextvars.copy_context(), torch.is_grad_enabled()
     modes: list[Any] = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     for kind in {"cpu", device.type}:

@@ -35,9 +35,8 @@ from zerodrift.kernels.random_bits import random_words, step_key
 
 LEAST, MOST = 2.0**-96, 2.0**126
 
+_FLOATS = {Element.E4M3: torch.float8_e4m3fn, Element.E5M2: torch.float8_e5m2}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Midpoints of `_E2M1`. A tie goes to the code with an even last bit."""
 
 
 def form_of(dtype: DType) -> Format:
@@ -234,53 +233,45 @@ def scales_of(form: Format, amax: Tensor) -> Tensor:
 
 
 def codes_of(element: Element, quotients: Tensor, draws: Tensor | None = None) -> Tensor:
-    """Return the codes of fp32 quotients; none is NaN. uint8."""
-    if draws is not None:
-        return _drawn_codes(element, quotients, draws)
-    if element in (Element.E4M3, Element.E5M2):
-        dtype = torch.float8_e4m3fn if element is Element.E4M3 else torch.float8_e5m2
-        return quotients.clamp(-element.largest, element.largest).to(dtype).view(torch.uint8)
-    if element in (Element.INT8, Element.INT4):
-        whole = quotients.round().clamp(-element.largest, element.largest).to(torch.int8).view(torch.uint8)
-        return whole & (0xFF >> (8 - element.bits))
+    """Return the codes of fp32 quotients; none is NaN. uint8.
+
+    With `draws` a quotient is rounded up if its share of the step above the number below it and a random
+    fraction of 16 bits add up to one.
+    """
     if element is Element.NF4:
+        if draws is not None:
+            raise AssertionError("NF4 is only rounded to nearest")
         numbers = torch.tensor(NF4, dtype=torch.float64)
         bounds = ((numbers[1:] + numbers[:-1]) / 2).float().to(quotients.device)
         return torch.bucketize(quotients, bounds).to(torch.uint8)
-    magnitudes = quotients.abs()
-    codes = torch.zeros_like(magnitudes, dtype=torch.uint8)
-    for code, bound in enumerate(_E2M1_BOUNDS):
-        codes += (magnitudes >= bound) if code % 2 else (magnitudes > bound)
-    return codes | (torch.signbit(quotients).to(torch.uint8) << 3)
-
-
-def _drawn_codes(element: Element, quotients: Tensor, draws: Tensor) -> Tensor:
-    """Return the codes of quotients, each rounded up if its share of the step above the number below it and a
-    random fraction of 16 bits add up to one. uint8."""
-    if element is Element.NF4:
-        raise AssertionError("NF4 is only rounded to nearest")
     part = quotients.clamp(-element.largest, element.largest)
-    random = (draws & 0xFFFF).float() * 2.0**-16
+    if draws is None and element in _FLOATS:
+        return part.to(_FLOATS[element]).view(torch.uint8)
     if element in (Element.INT8, Element.INT4):
         below = part.floor()
-        whole = below + (part - below + random >= 1)
-        return whole.to(torch.int8).view(torch.uint8) & (0xFF >> (8 - element.bits))
-    numbers = numbers_of(element, part.device)
-    numbers = numbers[numbers.signbit().logical_not() & (numbers <= element.largest)]
-    below = torch.bucketize(part.abs(), numbers, right=True) - 1
-    steps = torch.cat([numbers.diff(), numbers.new_ones(1)])  # nothing is above the largest
-    codes = below + ((part.abs() - numbers[below]) / steps[below] + random >= 1)
-    return codes.to(torch.uint8) | (torch.signbit(part).to(torch.uint8) << (element.bits - 1))
+        share = part - below
+    else:
+        numbers = numbers_of(element, part.device)
+        numbers = numbers[numbers.signbit().logical_not() & (numbers <= element.largest)]
+        below = torch.bucketize(part.abs(), numbers, right=True) - 1
+        steps = torch.cat([numbers.diff(), numbers.new_ones(1)])  # nothing is above the largest
+        share = (part.abs() - numbers[below]) / steps[below]
+    if draws is None:
+        up = (share > 0.5) | ((share == 0.5) & (below % 2 == 1))
+    else:
+        up = share + (draws & 0xFFFF).float() * 2.0**-16 >= 1
+    codes = (below + up).to(torch.int8).view(torch.uint8)
+    if element in (Element.INT8, Element.INT4):
+        return codes & (0xFF >> (8 - element.bits))
+    return codes | (torch.signbit(part).to(torch.uint8) << (element.bits - 1))
 
 
 @functools.cache
 def numbers_of(element: Element, device: torch.device) -> Tensor:
     """Return the number of every code, fp32."""
     codes = torch.arange(2**element.bits, dtype=torch.uint8)
-    if element is Element.E4M3:
-        numbers = codes.view(torch.float8_e4m3fn).float()
-    elif element is Element.E5M2:
-        numbers = codes.view(torch.float8_e5m2).float()
+    if element in _FLOATS:
+        numbers = codes.view(_FLOATS[element]).float()
     elif element is Element.NF4:
         numbers = torch.tensor(NF4)
     elif element is Element.E2M1:

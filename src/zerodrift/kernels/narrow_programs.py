@@ -43,26 +43,40 @@ def _scales(most, largest: tl.constexpr, exponent: tl.constexpr, rule: tl.conste
 
 
 @triton.jit
-def _float_codes(quotients, largest, width: tl.constexpr, mantissa: tl.constexpr, bias: tl.constexpr):
-    """Return the codes of a small floating-point element: nearest, ties to even."""
+def _is_drawn_up(share, draw):
+    """Return 1 where 16 random bits round up a value that is `share` of a step above a number."""
+    return (share + draw.to(tl.int32).to(tl.float32) * 0.0000152587890625 >= 1.0).to(tl.uint32)
+
+
+@triton.jit
+def _float_codes(quotients, largest, draw, width: tl.constexpr, mantissa: tl.constexpr, bias: tl.constexpr):
+    """Return the codes of a small floating-point element: nearest, ties to even, or by 16 random bits."""
     bits = bits_of(quotients)
     part = tl.minimum(bits & MAGNITUDE, bits_of(largest))
     shift: tl.constexpr = 23 - mantissa
-    normal = (part - ((127 - bias) << 23) + ((1 << (shift - 1)) - 1) + ((part >> shift) & 1)) >> shift
-    magic: tl.constexpr = (127 + 24 - bias - mantissa) << 23  # a value whose last bit is a subnormal step
-    small = bits_of(value_of(part) + value_of(part * 0 + magic)) - magic
+    if draw is None:
+        normal = (part - ((127 - bias) << 23) + ((1 << (shift - 1)) - 1) + ((part >> shift) & 1)) >> shift
+        magic: tl.constexpr = (127 + 24 - bias - mantissa) << 23  # a value whose last bit is a subnormal step
+        small = bits_of(value_of(part) + value_of(part * 0 + magic)) - magic
+    else:
+        normal = (part - ((127 - bias) << 23) + (draw << (shift - 16))) >> shift
+        per_step: tl.constexpr = (127 - 1 + bias + mantissa) << 23  # one over the subnormal step
+        steps = tl.where(part < ((128 - bias) << 23), value_of(part) * value_of(part * 0 + per_step), 0.0)
+        below = steps.to(tl.int32)
+        small = below.to(tl.uint32) + _is_drawn_up(steps - below.to(tl.float32), draw)
     code = tl.where(part < ((128 - bias) << 23), small, normal)
     return code | ((bits >> 31) << (width - 1))
 
 
 @triton.jit
-def _codes(quotients, largest, numbers, element: tl.constexpr):
+def _codes(quotients, largest, numbers, draw, element: tl.constexpr):
+    """Return codes, rounded to nearest, or up or down by 16 random bits; NF4 always to nearest."""
     if element == E4M3:
-        return _float_codes(quotients, largest, 8, 3, 7)
+        return _float_codes(quotients, largest, draw, 8, 3, 7)
     elif element == E5M2:
-        return _float_codes(quotients, largest, 8, 2, 15)
+        return _float_codes(quotients, largest, draw, 8, 2, 15)
     elif element == E2M1:
-        return _float_codes(quotients, largest, 4, 1, 1)
+        return _float_codes(quotients, largest, draw, 4, 1, 1)
     elif element == NF4:
         code = (bits_of(quotients) * 0).to(tl.uint32)
         for lower in tl.static_range(15):
@@ -71,46 +85,13 @@ def _codes(quotients, largest, numbers, element: tl.constexpr):
         return code
     else:
         part = tl.maximum(tl.minimum(quotients, largest), -largest)
-        return bits_of(part + INTEGERS) & (255 if element == INT8 else 15)
-
-
-@triton.jit
-def _is_drawn_up(share, draw):
-    """Whether 16 random bits round up what is a share of a step above a number."""
-    return (share + draw.to(tl.int32).to(tl.float32) * 0.0000152587890625 >= 1.0).to(tl.uint32)
-
-
-@triton.jit
-def _drawn_float_codes(
-    quotients, largest, draw, width: tl.constexpr, mantissa: tl.constexpr, bias: tl.constexpr
-):
-    """Return the codes of a small floating-point element, rounded up or down by 16 random bits."""
-    bits = bits_of(quotients)
-    part = tl.minimum(bits & MAGNITUDE, bits_of(largest))
-    shift: tl.constexpr = 23 - mantissa
-    normal = (part - ((127 - bias) << 23) + (draw << (shift - 16))) >> shift
-    per_step: tl.constexpr = (127 - 1 + bias + mantissa) << 23  # one over the step between subnormal numbers
-    steps = tl.where(part < ((128 - bias) << 23), value_of(part) * value_of(part * 0 + per_step), 0.0)
-    below = steps.to(tl.int32)
-    small = below.to(tl.uint32) + _is_drawn_up(steps - below.to(tl.float32), draw)
-    code = tl.where(part < ((128 - bias) << 23), small, normal)
-    return code | ((bits >> 31) << (width - 1))
-
-
-@triton.jit
-def _drawn_codes(quotients, largest, draw, element: tl.constexpr):
-    if element == E4M3:
-        return _drawn_float_codes(quotients, largest, draw, 8, 3, 7)
-    elif element == E5M2:
-        return _drawn_float_codes(quotients, largest, draw, 8, 2, 15)
-    elif element == E2M1:
-        return _drawn_float_codes(quotients, largest, draw, 4, 1, 1)
-    else:
-        part = tl.maximum(tl.minimum(quotients, largest), -largest)
-        below = part.to(tl.int32)
-        below -= (below.to(tl.float32) > part).to(tl.int32)
-        up = _is_drawn_up(part - below.to(tl.float32), draw)
-        return (below.to(tl.uint32, bitcast=True) + up) & (255 if element == INT8 else 15)
+        if draw is None:
+            code = bits_of(part + INTEGERS)
+        else:
+            below = part.to(tl.int32)
+            below -= (below.to(tl.float32) > part).to(tl.int32)
+            code = below.to(tl.uint32, bitcast=True) + _is_drawn_up(part - below.to(tl.float32), draw)
+        return code & (255 if element == INT8 else 15)
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -157,12 +138,13 @@ def narrow(
             quotients = wide * tl.div_rn(tl.zeros_like(divisor) + 1.0, divisor)[:, None]
         quotients = tl.where(usable[:, None], quotients, 0.0)
         if keys is None:
-            code = _codes(quotients, limit, numbers, element)
+            code = _codes(quotients, limit, numbers, None, element)
         else:
             keyed: tl.constexpr = tile * block // BLOCK
             span = place * keyed + tl.arange(0, keyed)
             words = random_words(keys, span, span * BLOCK < numel, number)
-            code = _drawn_codes(quotients, limit, tl.reshape(words, (tile, block)) & 0xFFFF, element)
+            draw = tl.reshape(words, (tile, block)) & 0xFFFF
+            code = _codes(quotients, limit, numbers, draw, element)
         if pairs:
             first, second = tl.split(tl.reshape(code, (tile, block // 2, 2)))
             code = (first << 4 | second) if element == NF4 else (second << 4 | first)

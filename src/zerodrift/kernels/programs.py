@@ -57,12 +57,6 @@ def _is_nan(bits):
 
 
 @triton.jit
-def _high(bits):
-    """Return the upper 16 bits as int16."""
-    return (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
-
-
-@triton.jit
 def wide_bf16(high):
     """Convert bf16 bits in int16 to fp32."""
     return value_of(high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
@@ -79,22 +73,16 @@ def load_wide(data, at, mask):
 
 
 @triton.jit
+def _bf16(bits, rounded):
+    """Return the upper half of `rounded` as int16; one quiet NaN if fp32 `bits` are a NaN."""
+    high = (rounded >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
+    return tl.where(_is_nan(bits), QUIET, high).to(tl.int16)
+
+
+@triton.jit
 def bf16_even(x):
     bits = bits_of(x)
-    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    return tl.where(_is_nan(bits), QUIET, _high(rounded)).to(tl.int16)
-
-
-@triton.jit
-def _bf16_away(x):
-    bits = bits_of(x)
-    return tl.where(_is_nan(bits), QUIET, _high(bits + 0x8000)).to(tl.int16)
-
-
-@triton.jit
-def _bf16_random(x, random16):
-    bits = bits_of(x)
-    return tl.where(_is_nan(bits), QUIET, _high(bits + random16)).to(tl.int16)
+    return _bf16(bits, bits + 0x7FFF + ((bits >> 16) & 1))
 
 
 # --- random words ---------------------------------------------------------------------------------------
@@ -142,7 +130,8 @@ def _store_moment(
     elif state == STATE_BF16:
         tl.store(moment + at, bf16_even(x), mask=mask)
     elif state == STATE_STOCHASTIC:
-        tl.store(moment + at, _bf16_random(x, (words >> (16 * number)) & 0xFFFF), mask=mask)
+        bits, draws = bits_of(x), (words >> (16 * number)) & 0xFFFF
+        tl.store(moment + at, _bf16(bits, bits + draws), mask=mask)
     else:
         draws = (words >> (16 * number)) & 0xFFFF
         # Elements behind the end must not count in the block's scale.
@@ -248,7 +237,7 @@ def _store_master(p, storage, master, at, mask, kind: tl.constexpr):
         bits = bits_of(p)
         low = tl.where(_is_nan(bits), 0, bits & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True)
         tl.store(master + at, low, mask=mask)
-        tl.store(storage + at, _bf16_away(p), mask=mask)
+        tl.store(storage + at, _bf16(bits, bits + 0x8000), mask=mask)
     elif storage.dtype.element_ty == tl.int16:
         tl.store(storage + at, bf16_even(p), mask=mask)
     else:
@@ -362,6 +351,24 @@ def _add_where_any(to, number, mask):
 
 
 @triton.jit
+def _narrowed(total, narrow: tl.constexpr):
+    if narrow == BF16_SUM:
+        return bf16_even(total)
+    elif narrow == FP16_SUM:
+        return total.to(tl.float16)
+    else:
+        return total
+
+
+@triton.jit
+def _rounded(total, narrow: tl.constexpr):
+    if narrow == BF16_SUM:
+        return wide_bf16(bf16_even(total))
+    else:
+        return _narrowed(total, narrow).to(tl.float32)
+
+
+@triton.jit
 def sums(parts, out, numel, count, narrow: tl.constexpr, tile: tl.constexpr):
     """Add `count` consecutive parts of `numel` elements in their order; round each addition to the 16 bits of
     `narrow`, if the sum has such a dtype."""
@@ -388,34 +395,17 @@ def tree_sums(
 
 @triton.jit
 def _node(
-    parts,
-    at,
-    numel,
-    mask,
-    first: tl.constexpr,
-    height: tl.constexpr,
-    count: tl.constexpr,
-    narrow: tl.constexpr,
+    parts, at, numel, mask, first: tl.constexpr, height: tl.constexpr, count: tl.constexpr, kind: tl.constexpr
 ):
     """Return the sum of a node of the tree, from part `first` on. A half that is missing is skipped."""
     if height == 0:
         return load_wide(parts, at + numel * first, mask)
     else:
         half: tl.constexpr = 1 << (height - 1)
-        total = _node(parts, at, numel, mask, first, height - 1, count, narrow)
+        total = _node(parts, at, numel, mask, first, height - 1, count, kind)
         if first + half < count:
-            right = _node(parts, at, numel, mask, first + half, height - 1, count, narrow)
-            total = _rounded(total + right, narrow)
-        return total
-
-
-@triton.jit
-def _rounded(total, narrow: tl.constexpr):
-    if narrow == BF16_SUM:
-        return wide_bf16(bf16_even(total))
-    elif narrow == FP16_SUM:
-        return total.to(tl.float16).to(tl.float32)
-    else:
+            right = _node(parts, at, numel, mask, first + half, height - 1, count, kind)
+            total = _rounded(total + right, kind)
         return total
 
 
@@ -435,13 +425,3 @@ def prints(words, out, count, tile: tl.constexpr):
         power = tl.where(lane < following, power * PRINT_FOLD, power)
     total = tl.sum(lanes.to(tl.uint64) * power, 1)
     tl.store(out + block, total.to(tl.int64, bitcast=True), mask=block < count)
-
-
-@triton.jit
-def _narrowed(total, narrow: tl.constexpr):
-    if narrow == BF16_SUM:
-        return bf16_even(total)
-    elif narrow == FP16_SUM:
-        return total.to(tl.float16)
-    else:
-        return total

@@ -1,9 +1,9 @@
 """The optimizers of a config's `optimizer` block, and torch's own of these classes, on flat shards.
 
-An elementwise optimizer updates a whole shard in one pass: master, moments, storage and gradient. Every step
-takes its numbers from the parameter groups, which schedules and users write. A table has the group of every
-block of 256 elements, so groups cost no launch. Muon updates the rows that the plan gives it, each a whole
-matrix on one rank, with parameter group 0; AdamW updates all others, with group 1.
+An elementwise optimizer updates a whole shard in one pass over master, moments, storage and gradient. Every
+step reads its numbers from the parameter groups, which schedules and users write. A table holds the group of
+every block of 256 elements, so groups need no launches of their own. Muon updates the rows that the plan
+gives it, each a whole matrix on one rank, with parameter group 0; AdamW updates all others with group 1.
 
 Invariant: a shard's master is what the named optimizer makes of it in a plain fp32 loop, bit for bit (see
 [Note: roots] in `updates.py`), whatever the master scheme.
@@ -12,6 +12,7 @@ Invariant: a shard's master is what the named optimizer makes of it in a plain f
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,7 +35,7 @@ from zerodrift.plan import Plan, Row
 from zerodrift.policy import ANY, ComponentSpec, check_arguments, why_not_state
 
 NO_UPDATE = Hyper(lr=0.0)
-"""The group of trained parameters that the optimizer was not given: their update is exactly zero."""
+"""The numbers for trained parameters that the optimizer was not given: their update is exactly zero."""
 
 TORCH_DECAY = 0.01
 """The decay of `torch.optim.AdamW`, which DeepSpeed makes where the block says `torch_adam`."""
@@ -43,7 +44,7 @@ TORCH_DECAY = 0.01
 class Groups(torch.optim.Optimizer):
     """Parameter groups for a config's optimizer. The engine takes the steps."""
 
-    # Without torch's wrapper, whose first call imports the compiler: seconds, on every rank.
+    # Without torch's wrapper, whose first call spends seconds on importing the compiler.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
@@ -64,9 +65,9 @@ class FlatUpdater:
         self.group_of = group_of
         self.kind = algorithm.kind
         self._update_slice = update_slice
-        # A step of the optimizer's own would find no gradient and do nothing, without a word.
+        # The optimizer's own step would find no gradients and silently do nothing.
         groups.step = types.MethodType(_refuse_step, groups)  # type: ignore[method-assign]
-        # A `GradScaler` gets to that error too, instead of an assertion of its own about gradients.
+        # With this mark a `GradScaler` calls `step`, and does not fail before over missing gradients.
         groups._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         hooks, must = ("register_step_pre_hook", "register_step_post_hook"), f"{_STEPS}, and calls no hooks"
         refuse_calls(groups, hooks, must, "Do before or after `engine.step()` what it does.")
@@ -97,15 +98,15 @@ class FlatUpdater:
     def _require_states_that_move(self) -> None:
         """Refuse a caller's beta2 that a moment's dtype cannot follow, as the plan refuses a config's."""
         states = {piece.update.state for piece in self._owned.values() if piece.number not in self._matrices}
-        for state in states if self._algorithm.beta2 else ():
-            for number, group in enumerate(self.groups.param_groups):
-                if "betas" not in group:
-                    continue  # Muon's group
-                if reason := why_not_state(state, "native", group["betas"][1]):
-                    must = f"must have a beta2 that `state: {state}` can follow"
-                    got = f"{group['betas'][1]}, and {reason}"
-                    do = "Lower the beta2 of the group, or use `state: fp32`."
-                    raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
+        groups = self.groups.param_groups if self._algorithm.beta2 else []
+        for (number, group), state in itertools.product(enumerate(groups), states):
+            # Muon's group has no betas.
+            reason = why_not_state(state, "native", group["betas"][1]) if "betas" in group else ""
+            if reason:
+                must = f"must have a beta2 that `state: {state}` can follow"
+                got = f"{group['betas'][1]}, and {reason}"
+                do = "Lower the beta2 of the group, or use `state: fp32`."
+                raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
 
     # --- groups -----------------------------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ class FlatUpdater:
         self._skipped = frozenset(names).intersection(self.group_of)
 
     def _late_groups(self) -> list[tuple[int, int]]:
-        """Return (group, steps missed) of rows that have missed some, each pair once."""
+        """Return each (group, missed steps) of the rows that have missed steps, once."""
         return sorted({(self.group_of[name], missed) for name, missed in self._steps_missed.items()})
 
     def _group_table(self, piece: Owned, group_of: Mapping[str, int]) -> torch.Tensor | None:
@@ -148,7 +149,7 @@ class FlatUpdater:
             raise UnsupportedError(self._algorithm.moments_with, must, got="0 then", do=do)
         groups, count = self.groups.param_groups, self._steps + 1
         late_hypers = (_hyper(groups[group], count - missed) for group, missed in self._late_groups())
-        # As tables count: torch's groups, `NO_UPDATE`, then `_late_groups`.
+        # In the order of the tables: torch's groups, `NO_UPDATE`, then `_late_groups`.
         hypers = (*(_hyper(group, count) for group in groups), NO_UPDATE, *late_hypers)
         step = UpdateStep(self._algorithm, hypers, count, multiplier, self._root)
         for number in sorted(gradients, key=self._matrices.__contains__):
@@ -178,7 +179,7 @@ class FlatUpdater:
                 muon.update_matrices(of, span, row.shape, gradient, numbers, step, room)
 
     def _values_to_keep(self, number: int) -> list[tuple[torch.Tensor, slice, torch.Tensor]]:
-        """Return what to put back after the update of a piece with skipped rows: (tensor, place, values)."""
+        """Return the values to put back after an update, for skipped rows: (tensor, place, values)."""
         if not self._skipped:
             return []
         piece, of = self._owned[number], self._slices[number]
@@ -257,8 +258,10 @@ def _keys(piece: Owned) -> torch.Tensor:
 
 
 def keys_of_blocks(rows: Iterable[Row], start: int, numel: int, part: int = 0) -> torch.Tensor:
-    """Return the random key of every block of a part of a segment, from the parameter's name and the block's
-    place in it. `part` is the number of the rows' part, for rows in several."""
+    """Return the random key of every block of a piece, from the parameter's name and the block's place in it.
+
+    `part` is the number of the rows' part, for rows in several parts.
+    """
     keys = torch.zeros(-(-numel // BLOCK), dtype=torch.int64)
     for row in rows:
         span = row.within(start, numel)
@@ -294,11 +297,8 @@ def from_recipe(plan: Plan, owned: Sequence[Owned], update_slice: UpdateFunction
     algorithm, defaults = arguments(plan.policy.optimizer)
     groups = _muon_groups(defaults) if algorithm is MUON else [defaults]
     empty = [{"params": [nn.Parameter(torch.zeros(0))], **group} for group in groups]
-    group_of = {
-        row.name: int(algorithm is MUON and piece.update.optimizer != MUON.name)
-        for piece in owned
-        for row in piece.rows
-    }
+    optimizers = {row.name: piece.update.optimizer for piece in owned for row in piece.rows}
+    group_of = {name: int(algorithm is MUON and own != MUON.name) for name, own in optimizers.items()}
     made = Groups(empty, defaults if len(groups) == 1 else {})
     return FlatUpdater(plan, owned, algorithm, Root.EXACT, made, group_of, update_slice)
 

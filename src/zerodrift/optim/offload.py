@@ -1,21 +1,17 @@
 """The updater of a plan, and offload: masters and moments in host memory.
 
-`make_updater` says which algorithm steps the shards of this rank, and in which memory. With offload,
-gradients come down, updates run in host memory, and storage goes up.
+`make_updater` chooses the algorithm that steps the shards of this rank, and the memory that it works in.
 
-`OffloadedUpdater` is an `Updater` around one whose shards are in host memory, and which runs the CPU's
-kernels. The host has an image of every shard's storage too, which the update writes. Segment by segment,
-gradients come down and images go up: while one is updated, the next gradient and the last image travel.
+`OffloadedUpdater` wraps an `Updater` whose shards are in host memory and which runs the CPU's kernels. The
+host has an image of every shard's storage, which the update writes. Segment by segment, gradients are copied
+down and images up: while one segment is updated, the next gradient and the last image travel. Gradients share
+a few buffers: `AHEAD` of them, and more if the inner updater holds several at once, as torch's classes do.
 
-Gradients come down into a few buffers that take turns: `AHEAD` of them, and as many more as the inner updater
-wants to hold at once (torch's classes take all before they update any).
+`SideStreams` has a stream for each direction. Copies begin after the work that the device was given before
+`begin`; work that the device is given after `end` begins after the copies.
 
-`SideStreams` has a stream for each direction, so that what comes down, what goes up and what the device
-computes overlap. Copies begin after what the device was given before `begin`, and what it is given after
-`end` begins after the copies.
-
-Invariant: the bits are those of the same updater on a CPU, whatever is copied when: a gradient is read when
-its copy has arrived, and nothing is written that a copy still reads.
+Invariant: the bits are those of the same updater on a CPU: a gradient is read when its copy has arrived, and
+nothing is written that a copy still reads.
 """
 
 from __future__ import annotations
@@ -35,10 +31,10 @@ from zerodrift.optim.updater import Owned, Updater, Written, no_callback, refuse
 from zerodrift.plan import Plan
 
 AHEAD = 2
-"""Gradients on their way down or being read, for an updater that takes one after the other."""
+"""Gradients that are copied down or read at a time, for an updater that takes one after the other."""
 
 HostBuffers = defaultdict[tuple[int, torch.dtype], list[Tensor]]
-"""Free buffers by size and dtype, kept from step to step: to lock a page takes longer than to copy to it."""
+"""Free buffers by size and dtype, kept from step to step: pinning a page takes longer than copying to it."""
 
 
 class OffloadedUpdater:
@@ -56,7 +52,7 @@ class OffloadedUpdater:
         self._uploads: dict[int, torch.Event] = {}
         self._free: HostBuffers = defaultdict(list)
         self._inner = build([self._to_host(piece) for piece in owned])
-        inner = self._inner  # what follows is the same in any memory
+        inner = self._inner  # in any memory these are the same
         self.groups, self.group_of, self.kind = inner.groups, inner.group_of, inner.kind
         self.counters, self.set_counters = inner.counters, inner.set_counters
         self.leave_alone = inner.leave_alone
@@ -67,7 +63,7 @@ class OffloadedUpdater:
         image = self._transfers.host(piece.storage.numel(), piece.storage.dtype)
         image.copy_(piece.storage)
         self._images[piece.number] = image
-        # Without a separate master a shard's first values are storage itself, and stay so.
+        # Without a separate master the first values are storage itself.
         same = piece.initial.dtype is piece.storage.dtype
         return replace(piece, storage=image, initial=image if same else piece.initial.to("cpu", copy=True))
 
@@ -131,7 +127,7 @@ class OffloadedUpdater:
 
 
 class GradientDownloads(Mapping[int, Tensor]):
-    """Gradients that are copied to the host when they are asked for, and a little ahead, in their order."""
+    """Gradients, each copied to the host on request, and the next ones ahead of it."""
 
     def __init__(self, gradients: Mapping[int, Tensor], free: HostBuffers, transfers: SideStreams) -> None:
         self._gradients = gradients
@@ -178,8 +174,8 @@ class GradientDownloads(Mapping[int, Tensor]):
 
 
 class SideStreams:
-    """Copies between device and host, on streams of the device. All of one step are between its `begin` and
-    its `end`. On a CPU, which has streams in name, copies are done at once."""
+    """Copies between device and host on two streams of the device, between `begin` and `end` of a step. On a
+    CPU, whose streams do nothing, copies are done at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams: Any = torch.get_device_module(device)  # torch.cuda, torch.xpu, torch.cpu
@@ -193,11 +189,11 @@ class SideStreams:
         return torch.device(self._device) if not self._pinned else self._streams.device(self._device)
 
     def host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return uninitialized host memory that the device copies to and from by itself."""
+        """Return uninitialized host memory, pinned for copies of a device."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     def begin(self) -> None:
-        """Let the copies that follow wait for everything that the device was given before."""
+        """Let the following copies wait for all work that the device has been given."""
         with self._on_device():
             for stream in (self._down, self._up):
                 stream.wait_stream(self._streams.current_stream())
@@ -218,7 +214,7 @@ class SideStreams:
         return event
 
     def end(self) -> None:
-        """Let what the device is given next wait for every copy."""
+        """Let the next work of the device wait for every copy."""
         with self._on_device():
             for stream in (self._down, self._up):
                 self._streams.current_stream().wait_stream(stream)
@@ -237,15 +233,12 @@ def make_updater(
 ) -> Updater:
     """Return the updater of the shards that this rank owns.
 
-    `optimizer` is the caller's, over the model's own parameters, and `names` gives their names by `id`.
-    Without one the plan's `optimizer` block is built. `update_slice` is the same on all ranks.
-
-    If the plan offloads, `transfers` copies between device and host. It defaults to streams of the device,
-    and to nothing for a CPU; a CPU with `transfers` is treated as if the host were elsewhere.
+    `optimizer` is the caller's, over the model's own parameters; `names` has their names by `id`. Without one
+    the plan's `optimizer` block is built. `update_slice` is the same on all ranks. If the plan offloads,
+    `transfers` copies between device and host: by default streams of a device, and nothing for a CPU.
     """
 
     def make(owned: Sequence[Owned]) -> Updater:
-        """Return the updater of shards in the memory in which they are."""
         if optimizer is None:
             return flat.from_recipe(plan, owned, update_slice)
         group_of = torch_optimizer.group_of(optimizer, names, plan)
@@ -263,9 +256,12 @@ def make_updater(
         made = OffloadedUpdater(owned, make, transfers or SideStreams(device))
     must, do = "must be called before the engine is made", "Give the optimizer all of its groups there."
     refuse_calls(made.groups, ["add_param_group"], must, do)
-    must = "must not be called: the engine has the moments"
-    do = "Save and load with `zerodrift.Checkpoints`; `engine.parameter(name).state` has those of one "
-    refuse_calls(made.groups, ["state_dict", "load_state_dict"], must, f"{do}parameter.")
+    must, do = (
+        "must not be called: the engine has the moments",
+        "Save and load with `zerodrift.Checkpoints`; ",
+    )
+    do += "`engine.parameter(name).state` has those of one parameter."
+    refuse_calls(made.groups, ["state_dict", "load_state_dict"], must, do)
     return made
 
 

@@ -1,16 +1,15 @@
 """Learning-rate schedules that a `scheduler` block can name: DeepSpeed's and those of `transformers`.
 
-Every schedule counts batches. The count is -1 before the first `step`, and all that a checkpoint holds.
+Every schedule counts batches. The count is -1 before the first `step`; a checkpoint holds nothing else.
 
-DeepSpeed's schedules are written here, with its names and arguments. WarmupLR and its kin set the rate of
-the batch that has ended: the first two updates run at the minimum. OneCycle and LRRangeTest set the rate of
-the coming batch. A skipped step does not advance a schedule: the engine calls `step` after updates only.
+DeepSpeed's schedules are written here, with its names and arguments. WarmupLR, WarmupDecayLR and
+WarmupCosineLR set the rate of the batch that has ended, so the first two updates run at the minimum. OneCycle
+and LRRangeTest set the rate of the next batch. The engine calls `step` after updates only, so a skipped step
+does not advance a schedule. The other schedules are functions of the installed `transformers`: the factor of
+step n, counted from 0, times each group's own rate.
 
-The others are the functions of the installed `transformers`: the factor of step n, counted from 0, times
-each group's own rate.
-
-Invariant: after the same steps a group's `lr` and `betas` are what DeepSpeed 0.19.6 or `transformers`
-leaves, and a schedule resumes from its count alone.
+Invariant: after the same steps a group's `lr` and `betas` are those of DeepSpeed 0.19.6 or `transformers`,
+and a schedule resumes from its count alone.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -50,6 +49,15 @@ class Schedule:
         self.last_batch_iteration = last_batch_iteration
         if last_batch_iteration == -1:
             self._set_rates()
+
+    def _take_optimizer(self, given: Any) -> None:
+        """Keep the optimizer whose groups get rates: `given`, or the optimizer that it wraps."""
+        optimizer = given if isinstance(given, torch.optim.Optimizer) else getattr(given, "optimizer", None)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            must, got = "must be a torch.optim.Optimizer", type(given).__name__
+            raise TypeError(str(Problem("optimizer", must, got=got)))
+        self.optimizer = optimizer
+        self._own_rates = [float(group["lr"]) for group in optimizer.param_groups]
 
     def get_lr(self) -> list[float]:
         raise NotImplementedError
@@ -91,14 +99,6 @@ class Schedule:
         return list(value)
 
 
-def _optimizer_in(given: Any) -> torch.optim.Optimizer:
-    optimizer = given if isinstance(given, torch.optim.Optimizer) else getattr(given, "optimizer", None)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        must, got = "must be a torch.optim.Optimizer", type(given).__name__
-        raise TypeError(str(Problem("optimizer", must, got=got)))
-    return optimizer
-
-
 def _require_positive(name: str, value: Any) -> None:
     if not isinstance(value, int) or value <= 0:
         raise ValueError(str(Problem(name, "must be a whole number above 0", got=repr(value))))
@@ -120,7 +120,7 @@ class _WarmupSchedule(Schedule):
         if not is_warmup_type(kind):
             _log.warning("`warmup_type` is %r, which is none: it is %r", kind, WARMUP_LOG_RATE)
             kind = WARMUP_LOG_RATE
-        self.optimizer = _optimizer_in(optimizer)
+        self._take_optimizer(optimizer)
         self.warmup_num_steps, self.warmup_type = max(2, steps), kind
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
@@ -147,10 +147,9 @@ class WarmupLR(_WarmupSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self._begin_warmup(optimizer, warmup_num_steps, warmup_type)
-        if warmup_max_lr is None:
-            warmup_max_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
+        max_lr = self._own_rates if warmup_max_lr is None else warmup_max_lr
         self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
-        self.max_lrs = self._per_group(warmup_max_lr, "warmup_max_lr")
+        self.max_lrs = self._per_group(max_lr, "warmup_max_lr")
         self.delta_lrs = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         self.begin(last_batch_iteration)
 
@@ -201,7 +200,7 @@ class WarmupCosineLR(_WarmupSchedule):
     ) -> None:
         self._begin_warmup(optimizer, warmup_num_steps, warmup_type)
         self.total_num_steps = total_num_steps
-        self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.org_lrs = self._own_rates
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.begin(last_batch_iteration)
 
@@ -233,7 +232,7 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         _require_positive("lr_range_test_step_size", lr_range_test_step_size)
-        self.optimizer = _optimizer_in(optimizer)
+        self._take_optimizer(optimizer)
         self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
         self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
@@ -270,18 +269,15 @@ class OneCycle(Schedule):
     ) -> None:
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0 or second < 0:
-            names, got = (
-                "cycle_first_step_size, cycle_second_step_size",
-                f"{cycle_first_step_size} and {second}",
-            )
+            names = "cycle_first_step_size, cycle_second_step_size"
+            got = f"{cycle_first_step_size} and {second}"
             raise ValueError(str(Problem(names, "must be above 0 and at least 0", got=got)))
-        self.optimizer = _optimizer_in(optimizer)
+        self._take_optimizer(optimizer)
         self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
         self.total_size = self.first_step_size + self.second_step_size
         self.step_ratio = self.first_step_size / self.total_size
-        self.first_stair_count = self.second_stair_count = cycle_first_stair_count
-        if cycle_second_stair_count is not None:
-            self.second_stair_count = cycle_second_stair_count
+        stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.first_stair_count, self.second_stair_count = cycle_first_stair_count, stairs
         self.decay_step_size, self.decay_lr_rate = decay_step_size, decay_lr_rate
         self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
         self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr")
@@ -308,31 +304,26 @@ class OneCycle(Schedule):
             return math.floor(inside * stairs / self.first_step_size) / stairs
         return math.floor((self.total_size - inside) * stairs / self.second_step_size) / stairs
 
-    @property
-    def _decayed(self) -> float | None:
-        """The decay intervals since the cycle ended; None while the cycle lasts."""
-        if self.last_batch_iteration < self.total_size:
-            return None
+    def _along(self, bounds: tuple[list[float], list[float]], decay: float, *, falls: bool) -> list[float]:
+        """Return the values of all groups between (least, most); rates decay by division, momentum grows."""
         after = self.last_batch_iteration - self.total_size + 1
-        return after / self.decay_step_size if self.decay_step_size else 0.0
+        if after >= 1:
+            grown = 1 + decay * (after / self.decay_step_size if self.decay_step_size else 0.0)
+            return [high * grown for high in bounds[1]] if falls else [low / grown for low in bounds[0]]
+        height, pairs = self._height(), zip(*bounds, strict=True)
+        if falls:
+            return [high - (high - low) * height for low, high in pairs]
+        return [low + (high - low) * height for low, high in pairs]
 
     def get_lr(self) -> list[float]:
-        decayed = self._decayed
-        if decayed is not None:
-            return [low / (1 + self.decay_lr_rate * decayed) for low in self.min_lrs]
-        height = self._height()
-        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return self._along((self.min_lrs, self.max_lrs), self.decay_lr_rate, falls=False)
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return betas per group; None where momentum is not cycled."""
         if not self.cycle_momentum:
             return None
-        decayed = self._decayed
-        if decayed is not None:
-            return [(high * (1 + self.decay_mom_rate * decayed), 0.99) for high in self.max_moms]
-        height = self._height()
-        pairs = zip(self.min_moms, self.max_moms, strict=True)
-        return [(high - (high - low) * height, 0.99) for low, high in pairs]
+        firsts = self._along((self.min_moms, self.max_moms), self.decay_mom_rate, falls=True)
+        return [(first, 0.99) for first in firsts]
 
     def _set_rates(self) -> None:
         super()._set_rates()
@@ -359,8 +350,7 @@ class TransformersSchedule(Schedule):
     """A schedule of `transformers`: its factor of each group's own rate."""
 
     def __init__(self, optimizer: Any, kind: str, last_batch_iteration: int = -1, **params: Any) -> None:
-        self.optimizer = _optimizer_in(optimizer)
-        self.own_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._take_optimizer(optimizer)
         # A rate among the arguments is a share of the optimizer's, which is the first group's if none is.
         base = float(self.optimizer.defaults.get("lr", self.optimizer.param_groups[0]["lr"]))
         self._factor = _transformers_factor(kind, base, params)
@@ -368,7 +358,7 @@ class TransformersSchedule(Schedule):
 
     def get_lr(self) -> list[float]:
         factor = self._factor(self.last_batch_iteration + 1)
-        return [own * factor for own in self.own_lrs]
+        return [own * factor for own in self._own_rates]
 
 
 def _transformers_factor(kind: str, base: float, params: dict[str, Any]) -> Callable[[int], float]:
@@ -376,12 +366,9 @@ def _transformers_factor(kind: str, base: float, params: dict[str, Any]) -> Call
     try:
         functions = importlib.import_module("transformers.optimization").TYPE_TO_SCHEDULER_FUNCTION
     except ImportError as error:
-        raise ConfigError(
-            "scheduler.type",
-            "must be one of DeepSpeed's where `transformers` is not installed",
-            got=repr(kind),
-            do=f"`pip install transformers`, or use {', '.join(VALID_LR_SCHEDULES)}.",
-        ) from error
+        must, others = "must be one of DeepSpeed's where `transformers` is not installed", VALID_LR_SCHEDULES
+        do = f"`pip install transformers`, or use {', '.join(others)}."
+        raise ConfigError("scheduler.type", must, got=repr(kind), do=do) from error
     if kind not in functions:
         must = "must be a schedule of the installed `transformers`"
         raise ConfigError("scheduler.type", must, got=repr(kind), do="Upgrade `transformers`.")
@@ -413,8 +400,7 @@ def make_schedule(recipe: ComponentSpec, optimizer: torch.optim.Optimizer) -> Sc
     if schedule is TransformersSchedule:
         params["kind"] = recipe.type
     try:
-        made: Schedule = schedule(optimizer, **params)
-        return made
+        return cast(Schedule, schedule(optimizer, **params))
     except (TypeError, ValueError) as error:
         raise ConfigError("scheduler.params", f"must be arguments of {recipe.type}", got=error) from error
 

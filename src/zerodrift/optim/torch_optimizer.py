@@ -1,10 +1,10 @@
 """A caller's `torch.optim` object as an `Updater`: its own `step` on fp32 views of this rank's shards.
 
-Parameter groups and their options stay. In a step their parameters are views of the fp32 masters, and between
-steps the model's own, which are guarded. With fp32 storage the views are of storage itself. A split master is
-joined before a step and split after it, so its fp32 form has memory only then.
+Parameter groups keep their options. During a step their parameters are views of the fp32 masters, or of fp32
+storage; between steps they are the model's own, without optimizer state. A split master is joined before a
+step and split after it, so its fp32 form takes memory during a step only.
 
-A view is a flat piece of a parameter, or, if this rank owns all of it, the parameter in its shape.
+A view is a flat piece of a parameter, or the parameter in its shape if this rank owns all of it.
 `elementwise` decides which classes may step pieces.
 
 Invariant: an element's update is what the same optimizer would do to it in a plain loop.
@@ -37,7 +37,7 @@ UNSUPPORTED = {
     "SparseAdam": "needs sparse gradients, and gradients are summed dense here",
     "BlockOptimizer": "trains other parameters after some steps, and an engine trains the same ones",
 }
-"""Classes that no placement helps."""
+"""Classes that are refused with any placement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class _View:
     """The part of one row that this rank owns, as the optimizer gets it."""
 
     number: int
-    """The segment."""
+    """The number of the segment."""
     span: slice
-    """Its place in the piece of that segment."""
+    """The place of the view in this rank's piece of the segment."""
     row: Row
     parameter: nn.Parameter
 
@@ -57,7 +57,7 @@ class _View:
 
 
 class _MovedState(dict[str, Any]):
-    """The state of a parameter between steps: to look for a value there is an error, and it lists none."""
+    """The state of a model's parameter between steps: reading a value raises."""
 
     def _refuse(self, *_: Any) -> NoReturn:
         must = "must be read from the engine between steps, when the optimizer has no values"
@@ -88,9 +88,9 @@ class TorchOptimizerUpdater:
         """Flat fp32 masters: storage itself, the copy, or for a split master what `_join` fills."""
         self._joined = [n for n, of in self._slices.items() if of.scheme.master is Master.SPLIT]
         for number, of in self._slices.items():
-            self._values[number] = of.storage if of.master is None else of.master
-            if number in self._joined:
-                self._values[number] = torch.empty_like(of.storage, dtype=torch.float32)
+            is_joined = number in self._joined
+            joined = torch.empty_like(of.storage, dtype=torch.float32) if is_joined else of.master
+            self._values[number] = of.storage if joined is None else joined
         self._state_owners = state_owners(optimizer)
         views = {view.row.name: view for view in self._make_views()}
         self._groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
@@ -103,9 +103,8 @@ class TorchOptimizerUpdater:
                     owner.state.pop(parameter, None)
                 if name in views:
                     # The caller's attributes, which an optimizer may read: `p.no_decay = True`.
-                    own = {
-                        k: v for k, v in vars(parameter).items() if not k.startswith(("_zerodrift", "ds_"))
-                    }
+                    private = ("_zerodrift", "ds_")
+                    own = {k: v for k, v in vars(parameter).items() if not k.startswith(private)}
                     views[name].parameter.__dict__.update(own)
                     self._set_state(views[name].parameter, self._shard_of(state, views[name]))
             self._groups.append((group, [views[name].parameter for name in names if name in views]))
@@ -113,7 +112,7 @@ class TorchOptimizerUpdater:
         self._free_joined()
         self._skipped: frozenset[str] = frozenset()
         self.statistics: Mapping[int, torch.Tensor] = empty_statistics(plan, owned)
-        """A class does not tell its wanted change, so this takes that of the fp32 master."""
+        """Count the change of the fp32 master, since a class does not tell the change that it wants."""
 
     def _make_views(self) -> Iterator[_View]:
         for number, piece in self._pieces.items():
@@ -127,7 +126,7 @@ class TorchOptimizerUpdater:
                     yield _View(number, span, row, nn.Parameter(values))
 
     def _shard_of(self, state: Mapping[str, Any], view: _View) -> dict[str, Any]:
-        """Return a view's part of the state that was made before any step, as Adagrad does."""
+        """Return a view's part of a state that exists before the first step, as Adagrad's does."""
         begin = self._pieces[view.number].start + view.span.start - view.row.offset
         parameter, part = view.parameter, slice(begin, begin + view.parameter.numel())
         return {
@@ -191,7 +190,7 @@ class TorchOptimizerUpdater:
             written(number)
 
     def _step_groups(self) -> None:
-        """Call the optimizer's own `step`. An error in it says that the optimizer got flat pieces."""
+        """Call the optimizer's own `step`. An error there is reported with the flat pieces that it got."""
         shown = [(group, group["params"]) for group, _ in self._groups]
         self._guard_states(None)
         try:
@@ -214,8 +213,8 @@ class TorchOptimizerUpdater:
             self._guard_states(_MovedState())
 
     def _guard_states(self, guard: _MovedState | None) -> None:
-        """Give the model's parameters this state between steps. A method of the optimizer that looks for the
-        state of views there, as `eval` of a schedule-free one does, would take it for missing."""
+        """Give the model's parameters this state. Without a guard, a method that reads states between steps,
+        such as `eval` of a schedule-free optimizer, would take them for missing."""
         for owner in self._state_owners.values():
             for parameter in (each for group, _ in self._groups for each in group["params"]):
                 owner.state.pop(parameter, None)
@@ -382,7 +381,7 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
 
 
 def _require_supported(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Refuse a class that no placement helps, and an object that the engine cannot step."""
+    """Refuse an optimizer that the engine cannot step with any placement."""
     kind = type(optimizer).__name__
     use = f"Use {either(known.name for known in ALGORITHMS)}."
 
@@ -398,9 +397,7 @@ def _require_supported(optimizer: torch.optim.Optimizer, names: Mapping[int, str
         own = [group for group in inner.param_groups if id(group) not in shared]
         if any(id(parameter) in names for group in own for parameter in group["params"]):
             wrapped = type(inner).__name__
-            must = (
-                "must share its parameter groups with the optimizer that it wraps, which would step nothing"
-            )
+            must = "must share its parameter groups with the optimizer that it wraps: that would step nothing"
             do = f"Set the {kind}'s `param_groups` to those of the {wrapped}."
             refuse(must, f" around {wrapped} with groups of its own", do)
     if needs_closure(type(optimizer)):
@@ -412,7 +409,7 @@ def _require_supported(optimizer: torch.optim.Optimizer, names: Mapping[int, str
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Return whether the state of a parameter is that of a step. Marks and zeros may be made before one."""
+    """Return whether the state of a parameter comes from a step. Marks and zeros may exist before one."""
     if "step" in state:
         return float(state["step"]) != 0
     return any(isinstance(value, torch.Tensor) for value in state.values())

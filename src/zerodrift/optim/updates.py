@@ -113,6 +113,9 @@ class Coefficients:
 
 Moments = tuple[Tensor, ...]
 
+Direction = tuple[Tensor, Tensor | None]
+"""Numerator and denominator (None: 1) of an update, before it is multiplied by `Coefficients.step`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
@@ -120,22 +123,14 @@ class Arithmetic:
 
     coefficients: Callable[[Hyper], Coefficients]
     """Derived numbers, formed in the order in which torch forms them."""
-    advance: Callable[[Coefficients, Tensor, Moments, Tensor, Root], None]
-    """One update in place: flat, fp32, of a gradient that is scaled and has `l2` in it.
-
-    The gradient is overwritten: SGD and Lion leave their direction in it."""
-    wanted: Callable[[Coefficients, Tensor, Moments, Tensor, Root], Tensor]
-    """The change that `advance` added to the old weight, before that sum was rounded, for statistics. Moments
-    and gradient are as `advance` left them."""
+    advance: Callable[[Coefficients, Tensor, Moments, Tensor, Root], Direction]
+    """One update in place of flat fp32 values. The gradient is scaled, includes `l2`, and is overwritten."""
     compiled: int | None = None
     """The number in `kernels/updates.h` and `kernels/programs.py`; None runs in PyTorch everywhere."""
+    decays: bool = True
+    """True if `decay` is part of the change: an infinite weight then changes by NaN."""
     roots: bool = False
     """True if the update takes the square root that `Root` is about."""
-
-
-def _with_decay(change: Tensor, numbers: Coefficients, before: Tensor) -> Tensor:
-    decay = torch.full((), numbers.decay, dtype=torch.float32, device=before.device)
-    return change + before * (decay - 1)
 
 
 # --- Adam -----------------------------------------------------------------------------------------------
@@ -156,37 +151,28 @@ def _of_betas(hyper: Hyper) -> dict[str, float]:
     return {"sign": _sign(hyper), **blends}
 
 
-def _adam_numbers(hyper: Hyper, decay: float, l2: float) -> Coefficients:
+def _adam_numbers(hyper: Hyper, decoupled: bool) -> Coefficients:
     beta1, beta2 = hyper.betas
     return Coefficients(
         **_of_betas(hyper),
-        decay=decay,
-        l2=l2,
+        decay=_decoupled(hyper) if decoupled else 1.0,
+        l2=0.0 if decoupled else hyper.weight_decay,
         correction=(1 - beta2 ** float(hyper.step)) ** 0.5,
         eps=hyper.eps,
         step=-(hyper.lr / (1 - beta1 ** float(hyper.step))),
     )
 
 
-def _adam(numbers: Coefficients, weight: Tensor, moments: Moments, gradient: Tensor, root: Root) -> None:
+def _adam(numbers: Coefficients, weight: Tensor, moments: Moments, gradient: Tensor, root: Root) -> Direction:
     mean, square = moments
     if numbers.decay != 1:
         weight.mul_(numbers.decay)
     mean.lerp_(gradient, numbers.blend1)
     square.mul_(numbers.keep2).addcmul_(gradient, gradient, value=numbers.blend2)
-    weight.addcdiv_(mean, _denominator(numbers, square, root), value=numbers.step)
-
-
-def _denominator(numbers: Coefficients, square: Tensor, root: Root) -> Tensor:
-    taken = exact_sqrt(square) if root is Root.EXACT else square.sqrt()
-    return taken.div_(numbers.correction).add_(numbers.eps)
-
-
-def _adam_wanted(
-    numbers: Coefficients, before: Tensor, moments: Moments, gradient: Tensor, root: Root
-) -> Tensor:
-    change = (moments[0] * numbers.step) / _denominator(numbers, moments[1], root)
-    return _with_decay(change, numbers, before)
+    denominator = exact_sqrt(square) if root is Root.EXACT else square.sqrt()
+    denominator.div_(numbers.correction).add_(numbers.eps)
+    weight.addcdiv_(mean, denominator, value=numbers.step)
+    return mean, denominator
 
 
 # --- SGD and Lion ---------------------------------------------------------------------------------------
@@ -204,7 +190,7 @@ def _sgd_numbers(hyper: Hyper) -> Coefficients:
     )
 
 
-def _sgd(numbers: Coefficients, weight: Tensor, moments: Moments, gradient: Tensor, root: Root) -> None:
+def _sgd(numbers: Coefficients, weight: Tensor, moments: Moments, gradient: Tensor, root: Root) -> Direction:
     if moments and numbers.keep1 != 0:
         buffer = moments[0]
         if numbers.first:
@@ -216,51 +202,28 @@ def _sgd(numbers: Coefficients, weight: Tensor, moments: Moments, gradient: Tens
         else:
             gradient.copy_(buffer)
     weight.add_(gradient, alpha=numbers.step)
-
-
-def _sgd_wanted(
-    numbers: Coefficients, before: Tensor, moments: Moments, gradient: Tensor, root: Root
-) -> Tensor:
-    return gradient * numbers.step
+    return gradient, None
 
 
 def _lion_numbers(hyper: Hyper) -> Coefficients:
     return Coefficients(**_of_betas(hyper), decay=_decoupled(hyper), step=-hyper.lr)
 
 
-def _lion(numbers: Coefficients, weight: Tensor, moments: Moments, gradient: Tensor, root: Root) -> None:
+def _lion(numbers: Coefficients, weight: Tensor, moments: Moments, gradient: Tensor, root: Root) -> Direction:
     mean = moments[0]
     direction = mean.mul(numbers.keep1).add_(gradient, alpha=numbers.blend1).sign_()
     if numbers.decay != 1:
         weight.mul_(numbers.decay)
     weight.add_(direction, alpha=numbers.step)
     mean.mul_(numbers.keep2).add_(gradient, alpha=numbers.blend2)
-    gradient.copy_(direction)
-
-
-def _lion_wanted(
-    numbers: Coefficients, before: Tensor, moments: Moments, gradient: Tensor, root: Root
-) -> Tensor:
-    return _with_decay(gradient * numbers.step, numbers, before)
+    return direction, None
 
 
 ARITHMETIC: Mapping[Algorithm, Arithmetic] = {
-    ADAMW: Arithmetic(
-        lambda hyper: _adam_numbers(hyper, decay=_decoupled(hyper), l2=0.0),
-        _adam,
-        _adam_wanted,
-        compiled=0,
-        roots=True,
-    ),
-    ADAM: Arithmetic(
-        lambda hyper: _adam_numbers(hyper, decay=1.0, l2=hyper.weight_decay),
-        _adam,
-        _adam_wanted,
-        compiled=0,
-        roots=True,
-    ),
-    SGD: Arithmetic(_sgd_numbers, _sgd, _sgd_wanted, compiled=1),
-    LION: Arithmetic(_lion_numbers, _lion, _lion_wanted, compiled=2),
+    ADAMW: Arithmetic(partial(_adam_numbers, decoupled=True), _adam, compiled=0, roots=True),
+    ADAM: Arithmetic(partial(_adam_numbers, decoupled=False), _adam, compiled=0, roots=True),
+    SGD: Arithmetic(_sgd_numbers, _sgd, compiled=1, decays=False),
+    LION: Arithmetic(_lion_numbers, _lion, compiled=2),
 }
 """The optimizers that update flat slices."""
 
@@ -331,8 +294,16 @@ def _advance(
     before = weight.clone() if is_counted else None
     if numbers.l2 != 0:
         gradient.add_(weight, alpha=numbers.l2)
-    arithmetic.advance(numbers, weight, moments, gradient, root)
-    return None if before is None else arithmetic.wanted(numbers, before, moments, gradient, root)
+    direction, divisor = arithmetic.advance(numbers, weight, moments, gradient, root)
+    if before is None:
+        return None
+    change = direction * numbers.step
+    if divisor is not None:
+        change = change / divisor
+    if not arithmetic.decays:
+        return change
+    decay = torch.full((), numbers.decay, dtype=torch.float32, device=before.device)
+    return change + before * (decay - 1)
 
 
 def check_gradient(of: SliceTensors, gradient: Tensor) -> None:

@@ -1,22 +1,21 @@
 """A model cut into the pieces of a pipeline: which modules a piece has, and what its forward is.
 
-A piece is the model's own tree of modules with the same paths, in which what other pieces hold is replaced:
-a layer by one that passes its input on, anything else by one that refuses to run. So names stay those of the
-whole model, and its own code runs: for causal language models of `transformers` the library's own forward,
-for a list of layers what its owner says in `Parts`. `plan/stages.py` decides which parameter is in which
-piece.
+A piece is the model's own tree of modules, with the same paths, in which the modules of other pieces are
+replaced: a layer by one that passes its input on, any other module by one that refuses to run. So names are
+those of the whole model, and its own code runs: the library's forward for causal language models of
+`transformers`, the functions of `Parts` for other models. `plan/stages.py` assigns parameters to pieces.
 
-Invariant: nothing of the given model is changed, and a module is in a piece as itself if all of its
-parameters are, so hooks on it hold wherever it is called from.
+Invariant: the given model is not changed. A module whose parameters are all in one piece is there as itself,
+so hooks on it work wherever it is called from.
 
-[Note: entering] A piece that is not the first runs the library's forward of the whole base model. Whatever
-that does before its layers the first piece has done, so the stand-in of the first layer gives what came from
-the piece before, whatever comes to it, and puts random generators back. Masks and rotary tables are made as
-in the whole model.
+[Note: entering] A piece behind the first runs the library's forward of the whole base model. Its first layer
+is replaced by one that ignores its input, returns the output of the piece before, and restores the random
+generators, since the first piece has already done the work before the layers. Masks and rotary tables are
+made as in the whole model.
 
-[Note: router logits] The loss that balances experts multiplies two means over all layers. So where a model's
+[Note: router logits] The loss that balances experts multiplies two means over all layers. So if a model's
 loss asks for router logits, each piece sends those of its layers along, and the last piece's base model
-returns them all to the library's own loss.
+returns all of them to the library's own loss.
 """
 
 from __future__ import annotations
@@ -41,9 +40,10 @@ Hidden = torch.Tensor | tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Parts:
-    """Cuts a model of your own that has a list of layers, by what comes before, in and after them. All are
-    called with a micro-batch as it was given, floating tensors in the dtype of the mode. What `before` uses
-    must come before the layers in the order of the model's parameters, what `after` uses behind them."""
+    """Cuts a model of your own that has a list of layers, by functions for the parts before, in and after the
+    layers. All get a micro-batch as it was given, with floating tensors in the dtype of the mode. In the
+    order of the model's parameters, those of `before` must precede the layers and those of `after` must
+    follow."""
 
     layers: str
     """Path of the module whose children are the layers; `""` is the model itself, an `nn.Sequential`."""
@@ -52,7 +52,7 @@ class Parts:
     after: Callable[[Any, Any, Any], torch.Tensor]
     """(model, output of the last layer, micro-batch) -> the loss."""
     each: Callable[..., Hidden] = lambda model, layer, hidden, batch: layer(hidden)
-    """(model, layer, its input, micro-batch) -> its output. One that takes three gets no model."""
+    """(model, layer, its input, micro-batch) -> its output. A function of three arguments gets no model."""
 
     def __post_init__(self) -> None:
         given = _positional(self.each)
@@ -96,10 +96,10 @@ def _positional(function: Callable[..., Any]) -> int:
 
 
 ROUTED = "output_router_logits"
-"""The keyword, and the key of a config, by which a loss asks for the router logits of all layers."""
+"""The keyword argument and config key that ask for a loss of the router logits of all layers."""
 
 ELSEWHERE = ("output_hidden_states", "output_attentions")
-"""Outputs of all layers, which no rank of a pipeline has."""
+"""Outputs of all layers together, which no rank of a pipeline has."""
 
 
 @dataclass(frozen=True)
@@ -178,15 +178,12 @@ class Causal:
                 handle.remove()
 
     def _base(self, piece: nn.Module, arguments: dict[str, Any], came: tuple[torch.Tensor, ...]) -> Hidden:
-        """Run the base model; return what leaves it, with the router logits that came and its own, where
-        there are any."""
-        if self._routes(piece, arguments):
-            arguments = {**arguments, ROUTED: True}
+        """Run the base model. Return its output, with `came` and its own router logits if there are any."""
+        routes = self._routes(piece, arguments)
+        arguments = {**arguments, ROUTED: True} if routes else arguments
         output = piece.get_submodule(self.base)(**arguments)
         hidden: torch.Tensor = output.last_hidden_state
-        if not self._routes(piece, arguments):
-            return hidden
-        return (hidden, *came, *(output.router_logits or ()))
+        return (hidden, *came, *(output.router_logits or ())) if routes else hidden
 
     @staticmethod
     def _rest(batch: Any, *wanted: str) -> dict[str, Any]:
@@ -197,8 +194,7 @@ class Causal:
 
     @staticmethod
     def _routes(piece: nn.Module, batch: Mapping[str, Any]) -> bool:
-        """Return whether the loss asks for router logits; that of some models never does, whatever they are
-        passed."""
+        """Return whether the loss asks for router logits. In some models it never does."""
         if ROUTED not in inspect.signature(type(piece).forward).parameters:
             return False
         asked = batch.get(ROUTED)
@@ -218,9 +214,9 @@ class Causal:
 
 
 Cut: TypeAlias = Parts | Causal
-"""Cuts a model, and runs its pieces: `first` and `middle` return what leaves a piece, `last` the loss of a
-micro-batch. `layers` is the path of the module whose children are the layers, `passes` of others that a piece
-without them skips; `problem` says what no piece can do of a micro-batch."""
+"""Cuts a model and runs its pieces: `first` and `middle` return the output of a piece, `last` the loss of a
+micro-batch. The children of the module at path `layers` are the layers; a piece without the modules at
+`passes` skips them. `problem` returns why no piece can run a micro-batch."""
 
 _NOT_ON_ONE_RANK = "must be off in a pipeline, which returns losses: no rank has those of all layers"
 
@@ -241,15 +237,13 @@ CAUSAL: dict[str, Causal] = {
 TESTED_SINCE = "5.20"
 """The first `transformers` whose pieces are tested so."""
 
-OLDER = (
-    "deepseek_v3", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"
-)  # fmt: skip
-"""Model types that are tested with `transformers` 4.57 and 5.0 too. Layers of others return more than a
+OLDER = ("deepseek_v3", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Model types that are tested with `transformers` 4.57 and 5.0 too. Layers of other types return more than a
 tensor there, or the model looks into its first layer."""
 
 
 def _require_the_librarys(model: nn.Module, cut: Causal) -> None:
-    """Refuse a forward of the user's own, which may use what only the whole model has, without an error."""
+    """Refuse a forward of the user's own: it may silently use values that only the whole model has."""
     parts = {"": model, **{path: model.get_submodule(path) for path in (cut.base, cut.layers) if path}}
     for path, part in parts.items():
         forward = part.__dict__.get("forward", type(part).forward)
@@ -271,9 +265,8 @@ def _require_the_librarys(model: nn.Module, cut: Causal) -> None:
 
 
 class PassThrough(nn.Module):
-    """Replaces a layer of another piece: its input goes on as it is. A lookup, an embedding, finds nothing.
-    Attributes of a layer that a model reads before it calls it, such as its kind of attention, are the
-    layer's."""
+    """Replaces a layer of another piece and returns its input; for an embedding's lookup, a zero. It has the
+    layer's plain attributes, such as the kind of attention, which a model may read before the call."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -293,7 +286,7 @@ class PassThrough(nn.Module):
 
 
 class AbsentModule(nn.Module):
-    """Replaces a module of another piece that nothing here may run."""
+    """Replaces a module of another piece, which must not run here."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -312,8 +305,8 @@ def prune(model: nn.Module, names: frozenset[str], cut: Cut) -> nn.Module:
 
 
 def _without(model: nn.Module, names: frozenset[str], cut: Cut) -> frozenset[str]:
-    """Find the layers without parameters that are elsewhere, each where the layer before it is, and equally
-    bare modules behind them."""
+    """Return the paths of other pieces' modules without parameters. A layer belongs to the piece of the layer
+    before it, and a module of `passes` to the last layer's piece."""
     try:
         layers = model.get_submodule(cut.layers)
     except AttributeError:
@@ -352,8 +345,8 @@ def _pruned(
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """Copy a module over the same parts, with its own registers: a hook on one is not on the other. A method
-    that was put on it is bound to the clone, so it sees what the clone has."""
+    """Copy a module with registries of its own over the same parts, so that hooks are not shared. A method
+    that was set on the module is bound to the clone."""
     clone = module.__class__.__new__(module.__class__)
     clone.__dict__ = {
         key: value.copy() if isinstance(value, dict) and key.startswith("_") else value
@@ -366,7 +359,7 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def check_names(piece: nn.Module, names: frozenset[str]) -> None:
-    """Check that the cut left what the plan gives to a piece."""
+    """Check that a piece has the parameters that the plan gives to it."""
     there = {name for name, _ in piece.named_parameters(remove_duplicate=False)}
     if there != names:
         raise AssertionError(f"a piece has {sorted(there ^ names)[:4]} that the plan has elsewhere")

@@ -4,13 +4,12 @@ A backward needs the gradient of its input at once, because the stage before it 
 weights only by the end of the step. So the products of a module (`products.py`) leave the second half in a
 `WeightQueue`, and `drain` forms it, micro-batch by micro-batch, in the dtype of accumulation.
 
-Invariant: every gradient in the queue is added to `param.grad` exactly once, or dropped by `clear`. A
-gradient that is already there is added to, never replaced, and its factors are as they were when it was
-queued.
+Invariant: every gradient in the queue is added to `param.grad` exactly once, or dropped by `clear`. Its
+factors are as they were when the gradient was queued.
 
-[Note: hooks] User code with a hook on a weight, or on a view of it, reads or changes its gradient. The
-gradient of such a weight is autograd's, at once: `recognise` looks in the forward, the product's backward
-looks again. Hooks on nodes of the graph are not noticed.
+[Note: hooks] A hook on a weight, or on a view of one, reads or changes the weight's gradient. So autograd
+forms that gradient at once: `recognise` looks for hooks in the forward, the product's backward looks again.
+Hooks on nodes of the graph are not noticed.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ class DeferredGradient:
 class WeightQueue:
     """The weight gradients of one stage that are still to be formed, oldest first.
 
-    `limit` bounds the bytes of activations and gradients that it keeps alive: when one more would exceed
-    it, the oldest are formed at once. None is no bound: what is held is then, per micro-batch that waits,
-    the input and the output gradient of every deferred product.
+    `limit` bounds the bytes of activations and gradients that the queue keeps alive: when one more gradient
+    would exceed it, the oldest are formed at once. Without a limit the queue holds the input and the output
+    gradient of every deferred product, for each micro-batch that waits.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -101,16 +100,17 @@ class WeightQueue:
         self.held += late.held
 
     def _require_known(self, parameter: nn.Parameter, form: Any) -> None:
-        must = "must be given a parameter that is trained"
+        must, got = "must be given a parameter that is trained", ""
         if not isinstance(parameter, torch.Tensor):
-            raise ModelError("put", must, got=type(parameter).__name__)
-        if not parameter.is_leaf:
-            raise ModelError("put", must, got="the result of an operation")
-        if not parameter.requires_grad:
-            raise ModelError("put", must, got=f"{self._name(parameter)}, frozen")
-        if self._gradients is not None and parameter not in self._names:
+            got = type(parameter).__name__
+        elif not parameter.is_leaf:
+            got = "the result of an operation"
+        elif not parameter.requires_grad:
+            got = f"{self._name(parameter)}, frozen"
+        elif self._gradients is not None and parameter not in self._names:
             must = "must be given a parameter of the model that the queue belongs to"
             got = f"a tensor {list(parameter.shape)} of another, whose gradient nobody would reduce"
+        if got:
             raise ModelError("put", must, got=got)
         if not callable(form):
             must, got = "must come with a function that forms its gradient, of a dtype", type(form).__name__
@@ -188,27 +188,25 @@ class WeightQueue:
             got = f"{list(value.shape)} {value.dtype} on {value.device}" if made else type(value).__name__
             do = "`form(dtype)` returns a tensor of the dtype that it is called with."
             raise ModelError(self._name(parameter), must, got=got, do=do)
+        covers = shape == tuple(parameter.shape)
+        is_first = parameter.grad is None
         if parameter.grad is None:
-            if late.place is None:
-                parameter.grad = value.clone()  # of a tensor that a caller's function may go on to use
-                return
-            if late.place.size == tuple(parameter.shape):
-                # All of the parameter, in another layout: a contiguous tensor.
-                parameter.grad = torch.empty(parameter.shape, dtype=dtype, device=value.device)
-                late.place.of(parameter.grad).copy_(value)
-                return
-            parameter.grad = torch.zeros(parameter.shape, dtype=dtype, device=value.device)
+            make = torch.empty if covers else torch.zeros
+            parameter.grad = make(parameter.shape, dtype=dtype, device=value.device)
         home = parameter.grad if late.place is None else late.place.of(parameter.grad)
-        home.add_(value)
+        if is_first and covers:
+            home.copy_(value)
+        else:
+            home.add_(value)
 
 
 def defer_weight_grads(what: nn.Module | Engine, limit: int | None = None) -> WeightQueue:
     """Make weight gradients of the matrix products in `what` wait in the queue that is returned.
 
-    `what` is a module, or an engine: an engine's `step` then drains what is left, its `zero_grad` drops it,
-    and gradients are reduced once, in the step. Values do not change: a product's weight gradient is added to
-    `param.grad` when it is formed, in the dtype of accumulation. Biases, norms, and products that are
-    not recognised have their gradients at once. `limit` is in bytes; see `WeightQueue`.
+    `what` is a module or an engine. An engine's `step` drains what is left, its `zero_grad` drops it, and
+    gradients are reduced once, in the step. Values do not change: a weight gradient is added to `param.grad`
+    when it is formed, in the dtype of accumulation. Biases, norms, and products that are not recognised get
+    their gradients at once. `limit` is in bytes; see `WeightQueue`.
     """
     module = what if isinstance(what, nn.Module) else what.module
     queue = WeightQueue(limit)
@@ -246,7 +244,7 @@ def _attach(owner: nn.Module, queue: WeightQueue) -> list[Any]:
         modes.append(mode)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        # Called even when the forward raised, as a recomputation does that has all it needs.
+        # Called even if the forward raised: a recomputation stops so when it has all that it needs.
         if modes:
             modes.pop().__exit__(None, None, None)
 
@@ -288,10 +286,9 @@ class _Product(torch.autograd.Function):
         bias: torch.Tensor | None,
         offsets: torch.Tensor | None,
     ) -> torch.Tensor:
-        # Of the call only what is no tensor of a graph, or a weight, is used in the backward.
         ctx.save_for_backward(x, weight, offsets)
         ctx.queue, ctx.watched, call = how
-        ctx.call = dataclasses.replace(call, x=weight, bias=None)
+        ctx.call = dataclasses.replace(call, x=weight, bias=None)  # without tensors of the graph
         ctx.bias_shape = None if bias is None else bias.shape
         return call.run(x, weight, bias)
 

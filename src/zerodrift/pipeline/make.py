@@ -1,10 +1,9 @@
-"""Makes the engine of a pipeline: the model is cut, this rank's pieces are placed, the rest is let go of.
+"""Make the engine of a pipeline: cut the model, place this rank's pieces, free the rest.
 
-Every rank has described the same whole model, and made the same plan. Here it keeps the modules of its own
-pieces, in a tree with the model's own paths, and an executor takes that tree with this rank's part of the
-plan.
+Every rank has made the same plan of the whole model. A rank keeps the modules of its own pieces, in a tree
+with the model's own paths, which an executor gets with this rank's part of the plan.
 
-Invariant: afterwards this rank holds no value of a parameter that none of its pieces uses.
+Invariant: afterwards this rank holds no values of parameters that none of its pieces uses.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ def _require_trained(plan: Plan) -> None:
 
 
 def _require_eager(plan: Plan, model: nn.Module) -> None:
-    """Refuse compiled modules under schedules that split backwards: these go through the graph twice, or look
-    at products as they are called. Where `Module.compile` leaves its mark is private in torch (2.13 to
-    2.15)."""
+    """Refuse compiled modules under schedules that split backwards, which go through the graph twice or look
+    at products as they are called. The marks of `Module.compile` are private in torch (2.13 to 2.15)."""
     pipeline = plan.policy.pipeline
     if pipeline is None or pipeline.schedule not in SPLIT:
         return
@@ -102,9 +100,10 @@ class _Named:
 
 def _known_here(plan: Plan, mine: Plan, sources: ValueSources) -> ValueSources:
     """Return the sources of this rank's part, by the names that it has there."""
-    known: dict[str, ValueSource] = {}
-    for row in mine.rows:
-        whole = plan.row(row.name)
-        if whole is not None and whole.name in sources:
-            known[row.name] = _Named(sources[whole.name], whole.name)
+    whole = {row.name: plan.row(row.name) for row in mine.rows}
+    known = {
+        name: _Named(sources[row.name], row.name)
+        for name, row in whole.items()
+        if row is not None and row.name in sources
+    }
     return {**sources, **known}

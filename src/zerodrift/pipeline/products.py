@@ -1,13 +1,12 @@
 """Recognise matrix products whose weight gradient can be formed later, and form their gradients.
 
-A call of torch is recognised when its weight is a parameter, or a view of one: `linear`, `matmul`, `mm`,
-`addmm`, `bmm` and grouped products cover `nn.Linear`, attention projections, and experts that are stacked in
-one parameter, in whatever module they are written. A call that is not recognised is left to autograd, whose
-gradient comes at once and is as good. So is one whose weight has a hook, or whose gradient goes through a
-view of the user's: nothing may come between a weight and its late gradient.
+A call of torch is recognised if its weight is a parameter or a view of one: `linear`, `matmul`, `mm`,
+`addmm`, `bmm` and grouped products. These cover `nn.Linear`, attention projections, and experts that are
+stacked in one parameter. Autograd forms the gradients of all other calls at once, and of weights that have a
+hook, since nothing may come between a weight and its late gradient.
 
-Invariant: a product's output has the bits of torch's own call. Only the time at which its weight gradient is
-formed differs, and that it is formed in the dtype asked for and not rounded before.
+Invariant: a product's output has the bits of torch's own call. Its weight gradient is formed at another time,
+in the dtype asked for, without rounding before.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from torch.nn import functional as F  # noqa: N812
 from zerodrift.engine import has_narrow_products
 
 Kind = Literal["linear", "matmul", "batched", "grouped"]
-"""Forms of a product of input `x` and weight `w`: x w^T with w [out, in]; x w with w [in, out]; the same for
-each of a batch; rows of x in groups, each with its own w."""
+"""Products of input `x` and weight `w`: x w^T with w [out, in]; x w with w [in, out]; x w for each of a
+batch; groups of rows of x, each with its own w."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +85,13 @@ def recognise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> M
 
 
 def _root(weight: torch.Tensor) -> nn.Parameter | None:
-    """Return the parameter that a weight is, or is a plain view of: one whose gradient is that of the whole,
-    there."""
+    """Return the parameter that a weight is, or is a plain view of; None if operations lie between them."""
     if isinstance(weight, nn.Parameter) and weight.is_leaf:
         return weight
     whole, node = weight._base, weight.grad_fn
     while node is not None and type(node).__name__ in VIEWS:
         node = node.next_functions[0][0]
-    leads_to = getattr(node, "variable", None)  # of a leaf's node alone
+    leads_to = getattr(node, "variable", None)  # only nodes of leaves have it
     return whole if isinstance(whole, nn.Parameter) and leads_to is whole else None
 
 
@@ -109,13 +107,13 @@ VIEWS = frozenset(
 
 
 def _overlaps(weight: torch.Tensor) -> bool:
-    """Return whether an element of memory may be several of the weight's, as after `expand`: the gradients of
-    all of them belong to the one."""
+    """Return whether elements of a weight may share memory, as after `expand`: their gradients add up."""
     reach = 1
     for stride, size in sorted(zip(weight.stride(), weight.shape, strict=True)):
-        if size > 1 and stride < reach:
-            return True
-        reach = max(reach, stride * (size - 1) + reach) if size > 1 else reach
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
     return False
 
 
@@ -126,24 +124,22 @@ def hooked(tensor: torch.Tensor) -> bool:
 
 
 def _fits(kind: Kind, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    match kind:
-        case "linear" | "matmul":
-            return weight.dim() == 2 and x.dim() >= 1 and x.numel() > 0
-        case "batched":
-            return weight.dim() == 3 and x.dim() == 3 and x.shape[0] == weight.shape[0]
-        case "grouped":
-            return weight.dim() == 3 and x.dim() == 2
+    if kind in ("linear", "matmul"):
+        return weight.dim() == 2 and x.dim() >= 1 and x.numel() > 0
+    if kind == "batched":
+        return weight.dim() == 3 and x.dim() == 3 and x.shape[0] == weight.shape[0]
+    return weight.dim() == 3 and x.dim() == 2
 
 
 def is_found(parameter: torch.Tensor) -> bool:
-    """Return whether torch finds the node that adds to a parameter's gradient, behind a view: one that a
-    class of the caller's makes with several operations hides it."""
+    """Return whether torch finds the node that adds to a parameter's gradient. A tensor subclass may hide the
+    node behind several operations."""
     return getattr(get_gradient_edge(parameter).node, "variable", None) is parameter
 
 
 Asked = Literal["late", "now", "no"]
-"""Use of a weight's gradient in a backward: it is added to `param.grad`; it is returned, as
-`torch.autograd.grad` does; it is not formed."""
+"""Use of a weight's gradient in a backward: added to `param.grad`; returned, as by `torch.autograd.grad`; not
+formed."""
 
 
 def asked(parameter: nn.Parameter, weight: torch.Tensor) -> Asked:
@@ -221,22 +217,17 @@ def input_gradient(
 def weight_gradient(
     kind: Kind, x: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Form the gradient of the weight, in the weight's layout, in `dtype`: nothing is rounded to a narrower
-    one on the way."""
+    """Form the gradient of the weight in `dtype`, in the weight's layout, without rounding on the way."""
     if kind == "linear":
         return _transposed_product(_rows(grad), _rows(x), dtype)
     if kind == "matmul":
         return _transposed_product(_rows(x), _rows(grad), dtype)
     if kind == "batched":
         return x.to(dtype).transpose(-2, -1).matmul(grad.to(dtype))
-    if offsets is None:
-        raise AssertionError("a grouped product without groups")
+    assert offsets is not None
     ends = offsets.tolist()
-    parts = [
-        _transposed_product(x[low:high], grad[low:high], dtype)
-        for low, high in zip([0, *ends], ends, strict=False)
-    ]
-    return torch.stack(parts)
+    groups = zip([0, *ends], ends, strict=False)
+    return torch.stack([_transposed_product(x[low:high], grad[low:high], dtype) for low, high in groups])
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

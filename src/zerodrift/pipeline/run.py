@@ -1,17 +1,16 @@
-"""The plan of a pipeline, executed: a step over micro-batches, run by one of torch's schedules on every
-rank's pieces.
+"""Run a step of a pipeline: micro-batches go through every rank's pieces by one of torch's schedules.
 
-Each rank executes its part of the plan of all (`plan/stages.py`) on segments. A schedule of torch calls the
-pieces (`stage.py`); when it is through, the engine's own step reduces what is left, forms one norm, one
-decision to skip and one loss scale over all stages, and updates.
+Each rank executes its part of the common plan (`plan/stages.py`). A schedule of torch calls the pieces
+(`stage.py`). After it, the engine's own step reduces the remaining gradients, and decides on one norm, one
+skip and one loss scale for all stages.
 
-Invariant: every rank of a pipeline is given the same micro-batches, and returns the same result; what is
-wrong with them is found on all ranks before the first message; and what raises on one rank after it ends all.
+Invariant: all ranks of a pipeline are given the same micro-batches and return the same result. Problems with
+micro-batches are found on all ranks before the first message; a later error on one rank ends all ranks.
 
-[Note: descriptions] Ranks of a pipeline compare descriptions of their micro-batches. A description has
-shapes, which lay out memory for what travels, and a checksum of all values: the first stage reads tokens, the
-last one labels, and ranks with different data would train on pairs that are none. Two ranks with equal
-descriptions compute the same, up to objects that are neither containers, tensors, numbers nor text.
+[Note: descriptions] Ranks of a pipeline compare descriptions of their micro-batches: shapes, by which memory
+for messages is laid out, and a checksum of all values. The first stage reads tokens and the last one labels,
+so ranks with different data would train on pairs that do not belong together. Equal descriptions mean equal
+results, except for objects that are neither containers, tensors, numbers nor text.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class BatchDescription:
 
     problem: Problem | None
     shapes: tuple[Signature, ...]
-    """Signature of the first micro-batch, like which all others are; empty without one."""
+    """The signature that all micro-batches have; empty without a micro-batch."""
     weights: tuple[float, ...]
     checksums: tuple[int, ...]
 
@@ -79,8 +78,7 @@ class PipelineExecutor(NativeExecutor):
     def __init__(self, plan: Plan, tree: nn.Module, comm: Collectives, sources: ValueSources) -> None:
         """`tree` has the modules of this rank's pieces, which `cut_into` separates."""
         pipeline = plan.policy.pipeline
-        if pipeline is None:
-            raise AssertionError("a plan without a pipeline")
+        assert pipeline is not None
         super().__init__(plan, tree, comm, None, sources)
         self.sum_over_ends = partial(self._units.sum_over_ends, comm)
         self._alarm = Alarm(comm.mesh)
@@ -99,7 +97,7 @@ class PipelineExecutor(NativeExecutor):
         self.actions: list[Action] = []
 
     def _attach(self) -> list[Any]:
-        """Put no hooks: the schedule says what is gathered when."""
+        """Attach no hooks: the schedule decides when units are gathered."""
         self._units: StageUnits = StageUnits(self.part, self.units, self.gradients)
         return []
 
@@ -186,7 +184,7 @@ class PipelineExecutor(NativeExecutor):
                 self._units.end()
                 return self._losses_of_all(len(batches))
         except BaseException:
-            self._schedules.pop(True, None)  # what torch had under way is not to be found by the next step
+            self._schedules.pop(True, None)  # the next step must not find messages of this one
             raise
 
     def losses(self, batches: list[Any]) -> tuple[float, ...]:
@@ -214,7 +212,7 @@ class PipelineExecutor(NativeExecutor):
             raise ended
         if seeds:
             return
-        # The generator of every stage goes on if any stage has drawn, so that seeds stay alike.
+        # All stages advance their generators if any has drawn, so that their seeds stay alike.
         known = self._schedules[training]
         if known.draws is None:
             known.draws = any(self.comm.all_gather_object(self._draws.drew, "pipeline"))
@@ -222,9 +220,8 @@ class PipelineExecutor(NativeExecutor):
             self._draws.advance()
 
     def _scheduled_run(self, schedule: Any, count: int) -> BaseException | None:
-        """Run the schedule; return the exception that ended it, if any: see [Note: whose error] of
-        `stage.py`."""
-        # Numbers alone: what they mean, every rank has. The target is what a schedule hands to the loss.
+        """Run the schedule; return the exception that ended it. See [Note: whose error] of `stage.py`."""
+        # A schedule passes numbers of micro-batches, which every rank has, instead of values.
         numbers = torch.arange(count)
         try:
             with schedules.quiet():
@@ -235,8 +232,7 @@ class PipelineExecutor(NativeExecutor):
             while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
                 causes.append(cause)
             if any("use_reentrant=True" in str(cause) for cause in causes):
-                must = "must be called with `use_reentrant=False` in a pipeline, whose backwards ask for "
-                must += "gradients of inputs by themselves"
+                must = "must be called with `use_reentrant=False` in a pipeline, which splits backwards"
                 do = "Change the call, or pass `{'use_reentrant': False}` to `gradient_checkpointing_enable`."
                 refused = UnsupportedError("checkpoint", must, got="True", do=do)
                 refused.__cause__ = own or error
@@ -277,7 +273,7 @@ class PipelineExecutor(NativeExecutor):
         return tuple(losses.tolist())
 
     def _scheduled(self, batches: list[Any], training: bool) -> Any:
-        """Return the schedule for micro-batches of these shapes; a new one has to learn what travels."""
+        """Return the schedule for micro-batches of these shapes; a new one has to learn the messages."""
         known = self._schedules.get(training)
         if known is not None:
             return known.schedule
@@ -311,8 +307,8 @@ def describe_batches(
     wanted: int | None,
     problem_of: Callable[[Any], Problem | None],
 ) -> BatchDescription:
-    """Describe the micro-batches. `wanted` is how many a step has, None for any number; `problem_of` returns
-    what no piece can do."""
+    """Describe the micro-batches. A step has `wanted` of them (None: any number); `problem_of` returns why no
+    piece can run one."""
     shapes = [signature(batch) for batch in batches]
     numbers, wrong = numbers_of(weights, len(batches))
     problem = wrong_number(len(batches), wanted) or _unlike(shapes)
@@ -324,7 +320,7 @@ def _unlike(signatures: list[Signature]) -> Problem | None:
     other = next((number for number, signature in enumerate(signatures) if signature != signatures[0]), None)
     if other is None:
         return None
-    must = "must have the same shapes, because memory for what travels is laid out once"
+    must = "must have the same shapes, because memory for messages is laid out once"
     got = f"{signatures[0]} and, in micro-batch {other}, {signatures[other]}"
     return Problem("micro_batches", must, got=got, do="Pad them to one length.")
 
@@ -352,7 +348,7 @@ def difference(given_by_rank: Mapping[int, BatchDescription]) -> Problem | None:
 
 
 def checksum(batch: Any) -> int:
-    """Return a checksum of all values and their places; the order of keys does not count."""
+    """Return a checksum of all values and their paths, whatever the order of keys."""
     total = 0
     for path, leaf in _leaves(batch, ""):
         if isinstance(leaf, torch.Tensor):

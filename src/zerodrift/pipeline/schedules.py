@@ -1,9 +1,9 @@
 """torch's pipeline schedules by our names, and the order that they run in, as data.
 
-Which schedule runs what when is torch's: its classes are made here for stages that run, and asked here for
-their order by stages that are only numbers. Private in torch, and touched in this file only (2.13 to 2.15):
-the lists of actions of a schedule (`pipeline_order`, `pipeline_order_with_comms`), and what it does in a
-forward and a backward, for pairs of these that it leaves to others (`register_custom_function`).
+torch's classes decide the order of actions. They are made here for stages that run, and asked for their order
+with stages that are only numbers. Private in torch, and used in this file only (2.13 to 2.15): the lists of
+actions of a schedule (`pipeline_order`, `pipeline_order_with_comms`), and its steps for a forward and a
+backward, for pairs of these that it leaves to others (`register_custom_function`).
 
 Invariant: the order that a plan shows is the one that the schedule's own class runs.
 """
@@ -32,11 +32,11 @@ CLASSES: dict[Schedule, str] = {
 }
 
 MOST_DRAWN = 5_000
-"""Largest number of pieces times micro-batches whose order is worked out for a report."""
+"""Most pieces times micro-batches whose order is shown in a report."""
 
 
 def _torch() -> Any:
-    """Import torch's module of schedules, where there is a pipeline: it brings the compiler with it."""
+    """Import torch's schedules only if there is a pipeline: the module imports the compiler."""
     from torch.distributed.pipelining import schedules
 
     return schedules
@@ -115,7 +115,7 @@ def _at(schedule: Any, action: Any) -> tuple[dict[int, Any], int, int, Any]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the whole order of the schedule off the terminal, which torch logs for what is raised in it."""
+    """Suppress torch's log of the whole order of a schedule, which it writes at every error."""
     logger = logging.getLogger(_torch().__name__)
 
     def unless_raised(record: logging.LogRecord) -> bool:
@@ -129,8 +129,8 @@ def quiet() -> Iterator[None]:
 
 
 def timeline(plan: Plan) -> Timeline | None:
-    """Return what each rank of the pipeline does in a step, in order; None without a pipeline, and where that
-    is more than anybody reads."""
+    """Return the actions of each rank of the pipeline in a step, in order; None without a pipeline or for
+    more than `MOST_DRAWN`."""
     pipeline, count = plan.policy.pipeline, plan.policy.batch.accumulation
     if pipeline is None:
         return None
@@ -138,7 +138,7 @@ def timeline(plan: Plan) -> Timeline | None:
     if total * count > MOST_DRAWN:
         return None
     if pipeline.schedule in SINGLE:
-        # What torch says of these two is not what they run: its 1F1B names forwards that there are not.
+        # torch lists other actions for these two than they run: its 1F1B names forwards that do not exist.
         warm = [count if pipeline.schedule == "gpipe" else min(count, ranks - rank) for rank in range(ranks)]
         return Timeline(tuple(tuple(_one_piece(rank, count, warm[rank])) for rank in range(ranks)))
     shared = {"num_stages": total, "group_size": ranks, "group_rank": 0, "submod": torch.nn.Module()}

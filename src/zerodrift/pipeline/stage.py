@@ -1,28 +1,29 @@
 """Run one piece of a pipeline between torch's schedule and an engine.
 
-torch's schedule decides what happens when, sends and receives. `Piece` runs it: it gathers the parameters,
-enters the precision of the plan, and calls the engine when a micro-batch has ended. `Stage` is the one
-subclass here, of the class that torch's schedules take; it uses what that documents or names without an
-underscore (tested with 2.13 to 2.15).
+torch's schedule decides the order of actions, sends and receives. `Piece` runs them: it gathers the
+parameters, enters the precision of the plan, and tells the engine when a micro-batch has ended. `Stage` is
+the one subclass here, of the class that torch's schedules take; it uses only documented or public names
+(tested with 2.13 to 2.15).
 
-Invariant: a piece's weight gradients are in `param.grad`, each once, when its last action of a micro-batch
-has ended; and nothing that torch runs to learn shapes leaves anything behind.
+Invariant: after its last action of a micro-batch a piece's weight gradients are in `param.grad`, each once;
+and the run by which torch learns shapes leaves nothing behind.
 
 [Note: learning shapes] Before its first step a schedule runs a forward and a backward of every piece to learn
-what will travel. That forward may change buffers, such as running means, so the first real forward of a step
-puts buffers back.
+the shapes of messages. That forward may change buffers, such as running means, so the first real forward of a
+step restores the buffers.
 
 [Note: random numbers] A forward draws from generators that are seeded for its piece and its micro-batch, and
-put back behind it. So pieces draw different numbers, and the same ones under every schedule, but not those of
-a run without a pipeline. Under `reduce.order: tree` they are those: each micro-batch has a seed of its own,
-with which its first piece begins, and the state of the generators travels from piece to piece.
+restored after it. So pieces draw different numbers, the same under every schedule, but not those of a run
+without a pipeline. Under `reduce.order: tree` they do draw those: each micro-batch has a seed, with which its
+first piece begins, and the state of the generators travels from piece to piece.
 
 [Note: tied by the tree] Without a pipeline, autograd adds the gradients of all uses of a parameter, the last
-use first. At the ends of a V the last piece's come first too, and then those of the first piece: the same sum
-as long as that is one, not of a copy under autocast. So an embedding must be looked up, once.
+use first. At the ends of a V the last piece's gradients come first too, then those of the first piece. The
+sum is the same only if the first piece has a single gradient, which is not of a copy under autocast. So an
+embedding must be looked up exactly once.
 
-[Note: whose error] torch raises one of its own from what a piece raises. What a piece raised is kept, and is
-what the run ends with; what else ends a schedule is a message that did not come.
+[Note: whose error] torch raises an error of its own when a piece raises. A run ends with the error of the
+piece, which is kept. Any other error of a schedule means that a message did not arrive.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ from zerodrift.pipeline.products import hooked, is_found
 from zerodrift.pipeline.stage_units import StageUnits
 
 Kinds = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
-"""Shape, dtype, and whether a gradient comes back, of each tensor that leaves a piece."""
+"""(shape, dtype, whether a gradient returns) of each tensor that leaves a piece."""
 
 
 class RandomStreams:
-    """Random numbers of one rank's forwards: see [Note: random numbers]."""
+    """Random numbers of one rank's forwards. See [Note: random numbers]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,14 +63,13 @@ class RandomStreams:
         """Whether any forward has drawn a number since `begin`."""
 
     def begin(self, seeds: tuple[int, ...]) -> None:
-        """Begin a run."""
         self._key = hashlib.sha256(self._generators[0].get_state().numpy().tobytes()).digest()
         self._seeds = seeds
         self.drew = False
 
     @property
     def travel(self) -> bool:
-        """Whether a piece begins with the state in which the one before it has ended."""
+        """Whether a piece starts with the generators' state at the end of the piece before it."""
         return bool(self._seeds)
 
     @contextlib.contextmanager
@@ -82,7 +82,7 @@ class RandomStreams:
         else:
             parts = came.cpu().split([state.numel() for state in before])
             for generator, state in zip(self._generators, parts, strict=True):
-                generator.set_state(state.clone())  # one that begins inside of memory crashes torch (2.13)
+                generator.set_state(state.clone())  # a view with an offset crashes torch (2.13)
         begun = [generator.get_state() for generator in self._generators]
         try:
             yield
@@ -114,7 +114,7 @@ class PieceContext:
     draws: RandomStreams
     mesh: Mesh
     tied: Mapping[str, torch.Tensor]
-    """Parameters, by name, of which the first piece and the last have one sum by the tree."""
+    """Parameters, by name, whose gradients of the first and the last piece form one sum by the tree."""
 
 
 class Piece(nn.Module):
@@ -135,17 +135,17 @@ class Piece(nn.Module):
         self.failed: BaseException | None = None
         """Exception of a forward or a backward here: see [Note: whose error]."""
         self._agreed: dict[bool, Kinds] = {}
-        """Kinds of what leaves, as torch has learnt them, by whether gradients come back."""
+        """Kinds of the outputs that torch has learnt, by whether gradients return."""
 
     def forward(self, *hidden: torch.Tensor, number: torch.Tensor) -> Hidden:
-        """Return what leaves the piece for micro-batch `number`; in the last piece, the loss."""
+        """Return the output of the piece for micro-batch `number`; in the last piece, the loss."""
         precision, draws = self.shared.precision, self.shared.draws
         try:
             micro_batch = int(number)
             state = None
             if draws.travel and self.number > 0:
                 *rest, last = hidden
-                hidden, state = tuple(rest), None if self.learning else last  # what is learnt from is empty
+                hidden, state = tuple(rest), None if self.learning else last  # empty while torch learns
             with self.gathered(), precision.forward(), draws.of(self.number, micro_batch, state):
                 output = self._made(hidden, micro_batch)
                 left = output if isinstance(output, tuple) else (output,)
@@ -175,7 +175,7 @@ class Piece(nn.Module):
         return loss
 
     def _leaving(self, output: Any, came: tuple[torch.Tensor, ...], micro_batch: int) -> Hidden:
-        """Check what is sent, for which memory was laid out on the rank that it goes to."""
+        """Check an output against the memory that was laid out for it on the next piece's rank."""
         leaves = tuple(output) if isinstance(output, tuple | list) else (output,)
         other = next((tensor for tensor in leaves if not isinstance(tensor, torch.Tensor)), None)
         if not leaves or other is not None:
@@ -187,17 +187,14 @@ class Piece(nn.Module):
         if self.learning or agreed is None:
             self._agreed[torch.is_grad_enabled()] = kinds
         elif kinds != agreed:
-            must = "must have the same shapes and dtypes in every micro-batch, because memory for what "
-            must += "travels is laid out once"
+            must = "must have the same shapes and dtypes in every micro-batch: memory for it is laid out once"
             got = f"{_words(kinds)} from piece {self.number} for micro-batch {micro_batch}, and "
             raise ModelError("hidden", must, got=f"{got}{_words(agreed)} before", do="Pad it to one length.")
-        # torch detaches what has left in place: no view bears that, nor a tensor of the user's.
-        sent = tuple(
-            tensor.clone()
-            if tensor._is_view() or tensor.is_leaf or any(tensor is one for one in came)
-            else tensor
-            for tensor in leaves
-        )
+        # torch detaches outputs in place, which views and tensors of the user do not allow.
+        must_clone = [
+            tensor._is_view() or tensor.is_leaf or any(tensor is one for one in came) for tensor in leaves
+        ]
+        sent = tuple(tensor.clone() if must_clone[place] else tensor for place, tensor in enumerate(leaves))
         return sent[0] if len(sent) == 1 else sent
 
     @contextlib.contextmanager
@@ -212,14 +209,14 @@ class Piece(nn.Module):
 
     @contextlib.contextmanager
     def backward(self, micro_batch: int) -> Iterator[None]:
-        """Run a backward of a micro-batch, or the first part of one, inside the context."""
+        """Return the context of a micro-batch's backward, or of one of its two parts."""
         scheduled = self.shared.scheduled
         with self.gathered(), self.shared.precision.backward(), scheduled.backward(self.number, micro_batch):
             yield
 
     @property
     def learning(self) -> bool:
-        """Whether torch is about to learn shapes: parameters stay full for a backward without hooks."""
+        """Whether torch is learning shapes: parameters stay full, since that backward runs without hooks."""
         return self.before is not None
 
     @torch.no_grad()
@@ -236,8 +233,8 @@ def _require_one_lookup(name: str, parameter: torch.Tensor, left: Sequence[torch
     if found != ["EmbeddingBackward0"]:
         must = "must be looked up once in the first piece, and used for nothing else there, to be tied to "
         must += "the last under `precision.reduce.order: tree`"
-        got = ", ".join(found) or "no use"
-        raise UnsupportedError(name, must, got=got, do="Untie it, or leave `order` out.")
+        do = "Untie it, or leave `order` out."
+        raise UnsupportedError(name, must, got=", ".join(found) or "no use", do=do)
 
 
 def _nodes(tensors: Sequence[torch.Tensor]) -> Iterator[torch.autograd.graph.Node]:
@@ -311,8 +308,8 @@ class Stage(PipelineStage):
         self.piece.shared.scheduled.ended(self.piece.number, bwd_chunk_id)
 
     def _leaves_weights(self, micro_batch: int) -> bool:
-        """Return whether torch's second pass may not form weight gradients: it runs no hook of a parameter,
-        or once for each group, and leaves out a parameter whose node it does not find."""
+        """Return whether weight gradients must come with those of the input. torch's second pass runs a
+        parameter's hooks not at all or once per group, and skips a parameter whose node it does not find."""
         if self.dw_builder is not None or self.is_first:
             return False
         leaves = any(
@@ -336,4 +333,4 @@ class Stage(PipelineStage):
             raise
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Do nothing: the engine's step reduces, and takes the average."""
+        """Do nothing: the engine's step reduces and averages."""

@@ -1,14 +1,14 @@
 """Gather the units of a rank's pieces while a schedule runs them, land their gradients, and reduce them.
 
-A schedule mixes the forwards and backwards of several micro-batches, and splits a backward in two, so no hook
-on a module can know whose micro-batch it sees. The code that runs the schedule calls `begin`, then `gather`
-and `release` around each forward and backward, `ended` when a micro-batch has its last weight gradient in a
-piece, and `end`. In between every `param.grad` is a view of a buffer in the accumulate dtype. Under
-`reduce.order: tree` it is so inside of `backward` alone, where the buffer is that of one micro-batch; a
-unit's parts are added to the tree in the order of their micro-batches.
+A schedule mixes the forwards and backwards of several micro-batches and splits backwards in two, so a hook on
+a module cannot know whose micro-batch it sees. The code that runs the schedule calls `begin`, then `gather`
+and `release` around each forward and backward, `ended` when a piece has the last weight gradient of a
+micro-batch, and `end`. From `begin` on, every `param.grad` is a view of a buffer in the accumulate dtype.
+Under `reduce.order: tree` that holds inside `backward` only, with a buffer per micro-batch; the parts of a
+unit are added to the tree in the order of their micro-batches.
 
-Invariant: while a backward runs no `param.grad` of a trained parameter is None, and what has been added to it
-is reduced exactly once: after every micro-batch or after the last, as the plan says.
+Invariant: during a backward no `param.grad` of a trained parameter is None, and each added value is reduced
+exactly once: after every micro-batch or after the last, as the plan says.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StageUnits:
         self._ends: Counter[tuple[int, int]] = Counter()
         """(unit, micro-batch) -> the pieces in which it has ended."""
         self.are_ends_summed = False
-        """Whether both ends of the pipeline have the sum of their gradients of what is tied across it."""
+        """Whether both ends of the pipeline have the summed gradients of parameters that they tie."""
         self._taken: Counter[int] = Counter()
         """Unit -> its micro-batches that are in the tree."""
         self._micro_batches = 0
@@ -63,7 +63,7 @@ class StageUnits:
                 unit.release()
 
     def pack(self, piece: int, left: Sequence[torch.Tensor]) -> None:
-        """Let what autograd has saved of a piece's parameters go, behind what has left it in a forward."""
+        """Drop the parameters that autograd has saved for the backward of these outputs of a piece."""
         if not self.all_step:
             gathered = [segment for unit in self._of(piece) for segment in unit.segments if segment.gathers]
             self._packings[piece].pack(left, BEFORE_ALL, gathered, lambda: self.gather(piece))
@@ -85,15 +85,15 @@ class StageUnits:
 
     @contextlib.contextmanager
     def backward(self, piece: int, micro_batch: int) -> Iterator[None]:
-        """Run a backward of a micro-batch in a piece, or one of its halves, inside the context."""
+        """Return the context of a micro-batch's backward in a piece, or of one of its halves."""
         segments = self._segments(self._units[piece]) if self._tree else []
         self._gradients.open_parts(segments, micro_batch)
         yield
         self._gradients.close_parts(segments, micro_batch)
 
     def ended(self, piece: int, micro_batch: int) -> None:
-        """End a micro-batch in a piece, when it has all its weight gradients. What is reduced after every
-        micro-batch is reduced now; on all data ranks alike, because they run one schedule."""
+        """End a micro-batch in a piece, which has all its weight gradients. Reduce now what is reduced after
+        every micro-batch: all data ranks run one schedule, so they do this in one order."""
         for unit in self._units[piece]:
             self._ended[unit.number] += 1
             self._ends[unit.number, micro_batch] += 1

@@ -1,9 +1,9 @@
 """Read and write whole values of a model that is cut over the ranks of a pipeline: see `engine/values.py`.
 
-Ranks that hold a parameter read and write it as an engine without a pipeline does; the others get it from one
-of them.
+Ranks that hold a parameter read and write it as an engine without a pipeline does; the others get the values
+by a broadcast.
 
-Invariant: what is tied across the pipeline has the same values at both ends.
+Invariant: parameters that are tied across the pipeline have the same values at both ends.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StagedValues:
         return bool(self.comm.broadcast_object(there, self._home(row), "pipeline"))
 
     def gradient(self, row: Row, unscale: float) -> torch.Tensor:
-        """Return the gradient; of a parameter that is tied across the pipeline, the sum of both ends."""
+        """Return the gradient; for a parameter that is tied across the pipeline, the sum of both ends."""
 
         def read(mine: Row) -> torch.Tensor:
             return self.own.gradient(mine, unscale)
@@ -92,16 +92,14 @@ class StagedValues:
         mine = self._here(row)
         held = {} if mine is None else self.own.moments(mine)
         keys = self.comm.broadcast_object(tuple(held), self._home(row), "pipeline") or ()
-        moments = {}
-        for key in keys:
-            moments[key] = self._from_owner(row, lambda mine: held[key])  # noqa: B023 - read at once
-        return moments
+        # Each lambda is called before the next is made.
+        return {key: self._from_owner(row, lambda mine: held[key]) for key in keys}  # noqa: B023
 
     def set_moment(self, row: Row, key: str, value: torch.Tensor) -> None:
         if (mine := self._here(row)) is not None:
             self.own.set_moment(mine, key, value)
 
-    # --- whose it is ------------------------------------------------------------------------------------
+    # --- owners -----------------------------------------------------------------------------------------
 
     def _here(self, row: Row) -> Row | None:
         """Return this rank's own row, which may have another of its names."""
@@ -128,7 +126,7 @@ class StagedValues:
 
 
 def make_equal(part: Plan, own: SegmentValues) -> None:
-    """Give what is tied across the pipeline the values of the first end."""
+    """Copy the values of parameters that are tied across the pipeline from its first end to its last."""
     comm, updater = own.comm, own.updater
     for segment in own.segments:
         if not is_tied_across_ranks(part, segment.spec):
