@@ -287,5 +287,9 @@ def fingerprint(state: Any) -> str:
         else:
             digest.update(f"{value!r};".encode())
 
-    take(state)
+    try:
+        take(state)
+    except RecursionError:
+        must, got = "must be made of lists and dicts that do not hold themselves", "one that does"
+        raise UnsupportedError("client", must, got=got) from None
     return digest.hexdigest()

@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerodrift.checkpoint import LATEST, CheckpointFolder, is_deepspeed, new_file, writing
-from zerodrift.deepspeed.checkpointed_engine import require, without_ties, write_state
+from zerodrift.deepspeed.checkpointed_engine import as_path, require, without_ties, write_state
 from zerodrift.deepspeed.parameters.values import engine_parameter
 from zerodrift.weights import open_deepspeed, open_zerodrift, size_in_bytes
 
@@ -32,7 +31,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> StateDict:
     """Return all parameters in fp32, and the buffers as they were saved. `lazy_mode` changes nothing: tensors
     are plain, and `contiguous()` of them is free."""
-    folder = Path(checkpoint_dir)
+    folder = as_path("checkpoint_dir", checkpoint_dir)
     if is_deepspeed(folder if tag is None else folder / tag) or is_deepspeed(folder):
         source = open_deepspeed(folder, tag or "")
     else:
@@ -54,11 +53,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the parameters to `pytorch_model.bin` or `model.safetensors`. A model larger than
     `max_shard_size` goes to several files with an index."""
+    folder = as_path("output_dir", output_dir)
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     state = without_ties(state) if safe_serialization else state
     shards = _shards(state, None if max_shard_size is None else size_in_bytes(max_shard_size))
     stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
-    folder = Path(output_dir)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, str] = {}
