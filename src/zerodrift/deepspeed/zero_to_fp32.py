@@ -1,8 +1,8 @@
-"""`deepspeed.utils.zero_to_fp32`: the fp32 weights of a checkpoint, without an engine and without ranks.
+"""`deepspeed.utils.zero_to_fp32`: the master weights of a checkpoint in fp32, without an engine or ranks.
 
-It reads checkpoints of zerodrift and of DeepSpeed. The weights are the master weights, exact.
+Checkpoints of zerodrift and of DeepSpeed can be read.
 
-Invariant: names, shapes and order are those of the model's parameters, tied ones under every name.
+Invariant: names, shapes and order are those of the model's parameters. Tied parameters have all their names.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> StateDict:
-    """Return all parameters in fp32, and the buffers as they were saved. `lazy_mode` changes nothing: tensors
-    are plain, and `contiguous()` of them is free."""
+    """Return all parameters in fp32, and the buffers as they were saved. `lazy_mode` has no effect."""
     folder = as_path("checkpoint_dir", checkpoint_dir)
     if is_deepspeed(folder if tag is None else folder / tag) or is_deepspeed(folder):
         source = open_deepspeed(folder, tag or "")
@@ -77,8 +76,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load the parameters into a model and return it. An engine's model gets them in its master weights, and
-    any other model is moved to the CPU."""
+    """Load the parameters into a model and return it. In an engine's model they replace the master weights.
+    Any other model is moved to the CPU."""
     if not any(engine_parameter(parameter) for parameter in model.parameters()):
         model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)

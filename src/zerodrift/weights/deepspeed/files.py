@@ -1,9 +1,9 @@
-"""Read the files of a DeepSpeed checkpoint, complete and without running what they say.
+"""Read the files of a DeepSpeed checkpoint, without running code from them.
 
-DeepSpeed saves pickles that name its own classes; stand-ins for those few let torch's restricted unpickler
-open them. Every byte is read before that, as torch's reader does not compare the CRCs of the zip.
+DeepSpeed saves pickles of a few of its own classes. Stubs of these classes let torch's restricted unpickler
+open the files. The CRCs of the zip are compared first, because torch's reader ignores them.
 
-Invariant: there is a file of every rank that saved, each with the bits that were written, all of one save.
+Invariant: every rank's file is there, undamaged, and from the same save.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _OTHERS = {
 FIRST, LAST = (0, 10), (0, 19)
 """Oldest version of DeepSpeed that can be read, and newest that was tested."""
 _DAMAGED = "It was cut short or damaged: copy it again, or use another tag."
-_MIXED = "Two saves are mixed: remove what the later did not write."
+_MIXED = "Two saves are mixed: remove the files of the older one."
 
 
 class _PickleStub:
-    """Stands in for a class of DeepSpeed, and holds what the pickle gives it."""
+    """Base of the stubs. `values` are the arguments in the pickle."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -63,7 +63,10 @@ _STUBS = [
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFiles:
-    """The files of one tag: model files, one in all or one per rank, and optimizer files, none at stage 0."""
+    """Contents of the files of one tag.
+
+    There is one model file, or one per rank at stage 3, and one optimizer file per rank, none at stage 0.
+    """
 
     folder: Path
     models: tuple[dict[str, Any], ...]
@@ -94,7 +97,7 @@ def find_tag(path: Path, tag: str = "") -> Path:
 
 
 def read_files(folder: Path, trust: bool = False) -> DeepSpeedFiles:
-    """Read every file of one tag. `trust` unpickles anything, which runs the code that files name."""
+    """Read every file of one tag. With `trust` any pickle is loaded, which can run code."""
     problems = Problems()
     names = [entry.name for entry in list_folder(folder)]
     _refuse_others(folder, names)
@@ -148,7 +151,7 @@ def _version(text: str) -> tuple[int, int] | None:
 
 
 def is_tried(version: str) -> bool:
-    """Return whether files of this version of DeepSpeed were read in tests."""
+    """Return whether tests read files of this version of DeepSpeed."""
     return (_version(version) or (LAST[0] + 1, 0)) <= LAST
 
 
@@ -171,7 +174,7 @@ def _check_ranks(
 
 
 def _check_one_save(folder: Path, what: str, common: Sequence[dict[str, Any]]) -> None:
-    """Raise if values that every rank writes alike differ: files of two saves were mixed."""
+    """Raise if values differ that are equal on all ranks of one save."""
     for number, other in enumerate(common):
         pairs = [(key, common[0].get(key), value) for key, value in other.items()]
         if differences := [f"{key} {first!r} and {value!r}" for key, first, value in pairs if first != value]:
@@ -231,7 +234,7 @@ def _load(path: Path, trust: bool) -> dict[str, Any]:
 
 
 def _is_own_name(name: str, saved_as: str) -> bool:
-    """Return whether a file was saved for the rank in its name, which torch keeps in it."""
+    """Return whether a file still has the name that it was saved under, which torch writes into it."""
     for pattern in (DEEPSPEED, _OPTIMIZER):
         then, now = pattern.fullmatch(f"{saved_as}.pt"), pattern.fullmatch(name)
         if then is not None:
@@ -244,7 +247,7 @@ def _damaged(path: Path, got: str) -> CheckpointError:
 
 
 def _check_archive(path: Path) -> str:
-    """Compare every CRC of a zip that torch wrote, and return the name that the file had then."""
+    """Check every CRC of a zip that torch wrote, and return the name that the file was saved under."""
     with path.open("rb") as stream:
         if stream.read(4) != b"PK\x03\x04":
             old = "the older format has no checksums, and damage in it cannot be seen"
