@@ -144,7 +144,7 @@ def test_parameters_without_an_engine() -> None:
         linear = nn.Linear(4, 4)
     assert linear.to("cpu").weight is linear.weight
     with pytest.raises(ModelError, match="modifier_rank"), deepspeed.zero.GatheredParameters(linear.weight):
-        linear.weight.data.zero_()
+        linear.weight.data.copy_(linear.weight.data.flip(0))
     for enabled in (True, False):
         with deepspeed.zero.GatheredParameters(linear.weight, modifier_rank=0, enabled=enabled):
             assert isinstance(linear.weight, AbsentParameter) is not enabled

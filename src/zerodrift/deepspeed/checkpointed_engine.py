@@ -54,7 +54,7 @@ if __name__ == "__main__":
 
 
 def tag_validation(config: Mapping[str, Any]) -> str:
-    """Return `ignore`, `warn` or `fail`: what `checkpoint.tag_validation` says, in any case of letters."""
+    """Return `checkpoint.tag_validation` in lower case: `ignore`, `warn` or `fail`."""
     block: Any = config.get("checkpoint")
     mode = str(block.get("tag_validation", "warn")).lower() if isinstance(block, Mapping) else "warn"
     if mode not in ("ignore", "warn", "fail"):
@@ -147,8 +147,8 @@ class CheckpointedEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save all state of a run, to resume on any number of ranks at any stage. Without frozen parameters
-        the checkpoint needs `load_module_strict=False`."""
+        """Save all state of a run, to resume on any number of ranks at any stage. A checkpoint without frozen
+        parameters loads only with `load_module_strict=False`."""
         folder, engine = as_path("save_dir", save_dir), self._engine
         client = engine.comm.broadcast_object(dict(client_state), 0)
         counts = {"micro_steps": self.micro_steps, "global_samples": self.global_samples}
@@ -186,7 +186,7 @@ class CheckpointedEngine(nn.Module):
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint of zerodrift or of DeepSpeed. Return its path and client state, or two Nones.
-        Without `load_module_strict`, a name that only one side has is skipped."""
+        Without `load_module_strict`, a name that is missing on one side is skipped."""
         if custom_load_fn is not None:
             must = "must be left out: masters and moments are loaded by name"
             do = "Write weights of your own inside `zero.GatheredParameters(parameters, modifier_rank=0)`."
@@ -343,8 +343,8 @@ def model_state(engine: Engine, prefix: str, without_frozen: bool, everywhere: b
 
 
 def _by_modules(module: nn.Module) -> dict[str, Any]:
-    """Return parameters and persistent buffers by the paths of their modules, in the order of a state dict.
-    DeepSpeed saves a model whose own `state_dict` renames its parameters, or leaves some out, in this way."""
+    """Return parameters and persistent buffers by the paths of their modules, as DeepSpeed saves a sharded
+    model whose own `state_dict` renames or omits parameters."""
     found: dict[str, Any] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         start = f"{path}." if path else ""
@@ -356,8 +356,8 @@ def _by_modules(module: nn.Module) -> dict[str, Any]:
 
 
 def _by_memory(module: nn.Module, values: dict[str, Any], prefix: str, everywhere: bool) -> dict[str, Any]:
-    """Return the state dict that the module itself makes, with `values` in place of the parameters, which are
-    gathered and found by their addresses."""
+    """Return the module's own state dict with `values` in place of the parameters, which are recognized by
+    their addresses. The parameters must be gathered."""
     places = {(p.data_ptr(), p.shape): name for name, p in module.named_parameters(remove_duplicate=False)}
     whole: dict[str, Any] = {}
     for name, value in module.state_dict().items():

@@ -45,8 +45,6 @@ AFTER_DESTROY = (
 
 
 class DeepSpeedEngine(CheckpointedEngine):
-    """The engine that `initialize` returns."""
-
     sparse_tensor_module_names: frozenset[str] = frozenset()
     """Embeddings with sparse gradients: none."""
 

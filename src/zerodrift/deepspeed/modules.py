@@ -170,8 +170,6 @@ def lookup(module: str) -> Callable[[str], Any]:
 
 
 class DeepSpeedModules(MetaPathFinder, Loader):
-    """Import hook for the modules of the tables."""
-
     @classmethod
     def install(cls) -> None:
         if not any(isinstance(finder, cls) for finder in sys.meta_path):

@@ -78,7 +78,6 @@ class LossScaler:
     loss_scale = cur_scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call `backward` on by hand."""
         return self._engine.scale(loss)
 
 
@@ -188,7 +187,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return float(self.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of all groups."""
         for group in self.param_groups:
             group["lr"] = lr
 

@@ -80,7 +80,6 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _arguments(given: argparse.Namespace, count: int) -> list[str]:
-    """Return the arguments of torchrun."""
     ranks = [f"--nproc-per-node={count}"]
     ranks += [f"--master-addr={given.master_addr}", f"--master-port={given.master_port}"]
     kind = ["--no-python"] if given.no_python else ["-m"] if given.module else []

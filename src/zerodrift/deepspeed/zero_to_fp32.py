@@ -67,7 +67,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         with new_file(folder / name) as partial:
             write_state(shard, partial, safe_serialization)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(map(_size, state.values()))}, "weight_map": files}
+        index = {
+            "metadata": {"total_size": sum(value.nbytes for value in state.values())},
+            "weight_map": files,
+        }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         with writing(folder):
             (folder / f"{stem}.{ending}.index.json").write_text(text)
@@ -89,20 +92,15 @@ def _shards(state: StateDict, limit: int | None) -> list[StateDict]:
     shards: list[StateDict] = [{}]
     filled = 0
     for name, value in state.items():
-        if limit is not None and shards[-1] and filled + _size(value) > limit:
+        if limit is not None and shards[-1] and filled + value.nbytes > limit:
             shards.append({})
             filled = 0
         shards[-1][name] = value
-        filled += _size(value)
+        filled += value.nbytes
     return shards
 
 
-def _size(value: torch.Tensor) -> int:
-    return value.numel() * value.element_size()
-
-
 def main(arguments: list[str] | None = None) -> Any:
-    """Run the command line of `zero_to_fp32.py`."""
     parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="One fp32 model of a checkpoint.")
     add = parser.add_argument
     add("checkpoint_dir", help="the folder that holds `latest`")

@@ -155,7 +155,6 @@ def counted(weights: Weights, sent: dict[str, str], changes: Callable[[], int]) 
 
 
 def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return the digests of a sampler's tensors by name."""
     return {name: tensor_digest(name, value) for name, value in weights}
 
 

@@ -35,7 +35,7 @@ from zerodrift.deepspeed.parameters.shards import ParameterShard, guard, shard_o
 from zerodrift.deepspeed.parameters.values import engine_parameter
 from zerodrift.deepspeed.tools import collectives as comm
 from zerodrift.deepspeed.tools.functions import register_external_parameter
-from zerodrift.engine import Engine
+from zerodrift.engine import Engine, tensor_digest
 from zerodrift.errors import ModelError, Problems, UnsupportedError
 
 REFUSED = {
@@ -71,8 +71,8 @@ class GatheredParameters:
         self._engines: dict[int, tuple[Engine, dict[str, nn.Parameter]]] = {}
         self._available: list[nn.Parameter] = []
         """Parameters whose `ds_status` this context sets to AVAILABLE."""
-        self._fingerprints: list[tuple[nn.Parameter, int, int]] = []
-        """Parameters that may not be written, each with its address and fingerprint."""
+        self._read_only: list[tuple[nn.Parameter, int, str]] = []
+        """Parameters that must not be written, each with its address and the digest of its values."""
         self._stack = contextlib.ExitStack()
         if not enabled:
             return
@@ -107,7 +107,7 @@ class GatheredParameters:
                 parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
                 self._available.append(parameter)
         if not writes:
-            self._fingerprints = [(held, held.data_ptr(), fingerprint(held)) for held in gathered]
+            self._read_only = [(held, held.data_ptr(), tensor_digest("", held)) for held in gathered]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -133,16 +133,16 @@ class GatheredParameters:
 
     def _count_changed(self) -> int:
         """Return the largest number, over ranks, of parameters that were written without `modifier_rank`."""
-        if self._writer is not None or not self._fingerprints:
+        if not self._read_only:
             return 0
         # A forward inside the context releases the units that it runs, and changes addresses.
         changes = sum(
-            held.data_ptr() == place and fingerprint(held) != before
-            for held, place, before in self._fingerprints
+            held.data_ptr() == place and tensor_digest("", held) != before
+            for held, place, before in self._read_only
         )
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return changes
-        count = torch.tensor([changes], device=self._fingerprints[0][0].device)
+        count = torch.tensor([changes], device=self._read_only[0][0].device)
         comm.all_reduce(count, dist.ReduceOp.MAX)
         return int(count)
 
@@ -165,13 +165,6 @@ class GatheredParameters:
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
         for shard, parameter in self._sharded:
             shard.release(parameter)
-
-
-def fingerprint(parameter: torch.Tensor) -> int:
-    """Return the sum of the bits as integers, which changes when a value is written."""
-    values = parameter.detach()
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    return int(values.contiguous().view(-1).view(integer).sum(dtype=torch.int64))
 
 
 class Init:

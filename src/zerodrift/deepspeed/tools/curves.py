@@ -49,8 +49,6 @@ class WandbConfig(Block):
 
 
 class DeepSpeedMonitorConfig(Block):
-    """All monitors of a config."""
-
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     csv_monitor: CSVConfig = Field(default_factory=CSVConfig)
@@ -98,8 +96,6 @@ class csvMonitor(Monitor):  # noqa: N801
 
 
 class TensorBoardMonitor(Monitor):
-    """Writes scalars by name."""
-
     def __init__(self, tensorboard_config: TensorBoardConfig) -> None:
         super().__init__(tensorboard_config)
         self.summary_writer: Any = None
@@ -123,8 +119,6 @@ class TensorBoardMonitor(Monitor):
 
 
 class WandbMonitor(Monitor):
-    """Calls `wandb.log`."""
-
     def __init__(self, wandb_config: WandbConfig) -> None:
         super().__init__(wandb_config)
         self._run: Any = None
@@ -145,8 +139,6 @@ class WandbMonitor(Monitor):
 
 
 class MonitorMaster(Monitor):
-    """Passes events to all monitors of a config."""
-
     def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
         super().__init__(monitor_config)
         self.tb_monitor = self._make(TensorBoardMonitor, monitor_config.tensorboard)

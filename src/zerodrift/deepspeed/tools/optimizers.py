@@ -36,8 +36,8 @@ class FusedAdam:
     ) -> torch.optim.Adam:
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
-        _require_correction(bias_correction)
-        return _adam(params, adam_w_mode, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        return _adam(params, adam_w_mode, bias_correction, numbers)
 
 
 class DeepSpeedCPUAdam:
@@ -57,11 +57,11 @@ class DeepSpeedCPUAdam:
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> torch.optim.Adam:
-        _require_correction(bias_correction)
         if amsgrad:
             do = "Pass `torch.optim.AdamW(amsgrad=True)`."
             raise UnsupportedError("amsgrad", "must be false", got="true", do=do)
-        made = _adam(model_params, adamw_mode, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        made = _adam(model_params, adamw_mode, bias_correction, numbers)
         if not fp32_optimizer_states:
             _ASK_FOR_NARROW_STATES.add(made)
         return made
@@ -78,15 +78,11 @@ def require_states(optimizer: Any, dtypes: Iterable[DType]) -> None:
         raise UnsupportedError("fp32_optimizer_states", must, got="false", do=do)
 
 
-def _require_correction(bias_correction: bool) -> None:
+def _adam(params: Any, decoupled: bool, bias_correction: bool, numbers: dict[str, Any]) -> torch.optim.Adam:
     if not bias_correction:
         do = "Use an optimizer of your own."
         raise UnsupportedError("bias_correction", "must be true", got="false", do=do)
-
-
-def _adam(params: Any, decoupled: bool, **numbers: Any) -> torch.optim.Adam:
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    return kind(params, fused=True, **numbers)
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, fused=True, **numbers)
 
 
 class FusedLion(torch.optim.Optimizer):

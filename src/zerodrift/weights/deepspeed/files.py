@@ -63,10 +63,7 @@ _STUBS = [
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFiles:
-    """Contents of the files of one tag.
-
-    There is one model file, or one per rank at stage 3, and one optimizer file per rank, none at stage 0.
-    """
+    """Contents of the files of one tag. Stage 3 has a model file per rank, and stage 0 no optimizer files."""
 
     folder: Path
     models: tuple[dict[str, Any], ...]
@@ -253,6 +250,7 @@ def _check_archive(path: Path) -> str:
             old = "the older format has no checksums, and damage in it cannot be seen"
             todo = "If it is one of those, load it with torch and save it again"
             raise _damaged(path, f"no zip, which torch has written since 1.6: {old}. {todo}")
+        got = "a zip whose list of records is damaged"
         try:
             with zipfile.ZipFile(stream) as archive:
                 records = archive.infolist()
@@ -260,16 +258,16 @@ def _check_archive(path: Path) -> str:
                 tops = {name.partition("/")[0] for name in names}
                 first = min((record.header_offset for record in records), default=-1)
                 # Python accepts bytes before an archive, which torch does not expect.
-                if first or len(names) < len(records) or len(tops) != 1:
-                    raise _damaged(path, "a zip whose list of records is damaged")
-                for record in records:
-                    if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
-                        raise _damaged(path, f"a damaged record `{record.filename}`")
-                damaged = archive.testzip()
-                if damaged is not None:
-                    raise _damaged(path, f"a damaged record `{damaged}`")
-                return tops.pop()
-        except CheckpointError:
-            raise
+                if first == 0 and len(names) == len(records) and len(tops) == 1:
+                    damaged = next((r.filename for r in records if not _is_plain(r)), None)
+                    damaged = damaged or archive.testzip()
+                    if damaged is None:
+                        return tops.pop()
+                    got = f"a damaged record `{damaged}`"
         except Exception as error:  # damage makes `zipfile` raise nearly anything
-            raise _damaged(path, f"a damaged zip ({error or type(error).__name__})") from error
+            got = f"a damaged zip ({error or type(error).__name__})"
+    raise _damaged(path, got)
+
+
+def _is_plain(record: zipfile.ZipInfo) -> bool:
+    return record.compress_type == zipfile.ZIP_STORED and record.file_size == record.compress_size

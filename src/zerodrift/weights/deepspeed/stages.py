@@ -148,8 +148,8 @@ def stage_1_or_2(files: DeepSpeedFiles) -> StageContents:
 def _check_values(
     files: DeepSpeedFiles, name: str, weights: torch.Tensor | None, masters: Sequence[Run]
 ) -> None:
-    """Compare some masters of each run with the weights: they differ if files of two saves are mixed, or if
-    the parameters are in another order than the one assumed here."""
+    """Compare some masters of each run with the weights. The weights differ if files of two saves are
+    mixed, or if the parameters have another order than the one assumed here."""
     if weights is None or not weights.is_floating_point():
         return
     for start, values in masters:
@@ -208,8 +208,8 @@ def _shares(flats: Sequence[Sequence[torch.Tensor]], start: int, share: int, num
 
 
 def stage_0(files: DeepSpeedFiles) -> StageContents:
-    """Match the optimizer's numbers with parameters by shapes or values; if both leave a choice, masters and
-    moments are left out with a note."""
+    """Match the optimizer's numbers with parameters by shapes or values. If both are ambiguous, leave out
+    masters and moments, with a note."""
     model = files.models[0]
     buffers = set(model.get("buffer_names") or ())
     names: dict[tuple[int, int, int], list[str]] = {}
@@ -250,7 +250,7 @@ Held = dict[str, tuple[int, torch.Tensor, dict[str, torch.Tensor]]]
 def hold_flat(
     weights: Mapping[str, torch.Tensor], masters: Sequence[torch.Tensor], state: Mapping[str, Any]
 ) -> Held:
-    """Cut one group that is one flat buffer, in the order of the model; several cannot be assigned."""
+    """Cut the flat buffer of the only group, in the order of the model. Several groups are not assigned."""
     sizes = [value.numel() for value in weights.values()]
     if [master.numel() for master in masters] != [sum(sizes)]:
         return {}
@@ -269,7 +269,7 @@ def hold_by_number(
     masters: Sequence[Sequence[torch.Tensor]] | None,
     state: Mapping[int, Mapping[str, Any]],
 ) -> Held:
-    """Name the parameters of an optimizer, or return nothing if neither shapes nor values tell them apart."""
+    """Assign the state of an optimizer. Return {} if both shapes and values are ambiguous."""
     moments = {
         number: {k: value for k, value in own.items() if isinstance(value, torch.Tensor) and k != "step"}
         for number, own in state.items()
@@ -290,10 +290,10 @@ def _names_by_shape(
     groups: Sequence[Mapping[str, Any]],
     moments: Mapping[int, Mapping[str, torch.Tensor]],
 ) -> dict[int, str]:
-    """Return the name of each number, or nothing if there is a choice.
+    """Return the name of each number, or {} if there is a choice.
 
-    A group's parameters are in the order of the model; if it holds all parameters of its shapes, there is one
-    way to assign them.
+    A group has its parameters in the order of the model. If the group holds all parameters of its shapes,
+    there is one way to assign them.
     """
     names: dict[int, str] = {}
     for options in groups:
@@ -311,7 +311,7 @@ def _names_by_value(
     groups: Sequence[Mapping[str, Any]],
     masters: Sequence[Sequence[torch.Tensor]],
 ) -> dict[int, str]:
-    """Return the name of each number whose master rounds to one parameter alone, or nothing."""
+    """Return the name of each number, or {} unless every master rounds to exactly one parameter."""
     names: dict[int, str] = {}
     for options, own in zip(groups, masters, strict=True) if masters else ():
         for number, master in zip(options["params"], own, strict=True):
