@@ -184,7 +184,7 @@ def optimizer_over(kind: str, params: dict[str, Any], parameters: list[Any]) -> 
     make = None if algorithm is None else OVER_PARAMETERS.get(algorithm)
     if make is None:
         known = either(algorithm.name for algorithm in OVER_PARAMETERS)
-        must = f"must be {known} where `model_parameters` are groups or a part of the model"
+        must = f"must be {known} if `model_parameters` are groups or a part of the model"
         do = "Leave `model_parameters` out, or pass an optimizer."
         raise UnsupportedError("optimizer.type", must, got=repr(kind), do=do)
     params.pop("adam_w_mode", None)

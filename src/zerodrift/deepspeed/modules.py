@@ -48,7 +48,7 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError, AssertionError,
 
 def absent(name: str, instead: str) -> NotHereError:
     """Return the error for an attribute that DeepSpeed has."""
-    return NotHereError(name, HERE, got="one of DeepSpeed's alone", do=instead)
+    return NotHereError(name, HERE, got="one that only DeepSpeed has", do=instead)
 
 
 def unknown(owner: str, name: str, known: Iterable[str]) -> NotHereError:
@@ -83,7 +83,7 @@ class Placeholder:
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(self._name, HERE, got="one of DeepSpeed's alone", do=self._instead)
+        raise UnsupportedError(self._name, HERE, got="one that only DeepSpeed has", do=self._instead)
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         return (self._base,)

@@ -193,15 +193,14 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return a copy of this rank's shard of the master weights, None for a frozen parameter. Flat, fp32."""
     if _is_frozen(param):
         return None
-    engine, segment, row = _locate(param)
-    return _shard(_piece(engine, segment).weights().float(), segment, row).clone()
+    _, piece, row = _locate(param)
+    return _shard(piece.weights().float(), piece.segment, row).clone()
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's shard of the master weights. Collective if the visible weight is not sharded."""
-    engine, segment, row = _locate(param)
-    piece = _piece(engine, segment)
-    flat = piece.weights().float()
+    engine, piece, row = _locate(param)
+    segment, flat = piece.segment, piece.weights().float()
     _write(_shard(flat, segment, row), row, value)
     piece.set_weights(flat)
     segment.drop(alone=True)
@@ -211,7 +210,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return a copy of this rank's shard of the gradient so far. Flat, fp32. Return None outside a step."""
-    engine, segment, row = _locate(param)
+    engine, piece, row = _locate(param)
+    segment = piece.segment
     if not isinstance(segment, TrainedSegment) or not engine.micro_batches:
         return None
     reduced = _reduced(engine, segment, row)
@@ -221,28 +221,27 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    engine, segment, row = _locate(param)
-    reduced = _reduced(engine, segment, row)
+    engine, piece, row = _locate(param)
+    reduced = _reduced(engine, piece.segment, row)
     if reduced is None:
         raise ModelError(row.name, "must have a gradient to replace", got="none in this step")
-    _write(_shard(reduced, segment, row), row, value / engine.progress.unscale)
+    _write(_shard(reduced, piece.segment, row), row, value / engine.progress.unscale)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return a copy of this rank's shard of a moment. Flat, fp32. Return None before the first step."""
-    engine, segment, row = _locate(param)
-    flat = _piece(engine, segment).moments().get(optim_state_key)
-    return None if flat is None else _shard(flat, segment, row).clone()
+    _, piece, row = _locate(param)
+    flat = piece.moments().get(optim_state_key)
+    return None if flat is None else _shard(flat, piece.segment, row).clone()
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    engine, segment, row = _locate(param)
-    piece = _piece(engine, segment)
+    _, piece, row = _locate(param)
     moments = piece.moments()
     if optim_state_key not in moments:
         must, got = f"must have optimizer state {optim_state_key!r}", ", ".join(moments) or "none yet"
         raise ModelError(row.name, must, got=got, do="State is there after the first step.")
-    _write(_shard(moments[optim_state_key], segment, row), row, value)
+    _write(_shard(moments[optim_state_key], piece.segment, row), row, value)
     piece.set_moment(optim_state_key, moments[optim_state_key])
 
 
@@ -252,14 +251,10 @@ def _is_frozen(param: nn.Parameter) -> bool:
     return engine.updater is not None and not row.trained
 
 
-def _locate(param: nn.Parameter) -> tuple[Engine, FlatSegment, Row]:
+def _locate(param: nn.Parameter) -> tuple[Engine, FlatShard, Row]:
     engine, name = require_engine_parameter(param)
-    row = engine.parameter(name).row
-    return engine, native(engine.executor).segments[row.segment], row
-
-
-def _piece(engine: Engine, segment: FlatSegment) -> FlatShard:
-    return FlatShard(segment, native(engine.executor).updater, (0, 1))
+    row, executor = engine.parameter(name).row, native(engine.executor)
+    return engine, FlatShard(executor.segments[row.segment], executor.updater, (0, 1)), row
 
 
 def _reduced(engine: Engine, segment: FlatSegment, row: Row) -> torch.Tensor | None:

@@ -154,7 +154,7 @@ class OpBuilder:
     def load(self, verbose: bool = True) -> None:
         if not self.needless:
             must, do = "must be an operation that zerodrift has", "Ask `is_compatible` first."
-            raise UnsupportedError(self.NAME, must, got="one of DeepSpeed's alone", do=do)
+            raise UnsupportedError(self.NAME, must, got="one that only DeepSpeed has", do=do)
 
 
 NEEDLESS = "cpu_adam=CPUAdam fused_adam=FusedAdam cpu_lion=CPULion fused_lion=FusedLion utils=Utils"
