@@ -4,11 +4,10 @@
 
 `import zerodrift.lightning` also registers the name: `Trainer(strategy="zerodrift")` trains with defaults.
 
-Lightning decides when a step ends and divides losses by the number of batches in it, which may be smaller in
-the last step of an epoch. A setting that both sides have (batches of a step, clipping, precision) must be the
-same on both.
+Lightning decides when a step ends, and divides losses by the number of batches in the step. A setting that
+both sides have (batches per step, clipping, precision) must have the same value on both.
 
-Invariant: a step of the engine is a step of Lightning's, and no precision plugin of Lightning's runs.
+Invariant: the engine steps exactly when Lightning does, and no precision plugin of Lightning runs.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ class ZeroDriftStrategy(DDPStrategy):
     strategy_name = NAME
 
     def __init__(self, config: ConfigSource | None = None, *, quiet: bool = False, **launching: Any) -> None:
-        """Take a file, a dict or a `Config`, without the `Trainer`'s settings. The plan is printed unless
-        `quiet`. `launching` has arguments of `DDPStrategy` to start and join processes, such as `timeout`,
+        """`config` is a file, a dict or a `Config`, without the `Trainer`'s settings. The plan is printed
+        unless `quiet`. `launching` has arguments of `DDPStrategy` such as `timeout`,
         `process_group_backend` and `start_method`."""
         super().__init__(precision_plugin=EnginePrecision(self), **launching)
         self._config: ConfigSource = {} if config is None else config
@@ -130,7 +129,7 @@ class ZeroDriftStrategy(DDPStrategy):
         self.optimizers = [groups]
 
     def _trainer_settings(self, trainer: Any) -> list[str]:
-        """Return the Trainer's settings as keys of the config. Another value in the config is an error."""
+        """Return the Trainer's settings as keys of the config. Raise if the config contradicts them."""
         written = load(self._config)
         settings = {
             "gradient_accumulation_steps": ("accumulate_grad_batches", trainer.accumulate_grad_batches)
@@ -189,7 +188,7 @@ class ZeroDriftStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Save a folder with the engine's checkpoint and Lightning's file, or one file for weights alone."""
+        """Save a folder with the engine's checkpoint and Lightning's file, or one file of weights only."""
         path = Path(self.broadcast(filepath))
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -214,7 +213,7 @@ class ZeroDriftStrategy(DDPStrategy):
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of one file. Those of a folder were loaded by the engine."""
+        """Load the weights of one file. From a folder the engine has loaded them already."""
         module: Any = self.lightning_module
         if checkpoint["state_dict"]:
             with self.engine.gathered(write=True):

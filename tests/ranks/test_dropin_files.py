@@ -296,7 +296,7 @@ def test_a_second_run_adds_to_the_files_and_training_goes_on_without(tmp_path: P
         steps(engine, 2)
     assert engine.global_steps == 3
     (line,) = [each for each in said if "csvMonitor" in each]
-    assert "nothing more is written" in line and "lr.csv" in line
+    assert "is switched off" in line and "lr.csv" in line
 
 
 REFUSED: list[tuple[Any, str]] = [

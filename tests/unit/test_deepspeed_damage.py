@@ -117,9 +117,19 @@ def an_optimizer_of_later_steps(copy: Path) -> None:
         shutil.copy(path, copy / "global_step3")
 
 
+def a_shorter_moment(copy: Path) -> None:
+    path = next(copy.glob("global_step*/*rank_1*optim*"))
+    state = torch.load(path, weights_only=False)
+    own = state["optimizer_state_dict"]
+    moments = own.get("base_optimizer_state", own.get("optimizer_state_dict"))["state"][0]
+    moments["exp_avg"] = moments["exp_avg"][:-9]
+    torch.save(state, path)
+
+
 @pytest.mark.parametrize(
     ("harm", "said_of_it"),
     [
+        (a_shorter_moment, "elements for exp_avg of `2.weight`"),
         (swap, "must be the file that was saved under its name"),
         (lose_a_rank, "of each of 2 ranks"),
         (an_optimizer_of_later_steps, "must have an optimizer of at most 3 steps"),

@@ -124,6 +124,8 @@ MPU = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
 DATA = torch.utils.data.TensorDataset(torch.arange(10.0)[:, None].expand(10, 4))
 LOSSY = {**CONFIG, "zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}}
 NO_SIZE = {"optimizer": CONFIG["optimizer"]}
+CYCLE: dict[str, Any] = {}
+CYCLE["itself"] = CYCLE
 OF_ARGUMENTS: list[tuple[type[Exception], str, Any]] = [
     (MeshError, "dist_init_required", lambda: make(dist_init_required=False)),
     (UnsupportedError, "`mpu`", lambda: make(mpu=MPU)),
@@ -141,6 +143,10 @@ OF_AN_ENGINE: list[tuple[type[Exception], str, Any]] = [
     (UnsupportedError, "num_local_io_workers", lambda e: e.deepspeed_io(DATA, num_local_io_workers=2)),
     (UnsupportedError, "a closure", lambda e: e.optimizer.step(lambda: None)),
     (UnsupportedError, "after the last backward of a step; got 0 backwards", lambda e: e.optimizer.step()),
+    (CheckpointError, "the key `module`", lambda e: e.load_module_state_dict(model().state_dict())),
+    (CheckpointError, "`load_dir`: must be a path", lambda e: e.load_checkpoint(None)),
+    (ValueError, "`save_dir`: must be a path", lambda e: e.save_checkpoint(5)),
+    (UnsupportedError, "hold themselves", lambda e: e.save_checkpoint("runs", client_state=CYCLE)),
     (CheckpointError, "under this plan", lambda e: e.optimizer.load_state_dict({"param_groups": []})),
 ]
 

@@ -257,5 +257,9 @@ def fingerprint(state: Any) -> str:
             for item in value.items() if isinstance(value, dict) else value:
                 take(item)
 
-    take(state)
+    try:
+        take(state)
+    except RecursionError:
+        must, got = "must be made of lists and dicts that do not hold themselves", "one that does"
+        raise UnsupportedError("client", must, got=got) from None
     return digest.hexdigest()

@@ -1,11 +1,10 @@
 """The drop-in: `import zerodrift.deepspeed as deepspeed`, and a DeepSpeed script runs on zerodrift.
 
 Names, signatures and meanings are those of DeepSpeed 0.19.6; `docs/deepspeed.md` lists the differences. A
-name that is not here can be imported, and raises an error that says what to use instead.
+name that zerodrift does not have can be imported, and raises an error with advice when it is used.
 
-DeepSpeed's own modules (`deepspeed.zero`, `deepspeed.utils`, ...) are made by `modules.py` from the tables in
-`tables.py`. `initialization` makes the `engine`, whose getters, optimizer and checkpoints are beside it.
-`tools` is for scripts without an engine, and `parameters` is about one parameter by itself.
+`modules.py` makes DeepSpeed's modules (`deepspeed.zero`, `deepspeed.utils`, ...) from the tables in
+`tables.py`. `tools` needs no engine, and `parameters` works on single parameters.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """`save_checkpoint`, `load_checkpoint` and state dicts: DeepSpeed's calls on zerodrift's checkpoints.
 
 A folder has one folder per tag and a file `latest`. The client state is rank 0's, made of plain values,
-because loading a checkpoint runs no code from it. A checkpoint that DeepSpeed itself saved is converted by
-rank 0 into a temporary folder beside it, and loaded from there. `module_state_dict` and `save_16bit_model`
-gather a whole model, one unit at a time, in the `export` dtypes; `zerodrift.export` writes a sharded one.
+because loading a checkpoint runs no code from it. Rank 0 converts a checkpoint that DeepSpeed itself saved
+into a temporary folder beside it, from which all ranks load. `module_state_dict` and `save_16bit_model`
+gather a whole model, one unit at a time, in the `export` dtypes.
 
-Invariants: the parts that `load` must leave alone do not change, and a checkpoint of DeepSpeed's does not
-either. A loaded value reaches the master weights at every stage.
+Invariants: loading changes neither the parts that were not asked for nor a checkpoint of DeepSpeed. A loaded
+value reaches the master weights at every stage.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from zerodrift.checkpoint import (
     is_deepspeed,
     kind_at,
     new_file,
+    on_rank_0,
 )
 from zerodrift.comm import raise_on_all_ranks
 from zerodrift.deepspeed.modules import MissingCheckpointError, MisuseError
@@ -53,7 +54,7 @@ if __name__ == "__main__":
 
 
 def tag_validation(config: Mapping[str, Any]) -> str:
-    """Return `ignore`, `warn` or `fail`: what `checkpoint.tag_validation` says, in any case of letters."""
+    """Return `checkpoint.tag_validation` in lower case: `ignore`, `warn` or `fail`."""
     block: Any = config.get("checkpoint")
     mode = str(block.get("tag_validation", "warn")).lower() if isinstance(block, Mapping) else "warn"
     if mode not in ("ignore", "warn", "fail"):
@@ -93,7 +94,11 @@ class CheckpointedEngine(nn.Module):
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Load the state dict under `module`. Master weights follow."""
+        """Load the state dict under `module` into the module and its master weights."""
+        if not isinstance(checkpoint, Mapping) or "module" not in checkpoint:
+            must, got = "must be given a dict with the key `module`", "none"
+            do = "Pass `{'module': state_dict}`."
+            raise CheckpointError("load_module_state_dict", must, got=got, do=do)
         with self._engine.gathered(write=True):
             if custom_load_fn is not None:
                 custom_load_fn(src=checkpoint["module"], dst=self.module)
@@ -114,8 +119,8 @@ class CheckpointedEngine(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save the whole model in its `export` dtypes to one file, for `torch.load` or safetensors."""
+        path = as_path("save_dir", save_dir) / as_path("save_filename", save_filename)
         state = model_state(self._engine, "", exclude_frozen_parameters, everywhere=False)
-        path = Path(save_dir) / save_filename
         with raise_on_all_ranks(self._engine.comm):
             if self.global_rank == 0:
                 with new_file(path) as partial:
@@ -142,17 +147,15 @@ class CheckpointedEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save all state of a run, to resume on any number of ranks at any stage. Without frozen parameters
-        the checkpoint needs `load_module_strict=False`."""
-        if not save_dir:
-            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        engine = self._engine
+        """Save all state of a run, to resume on any number of ranks at any stage. A checkpoint without frozen
+        parameters loads only with `load_module_strict=False`."""
+        folder, engine = as_path("save_dir", save_dir), self._engine
         client = engine.comm.broadcast_object(dict(client_state), 0)
         counts = {"micro_steps": self.micro_steps, "global_samples": self.global_samples}
         tag = self._common_tag(str(tag) if tag is not None else f"global_step{self.global_steps}")
         state, frozen = {"client": client, "counts": counts}, not exclude_frozen_parameters
-        self.checkpoints_in(save_dir).save(tag, state, latest=save_latest, frozen=frozen, within=True)
-        script = Path(save_dir) / "zero_to_fp32.py"
+        self.checkpoints_in(folder).save(tag, state, latest=save_latest, frozen=frozen, within=True)
+        script = folder / "zero_to_fp32.py"
         with raise_on_all_ranks(engine.comm):
             if engine.mesh.rank() == 0 and not os.path.lexists(script):
                 with new_file(script) as partial:
@@ -183,45 +186,43 @@ class CheckpointedEngine(nn.Module):
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint of zerodrift or of DeepSpeed. Return its path and client state, or two Nones.
-        Without `load_module_strict`, a name that only one side has is skipped."""
+        Without `load_module_strict`, a name that is missing on one side is skipped."""
         if custom_load_fn is not None:
             must = "must be left out: masters and moments are loaded by name"
             do = "Write weights of your own inside `zero.GatheredParameters(parameters, modifier_rank=0)`."
             raise UnsupportedError("custom_load_fn", must, do=do)
-        engine, counts = self._engine, not load_module_only
-        optimizer = load_optimizer_states and not load_module_only
+        engine, folder = self._engine, as_path("load_dir", load_dir)
+        counts = not load_module_only
+        optimizer = counts and load_optimizer_states
+        schedule = counts and load_lr_scheduler_states and (engine.schedule is not None or optimizer)
+        wanted: dict[Part, bool] = {"optimizer": optimizer, "schedule": schedule, "counts": counts}
+        parts = frozenset(part for part, is_wanted in wanted.items() if is_wanted)
         # DeepSpeed refuses another kind of schedule only if the optimizer is loaded too.
         allow: tuple[Allowed, ...] = () if optimizer else ("schedule",)
         if not load_module_strict:
             allow = (*allow, "model", "buffers")
-        schedule = load_lr_scheduler_states and not load_module_only
-        schedule = schedule and (engine.schedule is not None or optimizer)
-        wanted: dict[Part, bool] = {"optimizer": optimizer, "schedule": schedule, "counts": counts}
-        parts = frozenset(part for part, is_wanted in wanted.items() if is_wanted)
         found = (False, "")
         with raise_on_all_ranks(engine.comm):
             if engine.mesh.rank() == 0:
-                found = _find(Path(load_dir), tag)
-        is_theirs, latest = engine.comm.broadcast_object(found, 0)
-        if is_theirs:
-            with _converted(engine, Path(load_dir), str(tag or "")) as (folder, source, missing):
-                theirs = Checkpoints(engine, folder, quiet=True)
-                self._load(theirs, LATEST, parts, (*allow, *missing))
-                path, samples, client = source
+                found = _find(folder, tag)
+        is_deepspeeds, latest = engine.comm.broadcast_object(found, 0)
+        if is_deepspeeds:
+            with _converted(engine, folder, str(tag or "")) as (made, (path, samples, client), missing):
+                self._load(Checkpoints(engine, made, quiet=True), LATEST, parts, (*allow, *missing))
                 self._restore_counts(counts, {"global_samples": samples})
                 return path, client
         if tag is None and not latest:
-            logger.warning("no checkpoint in %s that `latest` names: nothing is loaded", load_dir)
+            logger.warning("no checkpoint in %s that `latest` names: nothing is loaded", folder)
             return None, None
-        path, client = self._load(self.checkpoints_in(load_dir), str(tag or latest), parts, allow)
+        path, client = self._load(self.checkpoints_in(folder), str(tag or latest), parts, allow)
         self._restore_counts(counts, client.get("counts", {}))
         return path, dict(client.get("client", {}))
 
     def _load(
         self, folder: Checkpoints, tag: str, parts: frozenset[Part], allow: tuple[Allowed, ...]
     ) -> tuple[str, dict[str, Any]]:
-        """Load the parts, and return the path and the client state."""
-        # As in DeepSpeed, a schedule that comes without the optimizer sets no rate before its next step.
+        """Load the parts. Return the path and the client state."""
+        # As in DeepSpeed, a schedule that is loaded without the optimizer sets no rate before its next step.
         groups = [] if "optimizer" in parts else getattr(self._engine.optimizer, "param_groups", [])
         rates = [group["lr"] for group in groups]
         loaded = folder.load_parts(tag, parts, allow)
@@ -241,17 +242,25 @@ class CheckpointedEngine(nn.Module):
         self.update_boundary()
 
 
+def as_path(name: str, given: Any) -> Path:
+    """Return an argument as a path, or raise an error of the kinds that DeepSpeed raises."""
+    if not given or not isinstance(given, (str, os.PathLike)):
+        raise MissingCheckpointError(name, "must be a path", got=repr(given))
+    return Path(given)
+
+
 def _find(path: Path, tag: str | None) -> tuple[bool, str]:
     """Return True if DeepSpeed saved the checkpoint, and the tag in `latest` if none was asked for."""
     folder = CheckpointFolder(path)
-    place = path if tag is None else path / str(tag)
-    is_theirs = kind_at(path) == "folder" and is_deepspeed(place)
-    latest = folder.latest() if tag is None else ""
-    if tag is not None and not is_theirs:
+    if kind_at(path) == "folder" and is_deepspeed(path if tag is None else path / str(tag)):
+        return True, ""
+    if tag is not None:
         require(folder, str(tag))
-    if tag is None and not is_theirs and not latest and folder.halves():
-        folder.newest()  # raises, and names what is missing
-    return is_theirs, latest
+        return False, ""
+    latest = folder.latest()
+    if not latest and folder.halves():
+        folder.newest()  # raises an error that names the missing file
+    return False, latest
 
 
 def require(folder: CheckpointFolder, tag: str) -> Path:
@@ -265,19 +274,16 @@ def require(folder: CheckpointFolder, tag: str) -> Path:
 # --- DeepSpeed's own checkpoints --------------------------------------------------------------------------
 
 Converted = tuple[str, tuple[str, int, dict[str, Any]], tuple[Allowed, ...]]
-"""A folder of ours; path, samples and client state of the original; what the original does not have."""
+"""Temporary folder; path, samples and client state of the original; parts that the original does not have."""
 
 
 @contextlib.contextmanager
 def _converted(engine: Engine, path: Path, tag: str) -> Iterator[Converted]:
-    """Convert a checkpoint of DeepSpeed's while the context is open. Collective."""
-    converted: Converted | None = None
+    """Convert a checkpoint of DeepSpeed while the context is open. Collective."""
     with contextlib.ExitStack() as stack:
-        with raise_on_all_ranks(engine.comm):
-            if engine.mesh.rank() == 0:
-                room = stack.enter_context(_room(path))
-                converted = _convert(path, tag, Path(room), engine.schedule)
-        yield engine.comm.broadcast_object(converted, 0)
+        yield on_rank_0(
+            engine.comm, lambda: _convert(path, tag, stack.enter_context(_room(path)), engine.schedule)
+        )
         engine.comm.barrier()
 
 
@@ -285,24 +291,24 @@ def _room(path: Path) -> tempfile.TemporaryDirectory[str]:
     try:
         return tempfile.TemporaryDirectory(prefix=".zerodrift-", dir=path, ignore_cleanup_errors=True)
     except OSError as error:
-        must = "must have room for the checkpoint in another form while it is loaded"
-        do = "Convert it to a place of your own once, with `zerodrift convert`."
+        must = "must be writable, because the checkpoint is converted beside itself while it is loaded"
+        do = "Convert it into another folder once, with `zerodrift convert`."
         raise CheckpointError(path, must, got=error.strerror or error, do=do) from error
 
 
-def _convert(path: Path, tag: str, room: Path, schedule: Any) -> Converted:
-    """Convert a checkpoint. The state of a caller's own schedule is taken for that of `schedule`."""
+def _convert(path: Path, tag: str, room: str, schedule: Any) -> Converted:
+    """Convert a checkpoint. The files do not name a caller's own schedule, which `schedule` does."""
     source = open_deepspeed(path, tag)
     trained = source.trained or TrainingState()
     if not trained.schedule and trained.schedule_state is not None and schedule is not None:
         trained = replace(trained, schedule=type(schedule).__name__)
         source = replace(source, trained=trained)
-    to_checkpoint(source, room)
+    to_checkpoint(source, Path(room))
     for note in source.notes:
         logger.warning("%s: %s", source.path, note)
     lacks: dict[Allowed, bool] = {"optimizer": not trained.optimizer, "schedule": not trained.schedule}
     missing = tuple(part for part, is_missing in lacks.items() if is_missing)
-    return str(room), (str(source.path), trained.samples, dict(trained.client)), missing
+    return room, (str(source.path), trained.samples, dict(trained.client)), missing
 
 
 # --- state dicts of the model -----------------------------------------------------------------------------
@@ -337,8 +343,8 @@ def model_state(engine: Engine, prefix: str, without_frozen: bool, everywhere: b
 
 
 def _by_modules(module: nn.Module) -> dict[str, Any]:
-    """Return parameters and persistent buffers by the paths of their modules, in the order of a state dict.
-    DeepSpeed saves a model whose own `state_dict` renames its parameters, or leaves some out, in this way."""
+    """Return parameters and persistent buffers by the paths of their modules, as DeepSpeed saves a sharded
+    model whose own `state_dict` renames or omits parameters."""
     found: dict[str, Any] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         start = f"{path}." if path else ""
@@ -350,8 +356,8 @@ def _by_modules(module: nn.Module) -> dict[str, Any]:
 
 
 def _by_memory(module: nn.Module, values: dict[str, Any], prefix: str, everywhere: bool) -> dict[str, Any]:
-    """Return the state dict that the module itself makes, with `values` in place of the parameters, which are
-    gathered and found by their addresses."""
+    """Return the module's own state dict with `values` in place of the parameters, which are recognized by
+    their addresses. The parameters must be gathered."""
     places = {(p.data_ptr(), p.shape): name for name, p in module.named_parameters(remove_duplicate=False)}
     whole: dict[str, Any] = {}
     for name, value in module.state_dict().items():

@@ -1,10 +1,10 @@
 """Read the config that was passed to `initialize`, in any form that DeepSpeed accepts.
 
-A config may be a dict, a file (JSON, YAML or Hjson) or base64 of JSON, and may come by four arguments. Keys
-that accelerate and TRL write with dots are moved to their blocks, old spellings become new ones, and the keys
-of `zerodrift run` are added. `zerodrift.config` decides what the keys mean.
+A config is a dict, a file (JSON, YAML or Hjson) or base64 of JSON, in one of four arguments. Keys that
+accelerate and TRL write with dots are moved into their blocks, deprecated keys are replaced, and the keys of
+`zerodrift run` are added. `zerodrift.config` interprets the keys.
 
-Invariant: the caller's object is not changed, and a key that is read otherwise than written is logged.
+Invariant: the caller's object is not changed, and a replaced value is logged.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.optim import VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type
 
 MANAGED = "managed_gradient_accumulation"
-"""A key that `DeepSpeedEngine.step` obeys, and the plan does not know."""
+"""A key for `DeepSpeedEngine.step`, which the plan does not know."""
 
 OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
 def written_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
-    """Return the one config that was passed, in the spellings that `zerodrift.config` knows."""
+    """Return the config that was passed, with the keys that `zerodrift.config` knows."""
     ways = {
         "config": config,
         "config_params": config_params,
@@ -82,8 +82,7 @@ def _decode(text: str) -> dict[str, Any] | None:
 
 
 def _nested(config: dict[str, Any]) -> dict[str, Any]:
-    """Move keys with dots into their blocks. accelerate and TRL set `zero_optimization.reduce_bucket_size` at
-    the top, where DeepSpeed reads nothing. A value in the block wins."""
+    """Move top-level keys such as `zero_optimization.stage` into their blocks. A value in the block wins."""
     tree: Any = copy.copy(config)  # keeps the record of keys that were written twice
     for key, value in config.items():
         if not isinstance(key, str) or "." not in key or not is_path(key):
@@ -129,12 +128,12 @@ def _respell_warmup(params: Any) -> None:
 
 
 def _respell_offload(zero: dict[str, Any]) -> None:
-    """Replace `cpu_offload: true` and its kin, which DeepSpeed deprecated and still reads."""
+    """Replace `cpu_offload` and `cpu_offload_param`, which DeepSpeed deprecated and still reads."""
     pin_key = "cpu_offload_use_pin_memory"
     pinned = zero.pop(pin_key, None) if isinstance(zero.get(pin_key), bool) else None
     for old, new in OLD_OFFLOAD.items():
         if isinstance(zero.get(old), bool) and zero.pop(old) and zero.get(new) is None:
-            logger.warning('`zero_optimization.%s` is old: write `"%s": {"device": "cpu"}`', old, new)
+            logger.warning('`zero_optimization.%s` is deprecated: write `"%s": {"device": "cpu"}`', old, new)
             zero[new] = {"device": "cpu"} if pinned is None else {"device": "cpu", "pin_memory": pinned}
 
 

@@ -1,13 +1,12 @@
 """DeepSpeedEngine: DeepSpeed's methods on zerodrift's engine.
 
-It counts as DeepSpeed counts, decides which micro-batch ends a step as DeepSpeed does, and passes everything
-else on. A name that neither it nor `getters.py` has is looked up in the module, as in DeepSpeed, and else
-refused with what to use instead.
+The class counts steps and samples like DeepSpeed, and decides like DeepSpeed which micro-batch ends a step.
+All other work is zerodrift's engine's. An unknown attribute is looked up in the module, as in DeepSpeed.
 
-Invariant: dtypes, norms, scales and updates are the engine's; none of them is decided or stored here.
+Invariant: no dtype, norm, scale or update is decided or stored here.
 
 [Note: boundary] DeepSpeed counts calls of `step`. `set_gradient_accumulation_boundary` overrides the count
-until it is called again. The engine below is told before every micro-batch whether it ends its step.
+until the next call. `update_boundary` passes the answer to zerodrift's engine before every micro-batch.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from zerodrift.inspect.check import compare
 from zerodrift.inspect.trace import EngineRecord, anything_compiled, is_compiled, merged, observe_calls
 
 OWN = ("gathered", "parameter", "seed_micro_batch", "micro_batches_of_this_rank", "evaluate")
-"""Attributes of zerodrift's engine that messages name and DeepSpeed has not."""
+"""Methods of zerodrift's engine that error messages recommend. DeepSpeed's engine does not have them."""
 
 AFTER_DESTROY = (
     "Make another one. The `Trainer` of transformers destroys the engine of `evaluate` when `train` begins: "
@@ -46,10 +45,8 @@ AFTER_DESTROY = (
 
 
 class DeepSpeedEngine(CheckpointedEngine):
-    """The engine that `initialize` returns."""
-
     sparse_tensor_module_names: frozenset[str] = frozenset()
-    """Embeddings whose gradients are sparse: none."""
+    """Embeddings with sparse gradients: none."""
 
     def __init__(
         self,
@@ -98,7 +95,7 @@ class DeepSpeedEngine(CheckpointedEngine):
 
     @property
     def running(self) -> Engine:
-        """The engine below, of `zerodrift.initialize`, with its reports and values."""
+        """zerodrift's engine, as `zerodrift.initialize` returns it."""
         return self._engine
 
     def __getattr__(self, name: str) -> Any:
@@ -143,8 +140,8 @@ class DeepSpeedEngine(CheckpointedEngine):
     ) -> torch.Tensor:
         """Run the backward of one micro-batch. Return the loss divided by the number of micro-batches.
 
-        The step divides the gradients, after the sum. With `scale_wrt_gas=False` the caller has divided the
-        loss already, so it is multiplied first.
+        The step divides the summed gradients. With `scale_wrt_gas=False` the caller has divided the loss
+        already, so the loss is multiplied first.
         """
         self._require_optimizer("backward")
         _require_loss(loss)
@@ -163,8 +160,8 @@ class DeepSpeedEngine(CheckpointedEngine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Delay the reduction of the backwards inside, if the plan reduces once per step. `step` must be
-        called outside. Works at every stage."""
+        """Delay the reduction of gradients, if the plan reduces once per step. Works at every stage. `step`
+        must be called outside."""
         if self._inside_no_sync:
             todo = "Leave the outer one first."
             raise MisuseError("no_sync", "must not be entered inside itself", do=todo)
@@ -201,7 +198,7 @@ class DeepSpeedEngine(CheckpointedEngine):
     # --- the step ---------------------------------------------------------------------------------------
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-batch, and update at a boundary. `lr_kwargs` are arguments of the schedule's step."""
+        """End a micro-batch, and update at a boundary. `lr_kwargs` go to the schedule's `step`."""
         self._require_optimizer("step")
         if self._inside_no_sync:
             raise MisuseError("step", "must be called outside of `no_sync`", do="Leave that first.")
@@ -228,10 +225,10 @@ class DeepSpeedEngine(CheckpointedEngine):
         self.update_boundary()
 
     def _write_curves(self) -> None:
-        losses, self._losses = self._losses, []
         numbers = {"lr": self.get_lr()[0]}
-        if losses:
-            numbers["train_loss"] = sum(float(loss) for loss in losses) / len(losses)
+        if self._losses:
+            numbers["train_loss"] = sum(map(float, self._losses)) / len(self._losses)
+            self._losses = []
         if self.fp16_enabled():
             numbers["loss_scale"] = self._engine.scaler.scale
         self.monitor.write_events(
@@ -296,7 +293,7 @@ class DeepSpeedEngine(CheckpointedEngine):
         return self._engine.accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return 1 if the config leaves it to the caller's loader, as in DeepSpeed."""
+        """Return the size in the config, or 1 if the config has none, as in DeepSpeed."""
         return self._micro_batch or 1
 
     def train_batch_size(self) -> int:
@@ -312,7 +309,7 @@ class DeepSpeedEngine(CheckpointedEngine):
         self.update_boundary()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the size of a micro-batch for loaders that are made afterwards."""
+        """Change the size of a micro-batch, for loaders that are made later."""
         self._micro_batch = micro_batch_size
 
     # --- the module -------------------------------------------------------------------------------------
@@ -334,11 +331,10 @@ class DeepSpeedEngine(CheckpointedEngine):
         return wire_dtype(self)
 
     def empty_partition_cache(self) -> None:
-        """Do nothing: a unit is released when it is left."""
+        """Do nothing: a unit is released after its forward and backward."""
 
     def _backward_epilogue(self) -> None:
-        """Do nothing: a backward that the caller started ends by itself. Scripts for DeepSpeed before 0.18
-        call this after the `loss.backward()` of a loss of several engines."""
+        """Do nothing. Scripts for DeepSpeed before 0.18 call this after `loss.backward()`."""
 
     def destroy(self) -> None:
         """Remove the hooks and leave the engine's process groups. The module keeps its weights, sharded at
@@ -377,8 +373,8 @@ def end_engine(engine: Engine) -> None:
 
 
 def end_engines_of(model: nn.Module) -> None:
-    """Destroy engines that still run all of their parameters in this model, because another will run them.
-    Lightning sets a model up for each of `fit`, `validate` and `test`, and destroys no engine."""
+    """Destroy engines whose parameters all belong to this model, before another engine takes them over.
+    Lightning initializes a model for each of `fit`, `validate` and `test`, and destroys no engine."""
     found = [place.engine() for place in map(engine_parameter, model.parameters()) if place is not None]
     here = {id(parameter) for parameter in model.parameters()}
     for engine in {id(engine): engine for engine in found if engine is not None}.values():
@@ -389,23 +385,24 @@ def end_engines_of(model: nn.Module) -> None:
 
 def _require_loss(loss: Any) -> None:
     """Raise unless the loss is a scalar with a graph, as DeepSpeed asserts."""
-    must = "must get a loss of one element, with a graph"
+    do = ""
     if not isinstance(loss, torch.Tensor):
-        do = "Pass the tensor that the forward's outputs gave."
-        raise MisuseError("backward", must, got=f"a {type(loss).__name__}", do=do)
-    if loss.numel() != 1:
+        got, do = f"a {type(loss).__name__}", "Pass the tensor that the forward's outputs gave."
+    elif loss.numel() != 1:
+        got = f"one of shape {list(loss.shape)}"
         do = "Call `backward` of the outputs with their gradients."
-        raise MisuseError("backward", must, got=f"one of shape {list(loss.shape)}", do=do)
-    if loss.grad_fn is None:
+    elif loss.grad_fn is None:
         got = "one without a graph: it was computed without gradients, or of nothing that is trained"
-        raise MisuseError("backward", must, got=got)
+    else:
+        return
+    raise MisuseError("backward", "must get a loss of one element, with a graph", got=got, do=do)
 
 
 class FirstStep:
-    """Under `zerodrift run`: records an engine's first step, and prints the precision that it used.
+    """Records an engine's first step under `zerodrift run`, and prints the precision that was used.
 
-    Operations are recorded inside calls of the engine only, from the first forward that trains to the end of
-    the step. A difference from the plan is printed and does not end the run, for the loop is the caller's.
+    Only operations inside calls of the engine are recorded, from the first forward in training mode on. A
+    difference from the plan is printed and does not end the run.
     """
 
     def __init__(self, engine: Engine) -> None:

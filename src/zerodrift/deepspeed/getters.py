@@ -1,9 +1,9 @@
 """DeepSpeed's getters on an engine, as one table.
 
-In DeepSpeed they repeat the config. Here they read the plan, so that a script is told what really happens.
-Switches of features that are not here return False.
+DeepSpeed's getters return the config. These read the plan, which is what runs. Getters of features that
+zerodrift does not have return False.
 
-Invariant: nothing is stored; each answer is read when it is asked for.
+Invariant: nothing is stored; every call reads the current value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerodrift.engine import Engine
 from zerodrift.policy import Mode
 
 THEIRS = ("adagrad", "adam", "adamw", "lion", "muon")
-"""Optimizers that DeepSpeed names in lower case."""
+"""Optimizers whose names DeepSpeed returns in lower case."""
 
 FALSE = (
     "amp_enabled autotuning_enabled curriculum_enabled_legacy curriculum_learning_enabled "
@@ -28,7 +28,7 @@ FALSE = (
     "load_universal_checkpoint memory_breakdown pld_enabled random_ltd_enabled sparse_gradients_enabled "
     "super_offload use_node_local_storage wall_clock_breakdown zero_nvme_offload_optimizer "
 )
-"""Switches of features that are not here."""
+"""Getters of features that zerodrift does not have."""
 
 
 def _data_types(self: Any) -> tuple[torch.dtype, torch.dtype]:
@@ -57,7 +57,7 @@ def _optimizer_name(self: Any) -> str | None:
 
 
 def _key(block: str, key: str, default: Any = None) -> Callable[[Any], Any]:
-    """Return the getter of a key of the config; null is the default."""
+    """Return the getter of a key of the config, which returns the default for null."""
     return lambda self: default if (found := (self.config.get(block) or {}).get(key)) is None else found
 
 
@@ -69,8 +69,8 @@ def _of_groups(self: Any, key: str) -> list[Any]:
 
 
 def norm_of(engine: Engine) -> torch.Tensor | None:
-    """Return the norm of the last complete step, averaged and unscaled, before clipping. It is a tensor as in
-    DeepSpeed, because scripts call `item`. Shape []."""
+    """Return the gradient norm of the last complete step, averaged and unscaled, before clipping. As in
+    DeepSpeed the norm is a tensor, because scripts call `item`. Shape []."""
     norm = engine.grad_norm
     return None if norm is None else torch.tensor(norm, dtype=torch.float64, device=engine.mesh.device)
 

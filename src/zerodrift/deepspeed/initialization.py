@@ -1,7 +1,7 @@
-"""`initialize`: from DeepSpeed's arguments to an engine, its optimizer, a loader and a schedule.
+"""`initialize`: make an engine, its optimizer, a loader and a schedule from DeepSpeed's arguments.
 
-A model may be sharded by `zero.Init`. Optimizer and schedule may be objects, functions that make them, or
-blocks of the config, which may name any class of torch's.
+Optimizer and schedule may be objects, functions that make them, or blocks of the config, which may name any
+class of torch.
 
 Invariant: all ranks refuse the same arguments, before anything is allocated.
 """
@@ -41,7 +41,7 @@ TORCH_CLASSES = {
     "optimizer": (torch.optim, torch.optim.Optimizer, TYPES),
     "scheduler": (torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler, SCHEDULES),
 }
-"""Block of the config that may name a class of torch -> its module, its base class, zerodrift's names."""
+"""Block of the config -> module and base class of torch's classes, and zerodrift's own names."""
 
 
 def initialize(  # DeepSpeed's thirteen parameters
@@ -59,7 +59,8 @@ def initialize(  # DeepSpeed's thirteen parameters
     mesh_param: Any = None,
     config_params: Path | Mapping[str, Any] | Config | None = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Return the engine, and its optimizer, loader of `training_data` and schedule, or None for each."""
+    """Return the engine, its optimizer, the loader of `training_data` and the schedule. The last three may
+    be None."""
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise ModelError("model", "must be a torch.nn.Module", got=got, do="Pass `model=...`.")
@@ -109,7 +110,7 @@ def _refuse_axes(mpu: Any, mesh_param: Any) -> None:
 def _build_optimizer(
     given: Any, model_parameters: Any, model: nn.Module, written: Mapping[str, Any]
 ) -> torch.optim.Optimizer | None:
-    """Return an optimizer over parameters, or None if the config's block applies to the whole model."""
+    """Return an optimizer, or None if the config's block applies to the whole model."""
     if isinstance(given, DeepSpeedOptimizer):
         raise UnsupportedError("optimizer", "must be your own", got="another engine's", do="Build one.")
     if isinstance(given, torch.optim.Optimizer):
@@ -151,7 +152,8 @@ def _torch_class(written: Mapping[str, Any], key: str) -> Callable[[Any], Any] |
 
 
 def _without_drop_in_keys(written: dict[str, Any]) -> dict[str, Any]:
-    """Return the config for the engine below, which gets torch's classes as objects and writes no curves."""
+    """Return the config without the keys of the drop-in: torch's classes are passed as objects, and
+    monitors write their curves beside the engine."""
     dropped = {MANAGED, *MONITORS, *(key for key in TORCH_CLASSES if _torch_class(written, key) is not None)}
     kept = copy.copy(written)  # keeps the record of keys that were written twice
     for key in dropped & written.keys():
@@ -168,7 +170,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _is_everything(parameters: list[Any], model: nn.Module) -> bool:
-    """Return True if these are all trained parameters of the model, without groups."""
+    """Return True if the list holds all trained parameters of the model, without groups."""
     if any(isinstance(item, dict) for item in parameters):
         return False
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
@@ -182,7 +184,7 @@ def optimizer_over(kind: str, params: dict[str, Any], parameters: list[Any]) -> 
     make = None if algorithm is None else OVER_PARAMETERS.get(algorithm)
     if make is None:
         known = either(algorithm.name for algorithm in OVER_PARAMETERS)
-        must = f"must be {known} where `model_parameters` are groups or a part of the model"
+        must = f"must be {known} if `model_parameters` are groups or a part of the model"
         do = "Leave `model_parameters` out, or pass an optimizer."
         raise UnsupportedError("optimizer.type", must, got=repr(kind), do=do)
     params.pop("adam_w_mode", None)

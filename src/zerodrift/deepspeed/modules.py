@@ -1,9 +1,9 @@
-"""Make DeepSpeed's modules from the tables in `tables.py`, and refuse the names that are not here.
+"""Make DeepSpeed's modules from the tables in `tables.py`.
 
-A finder before Python's own makes `zerodrift.deepspeed.X` for every module `X` of the tables. Present names
-are bound when the module is made. Absent names become placeholders, which can be imported and derived from:
-scripts import more than they use, and ask `isinstance(model, PipelineModule)` of other models. Any other name
-raises an error with the nearest known one.
+An import hook makes `zerodrift.deepspeed.X` for every module `X` of the tables. Present names are bound when
+the module is made. Absent names become placeholders, because scripts import more names than they use: a
+placeholder can be imported, derived from, and passed to `isinstance`; using it raises an error with advice.
+Any other name raises an error with the nearest known one.
 
 Invariant: a name that DeepSpeed documents never raises a bare AttributeError or ModuleNotFoundError.
 """
@@ -30,25 +30,25 @@ HERE = "must be a name of the drop-in"
 
 
 class NotHereError(UnsupportedError, AttributeError):
-    """A name of DeepSpeed that is not here. `hasattr` returns False for it."""
+    """A name of DeepSpeed that zerodrift does not have. `hasattr` returns False for it."""
 
 
 class MisuseError(UnsupportedError, AssertionError):
-    """A call that DeepSpeed refuses by an assertion, which scripts may catch."""
+    """A call for which DeepSpeed raises an AssertionError, which scripts may catch."""
 
 
 class RefusedConfigError(ConfigError, AssertionError, ValueError):
-    """A config that `initialize` refuses. DeepSpeed asserts, and its schema raises ValueErrors."""
+    """A config for which DeepSpeed raises an AssertionError or, from its schema, a ValueError."""
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError, AssertionError, ValueError):
-    """A checkpoint that does not exist. DeepSpeed's `load_checkpoint` asserts; its `zero_to_fp32` raises a
-    FileNotFoundError for a tag and a ValueError for a missing `latest`."""
+    """A checkpoint that does not exist. DeepSpeed raises an AssertionError in `load_checkpoint`. In
+    `zero_to_fp32` it raises a FileNotFoundError for a tag and a ValueError for a missing `latest`."""
 
 
 def absent(name: str, instead: str) -> NotHereError:
     """Return the error for an attribute that DeepSpeed has."""
-    return NotHereError(name, HERE, got="one of DeepSpeed's alone", do=instead)
+    return NotHereError(name, HERE, got="one that only DeepSpeed has", do=instead)
 
 
 def unknown(owner: str, name: str, known: Iterable[str]) -> NotHereError:
@@ -57,7 +57,7 @@ def unknown(owner: str, name: str, known: Iterable[str]) -> NotHereError:
 
 
 class _PlaceholderBase:
-    """The base of classes that a script derives from a placeholder. Making an instance raises."""
+    """Base of the classes that a script derives from a placeholder. Instantiating them raises."""
 
     placeholder: Placeholder
 
@@ -83,7 +83,7 @@ class Placeholder:
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(self._name, HERE, got="one of DeepSpeed's alone", do=self._instead)
+        raise UnsupportedError(self._name, HERE, got="one that only DeepSpeed has", do=self._instead)
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         return (self._base,)
@@ -108,11 +108,11 @@ class Placeholder:
 HOME = "zerodrift.deepspeed"
 FOLDER = Path(__file__).parent
 OUTSIDE = ("torch.", "zerodrift.")
-"""The beginnings of homes that are not in this folder."""
+"""Prefixes of homes outside this folder."""
 
 
 def read_table(table: str) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """Return the names of each module of a table with their headings; and headings of modules alone."""
+    """Return two maps of a table: module -> name -> heading, and module listed without names -> heading."""
     names: dict[str, dict[str, str]] = defaultdict(dict)
     bare: dict[str, str] = {}
     heading = ""
@@ -143,7 +143,7 @@ def children(module: str) -> list[str]:
 
 
 def advice(module: str) -> str | None:
-    """Return what to use instead of a module of which nothing is here: its own text, or its package's."""
+    """Return the advice for a module of which zerodrift has nothing, its own or that of its package."""
     while module and module not in MODULES:
         module = module.rpartition(".")[0]
     return MODULES_ABSENT.get(module)
@@ -170,12 +170,11 @@ def lookup(module: str) -> Callable[[str], Any]:
 
 
 class DeepSpeedModules(MetaPathFinder, Loader):
-    """Finds and makes the modules of the tables."""
-
     @classmethod
     def install(cls) -> None:
         if not any(isinstance(finder, cls) for finder in sys.meta_path):
-            sys.meta_path.insert(0, cls())  # a folder with nothing but a cache in it would be found first
+            # First, because Python's own finder accepts a folder that holds nothing but a cache.
+            sys.meta_path.insert(0, cls())
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,10 +1,10 @@
 """The optimizer that `initialize` returns: the engine's parameter groups, with DeepSpeed's additions.
 
-Groups and their numbers are live: schedules of torch and of DeepSpeed write them, and every step reads them.
-`engine.step()` does the update. As in DeepSpeed, a state dict has this rank's shard, for a run with the same
-plan and ranks; `engine.save_checkpoint` saves a run.
+Schedules write learning rates into the groups, and every step reads them there. `engine.step()` runs the
+update. As in DeepSpeed, a state dict holds this rank's shard, for the same plan on the same ranks;
+`engine.save_checkpoint` saves a run for any number of ranks.
 
-Invariant: nothing is stored here; every answer is the engine's.
+Invariant: nothing is stored here; every value is read from the engine.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from zerodrift.versions import DEEPSPEED
 
 
 class ParameterOffload:
-    """`optimizer.parameter_offload` of stage 3, whose hooks TRL and others remove around a generation.
+    """`optimizer.parameter_offload` of stage 3. TRL and others remove its hooks for a generation.
 
-    No hook has to be removed: a unit that is gathered in `zero.GatheredParameters` stays gathered until the
-    context ends. The lists of hooks are empty, and nothing done with them changes the engine.
+    The lists of hooks are empty, and changing them has no effect. No hook has to be removed: a unit that
+    `zero.GatheredParameters` has gathered stays gathered until the context ends.
     """
 
     def _nothing(*args: Any, **kwargs: Any) -> None:
-        """Stand in for a method of DeepSpeed that has nothing to do here."""
+        """Do nothing, for methods of DeepSpeed that need no work here."""
 
     empty_partition_cache = setup_zero_stage3_hooks = _nothing
     _register_deepspeed_module = _register_hooks_recursively = _nothing
@@ -44,7 +44,7 @@ class ParameterOffload:
         self.module = module
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
-        # The plan decides the order of parameters, so there is no trace that could be complete.
+        # The plan decides the order of gathers, so nothing is traced.
         self.param_coordinator = SimpleNamespace(
             is_complete_trace=lambda: False,
             is_invalid_trace=lambda: True,
@@ -78,26 +78,24 @@ class LossScaler:
     loss_scale = cur_scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call `backward` on by hand."""
         return self._engine.scale(loss)
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
-    """Passes for a torch optimizer, because torch's schedulers accept nothing else. Its groups are the
-    engine's.
+    """A torch optimizer with the engine's groups, so that torch's schedulers accept it.
 
-    At stage 0 without 16-bit parameters DeepSpeed returns the caller's own optimizer. There this is an
-    instance of that one's class, and equal to it; it is not that one, whose `step` would do nothing.
+    At stage 0 without 16-bit parameters DeepSpeed returns the caller's own optimizer. In that case this
+    object reports the class of the caller's optimizer and compares equal to it.
     """
 
     def __init__(self, engine: Engine) -> None:
-        # torch's own __init__ would make groups and state.
+        # `Optimizer.__init__` is not called: it would make groups and state.
         self._engine = weakref.ref(engine)
         self.stage = engine.plan.policy.sharding.stage
         mode = engine.plan.policy.mode
         self._passes = self.stage == 0 and (mode.autocast or mode.dtype is DType.FP32)
-        """True if DeepSpeed would return the caller's own optimizer. The weights are their own masters then,
-        and belong to the model's state."""
+        """True if DeepSpeed would return the caller's own optimizer. The model's weights are the masters
+        then, and a state dict of the optimizer does not repeat them."""
         if self.stage == 3:
             self.parameter_offload = ParameterOffload(engine.module)
 
@@ -132,7 +130,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The optimizer's state; none after its engine, which Lightning asks for when it tears down."""
+        """The optimizer's state, or {} after the engine is gone. Lightning reads it in its teardown."""
         return {} if self._engine() is None else self.optimizer.state
 
     @property
@@ -189,14 +187,13 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return float(self.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of all groups."""
         for group in self.param_groups:
             group["lr"] = lr
 
     # --- the engine's methods ---------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update like `engine.step()` at the end of a step, except that the caller steps the schedule.
+        """Update as `engine.step()` does at the end of a step, but leave the schedule to the caller.
         Lightning's Fabric calls this method."""
         engine = self._running()
         if closure is not None or not engine.micro_batches or not engine.progress.is_boundary:

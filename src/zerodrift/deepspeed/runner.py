@@ -1,10 +1,10 @@
 """The command `deepspeed SCRIPT`, on this machine.
 
-torchrun starts the processes, ends all of them when one fails, and passes signals on. This file adds
-DeepSpeed's choice of GPUs, and in each process `--local_rank`. Several machines need one call of torchrun on
-each; options that would reach them by ssh are refused.
+torchrun starts the processes, ends all of them when one fails, and passes signals on. This file selects GPUs
+by DeepSpeed's options, and passes `--local_rank` to each process. Options for several machines are refused,
+because zerodrift does not start processes by ssh.
 
-Invariant: an option that is not obeyed changes nothing in training, or is refused.
+Invariant: an option without effect cannot change training; any other option is obeyed or refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _ELSEWHERE = "Start `zerodrift run -- torchrun --nnodes ...` on each machine."
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse DeepSpeed's options, the script, and the script's arguments. Hidden options are accepted only."""
+    """Parse DeepSpeed's options, the script, and the script's arguments. Options without help have no effect
+    or are refused."""
     parser = argparse.ArgumentParser(
         prog="deepspeed", description="Start a script on the GPUs of this machine, with zerodrift."
     )
@@ -62,7 +63,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Start the script on all ranks. Raises torchrun's error where one fails."""
+    """Start the script on all ranks. Raises torchrun's error if a rank fails."""
     given = parse_args(args)
     try:
         _refuse(given)
@@ -79,7 +80,6 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _arguments(given: argparse.Namespace, count: int) -> list[str]:
-    """Return the arguments of torchrun."""
     ranks = [f"--nproc-per-node={count}"]
     ranks += [f"--master-addr={given.master_addr}", f"--master-port={given.master_port}"]
     kind = ["--no-python"] if given.no_python else ["-m"] if given.module else []
@@ -91,7 +91,7 @@ def _refuse(given: argparse.Namespace) -> None:
     problems = Problems()
     several = given.num_nodes > 1 or given.force_multi or given.node_rank > 0 or given.elastic_training
     if several or os.path.isfile(given.hostfile):
-        problems.add("deepspeed", "must start processes of this machine alone", got="several", do=_ELSEWHERE)
+        problems.add("deepspeed", "must start processes on this machine only", got="several", do=_ELSEWHERE)
     if given.autotuning:
         do = "`zerodrift plan` prints memory and traffic of a config without running it."
         problems.add("--autotuning", "must be left out", got=given.autotuning, do=do)

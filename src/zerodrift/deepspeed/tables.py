@@ -1,17 +1,17 @@
-"""The names of DeepSpeed 0.19.6 that scripts import: where each is here, or what to use instead.
+"""The names of DeepSpeed 0.19.6 that scripts import: where zerodrift defines each, or what to use instead.
 
-A table has headings, and below them lines of `modules: names`, which a deeper indent continues. Module names
-are relative to `deepspeed`. `modules.py` makes modules of the tables.
+A table has headings, with lines of `modules: names` below them. A deeper indent continues a line. Module
+names are relative to `deepspeed`. `modules.py` makes modules from the tables.
 """
 
 from __future__ import annotations
 
 ROOT = "deepspeed"
-"""The package itself among the modules."""
+"""The package itself, in place of a module."""
 ENGINE = "engine"
-"""The engine's class among the modules, for its attributes."""
+"""The engine's class, in place of a module."""
 PARAMETER = "param"
-"""A parameter among the modules, for its attributes."""
+"""A parameter, in place of a module."""
 
 LOWER_CASE = "lower case"
 RETURNS = "returns "
@@ -140,9 +140,9 @@ lower case
     runtime.config: ADAGRAD_OPTIMIZER=adagrad ADAM_OPTIMIZER=adam ADAMW_OPTIMIZER=adamw
         LAMB_OPTIMIZER=lamb LION_OPTIMIZER=lion MUON_OPTIMIZER=muon
 """
-"""Our file -> the modules and names that it provides; `Name=other` is `other` under DeepSpeed's name. Names
-below `LOWER_CASE` are their own values in lower case. Those below `RETURNS` are functions without any work to
-do here, and return the value that follows for any arguments."""
+"""Home of the names -> modules and names. `Name=other` is the home's `other` under DeepSpeed's name. Names
+below `LOWER_CASE` are strings, equal to their own names in lower case. Names below `RETURNS` are functions
+that return the given value for any arguments."""
 
 ABSENT = """
 `zerodrift plan` prints memory and traffic of a config without running it.
@@ -292,5 +292,5 @@ Experts are saved and loaded with the rest.
 Call the engine, `backward` and `step` for each micro-batch.
     engine: train_batch eval_batch set_dataloader set_dataiterator set_batch_fn reset_activation_shape
 """
-"""Advice -> names that are not here. A line without names is of modules of which every name is absent, as is
-every module below them that is not listed."""
+"""Advice -> names that zerodrift does not have. A line without names lists modules that are wholly absent, as
+are all unlisted modules below them."""

@@ -1,8 +1,8 @@
-"""`deepspeed.utils.zero_to_fp32`: the fp32 weights of a checkpoint, without an engine and without ranks.
+"""`deepspeed.utils.zero_to_fp32`: the master weights of a checkpoint in fp32, without an engine or ranks.
 
-It reads checkpoints of zerodrift and of DeepSpeed. The weights are the master weights, exact.
+Checkpoints of zerodrift and of DeepSpeed can be read.
 
-Invariant: names, shapes and order are those of the model's parameters, tied ones under every name.
+Invariant: names, shapes and order are those of the model's parameters. Tied parameters have all their names.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerodrift.checkpoint import LATEST, CheckpointFolder, is_deepspeed, new_file, writing
-from zerodrift.deepspeed.checkpointed_engine import require, without_ties, write_state
+from zerodrift.deepspeed.checkpointed_engine import as_path, require, without_ties, write_state
 from zerodrift.deepspeed.parameters.values import engine_parameter
 from zerodrift.weights import open_deepspeed, open_zerodrift, size_in_bytes
 
@@ -30,9 +29,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> StateDict:
-    """Return all parameters in fp32, and the buffers as they were saved. `lazy_mode` changes nothing: tensors
-    are plain, and `contiguous()` of them is free."""
-    folder = Path(checkpoint_dir)
+    """Return all parameters in fp32, and the buffers as they were saved. `lazy_mode` has no effect."""
+    folder = as_path("checkpoint_dir", checkpoint_dir)
     if is_deepspeed(folder if tag is None else folder / tag) or is_deepspeed(folder):
         source = open_deepspeed(folder, tag or "")
     else:
@@ -54,11 +52,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the parameters to `pytorch_model.bin` or `model.safetensors`. A model larger than
     `max_shard_size` goes to several files with an index."""
+    folder = as_path("output_dir", output_dir)
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     state = without_ties(state) if safe_serialization else state
     shards = _shards(state, None if max_shard_size is None else size_in_bytes(max_shard_size))
     stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
-    folder = Path(output_dir)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, str] = {}
@@ -69,7 +67,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         with new_file(folder / name) as partial:
             write_state(shard, partial, safe_serialization)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(map(_size, state.values()))}, "weight_map": files}
+        index = {
+            "metadata": {"total_size": sum(value.nbytes for value in state.values())},
+            "weight_map": files,
+        }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         with writing(folder):
             (folder / f"{stem}.{ending}.index.json").write_text(text)
@@ -78,8 +79,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load the parameters into a model and return it. An engine's model gets them in its master weights, and
-    any other model is moved to the CPU."""
+    """Load the parameters into a model and return it. In an engine's model they replace the master weights.
+    Any other model is moved to the CPU."""
     if not any(engine_parameter(parameter) for parameter in model.parameters()):
         model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
@@ -91,20 +92,15 @@ def _shards(state: StateDict, limit: int | None) -> list[StateDict]:
     shards: list[StateDict] = [{}]
     filled = 0
     for name, value in state.items():
-        if limit is not None and shards[-1] and filled + _size(value) > limit:
+        if limit is not None and shards[-1] and filled + value.nbytes > limit:
             shards.append({})
             filled = 0
         shards[-1][name] = value
-        filled += _size(value)
+        filled += value.nbytes
     return shards
 
 
-def _size(value: torch.Tensor) -> int:
-    return value.numel() * value.element_size()
-
-
 def main(arguments: list[str] | None = None) -> Any:
-    """Run the command line of `zero_to_fp32.py`."""
     parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="One fp32 model of a checkpoint.")
     add = parser.add_argument
     add("checkpoint_dir", help="the folder that holds `latest`")

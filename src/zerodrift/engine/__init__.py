@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zerodrift.engine.nested import BEFORE_ALL, ForwardInputs, at_the_end, in_backward, tensors_in
     from zerodrift.engine.place import ELSEWHERE, ValueSource, ValueSources, tie
     from zerodrift.engine.progress import StepResult, TrainingProgress, refusal
-    from zerodrift.engine.shards import SegmentShard, Span
+    from zerodrift.engine.shards import FlatShard, SegmentShard, Span
     from zerodrift.engine.step import compute
     from zerodrift.engine.step.compute import ForwardPrecision
     from zerodrift.engine.step.reduce import Gradients

@@ -1,10 +1,10 @@
 """The `engine` block of verl's config, its name in hydra's groups, and the settings that are refused.
 
-The name is `engine=zerodrift` for SFT and `model_engine=zerodrift` for PPO. verl's blocks for fsdp become
-ours by their engine and strategy; everything else in them stays verl's.
+The name is `engine=zerodrift` for SFT and `model_engine=zerodrift` for PPO. The blocks for PPO are verl's
+blocks for fsdp with another engine and strategy.
 
-Invariant: a setting in verl's blocks is obeyed, or refused before a weight is read. Registering adds names
-only.
+Invariant: a setting in verl's blocks is obeyed, or refused before a weight is read. Registering only adds
+names.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MODES |= {mode: mode for mode in MODES.values()}
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 """The words of verl's `checkpoint` block."""
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
-"""Keys of a config that verl decides."""
+"""Keys of a config that are left to verl."""
 SCHEDULE = ("optimizer", "optimizer_impl", "lr_scheduler_type", "min_lr_ratio", "num_cycles")
-"""Fields of an `optim` block that this engine can build."""
+"""Fields of an `optim` block that the engine can be made from."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class ZeroDriftEngineConfig(EngineConfig):
 
 
 def written(engine: ZeroDriftEngineConfig, clip: float) -> dict[str, Any]:
-    """Return the config with the pins and verl's settings, with which other values are an error."""
+    """Return the config with the pins and verl's settings. Raise if the config contradicts those."""
     heading, tree, problems = tree_of(convert_to_regular_types(engine.config or {}), "config")
     owners = {"optimizer": "optim", "scheduler": "optim", **dict.fromkeys(BATCHES, "data")}
     for key, block in owners.items():
@@ -76,7 +76,7 @@ def written(engine: ZeroDriftEngineConfig, clip: float) -> dict[str, Any]:
 
 
 def _precision(engine: ZeroDriftEngineConfig, tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the blocks that set a mode. verl's `dtype` sets it if the config does not."""
+    """Return the blocks that set the mode. The default is verl's `dtype`."""
     blocks: dict[str, Any] = {}
     for key in ("bf16", "fp16"):
         block = tree.get(key) or {}
@@ -135,7 +135,7 @@ def require_supported(
         problems.add("engine.dtype", f"must be one of {', '.join(MODES)}", got=repr(engine.dtype))
     trains = optimizer is not None and not engine.forward_only
     if trains and not all(hasattr(optimizer, key) for key in SCHEDULE):
-        must = "must be verl's for fsdp, whose optimizer and schedule this engine takes"
+        must = "must be verl's block for fsdp, from which this engine makes optimizer and schedule"
         do = "Write `optim=fsdp`, or `_target_: verl.workers.config.FSDPOptimizerConfig`."
         problems.add("optim", must, got=type(optimizer).__name__, do=do)
     problems.raise_as(ConfigError)

@@ -40,7 +40,7 @@ from zerodrift.verl.model import (
 
 @EngineRegistry.register(model_type="language_model", backend=NAME, device=["cuda", "cpu"])
 class ZeroDriftEngine(FSDPEngineWithLMHead):
-    """The engine for language models. Of its base it uses the code for micro-batches, none for FSDP."""
+    """The engine for language models. From its base class it uses the code for micro-batches only."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
         self.mode: str | None = None
         self.rank = torch.distributed.get_rank()
         self.sent: dict[str, str] = {}
-        """Name -> digest of the tensors that a sampler got last."""
+        """Name -> digest of the tensors that were last sent to a sampler."""
         self._zerodrift: Engine | None = None
         self._changes = 0
         """The number of times that weights changed."""
         self._runs = SavedRuns(checkpoint_config, model_config)
         # verl's code for micro-batches, inputs and outputs reads these.
-        self._autocast_dtype = torch.float32  # none: the engine enters autocast
+        self._autocast_dtype = torch.float32  # off, because the engine enters autocast
         self._is_offload_param = self._is_offload_optimizer = False
         self.use_remove_padding = model_config.use_remove_padding
         self.use_ulysses_sp, self.ulysses_device_mesh = False, None
@@ -168,7 +168,7 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
         return contextlib.nullcontext()
 
     def prepare_model_outputs(self, output: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Cast the model's logits first, because verl's softmax and losses run in their dtype."""
+        """Cast the logits to fp32 first, because verl computes softmax and losses in their dtype."""
         if output.logits.dtype.itemsize < 4:
             output.logits = output.logits.float()
         outputs: dict[str, Any] = super().prepare_model_outputs(output, *args, **kwargs)
@@ -187,8 +187,8 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
         self, layered_summon: bool = False, base_sync_done: bool = False, **_: Any
     ) -> tuple[Weights, dict[str, Any] | None]:
         """Return whole tensors by name, one unit at a time, in the dtypes of the `export` column. All ranks
-        must take all of them before the next update. An adapter's tensors are returned after
-        `base_sync_done`, and its base model's before."""
+        must read all of them before the next update. With an adapter, its tensors are returned if
+        `base_sync_done`, and the base model's otherwise."""
         engine, adapter = self.engine, adapter_of(self.engine)
         if adapter is not None and base_sync_done:
             weights = adapter_weights(engine)
@@ -223,7 +223,8 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **_: Any
     ) -> None:
-        """Load a checkpoint. A folder that is no copy is not deleted, as in verl's own engine for fsdp."""
+        """Load a checkpoint. `del_local_after_load` has no effect, as in verl's engine for fsdp, because the
+        folder is not a copy."""
         self._changes += 1
         self._runs.load(self.engine, Path(local_path), self.lr_scheduler)
 
@@ -234,7 +235,7 @@ class ZeroDriftValueEngine(ZeroDriftEngine, FSDPEngineWithValueHead):
 
 
 class _Callable:
-    """The engine as the module and the loss scaler that verl's code calls."""
+    """The module and the loss scaler for verl's code."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

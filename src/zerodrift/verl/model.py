@@ -1,12 +1,12 @@
 """The model of verl's `model` block, its weights for a sampler, and its checkpoints.
 
-verl's `checkpoint.save_contents` and `load_contents` are kept in the engine's own checkpoints: `model`,
-`optimizer` and `extra` in one, which loads at any stage on any number of ranks, and is saved if any of them
-is asked for. The folder `huggingface` beside it has what `transformers` needs: with `hf_model` the weights
-too, in the dtypes of the `export` column, or the adapter.
+If verl's `checkpoint.save_contents` has any of `model`, `optimizer` and `extra`, all three are saved in one
+checkpoint of zerodrift, which loads at any stage on any number of ranks. The folder `huggingface` beside it
+has the files that `transformers` needs. With `hf_model` these include the weights, in the dtypes of the
+`export` column, or the adapter.
 
-Invariants: a language model without an adapter takes no memory here, because the engine reads its weights.
-All tensors that are handed out together belong to one step. An error on one rank is an error on all.
+Invariants: a language model without an adapter is built without memory, and the engine reads its weights. All
+tensors that are handed out together belong to one step. An error on one rank is an error on all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 def prepared_model(given: Any) -> tuple[nn.Module, Any]:
-    """Build a model without weights, and return their path; or read one with an adapter or a new head."""
+    """Return an empty model and the path of its weights. A model with an adapter or a new head is read at
+    once, and returned with None."""
     build, config = get_hf_auto_model_class(hf_config=given.hf_config), given.hf_config
     if given.model_type == "language_model" and not given.lora_rank:
         with empty():
@@ -63,7 +64,7 @@ def prepared_model(given: Any) -> tuple[nn.Module, Any]:
 
 
 def _patch(model: Any, use_remove_padding: bool) -> None:
-    """Let verl patch the model: first a class of TRL's, which TRL 1.16 has no more, without that one."""
+    """Let verl patch the model. TRL 1.16 has removed a class that verl imports: retry without TRL."""
     try:
         apply_monkey_patch(model=model, use_remove_padding=use_remove_padding, ulysses_sp_size=1)
     except ImportError:
@@ -96,7 +97,7 @@ def adapter_of(engine: Engine) -> Any:
 
 
 def model_weights(engine: Engine, kind: str) -> Weights:
-    """Yield the weights by the names in a model's folder. Under an adapter they are the base model's."""
+    """Yield the weights by their names in a model's folder; with an adapter, those of the base model."""
     adapter = adapter_of(engine)
 
     def named(name: str) -> str | None:
@@ -111,7 +112,7 @@ def model_weights(engine: Engine, kind: str) -> Weights:
 
 
 def adapter_weights(engine: Engine) -> Weights:
-    """Yield the adapter's weights by the names in its folder."""
+    """Yield the adapter's weights by their names in the adapter's folder."""
 
     def named(name: str) -> str | None:
         return name.replace(".default.", ".").replace(".default", "") if "lora_" in name else None
@@ -120,7 +121,7 @@ def adapter_weights(engine: Engine) -> Weights:
 
 
 def _whole(engine: Engine, named: Callable[[str], str | None]) -> Weights:
-    """Yield whole tensors that get a name, one unit at a time. All ranks must take all of them."""
+    """Yield the whole tensors for which `named` returns a name, unit by unit. All ranks must read all."""
     for unit in engine.plan.units:
         rows = [engine.plan.rows[index] for index in unit.rows]
         rows = [row for row in rows if named(row.name) is not None]
@@ -154,16 +155,15 @@ def counted(weights: Weights, sent: dict[str, str], changes: Callable[[], int]) 
 
 
 def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return the digests of a sampler's tensors by name."""
     return {name: tensor_digest(name, value) for name, value in weights}
 
 
 def require_same(sent: Mapping[str, str], held: Mapping[str, str]) -> None:
-    """Raise if a sampler holds other tensors than it was sent."""
+    """Raise unless a sampler holds the tensors that it was sent."""
     wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
     if wrong:
         got = f"other bits in {len(wrong)} of {len(sent)} tensors, `{wrong[0]}` first"
-        do = "Look for what casts them on their way, or loads them under other names."
+        do = "Look for code that casts the tensors, or loads them under other names."
         raise RankError("sampler", "must hold the weights that it was sent", got=got, do=do)
 
 
@@ -171,16 +171,15 @@ def require_same(sent: Mapping[str, str], held: Mapping[str, str]) -> None:
 
 
 class SavedRuns:
-    """Saves and loads the checkpoints of one engine."""
+    """Saves and loads the checkpoints of one engine, by verl's blocks `checkpoint` and `model`."""
 
     def __init__(self, contents: Any, model: Any) -> None:
-        """`contents` is verl's `checkpoint` block, `model` its `model`."""
         self._contents, self._model = contents, model
         self._adapter_alone = bool(contents.save_lora_only and model.lora_rank)
         self._saved: list[Path] = []
 
     def save(self, engine: Engine, path: Path, schedule: Any, to: str | None, keep: int | None) -> None:
-        """Save a checkpoint, copy it to `to`, and keep the last `keep` of this process."""
+        """Save a checkpoint, copy it to `to`, and delete all but the last `keep` of this process."""
         wanted = set(self._contents.save_contents)
         client = {"lr_scheduler": None if schedule is None else schedule.state_dict()}
         if wanted - {"hf_model"}:
@@ -200,7 +199,7 @@ class SavedRuns:
         """Write the model's config, tokenizer and code, unless an export wrote them."""
         folder.mkdir(parents=True, exist_ok=True)
         given, model = self._model, engine.module
-        if hasattr(model, "get_base_model"):  # an adapter's
+        if hasattr(model, "get_base_model"):
             model = model.get_base_model()  # type: ignore[operator]
         config = copy.deepcopy(given.hf_config)
         config.architectures = [huggingface.architecture(model)]
@@ -220,7 +219,7 @@ class SavedRuns:
             self._saved = self._saved[-keep:]
 
     def load(self, engine: Engine, path: Path, schedule: Any) -> None:
-        """Load the weights, and moments and schedule if they are trained and asked for."""
+        """Load the weights, and moments and schedule if the block names them."""
         wanted = set(self._contents.load_contents)
         if not wanted - {"hf_model"}:
             return

@@ -1,9 +1,8 @@
-"""The attributes that DeepSpeed gives every parameter at stage 3 and under `zero.Init`, with its meanings.
+"""The attributes that DeepSpeed sets on every parameter at stage 3 and under `zero.Init`.
 
-Lightning, PEFT, TRL and transformers read them from a parameter alone. Numbers and shapes are DeepSpeed's:
-`partition_numel` is an equal part of the parameter, rounded up. `ds_tensor` is what this rank really holds,
-flat, and shards here are slices of a unit: they differ in length between ranks and may be empty. Methods that
-move values are here by name, and say what to use.
+Lightning, PEFT, TRL and transformers read them. Numbers and shapes are DeepSpeed's: `partition_numel` is an
+equal share of the parameter, rounded up. Only `ds_tensor` is the shard that this rank really holds, which may
+have another length or be empty. Methods that move values raise an error that says what to use.
 
 Invariant: nothing that is read here is a copy, and nothing that is written is lost.
 """
@@ -37,13 +36,13 @@ _CONSTANT = {
     "ds_zero_param_process_group": None,
     "nvme_swapper": None,
 }
-"""Attribute -> its value for every parameter. No small parameter stays whole, and there is no second copy."""
+"""Attributes that are equal for every parameter."""
 
 _WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__set__")
 
 
 class HeldShard(torch.Tensor):
-    """`param.ds_tensor`: the elements of a parameter that this rank holds. Flat, to be read."""
+    """`param.ds_tensor`: the elements of a parameter that this rank holds. Flat and read-only."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,7 +52,7 @@ class HeldShard(torch.Tensor):
         writes = name in _WRITES or "out" in given or (name.endswith("_") and not name.endswith("__"))
         sends = str(getattr(func, "__module__", "")).startswith("torch.distributed")
         if (writes or sends) and any(isinstance(target, cls) for target in targets):
-            must = "must be read only: masters would not follow"
+            must = "must not be written, because master weights would not follow"
             do = "Write inside `zero.GatheredParameters` with a `modifier_rank`; send a clone."
             raise UnsupportedError("param.ds_tensor", must, got=f"`{name}`", do=do)
         made = super().__torch_function__(func, types, args, given)
@@ -72,8 +71,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def mark(parameter: nn.Parameter, number: int, group: dist.ProcessGroup | None = None) -> None:
-    """Set the attributes. The status is AVAILABLE only inside `GatheredParameters`. Without a group the
-    parameter is divided over all ranks."""
+    """Set the attributes of a parameter that is sharded over a group, or over all ranks."""
     running = dist.is_initialized()
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if running else (0, 1)
     numel, reference = parameter.numel(), weakref.ref(parameter)
@@ -109,7 +107,7 @@ def unmark(parameter: nn.Parameter) -> None:
 
 
 def _summary(parameter: Any) -> dict[str, Any]:
-    """Return what DeepSpeed prints of a parameter."""
+    """Return the dict that DeepSpeed returns."""
     gradient, shard = parameter.grad, parameter.ds_tensor
     return {
         "id": parameter.ds_id,

@@ -1,16 +1,15 @@
-"""`zero.GatheredParameters` and `zero.Init`: contexts in which sharded parameters have values, or are made.
+"""`zero.GatheredParameters` and `zero.Init`: contexts that gather sharded parameters, and that create them.
 
-GatheredParameters shows the full values of some parameters, to read, or for one rank to write. Parameters may
-be an engine's or sharded by Init. Any other parameter is whole already and left alone, and so is one that an
-outer context has gathered. With `modifier_rank`, that rank's values become those of all ranks at the end,
-master weights included. Without it a change would be lost, and is an error on every rank.
+GatheredParameters gathers parameters of an engine or of Init, to be read, or to be written by one rank. Other
+parameters are whole already and left alone. With `modifier_rank`, that rank's values are broadcast at the end
+and reach the master weights. Without it a change would be lost, and is an error on every rank.
 
-Init builds a model in shards, so that no rank ever holds all of it. A module's children are sharded when the
-module is handed to its parent, and the rest at the end of the context, so at most one block and the root's
-own layers are whole at a time. An `__init__` may still initialize its descendants, by `Module.apply` or a
-loop of its own: inside the context a sharded parameter is lent to code that asks for its values, on all ranks
-alike, and the oldest loan ends when there are many. Unlike in DeepSpeed, values keep the dtype and bits that
-the model made unless `dtype` is given, so that master weights start exact.
+Init shards a model while it is built, so that no rank ever holds all of it. A module's children are sharded
+when the module is assigned to its parent, and the rest at the end of the context: at most one block and the
+root's own layers are whole at a time. An `__init__` may still initialize its descendants: inside the context
+a sharded parameter is gathered for any code that reads or writes its values, and sharded again later. Unlike
+in DeepSpeed, values keep the dtype and bits that the model made unless `dtype` is given, so that master
+weights start exact.
 
 Invariant: all ranks enter and leave together, and gather and shard in the same order.
 """
@@ -36,7 +35,7 @@ from zerodrift.deepspeed.parameters.shards import ParameterShard, guard, shard_o
 from zerodrift.deepspeed.parameters.values import engine_parameter
 from zerodrift.deepspeed.tools import collectives as comm
 from zerodrift.deepspeed.tools.functions import register_external_parameter
-from zerodrift.engine import Engine
+from zerodrift.engine import Engine, tensor_digest
 from zerodrift.errors import ModelError, Problems, UnsupportedError
 
 REFUSED = {
@@ -47,10 +46,10 @@ REFUSED = {
     "sequence_data_parallel_group": "There is no sequence parallelism. Leave it out.",
     "param_swapper": "Nothing is offloaded to NVMe. Leave it out.",
 }
-"""Arguments of Init that would place or change parameters in a way that is not here."""
+"""Arguments of Init that are refused -> what to do."""
 
 LENT = 32
-"""The most parameters that are lent at a time, unless one operation takes more."""
+"""Most parameters that stay gathered after use inside Init, unless one operation takes more."""
 
 
 class GatheredParameters:
@@ -66,14 +65,14 @@ class GatheredParameters:
         self._writer = modifier_rank
         self._sharded: list[tuple[ParameterShard, nn.Parameter]] = []
         self._whole: list[nn.Parameter] = []
-        """Parameters that `zero.Init` left whole, on one rank."""
+        """Parameters of `zero.Init` on one rank, which are never sharded."""
         self._outer: list[nn.Parameter] = []
-        """Sharded parameters that an outer context has gathered, and releases."""
+        """Sharded parameters that an outer context has gathered and will release."""
         self._engines: dict[int, tuple[Engine, dict[str, nn.Parameter]]] = {}
         self._available: list[nn.Parameter] = []
         """Parameters whose `ds_status` this context sets to AVAILABLE."""
-        self._fingerprints: list[tuple[nn.Parameter, int, int]] = []
-        """Parameters that may not be written, each with its address and fingerprint."""
+        self._read_only: list[tuple[nn.Parameter, int, str]] = []
+        """Parameters that must not be written, each with its address and the digest of its values."""
         self._stack = contextlib.ExitStack()
         if not enabled:
             return
@@ -108,13 +107,13 @@ class GatheredParameters:
                 parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
                 self._available.append(parameter)
         if not writes:
-            self._fingerprints = [(held, held.data_ptr(), fingerprint(held)) for held in gathered]
+            self._read_only = [(held, held.data_ptr(), tensor_digest("", held)) for held in gathered]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            # The other ranks may not come here: nothing is sent, and changes are dropped.
+            # Other ranks may not have raised: no collective is called, and changes are dropped.
             self._release()
             self._stack.__exit__(kind, error, trace)
             return
@@ -126,24 +125,24 @@ class GatheredParameters:
             self._stack.close()
         except ModelError:
             if not changed:
-                raise  # else the error below says it in DeepSpeed's words
+                raise  # otherwise the error below is clearer
         if changed:
             must = "must have a `modifier_rank` where parameters are written"
             got = f"changed values of {changed} of them without one, which would be lost"
             raise ModelError("GatheredParameters", must, got=got, do="Pass `modifier_rank=0`.")
 
     def _count_changed(self) -> int:
-        """Return the number of parameters that were written and may not be, on any rank."""
-        if self._writer is not None or not self._fingerprints:
+        """Return the largest number, over ranks, of parameters that were written without `modifier_rank`."""
+        if not self._read_only:
             return 0
         # A forward inside the context releases the units that it runs, and changes addresses.
         changes = sum(
-            held.data_ptr() == place and fingerprint(held) != before
-            for held, place, before in self._fingerprints
+            held.data_ptr() == place and tensor_digest("", held) != before
+            for held, place, before in self._read_only
         )
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return changes
-        count = torch.tensor([changes], device=self._fingerprints[0][0].device)
+        count = torch.tensor([changes], device=self._read_only[0][0].device)
         comm.all_reduce(count, dist.ReduceOp.MAX)
         return int(count)
 
@@ -168,13 +167,6 @@ class GatheredParameters:
             shard.release(parameter)
 
 
-def fingerprint(parameter: torch.Tensor) -> int:
-    """Return a number that changes with the bits, by one read without memory."""
-    values = parameter.detach()
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    return int(values.contiguous().view(-1).view(integer).sum(dtype=torch.int64))
-
-
 class Init:
     """The context: `with zero.Init(): model = Model()`."""
 
@@ -197,8 +189,8 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        """Accept `config`, `mem_efficient_linear`, `pin_memory` and `tensor_overrides` without effect: the
-        plan decides dtypes, and linear layers and tensors are left as they are."""
+        """`config`, `mem_efficient_linear`, `pin_memory` and `tensor_overrides` have no effect: the plan
+        decides dtypes, and linear layers and tensors are not replaced."""
         arguments = locals()
         problems = Problems()
         for name, do in REFUSED.items():
@@ -211,7 +203,7 @@ class Init:
         self._dtype = dtype
         self._number = 0
         self._whole: dict[int, nn.Module] = {}
-        """Modules with parameters of their own that are not sharded yet."""
+        """Modules whose own parameters are not sharded yet."""
         self._lent: deque[ParameterShard] = deque()
         self._inside = False
         self._handles: list[Any] = []
@@ -232,7 +224,6 @@ class Init:
         if not self._enabled:
             return self
         self._inside = True
-        # torch's own hooks: a child is set on its parent, a parameter is set on its module.
         self._handles = [
             registration.register_module_module_registration_hook(self._on_child),
             registration.register_module_parameter_registration_hook(self._on_parameter),
@@ -249,7 +240,7 @@ class Init:
         nn.Module.apply = self._apply  # type: ignore[method-assign]
         left, self._whole = list(self._whole.values()), {}
         lent, self._lent, self._inside = self._lent, deque(), False
-        if kind is None:  # after an exception the other ranks may not come here
+        if kind is None:  # after an exception other ranks may not shard along
             for shard in lent:
                 shard.take_back()
             for module in left:
@@ -276,10 +267,8 @@ class Init:
                     guard(module)
 
     def _lend(self, reference: weakref.ref[nn.Parameter], keep: bool) -> bool:
-        """Gather a parameter for an `__init__` that asks for its values. Return True if they are there.
-
-        With `keep`, those that were lent before it stay, for the same operation uses them.
-        """
+        """Gather a parameter for an `__init__` that uses its values. Return True if it was gathered. With
+        `keep`, the parameters that were lent before stay gathered, because the same operation uses them."""
         parameter = reference()
         shard = None if parameter is None else shard_of(parameter)
         if parameter is None or shard is None or not self._inside:
@@ -293,7 +282,7 @@ class Init:
 
 
 def _gathering_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """Stand in for `Module.apply`, and gather the parameters of each module."""
+    """Replace `Module.apply`: gather each module's parameters for the function."""
     for child in self.children():
         _gathering_apply(child, fn)
     with GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0):

@@ -1,10 +1,11 @@
-"""Parameters that are sharded before there is an engine, by `zero.Init`, or after it was destroyed.
+"""Sharded parameters without an engine: made by `zero.Init`, or left by an engine that was destroyed.
 
-Each rank holds a part of the parameter, in the dtype in which the model made it. The parameter itself has its
-shape and no values (`engine/habits/absent_parameter.py`). `GatheredParameters` gathers it, and an engine does
-when it takes over. While a model is built, a parameter is lent to any code that asks for its values.
+Each rank holds a shard, in the dtype in which the model made the parameter. The parameter itself has its
+shape and no values (`engine/habits/absent_parameter.py`). `GatheredParameters` gathers it, and so does an
+engine that takes it over. While a model is built, a parameter is lent to code that uses its values: gathered,
+and sharded again later.
 
-Invariant: the parts together are rank 0's values, bit for bit, until a `GatheredParameters` with a
+Invariant: the shards together are rank 0's values, bit for bit, until a `GatheredParameters` with a
 `modifier_rank` replaces them.
 """
 
@@ -44,22 +45,22 @@ AFTER_ENGINE = f"{_INSIDE}call `initialize` again, for its engine was destroyed.
 @dataclass(slots=True)
 class ParameterShard:
     number: int
-    """Parameters are gathered in the order of their numbers, on every rank."""
+    """Its place in the order of gathers, which is the same on every rank."""
     shape: torch.Size
     flat: torch.Tensor
-    """The values that this rank holds. They may be none."""
+    """The values that this rank holds. Shape [elements of this rank], which may be [0]."""
     absent: type[AbsentParameter]
     """The class of the parameter while it is sharded."""
     count: int
-    """The number of elements of a rank, in a buffer of which the parameter may be a part."""
+    """Elements per rank of the flat buffer that was divided, of which the parameter may be a part."""
     parts: int
-    """The number of different shards: rank `parts` holds what rank 0 does."""
+    """Number of different shards. Rank `parts` holds the same shard as rank 0."""
     offset: int = 0
-    """The parameter's first element in the buffer."""
+    """Offset of the parameter in the buffer."""
     placeholder: torch.Tensor | None = None
-    """The one element that the parameter shows instead of its values; None while it is gathered."""
+    """One element, expanded to the parameter's shape while it is sharded; None while it is gathered."""
     casts: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
-    """Placeholders in other dtypes. A parameter that shows one of them was cast."""
+    """Placeholders in other dtypes. A parameter with one of them as its data was cast."""
     lent: nn.Parameter | None = None
     """The parameter while it is lent."""
 
@@ -74,7 +75,7 @@ class ParameterShard:
         return slice(low, max(low, min(start + self.count, numel)))
 
     def keep(self, values: torch.Tensor) -> None:
-        """Hold this rank's part of the values, in their dtype."""
+        """Replace the shard by this rank's part of the values."""
         self.flat = values.reshape(-1)[self.span(dist.get_rank())].clone()
 
     def whole(self) -> torch.Tensor:
@@ -97,19 +98,19 @@ class ParameterShard:
         """Gather the values, unless another tensor was put in the parameter's place. Collective."""
         self.take_back()
         if self.placeholder is not None and not self.follow_cast(parameter):
-            must = "must be written inside `zero.GatheredParameters` while it is in pieces"
+            must = "must be written inside `zero.GatheredParameters` while it is sharded"
             do = "Pass `modifier_rank=0`, and write into it there."
             raise ModelError(self.absent.path, must, got="another tensor in its place", do=do)
         return self.whole()
 
     def gather(self, parameter: nn.Parameter) -> None:
-        """Give the parameter its values. Collective."""
+        """Replace the placeholder by the values. Collective."""
         values = self.values_of(parameter)
         mark_gathered([parameter])
         parameter.data, self.placeholder = values, None
 
     def release(self, parameter: nn.Parameter) -> None:
-        """Replace the parameter's values by a placeholder."""
+        """Replace the values by a placeholder."""
         self.placeholder = _placeholder(self.flat.dtype, self.flat.device)
         self.casts = {}
         self.absent.cast, self.absent.whole = staticmethod(self.cast), staticmethod(self.values_of)
@@ -137,7 +138,7 @@ class ParameterShard:
         return expanded
 
     def follow_cast(self, parameter: nn.Parameter) -> bool:
-        """Cast the part if the parameter was cast. Return False if the parameter shows no placeholder."""
+        """Cast the shard if the parameter was cast. Return False if the parameter has no placeholder."""
         if self.placeholder is None:
             return False
         place = parameter.data_ptr()
@@ -152,7 +153,7 @@ class ParameterShard:
 
 
 def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return one element that cannot pass for a value."""
+    """Return NaN, or the smallest integer."""
     value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
     return torch.full((), value, dtype=dtype, device=device)
 
@@ -185,7 +186,7 @@ def _attach(parameter: nn.Parameter, shard: ParameterShard) -> None:
 def shard_parameter(
     parameter: nn.Parameter, number: int, dtype: torch.dtype | None, path: str, lend: Callable[[bool], bool]
 ) -> None:
-    """Keep this rank's part of rank 0's values. One rank keeps the whole. Collective."""
+    """Shard rank 0's values. On one rank the parameter stays whole. Collective."""
     if shard_of(parameter) is not None or parameter.is_meta:
         return
     values = parameter.detach()
@@ -208,7 +209,7 @@ def shard_parameter(
 
 
 def guard(module: nn.Module) -> None:
-    """Make a forward before `initialize` an error, for it would compute with NaN."""
+    """Make a forward before `initialize` an error, because it would compute with placeholders."""
     if _require_gathered not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_require_gathered)
 
@@ -217,15 +218,15 @@ def _require_gathered(module: nn.Module, args: object) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         shard = shard_of(parameter)
         if shard is not None and shard.follow_cast(parameter):
-            made = "where a model was made in pieces (`zero.Init`, or `from_pretrained` at stage 3)"
-            must = f"must come after `deepspeed.initialize`, and on its engine, {made}"
-            got = f"`{name}` of shape {list(shard.shape)}, whose values are on all ranks"
+            made = "by `zero.Init`, or by `from_pretrained` at stage 3"
+            must = f"must run in the engine of `deepspeed.initialize`, because the model was sharded {made}"
+            got = f"`{name}` of shape {list(shard.shape)} without its values"
             do = "Give the model to `initialize`, or run it inside `zero.GatheredParameters`."
             raise ModelError(f"forward of {type(module).__name__}", must, got=got, do=do)
 
 
 def forget_shards(model: nn.Module) -> None:
-    """Remove all attributes and hooks after an engine took the values over."""
+    """Remove the attributes and hooks of sharded parameters that an engine has taken over."""
     for parameter in model.parameters():
         if shard_of(parameter) is not None:
             delattr(parameter, SHARD)
@@ -240,8 +241,8 @@ def forget_shards(model: nn.Module) -> None:
 
 
 def keep_shards(engine: Engine) -> Callable[[], None]:
-    """Record the shards of an engine that will be destroyed. Call the result afterwards: the parameters stay
-    sharded, and can be gathered or given to another engine."""
+    """Record the shards of an engine before it is destroyed. Call the returned function afterwards, so that
+    the parameters stay sharded and can be gathered or given to another engine."""
     shards: list[tuple[nn.Parameter, ParameterShard]] = []
     for segment in native(engine.executor).segments:
         if not segment.sharded or segment.axis != "shard":
@@ -257,7 +258,7 @@ def keep_shards(engine: Engine) -> Callable[[], None]:
 
     def attach() -> None:
         for parameter, shard in shards:
-            if isinstance(parameter, AbsentParameter):  # else it was gathered, and is an ordinary one
+            if isinstance(parameter, AbsentParameter):  # not one that was gathered meanwhile
                 _attach(parameter, shard)
 
     return attach

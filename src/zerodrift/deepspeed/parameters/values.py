@@ -1,16 +1,14 @@
-"""A parameter of an engine by itself: its attributes `ds_id` and kin, `safe_get_*` and `safe_set_*`, and the
-dtype of its gradient on the wire.
+"""Values of one parameter in an engine: `safe_get_*`, `safe_set_*`, and the wire dtype of its gradient.
 
-DeepSpeed's functions get a parameter and nothing else. So the place of a parameter in an engine is an
-attribute of it, and so are the attributes that PEFT, TRL and transformers read.
+DeepSpeed's functions take a parameter and nothing else, so each parameter has an attribute that leads to its
+engine.
 
-The full functions are collective: all ranks must call them in the same order. The local ones are for this
-rank's shard, which is flat, may be empty, and differs in length between ranks. DeepSpeed returns the last
-micro-batch's local gradient, or works at stage 3 only; these work at every stage and return the accumulated,
-averaged, unscaled gradient in fp32.
+The full functions are collective: all ranks must call them in the same order. The local functions are for
+this rank's shard, which is flat, may be empty, and differs in length between ranks. Unlike DeepSpeed's they
+work at every stage, and the local gradient is the accumulated, averaged, unscaled one in fp32.
 
 Invariants: a parameter has `ENGINE_PARAMETER` exactly while an engine runs it, and keeps no engine alive. A
-value that was set is the value that is read, and the one that the next update starts from.
+value that was set is returned by the next read, and is where the next update starts.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ from zerodrift.engine import (
     AbsentParameter,
     Engine,
     FlatSegment,
+    FlatShard,
     ParameterHandle,
     TrainedSegment,
     mark_storage_changed,
@@ -79,7 +78,6 @@ class EngineParameter:
 
 
 def engine_gone(name: str) -> UnsupportedError:
-    """Return the error for an object that is used after its engine is gone."""
     must, got = "must be used while its engine exists", "one that is gone"
     do = "Keep the engine. Lightning makes another one for `validate` and `test`: save before those."
     return UnsupportedError(name, must, got=got, do=do)
@@ -116,11 +114,11 @@ def mark_parameters(engine: Engine) -> None:
         if segment.sharded:
             if isinstance(parameter, AbsentParameter):
                 type(parameter).advice = GATHER
-            setattr(parameter, STAYS, True)  # DeepSpeed's shards stay where they are, too
+            setattr(parameter, STAYS, True)  # `module.cpu()` leaves shards in place, as in DeepSpeed
     for module in get_z3_leaf_modules(engine.module) if policy.sharding.stage == 3 else ():
         for parameter in module.parameters():
             vars(parameter).setdefault(LEAF_MODULE, module)  # the outermost
-    native(engine.executor).guard.allows_absent_values = True  # Lightning takes a state dict, and drops it
+    native(engine.executor).guard.allows_absent_values = True  # Lightning makes a state dict and drops it
     if any(segment.sharded for segment in segments):
         for module in engine.module.modules():
             # Parameters of other modules are gathered with their units.
@@ -167,8 +165,8 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a moment in fp32, by torch's name for it. Return None before the first step, and for a parameter
-    that the engine does not train."""
+    """Return a moment in fp32, by torch's name for it, or None before the first step and for a parameter that
+    the engine does not train."""
     if engine_parameter(param) is None or not _locate(param)[2].trained:
         return None
     return _values(param).state.get(optim_state_key)
@@ -193,30 +191,27 @@ def safe_update_full_grad_vectorized(
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return a copy of this rank's shard of the master weights, None for a frozen parameter. Flat, fp32."""
-    engine, segment, row = _locate(param)
-    return None if _is_frozen(param) else _shard(_master(engine, segment), segment, row).clone()
+    if _is_frozen(param):
+        return None
+    _, piece, row = _locate(param)
+    return _shard(piece.weights().float(), piece.segment, row).clone()
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's shard of the master weights. Collective if the visible weight is not sharded.
-
-    Where a second copy serves the gathers of a backward, the next forward brings it up to date.
-    """
-    engine, segment, row = _locate(param)
-    updater, flat = native(engine.executor).updater, _master(engine, segment)
+    """Replace this rank's shard of the master weights. Collective if the visible weight is not sharded."""
+    engine, piece, row = _locate(param)
+    segment, flat = piece.segment, piece.weights().float()
     _write(_shard(flat, segment, row), row, value)
-    if updater is None or not isinstance(segment, TrainedSegment):
-        segment.storage.copy_(flat)
-    else:
-        updater.set_master(segment.number, flat)
+    piece.set_weights(flat)
     segment.drop(alone=True)
-    segment.sync_storage(updater).wait()
+    segment.sync_storage(native(engine.executor).updater).wait()
     mark_storage_changed(segment)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return a copy of this rank's shard of the gradient so far. Flat, fp32. Return None outside a step."""
-    engine, segment, row = _locate(param)
+    engine, piece, row = _locate(param)
+    segment = piece.segment
     if not isinstance(segment, TrainedSegment) or not engine.micro_batches:
         return None
     reduced = _reduced(engine, segment, row)
@@ -226,28 +221,28 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    engine, segment, row = _locate(param)
-    reduced = _reduced(engine, segment, row)
+    engine, piece, row = _locate(param)
+    reduced = _reduced(engine, piece.segment, row)
     if reduced is None:
         raise ModelError(row.name, "must have a gradient to replace", got="none in this step")
-    _write(_shard(reduced, segment, row), row, value / engine.progress.unscale)
+    _write(_shard(reduced, piece.segment, row), row, value / engine.progress.unscale)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return a copy of this rank's shard of a moment. Flat, fp32. Return None before the first step."""
-    engine, segment, row = _locate(param)
-    flat = _moments(engine, segment).get(optim_state_key)
-    return None if flat is None else _shard(flat, segment, row).clone()
+    _, piece, row = _locate(param)
+    flat = piece.moments().get(optim_state_key)
+    return None if flat is None else _shard(flat, piece.segment, row).clone()
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    engine, segment, row = _locate(param)
-    updater, moments = native(engine.executor).updater, _moments(engine, segment)
-    if updater is None or optim_state_key not in moments:
+    _, piece, row = _locate(param)
+    moments = piece.moments()
+    if optim_state_key not in moments:
         must, got = f"must have optimizer state {optim_state_key!r}", ", ".join(moments) or "none yet"
         raise ModelError(row.name, must, got=got, do="State is there after the first step.")
-    _write(_shard(moments[optim_state_key], segment, row), row, value)
-    updater.set_state(segment.number, optim_state_key, moments[optim_state_key])
+    _write(_shard(moments[optim_state_key], piece.segment, row), row, value)
+    piece.set_moment(optim_state_key, moments[optim_state_key])
 
 
 def _is_frozen(param: nn.Parameter) -> bool:
@@ -256,32 +251,17 @@ def _is_frozen(param: nn.Parameter) -> bool:
     return engine.updater is not None and not row.trained
 
 
-def _locate(param: nn.Parameter) -> tuple[Engine, FlatSegment, Row]:
+def _locate(param: nn.Parameter) -> tuple[Engine, FlatShard, Row]:
     engine, name = require_engine_parameter(param)
-    row = engine.parameter(name).row
-    return engine, native(engine.executor).segments[row.segment], row
-
-
-def _master(engine: Engine, segment: FlatSegment) -> torch.Tensor:
-    """Return a copy of this rank's master weights of a segment. Flat, fp32."""
-    updater = native(engine.executor).updater
-    if updater is None or not isinstance(segment, TrainedSegment):
-        return segment.storage.to(torch.float32, copy=True)
-    return updater.master(segment.number)
+    row, executor = engine.parameter(name).row, native(engine.executor)
+    return engine, FlatShard(executor.segments[row.segment], executor.updater, (0, 1)), row
 
 
 def _reduced(engine: Engine, segment: FlatSegment, row: Row) -> torch.Tensor | None:
-    """Return this rank's sum of a segment's gradients, which is up to date and whole, if there is one."""
+    """Return this rank's sum of a segment's gradients, or None before a backward. Raise if it is in parts."""
     engine.progress.require_whole_sum(row.name)
     native(engine.executor).gradients.flush()
     return segment.reduced if isinstance(segment, TrainedSegment) else None
-
-
-def _moments(engine: Engine, segment: FlatSegment) -> dict[str, torch.Tensor]:
-    updater = native(engine.executor).updater
-    if updater is None or not isinstance(segment, TrainedSegment):
-        return {}
-    return updater.states(segment.number)
 
 
 def _shard(flat: torch.Tensor, segment: FlatSegment, row: Row) -> torch.Tensor:

@@ -1,11 +1,10 @@
-"""`deepspeed.comm` and `deepspeed.utils.groups`: join the ranks, and call torch.distributed by DeepSpeed's
-names.
+"""`deepspeed.comm` and `deepspeed.utils.groups`: start torch.distributed, and call its collectives.
 
 A process without a launcher gets a process group of one rank, because scripts ask torch.distributed for their
-rank. The engine does not call the collectives. DeepSpeed's `prof`, `log_name` and `debug` change nothing.
+rank. The engine does not call these collectives. DeepSpeed's arguments `prof`, `log_name` and `debug` have no
+effect.
 
-Invariant: a process that a launcher started with others never trains alone, and each collective leaves the
-same values as torch.distributed's of the same name.
+Invariant: a process that a launcher started with others never trains alone.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed unless it runs. `verbose` and `config` change nothing."""
+    """Start torch.distributed unless it runs. `verbose` and `config` have no effect."""
     if dist.is_initialized():
         return
     if dist_init_required is False:
@@ -73,7 +72,7 @@ def init_distributed(
 
 
 def _translate(port: int) -> None:
-    """Copy the variables of an MPI launcher to torch's, unless torch's are set."""
+    """Set torch's environment variables from those of an MPI launcher, unless torch's are set."""
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return
     for names in LAUNCHERS:
@@ -94,7 +93,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """Return the number of ranks on this machine, as a launcher told it."""
+    """Return the launcher's number of ranks on this machine."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
@@ -126,7 +125,7 @@ def _like(
     name: str, call: Callable[..., Any], arguments: str, log: tuple[str, ...] = LOG, **defaults: Any
 ) -> Callable[..., Any]:
     """Return torch's function with DeepSpeed's signature: torch's first parameters under DeepSpeed's names,
-    then those of its log. Defaults are torch's unless given."""
+    then those of DeepSpeed's log, which are ignored. Defaults are torch's unless given."""
     theirs = inspect.signature(call).parameters.values()
     renamed = [
         parameter.replace(name=new, default=defaults.get(new, parameter.default))
@@ -150,7 +149,7 @@ def _like(
     return collective
 
 
-# torch warns about the old names of these two.
+# torch deprecates `all_gather_into_tensor` and `reduce_scatter_tensor`, the older names of these.
 _gather, _scatter = dist.all_gather_single, dist.reduce_scatter_single
 _split = "output tensor output_split_sizes input_split_sizes group async_op"
 

@@ -1,9 +1,7 @@
 """`deepspeed.monitor`: write curves of a run to CSV files, TensorBoard and Weights & Biases.
 
-Rank 0 writes, and a monitor of another rank does nothing. An error while writing (a full disk, a service that
-does not answer) is logged once, and training goes on without that monitor.
-
-Invariant: a monitor that is enabled and cannot start is an error before training.
+Only rank 0 writes. A monitor that cannot start is an error before training. A monitor that fails later, for
+example on a full disk, is logged once, and training goes on without it.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from zerodrift.deepspeed.tools.functions import logger
 from zerodrift.errors import ConfigError, first_line, said
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor")
-"""Blocks of a config that are obeyed."""
+"""The monitors' blocks in a config."""
 
 Event = Sequence[Any]
 """Name, value, step."""
@@ -51,8 +49,6 @@ class WandbConfig(Block):
 
 
 class DeepSpeedMonitorConfig(Block):
-    """All monitors of a config."""
-
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     csv_monitor: CSVConfig = Field(default_factory=CSVConfig)
@@ -69,7 +65,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
 
 
 class Monitor:
-    """Takes events. The settings of its block are attributes too."""
+    """Base class of monitors. The settings of the block are attributes too."""
 
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
@@ -100,8 +96,6 @@ class csvMonitor(Monitor):  # noqa: N801
 
 
 class TensorBoardMonitor(Monitor):
-    """Writes scalars by name."""
-
     def __init__(self, tensorboard_config: TensorBoardConfig) -> None:
         super().__init__(tensorboard_config)
         self.summary_writer: Any = None
@@ -125,8 +119,6 @@ class TensorBoardMonitor(Monitor):
 
 
 class WandbMonitor(Monitor):
-    """Calls `wandb.log`."""
-
     def __init__(self, wandb_config: WandbConfig) -> None:
         super().__init__(wandb_config)
         self._run: Any = None
@@ -147,8 +139,6 @@ class WandbMonitor(Monitor):
 
 
 class MonitorMaster(Monitor):
-    """Passes events to all monitors of a config."""
-
     def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
         super().__init__(monitor_config)
         self.tb_monitor = self._make(TensorBoardMonitor, monitor_config.tensorboard)
@@ -169,12 +159,12 @@ class MonitorMaster(Monitor):
                 monitor.write_events(events)
             except Exception as error:
                 self._failed.add(kind)
-                logger.warning("%s: nothing more is written: %s", kind, first_line(error))
+                logger.warning("%s failed and is switched off: %s", kind, first_line(error))
 
 
 @contextlib.contextmanager
 def _starting(package: str) -> Iterator[None]:
-    """Turn an error of a package into one of its block in the config."""
+    """Raise an error of a package as an error of its block in the config."""
     where = f"{package}.enabled"
     if importlib.util.find_spec(package) is None:
         must, do = f"`{package}` must be installed", f"Run `pip install {package}`."

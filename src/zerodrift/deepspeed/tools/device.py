@@ -1,7 +1,6 @@
 """`deepspeed.accelerator`: an accelerator or the CPU as one object.
 
-Any name that is not in the tables below is looked up in `torch.cuda`, `torch.cpu`, or the module
-of another accelerator.
+A name that is not in this file is looked up in `torch.cuda`, or the module of another device.
 """
 
 from __future__ import annotations

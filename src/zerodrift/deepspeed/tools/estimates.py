@@ -48,7 +48,6 @@ def estimate_zero3_model_states_mem_needs(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the estimates for a model."""
     total, _ = _count(model)
     estimate_zero2_model_states_mem_needs_all_cold(
         total, num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -58,7 +57,6 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the estimates for the size of a model."""
     setup, rows = (num_gpus_per_node, num_nodes), []
     for offload in (True, False):
         needs = estimate_zero2_model_states_mem_needs(total_params, *setup, offload, additional_buffer_factor)
@@ -69,7 +67,6 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the estimates for a model."""
     estimate_zero3_model_states_mem_needs_all_cold(
         *_count(model), num_gpus_per_node, num_nodes, additional_buffer_factor
     )
@@ -82,7 +79,6 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the estimates for the size of a model."""
     counts, setup, rows = (total_params, largest_layer_params), (num_gpus_per_node, num_nodes), []
     places = ((True, True), (True, False), (False, False))
     for (optimizer, params), init in itertools.product(places, (True, False)):

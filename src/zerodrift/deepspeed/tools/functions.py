@@ -1,8 +1,8 @@
-"""Functions of DeepSpeed that scripts call beside an engine: the log, small helpers, loaders,
-activation checkpointing, and marks on modules.
+"""Functions of DeepSpeed that need no engine: the log, small helpers, loaders, activation checkpointing, and
+marks on modules.
 
-Marks change nothing: a unit is gathered whole, and a module that computes with a parameter of another unit
-has that unit gathered. Handlers and level of the log are the script's.
+Marks change no result: a unit is always gathered whole, and so is any other unit whose parameters a module
+uses. The script sets the handlers and the level of the log.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         logger.info("%s: %.2f GiB allocated, %.2f GiB at most", message, now, most)
 
 
-# --- helpers that torch nearly has ------------------------------------------------------------------------
+# --- small helpers ----------------------------------------------------------------------------------------
 
 
 def _map_tensors(item: Any, call: Callable[[torch.Tensor], torch.Tensor], make: Any = None) -> Any:
-    """Call a function with the tensors in lists, tuples and mappings, which `make` makes anew."""
+    """Apply a function to the tensors in lists, tuples and mappings. Mappings become instances of `make`."""
     if isinstance(item, torch.Tensor):
         return call(item)
     if isinstance(item, (list, tuple)):
@@ -89,7 +89,7 @@ def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -
 def required_torch_version(
     min_version: float | str | None = None, max_version: float | str | None = None
 ) -> bool:
-    """Return True if torch's version lies between these, compared as far as they are written."""
+    """Return True if torch's version is in the range. "2.1" as a maximum includes 2.1.3."""
     given = str(torch.__version__)
     if min_version is None and max_version is None:
         raise AssertionError("required_torch_version: Must specify min_version or max_version")
@@ -106,16 +106,14 @@ def instrument_w_nvtx(func: Function) -> Function:
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Callable[..., Any]:
-    """Return the function, for nothing is rounded here. transformers replaces it while it builds a model."""
+    """Return the function. transformers replaces this wrapper while it builds a model."""
     return fn
 
 
-# --- loaders: slow data needs a `torch.utils.data.DataLoader` with workers --------------------------------
+# --- loaders ----------------------------------------------------------------------------------------------
 
 
 class RepeatingLoader:
-    """Restarts its loader whenever it ends."""
-
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.data_iter = iter(self.loader)
@@ -132,7 +130,7 @@ class RepeatingLoader:
 
 
 class DeepSpeedDataLoader:
-    """Loads this rank's batches in the process itself. `next` works on it too."""
+    """Loads this rank's batches, without worker processes. `next` works on it too."""
 
     def __init__(
         self,
@@ -176,7 +174,6 @@ _calls: list[bool] = []
 
 
 def configure(mpu_: Any, *args: Any, **kwargs: Any) -> None:
-    """Record the call, for `is_configured`."""
     _calls.append(True)
 
 
@@ -216,7 +213,7 @@ def is_moe_param_group(param_group: dict[str, Any]) -> bool:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float | None = 178956971
 ) -> list[dict[str, Any]]:
-    """Return the groups: none has parameters of DeepSpeed's expert layers, which would get their own."""
+    """Return the groups unchanged, because there are no expert layers of DeepSpeed."""
     if not isinstance(param_groups, (dict, list, tuple)):
         raise ValueError(f"Unknown param group type of {type(param_groups)}")
     return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
@@ -254,20 +251,22 @@ MIN_SWAPPABLE_BYTES = 1024**2
 """Size below which DeepSpeed keeps a tensor off the disk."""
 
 
-def mark_configured_leaves(model: nn.Module, block: Mapping[str, Any] | None) -> None:
-    """Mark the modules that `zero_optimization.leaf_module` names, or else DeepSpeed's own choice of them."""
-    given = {
-        key: [value] if isinstance(value, str) else list(value or ())
-        for key, value in (block if isinstance(block, Mapping) else {}).items()
-    }
-    classes, names, ends = (given.get(key, []) for key in ("classes", "names", "name_suffixes"))
-    kinds = given.get("classes", DEFAULT_LEAF_MODULE_CLASSES)
+def mark_configured_leaves(model: nn.Module, block: Any) -> None:
+    """Mark the modules that `zero_optimization.leaf_module` names, or DeepSpeed's default ones."""
+    block = block if isinstance(block, Mapping) else {}
+
+    def listed(key: str) -> list[Any]:
+        value = block.get(key)
+        return [value] if isinstance(value, str) else list(value or ())
+
+    classes, names, ends = map(listed, ("classes", "names", "name_suffixes"))
+    kinds = classes if "classes" in block else DEFAULT_LEAF_MODULE_CLASSES
     found = set_z3_leaf_modules(model, kinds, raise_if_not_found=False)
     named, no_names = set_z3_leaf_modules_by_name(model, names, raise_if_not_found=False)
     ended, no_ends = set_z3_leaf_modules_by_suffix(model, ends, raise_if_not_found=False)
     missing = [*no_names, *no_ends] if found or named or ended else [*classes, *names, *ends]
     if missing:
-        logger.warning("`zero_optimization.leaf_module` names what is not in the model: %s", missing)
+        logger.warning("`zero_optimization.leaf_module` names modules that do not exist: %s", missing)
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -302,7 +301,7 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their paths. Return them and the names that do not exist."""
+    """Mark modules by their paths. Return the modules, and the paths that do not exist."""
     paths = dict(model.named_modules())
     chosen = [paths[name] for name in module_names if name in paths]
     missing = [name for name in module_names if name not in paths]
@@ -312,7 +311,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by the ends of their paths. Return them and the suffixes that match nothing."""
+    """Mark modules by the ends of their paths. Return the modules, and the suffixes that match nothing."""
     paths = dict(model.named_modules())
     chosen = [module for path, module in paths.items() if path.endswith(tuple(module_name_suffixes))]
     missing = [end for end in module_name_suffixes if not any(path.endswith(end) for path in paths)]

@@ -1,11 +1,10 @@
-"""`deepspeed.ops`: the optimizers that scripts build by hand, and the builders of DeepSpeed's compiled
-operations.
+"""`deepspeed.ops`: DeepSpeed's optimizers, and the builders of its compiled operations.
 
 FusedAdam and DeepSpeedCPUAdam make torch's fused AdamW or Adam, which the engine replaces by its one-pass
-update on flat shards. FusedLion and DeepSpeedCPULion are one optimizer, since torch has no Lion. No operation
-is compiled: a builder is compatible if its work is done here without it.
+update on flat shards. FusedLion and DeepSpeedCPULion are the same optimizer; torch has no Lion. No operation
+is compiled: a builder reports `is_compatible` if zerodrift does the operation's work without it.
 
-Invariant: an argument that would mean something else here is refused.
+Invariant: an argument that would have another effect here is refused.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class FusedAdam:
     ) -> torch.optim.Adam:
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
-        _require_correction(bias_correction)
-        return _adam(params, adam_w_mode, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        return _adam(params, adam_w_mode, bias_correction, numbers)
 
 
 class DeepSpeedCPUAdam:
@@ -58,11 +57,11 @@ class DeepSpeedCPUAdam:
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> torch.optim.Adam:
-        _require_correction(bias_correction)
         if amsgrad:
             do = "Pass `torch.optim.AdamW(amsgrad=True)`."
             raise UnsupportedError("amsgrad", "must be false", got="true", do=do)
-        made = _adam(model_params, adamw_mode, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        made = _adam(model_params, adamw_mode, bias_correction, numbers)
         if not fp32_optimizer_states:
             _ASK_FOR_NARROW_STATES.add(made)
         return made
@@ -72,22 +71,18 @@ _ASK_FOR_NARROW_STATES: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet
 
 
 def require_states(optimizer: Any, dtypes: Iterable[DType]) -> None:
-    """Refuse an optimizer that asks for moments in fewer bits than those of an engine have."""
+    """Raise if a DeepSpeedCPUAdam was made with `fp32_optimizer_states=False` and the moments are fp32."""
     if optimizer in _ASK_FOR_NARROW_STATES and all(dtype is DType.FP32 for dtype in dtypes):
         must = "must be true where the config has fp32 moments"
         do = "Set `bf16.bf16_optimizer_states`, or `precision.state`."
         raise UnsupportedError("fp32_optimizer_states", must, got="false", do=do)
 
 
-def _require_correction(bias_correction: bool) -> None:
+def _adam(params: Any, decoupled: bool, bias_correction: bool, numbers: dict[str, Any]) -> torch.optim.Adam:
     if not bias_correction:
         do = "Use an optimizer of your own."
         raise UnsupportedError("bias_correction", "must be true", got="false", do=do)
-
-
-def _adam(params: Any, decoupled: bool, **numbers: Any) -> torch.optim.Adam:
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    return kind(params, fused=True, **numbers)
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, fused=True, **numbers)
 
 
 class FusedLion(torch.optim.Optimizer):
@@ -142,7 +137,7 @@ OVER_PARAMETERS: Mapping[Algorithm, Callable[..., torch.optim.Optimizer]] = {
     SGD: torch.optim.SGD,
     LION: FusedLion,
 }
-"""Algorithm of a config -> a function that makes it over parameter groups, or a part of the model."""
+"""Algorithm of a config -> its optimizer, for parameter groups or a part of the model."""
 
 
 # --- builders ---------------------------------------------------------------------------------------------
@@ -151,16 +146,15 @@ OVER_PARAMETERS: Mapping[Algorithm, Callable[..., torch.optim.Optimizer]] = {
 class OpBuilder:
     NAME = ""
     needless = False
-    """The operation's work is done here without it."""
+    """True if zerodrift does the operation's work without it."""
 
     def is_compatible(self, verbose: bool = False) -> bool:
         return self.needless
 
     def load(self, verbose: bool = True) -> None:
         if not self.needless:
-            must = "must be an operation whose work is done here"
-            do = "Ask `is_compatible` first."
-            raise UnsupportedError(self.NAME, must, got="one of DeepSpeed's alone", do=do)
+            must, do = "must be an operation that zerodrift has", "Ask `is_compatible` first."
+            raise UnsupportedError(self.NAME, must, got="one that only DeepSpeed has", do=do)
 
 
 NEEDLESS = "cpu_adam=CPUAdam fused_adam=FusedAdam cpu_lion=CPULion fused_lion=FusedLion utils=Utils"
@@ -181,4 +175,4 @@ COMPATIBLE = {name: kind.needless for name, kind in ALL_OPS.items()}
 INSTALLED = dict.fromkeys(ALL_OPS, False)
 _NUMBERS = ("version", "cuda_version", "hip_version", "nccl_version")
 TORCH_INFO = {**dict.fromkeys(_NUMBERS, "0.0"), "bf16_support": False}
-"""The torch that operations were compiled with: none."""
+"""The torch that operations were compiled with. None is compiled."""

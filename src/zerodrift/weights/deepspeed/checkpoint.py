@@ -1,9 +1,9 @@
 """Open a DeepSpeed checkpoint by parameter name: weights, fp32 masters, moments, and the state of the run.
 
-`files` reads the files of a tag, and `stages` cuts their buffers into parameters. This file finds what else
-they hold: the optimizer, the counts of steps, the loss scale, the schedule and what a client has saved.
+`files` reads the files of a tag, and `stages` cuts their buffers into parameters. This file reads the rest:
+optimizer, counts of steps, loss scale, schedule and client state.
 
-Invariant: what the files leave open is named in a note.
+Invariant: everything that had to be guessed or left out is named in a note.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def open_deepspeed(path: Path, tag: str = "", trust: bool = False, optimizer: st
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         must = "must be laid out as DeepSpeed lays it out"
-        do = "It is of a DeepSpeed that this was not tried with, or was written by another program."
+        do = "It was saved by an untested version of DeepSpeed, or by another program."
         raise CheckpointError(folder, must, got=said(error), do=do) from error
 
 
@@ -58,16 +58,16 @@ def _read(files: DeepSpeedFiles, optimizer: str) -> ConvertSource:
     done, updates = step - skipped, contents.updates
     if updates > done + 1:  # some versions count a step of zeros when the optimizer is made
         must = f"must have an optimizer of at most {done} steps, as its model files say"
-        do = "Two saves are mixed: remove what the later did not write."
+        do = "Two saves are mixed: remove the files of the older one."
         raise CheckpointError(folder, must, got=updates, do=do)
     notes = list(contents.notes)
     if 0 < updates < done:
         notes.append(
-            f"The optimizer has counted {updates} of {done} steps: it was made anew on the way, or the files "
-            "are of two saves."
+            f"The optimizer has counted {updates} of {done} steps: it was made after the run began, or "
+            "the files are of two saves."
         )
     if not is_tried(files.version):
-        notes.append(f"DeepSpeed {files.version} is newer than what this was tried with; the layout fits.")
+        notes.append(f"DeepSpeed {files.version} is newer than the tested versions; its layout fits.")
     modes = (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
     mode = next((name for key, name in modes if (config.get(key) or {}).get("enabled")), "fp32")
     place = {name: number for number, name in enumerate(module)}  # optimizer groups have another order
@@ -140,7 +140,7 @@ def _find_optimizer(
     groups: tuple[Mapping[str, Any], ...],
     notes: list[str],
 ) -> str:
-    """Find the meaning of the moments: by their names, then by the weight decay in the config or groups."""
+    """Return the optimizer's name, by the names of the moments or the weight decay in config or groups."""
     keys = {key for parameter in contents.parameters for key in parameter.moments}
     if given or not keys:
         return given.lower() if keys else ""

@@ -1,9 +1,9 @@
-"""Read the files of a DeepSpeed checkpoint, complete and without running what they say.
+"""Read the files of a DeepSpeed checkpoint, without running code from them.
 
-DeepSpeed saves pickles that name its own classes; stand-ins for those few let torch's restricted unpickler
-open them. Every byte is read before that, as torch's reader does not compare the CRCs of the zip.
+DeepSpeed saves pickles of a few of its own classes. Stubs of these classes let torch's restricted unpickler
+open the files. The CRCs of the zip are compared first, because torch's reader ignores them.
 
-Invariant: there is a file of every rank that saved, each with the bits that were written, all of one save.
+Invariant: every rank's file is there, undamaged, and from the same save.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _OTHERS = {
 FIRST, LAST = (0, 10), (0, 19)
 """Oldest version of DeepSpeed that can be read, and newest that was tested."""
 _DAMAGED = "It was cut short or damaged: copy it again, or use another tag."
-_MIXED = "Two saves are mixed: remove what the later did not write."
+_MIXED = "Two saves are mixed: remove the files of the older one."
 
 
 class _PickleStub:
-    """Stands in for a class of DeepSpeed, and holds what the pickle gives it."""
+    """Base of the stubs. `values` are the arguments in the pickle."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -63,7 +63,7 @@ _STUBS = [
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFiles:
-    """The files of one tag: model files, one in all or one per rank, and optimizer files, none at stage 0."""
+    """Contents of the files of one tag. Stage 3 has a model file per rank, and stage 0 no optimizer files."""
 
     folder: Path
     models: tuple[dict[str, Any], ...]
@@ -94,7 +94,7 @@ def find_tag(path: Path, tag: str = "") -> Path:
 
 
 def read_files(folder: Path, trust: bool = False) -> DeepSpeedFiles:
-    """Read every file of one tag. `trust` unpickles anything, which runs the code that files name."""
+    """Read every file of one tag. With `trust` any pickle is loaded, which can run code."""
     problems = Problems()
     names = [entry.name for entry in list_folder(folder)]
     _refuse_others(folder, names)
@@ -148,7 +148,7 @@ def _version(text: str) -> tuple[int, int] | None:
 
 
 def is_tried(version: str) -> bool:
-    """Return whether files of this version of DeepSpeed were read in tests."""
+    """Return whether tests read files of this version of DeepSpeed."""
     return (_version(version) or (LAST[0] + 1, 0)) <= LAST
 
 
@@ -171,7 +171,7 @@ def _check_ranks(
 
 
 def _check_one_save(folder: Path, what: str, common: Sequence[dict[str, Any]]) -> None:
-    """Raise if values that every rank writes alike differ: files of two saves were mixed."""
+    """Raise if values differ that are equal on all ranks of one save."""
     for number, other in enumerate(common):
         pairs = [(key, common[0].get(key), value) for key, value in other.items()]
         if differences := [f"{key} {first!r} and {value!r}" for key, first, value in pairs if first != value]:
@@ -231,7 +231,7 @@ def _load(path: Path, trust: bool) -> dict[str, Any]:
 
 
 def _is_own_name(name: str, saved_as: str) -> bool:
-    """Return whether a file was saved for the rank in its name, which torch keeps in it."""
+    """Return whether a file still has the name that it was saved under, which torch writes into it."""
     for pattern in (DEEPSPEED, _OPTIMIZER):
         then, now = pattern.fullmatch(f"{saved_as}.pt"), pattern.fullmatch(name)
         if then is not None:
@@ -244,12 +244,13 @@ def _damaged(path: Path, got: str) -> CheckpointError:
 
 
 def _check_archive(path: Path) -> str:
-    """Compare every CRC of a zip that torch wrote, and return the name that the file had then."""
+    """Check every CRC of a zip that torch wrote, and return the name that the file was saved under."""
     with path.open("rb") as stream:
         if stream.read(4) != b"PK\x03\x04":
             old = "the older format has no checksums, and damage in it cannot be seen"
             todo = "If it is one of those, load it with torch and save it again"
             raise _damaged(path, f"no zip, which torch has written since 1.6: {old}. {todo}")
+        got = "a zip whose list of records is damaged"
         try:
             with zipfile.ZipFile(stream) as archive:
                 records = archive.infolist()
@@ -257,16 +258,16 @@ def _check_archive(path: Path) -> str:
                 tops = {name.partition("/")[0] for name in names}
                 first = min((record.header_offset for record in records), default=-1)
                 # Python accepts bytes before an archive, which torch does not expect.
-                if first or len(names) < len(records) or len(tops) != 1:
-                    raise _damaged(path, "a zip whose list of records is damaged")
-                for record in records:
-                    if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
-                        raise _damaged(path, f"a damaged record `{record.filename}`")
-                damaged = archive.testzip()
-                if damaged is not None:
-                    raise _damaged(path, f"a damaged record `{damaged}`")
-                return tops.pop()
-        except CheckpointError:
-            raise
+                if first == 0 and len(names) == len(records) and len(tops) == 1:
+                    damaged = next((r.filename for r in records if not _is_plain(r)), None)
+                    damaged = damaged or archive.testzip()
+                    if damaged is None:
+                        return tops.pop()
+                    got = f"a damaged record `{damaged}`"
         except Exception as error:  # damage makes `zipfile` raise nearly anything
-            raise _damaged(path, f"a damaged zip ({error or type(error).__name__})") from error
+            got = f"a damaged zip ({error or type(error).__name__})"
+    raise _damaged(path, got)
+
+
+def _is_plain(record: zipfile.ZipInfo) -> bool:
+    return record.compress_type == zipfile.ZIP_STORED and record.file_size == record.compress_size

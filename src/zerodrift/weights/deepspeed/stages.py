@@ -1,12 +1,12 @@
 """Cut the buffers of each ZeRO stage into parameters by name: weights, fp32 masters and moments.
 
 At stages 1 and 2 a parameter group is one flat buffer, cut into equal pieces, one per rank. At stage 3 every
-parameter is cut by itself. Stage 0 saves an optimizer's state by its own numbers, which shapes or values
-assign to parameters.
+parameter is cut by itself. Stage 0 saves an optimizer's state by numbers, which are matched with parameters
+by shapes or values.
 
 Invariants: every element of a parameter is in exactly one run, and nothing is copied before a run is used.
-Lengths and, if they were saved, the weights agree with the place that a parameter is taken from, or there is
-an error. At stage 0 a state is given to a parameter only where there is one way to assign it.
+Lengths agree with the shapes, and masters with the model's weights if those were saved; anything else is an
+error. At stage 0 a parameter gets a state only if there is one way to assign it.
 """
 
 from __future__ import annotations
@@ -55,9 +55,19 @@ def _count_updates(
 
 
 def _parameter(
-    names: Sequence[str], shape: Sequence[int], group: int, weight: Iterable[Run], **moments: Any
+    files: DeepSpeedFiles,
+    names: Sequence[str],
+    shape: Sequence[int],
+    group: int,
+    weight: Iterable[Run],
+    **moments: Iterable[Run],
 ) -> DeepSpeedParameter:
     runs, kept = tuple(weight), {key: tuple(values) for key, values in moments.items()}
+    wanted = math.prod(shape)
+    for key, found in (("weight", runs), *kept.items()):
+        have = sum(values.numel() for _, values in found)
+        if have != wanted:
+            raise _does_not_fit(files, f"{key} of `{names[0]}`", wanted, have)
     dtype = dtype_of(runs[0][1].dtype if runs else torch.float32, "tensor").value
     entry = SavedParameter(tuple(names), tuple(shape), dtype, group, tuple(kept))
     return DeepSpeedParameter(entry, runs, kept)
@@ -110,18 +120,14 @@ def stage_1_or_2(files: DeepSpeedFiles) -> StageContents:
         moments: dict[str, list[torch.Tensor]] = {}
         for key in _flat_keys(moments_of[0].get(group, {})):
             flats = [of_rank[group][key] for of_rank in moments_of]
-            pairs = list(zip(flats, (piece.numel() for piece in pieces), strict=True))
-            if any(flat.numel() < length for flat, length in pairs):
-                wanted, have = sum(length for _, length in pairs), sum(flat.numel() for flat in flats)
-                raise _does_not_fit(files, f"moment {key}", wanted, have)
-            moments[key] = [flat[:length] for flat, length in pairs]
+            moments[key] = [flat[: piece.numel()] for flat, piece in zip(flats, pieces, strict=True)]
         end = 0
         for name, shape in shapes.items():
             numel = math.prod(shape)
             weight = tuple(_cut(pieces, end, numel))
             _check_values(files, name, module.get(name), weight)
             own = {key: _cut(flats, end, numel) for key, flats in moments.items()}
-            parameters.append(_parameter(_names(model, name), shape, group, weight, **own))
+            parameters.append(_parameter(files, _names(model, name), shape, group, weight, **own))
             end += numel
         have = sum(piece.numel() for piece in pieces)
         if not end <= have < end + 2 * len(pieces):
@@ -133,7 +139,7 @@ def stage_1_or_2(files: DeepSpeedFiles) -> StageContents:
     # Stage 1 saves frozen parameters only among the weights.
     frozen |= {name: value for name, value in module.items() if name not in known}
     for name, value in frozen.items():
-        parameters.append(_parameter(_names(model, name), value.shape, -1, _whole(value)))
+        parameters.append(_parameter(files, _names(model, name), value.shape, -1, _whole(value)))
     groups = bases[0].get("param_groups", ()) if isinstance(bases[0], dict) else ()
     updates = _count_updates(moments_of, groups)
     return StageContents(parameters, groups, updates, states[0].get("loss_scaler"))
@@ -142,8 +148,8 @@ def stage_1_or_2(files: DeepSpeedFiles) -> StageContents:
 def _check_values(
     files: DeepSpeedFiles, name: str, weights: torch.Tensor | None, masters: Sequence[Run]
 ) -> None:
-    """Compare some masters of each run with the weights: they differ if files of two saves are mixed, or if
-    the parameters are in another order than the one assumed here."""
+    """Compare some masters of each run with the weights. The weights differ if files of two saves are
+    mixed, or if the parameters have another order than the one assumed here."""
     if weights is None or not weights.is_floating_point():
         return
     for start, values in masters:
@@ -165,7 +171,8 @@ def stage_3(files: DeepSpeedFiles) -> StageContents:
     for rank, base in enumerate(bases):
         own = [base["state"].get(number, {}) for number in range(len(flats[rank]))]
         for key in _flat_keys(own[0]):
-            moments.setdefault(key, []).append([state[key] for state in own])
+            pairs = zip(own, flats[rank], strict=True)
+            moments.setdefault(key, []).append([state[key][: flat.numel()] for state, flat in pairs])
     groups = bases[0]["param_groups"]
     group_of = {sub: group for group, options in enumerate(groups) for sub in options.get("params", ())}
     parameters, end = [], 0
@@ -177,7 +184,7 @@ def stage_3(files: DeepSpeedFiles) -> StageContents:
         sub = next((number for number, bound in enumerate(bounds) if end < bound), len(bounds) - 1)
         weight = _shares(flats, end, share, numel)
         kept = {key: _shares(values, end, share, numel) for key, values in moments.items()}
-        parameters.append(_parameter(_names(model, name), shape, group_of.get(sub, 0), weight, **kept))
+        parameters.append(_parameter(files, _names(model, name), shape, group_of.get(sub, 0), weight, **kept))
         end += share
     for rank, own_flats in enumerate(flats):
         have = sum(flat.numel() for flat in own_flats)
@@ -187,7 +194,7 @@ def stage_3(files: DeepSpeedFiles) -> StageContents:
         parts = [[state["frozen_param_fragments"][name]] for state in files.models]
         numel = math.prod(shape)
         runs = _shares(parts, 0, -(-numel // ranks), numel)
-        parameters.append(_parameter(_names(model, name), shape, -1, runs))
+        parameters.append(_parameter(files, _names(model, name), shape, -1, runs))
     updates = _count_updates([base["state"] for base in bases], groups)
     return StageContents(parameters, groups, updates, states[0].get("loss_scaler"))
 
@@ -201,8 +208,8 @@ def _shares(flats: Sequence[Sequence[torch.Tensor]], start: int, share: int, num
 
 
 def stage_0(files: DeepSpeedFiles) -> StageContents:
-    """Match the optimizer's numbers with parameters by shapes or values; if both leave a choice, masters and
-    moments are left out with a note."""
+    """Match the optimizer's numbers with parameters by shapes or values. If both are ambiguous, leave out
+    masters and moments, with a note."""
     model = files.models[0]
     buffers = set(model.get("buffer_names") or ())
     names: dict[tuple[int, int, int], list[str]] = {}
@@ -226,7 +233,7 @@ def stage_0(files: DeepSpeedFiles) -> StageContents:
         # Without any state, all parameters count as trained.
         group, master, moments = held.get(own[0], (-1 if held else 0, value, {}))
         runs = {key: _whole(moment) for key, moment in moments.items()}
-        parameters.append(_parameter(own, value.shape, group, _whole(master), **runs))
+        parameters.append(_parameter(files, own, value.shape, group, _whole(master), **runs))
     note = (
         "Stage 0 saves the optimizer's state without names, and shapes do not tell its parameters apart: "
         "masters and moments were left out. Save once at stage 1 to keep them."
@@ -243,7 +250,7 @@ Held = dict[str, tuple[int, torch.Tensor, dict[str, torch.Tensor]]]
 def hold_flat(
     weights: Mapping[str, torch.Tensor], masters: Sequence[torch.Tensor], state: Mapping[str, Any]
 ) -> Held:
-    """Cut one group that is one flat buffer, in the order of the model; several cannot be assigned."""
+    """Cut the flat buffer of the only group, in the order of the model. Several groups are not assigned."""
     sizes = [value.numel() for value in weights.values()]
     if [master.numel() for master in masters] != [sum(sizes)]:
         return {}
@@ -262,7 +269,7 @@ def hold_by_number(
     masters: Sequence[Sequence[torch.Tensor]] | None,
     state: Mapping[int, Mapping[str, Any]],
 ) -> Held:
-    """Name the parameters of an optimizer, or return nothing if neither shapes nor values tell them apart."""
+    """Assign the state of an optimizer. Return {} if both shapes and values are ambiguous."""
     moments = {
         number: {k: value for k, value in own.items() if isinstance(value, torch.Tensor) and k != "step"}
         for number, own in state.items()
@@ -283,10 +290,10 @@ def _names_by_shape(
     groups: Sequence[Mapping[str, Any]],
     moments: Mapping[int, Mapping[str, torch.Tensor]],
 ) -> dict[int, str]:
-    """Return the name of each number, or nothing if there is a choice.
+    """Return the name of each number, or {} if there is a choice.
 
-    A group's parameters are in the order of the model; if it holds all parameters of its shapes, there is one
-    way to assign them.
+    A group has its parameters in the order of the model. If the group holds all parameters of its shapes,
+    there is one way to assign them.
     """
     names: dict[int, str] = {}
     for options in groups:
@@ -304,7 +311,7 @@ def _names_by_value(
     groups: Sequence[Mapping[str, Any]],
     masters: Sequence[Sequence[torch.Tensor]],
 ) -> dict[int, str]:
-    """Return the name of each number whose master rounds to one parameter alone, or nothing."""
+    """Return the name of each number, or {} unless every master rounds to exactly one parameter."""
     names: dict[int, str] = {}
     for options, own in zip(groups, masters, strict=True) if masters else ():
         for number, master in zip(options["params"], own, strict=True):
