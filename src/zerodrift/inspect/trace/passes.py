@@ -120,7 +120,7 @@ class ForwardWatch:
 
     def _root_begins(self, module: torch.nn.Module) -> None:
         state = self.state
-        self._script.copies.rests()
+        self._script.copies.end_step()
         model = state.model_of(module)
         changed = model.look()
         if changed:

@@ -174,6 +174,9 @@ class WatchState:
         self.models.append(made)
         return made
 
+    def parameters(self) -> list[LiveParameter]:
+        return [parameter for model in self.models for parameter in model.parameters]
+
     def forget_parts(self) -> None:
         """Have the parameters found anew in what optimizers update."""
         for updated in self.optimized.values():
@@ -188,7 +191,7 @@ class WatchState:
         """Fill `memory` before it is asked."""
         if self.rested:
             self.rested = False
-            for parameter in (parameter for model in self.models for parameter in model.parameters):
+            for parameter in self.parameters():
                 tensor = parameter.tensor()
                 if tensor is not None and local(tensor).numel():
                     self.memory.put(tensor, parameter)
@@ -222,7 +225,7 @@ class WatchState:
 
     def settle(self) -> None:
         since, self._settled = self.process.steps > self._settled, self.process.steps
-        for parameter in (parameter for model in self.models for parameter in model.parameters):
+        for parameter in self.parameters():
             parameter.stepped(since)
 
     def see_place(self) -> None:

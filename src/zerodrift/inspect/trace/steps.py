@@ -168,7 +168,7 @@ class StepWatch:
                     state.counts.pop(part.parameter, None)  # steps by hand were none
                 self._see_master(part.parameter, tensor, held)
             updated.ends(tensor, held)
-            self._script.copies.results.forget(held.values())
+            self._script.copies.averages.forget(held.values())
             updates = (part.parameter for part in updated.parts if part.parameter.tensor() is tensor)
             if not any(parameter.arrived for parameter in updates):
                 self._script.copies.stepped(tensor, updated)
@@ -217,7 +217,7 @@ class StepWatch:
                     parameter.is_written = True
                     record.add("master", dtype_name(wide.dtype), f"the optimizer's state {key}")
                     return
-            parameter.residue = self._script.copies.updates.residue(parameter, states)
+            parameter.residue = self._script.copies.residue(parameter, states)
             if parameter.residue:
                 parameter.is_written = True
                 record.add("master", "split", f"the parameter, and its rest in the state {parameter.residue}")

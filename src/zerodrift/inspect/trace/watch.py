@@ -84,7 +84,7 @@ class Watcher:
         try:
             if process.ended != "broken":
                 state.settle()
-                self._script.copies.rests()
+                self._script.copies.end_step()
                 self._script.record()
                 self._steps.record()
                 for model in state.models:
