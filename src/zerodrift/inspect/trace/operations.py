@@ -17,6 +17,7 @@ import re
 import sys
 import sysconfig
 import threading
+import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -275,21 +276,15 @@ def _targets() -> tuple[str, ...]:
     return tuple(folder + os.sep for folder in folders if glob.glob(f"{glob.escape(folder)}/*.dist-info"))
 
 
-def _frames() -> Iterator[tuple[str, types.FrameType]]:
-    """Yield the files and frames of the calls that are under way, the innermost first.
+def _frames() -> Iterator[types.FrameType]:
+    """Yield the frames of the calls that are under way, the innermost first.
 
-    The backward of a GPU runs in a thread of autograd, and its caller waits in the main thread.
+    On a GPU, a backward runs in a thread of autograd while its caller waits in the main thread.
     """
-    yield from _outwards(sys._getframe(1))
+    yield from (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
     waiting = sys._current_frames().get(threading.main_thread().ident or 0)
     if waiting is not None and waiting.f_code.co_filename == torch.autograd.graph.__file__:
-        yield from _outwards(waiting)
-
-
-def _outwards(frame: types.FrameType | None) -> Iterator[tuple[str, types.FrameType]]:
-    while frame is not None:
-        yield frame.f_code.co_filename, frame
-        frame = frame.f_back
+        yield from (frame for frame, _ in traceback.walk_stack(waiting))
 
 
 def _line(frame: types.FrameType, line: int | None = None) -> str:
@@ -299,9 +294,9 @@ def _line(frame: types.FrameType, line: int | None = None) -> str:
 def place_of_code() -> tuple[str, CastBy]:
     """Return `file:line` of the model's code that is under way, and who in the engine casts for it."""
     by: CastBy = ""
-    for file, frame in _frames():
-        by = by or _casts().get(file, "")
-        is_models = _is_models(file)
+    for frame in _frames():
+        by = by or _casts().get(frame.f_code.co_filename, "")
+        is_models = _is_models(frame.f_code.co_filename)
         if is_models is not None:
             return (_line(frame) if is_models else ""), by
     return "", by
@@ -309,20 +304,17 @@ def place_of_code() -> tuple[str, CastBy]:
 
 def line_of(error: BaseException) -> str:
     """Return `file:line` of the innermost frame of an error in the model's code."""
-    found, trace_back = "", error.__traceback__
-    while trace_back is not None:
-        if _is_models(trace_back.tb_frame.f_code.co_filename):
-            found = _line(trace_back.tb_frame, trace_back.tb_lineno)
-        trace_back = trace_back.tb_next
-    return found
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [_line(frame, line) for frame, line in frames if _is_models(frame.f_code.co_filename)]
+    return lines[-1] if lines else ""
 
 
 def is_from_script() -> bool:
     """Return True if a script, not a library for itself, makes the call that is under way."""
-    known = (_is_script(file) for file, _ in _frames())
+    known = (_is_script(frame.f_code.co_filename) for frame in _frames())
     return next((is_script for is_script in known if is_script is not None), False)
 
 
 def line_of_script() -> str:
     """Return `file:line` of the innermost frame that is in no library; empty if there is none."""
-    return next((_line(frame) for file, frame in _frames() if _is_script(file)), "")
+    return next((_line(frame) for frame in _frames() if _is_script(frame.f_code.co_filename)), "")
