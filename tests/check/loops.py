@@ -559,6 +559,12 @@ def gradients_in_a_hook(round_: Callable[[torch.Tensor], torch.Tensor]) -> zerod
     return observed(model)
 
 
+def gradients_between_modules(round_: Callable[[torch.Tensor], torch.Tensor]) -> zerodrift.Observation:
+    model = dense()
+    model.down.register_full_backward_hook(lambda module, gradients, _: tuple(map(round_, gradients)))
+    return observed(model)
+
+
 def added(dtype: torch.dtype) -> zerodrift.Observation:
     """Add the gradients of four micro-batches, one row each, in tensors of the script's own."""
     model = dense()

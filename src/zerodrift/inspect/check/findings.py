@@ -25,6 +25,7 @@ from zerodrift.inspect.trace import COLUMNS, Column, ModelRecord, ParameterRecor
 def run_findings(processes: Sequence[ProcessRecord]) -> list[RunFinding]:
     """Return all findings about a run: by what to do about them, the most expensive first."""
     first, found = processes[0], [*loss_findings(processes), *kept_findings(processes)]
+    found += _rounding_hooks(first)
     for model in first.models:
         if model.trained:
             for rule in _RULES:
@@ -274,6 +275,29 @@ def _own_of_ranks(processes: Sequence[ProcessRecord], model: ModelRecord) -> set
     return kept
 
 
+def _rounding(before: Sequence[float], after: Sequence[float | None]) -> str:
+    """Return the dtype of 16 bits that sampled gradients were rounded to; empty for none.
+
+    A sign, or a bound that a gradient is clipped to, is no rounding of it.
+    """
+    pairs = [(value, own) for value, own in zip(after, before, strict=False) if value and own]
+    dtype = narrowest([value for value, _ in pairs], BITS)
+    is_rounding = len(pairs) >= _LEAST and _spread([v / own for v, own in pairs], median) < _ALIKE
+    return dtype if is_rounding and narrowest([own for _, own in pairs], BITS) != dtype else ""
+
+
+def _rounding_hooks(process: ProcessRecord) -> Iterator[RunFinding]:
+    """Find full backward hooks of modules that round the gradients they pass on."""
+    for event in process.events:
+        dtype = _rounding(event["given"], event["returned"]) if event["kind"] == "backward-hook" else ""
+        if dtype:
+            what = f"A backward hook of `{event['module'] or 'the model'}` rounds gradients to {dtype}: all "
+            what += f"gradients that are computed from them keep {BITS[dtype]} bits."
+            do = "Return gradients from the hook in the dtype that they came in."
+            cost = wire_error(dtype, 1)
+            yield RunFinding("gradients-rounded", "grad", (), what, do, event["line"], cost)
+
+
 def _rounded_gradients(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
     """Find gradients of more bits than the sampled elements have that an optimizer was given."""
     found: dict[str, list[str]] = {}
@@ -283,11 +307,7 @@ def _rounded_gradients(processes: Sequence[ProcessRecord], model: ModelRecord) -
         alike = _with_gradients(parameter.name, model, processes) if wide else []
         sums = [sum(each) for each in zip(*(p.facts["own"] for p in alike), strict=True)]
         for used in (p.facts["used"] for p in alike):
-            pairs = [(value, own) for value, own in zip(used, sums, strict=True) if value and own]
-            dtype = narrowest([value for value, _ in pairs], BITS)
-            # A sign, or a bound that a gradient is clipped to, is no rounding of it.
-            is_rounding = len(pairs) >= _LEAST and _spread([v / own for v, own in pairs], median) < _ALIKE
-            if dtype and is_rounding and narrowest([own for _, own in pairs], BITS) != dtype:
+            if dtype := _rounding(sums, used):
                 found.setdefault(dtype, []).append(parameter.name)
     for dtype, names in found.items():
         what = f"Gradients arrive in fp32, and what the optimizer is given has the {BITS[dtype]} bits of "

@@ -291,6 +291,12 @@ def _line(frame: types.FrameType, line: int | None = None) -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno if line is None else line}"
 
 
+def line_of_function(function: Any) -> str:
+    """Return `file:line` of a function's first line; empty if it is not written in Python."""
+    code = getattr(function, "__code__", None)
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else ""
+
+
 def place_of_code() -> tuple[str, CastBy]:
     """Return `file:line` of the model's code that is under way, and who in the engine casts for it."""
     by: CastBy = ""

@@ -11,6 +11,7 @@ parameters change, or a gradient has arrived at a parameter that no operation wa
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -22,9 +23,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerodrift.inspect.trace import operations
-from zerodrift.inspect.trace.model import is_compiled
+from zerodrift.inspect.trace.model import LiveModel, is_compiled
 from zerodrift.inspect.trace.operations import floating, is_from_script, line_of_script
-from zerodrift.inspect.trace.parameter import PLAIN, LiveParameter, local
+from zerodrift.inspect.trace.parameter import PLAIN, LiveParameter, local, sample
 from zerodrift.inspect.trace.records import Column, dtype_name
 from zerodrift.inspect.trace.script import ScriptWatch
 from zerodrift.inspect.trace.state import WatchState, guarded
@@ -129,6 +130,8 @@ class ForwardWatch:
             self._known.clear()
         if self._compiles:
             state.note(operations.COMPILED)
+        else:
+            self._gradients.hook_modules(model)
         self._is_training = state.rested = True
 
     def _is_first_thread(self) -> bool:
@@ -199,6 +202,8 @@ class GradientWatch:
         self.state = state
         self._script = script
         self._hooked = WeakTensorKeyDictionary()  # leaves that are hooked on
+        self._events: dict[torch.nn.Module, dict[str, Any]] = {}
+        """Module with full backward hooks -> an event with samples of the gradients before and after them."""
         for name in ("backward", "grad"):
             state.patches.replace(torch.autograd, name, self._backward)
 
@@ -275,6 +280,35 @@ class GradientWatch:
             hooks[key] = hooks.pop(key)  # torch calls them in the order of insertion
         state.patches.callback(handle.remove)
         state.patches.callback(leaf.register_post_accumulate_grad_hook(accumulated).remove)
+
+    def hook_modules(self, model: LiveModel) -> None:
+        """Sample gradients before and after the full backward hooks that a script has on its modules."""
+        for module in model.root.modules():
+            hooks: Any = module._backward_hooks
+            if not hooks or not module._is_full_backward_hook or module in self._events:
+                continue
+            event = {"kind": "backward-hook", "line": operations.line_of_function(next(iter(hooks.values())))}
+            self._events[module] = {**event, "module": model.paths.get(id(module), "")}
+            for key in ("given", "returned"):
+                samples = self._events[module][key] = []
+                handle = module.register_full_backward_hook(functools.partial(self._passes, samples))
+                hooks.move_to_end(handle.id, last=key == "returned")
+                self.state.patches.callback(handle.remove)
+
+    def _passes(self, samples: list[torch.Tensor], module: torch.nn.Module, gradients: Any, *_: Any) -> None:
+        def take() -> None:
+            for gradient in floating(gradients, None):
+                samples.append(sample(gradient, 64)[:64].to(torch.float64, copy=True))
+
+        if len(samples) < 4:
+            self.state.safely(take, None)
+
+    def record(self) -> None:
+        """Hand over what was sampled around hooks, once the run is over."""
+        for event in self._events.values():
+            for key in ("given", "returned"):
+                event[key] = [value for each in event[key] for value in each.tolist()]
+            self.state.process.events.append(event)
 
     @guarded
     def _arrives(self, parameter: LiveParameter, gradient: torch.Tensor, leaf: torch.Tensor | None) -> None:

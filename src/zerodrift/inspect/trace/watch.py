@@ -55,8 +55,8 @@ class Watcher:
         self._script = ScriptWatch(self.state)
         self._steps = StepWatch(self.state, self._script)
         self._collectives = CollectiveWatch(self.state, self._script)
-        gradients = GradientWatch(self.state, self._script)
-        self.forwards = ForwardWatch(self.state, gradients, self._script)
+        self._gradients = GradientWatch(self.state, self._script)
+        self.forwards = ForwardWatch(self.state, self._gradients, self._script)
         self._exports = ExportWatch()
         self.state.adapters += [library(self.state) for library in (Own, Fsdp2, Fsdp1, DeepSpeed)]
 
@@ -86,6 +86,7 @@ class Watcher:
                 state.settle()
                 self._script.copies.end_step()
                 self._script.record()
+                self._gradients.record()
                 self._steps.record()
                 for model in state.models:
                     model.look()
