@@ -1,9 +1,8 @@
-"""Record operations below autograd and autocast, each with its module and its line of the script or the
-model.
+"""Record operations below autograd and autocast, each with its module and its line of code.
 
-Everything that looks at operations stands on the one mode here: a watched run, our engine beside its plan, a
-dry run (which also replaces how an operation is run), the count of flops. A cast at a boundary or a pin has
-the line of the code that it casts for. A call that the engine or a library makes for itself has none.
+Watched runs, observed engines, dry runs (which also replace how an operation runs) and the count of flops all
+use the mode of this file. A cast at a boundary or a pin has the line of the code that it casts for. A call
+that the engine or a library makes for itself has no line.
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ Listener = Callable[[Any, tuple[Any, ...], dict[str, Any] | None, Any], None]
 def every_operation(
     called: Listener, compiled: bool = True, run: Callable[..., Any] | None = None
 ) -> TorchDispatchMode:
-    """Return a context in which `called` hears of every operation, after it ran.
+    """Return a context in which `called` is called after every operation.
 
-    `compiled` is whether anything inside may be compiled. `run` runs an operation instead of torch.
+    `compiled` is whether code inside may be compiled. `run` runs an operation in the place of torch.
     """
     kind = OperationMode if compiled and "torch._dynamo" in sys.modules else _UncompiledMode
     return kind(called, run)
 
 
 COMPILED = (
-    "Code is compiled by torch.compile, which goes other ways where operations are watched: "
+    "Code is compiled by torch.compile, which would run differently if its operations were watched: "
     "compute is not seen. Run it with TORCH_COMPILE_DISABLE=1 to see it."
 )
 
@@ -82,10 +81,10 @@ class OperationMode(TorchDispatchMode):
 
 
 class _UncompiledMode(OperationMode):
-    """The same without the wrapper by which torch keeps its compiler away from a mode.
+    """The mode without the wrapper that keeps torch's compiler out of modes.
 
-    That wrapper's first call imports the compiler, which takes seconds. Private in torch (2.13, 2.15); with
-    the wrapper a run is only slower.
+    The first call of the wrapper imports the compiler, which takes seconds. The hook is private in torch
+    (2.13, 2.15). Without the hook a run is only slower.
     """
 
     @classmethod
@@ -128,19 +127,19 @@ def floating(args: Any, kwargs: Any, also_bytes: bool = False) -> Iterator[torch
 
 
 def flops_of(operation: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] | None, result: Any) -> int:
-    """Count one operation's flops, if torch has a formula for it or for its like."""
+    """Count one operation's flops; 0 if torch has no formula for the operation or its equivalent."""
     from torch.utils.flop_counter import flop_registry  # imports Triton, for a tenth of a second
 
     packet = operation._overloadpacket
     if packet is torch.ops.aten._grouped_mm:
-        left, right = arguments[0], arguments[1]  # each row meets one of the matrices
+        left, right = arguments[0], arguments[1]  # each row is multiplied by one of the matrices
         return int(2 * left.numel() * right.shape[-1])
     formula = flop_registry.get(_LIKE.get(packet, packet))
     if formula is None:
         return 0
     try:
         return int(formula(*arguments, **(named or {}), out_val=result))
-    except Exception:  # it refuses shapes that the operation takes, as torch 2.11's did grouped heads
+    except Exception:  # a formula may refuse valid shapes, as torch 2.11 refused grouped heads
         return 0
 
 
@@ -153,7 +152,7 @@ _LIKE = {
 
 @contextlib.contextmanager
 def forward_flops(model: nn.Module) -> Iterator[list[int]]:
-    """Yield a list that gets the operations of the first forward of a module inside the block, one by one."""
+    """Yield a list that gets the flops of each operation in the module's first forward inside the block."""
     counts: list[int] = []
     mode = every_operation(lambda *called: counts.append(flops_of(*called)), compiled=False)
     running = contextlib.ExitStack()
@@ -178,14 +177,14 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LIBRARY_KEYS = ("stdlib", "platstdlib", "purelib", "platlib")
 _LIBRARIES = tuple(os.path.realpath(sysconfig.get_paths()[key]) + os.sep for key in _LIBRARY_KEYS)
 _SITES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-"""Folders of packages in any path: those of a user, or of an environment below this one."""
+"""Folders of packages in any environment, a user's included."""
 
 
 class ModulePaths:
     """The path of the module whose forward is under way, known by hooks on every module."""
 
     def __init__(self, model: nn.Module) -> None:
-        scripted = torch.jit.ScriptModule  # takes no hooks, and counts as part of its caller
+        scripted = torch.jit.ScriptModule  # takes no hooks; its operations count for its caller
         self._modules = [each for each in model.named_modules() if not isinstance(each[1], scripted)]
         self._stack: list[tuple[str, int]] = []
         self._calls: dict[str, int] = {}
@@ -249,7 +248,7 @@ def _casts() -> dict[str, CastBy]:
 
 @functools.cache
 def _is_models(file: str) -> bool | None:
-    """Return True for code of the model, False for ours, None for frames between the two."""
+    """Return True for the model's code, False for zerodrift's, None for frames that do not decide."""
     if file.startswith((_TORCH, _INSPECT, "<")) or file in _casts():
         return None
     if file.startswith(_PACKAGE):
@@ -259,7 +258,7 @@ def _is_models(file: str) -> bool | None:
 
 @functools.cache
 def _is_script(file: str) -> bool | None:
-    """Return True for a script, False for a library, None for frames between the two."""
+    """Return True for a script, False for a library, None for frames that do not decide."""
     if file.startswith(("<", _HERE)):
         return None
     return not (file.startswith((_PACKAGE, *_LIBRARIES, *_targets())) or any(part in file for part in _SITES))
@@ -267,10 +266,7 @@ def _is_script(file: str) -> bool | None:
 
 @functools.cache
 def _targets() -> tuple[str, ...]:
-    """Return the folders of `pip install --target` on the path, which have the names of no environment.
-
-    Except the folder of the script: Python puts it on the path whatever lies there.
-    """
+    """Return the folders of `pip install --target` on the path, except the folder of the script."""
     script = os.path.realpath(os.path.dirname(getattr(sys.modules["__main__"], "__file__", None) or ""))
     folders = (folder for folder in sys.path if folder and os.path.realpath(folder) != script)
     return tuple(folder + os.sep for folder in folders if glob.glob(f"{glob.escape(folder)}/*.dist-info"))
@@ -316,7 +312,7 @@ def line_of(error: BaseException) -> str:
 
 
 def is_from_script() -> bool:
-    """Return True if a script, not a library for itself, makes the call that is under way."""
+    """Return True if a script, not a library, makes the call that is under way."""
     known = (_is_script(frame.f_code.co_filename) for frame in _frames())
     return next((is_script for is_script in known if is_script is not None), False)
 

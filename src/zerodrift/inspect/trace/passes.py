@@ -1,12 +1,11 @@
 """Watch forwards and backwards: the dtypes that operations compute in, gradients at leaves and their
-clipping, and the collectives that carry them, which kernels of ours see in torch's dispatcher whoever issues
-them.
+clipping, and collectives, which kernels in torch's dispatcher see whichever library issues them.
 
 [Note: once is enough] Operations are seen by a Python mode of torch's, through which each takes some 20
 microseconds longer. The dtypes of a module's call follow from its inputs: so its operations are watched until
 one call of its kind was watched to the end. Calls are of one kind if they are of the same module, in the same
-state of training and autocast, and are given the same dtypes. All are of another kind once names or dtypes of
-parameters change, or a gradient has arrived at a parameter that no operation was seen to use.
+state of training and autocast, and are given the same dtypes. Every call is watched anew once names or dtypes
+of parameters change, or a gradient has arrived at a parameter that no operation was seen to use.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class ForwardWatch:
         self._calls: list[tuple[torch.nn.Module, CallKind]] = []
         self._known: set[CallKind] = set()
         self._compiles = False
-        """Whether torch compiles code here, which takes other ways under a mode and is not watched."""
+        """Whether torch compiles code here: it would run differently under a mode, and is not watched."""
         self._is_training = False  # whether the forward under way trains, and no backward inside of it runs
         accelerator = torch.accelerator.current_accelerator()
         self._devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
@@ -142,11 +141,11 @@ class ForwardWatch:
         if not state.models:
             state.thread = threading.get_ident()
             return True
-        self.state.note("Modules run on several threads: those of the first are seen.")
+        self.state.note("Modules run on several threads: only the first thread is watched.")
         return False
 
     def _compiled(self, *args: Any, **kwargs: Any) -> None:
-        # Libraries decorate functions with it that may never run; `anything_compiled` knows what has run.
+        # Libraries decorate functions that may never run; `anything_compiled` knows whether any did.
         self._compiles |= is_from_script()
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
@@ -196,7 +195,7 @@ class ForwardWatch:
 
 
 class GradientWatch:
-    """Hooks on leaves: tensors that modules compute with, and parameters that rest."""
+    """Hooks on leaves: the tensors that modules compute with, and parameters between steps."""
 
     def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
@@ -261,7 +260,7 @@ class GradientWatch:
                     parameter.is_hooked = tensor.requires_grad
 
     def hook(self, parameter: LiveParameter, leaf: torch.Tensor) -> None:
-        """See gradients arrive at a leaf: the tensor that rests, or another that a module computes with."""
+        """Record the gradients that arrive at a leaf, which may be another tensor than between steps."""
         if not leaf.requires_grad or not leaf.is_leaf or leaf in self._hooked:
             return
         if hasattr(leaf, "_shard_param_infos"):
@@ -275,7 +274,7 @@ class GradientWatch:
                 state.safely(lambda: state.gradient_memory.put(gradient, parameter), False)
 
         handle = leaf.register_hook(lambda gradient: self._arrives(parameter, gradient, holder()))
-        hooks: Any = leaf._backward_hooks  # ours is before the script's, which may round what arrives
+        hooks: Any = leaf._backward_hooks  # before the script's hooks, which may round the gradient
         for key in [key for key in hooks if key != handle.id]:
             hooks[key] = hooks.pop(key)  # torch calls them in the order of insertion
         state.patches.callback(handle.remove)
@@ -326,9 +325,9 @@ _FIRST_SENT = frozenset(("allreduce_", "allreduce_coalesced_", "reduce_"))
 _FIRST_SENT |= {"all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
 _SECOND_SENT = frozenset(("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"))
 _SECOND_SENT |= {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"}
-"""Collectives of c10d by the argument that they send."""
+"""Collectives of c10d, by the place of the argument that they send."""
 
-_LEAST_PACKED = 64  # elements that may be of parameters; norms, losses and flags are fewer
+_LEAST_PACKED = 64  # elements of a collective that may carry parameters; norms, losses and flags have fewer
 
 
 class CollectiveWatch:
@@ -337,7 +336,7 @@ class CollectiveWatch:
     def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
         self._script = script
-        self.unknown: dict[str, int] = {}  # counts of reductions and gathers whose parameters nobody knows
+        self.unknown: dict[str, int] = {}  # counts of reductions and gathers of unknown parameters
         for namespace in ("c10d", "_c10d_functional") if torch.distributed.is_available() else ():
             operations = getattr(torch.ops, namespace)
             library = torch.library.Library(namespace, "IMPL")

@@ -2,11 +2,11 @@
 
 A master is a tensor that an optimizer updates and that the script copies, cast, into a parameter. An average
 is a tensor of 16 bits that is moved a part of the way towards another value. A parameter that no optimizer of
-torch's has, and that the script writes once gradients have arrived at it, is updated by hand. See [Note: once
-is enough]: after a few steps nothing is watched again.
+torch's has, and that the script writes after gradients have arrived, is updated by hand. Only the first steps
+are watched: see [Note: once is enough].
 
-Invariant: a tensor is known by its memory, whichever operation copies it. The mode is entered on an empty
-stack of modes only, and left only from the top.
+Invariant: a tensor is known by its memory. The mode is entered only on an empty stack of modes, and left only
+from the top.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zerodrift.inspect.trace.values import NARROW, LossWatch
 _NOTHING = Source()
 
 _DRAWS = frozenset(("randint", "randint_like", "random", "random_"))
-"""Operations that draw whole numbers: what a weight is rounded by at random."""
+"""Operations that draw whole numbers, by which weights are rounded at random."""
 
 
 class HandUpdates:
@@ -117,7 +117,7 @@ class CopyWatch:
 
     @guarded
     def computed(self, name: str, args: Any, kwargs: Any, out: Any, in_step: bool) -> None:
-        """Follow an operation outside of forwards, element by element for those on lists of tensors."""
+        """Follow an operation outside of forwards. One on lists of tensors is followed tensor by tensor."""
         given = (*args, *(kwargs or {}).values())
         if name in VIEWS:
             return
@@ -147,7 +147,7 @@ class CopyWatch:
                 self.link(parameter, master, result)
             for tensor in alike:
                 self._read.put(tensor, (parameter, state.passes))
-            is_update = any(tensor.numel() > 1 or result.numel() == 1 for tensor in reads)  # a bound is none
+            is_update = any(tensor.numel() > 1 or result.numel() == 1 for tensor in reads)  # else a bound
             if parameter.arrived and is_update and not (in_step or source.masters):
                 is_copy = name == "copy_" and parameter not in source.parameters
                 is_wider = is_copy and result.dtype in NARROW and reads[0].dtype not in NARROW
@@ -225,7 +225,7 @@ class CopyWatch:
         parameter.record.add("master", dtype_name(tensor.dtype), "a tensor that the script copies", "", line)
 
     def end_step(self) -> None:
-        """Look at memory that was given to parameters, and at averages that are still there."""
+        """Find masters and updates by hand in memory that the script gave to parameters, and averages."""
         for parameter in self.state.parameters():
             tensor = parameter.tensor()
             if tensor is not None and not parameter.optimized and local(tensor).numel():
@@ -242,15 +242,15 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
 
 
-_STEPS = 3  # steps after which it is not watched again
+_STEPS = 3  # steps that are watched
 
 _CLIPS = re.compile(r"(_foreach_)?(clamp|norm|linalg_vector_norm|pow|square)(_max|_maximum|_min|_minimum)?_?")
 """Operations that read a gradient to clip it."""
-_COPIES = ("cat", "stack", "clone", "_to_copy", "abs")  # their result is as large as what they read
+_COPIES = ("cat", "stack", "clone", "_to_copy", "abs")  # their result is as large as their input
 
 
 class ScriptWatch:
-    """The mode between forwards, and what listens in it."""
+    """The mode between forwards, and its listeners."""
 
     def __init__(self, state: WatchState) -> None:
         self.state = state
@@ -260,9 +260,9 @@ class ScriptWatch:
         self._mode = every_operation(self._called, compiled=False)
         self._is_entered = False
         self._scaled: Owners[Any] = Owners()
-        """Memory of the gradients with a loss scale in them, as the last backward left it, and of copies."""
-        self._scaled_copies: set[Any] = set()  # stand for copies that still have the scale in them
-        self._looked_after = 0  # backward passes that there had been when it was filled
+        """Memory of gradients that contain the loss scale after the last backward, and of copies of them."""
+        self._scaled_copies: set[Any] = set()  # stand for copies that still contain the scale
+        self._looked_after = 0  # number of backward passes when it was filled
 
     def enter(self) -> None:
         state = self.state
@@ -278,7 +278,7 @@ class ScriptWatch:
         """Leave the mode; return True if it was on."""
         is_on = self._is_entered and threading.get_ident() == self.state.thread
         if not is_on or _get_current_dispatch_mode() is not self._mode:
-            return False  # a script that is inside a mode of its own keeps both
+            return False  # the script is inside a mode of its own
         self._is_entered = False
         self._mode.__exit__(None, None, None)
         return True
@@ -296,7 +296,7 @@ class ScriptWatch:
         self.copies.computed(name, args, kwargs, out, self.in_step)
 
     def _scaled_computed(self, name: str, args: Any, out: Any) -> None:
-        """Note that gradients with a loss scale in them are clipped, and those that the script unscales."""
+        """Record that scaled gradients are clipped, and follow copies and unscaling by the script."""
         clips, times = _CLIPS.fullmatch(name), name.removeprefix("_foreach_") in ("mul_", "div_")
         if not clips and not times and name not in _COPIES:
             return
@@ -319,6 +319,6 @@ class ScriptWatch:
             self._scaled_copies.add(copy)
 
     def record(self) -> None:
-        """Hand over what was seen, once the run is over."""
+        """Add events to the record when the run is over."""
         self.copies.updates.record()
         self.state.process.events += [*self.losses.events(), *self.copies.averages.events()]

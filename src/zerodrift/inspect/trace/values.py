@@ -24,33 +24,33 @@ from zerodrift.inspect.trace.records import dtype_name
 NARROW = frozenset((torch.bfloat16, torch.float16))
 
 _PRODUCT = re.compile(r".*(mm|mv|dot)$|.*(linear|conv|attention|embedding)|.*(layer|group|batch|rms)_norm")
-"""Operations whose results begin anew."""
+"""Operations whose results carry nothing of their inputs."""
 
 _LOSSES = frozenset((
     "_log_softmax", "log", "log1p", "log2", "logsumexp", "logaddexp", "log_sigmoid_forward", "xlogy", "exp",
     "expm1", "softplus", "nll_loss_forward", "nll_loss2d_forward", "binary_cross_entropy",
     "binary_cross_entropy_with_logits", "mse_loss", "smooth_l1_loss", "huber_loss", "_ctc_loss",
 ))  # fmt: skip
-"""Operations of losses: what they return in 16 bits is a rounded loss."""
+"""Operations of losses: a result in 16 bits is a rounded loss."""
 
 _SUMS = frozenset(("sum", "mean", "std", "var", "linalg_vector_norm"))
-"""Reductions, which are a loss's if they are outside of modules or leave one number."""
+"""Reductions, which belong to a loss if they are outside of modules or return one number."""
 
 _ROOTS = frozenset(("sqrt", "rsqrt"))
 """Operations that make a statistic of a reduction: a norm, or a deviation."""
 
 _RUNNING = frozenset(("cumsum", "cumprod", "logcumsumexp"))
-"""Sums of which each element is a result."""
+"""Sums that return each partial sum."""
 
 _LONG = 64  # elements of a running sum from which its rounding is a finding
 
 _POINTWISE = frozenset(("add", "sub", "mul", "div"))
-"""Operations that cast whole numbers to the dtype of what they meet."""
+"""Operations that cast whole numbers to the dtype of their other operand."""
 
 _OF_WHOLE = frozenset((*CASTS, *_POINTWISE, "copy", "arange"))
 
 _LOGARITHMS = frozenset(("log", "log1p", "log2", "xlogy", "nll_loss_forward"))
-"""Operations that make a softmax of a module, which may be a router's, a part of a loss."""
+"""Operations after which a module's softmax, which may be a router's, is a part of a loss."""
 
 _LOGITS = 4096  # elements of logits or log-probabilities, whose greatest is measured
 
@@ -73,7 +73,7 @@ Carried = frozenset[LossOperation]
 
 @functools.cache
 def is_product(name: str) -> bool:
-    """Return True for an operation whose result begins anew."""
+    """Return True for an operation whose result carries nothing of its inputs."""
     return _PRODUCT.match(name) is not None
 
 
@@ -137,7 +137,7 @@ class LossWatch:
         self._put(results, carried)
 
     def reaches(self, losses: Any) -> None:
-        """Record what the values carry that a backward begins at: a tensor, or a list of them."""
+        """Record the operations that the tensors carry at which a backward begins."""
         for tensor in floating((losses,), None):
             order = {each: place for place, each in enumerate(self._greatest)}
             for each in sorted(self._carried.of(tensor) or (), key=lambda each: order.get(each, -1)):
@@ -145,7 +145,7 @@ class LossWatch:
                     self._reached.setdefault(each)
 
     def events(self) -> Iterable[dict[str, Any]]:
-        """Yield everything that reached a loss, with the greatest sampled magnitude."""
+        """Yield an event for each operation that reached a loss, with the greatest sampled magnitude."""
         for each in self._reached:
             event = {"kind": f"loss-{each.kind}", "line": each.line, "operation": each.operation.strip("_")}
             greatest = float(self._greatest[each]) if each in self._greatest else None
@@ -161,7 +161,7 @@ class LossWatch:
         self._reached.setdefault(_SCALED)
 
     def _follow_whole(self, name: str, args: Any, result: torch.Tensor) -> None:
-        """Follow whole numbers, as positions are, into more bits, and keep some that are cast to 16."""
+        """Follow whole numbers, such as positions, through casts; sample those cast to 16 bits."""
         name, given = name.removesuffix("_"), args[1:] if name == "copy_" else args
         if name not in _OF_WHOLE:
             return
