@@ -157,21 +157,22 @@ class LiveModel:
             if isinstance(tensor, torch.Tensor) and local(tensor).numel():
                 yield parameter, unwrapped(tensor)
 
-    def buffers_in(self, tensor: torch.Tensor) -> Iterator[str]:
-        storage = local(tensor).untyped_storage()._cdata
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path, module in _modules_of(self.root):
-            for leaf, buffer in module._buffers.items():
-                if buffer is not None and local(buffer).untyped_storage()._cdata == storage:
-                    yield _join(path, leaf)
+            held = module._buffers.items()
+            yield from ((_join(path, leaf), buffer) for leaf, buffer in held if buffer is not None)
+
+    def buffers_in(self, tensor: torch.Tensor) -> list[str]:
+        storage = local(tensor).untyped_storage()._cdata
+        return [name for name, held in self._buffers() if local(held).untyped_storage()._cdata == storage]
 
     def record(self, world: int) -> ModelRecord:
         inner = self._wrapping()[-1]
         ties = getattr(getattr(inner, "config", None), "tie_word_embeddings", None)
         buffers = {
-            _join(path, leaf): dtype_name(buffer.dtype)
-            for path, module in _modules_of(self.root)
-            for leaf, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_floating_point() and buffer.numel() > 0
+            name: dtype_name(buffer.dtype)
+            for name, buffer in self._buffers()
+            if buffer.is_floating_point() and buffer.numel() > 0
         }
         return ModelRecord(
             name=_class_of(inner).__name__,

@@ -163,7 +163,7 @@ class ForwardWatch:
         if self._is_training and not state.looked:
             state.looked = True
             self._look(self._calls[-1][0], is_watched=True)
-        module, tensors = self._calls[-1][0], list(operations.floating(args, kwargs))
+        module, tensors = self._calls[-1][0], floating((args, kwargs))
         path = next((model.paths[id(module)] for model in state.models if id(module) in model.paths), "")
         owners = (state.memory.of(tensor) for tensor in tensors if is_product(operation))
         weight = next((owner.record.name for owner in owners if owner is not None), None)
@@ -252,12 +252,11 @@ class GradientWatch:
         state.passes += 1
         state.settle()  # the step before is over, if its optimizer was given the gradients that had arrived
         state.see_place()
-        for model in state.models:
-            for parameter in model.parameters:
-                tensor = parameter.tensor()
-                if parameter.record.trained and not parameter.is_hooked and tensor is not None:
-                    self.hook(parameter, tensor)
-                    parameter.is_hooked = tensor.requires_grad
+        for parameter in state.parameters():
+            tensor = parameter.tensor()
+            if parameter.record.trained and not parameter.is_hooked and tensor is not None:
+                self.hook(parameter, tensor)
+                parameter.is_hooked = tensor.requires_grad
 
     def hook(self, parameter: LiveParameter, leaf: torch.Tensor) -> None:
         """Record the gradients that arrive at a leaf, which may be another tensor than between steps."""
@@ -296,8 +295,8 @@ class GradientWatch:
 
     def _passes(self, samples: list[torch.Tensor], module: torch.nn.Module, gradients: Any, *_: Any) -> None:
         def take() -> None:
-            for gradient in floating(gradients, None):
-                samples.append(sample(gradient, 64)[:64].to(torch.float64, copy=True))
+            picked = (sample(gradient, 64)[:64] for gradient in floating(gradients))
+            samples.extend(elements.to(torch.float64, copy=True) for elements in picked)
 
         if len(samples) < 4:
             self.state.safely(take, None)
@@ -365,9 +364,12 @@ class CollectiveWatch:
         name = "all_gather" if column == "gather" else reduction
         if column == "gather" and self.state.in_backward and not self.state.packed and self._replicated():
             column = "reduce"  # a hook of DDP's that gathers what it has quantized
-        for tensor in floating((args[operation in _SECOND_SENT],), None, also_bytes="gather" in name):
+        for tensor in operations.tensors_of(args[operation in _SECOND_SENT]):
             if type(tensor) not in PLAIN or torch._is_functional_tensor(tensor):
-                continue  # one without values, of code that is being compiled
+                continue  # a tensor without values, in code that is being compiled
+            is_packed = "gather" in name and tensor.dtype in (torch.uint8, torch.int8)
+            if not is_packed and not tensor.is_floating_point():
+                continue
             for parameter in self._carried(column, tensor):
                 dtype = dtype_name(tensor.dtype)
                 if column == "gather" and tensor.dtype is torch.uint8:

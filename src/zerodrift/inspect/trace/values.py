@@ -103,7 +103,7 @@ class LossWatch:
 
         For a product with a parameter it is the path of the parameter's module.
         """
-        results = list(floating((out,), None))
+        results = floating(out)
         if not results or name in VIEWS:
             return
         self._follow_whole(name, args, results[0])
@@ -111,7 +111,7 @@ class LossWatch:
             made = LossOperation("product", name, dtype_name(results[0].dtype), module or "", "")
             self._put(results, frozenset((made,)))
             return
-        inputs = list(floating(args[1:] if name == "copy_" else args, kwargs))
+        inputs = floating((args[1:] if name == "copy_" else args, kwargs))
         carried = _NOTHING.union(*(self._carried.of(tensor) or _NOTHING for tensor in inputs))
         first, result = (inputs[0] if inputs else None), results[0]
         is_narrow = result.dtype in NARROW
@@ -138,7 +138,7 @@ class LossWatch:
 
     def reaches(self, losses: Any) -> None:
         """Record the operations that the tensors carry at which a backward begins."""
-        for tensor in floating((losses,), None):
+        for tensor in floating(losses):
             order = {each: place for place, each in enumerate(self._greatest)}
             for each in sorted(self._carried.of(tensor) or (), key=lambda each: order.get(each, -1)):
                 if each.kind not in ("wide", "sum"):
