@@ -192,7 +192,7 @@ class LiveParameter:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """The `.grad` of that tensor; None for the result of an operation, which has none."""
+        """The `.grad` of the tensor that holds the parameter between steps; None for a result."""
         tensor = self.tensor()
         return tensor.grad if tensor is not None and tensor.is_leaf else None
 

@@ -47,7 +47,7 @@ class _OptimizedTensor:
     _updates: list[Pair] = field(default_factory=list)  # elements before and after each update
     _ended: dict[str, torch.Tensor] = field(default_factory=dict)
     """Name of a state, empty for the tensor itself -> its elements at the end of the last step."""
-    pairs: dict[str, list[Pair]] = field(default_factory=dict)  # those, and what the next step began with
+    pairs: dict[str, list[Pair]] = field(default_factory=dict)  # those, and the same at the next step
 
     def renew(self, parts: Sequence[OptimizedPart]) -> None:
         """Set other parts, whose cells are recorded at the next step."""
@@ -94,7 +94,7 @@ class StepWatch:
         state.patches.callback(register_optimizer_step_post_hook(self._ends).remove)
         state.patches.replace(torch.optim.Optimizer, "__init__", self._init)
 
-    def were(self, steps: int) -> bool:
+    def all_took(self, steps: int) -> bool:
         """Return True if every updated tensor was updated so many times."""
         counts = list(self.state.counts.values()) or [0]
         if max(counts) >= 4 * steps:

@@ -119,5 +119,5 @@ class Watcher:
         self._finished(process)
 
     def _may_finish(self) -> None:
-        if self._steps.were(self._wanted):
+        if self._steps.all_took(self._wanted):
             self.finish("steps")
