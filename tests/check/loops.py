@@ -439,6 +439,12 @@ RUNNING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 """Assignments of a script to a value that it keeps from one step to the next."""
 
+REPLACED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "a copy": lambda last, x: last.copy_(x),
+    "a maximum": lambda most, x: torch.maximum(most, x) * 1,
+}
+"""Assignments that add nothing to the value of the last step."""
+
 
 def running(kind: str, dtype: torch.dtype) -> zerodrift.Observation:
     """Keep a running value of the logits, which is another tensor in every step."""
@@ -451,7 +457,7 @@ def running(kind: str, dtype: torch.dtype) -> zerodrift.Observation:
         loss_of(logits, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-        kept[0] = RUNNING[kind](kept[0], logits.detach().mean((0, 1)).to(dtype))
+        kept[0] = {**RUNNING, **REPLACED}[kind](kept[0], logits.detach().mean((0, 1)).to(dtype))
 
     return observed_steps(step)
 
@@ -556,6 +562,12 @@ def gradients_in_a_hook(round_: Callable[[torch.Tensor], torch.Tensor]) -> zerod
     model = dense()
     for parameter in model.parameters():
         parameter.register_hook(round_)
+    return observed(model)
+
+
+def gradients_between_modules(round_: Callable[[torch.Tensor], torch.Tensor]) -> zerodrift.Observation:
+    model = dense()
+    model.down.register_full_backward_hook(lambda module, gradients, _: tuple(map(round_, gradients)))
     return observed(model)
 
 

@@ -91,6 +91,8 @@ BUGS: dict[str, tuple[Run, str, str]] = {
         for kind in loops.RUNNING},
     "gradients in a hook": (
         _(loops.gradients_in_a_hook, through(BF16)), "gradients-rounded", "up.weight"),
+    "gradients between modules": (
+        _(loops.gradients_between_modules, through(BF16)), "gradients-rounded", ""),
 }  # fmt: skip
 """Name -> loop, the kind of its finding, and a parameter of the finding; none for a finding of the run."""
 
@@ -126,7 +128,9 @@ HEALTHY: dict[str, Run] = {
     "an optimizer of closures": loops.closures,
     "states that rest": _(loops.rest, BOTH, torch.clone),
     **{f"running, {kind}": _(loops.running, kind, FP32) for kind in loops.RUNNING},
+    **{f"replaced, {kind}": _(loops.running, kind, BF16) for kind in loops.REPLACED},
     "gradients in a hook": _(loops.gradients_in_a_hook, lambda gradient: gradient * 0.5),
+    "gradients between modules": _(loops.gradients_between_modules, lambda gradient: gradient * 0.5),
     "weights that are written": _(loops.rounded_weights, lambda parameter: parameter.copy_(parameter + 0)),
 }
 

@@ -1,14 +1,14 @@
-"""Compare a declaration with a run: our engine with its plan, anybody's run with a file (`--expect`), a dry
+"""Compare a declaration with a run: zerodrift's engine with its plan, any run with a file (`--expect`), a dry
 run with its plan.
 
 A cell that was not seen is no difference. A cell that was seen must be as declared, with three exceptions.
-Under autocast an operation computes in one of two dtypes, unless a rule pins the parameter. A model's own
-code may compute wider than declared, as many norms do: nothing is lost. Another library may keep its own
-defaults: a config binds it only in columns that a key or the mode decides. A dry run also shows what no
-column has: hidden casts, and sums that differ each time.
+Under autocast an operation computes in one of two dtypes, unless a rule pins the parameter. A model's code
+may compute wider than declared, as many norms do. Another library may keep its own defaults, so a config
+binds only the columns that a key or the mode decides. A dry run also shows hidden casts, and sums whose
+result is not the same each time.
 
-Invariant: pure. A finding names the parameter, the column, both dtypes, and the reason in the plan; those
-about a dry run follow from its operations, none from a name.
+Invariant: pure. A finding names the parameter, the column, both dtypes, and the reason in the plan. Findings
+about a dry run follow from its operations, never from names.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COLUMNS = records.COLUMNS[:-1]  # the columns that a step shows; `export` is see
 Verdict = Literal["as declared", "not seen", "as autocast chose", "wider", "DIFFERENT"]
 
 THE_MODELS: tuple[Column, ...] = ("compute", "grad")
-"""Columns that a model's own code may widen; the engine decides the others."""
+"""Columns that a model's code may widen."""
 
 
 def declared(columns: Columns) -> dict[Column, str]:
@@ -89,7 +89,7 @@ def _hold(seen: Iterable[str], said: str) -> bool:
 
 
 def _judged(plan: Plan, observed: EngineRecord) -> Iterator[tuple[Row, Column, str, list[str], Verdict]]:
-    """Yield every declared cell in plan order, with what was seen of it."""
+    """Yield every declared cell in plan order, with the seen dtypes and the verdict."""
     for row in plan.rows:
         for column, said in declared(row.columns).items():
             seen = observed.seen(row.name, column)
@@ -109,7 +109,7 @@ def findings(plan: Plan, observed: EngineRecord) -> list[Problem]:
 
 
 def table(plan: Plan, observed: EngineRecord) -> list[tuple[Column, str, str, int, int, Verdict, str]]:
-    """Return declared and seen dtypes by column, with parameters, their elements, and the first of them."""
+    """Return declared and seen dtypes by column, with counts of parameters and elements, and a name."""
     cells: dict[tuple[Column, str, str, Verdict], list[Row]] = {}
     for row, column, said, seen, judged in _judged(plan, observed):
         cells.setdefault((column, said, ", ".join(seen) or "not seen", judged), []).append(row)
@@ -185,7 +185,7 @@ def _planned(path: Path, model: ModelRecord, world: int) -> Plan:
     for seen in model.parameters:
         names = (seen.name, *seen.also)
         word = (seen.dtypes("storage") or ("float32",))[0]
-        storage = from_torch(getattr(torch, word, torch.bfloat16))  # a library's narrow weights decode to it
+        storage = from_torch(getattr(torch, word, torch.bfloat16))  # quantised weights decode to bf16
         owners = tuple(OwningModule(name.rpartition(".")[0], seen.kind) for name in names)
         specs.append(ParameterSpec(names, seen.shape, storage or DType.FP32, owners, seen.trained))
     config = without_torch_classes(load(path))
@@ -198,7 +198,7 @@ def _differing(
 ) -> Iterator[tuple[str, Kind, Column, str, str, str]]:
     """Yield name, kind, column, declared dtype, reason and seen dtypes of each cell that differs.
 
-    A plan binds every column that other libraries have, a config what it asks for and what its mode decides.
+    A plan binds every column that other libraries have. A config binds those with a key, and `_BY_MODE`.
     """
     for row in plan.rows:
         parameter = model.parameter(row.name)
@@ -281,12 +281,12 @@ def _loses(source: str, target: str) -> bool:
 
 
 def _read(operation: TracedOperation) -> tuple[TracedTensor, ...]:
-    """Return the inputs that are computed with, not the one that is overwritten."""
+    """Return the inputs of an operation, except the one that it overwrites."""
     return operation.inputs[1:] if operation.name == "copy_" else operation.inputs
 
 
 def _pin_casts(plan: Plan, trace: Trace, forward: list[TracedOperation]) -> Iterator[Hidden]:
-    """Find a pinned parameter, or a kept output of its module, that is rounded before it is used."""
+    """Find pinned parameters, and unrounded outputs of pinned modules, that are rounded before their use."""
     rows = {memory: plan.row(name) for memory, name in trace.parameters.items()}
     pinned = {memory: row.name for memory, row in rows.items() if row is not None and row.columns.pinned}
     kept = dict(trace.kept)
@@ -309,9 +309,9 @@ def _pin_casts(plan: Plan, trace: Trace, forward: list[TracedOperation]) -> Iter
 
 
 def _promotions(forward: list[TracedOperation]) -> Iterator[Hidden]:
-    """Find values that an operation widened because of its other operand, and that were rounded later."""
+    """Find values that an operation widened because of its other operand, and that are rounded later."""
     origins: dict[int, TracedOperation] = {}
-    """Memory of a widened tensor -> the operation that widened it, or its source."""
+    """Memory of a widened tensor, or of one computed from it -> the operation that widened."""
     reported: set[int] = set()
     for operation in forward:
         inputs = [tensor for tensor in _read(operation) if _is_floating(tensor.dtype)]
@@ -385,8 +385,9 @@ def _other_computes(plan: Plan, trace: Trace) -> Iterator[Hidden]:
 
 
 def nondeterministic(plan: Plan, trace: Trace, device: str, digest_every: int = 0) -> Iterator[Hidden]:
-    """Yield the operations whose result on CUDA is not the same each time, each once per module, if the
-    plan's order of sums or a run's digests ask for the same bits.
+    """Yield operations whose result on CUDA is not the same each time, each once per module.
+
+    There are none unless the plan's order of sums or a run's digests require the same bits.
 
     `policy/order.py` has the table, and torch refuses the same operations when they run. Only running can
     tell which kernel attention takes; each has a deterministic form where the engine asks for it.

@@ -1,7 +1,7 @@
-"""Findings about a run: the sentence on what costs precision, and the one on how to mend it.
+"""Findings about a run: a sentence on what costs precision, and one on how to mend it.
 
-Every finding rests on sightings and facts of parameters, never on a config. Parameters that share a finding
-are listed in it together.
+Every finding follows from sightings and facts of parameters, never from a config. One finding lists all of
+its parameters.
 
 Invariant: pure. A cell that was not seen is no finding.
 """
@@ -23,8 +23,9 @@ from zerodrift.inspect.trace import COLUMNS, Column, ModelRecord, ParameterRecor
 
 
 def run_findings(processes: Sequence[ProcessRecord]) -> list[RunFinding]:
-    """Return all findings about a run: by what to do about them, the most expensive first."""
+    """Return all findings, grouped by their remedy, the most expensive first."""
     first, found = processes[0], [*loss_findings(processes), *kept_findings(processes)]
+    found += _rounding_hooks(first)
     for model in first.models:
         if model.trained:
             for rule in _RULES:
@@ -93,7 +94,7 @@ def _names(parameters: Iterable[ParameterRecord]) -> tuple[str, ...]:
 
 
 def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
-    """Find values that 16 bits round: weights, their computation, states, sums, routers, buffers."""
+    """Find weights, computation, states, sums, routers and buffers in 16 bits."""
     parameters, micro_batches, steps = model.parameters, processes[0].micro_batches, processes[0].steps
     masters = advice(_MASTERS, model)
     for dtype, bits in BITS.items():
@@ -198,7 +199,7 @@ def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
 def _untied(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
     """Find an embedding and a parameter that began as its copy.
 
-    They are a fault if the model's config ties them, a question if no config says, and meant if it says no.
+    That is a fault if the model's config ties the two, a question without a config, and meant if it unties.
     """
     pairs: dict[tuple[int, tuple[int, ...]], list[ParameterRecord]] = {}
     for parameter in () if model.ties is False else model.parameters:
@@ -206,7 +207,7 @@ def _untied(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
         if began is not None and parameter.trained and len(parameter.shape) > 1:
             pairs.setdefault((began, parameter.shape), []).append(parameter)
     for alike in pairs.values():
-        # Others may be copies by intent, as experts are that began as one.
+        # Other copies may be by intent, such as experts that began as one.
         if 0 < sum(parameter.kind.endswith("Embedding") for parameter in alike) < len(alike):
             apart = "began with the same values in memory of their own, and train apart."
             tie = "them again once the model is wrapped, cast or loaded (transformers: `model.tie_weights()`)"
@@ -254,10 +255,10 @@ def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
 
 
 def _own_of_ranks(processes: Sequence[ProcessRecord], model: ModelRecord) -> set[str]:
-    """Return the parameters that ranks need not agree in.
+    """Return the parameters that may differ between ranks.
 
-    The script averages their values over ranks, or they belong to a module that began with other values on
-    each rank, as an expert of a rank's own does, beside others whose gradients are averaged.
+    The script averages their values over ranks, or each rank has its own module, such as an expert: it began
+    with other values, beside parameters whose gradients are averaged.
     """
     kept, apart = set[str](), set[str]()
     for parameter in model.parameters:
@@ -274,8 +275,31 @@ def _own_of_ranks(processes: Sequence[ProcessRecord], model: ModelRecord) -> set
     return kept
 
 
+def _rounding(before: Sequence[float], after: Sequence[float | None]) -> str:
+    """Return the dtype of 16 bits that sampled gradients were rounded to; empty for none.
+
+    A sign, or a bound that a gradient is clipped to, is no rounding of it.
+    """
+    pairs = [(value, own) for value, own in zip(after, before, strict=False) if value and own]
+    dtype = narrowest([value for value, _ in pairs], BITS)
+    is_rounding = len(pairs) >= _LEAST and _spread([v / own for v, own in pairs], median) < _ALIKE
+    return dtype if is_rounding and narrowest([own for _, own in pairs], BITS) != dtype else ""
+
+
+def _rounding_hooks(process: ProcessRecord) -> Iterator[RunFinding]:
+    """Find full backward hooks of modules that round the gradients they pass on."""
+    for event in process.events:
+        dtype = _rounding(event["given"], event["returned"]) if event["kind"] == "backward-hook" else ""
+        if dtype:
+            what = f"A backward hook of `{event['module'] or 'the model'}` rounds gradients to {dtype}: all "
+            what += f"gradients that are computed from them keep {BITS[dtype]} bits."
+            do = "Return gradients from the hook in the dtype that they came in."
+            cost = wire_error(dtype, 1)
+            yield RunFinding("gradients-rounded", "grad", (), what, do, event["line"], cost)
+
+
 def _rounded_gradients(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
-    """Find gradients of more bits than the sampled elements have that an optimizer was given."""
+    """Find wide gradients whose elements, as an optimizer got them, fit 16 bits."""
     found: dict[str, list[str]] = {}
     for parameter in model.parameters:
         columns: tuple[Column, ...] = ("grad", "accumulate", "reduce")
@@ -283,11 +307,7 @@ def _rounded_gradients(processes: Sequence[ProcessRecord], model: ModelRecord) -
         alike = _with_gradients(parameter.name, model, processes) if wide else []
         sums = [sum(each) for each in zip(*(p.facts["own"] for p in alike), strict=True)]
         for used in (p.facts["used"] for p in alike):
-            pairs = [(value, own) for value, own in zip(used, sums, strict=True) if value and own]
-            dtype = narrowest([value for value, _ in pairs], BITS)
-            # A sign, or a bound that a gradient is clipped to, is no rounding of it.
-            is_rounding = len(pairs) >= _LEAST and _spread([v / own for v, own in pairs], median) < _ALIKE
-            if dtype and is_rounding and narrowest([own for _, own in pairs], BITS) != dtype:
+            if dtype := _rounding(sums, used):
                 found.setdefault(dtype, []).append(parameter.name)
     for dtype, names in found.items():
         what = f"Gradients arrive in fp32, and what the optimizer is given has the {BITS[dtype]} bits of "
@@ -301,7 +321,7 @@ _SMALLEST = 2.0**-14  # the smallest normal number of fp16
 
 
 def _not_scaled(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
-    """Find backwards in fp16 at losses that were followed, and that nothing scales."""
+    """Find backwards in fp16 from losses that nothing scales."""
     seen = {event["kind"] for event in processes[0].events}
     if "loss-product" not in seen or "loss-scaled" in seen or library(model) == "deepspeed":
         return
@@ -328,9 +348,9 @@ def _on_ranks(name: str, model: ModelRecord, processes: Sequence[ProcessRecord])
 
 
 def _kind_of_gradient(name: str, model: ModelRecord, processes: Sequence[ProcessRecord]) -> str:
-    """Say what sampled elements of the optimizers' gradients are a multiple of.
+    """Return which gradient the optimizers got, by sampled elements.
 
-    It is a rank's `own` gradient, the `mean` or the `sum` over ranks, `neither`, or empty if unclear.
+    It is the rank's `own`, the `mean` or the `sum` over ranks, `neither`, or empty if unclear.
     """
     parameters = _with_gradients(name, model, processes)
     owns = [p.facts["own"] for p in parameters]
@@ -352,7 +372,7 @@ def _kind_of_gradient(name: str, model: ModelRecord, processes: Sequence[Process
     return "neither" if min(_spread(by_mean, median), _spread(by_own, median)) > _UNLIKE else ""
 
 
-_LEAST = 3  # elements that it takes to tell
+_LEAST = 3  # elements without which the kind is unclear
 _ALIKE = 0.02  # relative spread that rounding explains
 _UNLIKE = 0.2  # relative spread of half of the elements that rounding does not explain
 

@@ -1,10 +1,10 @@
 """Watch a command, with a watcher in each of its Python processes, or a loop of this process.
 
-`startup` puts `watch_with_torch` into every Python process; it waits for the import of torch, and imports
-nothing until then. A process that never trains leaves an empty record, or none.
+`startup` calls `watch_with_torch` at the start of every Python process, which waits for the import of torch.
+A process that never trains leaves an empty record, or none.
 
-Invariant: no process of the command outlives the check, unless it was to go on and has not ended by itself.
-If the check is killed, each ends once it has seen its steps. Importing this file imports no torch.
+Invariant: no process of the command outlives the check. If the check is killed, each process ends when it has
+seen its steps, unless it keeps going. Importing this file imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from zerodrift.inspect.check.table import RunFinding
 
 END = "end"  # a file that lets every process end
-HELD = "held"  # a file that is locked while the check is there
+HELD = "held"  # a file that is locked while the check runs
 
 _STRAGGLING = 60.0  # seconds between the first rank that has seen its steps and the last
 _GRACE = 10.0  # seconds between asking processes to end and killing them
@@ -219,24 +219,24 @@ class Observation:
 
     @property
     def process(self) -> ProcessRecord:
-        """All of it."""
+        """The whole record."""
         if self._process is None:
             raise ZerodriftError("observe", "must have ended", do="Read what was seen after the `with`.")
         return self._process
 
     @property
     def models(self) -> list[ModelRecord]:
-        """Every model that was seen, with its parameters."""
+        """Every model that was watched, with its parameters."""
         return self.process.models
 
     def findings(self) -> list[RunFinding]:
-        """Return what costs precision, as this process saw it."""
+        """Return what costs precision in this process."""
         from zerodrift.inspect.check.findings import run_findings
 
         return run_findings([self.process])
 
     def table(self) -> str:
-        """Return the text that `check` prints."""
+        """Return the text that `check` prints for a run."""
         from zerodrift.inspect.check.report import run_text
 
         return run_text([self.process], self.findings(), (), color=False)
@@ -246,8 +246,8 @@ class Observation:
 def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
     """Watch what trains in this process until the context ends; values are what they would be without.
 
-    `model` is the module, wrapped or not; without one, every model that trains is watched. What `optimizer`
-    updates is seen in its steps: one whose steps could not be seen is refused.
+    `model` is the module, wrapped or not; without one, every model that trains is watched. `optimizer` must
+    be one whose steps can be watched.
     """
     import torch
 
@@ -256,7 +256,7 @@ def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
     held = getattr(optimizer, "optimizer", optimizer)
     if optimizer is not None and not isinstance(held, torch.optim.Optimizer):
         must = "must be a `torch.optim.Optimizer`, or wrap one as `optimizer.optimizer`"
-        do = "Steps of others cannot be seen."
+        do = "Steps of other optimizers cannot be watched."
         raise ZerodriftError("optimizer", must, got=type(optimizer).__name__, do=do)
     observation = Observation()
     watcher = Watcher(_FOREVER, lambda process: None, only=model)

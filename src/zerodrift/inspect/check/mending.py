@@ -1,6 +1,6 @@
-"""The config that mends the findings of a run: for the library that runs, and for zerodrift.
+"""The config that mends the findings of a run: for the library that ran, and for zerodrift.
 
-Invariant: pure. A line stands there only for a finding, which it names.
+Invariant: pure. Every line mends a finding.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _SUMS: tuple[Kind, ...] = ("rounded-before-accumulation", "wire-in-16-bits")
 _PINNED: tuple[Kind, ...] = ("router-in-16-bits", "logits-rounded")
 
 _ENGINE = frozenset((*_WEIGHTS, *_SUMS, *_PINNED, "states-rounded", "weights-rounded", "buffer-rounded"))
-"""Findings that zerodrift's own engine has not, by its defaults or with a pin."""
+"""Findings that zerodrift's engine avoids by its defaults or with a pin."""
 
-_COMMENT = 46  # column at which the name of a finding stands behind a line
+_COMMENT = 46  # column of the comment that names a finding
 
 
 def mending(processes: Sequence[ProcessRecord], findings: Sequence[RunFinding]) -> list[tuple[str, str]]:
-    """Return (library, code or JSON) for the library that ran and for zerodrift; nothing without a cause."""
+    """Return (library, code or JSON) for the library that ran and for zerodrift, where it helps."""
     models = [model for model in processes[0].models if model.trained]
     if not models:
         return []
@@ -42,11 +42,11 @@ _TRAINERS = {
     "transformers.trainer": ("transformers", "TrainingArguments({}=True)", "fp16"),
     "accelerate": ("accelerate", 'Accelerator(mixed_precision="{}")', "fp16"),
 }
-"""Module -> its name, how it is told a precision, and its word for fp16."""
+"""Module -> its name, the call that sets a precision, and its word for fp16."""
 
 
 def _theirs(process: ProcessRecord, model: ModelRecord, found: set[Kind]) -> tuple[str, str]:
-    """Return the name of the library that ran, and what to write with it."""
+    """Return the name of the library that ran, and the code that mends the findings there."""
     kind, half = library(model), _half(process.models)
     if kind == "deepspeed":
         return "DeepSpeed", _deepspeed(model, found, half)
@@ -75,11 +75,11 @@ _SHARDED = {
     "fully_shard": ("fully_shard", "MixedPrecisionPolicy", "fully_shard(model, mp_policy=policy)"),
     "fsdp": ("FullyShardedDataParallel", "MixedPrecision", "model = FSDP(model, mixed_precision=policy)"),
 }
-"""Word for a library -> its name, its class of policies, and how it is given one."""
+"""Word for a library -> its name, its class of policies, and the call that takes one."""
 
 
 def _sharded(kind: str, found: set[Kind], half: str, units: list[str]) -> list[str]:
-    """Return the lines of a policy, with the units that come before the whole model.
+    """Return the lines of a policy, and those of units, which come before the whole model.
 
     FSDP adds micro-batches in the dtype of its flat parameters, whatever the policy says.
     """
@@ -121,7 +121,7 @@ def _wide_units(kind: str, found: set[Kind]) -> list[str]:
 
 
 def _script(found: set[Kind]) -> list[str]:
-    """Return the lines that stand in the script, whatever library runs."""
+    """Return the lines for the script, which are the same for every library."""
     lines = []
     if "loss-in-16-bits" in found:
         lines.append(_line("loss = loss_of(logits.float(), targets)", found, ("loss-in-16-bits",)))
@@ -140,7 +140,7 @@ def _line(code: str, found: set[Kind], kinds: Sequence[Kind]) -> str:
 
 
 def _deepspeed(model: ModelRecord, found: set[Kind], half: str) -> str:
-    """Return the keys that change, and lines of the script.
+    """Return the keys to change, and lines for the script.
 
     Autocast of DeepSpeed sends the gradients of the modules that it lowers in their dtype, and clips before
     it divides by a loss scale. Stages below 3 add micro-batches in another dtype than the model's, and keep

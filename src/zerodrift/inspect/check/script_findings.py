@@ -1,8 +1,8 @@
 """Findings about what a script does beside forward and step: losses, averages, rounded states, the wire.
 
-They rest on the events of the first rank's record, and on the cells of the column `reduce`.
+They follow from the events of the first rank's record, and from the column `reduce`.
 
-Invariant: pure. An estimate says that it is one; any other figure was measured in the run.
+Invariant: pure. A figure was measured in the run, or is called an estimate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from zerodrift.inspect.check.table import BITS, RunFinding, library
 from zerodrift.inspect.trace import ModelRecord, ProcessRecord
 
-_FAR = 0.25  # error of a logit from which the rounding of a head that autocast chose is a finding
+_FAR = 0.25  # error of a logit at which a head in 16 bits is a finding, even under autocast
 
 
 def loss_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:

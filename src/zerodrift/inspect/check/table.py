@@ -1,9 +1,8 @@
-"""Tables of a run: of several ranks in one, grouped for print, saved to a file, compared with another; and
-the finding, which stands beside them.
+"""Tables of a run: joined over ranks, grouped for print, saved, and compared; and `RunFinding`.
 
 `check --save` writes a table; `check --expect` and `diff` compare two.
 
-Invariant: a file that is no table is refused by name; every difference names its parameter and column.
+Invariant: a file that is no table is refused by name. Every difference names its parameter and column.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def encoded(processes: Sequence[ProcessRecord], findings: Sequence[Any]) -> str:
 
 
 def read_declaration(path: Path) -> list[ProcessRecord] | Plan | None:
-    """Read a saved table or a plan; None for any other file, which the reader of configs judges."""
+    """Read a saved table or a plan; None for any other file, which may be a config."""
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -201,11 +200,11 @@ class RunFinding:
     kind: Kind
     column: Column | None
     names: tuple[str, ...]  # names of parameters, or of buffers; empty for a fault of the whole run
-    what: str  # the fault, and what it costs
+    what: str  # the fault and its cost, in a sentence
     do: str  # how to mend it with the library that runs
     line: str = ""
     cost: float = 1.0
-    """Share of an update, or of a value, that is lost in this run: measured on a sample, or estimated."""
+    """Share of an update or of a value that is lost, measured on a sample or estimated."""
 
 
 def library(model: ModelRecord) -> str:

@@ -1,15 +1,15 @@
 """Run one forward and backward of a model under a plan, on tensors without values.
 
-Parameters and buffers have the dtypes of the plan, and the engine's own code casts. There are no ranks:
-collectives do not change the dtypes that operations compute in. Private in torch (2.13):
+Parameters and buffers have the dtypes of the plan, and the engine's own code casts. There are no ranks,
+because collectives do not change the dtypes that operations compute in. Private in torch (2.13):
 `torch._subclasses.fake_tensor`, autograd's node and its number.
 
-[Note: mixed dtypes] torch's forms of operations for tensors without values do not all refuse what the
-operations refuse. So the operations that refuse operands of several floating dtypes on a CPU are listed here,
-and a test compares the list with torch.
+[Note: mixed dtypes] On tensors without values, torch runs some operations that it refuses on real ones. So
+the operations that refuse operands of several floating dtypes on a CPU are listed here, and a test compares
+the list with torch.
 
-Invariant: nothing is computed from weights. Numbers that do not depend on them keep their values if they are
-whole or single, so that code may look at them. An error names the code that looks at others.
+Invariant: nothing is computed from weights. Whole numbers and single numbers that do not depend on weights
+keep their values, so that code may read them. An error names the code that reads any other value.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ _COMPUTES_NOTHING = operations.VIEWS | frozenset((
     "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_same_size", "_local_scalar_dense",
     "equal", "set_", "resize_", "detach_", "t_", "transpose_", "squeeze_", "unsqueeze_",
 ))  # fmt: skip
-"""Operations that are not written down."""
+"""Operations that are not recorded."""
 
 _SAYS_CAST = frozenset((
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "cfloat", "copy_", "__setitem__",
     "tensor", "as_tensor", "asarray", "softmax", "log_softmax", "sum", "mean", "prod", "cumsum", "cumprod",
     "norm",
 ))  # fmt: skip
-"""Calls by which a model itself asks for a dtype: their casts are not autocast's."""
+"""Functions by which a model asks for a dtype. Their casts are the model's, not autocast's."""
 
 
 class RefusedError(RuntimeError):
@@ -76,11 +76,11 @@ class RefusedError(RuntimeError):
 
 @dataclass(slots=True)
 class _FunctionCall:
-    """One of torch's functions, as it is called in Python."""
+    """One call of a torch function in Python."""
 
     name: str = ""
     autocast: bool = False
-    computed: bool = False  # whether an operation of it has run that is no cast: autocast casts before
+    computed: bool = False  # whether an operation has run that is no cast; autocast casts before it
 
     def cast_by(self) -> CastBy:
         if not self.name or self.name in _SAYS_CAST:
@@ -89,7 +89,7 @@ class _FunctionCall:
 
 
 class FakeRecorder(TorchFunctionMode):
-    """Runs every operation without values, and writes it down with the function that Python called."""
+    """Runs every operation without values, and records it with the torch function that was called."""
 
     def __init__(self, fake: FakeTensorMode, paths: operations.ModulePaths) -> None:
         super().__init__()
@@ -100,14 +100,14 @@ class FakeRecorder(TorchFunctionMode):
         self.refused: Refusal | None = None
         self.failed: tuple[tuple[str, int], str, CastBy] | None = None
         """The place of an operation that raised."""
-        self._storages: list[Any] = []  # held, so that no number comes again; they have no memory
+        self._storages: list[Any] = []  # kept alive, so that numbers stay unique; they have no memory
         self._numbers: dict[int, int] = {}
-        self._unknown: set[int] = set()  # storages of numbers that were known, and were written to since
+        self._unknown: set[int] = set()  # storages of known numbers that were overwritten
         self._instead: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Id of a tensor -> the tensor and its form without values."""
         self._nodes: list[int] = []
         self._made: list[tuple[str, int, str]] = []
-        """Numbers of autograd's nodes, ascending, and the module, call and line that made each."""
+        """Module, call and line of each of autograd's nodes in `_nodes`, which are in ascending order."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -118,7 +118,7 @@ class FakeRecorder(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         except RefusedError:
             raise
-        except RuntimeError as error:  # a check of the function, before it runs an operation
+        except RuntimeError as error:  # raised by the function before it runs an operation
             dtypes = _floating_dtypes(operations.tensors_of((args, kwargs)))
             if len(dtypes) > 1 and "type" in str(error).lower():
                 self.refuse(name, dtypes, str(error).splitlines()[0])
@@ -135,7 +135,7 @@ class FakeRecorder(TorchFunctionMode):
         return self._numbers[key]
 
     def held(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer in a dtype: with its values if they are whole numbers, else without."""
+        """Return a buffer in a dtype, with its values only if they are whole numbers."""
         if not tensor.is_meta and _keeps_values(tensor):
             return tensor.to(DEVICE, dtype)
         is_same = dtype is tensor.dtype and tensor.device.type == DEVICE
@@ -143,7 +143,7 @@ class FakeRecorder(TorchFunctionMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked for at every step of torch's own code
+            return args[0].fake_device  # torch's own code calls this often
         given, name = operations.tensors_of((args, kwargs)), operations.name_of(func)
         if given and all(map(self._is_known, given)):
             results = func(*args, **kwargs)
@@ -159,7 +159,7 @@ class FakeRecorder(TorchFunctionMode):
                 self.refuse(name, mixed, "its parameters must not be narrower than what it norms")
         if "index" in name and len(args) > 1 and isinstance(args[1], (list, tuple)):
             indices: list[Any] = []
-            for index in args[1]:  # a known mask is the places that it has
+            for index in args[1]:  # replace a known mask by its places
                 mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool and self._is_known(index)
                 indices += index.nonzero(as_tuple=True) if mask else [index]
             args = (args[0], indices, *args[2:])
@@ -208,7 +208,7 @@ class FakeRecorder(TorchFunctionMode):
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=DEVICE)
 
     def refuse(self, name: str, dtypes: list[str], why: str) -> None:
-        """Record a refusal under the name that Python calls, and raise."""
+        """Record a refusal under the name of the Python function, and raise."""
         (path, _), line, _ = self._place()
         called = "" if self.backward else self.call.name
         shown = called if called.isidentifier() and not called.startswith("_") else name.strip("_")
@@ -233,7 +233,7 @@ class FakeRecorder(TorchFunctionMode):
             node = torch._C._current_autograd_node()
             adds = node is not None and node.name() == "torch::autograd::AccumulateGrad"
             if self._paths.inside or adds:
-                return  # a forward that is computed again, or a gradient on its way into the engine's sum
+                return  # a recomputed forward, or the addition of a gradient
         given, outputs = operations.tensors_of((args, kwargs or {})), operations.tensors_of(out)
         (path, call), line, by = self._place()
         cast: CastBy = ""
@@ -250,7 +250,7 @@ class FakeRecorder(TorchFunctionMode):
         self.operations.append(made)
         newest = -1 if self.backward else torch._C._autograd._get_sequence_nr()
         if not self.backward and (not self._nodes or newest > self._nodes[-1]):
-            # Nodes are numbered before their operation runs: this is the number after it.
+            # A node gets its number before its operation runs; this is the next number.
             self._nodes.append(newest)
             self._made.append((path, call, line))
 
@@ -260,7 +260,7 @@ class FakeRecorder(TorchFunctionMode):
 
 
 def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a result without values. torch's form of a grouped product takes bf16 alone there."""
+    """Return a result without values. torch's grouped product takes only bf16 there."""
     if operations.name_of(func) != "_grouped_mm" or args[0].dtype is torch.bfloat16:
         return func(*args, **kwargs)
     of: Any = {"dtype": torch.bfloat16, "device": args[0].device}
@@ -269,7 +269,7 @@ def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _keeps_values(tensor: Any) -> bool:
-    """Return True for whole numbers and single ones, which a model may look at, and for what is no tensor."""
+    """Return True for whole numbers, single numbers, and anything that is no tensor."""
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
         return True
     return not (tensor.is_floating_point() or tensor.is_complex())
@@ -283,7 +283,7 @@ def _floating_dtypes(given: list[torch.Tensor]) -> list[str]:
 def trace(plan: Plan, model: nn.Module, inputs: Inputs) -> Trace:
     """Record the operations of a step, with their dtypes. The model has no values afterwards."""
     run, before = _DryRun(plan, model), logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # torch and libraries warn about real runs
+    logging.disable(logging.CRITICAL)  # warnings would be about real runs
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
@@ -295,7 +295,7 @@ def trace(plan: Plan, model: nn.Module, inputs: Inputs) -> Trace:
 
 
 class _DryRun:
-    """A model with parameters as an engine has them, and its one step."""
+    """A model with the parameters that an engine would have, and its one step."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self._plan, self._model = plan, model
@@ -424,7 +424,7 @@ _LOOKS = {
 
 
 def _loss(output: Any) -> tuple[torch.Tensor | None, str]:
-    """Return the number that a backward begins at, and its description."""
+    """Return the number at which a backward begins, and its description."""
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and own.requires_grad and own.dim() == 0:
         return own, "the model's own"

@@ -1,15 +1,15 @@
-"""Observe our engine while it takes a step: the dtypes that every tensor of every column really has.
+"""Observe zerodrift's engine in a step: the dtypes that the tensors of every column really have.
 
     with observe(engine) as seen:
         engine.backward(engine(**batch).loss)
         engine.step()
     findings = compare.findings(engine.plan, seen)
 
-Columns are seen as in `watch.py`, except that `grad` is the result of the backward of the operation that
-computes, before autograd casts it to be added, and `accumulate` is the tensor that the update reads.
+Columns are as in `watch.py`, with two exceptions: `grad` is the gradient that an operation's backward
+returns, before autograd casts it, and `accumulate` is the tensor that the update reads.
 
-Invariant: a cell is a tensor's dtype or a recorded call; the plan only says which call is whose. Observing
-changes nothing: every hook is gone when the context ends, however it ends.
+Invariant: every cell is a tensor's dtype or a recorded call, which the plan only attributes to parameters.
+Observing changes no value, and every hook is gone when the context ends.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from zerodrift.plan import collectives
 
 @contextlib.contextmanager
 def observe(engine: Engine, operations: bool = True) -> Iterator[EngineRecord]:
-    """Record until the context ends, and complete the record then. One optimizer step belongs inside.
+    """Record one optimizer step. The record is complete when the context has ended.
 
-    `operations=False` leaves `compute` and `grad` unseen: compiled code cannot be watched inside. A
-    pipeline's rank observes its own pieces; weight gradients that wait in a queue are formed in the dtype of
-    accumulation, and their `grad` is not seen.
+    `operations=False` leaves `compute` and `grad` empty, as compiled code requires. A pipeline's rank
+    observes its own pieces. Weight gradients that a schedule delays are formed in the dtype of accumulation,
+    and have no `grad`.
     """
     with observe_calls(engine, operations) as (seen, calls), calls():
         yield seen
@@ -47,9 +47,9 @@ def observe(engine: Engine, operations: bool = True) -> Iterator[EngineRecord]:
 def observe_calls(
     engine: Engine, operations: bool = True
 ) -> Iterator[tuple[EngineRecord, Callable[[], contextlib.AbstractContextManager[Any]]]]:
-    """Record in a loop of somebody else's, which may leave contexts in any order.
+    """Record in a caller's loop, which may leave contexts in any order.
 
-    The second value makes a context for each call of the engine: `compute` and `grad` are seen inside of it.
+    The second value returns a context for one call of the engine, in which `compute` and `grad` are seen.
     """
     seen = EngineRecord()
     is_native = engine.plan.policy.backend == "native"
@@ -81,13 +81,13 @@ class _StepOperations:
         self._owners, self._names, self._seen = owners, names, seen
         self._is_forward = False
         self._casts: dict[int, tuple[StorageWeakRef, str]] | None = None
-        """Storage of a cast -> its source, while a node of the backward runs that serves a parameter."""
+        """Storage of a cast -> dtype of its input, while a node that returns a parameter's gradient runs."""
 
     def begins(self, module: Any, args: Any) -> None:
         self._is_forward = True
 
     def ends(self, outputs: list[torch.Tensor]) -> None:
-        """Hook on every node that hands a gradient to a parameter; the hooks go with the graph."""
+        """Hook on every node that returns a parameter's gradient. The hooks are freed with the graph."""
         self._is_forward = False
         waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
         visited = set(waiting)
@@ -107,9 +107,9 @@ class _StepOperations:
     def _hook(self, node: Any, owners: dict[int, tuple[str, str]]) -> None:
         """Record a node's gradients of its parameters, each with its name and its own dtype.
 
-        When the second hook runs, autograd has already cast to the parameter's `grad_dtype`: the node
-        returned the source of that cast, if there was one. The backward of a cast that the model made casts
-        too, to the parameter's dtype, and that cast is no loss of ours.
+        When the second hook runs, autograd may have cast the gradient to the parameter's `grad_dtype`: the
+        node returned the input of that cast. The backward of a cast in the model casts as well, to the
+        parameter's dtype, and that cast is not autograd's.
         """
         casts_itself = node.name().startswith("ToCopyBackward")
 
@@ -142,7 +142,7 @@ class _StepOperations:
             return
         # `copy_` does not compute with the tensor that it overwrites: gathers use it, too.
         for tensor in tensors_in((args[1:] if operation == "copy_" else args, kwargs)):
-            # Integers are a parameter's bits, or a tensor that is unpacked before it is used.
+            # Integers are the bits of a parameter, or packed values.
             is_floating = tensor.is_floating_point() or tensor.is_complex()
             owner = self._owners.of(tensor) if is_floating else None
             if owner is None:
@@ -154,7 +154,7 @@ class _StepOperations:
 
 
 def _is_still(parameter: torch.Tensor, out: Any) -> bool:
-    """Return True if a result is the parameter, as `w * 1` is: its later dtypes count."""
+    """Return True if a result equals the parameter, as `w * 1` does."""
     if not isinstance(out, torch.Tensor) or not out.is_floating_point() or out.numel() != parameter.numel():
         return False
     return torch.equal(out.reshape(-1).double(), parameter.reshape(-1).double())
@@ -197,7 +197,7 @@ class _NativeTensors:
 
     @contextlib.contextmanager
     def watching(self, seen: EngineRecord) -> Iterator[None]:
-        """See the flat gradients that the update reads, and the collectives."""
+        """Record the flat gradients that the update reads, and the collectives."""
 
         def update(original: Callable[..., Any], gradients: Mapping[int, torch.Tensor], *rest: Any) -> None:
             for number, flat in gradients.items():
@@ -227,9 +227,9 @@ class _NativeTensors:
     def _see_sent(self, seen: EngineRecord, log: list[Recorded]) -> None:
         """Attribute recorded calls to segments.
 
-        Reductions come in the plan's order, so the nth is the plan's nth. Gathers come when they are needed,
-        and a pipeline's reductions when its schedule has them: these are attributed by their size, and all
-        calls of a size that fits several segments stand for each of them.
+        Reductions come in the plan's order and are matched by number. Gathers, and the reductions of a
+        pipeline, come in any order and are matched by size: calls whose size fits several segments count for
+        each of them.
         """
         engine, segments = self._engine, self._segments
         planned = list(collectives(engine.plan, engine.mesh.rank("pipeline")))
@@ -268,7 +268,7 @@ class _FullyShardTensors:
 
     @contextlib.contextmanager
     def watching(self, seen: EngineRecord) -> Iterator[None]:
-        """See the sums that autograd adds to, those that the update reads, and the collectives."""
+        """Record the gradients that autograd adds to, those that the update reads, and the collectives."""
 
         def added(parameter: Any) -> None:
             if parameter.grad is not None:

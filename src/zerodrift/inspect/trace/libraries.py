@@ -1,9 +1,8 @@
-"""One adapter per library, which knows the tensors that the library packs.
+"""One adapter per library, which finds the parameters in the tensors that the library packs.
 
-zerodrift's own engine is seen in its own terms. Of torch's FSDP, `fully_shard` groups parameters and
-`FullyShardedDataParallel` packs them; both are known by private names, which were tried with torch 2.13 and
-2.15. DeepSpeed's ZeRO has flat masters, and sums of gradients that are no tensor's `.grad`; its private names
-were tried with deepspeed 0.19.6 and 0.19.8.
+zerodrift's engine is observed by `observe`. torch's `fully_shard` groups parameters, and
+`FullyShardedDataParallel` packs them. DeepSpeed's ZeRO has flat masters, and adds gradients outside of
+`.grad`. The adapters use private names, tested with torch 2.13 and 2.15 and with deepspeed 0.19.6 and 0.19.8.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ class Fsdp1(Adapter):
     def __init__(self, state: WatchState) -> None:
         super().__init__(state)
         self._sums: dict[int, torch.Tensor] = {}
-        """Id of a flat parameter -> its gradient of the micro-batches that were not reduced yet."""
+        """Id of a flat parameter -> its gradient summed over micro-batches since the last reduction."""
 
         def flat(module: Any) -> None:
             state.patches.replace(module.FlatParamHandle, "_all_gather_flat_param", self._gathers)
@@ -185,7 +184,7 @@ class Fsdp1(Adapter):
         return [parameter for parameter, *_ in self._members(flat)]
 
     def _gradient_arrives(self, runtime: Any, handle: Any, *args: Any) -> None:
-        """See the whole gradient before it is reduced; under `no_sync` it contains those before."""
+        """Record the whole gradient before it is reduced; under `no_sync` it sums all micro-batches."""
         flat, reduces = handle.flat_param, runtime._sync_gradients
         if flat.grad is None:
             return
@@ -231,8 +230,8 @@ class DeepSpeed(Adapter):
         def imported(module: Any) -> None:
             version = str(getattr(module, "__version__", "unknown"))
             if version.split("+")[0] not in TRIED:
-                untried = f"deepspeed {version} is not among those that were tried ({', '.join(TRIED)})"
-                state.note(f"{untried}: what it packs may be told of the wrong parameters, or of none.")
+                untried = f"deepspeed {version} is not one of the tested versions ({', '.join(TRIED)})"
+                state.note(f"{untried}: dtypes may be attributed to the wrong parameters, or to none.")
 
         def watch(kind: str, module: Any) -> None:
             state.before(getattr(module, kind), "step", self._step)
@@ -242,7 +241,7 @@ class DeepSpeed(Adapter):
             state.when_imported(home, functools.partial(watch, kind))
 
     def _step(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Find the parameters in its masters, and the sums of gradients before the step takes them apart."""
+        """Find the parameters in flat masters, and record sums of gradients before the step splits them."""
         self._parts = {}
         self._state.forget_parts()
         for flat, parameter, begin, at, length in _masters(optimizer):
@@ -251,7 +250,7 @@ class DeepSpeed(Adapter):
                 part = OptimizedPart(watched, begin, at, max(length, 0), sums=False)
                 self._parts.setdefault(id(flat), []).append(part)
         if getattr(optimizer, "torch_autocast_gradscaler", None) is not None and optimizer.clip_grad > 0:
-            self._state.event("clipped_scaled", line_of_script())  # it unscales after it clips
+            self._state.event("clipped_scaled", line_of_script())  # DeepSpeed clips before it unscales
         for parameter, total, name in _sums(optimizer):
             watched = self._state.resting(parameter)
             if watched is not None:
@@ -268,7 +267,7 @@ class DeepSpeed(Adapter):
         for parameter in trained:
             rests: Any = parameter.tensor()
             dtype = getattr(getattr(rests, "ds_tensor", rests), "dtype", None)
-            if getattr(rests, "comm_dtype", dtype) is tensor.dtype:  # unless its config says another for all
+            if getattr(rests, "comm_dtype", dtype) is tensor.dtype:  # a config may set it for all
                 carried.append(parameter)
         carried = carried or trained
         if not carried or tensor.numel() < min(p.record.numel for p in carried) // 2:
@@ -317,7 +316,7 @@ def _groups(optimizer: Any) -> tuple[Any, Any]:
 
 
 def _sums(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, str]]:
-    """Yield parameter, the tensor that its micro-batches were added in, and that tensor's name."""
+    """Yield parameter, the tensor that sums its micro-batches, and that tensor's name."""
     if hasattr(optimizer, "grad_partitions_flat_buffer"):
         for group in optimizer.fp16_groups:
             for parameter in group:

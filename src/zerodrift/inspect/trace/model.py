@@ -1,6 +1,6 @@
-"""The models of a watched run: modules and parameters by the paths that their author gave them.
+"""The models of a watched run: modules and parameters by the paths in their author's code.
 
-Every wrapper around a model, and every pack of parameters, is looked through.
+Wrappers around a model and packs of parameters are no part of a path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WRAPPED = {
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "_FabricModule": "_forward_module",
 }
-"""Class of a wrapper -> its child, whose name is no part of a path."""
+"""Class of a wrapper -> name of the wrapped child."""
 
 
 def _bases(module: torch.nn.Module) -> list[str]:
@@ -35,7 +35,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def _identities(root: torch.nn.Module) -> list[int]:
-    """Return the ids of modules and parameters, which change if a name may be another tensor's.
+    """Return the ids of modules and parameters; they differ if a name may have another tensor.
 
     A lazy parameter stays the same object when it gets its shape.
     """
@@ -78,11 +78,11 @@ def _join(path: str, name: str) -> str:
 
 
 _Leaf = tuple[str, torch.nn.Module, str, torch.Tensor, tuple[int, ...], bool]
-"""Path and module of a parameter, its name there, its tensor and shape, whether each rank has a slice."""
+"""Path, module, name in the module, tensor, whole shape, whether each rank has a slice."""
 
 
 def _leaves_of(modules: list[tuple[str, torch.nn.Module]]) -> Iterator[_Leaf]:
-    """Yield every parameter in its module, or in the pack that FSDP took it into."""
+    """Yield every parameter, those that FSDP has packed included."""
     paths = {id(module): path for path, module in modules}
     shapes: dict[int, tuple[int, ...]] = {}
     for _, module in modules:
@@ -106,7 +106,7 @@ def _leaves_of(modules: list[tuple[str, torch.nn.Module]]) -> Iterator[_Leaf]:
 
 
 class LiveModel:
-    """A module whose forward was called, and its parameters under their author's names."""
+    """A module whose forward was called, and its parameters by path."""
 
     def __init__(self, root: torch.nn.Module) -> None:
         self.root = root
@@ -141,7 +141,7 @@ class LiveModel:
         return copies[0] if len(copies) == 1 else None
 
     def look(self) -> bool:
-        """Record what rests between steps; return True if a name or a dtype changed."""
+        """Record the tensors between steps; return True if a name or a dtype changed."""
         changed = _identities(self.root) != self._scanned
         if changed:
             self.scan()
@@ -150,28 +150,29 @@ class LiveModel:
         return changed
 
     def held(self, module: torch.nn.Module) -> Iterator[tuple[LiveParameter, torch.Tensor]]:
-        """Yield the tensors that a module's forward computes with, which a library may have replaced."""
+        """Yield the tensors that a module's forward computes with; a library may have replaced them."""
         for leaf, parameter in self._leaves.get(id(module), ()):
             tensor = module.__dict__.get(leaf)
             tensor = module._parameters.get(leaf) if tensor is None else tensor
             if isinstance(tensor, torch.Tensor) and local(tensor).numel():
                 yield parameter, unwrapped(tensor)
 
-    def buffers_in(self, tensor: torch.Tensor) -> Iterator[str]:
-        storage = local(tensor).untyped_storage()._cdata
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path, module in _modules_of(self.root):
-            for leaf, buffer in module._buffers.items():
-                if buffer is not None and local(buffer).untyped_storage()._cdata == storage:
-                    yield _join(path, leaf)
+            held = module._buffers.items()
+            yield from ((_join(path, leaf), buffer) for leaf, buffer in held if buffer is not None)
+
+    def buffers_in(self, tensor: torch.Tensor) -> list[str]:
+        storage = local(tensor).untyped_storage()._cdata
+        return [name for name, held in self._buffers() if local(held).untyped_storage()._cdata == storage]
 
     def record(self, world: int) -> ModelRecord:
         inner = self._wrapping()[-1]
         ties = getattr(getattr(inner, "config", None), "tie_word_embeddings", None)
         buffers = {
-            _join(path, leaf): dtype_name(buffer.dtype)
-            for path, module in _modules_of(self.root)
-            for leaf, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_floating_point() and buffer.numel() > 0
+            name: dtype_name(buffer.dtype)
+            for name, buffer in self._buffers()
+            if buffer.is_floating_point() and buffer.numel() > 0
         }
         return ModelRecord(
             name=_class_of(inner).__name__,
@@ -183,7 +184,7 @@ class LiveModel:
         )
 
     def scan(self) -> None:
-        """Name everything; keep the records of tensors and of names that are still there."""
+        """Find the paths of all parameters again. Known tensors and known paths keep their records."""
         modules, known = list(_modules_of(self.root)), self._by_tensor
         names = {parameter.record.name: parameter for parameter in self.parameters}
         self.parameters, self._leaves, self._by_tensor = [], {}, {}
@@ -205,9 +206,9 @@ class LiveModel:
                 parameter.record.trained |= tensor.requires_grad
                 parameter.is_sliced = is_sliced
                 held = parameter.tensor()
-                if tensor.is_leaf or held is None:  # else a result was put in its place for a call
+                if tensor.is_leaf or held is None:  # else a result replaces it for a call
                     parameter.rests_in(held := tensor)
-                if not is_packed:  # else the tensor has other parameters too
+                if not is_packed:  # else the tensor also holds other parameters
                     self._by_tensor[id(held)] = parameter
                 self.parameters.append(parameter)
             self._leaves.setdefault(id(module), []).append((leaf, parameter))

@@ -1,9 +1,8 @@
-"""Record operations below autograd and autocast, each with its module and its line of the script or the
-model.
+"""Record operations below autograd and autocast, each with its module and its line of code.
 
-Everything that looks at operations stands on the one mode here: a watched run, our engine beside its plan, a
-dry run (which also replaces how an operation is run), the count of flops. A cast at a boundary or a pin has
-the line of the code that it casts for. A call that the engine or a library makes for itself has none.
+Watched runs, observed engines, dry runs (which also replace how an operation runs) and the count of flops all
+use the mode of this file. A cast at a boundary or a pin has the line of the code that it casts for. A call
+that the engine or a library makes for itself has no line.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import re
 import sys
 import sysconfig
 import threading
+import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from zerodrift.plan import CastBy
 
@@ -45,16 +44,16 @@ Listener = Callable[[Any, tuple[Any, ...], dict[str, Any] | None, Any], None]
 def every_operation(
     called: Listener, compiled: bool = True, run: Callable[..., Any] | None = None
 ) -> TorchDispatchMode:
-    """Return a context in which `called` hears of every operation, after it ran.
+    """Return a context in which `called` is called after every operation.
 
-    `compiled` is whether anything inside may be compiled. `run` runs an operation instead of torch.
+    `compiled` is whether code inside may be compiled. `run` runs an operation in the place of torch.
     """
     kind = OperationMode if compiled and "torch._dynamo" in sys.modules else _UncompiledMode
     return kind(called, run)
 
 
 COMPILED = (
-    "Code is compiled by torch.compile, which goes other ways where operations are watched: "
+    "Code is compiled by torch.compile, which would run differently if its operations were watched: "
     "compute is not seen. Run it with TORCH_COMPILE_DISABLE=1 to see it."
 )
 
@@ -81,10 +80,10 @@ class OperationMode(TorchDispatchMode):
 
 
 class _UncompiledMode(OperationMode):
-    """The same without the wrapper by which torch keeps its compiler away from a mode.
+    """The mode without the wrapper that keeps torch's compiler out of modes.
 
-    That wrapper's first call imports the compiler, which takes seconds. Private in torch (2.13, 2.15); with
-    the wrapper a run is only slower.
+    The first call of the wrapper imports the compiler, which takes seconds. The hook is private in torch
+    (2.13, 2.15). Without the hook a run is only slower.
     """
 
     @classmethod
@@ -111,35 +110,33 @@ _COPIES = re.compile(r"copy_$|_foreach_copy|new_|.*_like$")
 
 
 def tensors_of(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    """Return the tensors in lists, tuples and dicts. This is faster than torch's pytree."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if not isinstance(values, (list, tuple, dict)):
+        return []
+    items = values.values() if isinstance(values, dict) else values
+    return [tensor for item in items for tensor in tensors_of(item)]
 
 
-def floating(args: Any, kwargs: Any, also_bytes: bool = False) -> Iterator[torch.Tensor]:
-    """Yield floating tensors among arguments, in lists too."""
-    for item in args:
-        if isinstance(item, torch.Tensor):
-            if item.is_floating_point() or (also_bytes and item.dtype in (torch.uint8, torch.int8)):
-                yield item
-        elif isinstance(item, (list, tuple)):
-            yield from floating(item, None, also_bytes)
-    if kwargs:
-        yield from floating(kwargs.values(), None, also_bytes)
+def floating(values: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_of(values) if tensor.is_floating_point()]
 
 
 def flops_of(operation: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] | None, result: Any) -> int:
-    """Count one operation's flops, if torch has a formula for it or for its like."""
+    """Count one operation's flops; 0 if torch has no formula for the operation or its equivalent."""
     from torch.utils.flop_counter import flop_registry  # imports Triton, for a tenth of a second
 
     packet = operation._overloadpacket
     if packet is torch.ops.aten._grouped_mm:
-        left, right = arguments[0], arguments[1]  # each row meets one of the matrices
+        left, right = arguments[0], arguments[1]  # each row is multiplied by one of the matrices
         return int(2 * left.numel() * right.shape[-1])
     formula = flop_registry.get(_LIKE.get(packet, packet))
     if formula is None:
         return 0
     try:
         return int(formula(*arguments, **(named or {}), out_val=result))
-    except Exception:  # it refuses shapes that the operation takes, as torch 2.11's did grouped heads
+    except Exception:  # a formula may refuse valid shapes, as torch 2.11 refused grouped heads
         return 0
 
 
@@ -152,7 +149,7 @@ _LIKE = {
 
 @contextlib.contextmanager
 def forward_flops(model: nn.Module) -> Iterator[list[int]]:
-    """Yield a list that gets the operations of the first forward of a module inside the block, one by one."""
+    """Yield a list that gets the flops of each operation in the module's first forward inside the block."""
     counts: list[int] = []
     mode = every_operation(lambda *called: counts.append(flops_of(*called)), compiled=False)
     running = contextlib.ExitStack()
@@ -177,14 +174,14 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LIBRARY_KEYS = ("stdlib", "platstdlib", "purelib", "platlib")
 _LIBRARIES = tuple(os.path.realpath(sysconfig.get_paths()[key]) + os.sep for key in _LIBRARY_KEYS)
 _SITES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-"""Folders of packages in any path: those of a user, or of an environment below this one."""
+"""Folders of packages in any environment, a user's included."""
 
 
 class ModulePaths:
     """The path of the module whose forward is under way, known by hooks on every module."""
 
     def __init__(self, model: nn.Module) -> None:
-        scripted = torch.jit.ScriptModule  # takes no hooks, and counts as part of its caller
+        scripted = torch.jit.ScriptModule  # takes no hooks; its operations count for its caller
         self._modules = [each for each in model.named_modules() if not isinstance(each[1], scripted)]
         self._stack: list[tuple[str, int]] = []
         self._calls: dict[str, int] = {}
@@ -248,7 +245,7 @@ def _casts() -> dict[str, CastBy]:
 
 @functools.cache
 def _is_models(file: str) -> bool | None:
-    """Return True for code of the model, False for ours, None for frames between the two."""
+    """Return True for the model's code, False for zerodrift's, None for frames that do not decide."""
     if file.startswith((_TORCH, _INSPECT, "<")) or file in _casts():
         return None
     if file.startswith(_PACKAGE):
@@ -258,7 +255,7 @@ def _is_models(file: str) -> bool | None:
 
 @functools.cache
 def _is_script(file: str) -> bool | None:
-    """Return True for a script, False for a library, None for frames between the two."""
+    """Return True for a script, False for a library, None for frames that do not decide."""
     if file.startswith(("<", _HERE)):
         return None
     return not (file.startswith((_PACKAGE, *_LIBRARIES, *_targets())) or any(part in file for part in _SITES))
@@ -266,42 +263,39 @@ def _is_script(file: str) -> bool | None:
 
 @functools.cache
 def _targets() -> tuple[str, ...]:
-    """Return the folders of `pip install --target` on the path, which have the names of no environment.
-
-    Except the folder of the script: Python puts it on the path whatever lies there.
-    """
+    """Return the folders of `pip install --target` on the path, except the folder of the script."""
     script = os.path.realpath(os.path.dirname(getattr(sys.modules["__main__"], "__file__", None) or ""))
     folders = (folder for folder in sys.path if folder and os.path.realpath(folder) != script)
     return tuple(folder + os.sep for folder in folders if glob.glob(f"{glob.escape(folder)}/*.dist-info"))
 
 
-def _frames() -> Iterator[tuple[str, types.FrameType]]:
-    """Yield the files and frames of the calls that are under way, the innermost first.
+def _frames() -> Iterator[types.FrameType]:
+    """Yield the frames of the calls that are under way, the innermost first.
 
-    The backward of a GPU runs in a thread of autograd, and its caller waits in the main thread.
+    On a GPU, a backward runs in a thread of autograd while its caller waits in the main thread.
     """
-    yield from _outwards(sys._getframe(1))
+    yield from (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
     waiting = sys._current_frames().get(threading.main_thread().ident or 0)
     if waiting is not None and waiting.f_code.co_filename == torch.autograd.graph.__file__:
-        yield from _outwards(waiting)
-
-
-def _outwards(frame: types.FrameType | None) -> Iterator[tuple[str, types.FrameType]]:
-    while frame is not None:
-        yield frame.f_code.co_filename, frame
-        frame = frame.f_back
+        yield from (frame for frame, _ in traceback.walk_stack(waiting))
 
 
 def _line(frame: types.FrameType, line: int | None = None) -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno if line is None else line}"
 
 
+def line_of_function(function: Any) -> str:
+    """Return `file:line` of a function's first line; empty if it is not written in Python."""
+    code = getattr(function, "__code__", None)
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else ""
+
+
 def place_of_code() -> tuple[str, CastBy]:
     """Return `file:line` of the model's code that is under way, and who in the engine casts for it."""
     by: CastBy = ""
-    for file, frame in _frames():
-        by = by or _casts().get(file, "")
-        is_models = _is_models(file)
+    for frame in _frames():
+        by = by or _casts().get(frame.f_code.co_filename, "")
+        is_models = _is_models(frame.f_code.co_filename)
         if is_models is not None:
             return (_line(frame) if is_models else ""), by
     return "", by
@@ -309,20 +303,17 @@ def place_of_code() -> tuple[str, CastBy]:
 
 def line_of(error: BaseException) -> str:
     """Return `file:line` of the innermost frame of an error in the model's code."""
-    found, trace_back = "", error.__traceback__
-    while trace_back is not None:
-        if _is_models(trace_back.tb_frame.f_code.co_filename):
-            found = _line(trace_back.tb_frame, trace_back.tb_lineno)
-        trace_back = trace_back.tb_next
-    return found
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [_line(frame, line) for frame, line in frames if _is_models(frame.f_code.co_filename)]
+    return lines[-1] if lines else ""
 
 
 def is_from_script() -> bool:
-    """Return True if a script, not a library for itself, makes the call that is under way."""
-    known = (_is_script(file) for file, _ in _frames())
+    """Return True if a script, not a library, makes the call that is under way."""
+    known = (_is_script(frame.f_code.co_filename) for frame in _frames())
     return next((is_script for is_script in known if is_script is not None), False)
 
 
 def line_of_script() -> str:
     """Return `file:line` of the innermost frame that is in no library; empty if there is none."""
-    return next((_line(frame) for file, frame in _frames() if _is_script(file)), "")
+    return next((_line(frame) for frame in _frames() if _is_script(frame.f_code.co_filename)), "")

@@ -1,7 +1,7 @@
-"""One parameter of a watched run: the memory that is its own, its sampled gradients, its record.
+"""One parameter of a watched run: its memory, samples of its gradients, and its record.
 
 Libraries swap the tensors of a module between its forwards, pack many parameters into one tensor, and free
-tensors again. So a tensor belongs to a parameter by the memory that holds it, as long as that is not freed.
+tensors again. So a tensor is matched with a parameter by its memory, until that is freed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Owner = TypeVar("Owner")
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _FIRST = operator.itemgetter(0)
-_is_freed: Any = torch.UntypedStorage._expired  # what `StorageWeakRef.expired` comes to
+_is_freed: Any = torch.UntypedStorage._expired  # what `StorageWeakRef.expired` calls
 
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that stands behind one inside of a transform of `torch.func`."""
+    """Return the tensor below the wrappers that transforms of `torch.func` put around it."""
     while _is_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, and any other tensor as it is outside of transforms."""
+    """Return this rank's part of a DTensor, and any other tensor without wrappers of `torch.func`."""
     if type(tensor) in PLAIN:
         return unwrapped(tensor)
     part = getattr(tensor, "_local_tensor", None)
@@ -49,8 +49,8 @@ class Owners(Generic[Owner]):
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[StorageWeakRef, list[tuple[int, int, Owner]]]] = {}
-        """A storage, and the begin, end and owner of ranges of its elements, in the order of their begins."""
-        self._most = 64  # storages from which those that were freed are forgotten
+        """Key of a storage -> the storage, and ranges of its elements by begin: begin, end, owner."""
+        self._most = 64  # number of storages beyond which freed ones are dropped
 
     def put(self, tensor: torch.Tensor, owner: Owner) -> bool:
         """Give a tensor's memory to an owner until it is freed; return True if the owner is new."""
@@ -102,9 +102,9 @@ class Owners(Generic[Owner]):
 
 
 class Samples:
-    """A few elements of each gradient: as they arrive on a rank, and as an optimizer is given them.
+    """A few elements of each gradient: as it arrives on a rank, and as an optimizer gets it.
 
-    Elements are copied when a gradient passes by, and read when a step is over: no device waits before.
+    Elements are copied on their device and read when the step is over, so that no device waits.
     """
 
     def __init__(self, numel: int) -> None:
@@ -117,7 +117,7 @@ class Samples:
         self._arrived.append(_elements(gradient, self.places))
 
     def given(self, gradient: torch.Tensor, begin: int, at: int, length: int) -> None:
-        """Sample an optimizer's gradient: elements from `begin`, which is at `at` in its flat form."""
+        """Sample an optimizer's gradient, whose place `at` has the parameter's element `begin`."""
         if gradient.is_sparse or begin < 0 or not gradient.is_floating_point():
             return
         step, length = self.places.step, gradient.numel() - at if length < 0 else length
@@ -128,7 +128,7 @@ class Samples:
             self.used.append((numbers, _elements(gradient, places)))
 
     def end(self) -> tuple[list[float], list[float | None]]:
-        """Return sums of what arrived (empty if some was missed) and the last that was given; begin anew."""
+        """Return the sum of arrived gradients (empty if one was missed) and the last given one; reset."""
         own = [0.0] * len(self.places)
         if self._arrived:
             own = torch.stack(self._arrived).cpu().double().sum(0).tolist()
@@ -152,7 +152,7 @@ def _elements(tensor: torch.Tensor, places: range) -> torch.Tensor:
 
 
 class LiveParameter:
-    """A parameter, the tensor that rests between steps, and what becomes of its gradients."""
+    """A parameter: the tensor that holds it between steps, its gradients, and its record."""
 
     def __init__(self, record: ParameterRecord, tensor: torch.Tensor) -> None:
         self.record = record
@@ -177,14 +177,14 @@ class LiveParameter:
         self._looked_at = self.tensor  # returns the tensor of that digest
 
     def rests_in(self, tensor: torch.Tensor) -> None:
-        """Rest in another tensor between steps, which `tensor` returns while it is there."""
+        """Set the tensor that holds the parameter between steps, without keeping it alive."""
         self._rested_in: torch.dtype | None = None
-        self.is_hooked = False  # whether gradients are seen to arrive at the tensor that rests
+        self.is_hooked = False  # whether gradients of that tensor are hooked
         self.tensor: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
         self.begin = _begin(tensor, self.record)
 
     def computes_with(self, tensor: torch.Tensor) -> bool:
-        """Note the tensor of a forward; return True if it is another than before."""
+        """Set the tensor of a forward; return True if it changed."""
         if self.computed_with() is tensor:
             return False
         self.computed_with, self.compute_dtype = weakref.ref(tensor), tensor.dtype
@@ -192,7 +192,7 @@ class LiveParameter:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """The `.grad` of the tensor that rests; None for a result, which has none."""
+        """The `.grad` of the tensor that holds the parameter between steps; None for a result."""
         tensor = self.tensor()
         return tensor.grad if tensor is not None and tensor.is_leaf else None
 
@@ -202,7 +202,7 @@ class LiveParameter:
         return self.arrived > 0 and not self.computed_in
 
     def look(self) -> bool:
-        """Record what rests; return True if its dtype is new."""
+        """Record the tensor between steps; return True if its dtype changed."""
         tensor = self.tensor()
         if tensor is None:
             return False
@@ -238,7 +238,7 @@ class LiveParameter:
     def stepped(self, since: bool) -> None:
         """Attribute the gradients that arrived to the step that used them.
 
-        Where only other ranks use them, they belong to those ranks' step, once there was a step `since`.
+        If only other ranks use them, they belong to the step that was counted `since` the last call.
         """
         if self.samples.used or (since and not self._was_used):
             own, used = self.samples.end()
@@ -297,10 +297,10 @@ _AS_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def _digest(tensor: torch.Tensor) -> int | None:
-    """Return a number of the bits and their order; None for a tensor without floating values.
+    """Return a checksum of the bits and their order; None for a tensor without floating values.
 
-    Rows and columns of 64 words of 64 bits are summed, and each sum is weighted by its place: that takes a
-    fraction of the time of a product with every word.
+    The sums of rows and columns of 64 words of 64 bits are weighted by place, which takes a fraction of the
+    time of weighting every word.
     """
     if tensor.device.type == "meta" or not tensor.dtype.is_floating_point:
         return None
@@ -316,7 +316,7 @@ def _digest(tensor: torch.Tensor) -> int | None:
 
 
 def _reasons(record: ParameterRecord, world: int, is_optimized: bool) -> dict[Column, str]:
-    """Return the reason that each column would be empty for."""
+    """Return, for each column, why its cell would be empty."""
     alone = "one process" if world == 1 else ""
     frozen = "" if record.trained else "it is not trained"
     no_gradient = frozen or "no gradient arrived in the observed steps"

@@ -1,16 +1,16 @@
 """Watch forwards and backwards: the dtypes that operations compute in, gradients at leaves and their
-clipping, and the collectives that carry them, which kernels of ours see in torch's dispatcher whoever issues
-them.
+clipping, and collectives, which kernels in torch's dispatcher see whichever library issues them.
 
 [Note: once is enough] Operations are seen by a Python mode of torch's, through which each takes some 20
 microseconds longer. The dtypes of a module's call follow from its inputs: so its operations are watched until
 one call of its kind was watched to the end. Calls are of one kind if they are of the same module, in the same
-state of training and autocast, and are given the same dtypes. All are of another kind once names or dtypes of
-parameters change, or a gradient has arrived at a parameter that no operation was seen to use.
+state of training and autocast, and are given the same dtypes. Every call is watched anew once names or dtypes
+of parameters change, or a gradient has arrived at a parameter that no operation was seen to use.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -22,9 +22,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerodrift.inspect.trace import operations
-from zerodrift.inspect.trace.model import is_compiled
+from zerodrift.inspect.trace.model import LiveModel, is_compiled
 from zerodrift.inspect.trace.operations import floating, is_from_script, line_of_script
-from zerodrift.inspect.trace.parameter import PLAIN, LiveParameter, local
+from zerodrift.inspect.trace.parameter import PLAIN, LiveParameter, local, sample
 from zerodrift.inspect.trace.records import Column, dtype_name
 from zerodrift.inspect.trace.script import ScriptWatch
 from zerodrift.inspect.trace.state import WatchState, guarded
@@ -45,7 +45,7 @@ class ForwardWatch:
         self._calls: list[tuple[torch.nn.Module, CallKind]] = []
         self._known: set[CallKind] = set()
         self._compiles = False
-        """Whether torch compiles code here, which takes other ways under a mode and is not watched."""
+        """Whether torch compiles code here: it would run differently under a mode, and is not watched."""
         self._is_training = False  # whether the forward under way trains, and no backward inside of it runs
         accelerator = torch.accelerator.current_accelerator()
         self._devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
@@ -120,7 +120,7 @@ class ForwardWatch:
 
     def _root_begins(self, module: torch.nn.Module) -> None:
         state = self.state
-        self._script.copies.rests()
+        self._script.copies.end_step()
         model = state.model_of(module)
         changed = model.look()
         if changed:
@@ -129,6 +129,8 @@ class ForwardWatch:
             self._known.clear()
         if self._compiles:
             state.note(operations.COMPILED)
+        else:
+            self._gradients.hook_modules(model)
         self._is_training = state.rested = True
 
     def _is_first_thread(self) -> bool:
@@ -139,11 +141,11 @@ class ForwardWatch:
         if not state.models:
             state.thread = threading.get_ident()
             return True
-        self.state.note("Modules run on several threads: those of the first are seen.")
+        self.state.note("Modules run on several threads: only the first thread is watched.")
         return False
 
     def _compiled(self, *args: Any, **kwargs: Any) -> None:
-        # Libraries decorate functions with it that may never run; `anything_compiled` knows what has run.
+        # Libraries decorate functions that may never run; `anything_compiled` knows whether any did.
         self._compiles |= is_from_script()
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
@@ -161,7 +163,7 @@ class ForwardWatch:
         if self._is_training and not state.looked:
             state.looked = True
             self._look(self._calls[-1][0], is_watched=True)
-        module, tensors = self._calls[-1][0], list(operations.floating(args, kwargs))
+        module, tensors = self._calls[-1][0], floating((args, kwargs))
         path = next((model.paths[id(module)] for model in state.models if id(module) in model.paths), "")
         owners = (state.memory.of(tensor) for tensor in tensors if is_product(operation))
         weight = next((owner.record.name for owner in owners if owner is not None), None)
@@ -193,12 +195,14 @@ class ForwardWatch:
 
 
 class GradientWatch:
-    """Hooks on leaves: tensors that modules compute with, and parameters that rest."""
+    """Hooks on leaves: the tensors that modules compute with, and parameters between steps."""
 
     def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
         self._script = script
         self._hooked = WeakTensorKeyDictionary()  # leaves that are hooked on
+        self._events: dict[torch.nn.Module, dict[str, Any]] = {}
+        """Module with full backward hooks -> an event with samples of the gradients before and after them."""
         for name in ("backward", "grad"):
             state.patches.replace(torch.autograd, name, self._backward)
 
@@ -248,15 +252,14 @@ class GradientWatch:
         state.passes += 1
         state.settle()  # the step before is over, if its optimizer was given the gradients that had arrived
         state.see_place()
-        for model in state.models:
-            for parameter in model.parameters:
-                tensor = parameter.tensor()
-                if parameter.record.trained and not parameter.is_hooked and tensor is not None:
-                    self.hook(parameter, tensor)
-                    parameter.is_hooked = tensor.requires_grad
+        for parameter in state.parameters():
+            tensor = parameter.tensor()
+            if parameter.record.trained and not parameter.is_hooked and tensor is not None:
+                self.hook(parameter, tensor)
+                parameter.is_hooked = tensor.requires_grad
 
     def hook(self, parameter: LiveParameter, leaf: torch.Tensor) -> None:
-        """See gradients arrive at a leaf: the tensor that rests, or another that a module computes with."""
+        """Record the gradients that arrive at a leaf, which may be another tensor than between steps."""
         if not leaf.requires_grad or not leaf.is_leaf or leaf in self._hooked:
             return
         if hasattr(leaf, "_shard_param_infos"):
@@ -270,11 +273,40 @@ class GradientWatch:
                 state.safely(lambda: state.gradient_memory.put(gradient, parameter), False)
 
         handle = leaf.register_hook(lambda gradient: self._arrives(parameter, gradient, holder()))
-        hooks: Any = leaf._backward_hooks  # ours is before the script's, which may round what arrives
+        hooks: Any = leaf._backward_hooks  # before the script's hooks, which may round the gradient
         for key in [key for key in hooks if key != handle.id]:
             hooks[key] = hooks.pop(key)  # torch calls them in the order of insertion
         state.patches.callback(handle.remove)
         state.patches.callback(leaf.register_post_accumulate_grad_hook(accumulated).remove)
+
+    def hook_modules(self, model: LiveModel) -> None:
+        """Sample gradients before and after the full backward hooks that a script has on its modules."""
+        for module in model.root.modules():
+            hooks: Any = module._backward_hooks
+            if not hooks or not module._is_full_backward_hook or module in self._events:
+                continue
+            event = {"kind": "backward-hook", "line": operations.line_of_function(next(iter(hooks.values())))}
+            self._events[module] = {**event, "module": model.paths.get(id(module), "")}
+            for key in ("given", "returned"):
+                samples = self._events[module][key] = []
+                handle = module.register_full_backward_hook(functools.partial(self._passes, samples))
+                hooks.move_to_end(handle.id, last=key == "returned")
+                self.state.patches.callback(handle.remove)
+
+    def _passes(self, samples: list[torch.Tensor], module: torch.nn.Module, gradients: Any, *_: Any) -> None:
+        def take() -> None:
+            picked = (sample(gradient, 64)[:64] for gradient in floating(gradients))
+            samples.extend(elements.to(torch.float64, copy=True) for elements in picked)
+
+        if len(samples) < 4:
+            self.state.safely(take, None)
+
+    def record(self) -> None:
+        """Hand over what was sampled around hooks, once the run is over."""
+        for event in self._events.values():
+            for key in ("given", "returned"):
+                event[key] = [value for each in event[key] for value in each.tolist()]
+            self.state.process.events.append(event)
 
     @guarded
     def _arrives(self, parameter: LiveParameter, gradient: torch.Tensor, leaf: torch.Tensor | None) -> None:
@@ -292,9 +324,9 @@ _FIRST_SENT = frozenset(("allreduce_", "allreduce_coalesced_", "reduce_"))
 _FIRST_SENT |= {"all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
 _SECOND_SENT = frozenset(("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"))
 _SECOND_SENT |= {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"}
-"""Collectives of c10d by the argument that they send."""
+"""Collectives of c10d, by the place of the argument that they send."""
 
-_LEAST_PACKED = 64  # elements that may be of parameters; norms, losses and flags are fewer
+_LEAST_PACKED = 64  # elements of a collective that may carry parameters; norms, losses and flags have fewer
 
 
 class CollectiveWatch:
@@ -303,7 +335,7 @@ class CollectiveWatch:
     def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
         self._script = script
-        self.unknown: dict[str, int] = {}  # counts of reductions and gathers whose parameters nobody knows
+        self.unknown: dict[str, int] = {}  # counts of reductions and gathers of unknown parameters
         for namespace in ("c10d", "_c10d_functional") if torch.distributed.is_available() else ():
             operations = getattr(torch.ops, namespace)
             library = torch.library.Library(namespace, "IMPL")
@@ -332,9 +364,12 @@ class CollectiveWatch:
         name = "all_gather" if column == "gather" else reduction
         if column == "gather" and self.state.in_backward and not self.state.packed and self._replicated():
             column = "reduce"  # a hook of DDP's that gathers what it has quantized
-        for tensor in floating((args[operation in _SECOND_SENT],), None, also_bytes="gather" in name):
+        for tensor in operations.tensors_of(args[operation in _SECOND_SENT]):
             if type(tensor) not in PLAIN or torch._is_functional_tensor(tensor):
-                continue  # one without values, of code that is being compiled
+                continue  # a tensor without values, in code that is being compiled
+            is_packed = "gather" in name and tensor.dtype in (torch.uint8, torch.int8)
+            if not is_packed and not tensor.is_floating_point():
+                continue
             for parameter in self._carried(column, tensor):
                 dtype = dtype_name(tensor.dtype)
                 if column == "gather" and tensor.dtype is torch.uint8:

@@ -1,9 +1,9 @@
 """The records of a run: the dtypes that one process saw of every parameter, and the call that showed each.
 
 An empty cell has a reason instead of sightings. Every process of a command writes its record as JSON, and
-ranks send an `EngineRecord` to each other. Narrow weights of bitsandbytes 0.50, torchao 0.18 and
-TransformerEngine 2.8 are known by names alone: their tensors say the dtype of a container, such as uint8, or
-that of the values before they were quantised.
+ranks send an `EngineRecord` to each other. The quantised weights of bitsandbytes 0.50, torchao 0.18 and
+TransformerEngine 2.8 are named by their classes, because their `dtype` is that of a container, such as uint8,
+or of the values before quantisation.
 
 Invariant: a dtype that was not seen has no sighting. Nothing here is taken from a config or a plan.
 """
@@ -32,7 +32,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def column_word(dtype: DType) -> str:
-    """Return the word of a dtype in a record: `bfloat16`, or a narrow format, of which bytes are seen."""
+    """Return the word of a dtype in a record: `bfloat16`, or the name of a narrow format."""
     return dtype.value if dtype.format is not None else dtype_name(dtype.torch)
 
 
@@ -72,16 +72,16 @@ class Facts(TypedDict, total=False):
     changed: bool
     optimized: bool  # whether an optimizer that stepped holds it
     gradients: int
-    averaged: bool  # whether the script reduces its values, or what it computes from them, over ranks
+    averaged: bool  # whether the script reduces its values, or values computed from them, over ranks
     began: int | None  # digest of its first values, where they identify the tensor
     digest: int | None  # digest of its last values, where this rank holds all of them
     own: list[float]
     """Sampled elements of this rank's gradients, summed in fp64; empty if some gradients were not sampled."""
     lost: float
-    """Share of sampled elements, of a tensor of 16 bits, that its optimizer's updates did not change."""
+    """Share of sampled elements of a 16-bit tensor that its optimizer's updates did not change."""
     by_hand: bool  # whether the script updates it without an optimizer of torch's
     drawn: bool  # whether its updates are rounded at random
-    follows: bool  # whether it has the rounded values of a master that an optimizer updates in its place
+    follows: bool  # whether it equals the rounded values of its master
     used: list[float | None]  # the same elements of the gradient that the optimizer was given
 
 
@@ -113,7 +113,7 @@ class ParameterRecord:
     def add(
         self, column: Column, dtype: str, by: str, module: str = "", line: str | Callable[[], str] = ""
     ) -> None:
-        """Add a sighting, unless the cell has this dtype; `line` may be found only then."""
+        """Add a sighting, unless the cell has this dtype; `line` may be a function, called only then."""
         if not self.has(column, dtype):
             line = line if isinstance(line, str) else line()
             self.cells.setdefault(column, []).append(Sighting(dtype, by, module, line))
@@ -137,7 +137,7 @@ class ModelRecord:
 
 @dataclass
 class ProcessRecord:
-    """Everything that one process saw."""
+    """The record of one process."""
 
     rank: int
     world: int
@@ -146,7 +146,7 @@ class ProcessRecord:
     micro_batches: int = 1  # backward passes of the last step
     libraries: dict[str, str] = field(default_factory=dict)
     """Library, or a part that runs a script its own way, such as `transformers.trainer` -> version."""
-    notes: list[str] = field(default_factory=list)  # sentences on cells that could not be seen, or not surely
+    notes: list[str] = field(default_factory=list)  # sentences on cells that are unknown or unsure
     events: list[dict[str, Any]] = field(default_factory=list)
     """Events that make a finding: `{"kind": ..., "line": ...}`."""
     ended: str = "steps"
@@ -244,7 +244,7 @@ def _element(dtype: Any) -> str:
 
 
 def _of_engine(tensor: Any, name: str) -> str:
-    """Name TransformerEngine's tensors, also those that it stores in another class of the same prefix."""
+    """Name TransformerEngine's tensors, whose class names begin with the format."""
     if name.startswith("Float8Blockwise"):
         return "fp8-128x128" if getattr(tensor, "_is_2D_scaled", True) else "fp8-1x128"
     known = {"Float8": "fp8-tensor", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}

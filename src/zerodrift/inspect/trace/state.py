@@ -1,6 +1,6 @@
-"""The state that the parts of a watcher share, and what they ask of each library's adapter.
+"""The state that the parts of a watcher share, and the base class of the adapters for libraries.
 
-Invariant: a defect of ours ends the watching of a run, and nothing else.
+Invariant: an error in the watcher ends the watching, and never the run.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class OptimizedPart:
 
 
 class Patches(contextlib.ExitStack):
-    """Replaced attributes of other people's code, and other hooks; undone in the end, the last first."""
+    """Replaced attributes and other hooks, undone in reverse order when the stack closes."""
 
     def replace(self, holder: Any, name: str, watched: Callable[..., Any]) -> None:
-        """Send calls of `holder.name` to `watched`, with the original before their own arguments."""
+        """Replace `holder.name` by a function that calls `watched(original, *args, **kwargs)`."""
         original = getattr(holder, name, None)
         if original is None:
             return
@@ -62,18 +62,18 @@ class Patches(contextlib.ExitStack):
 
 
 class Adapter:
-    """Knows one library, and the parameters in the tensors that it packs. Most methods are optional."""
+    """Finds the parameters in the tensors that one library packs. Most methods are optional."""
 
     def __init__(self, state: WatchState) -> None:
         """Hook on the library, now or when it is imported, before any model was seen."""
         self._state = state
 
     def parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart] | None:
-        """Return the parameters in a tensor that an optimizer updates; None if the tensor is not its own."""
+        """Return the parameters in a tensor of an optimizer; None for a tensor of another library."""
         return None
 
     def carried(self, column: Column, tensor: torch.Tensor) -> Sequence[LiveParameter]:
-        """Return the parameters that a collective carries, if the memory of its tensor does not tell."""
+        """Return the parameters that a collective carries, for a tensor whose memory is no parameter's."""
         return ()
 
     def claims(self, module: torch.nn.Module) -> bool:
@@ -97,22 +97,22 @@ class WatchState:
         self.process = ProcessRecord(rank=0, world=1, steps=0, models=[])
         self.adapters: list[Adapter] = []
         self.may_finish = may_finish
-        """Finishes if every step was seen; called when a forward of the next begins."""
+        """Finishes if every step was seen; called before a forward that trains."""
         self.memory: Owners[LiveParameter] = Owners()
         self.gradient_memory: Owners[LiveParameter] = Owners()
-        self.rested = False  # whether parameters may rest elsewhere than when `memory` was filled
-        self.looked = False  # whether the innermost module's parameters are known to be where they were
+        self.rested = False  # whether parameters may have moved since `memory` was filled
+        self.looked = False  # whether the innermost module's parameters were found since they may have moved
         self.packed: list[list[LiveParameter]] = []
-        """The parameters of the collectives that an adapter's library issues; the innermost call's last."""
+        """Stack of the library calls under way: the parameters of the collectives that each issues."""
         self.in_backward = 0
         self.passes = 0
         self.counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Steps of an engine or of the first parameter that they updated: a run may make a new optimizer."""
+        """Engine, or first parameter of an optimizer, which a run may replace -> its steps."""
         self.is_scaled = False  # whether a `GradScaler` scaled the loss of the backward under way
         self.scaled: set[LiveParameter] = set()  # parameters whose gradients have a loss scale in them
         self.optimized: dict[int, Any] = {}
         """The parts of each tensor that an optimizer updates, by the tensor's id."""
-        self._settled = 0  # steps that there had been when a backward last began
+        self._settled = 0  # number of steps at the start of the last backward
 
     def safely(self, call: Callable[[], Result], otherwise: Result) -> Result:
         """Call while the run is watched; an error ends the watching."""
@@ -128,13 +128,13 @@ class WatchState:
         """Stop watching, and note that the rest was not seen."""
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{where.name}, line {where.lineno} of {where.filename.rpartition('/')[2]}"
-        defect = f"The observer stopped, a defect of zerodrift's: {type(error).__name__}: {error}"
+        defect = f"The observer stopped, by a defect of zerodrift: {type(error).__name__}: {error}"
         self.process.notes.append(f"{defect} ({place}).")
         self.active = False  # hooks stay, and do nothing: one of them may be running
         self.process.ended = "broken"
 
     def before(self, holder: Any, name: str, watched: Callable[..., Any]) -> None:
-        """Hand the arguments of each call of `holder.name` to `watched` first."""
+        """Call `watched` with the same arguments before each call of `holder.name`."""
 
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self.safely(lambda: watched(*args, **kwargs), None)
@@ -143,13 +143,13 @@ class WatchState:
         self.patches.replace(holder, name, call)
 
     def when_imported(self, name: str, call: Callable[[Any], None]) -> None:
-        """Call with a library's module; a module that lacks what is watched goes on unwatched."""
+        """Call with a library's module when it is imported. A note says if that fails."""
 
         def imported(module: Any) -> None:
             try:
                 call(module)
             except Exception as error:
-                unseen = f"{name} is not as in the versions that were tried: what it does is not seen"
+                unseen = f"{name} differs from the tested versions, and is not watched"
                 why = f"{type(error).__name__}: {str(error).partition(' (')[0]}"
                 self.note(f"{unseen} ({why}).")
 
@@ -174,8 +174,11 @@ class WatchState:
         self.models.append(made)
         return made
 
+    def parameters(self) -> list[LiveParameter]:
+        return [parameter for model in self.models for parameter in model.parameters]
+
     def forget_parts(self) -> None:
-        """Have the parameters found anew in what optimizers update."""
+        """Find the parameters in the tensors of each optimizer again at its next step."""
         for updated in self.optimized.values():
             updated.is_stale = True
 
@@ -185,17 +188,17 @@ class WatchState:
         return next((parameter for parameter in found if parameter is not None), None)
 
     def remember(self) -> None:
-        """Fill `memory` before it is asked."""
+        """Fill `memory` with the parameters' tensors, if parameters may have moved."""
         if self.rested:
             self.rested = False
-            for parameter in (parameter for model in self.models for parameter in model.parameters):
+            for parameter in self.parameters():
                 tensor = parameter.tensor()
                 if tensor is not None and local(tensor).numel():
                     self.memory.put(tensor, parameter)
 
     @contextlib.contextmanager
     def packing(self, members: Callable[[], list[LiveParameter]]) -> Iterator[None]:
-        """Attribute collectives inside to these parameters."""
+        """Attribute the collectives inside the block to these parameters."""
         self.packed.append(self.safely(members, []))
         try:
             yield
@@ -222,7 +225,7 @@ class WatchState:
 
     def settle(self) -> None:
         since, self._settled = self.process.steps > self._settled, self.process.steps
-        for parameter in (parameter for model in self.models for parameter in model.parameters):
+        for parameter in self.parameters():
             parameter.stepped(since)
 
     def see_place(self) -> None:
@@ -234,7 +237,7 @@ class WatchState:
 
 
 def guarded(method: Method) -> Method:
-    """Make a method of a part do nothing once the watching is over, or where code is compiled."""
+    """Make a watcher's method do nothing once the watching is over, or while code is being compiled."""
 
     @functools.wraps(method)
     def call(part: Any, *args: Any) -> Any:

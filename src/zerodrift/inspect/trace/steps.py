@@ -1,9 +1,9 @@
-"""Watch optimizer steps and saved files: the tensors that are updated, kept of each, rounded and written.
+"""Watch optimizer steps and saved files: masters, optimizer states, rounding between steps, and exports.
 
 A few elements of each weight and of each state are copied at the end of a step and at the beginning of the
-next, and compared once all steps are over: no device waits before. Elements that are all of 16 bits, or of 8,
-and were not, have been rounded in between. Weights of 16 bits are compared within a step: elements that did
-not change lost their update.
+next, and compared when all steps are over, so that no device waits. If 16 or 8 bits hold all of the later
+elements, and did not hold the earlier ones, the script has rounded them. Weights of 16 bits are also compared
+before and after an update: elements that did not change lost their update.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zerodrift.startup import when_imported
 
 _WIDE = frozenset((torch.float32, torch.float64))
 _SAMPLED = 64  # elements of a tensor
-_LEAST = 4  # elements other than zero that it takes to tell
+_LEAST = 4  # elements other than zero that show a rounding
 _STEPS = 2  # pairs of steps that are compared
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -44,17 +44,17 @@ class _OptimizedTensor:
     is_stale: bool = False  # whether its parts are to be found anew
     kept: list[Any] | None = field(default_factory=list)  # dtypes of its state when that was last seen
     _narrow: torch.Tensor | None = None  # elements of a tensor of 16 bits before the update under way
-    _updates: list[Pair] = field(default_factory=list)  # those before and after each update
+    _updates: list[Pair] = field(default_factory=list)  # elements before and after each update
     _ended: dict[str, torch.Tensor] = field(default_factory=dict)
     """Name of a state, empty for the tensor itself -> its elements at the end of the last step."""
-    pairs: dict[str, list[Pair]] = field(default_factory=dict)  # those, and what the next step began with
+    pairs: dict[str, list[Pair]] = field(default_factory=dict)  # those, and the same at the next step
 
     def renew(self, parts: Sequence[OptimizedPart]) -> None:
-        """Have other parts, whose cells are to be recorded."""
+        """Set other parts, whose cells are recorded at the next step."""
         self.parts, self.kept, self.is_stale = parts, None, False
 
     def begins(self, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
-        """Sample at the beginning of a step what was sampled at the end of the one before."""
+        """Sample at the beginning of a step."""
         if tensor.dtype in NARROW and tensor.grad is not None and len(self._updates) < _STEPS:
             self._narrow = sample(tensor, _SAMPLED).clone()
         for key, value in _wide(tensor, states):
@@ -87,15 +87,15 @@ class StepWatch:
         self._script = script
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._under_way: list[tuple[Any, list[Any]]] = []
-        """Optimizers, each in the step of the one before, and our hooks on it around those of the script."""
+        """Optimizers whose steps are under way, each inside the one before, and our hooks on each."""
         self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """The backward passes that there had been at an optimizer's last step."""
+        """Optimizer -> number of backward passes before its last step."""
         state.patches.callback(register_optimizer_step_pre_hook(self._begins).remove)
         state.patches.callback(register_optimizer_step_post_hook(self._ends).remove)
         state.patches.replace(torch.optim.Optimizer, "__init__", self._init)
 
-    def were(self, steps: int) -> bool:
-        """Return True if everything that is updated was updated so many times."""
+    def all_took(self, steps: int) -> bool:
+        """Return True if every updated tensor was updated so many times."""
         counts = list(self.state.counts.values()) or [0]
         if max(counts) >= 4 * steps:
             return True
@@ -112,20 +112,20 @@ class StepWatch:
     @guarded
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         hooks = []
-        if getattr(optimizer, "_optimizer_step_post_hooks", None):  # one of the script's may copy weights
+        if getattr(optimizer, "_optimizer_step_post_hooks", None):  # the script's hooks may copy weights
             hooks.append(optimizer.register_step_post_hook(self._has_updated))
             optimizer._optimizer_step_post_hooks.move_to_end(hooks[0].id, last=False)
         while any(each is optimizer for each, _ in self._under_way):  # its last step has raised
             self._leave()
         self._under_way.append((optimizer, hooks))
-        if getattr(optimizer, "_optimizer_step_pre_hooks", None):  # one of the script's may round gradients
+        if getattr(optimizer, "_optimizer_step_pre_hooks", None):  # the script's hooks may round gradients
             hooks.append(optimizer.register_step_pre_hook(self._is_given))
         else:
             self._is_given(optimizer, args, kwargs)
 
     @guarded
     def _is_given(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Look at what an optimizer is given, once every hook of the script's has run."""
+        """Record the gradients that an optimizer gets, after the script's hooks have run."""
         self._script.in_step = True
         if type(optimizer).__module__.startswith("torch.optim"):
             self._script.leave()
@@ -148,7 +148,7 @@ class StepWatch:
 
     @guarded
     def _has_updated(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Look at what an optimizer has updated, before any hook of the script's runs."""
+        """Sample the updated tensors before the script's hooks run."""
         for tensor, updated in self._updated(optimizer):
             updated.ends(tensor, _states(optimizer, tensor))
         self._script.in_step = False
@@ -165,23 +165,23 @@ class StepWatch:
             for part in updated.parts:
                 if not part.parameter.optimized:
                     part.parameter.optimized = True
-                    state.counts.pop(part.parameter, None)  # steps by hand were none
+                    state.counts.pop(part.parameter, None)  # its steps were not by hand
                 self._see_master(part.parameter, tensor, held)
             updated.ends(tensor, held)
-            self._script.copies.results.forget(held.values())
+            self._script.copies.averages.forget(held.values())
             updates = (part.parameter for part in updated.parts if part.parameter.tensor() is tensor)
             if not any(parameter.arrived for parameter in updates):
                 self._script.copies.stepped(tensor, updated)
             kept = [value.dtype if isinstance(value, torch.Tensor) else None for value in held.values()]
             if kept != updated.kept or not kept:
                 updated.kept = kept
-                for key, value in held.items() if tensor.dim() else ():  # else each state is as small
+                for key, value in held.items() if tensor.dim() else ():  # else every state has one element
                     self._see_number(key, value)
                 _see_kept(type(optimizer).__name__, updated.parts, tensor, held)
         parameters = [part.parameter for _, updated in pairs for part in updated.parts]
         arrived = max((parameter.arrived_since_step() for parameter in parameters), default=0)
         since = state.passes - self._stepped.get(optimizer, 0)
-        is_step = since or not state.passes  # else it is one group of a step that was counted
+        is_step = since or not state.passes  # else the step of another group was counted
         if is_step:
             self._stepped[optimizer] = state.passes
         skipped = getattr(optimizer, "found_inf", None)  # a gradient scaler's, where the step is fused
@@ -193,7 +193,7 @@ class StepWatch:
         self._script.enter()
 
     def _leave(self) -> Any:
-        """Take away the innermost optimizer that is under way, and our hooks on it."""
+        """Remove the innermost optimizer under way, and our hooks on it."""
         optimizer, hooks = self._under_way.pop()
         for hook in hooks:
             hook.remove()
@@ -204,7 +204,7 @@ class StepWatch:
             self.state.event("number-in-16-bits", "", key=str(key), dtype=dtype_name(value.dtype))
 
     def _see_master(self, parameter: LiveParameter, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
-        """Record what is updated: the parameter, a tensor in its place, or a state that is its master."""
+        """Record the master: the parameter itself, a tensor of the optimizer's, or a state."""
         record = parameter.record
         if parameter.tensor() is not tensor:
             record.add("master", dtype_name(tensor.dtype), "a tensor of the optimizer's own")
@@ -217,7 +217,7 @@ class StepWatch:
                     parameter.is_written = True
                     record.add("master", dtype_name(wide.dtype), f"the optimizer's state {key}")
                     return
-            parameter.residue = self._script.copies.updates.residue(parameter, states)
+            parameter.residue = self._script.copies.residue(parameter, states)
             if parameter.residue:
                 parameter.is_written = True
                 record.add("master", "split", f"the parameter, and its rest in the state {parameter.residue}")
@@ -226,7 +226,7 @@ class StepWatch:
             record.add("master", "same", f"the parameter itself{how}")
 
     def record(self) -> None:
-        """Hand over what was rounded between steps, and whether parameters follow their masters."""
+        """Add roundings between steps to the record, and whether parameters follow their masters."""
         optimized: list[_OptimizedTensor] = list(self.state.optimized.values())
         for key, dtype, names in _rounded(optimized):
             event = {"kind": "rounded-between-steps", "line": "", "state": key, "dtype": dtype}
@@ -278,18 +278,18 @@ def _states(optimizer: Any, tensor: torch.Tensor) -> dict[Any, Any]:
 
 
 def _follows(part: OptimizedPart, tensor: torch.Tensor, master: torch.Tensor) -> bool:
-    """Return False if a parameter has not the values of its master, rounded to its dtype."""
+    """Return False if a parameter differs from its master rounded to the parameter's dtype."""
     values, wide = local(tensor).detach().reshape(-1), local(master).detach().reshape(-1)
     if part.length >= 0 or values.shape != wide.shape:
         length = wide.numel() - part.at if part.length < 0 else part.length
         values, wide = values[part.begin :][:length], wide[part.at :][:length]
     if part.begin < 0 or values.shape != wide.shape or values.device != wide.device:
-        return True  # a library has more to do with it than a copy
+        return True  # the library does more than copy
     return torch.equal(values, wide.to(values.dtype))
 
 
 def _see_kept(name: str, parts: Sequence[OptimizedPart], tensor: torch.Tensor, held: dict[Any, Any]) -> None:
-    """Record the states of every element or every block of elements, and no counters."""
+    """Record the states with a number for each element or block, and no counters."""
     numel = local(tensor).numel()
     least = min(max(2, numel // 4096), numel)
     tensors = {key: local(value) for key, value in held.items() if isinstance(value, torch.Tensor)}
@@ -325,7 +325,7 @@ class ExportWatch:
         return original(tensors, *args, **kwargs)
 
     def see(self, models: Iterable[LiveModel]) -> None:
-        """Match written names, which may have a prefix or lack a wrapper's, with parameters."""
+        """Match names in files with parameters; a name may have or lack a prefix."""
         for record in (parameter.record for model in models for parameter in model.parameters):
             for name in (record.name, *record.also):
                 for written, (shape, dtype, by, line) in self._written.items():
@@ -347,7 +347,7 @@ def _named(value: Any, depth: int = 4) -> Iterator[tuple[str, torch.Tensor]]:
 def _rounded(optimized: Iterable[_OptimizedTensor]) -> Iterator[tuple[str, str, list[str]]]:
     """Yield the name of a state, the dtype that it was rounded to between steps, and its parameters.
 
-    Values that a narrower dtype happens to hold, such as gains of norms, count with the rest.
+    A state of which some parameters happen to fit a narrower dtype, such as gains of norms, is yielded once.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for updated in optimized:
@@ -370,7 +370,7 @@ def _wide(tensor: torch.Tensor, states: dict[Any, Any]) -> Iterable[tuple[str, t
 
 
 def _rounded_to(ended: list[float], begun: list[float]) -> str:
-    """Return the narrowest dtype that holds all of `begun`, if `ended` was not of it; empty for none."""
+    """Return the narrowest dtype that holds all of `begun` and not `ended`; empty for none."""
     dtype = narrowest(begun) if sum(value != 0 for value in begun) >= _LEAST else ""
     wider = sum(not narrowest([value], (dtype,)) for value in ended) if dtype else 0
     return dtype if 4 * wider >= len(ended) else ""

@@ -1,13 +1,8 @@
-"""Follow values of forwards and of a script's own code: to the losses that backwards begin at, and from one
-step to the next.
+"""Follow the values of forwards and of a script's own code to the losses that backwards begin at.
 
-A result carries the operations that rounded it, and every product, norm and lookup begins anew: so what a
-loss carries happened in the head, on the logits, or in the loss itself. Whole numbers that 16 bits do not
-hold, and statistics over many elements, are seen on the way, wherever they lead.
-
-`mean = 0.9 * mean + 0.1 * x` is another tensor in every step. What shows that it is a running value is the
-way back: a result that was there when a step ended is read in the next one, and what is computed from it,
-element by element, is written by the same line.
+Each result carries the operations that rounded it. Every product, norm and lookup begins anew, so a loss
+carries only roundings in the head, on the logits, or in the loss itself. Casts of whole numbers to 16 bits,
+and statistics over many elements, are recorded wherever they lead.
 
 Invariant: no operation of a loss is recorded before a backward begins at it.
 """
@@ -16,47 +11,46 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerodrift.inspect.trace.operations import CASTS, VIEWS, floating, line_of_script
-from zerodrift.inspect.trace.parameter import Owners, local, sample
+from zerodrift.inspect.trace.parameter import Owners, sample
 from zerodrift.inspect.trace.records import dtype_name
 
 NARROW = frozenset((torch.bfloat16, torch.float16))
 
 _PRODUCT = re.compile(r".*(mm|mv|dot)$|.*(linear|conv|attention|embedding)|.*(layer|group|batch|rms)_norm")
-"""Operations whose results begin anew."""
+"""Operations whose results carry nothing of their inputs."""
 
 _LOSSES = frozenset((
     "_log_softmax", "log", "log1p", "log2", "logsumexp", "logaddexp", "log_sigmoid_forward", "xlogy", "exp",
     "expm1", "softplus", "nll_loss_forward", "nll_loss2d_forward", "binary_cross_entropy",
     "binary_cross_entropy_with_logits", "mse_loss", "smooth_l1_loss", "huber_loss", "_ctc_loss",
 ))  # fmt: skip
-"""Operations of losses: what they return in 16 bits is a rounded loss."""
+"""Operations of losses: a result in 16 bits is a rounded loss."""
 
 _SUMS = frozenset(("sum", "mean", "std", "var", "linalg_vector_norm"))
-"""Reductions, which are a loss's if they are outside of modules or leave one number."""
+"""Reductions, which belong to a loss if they are outside of modules or return one number."""
 
 _ROOTS = frozenset(("sqrt", "rsqrt"))
 """Operations that make a statistic of a reduction: a norm, or a deviation."""
 
 _RUNNING = frozenset(("cumsum", "cumprod", "logcumsumexp"))
-"""Sums of which each element is a result."""
+"""Sums that return each partial sum."""
 
 _LONG = 64  # elements of a running sum from which its rounding is a finding
 
 _POINTWISE = frozenset(("add", "sub", "mul", "div"))
-"""Operations that cast whole numbers to the dtype of what they meet."""
+"""Operations that cast whole numbers to the dtype of their other operand."""
 
 _OF_WHOLE = frozenset((*CASTS, *_POINTWISE, "copy", "arange"))
 
 _LOGARITHMS = frozenset(("log", "log1p", "log2", "xlogy", "nll_loss_forward"))
-"""Operations that make a softmax of a module, which may be a router's, a part of a loss."""
+"""Operations after which a module's softmax, which may be a router's, is a part of a loss."""
 
 _LOGITS = 4096  # elements of logits or log-probabilities, whose greatest is measured
 
@@ -79,7 +73,7 @@ Carried = frozenset[LossOperation]
 
 @functools.cache
 def is_product(name: str) -> bool:
-    """Return True for an operation whose result begins anew."""
+    """Return True for an operation whose result carries nothing of its inputs."""
     return _PRODUCT.match(name) is not None
 
 
@@ -109,7 +103,7 @@ class LossWatch:
 
         For a product with a parameter it is the path of the parameter's module.
         """
-        results = list(floating((out,), None))
+        results = floating(out)
         if not results or name in VIEWS:
             return
         self._follow_whole(name, args, results[0])
@@ -117,7 +111,7 @@ class LossWatch:
             made = LossOperation("product", name, dtype_name(results[0].dtype), module or "", "")
             self._put(results, frozenset((made,)))
             return
-        inputs = list(floating(args[1:] if name == "copy_" else args, kwargs))
+        inputs = floating((args[1:] if name == "copy_" else args, kwargs))
         carried = _NOTHING.union(*(self._carried.of(tensor) or _NOTHING for tensor in inputs))
         first, result = (inputs[0] if inputs else None), results[0]
         is_narrow = result.dtype in NARROW
@@ -143,15 +137,15 @@ class LossWatch:
         self._put(results, carried)
 
     def reaches(self, losses: Any) -> None:
-        """Record what the values carry that a backward begins at: a tensor, or a list of them."""
-        for tensor in floating((losses,), None):
+        """Record the operations that the tensors carry at which a backward begins."""
+        for tensor in floating(losses):
             order = {each: place for place, each in enumerate(self._greatest)}
             for each in sorted(self._carried.of(tensor) or (), key=lambda each: order.get(each, -1)):
                 if each.kind not in ("wide", "sum"):
                     self._reached.setdefault(each)
 
     def events(self) -> Iterable[dict[str, Any]]:
-        """Yield everything that reached a loss, with the greatest sampled magnitude."""
+        """Yield an event for each operation that reached a loss, with the greatest sampled magnitude."""
         for each in self._reached:
             event = {"kind": f"loss-{each.kind}", "line": each.line, "operation": each.operation.strip("_")}
             greatest = float(self._greatest[each]) if each in self._greatest else None
@@ -167,7 +161,7 @@ class LossWatch:
         self._reached.setdefault(_SCALED)
 
     def _follow_whole(self, name: str, args: Any, result: torch.Tensor) -> None:
-        """Follow whole numbers, as positions are, into more bits, and keep some that are cast to 16."""
+        """Follow whole numbers, such as positions, through casts; sample those cast to 16 bits."""
         name, given = name.removesuffix("_"), args[1:] if name == "copy_" else args
         if name not in _OF_WHOLE:
             return
@@ -221,93 +215,3 @@ class LossWatch:
         for tensor in results:
             if carried or self._carried.of(tensor):
                 self._carried.put(tensor, carried)
-
-
-# --- from one step to the next ------------------------------------------------------------------------------
-
-# Only arithmetic of elements carries a value on. A product or an activation ends the way, and so does a write
-# that does not read what it replaces.
-
-_REPLACES = frozenset(("copy", "fill", "zero"))
-"""Operations that do not read what they write over."""
-
-_CARRIES = frozenset((
-    "_to_copy", "add", "addcdiv", "addcmul", "clone", "div", "lerp", "mul", "sub", "where", *_REPLACES,
-))  # fmt: skip
-
-
-class Result:
-    """A result in 16 bits, whose memory another tensor may keep: one whose `.data` was set."""
-
-    def __init__(self, tensor: torch.Tensor, operation: str, source: Any, is_average: bool) -> None:
-        tensor = local(tensor)
-        self.dtype, self._storage = tensor.dtype, StorageWeakRef(tensor.untyped_storage())
-        self._view = tensor.storage_offset(), tensor.shape, tensor.stride()
-        self.operation, self.line, self.source = operation, line_of_script(), source
-        self.is_average = is_average
-        """Whether it is an average: of weights, or computed from what the same line left a step before."""
-        self.names: tuple[str, ...] = ()  # weights that it is an average of, or buffers
-        self.samples: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        """Elements after an update, and those of the weight that it follows."""
-
-    def tensor(self) -> torch.Tensor | None:
-        """Return the tensor, if its memory was not freed."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None:
-            return None
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self._view)
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    return local(tensor).untyped_storage()._cdata, int(local(tensor).storage_offset())
-
-
-class ResultWatch:
-    """Follows what the results of one step become in the next."""
-
-    def __init__(self) -> None:
-        self._lines: Owners[frozenset[str]] = Owners()
-        """Memory -> lines that left, at the end of the last step, what it was computed from."""
-        self._results: dict[tuple[int, int], Result] = {}  # the last of each place
-        self._steps = 0  # steps that there had been when results were last looked at
-
-    def computed(
-        self, name: str, reads: Sequence[torch.Tensor], result: torch.Tensor, source: Any, is_average: bool
-    ) -> None:
-        """Follow an operation; `source` is handed back, and so is what is known to be an average."""
-        operation, lines = name.removesuffix("_"), frozenset[str]()
-        keeps = name.endswith("_") and operation not in _REPLACES
-        if operation in _CARRIES:
-            read = [*reads, result] if keeps else reads
-            lines = lines.union(*(self._lines.of(tensor) or () for tensor in read))
-        if lines or self._lines.of(result):
-            self._lines.put(result, lines)
-        if result.dtype in NARROW and operation in _CARRIES:
-            before, made = self._results.get(_place(result)), Result(result, operation, source, is_average)
-            if is_average or not (keeps and before is not None and before.is_average):
-                made.is_average |= made.line in lines
-                self._results[_place(result)] = made
-
-    def forget(self, tensors: Iterable[Any]) -> None:
-        """Leave out the states of an optimizer, which are looked at as such."""
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                self._results.pop(_place(tensor), None)
-
-    def rests(
-        self, steps: int, may_average: Callable[[torch.Tensor], bool]
-    ) -> Iterator[tuple[torch.Tensor, Result]]:
-        """Yield the averages that are there between two steps, of which there were so many.
-
-        What is only kept from one micro-batch to the next is none: sums of gradients are looked at as such.
-        """
-        if steps == self._steps:
-            return
-        self._steps = steps
-        for result in self._results.values():
-            tensor = result.tensor()
-            if tensor is not None and may_average(tensor):
-                self._lines.put(tensor, frozenset((result.line,)))
-                if result.is_average:
-                    yield tensor, result
-        self._results.clear()

@@ -1,9 +1,9 @@
 """Watch the models that train in this process, with any library, and record what they do.
 
-Everything hangs on doors that every library goes through: forwards of modules and the operations in them
-(`compute`), gradients that arrive at leaves (`grad`, `accumulate`), collectives (`gather`, `reduce`), steps
-of torch's optimizers (`master`, `state`), files that are written (`export`). A library's own buffers are
-unpacked by its `Adapter`.
+The hooks are on functions of torch that every library calls: forwards of modules and the operations in them
+(`compute`), gradients at leaves (`grad`, `accumulate`), collectives (`gather`, `reduce`), steps of torch's
+optimizers (`master`, `state`), files that are written (`export`). An `Adapter` for each library finds the
+parameters in the buffers that the library packs.
 
 Invariant: watching changes no value, and leaves nothing behind when it ends.
 """
@@ -39,7 +39,7 @@ def _accelerate_runs() -> bool:
 
 
 class Watcher:
-    """The hooks on torch in this process, until it has finished or ends. One at a time."""
+    """The hooks on torch in this process, until `finish` or `end`. Only one watcher at a time."""
 
     def __init__(
         self,
@@ -48,15 +48,15 @@ class Watcher:
         only: Any = None,
         files_after: bool = False,
     ) -> None:
-        """`files_after`: see the files that are written after these steps too, until `files_end`."""
+        """Hook on torch. `files_after` also records the files that are written later, until `files_end`."""
         self.state = WatchState(only, self._may_finish)
         self._wanted, self._finished = steps, finished
         self._files_after, self.ended = files_after, False
         self._script = ScriptWatch(self.state)
         self._steps = StepWatch(self.state, self._script)
         self._collectives = CollectiveWatch(self.state, self._script)
-        gradients = GradientWatch(self.state, self._script)
-        self.forwards = ForwardWatch(self.state, gradients, self._script)
+        self._gradients = GradientWatch(self.state, self._script)
+        self.forwards = ForwardWatch(self.state, self._gradients, self._script)
         self._exports = ExportWatch()
         self.state.adapters += [library(self.state) for library in (Own, Fsdp2, Fsdp1, DeepSpeed)]
 
@@ -75,7 +75,7 @@ class Watcher:
             self._finished(self.state.process)
 
     def finish(self, ended: str) -> None:
-        """Look at what rests, end, and hand over the record."""
+        """Record the tensors between steps, remove the hooks, and hand over the record."""
         state, process = self.state, self.state.process
         if not state.active and process.ended != "broken":
             return
@@ -84,8 +84,9 @@ class Watcher:
         try:
             if process.ended != "broken":
                 state.settle()
-                self._script.copies.rests()
+                self._script.copies.end_step()
                 self._script.record()
+                self._gradients.record()
                 self._steps.record()
                 for model in state.models:
                     model.look()
@@ -103,13 +104,12 @@ class Watcher:
                 if not whole.__name__.startswith("zerodrift."):  # the drop-in stands for DeepSpeed
                     process.libraries[name] = str(getattr(whole, "__version__", "unknown"))
         if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
-            untried = f"torch {torch.__version__} is not among those that were tried ({', '.join(TRIED)})"
-            process.notes.append(f"{untried}: what it does elsewhere than they do may be missing.")
+            untried = f"torch {torch.__version__} is not one of the tested versions ({', '.join(TRIED)})"
+            process.notes.append(f"{untried}: what it does in a new place is not seen.")
         if anything_compiled():
             state.note(COMPILED)
         for name, times in sorted(self._collectives.unknown.items()):
-            carried = "carried what no adapter could tell the parameters of"
-            process.notes.append(f"{times} {name} in the observed steps {carried}.")
+            process.notes.append(f"{times} {name} in the observed steps carried unknown parameters.")
         self._exports.see(state.models)
         if not self._files_after:
             self._exports.end()
@@ -119,5 +119,5 @@ class Watcher:
         self._finished(process)
 
     def _may_finish(self) -> None:
-        if self._steps.were(self._wanted):
+        if self._steps.all_took(self._wanted):
             self.finish("steps")
