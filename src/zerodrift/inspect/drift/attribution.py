@@ -324,14 +324,9 @@ def _guesses(
 
 
 def _flipped_tokens(run: audit.Signals, other: audit.Signals, batches: Sequence[audit.Batch]) -> Tensor:
-    """Mark the tokens with a routing choice that differs, in the order of log-probabilities."""
-    flipped = []
-    for batch, routes, before in zip(batches, run.routes, other.routes, strict=True):
-        shape = batch["input_ids"].shape
-        differs = torch.zeros(shape, dtype=torch.bool)
-        for router, chosen in routes.items():
-            was = before.get(router)
-            if was is not None and was.shape == chosen.shape and chosen.shape[0] == shape.numel():
-                differs |= (chosen != was).any(-1).view(shape)
-        flipped.append(differs[:, :-1].reshape(-1))
-    return torch.cat(flipped)
+    """Mark the tokens with a different routing choice, in the order of log-probabilities."""
+    flipped = [torch.zeros(batch["input_ids"].shape, dtype=torch.bool) for batch in batches]
+    for number, _, changed in audit.changed_routes(run, other):
+        if changed.numel() == flipped[number].numel():
+            flipped[number] |= changed.view_as(flipped[number])
+    return torch.cat([tokens[:, :-1].reshape(-1) for tokens in flipped])
