@@ -78,6 +78,7 @@ def test_replays_of_a_narrow_plan_have_its_formats(
     trials = Trials(setup, ran, plan.policy, passes.reference, start, lambda *_: None)
     other = trials.point([], type(plan.policy.mode)(mode))
     assert other is not None and other.drift.rms > 0.7 * passes.total.rms
+    assert (other.drift == passes.total) == (mode == str(plan.policy.mode))
 
 
 def test_a_narrow_wire_is_measured_on_one_rank() -> None:

@@ -145,6 +145,19 @@ def test_a_pipeline_waits_as_long_as_its_order_says(schedule: str) -> None:
     assert found.seconds == pytest.approx(found.computed + found.exposed + found.idle)
 
 
+def test_ranks_that_share_cores_take_longer_and_so_does_computing_beside_a_transfer() -> None:
+    made = plan(2)
+    slow = {"device": {**FAST["device"], "operation_us": 50.0}}
+    slow |= {"host": {"gb_per_s": 1.0, "latency_us": 5.0, "message_us": 1.0}}
+    alone, halved = (simulate(made, work(made), cluster(**slow, **more)) for more in ({}, {"cores": 1}))
+    assert halved.seconds == pytest.approx(2 * alone.seconds)
+    beside = streams.Streams(cluster(compute_beside_link=0.5))
+    beside.send(2.0)
+    beside.compute(0.5)
+    beside.compute(1.0)
+    assert beside.now == 2.5
+
+
 # --- how much a model computes --------------------------------------------------------------------------
 
 

@@ -1,9 +1,9 @@
 """Lines of the table of a plan, grouped from tens of thousands of rows.
 
 Rows whose names differ only in numbers, and that agree in shape and in every column and reason, become
-one line: `model.layers.*.mlp.down_proj.weight`, 32 times. A `*` stands for every number that occurs at
-that place in the model. Fewer numbers are written out: `model.layers.0-2.mlp.down_proj.weight`. Rows that
-one pattern cannot express become several lines. `terminal` and `page` draw them.
+one line: `model.layers.*.mlp.down_proj.weight`, 32 times. A `*` stands for all numbers that occur at that
+place in the model. Other sets of numbers are written out: `model.layers.0-2.mlp.down_proj.weight`. Rows that
+one pattern cannot express become several lines. `terminal` and `plan_html` draw the lines.
 
 Invariant: the expanded patterns of all lines name every row of the plan exactly once.
 """

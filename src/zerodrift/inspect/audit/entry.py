@@ -22,7 +22,7 @@ from torch import nn
 
 from zerodrift.comm import started, usable_accelerator
 from zerodrift.errors import ConfigError, MeshError
-from zerodrift.inspect.audit import advice, estimates, variants
+from zerodrift.inspect.audit import advice, estimates, runs, variants
 from zerodrift.inspect.audit.advice import Progress
 from zerodrift.inspect.audit.estimates import AuditSetup, PassResults
 from zerodrift.inspect.audit.findings import find_defects, narrowed_groups
@@ -35,14 +35,7 @@ from zerodrift.inspect.audit.results import (
     GradientLine,
     UpdateCost,
 )
-from zerodrift.inspect.audit.runs import (
-    REFUSED,
-    Subject,
-    check_batches,
-    drift,
-    router_flips,
-    running,
-)
+from zerodrift.inspect.audit.runs import Subject
 from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.optimizers import of_type
@@ -101,7 +94,7 @@ def audit_subject(
     kind = "cuda" if accelerator is None else accelerator.type
     progress = told or (lambda what, done, count: None)
     whole = variants.for_micro_batches(plan.policy, len(batches), plan.mesh.data)
-    setup = AuditSetup(subject, variants.without_update(whole), plan.mesh, check_batches(batches))
+    setup = AuditSetup(subject, variants.without_update(whole), plan.mesh, runs.check_batches(batches))
     recommended, replayed = None, []
     with torch.random.fork_rng(devices, device_type=kind):
         progress("shortlist", 0, 1)
@@ -124,6 +117,7 @@ def audit_subject(
         narrower = advice.narrower_columns(setup, ran, whole) if confirm and budget is not None else []
         formats = advice.FormatSearch(trials, goal).recommend() if goal is not None else None
         findings = find_defects(ran, subject, results, gradients, updates, replayed)
+    flips = runs.router_flips(results.planned, results.reference)
     return Audit(
         source=plan.source,
         digest=plan.digest,
@@ -138,7 +132,7 @@ def audit_subject(
         places=tuple(results.places),
         gradients=tuple(gradients),
         updates=tuple(updates),
-        flips={name: count for name, (count, _) in router_flips(results.planned, results.reference).items()},
+        flips={name: count for name, (count, _) in flips.items()},
         caused=tuple((each.choice, each.alone.flips) for each in replayed if each.alone.flips),
         findings=tuple(findings),
         recommendation=recommended,
@@ -155,8 +149,8 @@ def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[G
     for cell in changes:
         rows = [row for row in plan.rows if cell in variants.narrow_cells(row.columns)]
         if rows and cell == "reduce" and setup.mesh.data == 1:
-            updates = {row.name: row.columns.update for row in rows}
-            wires = {name: variants.narrowest(up.reduce) for name, up in updates.items() if up is not None}
+            reductions = {row.name: row.columns.update.reduce for row in rows if row.columns.update}
+            wires = {name: variants.narrowest(one.wire, one.sum) for name, one in reductions.items()}
             changes[cell] = estimates.wire_rounding(setup, wires)
         elif rows:
             choice = Choice("*", cell, tuple(row.name for row in rows))
@@ -198,13 +192,13 @@ def _replay(setup: AuditSetup, plan: Plan, results: PassResults, choice: Choice)
     alone = wide = None
     outputs: tuple[Output | None, ...] = (None, "input")
     for output in outputs:
-        with contextlib.suppress(*REFUSED):
+        with contextlib.suppress(*runs.REFUSED):
             alone = alone or setup.signals(variants.isolated_policy(plan, choice, output), results.narrowed)
-        with contextlib.suppress(*REFUSED):
+        with contextlib.suppress(*runs.REFUSED):
             wide = wide or setup.signals(variants.widened_policy(plan, choice, output))
     if alone is None or wide is None:
         return None
-    return CellReplay(choice, drift(alone, results.reference), drift(wide, results.reference))
+    return CellReplay(choice, *(runs.drift(run, results.reference) for run in (alone, wide)))
 
 
 def _worth(results: PassResults, replayed: Sequence[CellReplay]) -> dict[str, float]:
@@ -223,7 +217,7 @@ def update_costs(setup: AuditSetup, policy: Policy) -> list[UpdateCost]:
     if policy.optimizer is None:
         return []
     watched = replace(policy, statistics=True, schedule=None)
-    with running(setup.subject, watched, setup.mesh) as engine:
+    with runs.running(setup.subject, watched, setup.mesh) as engine:
         advice.take_steps(engine, setup, 2)
         if not engine.global_steps:
             return []  # all steps were skipped; other findings name gradients that are not finite

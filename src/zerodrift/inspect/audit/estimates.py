@@ -238,7 +238,7 @@ class TargetScale:
     loss_scale: float
 
     def square(self, square: float) -> float:
-        """Convert the square of a micro-batch's gradient, whose backward began at a mean over its targets."""
+        """Convert the square of a gradient of a mean over the targets of a micro-batch."""
         return square * (self.targets / (self.batches * self.ranks)) ** 2 / self.targets
 
     def loss(self, place: Rounding) -> float:

@@ -85,7 +85,7 @@ def _out_of_range(results: PassResults) -> Findings:
     for place in results.planned_places:
         if place.vanished and not place.saturated and place.relative > VANISHED:
             what = f"{place.vanished} of {place.numel} numbers of `{place.operation}` are too small for "
-            what += f"{place.dtype} and become zero: {percent(min(place.relative, 1.0))} of what comes out"
+            what += f"{place.dtype} and become zero: {percent(min(place.relative, 1.0))} of the result"
             yield _at("underflow", place, what, do, 1e5 + place.relative)
 
 
@@ -100,10 +100,10 @@ def _narrow_code(results: PassResults) -> Findings:
             first[place.module] = (place, rms)
     for place, rms in sorted(first.values(), key=lambda pair: -pair[1]):
         what = f"the model itself computes `{place.operation}` in {place.dtype}, whatever the plan says: "
-        what += f"{place.relative:.2g} of what comes out is lost, "
+        what += f"{place.relative:.2g} of the result is lost, "
         share = f"an estimated {rms:.2g} of a log-probability"
         what += share if math.isfinite(rms) else "and its gradient is not finite"
-        do = "Leave out the cast, or cast to the dtype of what comes in."
+        do = "Leave out the cast, or cast to the dtype of the input."
         yield _at("narrow code", place, what, do, 1e3 + min(rms, 1e3))
 
 
@@ -111,8 +111,8 @@ def _buffers(plan: Plan) -> Findings:
     """Find buffers that the model holds, or the plan casts, in a narrow dtype."""
     for row in plan.buffers:
         if row.source.is_floating and row.source.torch in NARROW:
-            what = f"the model holds it in {row.source}: what it was before cannot be had back"
-            do = "Register it in fp32; a module computes with it as it is."
+            what = f"the model holds it in {row.source}, so that its exact values are lost"
+            do = "Register it in fp32; modules use it in the dtype that it has."
             yield AuditFinding("narrow buffer", row.name, what, do, 900.0)
         elif row.storage.is_floating and row.storage.torch in NARROW:
             what = f"the plan casts it from {row.source} to {row.storage} ({row.why})"
@@ -127,7 +127,7 @@ def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
     for name, held in before.items() if len(before) < whole else ():
         what = f"its values are numbers of {held}, held in fp32: they were rounded before the run, and "
         what += f"those of {whole} other parameters were not"
-        do = "Take them from where they are whole: a cast and a cast back lose what lies between."
+        do = "Load the values in fp32: casting back does not restore what a cast has lost."
         yield AuditFinding("rounded", name, what, do, 90.0, (name,))
     for (cells, why), names in narrowed_groups(plan).items():
         runs = [each.alone for each in replayed if set(each.choice.names) & set(names)]
@@ -219,13 +219,12 @@ def _columns(plan: Plan, gradients: Sequence[GradientLine], updates: Sequence[Up
     do = "Set `precision.reduce: fp32`, or `{wire: fp32, sum: fp32}` for it."
     yield from _together("reduce", reduced, what, do, 70.0)
     lost = {cost.name: cost.lost for cost in updates if cost.lost > LOST}
-    what = "{} of the elements that were to change stay what they are: the update is below half a step of "
-    what += "their dtype, and no master remembers it"
+    what = "{} of the elements to change keep their values: the update is below half a step of their dtype, "
+    what += "and no master has it"
     do = "Give it a master: `precision.master: split`, or `fp32`."
     yield from _together("lost updates", lost, what, do, 65.0)
     stuck = {cost.name: cost.stuck for cost in updates if cost.stuck > STUCK}
-    what = "a moment of {} of its elements cannot shrink: what decay takes in a step is below half a step of "
-    what += "bf16"
+    what = "a moment of {} of its elements does not decay: the decay of a step is below half a step of bf16"
     do = "Set `precision.state: fp32`, or `bf16-stochastic`."
     yield from _together("stuck state", stuck, what, do, 60.0)
 
@@ -263,7 +262,7 @@ def _narrowed_by_rules(
 
 def _rounding_once(reduce: Reduction) -> float:
     """Return the largest share of a norm that rounding to the narrower dtype of a reduction loses."""
-    wire = narrowest(reduce)
+    wire = narrowest(reduce.wire, reduce.sum)
     form = wire.format
     if form is None:
         return torch.finfo(wire.torch).eps / 2
@@ -281,7 +280,7 @@ def _scaled(plan: Plan, subject: Subject, gradients: Sequence[GradientLine]) -> 
     if wrong:
         last = [name for name, _ in subject.make().named_parameters() if name in wrong][-1]
         line, others, scale = wrong[last], len(wrong) - 1, plan.policy.loss_scale
-        more = f"; so are {others} more, and a backward comes by this one first" if others else ""
+        more = f"; {others} more are wrong too, which the backward reaches later" if others else ""
         times = line.size / line.norm
         what = f"its gradient is {times:.2g} times as long as in fp32, with cosine {line.cosine:.2g}{more}"
         do = "Look for a hook or a clip that works on gradients in the backward"

@@ -297,17 +297,15 @@ def _pins(advice: Recommendation, drift: Drift, width: int) -> PageSection:
 def _formats(advice: FormatAdvice, width: int, most: int) -> PageSection:
     """Show the chosen formats in the order in which they were added, then other trials by their drift."""
     rows: list[tuple[str | PageCell, ...]] = []
-    others = [n for n, trial in enumerate(advice.trials) if trial.alone and n not in advice.taken]
-    others.sort(key=lambda n: -1.0 if (point := advice.trials[n].alone) is None else point.drift.rms)
-    for number in (*advice.taken, *others):
-        trial = advice.trials[number]
-        if trial.alone is not None:
-            rest, _, wire, _ = _changes(trial.alone.bytes, advice.start.bytes)
-            together = "" if trial.together is None else f"{trial.together.drift.rms:.2g}"
-            mark, count = ">" if number in advice.taken else "", report.elements(trial.numel)
-            name = PageCell(trial.pattern.removesuffix(".weight"), "name")
-            word = PageCell(f"{trial.column} {trial.format}", "cell")
-            rows.append((mark, name, word, count, rest, wire, f"{trial.alone.drift.rms:.2g}", together))
+    order = {number: place for place, number in enumerate(advice.taken)}
+    ran = [(n, trial, trial.alone) for n, trial in enumerate(advice.trials) if trial.alone is not None]
+    for number, trial, alone in sorted(ran, key=lambda one: (order.get(one[0], len(ran)), one[2].drift.rms)):
+        rest, _, wire, _ = _changes(alone.bytes, advice.start.bytes)
+        together = "" if trial.together is None else f"{trial.together.drift.rms:.2g}"
+        mark, count = ">" if number in order else "", report.elements(trial.numel)
+        name = PageCell(trial.pattern.removesuffix(".weight"), "name")
+        word = PageCell(f"{trial.column} {trial.format}", "cell")
+        rows.append((mark, name, word, count, rest, wire, f"{alone.drift.rms:.2g}", together))
     shown = max(most, len(advice.taken))
     more = [Paragraph(f"and {len(rows) - shown} more")] if len(rows) > shown else []
     told = [*more, *(Paragraph(line, "") for line in _format_facts(advice))]

@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -337,10 +337,8 @@ def forward_signals(
                 engine.backward(start)
     whole = Signals()
     for each in engine.comm.all_gather_object(seen, "data"):
-        whole.losses += each.losses
-        whole.targets += each.targets
-        whole.routes += each.routes
-        whole.margins += each.margins
+        for signal in fields(Signals):
+            getattr(whole, signal.name).extend(getattr(each, signal.name))
     return whole
 
 

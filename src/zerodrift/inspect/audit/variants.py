@@ -15,17 +15,7 @@ from typing import Literal
 
 from zerodrift.dtypes import BLOCK, NARROW, DType
 from zerodrift.plan import Plan, Row
-from zerodrift.policy import (
-    PRODUCTS,
-    SAFE_MODULES,
-    Batch,
-    Columns,
-    Mode,
-    Output,
-    Policy,
-    Reduction,
-    ResolvedRule,
-)
+from zerodrift.policy import PRODUCTS, SAFE_MODULES, Batch, Columns, Mode, Output, Policy, ResolvedRule
 
 Cell = Literal["storage", "compute", "accumulate", "reduce"]
 """A column, or several that are widened together: `storage` stands for storage, gather and compute."""
@@ -53,9 +43,8 @@ def narrow_cells(columns: Columns) -> tuple[Cell, ...]:
     return tuple(cell for cell, narrow in found.items() if narrow)
 
 
-def narrowest(reduce: Reduction) -> DType:
-    """Return the narrower of the dtypes on the wire and of the sum."""
-    return min((reduce.wire, reduce.sum), key=lambda dtype: dtype.nbytes(BLOCK))
+def narrowest(*dtypes: DType) -> DType:
+    return min(dtypes, key=lambda dtype: dtype.nbytes(BLOCK))
 
 
 def _is_narrow(dtype: DType) -> bool:

@@ -127,22 +127,9 @@ class Cluster(config.Block):
         busy = min(ranks, self.devices_per_host) * self.threads
         if self.cores is None or busy <= self.cores:
             return self
-        share, device, host = self.cores / busy, self.device, self.host
-        slower = {
-            "tflops_reached": device.tflops_reached * share,
-            "memory_reached": device.memory_reached * share,
-            "new_gb_per_s": device.new_gb_per_s and device.new_gb_per_s * share,
-            "cache_gb_per_s": device.cache_gb_per_s and device.cache_gb_per_s * share,
-            "operation_us": device.operation_us / share,
-        }
-        link = {
-            "reached": host.reached * share,
-            "latency_us": host.latency_us / share,
-            "message_us": host.message_us / share,
-        }
-        return self.model_copy(
-            update={"device": device.model_copy(update=slower), "host": host.model_copy(update=link)}
-        )
+        share = self.cores / busy
+        parts = {"device": _slowed(self.device, share), "host": _slowed(self.host, share)}
+        return self.model_copy(update=parts)
 
     def seconds_of_bytes(self, count: float) -> float:
         """Return the seconds of an operation that reads and writes `count` bytes in all."""
@@ -150,6 +137,17 @@ class Cluster(config.Block):
         if device.cache_gb_per_s is not None and count < device.cache_mb * 1e6:
             return count / (device.cache_gb_per_s * GIGA)
         return count / (device.memory_gb_per_s * device.memory_reached * GIGA)
+
+
+_RATES = frozenset(("tflops_reached", "memory_reached", "new_gb_per_s", "cache_gb_per_s", "reached"))
+_TIMES = frozenset(("operation_us", "latency_us", "message_us"))
+
+
+def _slowed(block: Device | Link, share: float) -> Device | Link:
+    """Return a device or a link at a share of its speed."""
+    values = {key: value * share for key, value in block if key in _RATES and value is not None}
+    values |= {key: value / share for key, value in block if key in _TIMES}
+    return block.model_copy(update=values)
 
 
 def built_in() -> list[str]:
