@@ -210,8 +210,6 @@ class SideReplays:
             demands = tuple(demand for demand in policy.demands if demand[0] not in forward)
             policy = replace(policy, mode=mode, demands=demands, safe=policy.safe if mode.autocast else ())
         theirs = {name for cell in cells if cell.kind in ("compute", "dtype") for name in cell.names}
-        if not theirs and mode is plan.policy.mode:
-            return policy
         rules = []
         for row, now in zip(plan.rows, build(policy, self.trainer.spec, MeshShape()).rows, strict=True):
             if not row.columns.compute.is_floating:

@@ -25,7 +25,7 @@ from zerodrift.engine import tensors_in
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError
 from zerodrift.inspect.trace import trace
 from zerodrift.model import Inputs, inputs_for
-from zerodrift.plan import Plan, Trace, TracedOperation
+from zerodrift.plan import Plan, Trace, TracedOperation, enclosing_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,36 +200,25 @@ def _places(
     A backward operation of the root goes with the forward operations of its module. If that module runs on
     both sides of the blocks, the operation is in `leave` until the backward of a block has run.
     """
-    known: dict[str, str] = {}
     units = set(names)
 
+    @functools.cache
     def block(path: str) -> str:
-        if path not in known:
-            parts = path.split(".")
-            prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-            known[path] = next((prefix for prefix in prefixes if prefix in units), "")
-        return known[path]
+        return next((module for module in enclosing_modules(f"{path}.") if module in units), "")
 
-    before: set[str] = set()
-    after: set[str] = set()
-    block_ran = False
+    sides: dict[str, set[str]] = defaultdict(set)  # module of the root -> places of its forward operations
+    forward, backward = "enter", "leave"
     for operation in operations:
-        block_ran = block_ran or bool(block(operation.module))
-        if not operation.backward and not block(operation.module):
-            (after if block_ran else before).add(operation.module)
-    block_ran = back = False
-    for operation in operations:
-        module, name = operation.module, block(operation.module)
-        block_ran = block_ran or bool(name)
-        back = back or bool(name and operation.backward)
-        if name:
-            yield name, operation
-        elif not operation.backward:
-            yield "leave" if block_ran else "enter", operation
-        elif (module in before) != (module in after):
-            yield "enter" if module in before else "leave", operation
+        if name := block(operation.module):
+            forward, place = "leave", name
+            backward = "enter" if operation.backward else backward
+        elif operation.backward:
+            found = sides[operation.module]
+            place = next(iter(found)) if len(found) == 1 else backward
         else:
-            yield "enter" if back else "leave", operation
+            place = forward
+            sides[operation.module].add(place)
+        yield place, operation
 
 
 def _counted(operation: TracedOperation, divided: Mapping[int, int]) -> CountedOperation:
