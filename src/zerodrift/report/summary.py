@@ -51,7 +51,7 @@ _OPTION_MARKS = (
     ("Muon", "updated by Muon"),
     ("AdamW", "updated by AdamW, next to Muon"),
     ("fp8", "the products of these linear layers have fp8 operands, and results in the compute dtype"),
-    ("fp8-hp-grad-weight", "so have their products but that for the weight's gradient"),
+    ("fp8-hp-grad-weight", "like fp8, except for the product that computes the weight's gradient"),
 )
 
 OUTPUT = {"keep": "its own dtype", "input": "its input's dtype"}

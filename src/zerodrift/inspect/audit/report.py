@@ -102,8 +102,8 @@ class Audit:
         return report.render([*head, *report.sections_text(sections, width)], color, width)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all numbers of the audit as JSON values."""
-        value: dict[str, Any] = _plain(asdict(self))
+        """Return all numbers of the audit as JSON values. Those that are not finite become texts."""
+        value: dict[str, Any] = report.as_json.json_value(asdict(self), str)
         if self.recommendation is not None:
             value["recommendation"]["removed"] = self.recommendation.removed
             value["recommendation"]["config"] = self.recommendation.config()
@@ -113,15 +113,6 @@ class Audit:
 
     def __str__(self) -> str:
         return self.text()
-
-
-def _plain(value: Any) -> Any:
-    """Make JSON values. Numbers that are not finite become `nan` or `inf` as text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def audit_page(audit: Audit) -> str:

@@ -166,12 +166,4 @@ def comparison_json(found: SideComparison) -> str:
         "tried": list(tried),
         "notes": list(found.notes),
     }
-    return json.dumps(_finite(data), indent=1) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(report.as_json.json_value(data, lambda _: None), indent=1) + "\n"
