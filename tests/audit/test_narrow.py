@@ -16,11 +16,11 @@ from tests.audit.planted import words
 from zerodrift.api import make_plan
 from zerodrift.dtypes import ADMITTED, parse_among
 from zerodrift.inspect.audit import variants
-from zerodrift.inspect.audit.advice import PinSearch
+from zerodrift.inspect.audit.advice import Trials, bytes_of
 from zerodrift.inspect.audit.entry import audit
 from zerodrift.inspect.audit.estimates import AuditSetup, run_three_passes
 from zerodrift.inspect.audit.report import Audit, audit_page
-from zerodrift.inspect.audit.results import rules_text
+from zerodrift.inspect.audit.results import FormatPoint, rules_text
 from zerodrift.inspect.audit.runs import Subject, drift
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.plan.bill import cost
@@ -74,9 +74,11 @@ def test_replays_of_a_narrow_plan_have_its_formats(
     assert 0.05 < alone.rms / passes.total.rms < 0.9
     assert wide.rms > 0.5 * passes.total.rms  # the other matrices keep their format
     assert estimate is None or cell == "compute" or 0.4 < estimate.rms / alone.rms < 2.5
-    search = PinSearch(setup, ran, plan.policy, passes.reference, 1.0, "rest", lambda *_: None)
-    other = search.point(type(plan.policy.mode)(mode), [])
+    start = FormatPoint(passes.total, bytes_of(setup, plan.policy))
+    trials = Trials(setup, ran, plan.policy, passes.reference, start, lambda *_: None)
+    other = trials.point([], type(plan.policy.mode)(mode))
     assert other is not None and other.drift.rms > 0.7 * passes.total.rms
+    assert (other.drift == passes.total) == (mode == str(plan.policy.mode))
 
 
 def test_a_narrow_wire_is_measured_on_one_rank() -> None:

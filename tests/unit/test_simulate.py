@@ -23,16 +23,9 @@ from zerodrift import (
 )
 from zerodrift.api import empty, make_plan
 from zerodrift.dtypes import DType
-from zerodrift.inspect.simulate.cluster import (
-    Cluster,
-    built_in,
-    collective_time,
-    read_cluster,
-)
-from zerodrift.inspect.simulate.simulation import (
-    simulate,
-    sweep,
-)
+from zerodrift.inspect.simulate import streams
+from zerodrift.inspect.simulate.cluster import Cluster, built_in, collective_time, read_cluster
+from zerodrift.inspect.simulate.simulation import simulate, sweep
 from zerodrift.inspect.simulate.work import CountedOperation, UnitWork, Work, count_work
 from zerodrift.model.inputs import Inputs
 from zerodrift.pipeline.schedules import timeline
@@ -125,15 +118,17 @@ def test_what_is_recomputed_takes_time_and_no_memory() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_step_sends_the_plans_list_and_is_computing_and_waiting_and_nothing_else(stage: int) -> None:
+def test_a_step_sends_the_plans_list_and_is_computing_and_waiting_and_nothing_else(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = plan(16, stage=stage, sharding={"replicate": 2}, gradient_accumulation_steps=3)
+    sent: list[Collective] = []
+    monkeypatch.setattr(
+        streams, "collective_time", lambda call, *more: (sent.append(call), collective_time(call, *more))[1]
+    )
     found = simulate(made, work(made), cluster())
     assert found.seconds == pytest.approx(found.computed + found.exposed) and found.exposed > 0
-    names = [made.units[segment.unit].name for segment in made.segments]
-    assert list(found.sent) == [
-        (c.purpose, names[c.segment] if c.segment >= 0 else "", c.numel * c.dtype.size)
-        for c in collectives(made)
-    ]
+    assert sent == list(collectives(made))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -148,6 +143,19 @@ def test_a_pipeline_waits_as_long_as_its_order_says(schedule: str) -> None:
     found = simulate(made, amount, fast, timeline=order)
     assert found.idle / found.seconds == pytest.approx(order.bubble, rel=0.01)
     assert found.seconds == pytest.approx(found.computed + found.exposed + found.idle)
+
+
+def test_ranks_that_share_cores_take_longer_and_so_does_computing_beside_a_transfer() -> None:
+    made = plan(2)
+    slow = {"device": {**FAST["device"], "operation_us": 50.0}}
+    slow |= {"host": {"gb_per_s": 1.0, "latency_us": 5.0, "message_us": 1.0}}
+    alone, halved = (simulate(made, work(made), cluster(**slow, **more)) for more in ({}, {"cores": 1}))
+    assert halved.seconds == pytest.approx(2 * alone.seconds)
+    beside = streams.Streams(cluster(compute_beside_link=0.5))
+    beside.send(2.0)
+    beside.compute(0.5)
+    beside.compute(1.0)
+    assert beside.now == 2.5
 
 
 # --- how much a model computes --------------------------------------------------------------------------

@@ -8,7 +8,8 @@ Invariant: `Plan.from_json` reads the text of a plan and ignores the keys that a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from zerodrift.plan import Cost, Hidden, Plan, Timeline, Trace, TracedOperation
@@ -75,6 +76,15 @@ def support_json(cells: Sequence[SupportCell], states: Sequence[StateCell]) -> s
     excluded = [dict(zip(("by", "what", "reason", "do"), part, strict=True)) for part in parts]
     tables = {"cells": encode(list(cells)), "states": encode(list(states)), "storages": storages}
     return _text({**tables, "excluded": excluded})
+
+
+def json_value(value: Any, not_finite: Callable[[float], Any]) -> Any:
+    """Convert nested mappings and sequences. `not_finite` replaces inf and nan, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(key): json_value(item, not_finite) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(item, not_finite) for item in value]
+    return not_finite(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(document: Mapping[str, Any]) -> str:

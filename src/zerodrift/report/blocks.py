@@ -1,10 +1,10 @@
 """Blocks of a page, and the page that shows them: one HTML file that refers to nothing outside itself.
 
-A room says what is on its page: facts, tables, bars, charts. The templates in `html` say how a block looks,
-one macro per class, and `page.css` is the style of every page. They are templates of jinja2, which torch
-requires, so it is installed wherever zerodrift is. `frame` does the same for text on a terminal.
+The rooms of the package choose the blocks of their pages: facts, tables, bars, charts. The jinja2 templates
+in `html` have one macro for each class of block, and `page.css` is the style of all pages. torch requires
+jinja2, so it is always installed. `frame` draws the same blocks on a terminal.
 
-Invariant: a text is made legible and escaped, unless a template has made it.
+Invariant: every text is made legible and escaped, except the HTML of templates.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PageTable:
     caption: str = ""
     badge: str = ""
     id: str = ""
-    filtered: bool = False  # True for the table of a plan, which the script filters
+    filtered: bool = False  # True for the table of a plan, which has a field to filter it
     wide_only: Collection[str] = ()  # heads that a text of less than 80 columns leaves out
 
     def page_rows(self) -> list[PageRow]:
@@ -157,7 +157,7 @@ class PageHead:
 
 
 def page(title: str, head: PageHead, sections: Sequence[PageSection], digest: str = "") -> str:
-    """Return a page. `digest` is of the plan whose table is on it, or `""`; the script needs that table."""
+    """Return a page. A page with the table of a plan has the plan's `digest` and a script for the table."""
     shown = [section for section in sections if section.blocks]
     return _environment().get_template("page.html").render(
         title=title, head=head, sections=shown, digest=digest

@@ -1,7 +1,7 @@
 """Line charts as inline SVG: the geometry of lines, axes and marks, which the template `blocks.html` draws.
 
-Many points are drawn as few: each stretch of points becomes its mean, and its lowest and highest a band
-around it, so that no peak is lost. A value that is not a number leaves a gap.
+A line of many points is drawn through the means of stretches of points. A band from the lowest to the highest
+value of each stretch keeps every peak visible. Values that are not finite are left out.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class ChartLegend:
-    """Words about charts, and kinds of marks with their meaning."""
+    """Words about charts, and the kinds of marks with their meanings."""
 
     words: str
     kinds: Sequence[tuple[str, str]]
 
 
 def chart(spec: Chart, marks: Sequence[Mark] = (), tokens: float = 0.0) -> Drawing:
-    """Draw a chart. `tokens` of a step add a second row below the steps."""
+    """Draw a chart. With the number of `tokens` of a step, a second row of labels counts tokens."""
     labels = [(each.label, each.color) for each in spec.series] if len(spec.series) > 1 else []
     last = next((series.points[-1][1] for series in spec.series if series.points), math.nan)
     shown = spec.shown(last) if math.isfinite(last) else ""
@@ -179,7 +179,7 @@ def smoothing_steps(count: int) -> int:
 
 
 def smooth_values(values: Sequence[float], over: int) -> list[float]:
-    """Return a mean that weighs near values more, before and after alike, so that it does not lag."""
+    """Return the mean of two decaying means, forward and backward, so that it does not lag."""
     ahead, back = _decaying_means(values, over), _decaying_means(values[::-1], over)[::-1]
     return [(left + right) / 2 for left, right in zip(ahead, back, strict=True)]
 
@@ -212,7 +212,7 @@ def binary_ticks(high: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times powers of ten; over several powers these alone."""
+    """Return 1, 2 and 5 times powers of ten, or only powers of ten if there are more than two."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     ticks = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]

@@ -1,8 +1,8 @@
 """Explanation of one parameter, and the search for parameters by name or glob.
 
 `terminal` shows an explanation as text, `as_json` as JSON, and `engine.explain` returns it. A glob matches
-the full name and `*` crosses dots, as in `precision.rules`. A misspelt name is compared by components, as
-comparing it with tens of thousands of names takes seconds.
+the full name and `*` crosses dots, as in `precision.rules`. The components of a misspelt name are compared,
+because a comparison with tens of thousands of names takes seconds.
 
 Invariant: the slices of a parameter cover it exactly once. A search without a match is an error.
 """

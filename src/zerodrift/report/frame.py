@@ -61,7 +61,6 @@ def grid(
     rows: Sequence[Sequence[str]], most: Sequence[int], styles: Sequence[str], width: int | None = None
 ) -> RenderableType:
     """Set rows in columns of at most `most` cells each. The last column wraps in the rest of the line."""
-    table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     total = width or WIDTH
     needed = [
         min(limit, max((cell_len(legible(row[index])) for row in rows), default=0))
@@ -70,18 +69,16 @@ def grid(
     # A narrow terminal narrows the widest columns, so that the last one has room for words.
     while total < WIDTH and needed and max(needed) > _LEAST and sum(needed) + 2 * len(needed) > total * 0.65:
         needed[needed.index(max(needed))] -= 1
-    for wide, style in zip(needed, styles, strict=False):
-        table.add_column(width=wide, overflow="fold", style=style)
-    table.add_column(width=total - sum(needed) - 2 * len(needed), overflow="fold")
-    for row in rows:
-        table.add_row(*map(legible_text, row))
-    return table
+    widths = [*needed, total - sum(needed) - 2 * len(needed)]
+    cells = [list(map(legible_text, row)) for row in rows]
+    return columns(widths, cells, styles=(*styles, ""), gap=2, folds=True)
 
 
 def columns(
     widths: Sequence[int],
     rows: Iterable[Sequence[RenderableType]],
     right: Collection[int] = (),
+    styles: Sequence[str] = (),
     gap: int = 0,
     folds: bool = False,
 ) -> RenderableType:
@@ -93,6 +90,7 @@ def columns(
             justify="right" if number in right else "left",
             overflow="fold" if folds else "ellipsis",
             no_wrap=not folds,
+            style=styles[number] if styles else "",
         )
     for row in rows:
         table.add_row(*row)

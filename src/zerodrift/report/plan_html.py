@@ -1,6 +1,6 @@
 """The page of a plan. `summary` supplies its words, `rows` its lines, and `blocks` how they look.
 
-The script of the page only filters lines and unfolds reasons, so the page is complete on paper.
+The script of the page only filters lines and unfolds reasons, so a printed page is complete.
 """
 
 from __future__ import annotations

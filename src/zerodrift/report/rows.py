@@ -1,9 +1,9 @@
 """Lines of the table of a plan, grouped from tens of thousands of rows.
 
 Rows whose names differ only in numbers, and that agree in shape and in every column and reason, become
-one line: `model.layers.*.mlp.down_proj.weight`, 32 times. A `*` stands for every number that occurs at
-that place in the model. Fewer numbers are written out: `model.layers.0-2.mlp.down_proj.weight`. Rows that
-one pattern cannot express become several lines. `terminal` and `page` draw them.
+one line: `model.layers.*.mlp.down_proj.weight`, 32 times. A `*` stands for all numbers that occur at that
+place in the model. Other sets of numbers are written out: `model.layers.0-2.mlp.down_proj.weight`. Rows that
+one pattern cannot express become several lines. `terminal` and `plan_html` draw the lines.
 
 Invariant: the expanded patterns of all lines name every row of the plan exactly once.
 """
@@ -220,26 +220,15 @@ def _pattern(text: Template, box: Box, universe: dict[Template, set[int]]) -> st
 
 def ranges(numbers: Iterable[int]) -> str:
     """Format numbers as ranges: `0-2`, `0,5-7`, or `0-34:2` for every second number."""
-    ordered = sorted(numbers)
+    left = sorted(numbers)
     texts = []
-    start = 0
-    while start < len(ordered):
-        stop, step = _run(ordered, start)
-        low, high = ordered[start], ordered[stop - 1]
+    while left:
+        low, step = left[0], left[1] - left[0] if len(left) > 1 else 1
+        count = next((n for n, number in enumerate(left) if number != low + n * step), len(left))
+        if step > 1 and count < 3:
+            count = 1
+        high = left[count - 1]
         run = f"{low}-{high}" if step == 1 else f"{low}-{high}:{step}"
         texts.append(str(low) if low == high else run)
-        start = stop
+        left = left[count:]
     return ",".join(texts)
-
-
-def _run(ordered: Sequence[int], start: int) -> tuple[int, int]:
-    """Return the end and the step of the evenly spaced run at `start`. A run of two numbers has step 1."""
-    if start + 1 == len(ordered):
-        return start + 1, 1
-    step = ordered[start + 1] - ordered[start]
-    stop = start + 2
-    while stop < len(ordered) and ordered[stop] - ordered[stop - 1] == step:
-        stop += 1
-    if step > 1 and stop - start < 3:
-        return start + 1, 1
-    return stop, step

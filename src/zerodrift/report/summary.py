@@ -51,7 +51,7 @@ _OPTION_MARKS = (
     ("Muon", "updated by Muon"),
     ("AdamW", "updated by AdamW, next to Muon"),
     ("fp8", "the products of these linear layers have fp8 operands, and results in the compute dtype"),
-    ("fp8-hp-grad-weight", "so have their products but that for the weight's gradient"),
+    ("fp8-hp-grad-weight", "like fp8, except for the product that computes the weight's gradient"),
 )
 
 OUTPUT = {"keep": "its own dtype", "input": "its input's dtype"}
@@ -81,10 +81,10 @@ def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def _order(plan: Plan) -> str:
-    """Describe what the bits depend on; under the tree also who takes what, and the sums that wait."""
+    """Describe the order of sums, and for the tree the micro-batches of some ranks and the accumulators."""
     if not plan.policy.tree:
         found = (f"{each.value}; {each.why}" for each in plan.policy.decisions if each.key == ORDER)
-        return next(found, BY_RANK)  # plans from before there was a decision
+        return next(found, BY_RANK)  # old plans have no such decision
     count, ranks = plan.policy.batch.accumulation, plan.mesh.data
     kind = "data rank" if plan.mesh.pipeline > 1 else "rank"
     taken = {rank: _few(rank_micro_batches(plan, rank)) for rank in sorted({0, 1 % ranks, ranks - 1})}
@@ -188,8 +188,8 @@ def _when(sets: Iterable[ColumnSet]) -> str:
 
 
 def reasons(sets: Sequence[ColumnSet]) -> list[tuple[str, str, str]]:
-    """Return (sets, cells, reason) rows in the order of sets and columns. A reason that set other cells of
-    other sets has several rows, and is written out in the first."""
+    """Return (sets, cells, reason) rows in the order of sets and columns. A reason for different cells in
+    different sets has several rows, and only the first shows it."""
     order = [item.letter for item in sets]
     letters_of: dict[str, dict[str, list[str]]] = {}
     for item in sets:
@@ -320,7 +320,7 @@ def pipeline_facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, st
 
 
 def _imbalance(plan: Plan) -> str:
-    """Compare the dearest piece with the mean. The bubble assumes that all pieces take equal time."""
+    """Compare the most expensive piece with the mean. The bubble assumes that all pieces take equal time."""
     costs = [0] * pieces(plan.policy.pipeline, plan.mesh)
     for unit in plan.units:
         costs[unit.stage] += unit.products
@@ -332,7 +332,7 @@ def _imbalance(plan: Plan) -> str:
 
 
 def _travels(plan: Plan) -> str:
-    """Describe what is sent between pieces per token. The number of tokens is unknown before the run."""
+    """Describe the bytes between pieces per token. The number of tokens is unknown before the run."""
     count, known = crossings(plan), activations(plan)
     over = f"{several(count, 'boundary', 'boundaries')} between ranks"
     if known is None:

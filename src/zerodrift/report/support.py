@@ -1,6 +1,6 @@
-"""The support table as Markdown, which the terminal shows too.
+"""The support table as Markdown, for `docs/support.md` and the terminal.
 
-`policy/support.py` holds the cells and `resolve` obeys them. Each distinct reason has a letter.
+`policy/support.py` holds the cells, and `resolve` obeys them. Each distinct reason has a letter.
 
 Invariant: every cell of the table is shown, and every refusal has its reason.
 """
@@ -35,7 +35,7 @@ def _states(cells: Sequence[policy.StateCell]) -> Iterator[tuple[str, str]]:
 
 
 def _storages() -> Iterator[tuple[str, str]]:
-    """Yield each narrow format with its bytes, and what is refused with its backends."""
+    """Yield each narrow format with its bytes, then the status of trained and of frozen parameters."""
     cells = policy.narrow_storages()
     for storage in dict.fromkeys(cell.storage for cell in cells):
         yield storage, f"{DType(storage).nbytes(BLOCK) / BLOCK:.7g} bytes per element"

@@ -67,8 +67,8 @@ def _facts(plan: Plan, trace: Trace) -> list[tuple[str, str]]:
 
 
 def _findings(found: Sequence[Hidden]) -> Iterator[RenderableType]:
-    """Render findings by kind. Those that differ only in the numbers of their names share a pattern, and
-    names with the same text share it."""
+    """Render findings by kind. Findings that differ only in the numbers of their names share a pattern, and
+    patterns with the same text share a paragraph."""
     first: dict[tuple[str, Hashable], Hidden] = {}
     for each in found:
         first.setdefault((each.name, (each.kind, each.what, each.line, each.do)), each)

@@ -21,12 +21,12 @@ SHOWN = 20  # most lines of a table, the worst first
 
 @dataclass(frozen=True, slots=True)
 class UpdateLine:
-    """Update of one parameter, or of several together."""
+    """Statistics of the update of one parameter, or of several together."""
 
     name: str
     numel: int
-    moved: int  # elements that the update was to change
-    unseen: int  # elements that were to change and whose weight in the model kept its bits
+    moved: int  # elements that the update changes before rounding
+    unseen: int  # such elements whose weight in the model kept its bits
     lost: int  # unseen elements whose master kept its bits too, or that have no master
     underflow: int  # elements with a gradient whose last moment is stored as zero
     change_norm: float  # norm of the change before rounding
@@ -99,8 +99,8 @@ class UpdateReport:
 
 
 _WORDS = (
-    ("unseen", "of the elements that were to change: the weight that the model sees has the same bits"),
-    ("lost", "of the same: no master remembers it either; all of the update was rounded away"),
-    ("ratio", "norm of the wanted change over norm of the weight"),
+    ("unseen", "share of the elements to change whose weight in the model kept its bits"),
+    ("lost", "share of the elements to change whose update was rounded away, in the master too"),
+    ("ratio", "norm of the change before rounding over norm of the weight"),
     ("underflow", "elements with a gradient whose last moment is stored as zero"),
 )

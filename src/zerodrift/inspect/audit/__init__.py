@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from zerodrift.inspect.audit.estimates import probe, require_probe
     from zerodrift.inspect.audit.report import Audit, audit_page
     from zerodrift.inspect.audit.runs import (
-        LOSSES, REFUSED, Signals, Subject, forward_signals, load_subject, measure_gaps, router_flips, running,
-        this_rank,
+        LOSSES, REFUSED, Signals, Subject, changed_routes, forward_signals, load_subject, measure_gaps,
+        router_flips, running, this_rank,
     )  # fmt: skip
     from zerodrift.inspect.audit.tokens import (
         Batch, Ids, Recorded, read_ids, read_recorded, require_vocabulary,

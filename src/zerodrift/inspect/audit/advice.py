@@ -1,11 +1,11 @@
 """Recommend pins within a budget of bytes, and narrow formats within a limit on the drift from fp32.
 
-Modules whose paths differ in numbers alone are one group. Groups are pinned in the order of their worth per
-element, in the plan's mode and then under autocast. Formats are run alone, one group at a time, and then
-added, those first that save most for the squared drift that they add. A trial of a format is the rule that a
-person pastes, read as the config reads it.
+Modules whose paths differ only in numbers are one group. Groups are pinned in the order of their worth per
+element, in the plan's mode and then under autocast. Each format is first run alone for each group. Then
+formats are added, first those that save most bytes for the squared drift that they add. The rules of a format
+are read as the config reads them.
 
-Invariant: every point is a run of the plan with the rules that are printed; nothing is chosen by its name.
+Invariant: every point is a run of the plan with the rules that are printed. No name of a module matters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zerodrift.inspect.audit.results import FormatPoint, FormatTrial, Point
 from zerodrift.inspect.audit.runs import REFUSED, Drift, Signals, backward_signals, drift, plan_for, running
 from zerodrift.mesh import MeshShape
 from zerodrift.plan import Plan, Row, cost
-from zerodrift.policy import Columns, Mode, Output, Policy, ResolvedRule, glob, is_by_rule, resolve
+from zerodrift.policy import PIN, Columns, Mode, Output, Policy, ResolvedRule, glob, is_by_rule, resolve
 
 MANY = 0.05  # relative change from which a parameter is counted
 ENOUGH = 0.9  # share of the removable squared drift that a recommendation stops at
@@ -43,11 +43,11 @@ class Candidate:
     names: tuple[str, ...]
     numel: int
     square: float  # squared drift, by replay if there was one, else by estimate
-    output: Output | None = None  # output of their modules; None for that of their kind
+    output: Output | None = None  # output of their modules; None for the default
 
 
 def candidates(plan: Plan, worth: Mapping[str, float]) -> list[Candidate]:
-    """Modules with something narrow in their forward, by worth per element."""
+    """Return groups of modules with a narrow forward, the largest worth per element first."""
     grouped: dict[str, list[Row]] = {}
     for row in plan.rows:
         if row.columns.compute.is_floating:
@@ -63,7 +63,7 @@ def candidates(plan: Plan, worth: Mapping[str, float]) -> list[Candidate]:
 
 
 def pattern_of(plan: Plan, names: Sequence[str]) -> str:
-    """One glob for exactly these parameters, or the first name if there is none."""
+    """Return a glob for exactly these parameters, or the first name if there is none."""
     folded = {re.sub(r"\d+", "*", name) for name in names}
     paths = dict.fromkeys(name.rpartition(".")[0] for name in (*folded, *names))
     for pattern in (*(folded if len(folded) == 1 else ()), *(f"{path}.*" for path in paths)):
@@ -86,48 +86,70 @@ def rules_for(point: Point) -> tuple[Mapping[str, str], ...]:
     return tuple(rules)
 
 
-def bytes_of(plan: Plan) -> results.Bytes:
+def bytes_of(setup: AuditSetup, policy: Policy) -> results.Bytes:
+    """Count the bytes of the model under a policy without running it."""
+    plan = plan_for(setup.subject, policy, setup.mesh)
     bill = cost(plan)
     compute = sum(row.numel * row.columns.compute.size for row in plan.rows)
     return results.Bytes(bill.rest.total, bill.peak.total, bill.wire, compute)
 
 
 @dataclass(frozen=True, slots=True)
-class PinSearch:
-    """A search for pins, from the plan as it was run."""
+class Trials:
+    """Runs of the plan with more rules."""
 
     setup: AuditSetup
-    plan: Plan
-    whole: Policy  # the policy with its optimizer, for the bytes
+    plan: Plan  # the plan that was run
+    whole: Policy  # the plan's policy with its optimizer, for the bytes
     reference: Signals
-    budget: float
-    of: results.ByteKind
+    start: FormatPoint  # the plan as it is
     progress: Progress
 
-    def point(self, mode: Mode, taken: Sequence[Candidate], most: float = math.inf) -> Point | None:
-        """Measure a point; None if the model cannot run so, or if its bytes are more than `most`."""
-        names = {name: candidate.output for candidate in taken for name in candidate.names}
-        policies = [self.plan.policy, self.whole]
-        if mode is not self.plan.policy.mode:  # under autocast to the same dtype
-            policies = [variants.autocast_policy(policy, mode) for policy in policies]
-        run, billed = (variants.pinned_policy(policy, names) for policy in policies)
-        try:
-            seen, plan = self.setup.signals(run), plan_for(self.setup.subject, billed, self.setup.mesh)
-        except REFUSED:
-            return None  # an output does not fit what comes after it
-        pins = tuple((candidate.pattern, candidate.names, candidate.output) for candidate in taken)
-        point = Point(str(mode), pins, drift(seen, self.reference), bytes_of(plan))
-        return point if getattr(point.bytes, self.of) <= most else None
+    def bytes(self, rules: Sequence[ResolvedRule], mode: Mode | None = None) -> results.Bytes:
+        return bytes_of(self.setup, _changed(self.whole, rules, mode))
 
-    def recommend(self, first: Signals, found: Sequence[Candidate]) -> results.Recommendation:
+    def drift(self, rules: Sequence[ResolvedRule], mode: Mode | None = None) -> Drift:
+        return drift(self.setup.signals(_changed(self.plan.policy, rules, mode)), self.reference)
+
+    def point(self, rules: Sequence[ResolvedRule], mode: Mode | None = None) -> FormatPoint | None:
+        """Measure a trial, or return None if the plan or the model does not admit the rules."""
+        try:
+            return FormatPoint(self.drift(rules, mode), self.bytes(rules, mode))
+        except REFUSED:
+            return None
+
+
+def _changed(policy: Policy, rules: Sequence[ResolvedRule], mode: Mode | None) -> Policy:
+    """Add rules, and change the mode to autocast to the same dtype."""
+    other = policy if mode in (None, policy.mode) else variants.autocast_policy(policy, mode)
+    return variants.with_rules(other, rules)
+
+
+@dataclass(frozen=True, slots=True)
+class PinSearch:
+    """A search for pins."""
+
+    trials: Trials
+    budget: float
+    of: results.ByteKind
+
+    def point(self, mode: Mode, taken: Sequence[Candidate], most: float = math.inf) -> Point | None:
+        """Measure pins. Return None if the model cannot run with them, or for more bytes than `most`."""
+        named = [(name, candidate.output) for candidate in taken for name in candidate.names]
+        rules = [variants.make_rule(name, dict(PIN), pin=True, output=output) for name, output in named]
+        point = self.trials.point(rules, mode)
+        if point is None or getattr(point.bytes, self.of) > most:
+            return None
+        pins = tuple((candidate.pattern, candidate.names, candidate.output) for candidate in taken)
+        return Point(str(mode), pins, point.drift, point.bytes)
+
+    def recommend(self, found: Sequence[Candidate]) -> results.Recommendation:
         """Measure points from the plan as it is to everything pinned, and choose one."""
-        own = self.plan.policy.mode
-        self.progress("pins", 0, 1)
-        start = self.point(own, [])
-        if start is None:
-            raise AssertionError(f"the plan was run in mode {own}, and cannot be run again")
-        start = replace(start, drift=drift(first, self.reference))
-        everything = tuple(row.name for row in self.plan.rows if row.columns.compute.is_floating)
+        plan, first = self.trials.plan, self.trials.start
+        own = plan.policy.mode
+        self.trials.progress("pins", 0, 1)
+        start = Point(str(own), (), first.drift, first.bytes)
+        everything = tuple(row.name for row in plan.rows if row.columns.compute.is_floating)
         widest = self.point(own, [Candidate("*", everything, 1, 0.0)]) or start
         goal = start.drift.square - ENOUGH * (start.drift.square - widest.drift.square)
         most = getattr(start.bytes, self.of) * (1 + self.budget)
@@ -143,8 +165,9 @@ class PinSearch:
     def _pin(self, mode: Mode, found: Sequence[Candidate], goal: float, most: float) -> list[Point]:
         """Pin more candidates until enough of the drift is gone, then leave out those that are not needed.
 
-        One is added at a time at first, then twice as many each time. Where the model cannot run with the
-        outputs of their kind, they return their input's dtype. The most elements are left out first.
+        At first one candidate is added at a time, then twice as many each time. If the model cannot run with
+        the default outputs of their modules, the modules return their input's dtype. The candidates with most
+        elements are left out first.
         """
         kept: list[Candidate] = []
         points: list[Point] = []
@@ -154,7 +177,7 @@ class PinSearch:
         pairs = itertools.pairwise([0, *ends, len(found)])
         steps = [(low, high) for low, high in pairs if low < high]
         for number, (low, high) in enumerate(steps):
-            self.progress(f"pins, mode {mode}", number, len(steps))
+            self.trials.progress(f"pins, mode {mode}", number, len(steps))
             added = list(found[low:high])
             point = self.point(mode, [*kept, *added])
             if point is None:
@@ -167,7 +190,7 @@ class PinSearch:
                     break
         largest = sorted(kept, key=lambda one: -one.numel)[:STEPS]
         for number, candidate in enumerate(largest if points and points[-1].drift.square <= goal else ()):
-            self.progress(f"pins less, mode {mode}", number, len(largest))
+            self.trials.progress(f"pins less, mode {mode}", number, len(largest))
             fewer = [one for one in kept if one is not candidate]
             point = self.point(mode, fewer, most)
             if point is not None and point.drift.square <= goal:
@@ -183,7 +206,7 @@ def take_steps(engine: Engine, setup: AuditSetup, count: int) -> None:
 
 
 def narrower_columns(setup: AuditSetup, plan: Plan, whole: Policy) -> list[results.NarrowerColumn]:
-    """Measure a bf16 wire and 8-bit moments, where they are wide now and the plan admits them narrow."""
+    """Measure a bf16 wire and 8-bit moments if they are fp32 now and the plan admits the change."""
     updates = [row.columns.update for row in plan.rows if row.columns.update is not None]
     asked = []
     if (
@@ -199,7 +222,7 @@ def narrower_columns(setup: AuditSetup, plan: Plan, whole: Policy) -> list[resul
         demands = tuple(demand for demand in whole.demands if demand[0] != key)
         narrow = replace(whole, demands=(*demands, (key, value, "the audit")))
         try:
-            before, after = (bytes_of(plan_for(setup.subject, p, setup.mesh)) for p in (whole, narrow))
+            before, after = (bytes_of(setup, policy) for policy in (whole, narrow))
             if column == "reduce":
                 without = (replace(policy, optimizer=None) for policy in (narrow, whole))
                 changes = gradient_distances(setup, *without)
@@ -216,13 +239,14 @@ def narrower_columns(setup: AuditSetup, plan: Plan, whole: Policy) -> list[resul
 
 
 def _update_distances(setup: AuditSetup, asked: Policy, policy: Policy) -> dict[str, float]:
-    """Parameter -> distance of where three steps lead under two policies, over how far under the second."""
+    """Return by parameter the distance between its values after three steps under two policies, over the
+    length of those steps under the second."""
     with running(setup.subject, replace(policy, schedule=None), setup.mesh) as engine:
         trained = [row.name for row in engine.plan.rows if row.trained]
         ends = {name: engine.parameter(name).master.cpu() for name in trained}
         take_steps(engine, setup, 3)
         lengths = {}
-        for name, start in ends.items():  # one at a time: a start is dropped where its end is known
+        for name, start in ends.items():  # one at a time, to hold only one set of values
             ends[name] = engine.parameter(name).master.cpu()
             lengths[name] = float((ends[name] - start).norm())
     with running(setup.subject, replace(asked, schedule=None), setup.mesh) as engine:
@@ -259,23 +283,18 @@ def parse_goal(text: str, where: str = "narrow") -> results.FormatGoal:
 
 @dataclass(frozen=True, slots=True)
 class FormatSearch:
-    """A search for narrow formats, from the plan as it was run."""
+    """A search for narrow formats."""
 
-    setup: AuditSetup
-    plan: Plan
-    whole: Policy  # the policy with its optimizer, for the bytes
-    reference: Signals
-    start: FormatPoint  # the plan as it is
+    runs: Trials
     goal: results.FormatGoal
-    progress: Progress
 
     def recommend(self) -> results.FormatAdvice:
         """Run every group in every format, then add groups until the limit."""
-        goal, start = self.goal, self.start
+        goal, start = self.goal, self.runs.start
         limit = goal.limit * start.drift.rms if goal.is_multiple else goal.limit
         trials = self._asked()
         for number, trial in enumerate(trials):
-            self.progress("narrow formats, alone", number, len(trials))
+            self.runs.progress("narrow formats, alone", number, len(trials))
             trials[number] = trial if trial.left_out else self._alone(trial)
         chosen = self._add(trials, limit)
         most = self._everything(trials, chosen)
@@ -286,7 +305,7 @@ class FormatSearch:
     def _asked(self) -> list[FormatTrial]:
         """Return a trial of every group of matrices in every format, none of them run."""
         groups: dict[tuple[str, results.FormatColumn, str], list[Row]] = {}
-        for row in self.plan.rows:
+        for row in self.runs.plan.rows:
             if row.columns.compute.is_floating and len(row.shape) > 1:
                 path = re.sub(r"\d+", "*", row.name.rpartition(".")[0])
                 column: results.FormatColumn = "gather" if row.trained else "storage"
@@ -297,28 +316,29 @@ class FormatSearch:
             names = tuple(row.name for row in rows)
             numel = sum(row.whole_numel for row in rows)
             for word in FORMATS[column][: 1 if reason else None]:
-                rules = _rules(self.plan, rows, column, word)
-                pattern = rules[0]["match"] if len(rules) == 1 else pattern_of(self.plan, names)
+                rules = _rules(self.runs.plan, rows, column, word)
+                pattern = rules[0]["match"] if len(rules) == 1 else pattern_of(self.runs.plan, names)
                 trials.append(FormatTrial(pattern, names, column, word, numel, rules, left_out=reason))
         return trials
 
     def _alone(self, trial: FormatTrial) -> FormatTrial:
         """Run a trial with everything else as planned, unless it saves nothing or is not admitted."""
         try:
-            after = self._bytes(trial.rules)
+            rules = _resolved(trial.rules)
+            after = self.runs.bytes(rules)
             if reason := self._useless(trial.column, after):
                 return replace(trial, left_out=reason)
-            return replace(trial, alone=FormatPoint(self._drift(trial.rules), after))
+            return replace(trial, alone=FormatPoint(self.runs.drift(rules), after))
         except REFUSED as error:
             return replace(trial, left_out=f"refused by the plan ({_reason(error)})")
 
     def _useless(self, column: results.FormatColumn, after: results.Bytes) -> str:
         """Return why a format saves no bytes; `""` if it does, or is for speed."""
-        before = self.start.bytes
+        before = self.runs.start.bytes
         if self.goal.of == "speed":
             return ""
         if column == "gather" and after.wire >= before.wire:
-            alone = self.setup.mesh.world == 1
+            alone = self.runs.plan.mesh.world == 1
             where = "nothing travels on one rank, as it does under torchrun"
             return f"because {where if alone else 'it saves no bytes on the wire'}"
         saves = after.sum < before.sum
@@ -331,19 +351,19 @@ class FormatSearch:
         count = len(left)
 
         def worth(number: int) -> tuple[float, float]:
-            """Saved bytes, or elements in a narrow product, for each squared drift; and how many."""
+            """Return the saved bytes, or the elements in narrow products, per squared drift, and in all."""
             before = next((n for n in chosen if trials[n].names == trials[number].names), None)
-            old = self.start if before is None else trials[before].alone
+            old = self.runs.start if before is None else trials[before].alone
             new = trials[number].alone
             assert new is not None and old is not None, "a trial that was chosen was run"
             saved = old.bytes.sum - new.bytes.sum
             if self.goal.of == "speed":
                 saved = trials[number].numel if before is None else 0
-            added = new.drift.square - max(old.drift.square, self.start.drift.square)
+            added = new.drift.square - max(old.drift.square, self.runs.start.drift.square)
             return (saved / added if added > 0 else math.inf, saved)
 
         while left:
-            self.progress("narrow formats, together", count - len(left), count)
+            self.runs.progress("narrow formats, together", count - len(left), count)
             left = {number for number in left if worth(number)[1] > 0}
             if not left:
                 break
@@ -367,20 +387,8 @@ class FormatSearch:
         return None if numbers == sorted(chosen) else self._point([trials[n] for n in numbers])
 
     def _point(self, trials: Sequence[FormatTrial]) -> FormatPoint | None:
-        """Run several formats together; None if the plan or the model does not admit that."""
-        rules = [rule for trial in trials for rule in trial.rules]
-        try:
-            return FormatPoint(self._drift(rules), self._bytes(rules))
-        except REFUSED:
-            return None
-
-    def _bytes(self, rules: Sequence[Mapping[str, str]]) -> results.Bytes:
-        policy = variants.with_rules(self.whole, _resolved(rules))
-        return bytes_of(plan_for(self.setup.subject, policy, self.setup.mesh))
-
-    def _drift(self, rules: Sequence[Mapping[str, str]]) -> Drift:
-        policy = variants.with_rules(self.plan.policy, _resolved(rules))
-        return drift(self.setup.signals(policy), self.reference)
+        """Run several formats together."""
+        return self.runs.point(_resolved([rule for trial in trials for rule in trial.rules]))
 
 
 def _rules(plan: Plan, rows: Sequence[Row], column: str, word: str) -> tuple[Mapping[str, str], ...]:
@@ -398,7 +406,8 @@ def _resolved(rules: Sequence[Mapping[str, str]]) -> tuple[ResolvedRule, ...]:
 
 
 def _reason_against(columns: Columns, column: results.FormatColumn) -> str:
-    """Return why a parameter is not tried: a rule has decided, or it is narrow; `""` if it is tried."""
+    """Return why no format is tried for a parameter, or `""`: a rule decides its column, or the column is
+    narrow already."""
     reasons = columns.reasons()
     decided = reasons.get("products", reasons[column]) if column == "compute" else reasons[column]
     if columns.pinned or is_by_rule(decided):

@@ -1,12 +1,12 @@
-"""Audit a plan: which dtype decision costs how much, and which pins buy it back.
+"""Audit a plan: measure what each dtype decision costs, and recommend pins.
 
     found = audit(plan, model, batches)
     print(found.text())
 
-Three passes estimate the worth of every cell. The cells that are worth most are replayed, one at a time; pins
-are searched within a budget and measured; defects are found.
+Three passes estimate the worth of every cell. The cells with the largest estimates are replayed one at a
+time, pins are searched within a budget and measured, and defects are found.
 
-Invariant: the caller's model is not touched, and a number that is stated as a fact was run.
+Invariant: the caller's model is not touched, and every number that is not called an estimate was run.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from zerodrift.comm import started, usable_accelerator
-from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, MeshError
-from zerodrift.inspect.audit import advice, estimates, variants
+from zerodrift.inspect.audit import advice, estimates, runs, variants
 from zerodrift.inspect.audit.advice import Progress
 from zerodrift.inspect.audit.estimates import AuditSetup, PassResults
 from zerodrift.inspect.audit.findings import find_defects, narrowed_groups
@@ -36,15 +35,7 @@ from zerodrift.inspect.audit.results import (
     GradientLine,
     UpdateCost,
 )
-from zerodrift.inspect.audit.runs import (
-    REFUSED,
-    Subject,
-    check_batches,
-    drift,
-    plan_for,
-    router_flips,
-    running,
-)
+from zerodrift.inspect.audit.runs import Subject
 from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.optimizers import of_type
@@ -66,13 +57,14 @@ def audit(
     told: Progress | None = None,
     narrow: str | None = None,
 ) -> Audit:
-    """Measure what the dtypes of a plan cost, with micro-batches of this rank. A call of all ranks.
+    """Measure what the dtypes of a plan cost, with micro-batches of this rank. All ranks must call it.
 
-    `model` is a module, which is copied and stays as it is, or a function that builds one, which is called
-    inside `empty()` and whose values are those of `weights` or its own. `budget` is the share of bytes that
-    pins may cost, None for findings alone; `of` is memory at `rest`, at `peak` or on the `wire`. `confirm`
-    cells of the shortlist are replayed. `narrow` is `bytes` or `speed`: narrow formats are chosen for it
-    while the drift stays within 1.5 times the plan's, or another limit, as in `bytes:2x` or `bytes:0.01`.
+    `model` is a module, which is copied, or a function that builds one inside `empty()`. `weights` names
+    files with its values; without it, the values are the model's own. `budget` is the share of more bytes
+    that pins may cost, or None to search for no pins. `of` says which bytes: at `rest`, at `peak` or on the
+    `wire`. `confirm` is the number of cells of the shortlist to replay. `narrow` is `bytes` or `speed`, the
+    purpose for which narrow formats are chosen. Their drift stays within 1.5 times the plan's, or within
+    another limit, as in `bytes:2x` or `bytes:0.01`.
     """
     goal = None if narrow is None else advice.parse_goal(narrow)
     return audit_subject(plan, Subject.of(model, weights), batches, budget, of, confirm, told, goal)
@@ -102,7 +94,7 @@ def audit_subject(
     kind = "cuda" if accelerator is None else accelerator.type
     progress = told or (lambda what, done, count: None)
     whole = variants.for_micro_batches(plan.policy, len(batches), plan.mesh.data)
-    setup = AuditSetup(subject, variants.without_update(whole), plan.mesh, check_batches(batches))
+    setup = AuditSetup(subject, variants.without_update(whole), plan.mesh, runs.check_batches(batches))
     recommended, replayed = None, []
     with torch.random.fork_rng(devices, device_type=kind):
         progress("shortlist", 0, 1)
@@ -117,16 +109,15 @@ def audit_subject(
             if (one := _replay(setup, ran, results, choice)) is not None:
                 replayed.append(one)
         worth = _worth(results, replayed)
+        start = FormatPoint(results.total, advice.bytes_of(setup, whole))
+        trials = advice.Trials(setup, ran, whole, results.reference, start, progress)
         if budget is not None and results.total.square > 0 and any(worth.values()):
-            search = advice.PinSearch(setup, ran, whole, results.reference, budget, of, progress)
-            recommended = search.recommend(results.planned, advice.candidates(ran, worth))
+            found = advice.candidates(ran, worth)
+            recommended = advice.PinSearch(trials, budget, of).recommend(found)
         narrower = advice.narrower_columns(setup, ran, whole) if confirm and budget is not None else []
-        formats = None
-        if goal is not None:
-            start = FormatPoint(results.total, advice.bytes_of(plan_for(subject, whole, plan.mesh)))
-            trials = advice.FormatSearch(setup, ran, whole, results.reference, start, goal, progress)
-            formats = trials.recommend()
+        formats = advice.FormatSearch(trials, goal).recommend() if goal is not None else None
         findings = find_defects(ran, subject, results, gradients, updates, replayed)
+    flips = runs.router_flips(results.planned, results.reference)
     return Audit(
         source=plan.source,
         digest=plan.digest,
@@ -141,7 +132,7 @@ def audit_subject(
         places=tuple(results.places),
         gradients=tuple(gradients),
         updates=tuple(updates),
-        flips={name: count for name, (count, _) in router_flips(results.planned, results.reference).items()},
+        flips={name: count for name, (count, _) in flips.items()},
         caused=tuple((each.choice, each.alone.flips) for each in replayed if each.alone.flips),
         findings=tuple(findings),
         recommendation=recommended,
@@ -152,17 +143,14 @@ def audit_subject(
 
 
 def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[GradientLine]:
-    """Measure what `accumulate` and `reduce` do to each gradient: one run for all parameters, because each
-    affects its own alone."""
+    """Measure what `accumulate` and `reduce` do to each gradient. One run per column is enough, because the
+    columns of a parameter affect only its own gradient."""
     changes: dict[variants.Cell, dict[str, float]] = {"accumulate": {}, "reduce": {}}
     for cell in changes:
         rows = [row for row in plan.rows if cell in variants.narrow_cells(row.columns)]
         if rows and cell == "reduce" and setup.mesh.data == 1:
-            wires = {}
-            for row in rows:
-                if (update := row.columns.update) is not None:
-                    both = update.reduce.wire, update.reduce.sum
-                    wires[row.name] = min(both, key=lambda dtype: dtype.nbytes(BLOCK))
+            reductions = {row.name: row.columns.update.reduce for row in rows if row.columns.update}
+            wires = {name: variants.narrowest(one.wire, one.sum) for name, one in reductions.items()}
             changes[cell] = estimates.wire_rounding(setup, wires)
         elif rows:
             choice = Choice("*", cell, tuple(row.name for row in rows))
@@ -176,8 +164,8 @@ def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[G
 
 
 def _cells_to_replay(plan: Plan, results: PassResults, confirm: int) -> list[Choice]:
-    """The cells that are worth most, every router's, because no estimate counts flips, those that a rule made
-    narrower than the mode, however little they are worth, and fp8 products, which are not estimated."""
+    """Choose the cells with the largest estimates, and cells for which an estimate is not enough: those of
+    routers, those that a rule made narrower than the mode, and fp8 products."""
     if not confirm:
         return []
     chosen = [estimate.choice for estimate in results.estimates[:confirm] if estimate.square > 0]
@@ -200,21 +188,21 @@ def _cells_to_replay(plan: Plan, results: PassResults, confirm: int) -> list[Cho
 
 
 def _replay(setup: AuditSetup, plan: Plan, results: PassResults, choice: Choice) -> CellReplay | None:
-    """Return None if the model cannot run so, whatever its modules return."""
+    """Replay a cell. Return None if the model cannot run so, whatever dtype its modules return."""
     alone = wide = None
     outputs: tuple[Output | None, ...] = (None, "input")
     for output in outputs:
-        with contextlib.suppress(*REFUSED):
+        with contextlib.suppress(*runs.REFUSED):
             alone = alone or setup.signals(variants.isolated_policy(plan, choice, output), results.narrowed)
-        with contextlib.suppress(*REFUSED):
+        with contextlib.suppress(*runs.REFUSED):
             wide = wide or setup.signals(variants.widened_policy(plan, choice, output))
     if alone is None or wide is None:
         return None
-    return CellReplay(choice, drift(alone, results.reference), drift(wide, results.reference))
+    return CellReplay(choice, *(runs.drift(run, results.reference) for run in (alone, wide)))
 
 
 def _worth(results: PassResults, replayed: Sequence[CellReplay]) -> dict[str, float]:
-    """Parameter -> the largest squared drift of its forward cells, by replay, else by estimate."""
+    """Return by parameter the largest squared drift of its forward cells, as replayed or else estimated."""
     worth: dict[str, float] = {}
     whole = results.total.square
     known = {each.choice: max(each.alone.square, whole - each.widened.square) for each in replayed}
@@ -225,14 +213,14 @@ def _worth(results: PassResults, replayed: Sequence[CellReplay]) -> dict[str, fl
 
 
 def update_costs(setup: AuditSetup, policy: Policy) -> list[UpdateCost]:
-    """Measure two steps of every trained parameter; nothing without an optimizer of the plan's own."""
+    """Measure the updates of trained parameters in the second of two steps, if the plan has an optimizer."""
     if policy.optimizer is None:
         return []
     watched = replace(policy, statistics=True, schedule=None)
-    with running(setup.subject, watched, setup.mesh) as engine:
+    with runs.running(setup.subject, watched, setup.mesh) as engine:
         advice.take_steps(engine, setup, 2)
         if not engine.global_steps:
-            return []  # every step was skipped: gradients that are not finite are found elsewhere
+            return []  # all steps were skipped; other findings name gradients that are not finite
         costs = []
         for line in engine.update_statistics().lines:
             row = engine.plan.row(line.name)
@@ -240,7 +228,8 @@ def update_costs(setup: AuditSetup, policy: Policy) -> list[UpdateCost]:
             state = State.FP32 if update is None else update.state
             stuck, decays = 0.0, _decays(policy.optimizer) if state is State.BF16 else {}
             for moment, value in engine.parameter(line.name).state.items() if decays else ():
-                if moment in decays and value.numel():  # decay leaves some as they are, rounded to nearest
+                if moment in decays and value.numel():
+                    # Rounding to nearest undoes the decay of some elements.
                     after = (value * decays[moment]).to(State.BF16.dtype.torch).float()
                     stuck = max(stuck, float(((after == value) & (value != 0)).float().mean()))
             costs.append(UpdateCost(line.name, line.lost_share, line.underflow_share, stuck, str(state)))
@@ -248,12 +237,12 @@ def update_costs(setup: AuditSetup, policy: Policy) -> list[UpdateCost]:
 
 
 def _decays(optimizer: ComponentSpec) -> dict[str, float]:
-    """Moment -> its factor in a step."""
+    """Return by moment the factor by which a step multiplies it."""
     algorithm = of_type(optimizer.type)
     given = {**algorithm.defaults, **json.loads(optimizer.params)}
     if algorithm.moments == ("momentum_buffer",):
         return {"momentum_buffer": float(given.get("momentum", 0.0))}
     first, second = (float(beta) for beta in given.get("betas", (0.9, 0.999)))
-    if algorithm.moments == ("exp_avg",):  # Lion blends with the first, and keeps by the second
+    if algorithm.moments == ("exp_avg",):  # Lion: the second beta is of the moment
         return {"exp_avg": second}
     return {"exp_avg": first, "exp_avg_sq": second}

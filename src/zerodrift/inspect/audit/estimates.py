@@ -1,12 +1,12 @@
 """Estimate the worth of every cell in three passes, each a forward and a backward of every micro-batch.
 
-The first is the reference. The second is the plan, where each operation's errors are multiplied by the
-gradient of the loss; in the third by that of the targets' log-probabilities with random signs, and of
-routers' close calls. The worth of rounding stored values comes from the gradients of parameters. `probe` is
-the third pass alone, between the steps of a run that trains.
+The first pass runs the reference. The second runs the plan and multiplies the errors of each operation by the
+gradient of the loss. The third multiplies them by the gradient of the targets' log-probabilities with random
+signs, and of close calls of routers. The worth of rounding stored values comes from the gradients of
+parameters. `probe` is the third pass alone, between two steps of training.
 
-Invariant: the watched plan has the bits of an unwatched forward, or the audit ends with an error. A run that
-is probed goes on with the bits that it has without.
+Invariant: recording does not change the bits of a forward, or the audit ends with an error. A probe does not
+change the bits of a training run.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Values = Callable[[str], Tensor]  # parameter -> its values before they are roun
 
 @dataclass(slots=True)
 class PassResults:
-    reference: Signals  # without what the model's own code narrows
-    own: Drift  # drift that the model's own code causes
+    reference: Signals  # run in fp32, without the model's own casts to narrower dtypes
+    own: Drift  # drift that the model's own casts cause
     planned: Signals
     total: Drift
-    narrowed: frozenset[tuple[str, str]]  # (module, line) of what the model's own code narrows
+    narrowed: frozenset[tuple[str, str]]  # (module, line) of the model's own casts
     estimates: list[Estimate] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
-    own_places: list[tuple[Rounding, float]] = field(default_factory=list)  # own narrowing, with estimates
+    own_places: list[tuple[Rounding, float]] = field(default_factory=list)  # own casts, with estimated rms
     planned_places: list[Rounding] = field(default_factory=list)
     gradients: list[GradientLine] = field(default_factory=list)
     cosine: float = 1.0  # cosine of all gradients with the reference's
@@ -67,9 +67,9 @@ class AuditSetup:
     batches: Sequence[Batch]
 
     def signals(self, policy: Policy, widened: frozenset[tuple[str, str]] = frozenset()) -> Signals:
-        """Run forwards under a policy, with the model's own casts at `widened` left out.
+        """Run forwards under a policy, without the model's own casts at `widened`.
 
-        All parameters are frozen, which takes less memory, unless that would change what they are rounded to.
+        All parameters are frozen, to save memory, unless that would change their dtypes.
         """
         subject = self.subject if has_narrow_formats(policy) else self.subject.frozen()
         with running(subject, policy, self.mesh) as engine:
@@ -78,7 +78,7 @@ class AuditSetup:
 
 
 def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
-    """Run the passes; return the plan that was run too."""
+    """Run the passes, and return their results and the plan that was run."""
     began = time.perf_counter()
     own, batches = Roundings(), setup.batches
     with running(setup.subject, reference_policy(setup.policy), setup.mesh) as reference:
@@ -116,7 +116,8 @@ def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
                 got = "other log-probabilities where the same forward was watched"
                 do = "Does the model draw from generators of its own, or keep state in a forward?"
                 raise ZerodriftError("the audit", must, got=got, do=do)
-            _estimate(results, engine, true_values, found, scale, stored, moved)
+            estimated = _estimate(engine, true_values, found, scale, stored, moved)
+            results.estimates, results.places, results.planned_places = estimated
             whole = (row.name for row in engine.plan.rows if row.source is DType.FP32)
             held = {name: narrower_dtype_of(true_values(name)) for name in whole}
             results.coarse = {name: dtype for name, dtype in held.items() if dtype is not None}
@@ -142,12 +143,12 @@ def _require_finite(seen: Signals, engine: Engine) -> None:
 
 
 def narrower_dtype_of(values: Tensor) -> str | None:
-    """Return the narrower dtype that values were once rounded to, `""` if none holds them, None for values
-    such as ones and powers of two, which do not tell."""
+    """Return the narrower dtype that values were rounded to before, or `""` if no narrower dtype holds them.
+    Return None for values such as ones and powers of two, which every dtype holds."""
     bits = values.float().contiguous().view(torch.int32)
     for dtype, dropped in (("bf16", 16), ("fp16", 13)):
         if not bool((bits & ((1 << dropped) - 1)).any()):
-            # About half of rounded values have the last bit that is kept.
+            # In about half of rounded values the last bit of the narrower dtype is set.
             return dtype if float((bits >> dropped & 1).float().mean()) > 1 / 3 else None
     return ""
 
@@ -178,7 +179,7 @@ def _sum_over_ranks(engine: Engine, found: Roundings) -> list[Rounding]:
 
 
 def _compare_gradients(engine: Engine, reference: Engine) -> tuple[list[GradientLine], float]:
-    """Compare every trained parameter's gradient; return the cosine of all of them together too."""
+    """Compare the gradient of each trained parameter. Return also the cosine of all of them together."""
     lines, dot, mine, theirs = [], 0.0, 0.0, 0.0
     for row in engine.plan.rows:
         if not row.trained:
@@ -195,7 +196,8 @@ def _compare_gradients(engine: Engine, reference: Engine) -> tuple[list[Gradient
 
 
 def gradient_distances(setup: AuditSetup, policy: Policy, other: Policy) -> dict[str, float]:
-    """Parameter -> distance of its gradients under two policies over the norm of the second."""
+    """Return by parameter the distance between its gradients under two policies, over the norm of the
+    second."""
     with running(setup.subject, other, setup.mesh) as second:
         runs.backward_signals(second, setup.batches)
         with running(setup.subject, policy, setup.mesh) as first:
@@ -205,7 +207,8 @@ def gradient_distances(setup: AuditSetup, policy: Policy, other: Policy) -> dict
 
 
 def wire_rounding(setup: AuditSetup, wires: Mapping[str, DType]) -> dict[str, float]:
-    """Parameter -> share of its gradient that the wire takes if every micro-batch is another rank's."""
+    """Return by parameter the error of its gradient over the norm, if each micro-batch is sent by a rank of
+    its own in the wire's dtype."""
     sums: dict[str, Tensor] = {}  # sums over micro-batches of a gradient and of its error. Shape [2, ...]
     with running(setup.subject, setup.policy, setup.mesh) as engine:
         for batch in setup.batches:
@@ -235,11 +238,11 @@ class TargetScale:
     loss_scale: float
 
     def square(self, square: float) -> float:
-        """Convert the square of a micro-batch's gradient, whose backward began at a mean over its targets."""
+        """Convert the square of a gradient of a mean over the targets of a micro-batch."""
         return square * (self.targets / (self.batches * self.ranks)) ** 2 / self.targets
 
     def loss(self, place: Rounding) -> float:
-        """How far a place of the plan moves the mean loss."""
+        """Return the change of the mean loss by a place of the plan."""
         return place.signed / (self.loss_scale * self.batches * self.ranks)
 
 
@@ -254,27 +257,29 @@ def _effects(engine: Engine, true_values: Values) -> Iterator[tuple[Row, Tensor]
 
 
 def _estimate(
-    results: PassResults,
     engine: Engine,
     true_values: Values,
     found: Roundings,
     scale: TargetScale,
     stored_moves: Mapping[str, float],
     place_moves: Mapping[Key, float],
-) -> None:
-    """Add the worth of every cell and every place to the results.
+) -> tuple[list[Estimate], list[Place], list[Rounding]]:
+    """Return the worth of every cell, of every place without a parameter to charge, and the roundings of all
+    places.
 
-    The moves are first-order changes of the mean loss: by rounding a parameter's values, and by each place.
+    `stored_moves` and `place_moves` are first-order changes of the mean loss: by rounding the values of a
+    parameter, and by the errors at a place.
     """
-    plan = engine.plan
+    plan, whole = engine.plan, _sum_over_ranks(engine, found)
+    estimates: list[Estimate] = []
+    places: list[Place] = []
     owners: dict[str, str] = {}
     for path, module in engine.module.named_modules():
         own = sorted(module.named_parameters(path, recurse=False), key=lambda pair: -pair[1].ndim)
         if own and (row := plan.row(own[0][0])) is not None:
             owners[path] = row.name
     computed: dict[str, tuple[float, float]] = {}
-    for place in _sum_over_ranks(engine, found):
-        results.planned_places.append(place)
+    for place in whole:
         parameter = place.parameter or owners.get(place.module, "")
         square = scale.square(place.square / scale.loss_scale**2)
         loss = place_moves.get(place.key, 0.0)
@@ -283,15 +288,15 @@ def _estimate(
             computed[parameter] = before + square, lost + loss
         elif square:
             where = place.module, place.operation, place.line, place.dtype
-            results.places.append(Place(*where, math.sqrt(square), place.relative, place.typical, loss))
-    results.places.sort(key=lambda place: -place.rms)
+            places.append(Place(*where, math.sqrt(square), place.relative, place.typical, loss))
+    places.sort(key=lambda place: -place.rms)
     stored: dict[str, float] = {}
     for row, effect in _effects(engine, true_values):
         # The gradient of a parameter is a mean over micro-batches and ranks.
         stored[row.name] = float(effect.square().sum()) * scale.targets
         if "storage" in narrow_cells(row.columns):
             choice = Choice(row.name, "storage", (row.name,))
-            results.estimates.append(Estimate(choice, stored[row.name], stored_moves.get(row.name, 0.0)))
+            estimates.append(Estimate(choice, stored[row.name], stored_moves.get(row.name, 0.0)))
     modules: dict[str, list[Row]] = {}
     for row in plan.rows:
         if "compute" in narrow_cells(row.columns):
@@ -301,24 +306,25 @@ def _estimate(
         square = loss = 0.0
         for name in names:
             operations, lost = computed.get(name, (0.0, 0.0))
-            square += stored.get(name, 0.0) + 2 * operations  # inputs are rounded like outputs
+            square += stored.get(name, 0.0) + 2 * operations  # as much again for rounding the inputs
             loss += stored_moves.get(name, 0.0) + lost
-        results.estimates.append(Estimate(Choice(names[0], "compute", names), square, loss))
-    results.estimates.sort(key=lambda estimate: -estimate.square)
+        estimates.append(Estimate(Choice(names[0], "compute", names), square, loss))
+    estimates.sort(key=lambda estimate: -estimate.square)
+    return estimates, places, whole
 
 
 @dataclass(frozen=True, slots=True)
 class PrecisionProbe:
-    """Estimates at one step of a run."""
+    """Estimates at one step of a training run."""
 
-    rms: float  # all together, if they are independent of each other
+    rms: float  # of all together, if they are independent of each other
     cells: tuple[tuple[str, str, float], ...]  # (parameter, cell, rms), the largest first
     places: tuple[tuple[str, str, str, float], ...]
     """(module, line, operation, rms) without a parameter to charge."""
 
 
 def require_probe(plan: Plan) -> None:
-    """Refuse a run that cannot be probed, before it begins."""
+    """Refuse a run that cannot be probed."""
     policy = plan.policy
     reasons = {
         "a pipeline": policy.pipeline is not None,
@@ -331,28 +337,26 @@ def require_probe(plan: Plan) -> None:
 
 
 _PROBED = 12
-"""Most entries of a probe: the costliest parameters, and the costliest places."""
+"""Most parameters in a probe, and most places."""
 
 
 def probe(engine: Engine, batches: Sequence[Batch]) -> PrecisionProbe:
-    """Estimate between two steps, with the micro-batches of a step. A call of all ranks."""
+    """Estimate between two steps with the micro-batches of a step. All ranks must call it."""
     found = Roundings()
     before = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     with generators_kept(engine.mesh.device):
         try:
             seen = runs.forward_signals(engine, batches, _recording(engine, found), runs.signed_costs)
-            none = runs.drift(seen, seen)
-            results = PassResults(seen, none, seen, none, frozenset())
             scale = TargetScale(len(batches), engine.plan.mesh.data, len(seen.values), engine.scaler.scale)
-            _estimate(results, engine, lambda name: engine.parameter(name).master, found, scale, {}, {})
+            masters: Values = lambda name: engine.parameter(name).master  # noqa: E731
+            estimates, places, _ = _estimate(engine, masters, found, scale, {}, {})
         finally:
             engine.zero_grad()
     with torch.no_grad():
         for name, buffer in engine.module.named_buffers():
             if not torch.equal(buffer, before[name]):
                 buffer.copy_(before[name])
-    # Storage is part of `compute`, where both are narrow.
-    estimates, places = results.estimates, results.places
+    # The estimate of `compute` includes that of `storage`.
     counted = [each for each in estimates if each.choice.cell == "compute"] or estimates
     square = sum(each.square for each in counted) + sum(place.rms**2 for place in places)
     return PrecisionProbe(

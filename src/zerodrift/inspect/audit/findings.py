@@ -1,8 +1,8 @@
-"""Find defects by name, the heaviest first.
+"""Find defects that the mode of a plan does not explain.
 
-A low-precision run rounds everywhere; its mode explains that. A finding is what the mode does not explain.
+A low-precision run rounds everywhere, as its mode says. A finding is a loss of precision beyond that.
 
-Invariant: pure over what was measured. Each finding says what, where, how much, and how to mend it.
+Invariant: nothing runs here. Each finding says what is wrong, where, by how much, and how to mend it.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from zerodrift.dtypes import BLOCK
 from zerodrift.inspect.audit.advice import pattern_of
 from zerodrift.inspect.audit.estimates import PassResults
 from zerodrift.inspect.audit.results import AuditFinding, CellReplay, FindingKind, GradientLine, UpdateCost
 from zerodrift.inspect.audit.rounding import NARROW, Rounding
 from zerodrift.inspect.audit.runs import Subject
+from zerodrift.inspect.audit.variants import narrowest
 from zerodrift.plan import Plan, Row
 from zerodrift.policy import Reduction, is_by_rule
 from zerodrift.report import percent
 
 VANISHED = 0.25
-"""Share of an operation's norm that may be lost where numbers become zero. A softmax has small numbers that
-vanish, and loses nothing by it."""
+"""Share of an operation's norm that may be lost when numbers become zero. Small shares of a softmax often do,
+which changes nothing."""
 
-NOISE = 2e-6  # drift of fp32 itself
-GRADIENT = 1e-3  # share of a gradient's norm that `accumulate` may take; it is fp32 in every mode
-FAINT = 1e-4  # share of the norm of all gradients below which a gradient is rounded zero, as of a key's bias
-LOST = 0.05  # share of the changing elements that may be lost
-STUCK = 0.5  # share of a moment's elements that may not decay
-SMALL = 0.05  # share of the model's elements that is small
-LARGE = 0.25  # share of the squared drift, or of the flips, that is large
-ROUTED = 0.002  # share of all routing choices that one cell may flip
+NOISE = 2e-6  # rms drift of fp32 itself
+GRADIENT = 1e-3  # largest share of a gradient's norm that `accumulate` may lose; it is fp32 in every mode
+FAINT = 1e-4  # share of the norm of all gradients below which a gradient is noise, as of the bias of keys
+LOST = 0.05  # largest share of changing elements whose updates may be lost
+STUCK = 0.5  # largest share of a moment's elements that may not decay
+SMALL = 0.05  # largest share of the model's elements that a small tensor has
+LARGE = 0.25  # smallest share of the squared drift, or of the flips, that counts as large
+ROUTED = 0.002  # largest share of all routing choices that one cell may flip
 
 Findings = Iterator[AuditFinding]
 
@@ -47,7 +47,8 @@ def find_defects(
     updates: Sequence[UpdateCost],
     replayed: Sequence[CellReplay],
 ) -> list[AuditFinding]:
-    """Return the findings about a plan, one for a parameter's forward, or for a place of each kind."""
+    """Return the findings, the heaviest first. The forward of a parameter has at most one, and so has each
+    kind at each place."""
     found = [
         *_out_of_range(results),
         *_narrow_code(results),
@@ -74,7 +75,7 @@ def _at(kind: FindingKind, place: Rounding, what: str, do: str, weight: float) -
 
 
 def _out_of_range(results: PassResults) -> Findings:
-    """Find numbers that a dtype cannot hold; of those that become zero, only where much is lost by it."""
+    """Find numbers beyond the range of a dtype, and numbers that become zero where that loses much."""
     do = "Compute it in fp32 or bf16: pin what it computes with, or leave out the cast before it."
     for place in (*(place for place, _ in results.own_places), *results.planned_places):
         if place.saturated:
@@ -84,13 +85,13 @@ def _out_of_range(results: PassResults) -> Findings:
     for place in results.planned_places:
         if place.vanished and not place.saturated and place.relative > VANISHED:
             what = f"{place.vanished} of {place.numel} numbers of `{place.operation}` are too small for "
-            what += f"{place.dtype} and become zero: {percent(min(place.relative, 1.0))} of what comes out"
+            what += f"{place.dtype} and become zero: {percent(min(place.relative, 1.0))} of the result"
             yield _at("underflow", place, what, do, 1e5 + place.relative)
 
 
 def _narrow_code(results: PassResults) -> Findings:
-    """Find places that the model's code narrows in fp32: the first of each module, because later ones work
-    with its result, unless a later one weighs three times as much."""
+    """Find casts in the model's own code that narrow an fp32 run. Later places of a module use the result of
+    the first, so only the first counts, unless a later one has three times its estimate."""
     first: dict[str, tuple[Rounding, float]] = {}
     for place, estimated in results.own_places:
         rms = estimated if math.isfinite(estimated) else math.inf
@@ -99,18 +100,19 @@ def _narrow_code(results: PassResults) -> Findings:
             first[place.module] = (place, rms)
     for place, rms in sorted(first.values(), key=lambda pair: -pair[1]):
         what = f"the model itself computes `{place.operation}` in {place.dtype}, whatever the plan says: "
-        what += f"{place.relative:.2g} of what comes out is lost, "
+        what += f"{place.relative:.2g} of the result is lost, "
         share = f"an estimated {rms:.2g} of a log-probability"
         what += share if math.isfinite(rms) else "and its gradient is not finite"
-        do = "Leave out the cast, or cast to the dtype of what comes in."
+        do = "Leave out the cast, or cast to the dtype of the input."
         yield _at("narrow code", place, what, do, 1e3 + min(rms, 1e3))
 
 
 def _buffers(plan: Plan) -> Findings:
+    """Find buffers that the model holds, or the plan casts, in a narrow dtype."""
     for row in plan.buffers:
         if row.source.is_floating and row.source.torch in NARROW:
-            what = f"the model holds it in {row.source}: what it was before cannot be had back"
-            do = "Register it in fp32; a module computes with it as it is."
+            what = f"the model holds it in {row.source}, so that its exact values are lost"
+            do = "Register it in fp32; modules use it in the dtype that it has."
             yield AuditFinding("narrow buffer", row.name, what, do, 900.0)
         elif row.storage.is_floating and row.storage.torch in NARROW:
             what = f"the plan casts it from {row.source} to {row.storage} ({row.why})"
@@ -118,14 +120,14 @@ def _buffers(plan: Plan) -> Findings:
 
 
 def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
-    """Find values that were rounded before the run, where those of most were not, cells that a rule has made
-    narrower than the mode, and small tensors that are worth a large part of the drift."""
+    """Find parameters whose values were rounded before the run while most were not, cells that a rule made
+    narrower than the mode, and small tensors that cause a large part of the drift."""
     before = {name: held for name, held in results.coarse.items() if held}
     whole = len(results.coarse) - len(before)
     for name, held in before.items() if len(before) < whole else ():
         what = f"its values are numbers of {held}, held in fp32: they were rounded before the run, and "
         what += f"those of {whole} other parameters were not"
-        do = "Take them from where they are whole: a cast and a cast back lose what lies between."
+        do = "Load the values in fp32: casting back does not restore what a cast has lost."
         yield AuditFinding("rounded", name, what, do, 90.0, (name,))
     for (cells, why), names in narrowed_groups(plan).items():
         runs = [each.alone for each in replayed if set(each.choice.names) & set(names)]
@@ -151,7 +153,7 @@ def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
 
 
 def narrowed_groups(plan: Plan) -> dict[tuple[str, str], list[str]]:
-    """Return (narrow cells, their reason) -> the parameters whose forward is narrower than the mode."""
+    """Group the parameters whose forward is narrower than the mode by (narrow cells, their reason)."""
     groups: dict[tuple[str, str], list[str]] = {}
     mode = plan.policy.mode.dtype
     for row in plan.rows:
@@ -169,6 +171,7 @@ def narrowed_groups(plan: Plan) -> dict[tuple[str, str], list[str]]:
 
 
 def _routing(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
+    """Find cells of routers that alone flip many choices."""
     routers = {key.rpartition("#")[0] for routes in results.reference.routes for key in routes}
     for each in replayed:
         name, alone = each.choice.names[0], each.alone
@@ -182,7 +185,7 @@ def _routing(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
 
 
 def _pin(plan: Plan, name: str) -> str:
-    """Write the rule that pins a parameter, with all others of its module, which computes in one dtype."""
+    """Write the rule that pins a parameter and all others of its module, which computes in one dtype."""
     path = name.rpartition(".")[0]
     floating = (row.name for row in plan.rows if row.columns.compute.is_floating)
     beside = [other for other in floating if other.rpartition(".")[0] == path]
@@ -191,7 +194,7 @@ def _pin(plan: Plan, name: str) -> str:
 
 
 def _together(kind: FindingKind, worth: Mapping[str, float], what: str, do: str, weight: float) -> Findings:
-    """Find one defect of all parameters that have it, under the name of the worst."""
+    """Yield one finding for all parameters with the same defect, under the name of the worst."""
     if worth:
         names = sorted(worth, key=lambda name: -worth[name])
         worst = worth[names[0]]
@@ -201,10 +204,10 @@ def _together(kind: FindingKind, worth: Mapping[str, float], what: str, do: str,
 
 
 def _columns(plan: Plan, gradients: Sequence[GradientLine], updates: Sequence[UpdateCost]) -> Findings:
-    """Find what `accumulate` and `reduce` take from gradients, and rounding from updates.
+    """Find losses of gradients by `accumulate` and `reduce`, and losses of updates by rounding.
 
-    Rounding every rank's gradient once takes a known share at most; more than that only where gradients
-    cancel.
+    Rounding the gradient of each rank once loses at most a known share of the norm. A larger loss means that
+    gradients of ranks cancel.
     """
     once = {row.name: _rounding_once(row.columns.update.reduce) for row in plan.rows if row.columns.update}
     reduced = {line.name: line.reduce for line in gradients if line.reduce > once.get(line.name, 0.0)}
@@ -216,13 +219,12 @@ def _columns(plan: Plan, gradients: Sequence[GradientLine], updates: Sequence[Up
     do = "Set `precision.reduce: fp32`, or `{wire: fp32, sum: fp32}` for it."
     yield from _together("reduce", reduced, what, do, 70.0)
     lost = {cost.name: cost.lost for cost in updates if cost.lost > LOST}
-    what = "{} of the elements that were to change stay what they are: the update is below half a step of "
-    what += "their dtype, and no master remembers it"
+    what = "{} of the elements to change keep their values: the update is below half a step of their dtype, "
+    what += "and no master has it"
     do = "Give it a master: `precision.master: split`, or `fp32`."
     yield from _together("lost updates", lost, what, do, 65.0)
     stuck = {cost.name: cost.stuck for cost in updates if cost.stuck > STUCK}
-    what = "a moment of {} of its elements cannot shrink: what decay takes in a step is below half a step of "
-    what += "bf16"
+    what = "a moment of {} of its elements does not decay: the decay of a step is below half a step of bf16"
     do = "Set `precision.state: fp32`, or `bf16-stochastic`."
     yield from _together("stuck state", stuck, what, do, 60.0)
 
@@ -230,7 +232,7 @@ def _columns(plan: Plan, gradients: Sequence[GradientLine], updates: Sequence[Up
 def _narrowed_by_rules(
     plan: Plan, gradients: Sequence[GradientLine], updates: Sequence[UpdateCost]
 ) -> Findings:
-    """Find columns of the update that a rule has made narrower than fp32, however little that costs."""
+    """Find columns of the update that a rule made narrower than fp32, however little that costs."""
     costs: dict[FindingKind, dict[str, float]] = {
         "accumulate": {line.name: line.accumulate for line in gradients},
         "reduce": {line.name: line.reduce for line in gradients},
@@ -259,18 +261,18 @@ def _narrowed_by_rules(
 
 
 def _rounding_once(reduce: Reduction) -> float:
-    """Return the largest share of a norm that rounding to the narrower dtype of a reduction takes."""
-    wire = min((reduce.wire, reduce.sum), key=lambda dtype: dtype.nbytes(BLOCK))
+    """Return the largest share of a norm that rounding to the narrower dtype of a reduction loses."""
+    wire = narrowest(reduce.wire, reduce.sum)
     form = wire.format
     if form is None:
         return torch.finfo(wire.torch).eps / 2
-    if form.element.value.startswith("int"):  # half a step, in every element beside the largest
+    if form.element.value.startswith("int"):  # each element may be off by half a step
         return math.sqrt(form.run) / (2 * form.element.largest)
-    return 2.0**-wire.mantissa  # twice half an epsilon: microscaling formats saturate
+    return 2.0**-wire.mantissa  # twice half an epsilon, because microscaling formats saturate
 
 
 def _scaled(plan: Plan, subject: Subject, gradients: Sequence[GradientLine]) -> Findings:
-    """Find gradients of another length than the reference's: rounding alone turns a gradient a little, and
+    """Find gradients of another length than the reference's. Rounding alone turns a gradient a little, but
     neither halves nor doubles it."""
     whole = math.sqrt(sum(line.norm**2 for line in gradients))
     strong = (line for line in gradients if line.norm > FAINT * whole)
@@ -278,7 +280,7 @@ def _scaled(plan: Plan, subject: Subject, gradients: Sequence[GradientLine]) -> 
     if wrong:
         last = [name for name, _ in subject.make().named_parameters() if name in wrong][-1]
         line, others, scale = wrong[last], len(wrong) - 1, plan.policy.loss_scale
-        more = f"; so are {others} more, and a backward comes by this one first" if others else ""
+        more = f"; {others} more are wrong too, which the backward reaches later" if others else ""
         times = line.size / line.norm
         what = f"its gradient is {times:.2g} times as long as in fp32, with cosine {line.cosine:.2g}{more}"
         do = "Look for a hook or a clip that works on gradients in the backward"
@@ -289,8 +291,8 @@ def _scaled(plan: Plan, subject: Subject, gradients: Sequence[GradientLine]) -> 
 
 
 def _no_gradient(gradients: Sequence[GradientLine], results: PassResults) -> Findings:
-    """Parameters that never get a gradient because something else is used in their stead. An expert without
-    tokens has none either: it did not run, and others of its kind have one."""
+    """Find parameters that get no gradient because the model uses a copy of them, or nothing. An expert
+    without tokens is no finding: it did not run, and other experts have gradients."""
 
     def without_numbers(name: str) -> str:
         return re.sub(r"\d+", "*", name)
@@ -306,6 +308,7 @@ def _no_gradient(gradients: Sequence[GradientLine], results: PassResults) -> Fin
 
 
 def _untied(plan: Plan, subject: Subject) -> Findings:
+    """Find embeddings that the model's config ties and the model does not."""
     model = subject.make()
     if getattr(getattr(model, "config", None), "tie_word_embeddings", None) is not True:
         return

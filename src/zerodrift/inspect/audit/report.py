@@ -1,9 +1,9 @@
-"""An audit as text and as one HTML page without other files: one list of sections, drawn by the report kit.
+"""An audit as text and as one HTML page, from one list of sections.
 
-Below 80 columns, tables of the text leave out columns of figures and say which. The page has a map of where
-drift begins besides.
+Below 80 columns, tables of the text leave out some columns of figures and say which. The page also has a map
+of where drift begins.
 
-Invariant: no line is wider than asked for, but a rule of YAML with a name that is.
+Invariant: no line is wider than asked for, except a rule of YAML with a long name.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from zerodrift.report import PageCell, PageSection, PageTable, Paragraph, Prefor
 SHOWN, MOST = 10, 1 << 20  # lines of a table; findings and formats of a page
 
 _LEGEND = [
-    ("alone", "its part of the squared drift, with everything else in fp32"),
-    ("removes", "what is gone of it with this cell in fp32, and everything else as planned"),
-    ("loss", "by how much the cell alone moves it"),
+    ("alone", "part of the squared drift with everything else in fp32"),
+    ("removes", "part that is gone with this cell in fp32 and everything else as planned"),
+    ("loss", "change of the loss by the cell alone"),
 ]
 
 _BYTES = {"rest": "at rest", "peak": "at peak", "wire": "on the wire"}
@@ -69,15 +69,15 @@ class Audit:
     gradient_cosine: float
     """Cosine of all gradients together with the reference's."""
     shortlist: tuple[Estimate, ...]
-    """Every cell of a forward, the largest estimate first."""
+    """Cells of the forward, the largest estimate first."""
     replayed: tuple[CellReplay, ...]
-    """Cells that were run, the largest drift alone first."""
+    """Replayed cells, the largest drift alone first."""
     places: tuple[Place, ...]
-    """Operations without a parameter to charge, the largest estimate first."""
+    """Rounding operations that involve no parameter, the largest estimate first."""
     gradients: tuple[GradientLine, ...]
     """Gradients of trained parameters beside the reference's."""
     updates: tuple[UpdateCost, ...]
-    """Updates of trained parameters; empty where the plan has no optimizer of its own."""
+    """Updates of trained parameters. Empty if the plan has no optimizer."""
     flips: Mapping[str, int] = field(default_factory=dict)
     """Router -> choices that differ from the reference's."""
     caused: tuple[tuple[Choice, int], ...] = ()
@@ -85,25 +85,25 @@ class Audit:
     findings: tuple[AuditFinding, ...] = ()
     """Defects that the mode does not explain, the heaviest first."""
     recommendation: Recommendation | None = None
-    """Pins and their worth; None where nothing drifts, or none were searched for."""
+    """Pins and their worth. None if nothing drifts or no pins were searched for."""
     narrower: tuple[NarrowerColumn, ...] = ()
-    """Columns that may be narrower, and what that would change."""
+    """Columns that may be narrower, and the change that this makes."""
     formats: FormatAdvice | None = None
-    """Narrow formats within a limit on the drift; None where none were asked for."""
+    """Narrow formats within a limit on the drift. None if none were searched for."""
     passes: int = 3
     """Passes of the estimates."""
     seconds: float = 0.0
     """Seconds of the estimates."""
 
     def text(self, *, color: bool = False, width: int = 80) -> str:
-        """The whole audit."""
+        """Render the audit."""
         head = [report.title("audit", self.digest, width), report.pairs(_facts(self), width=width)]
         sections = [_findings(self, SHOWN), *_sections(self, width, SHOWN), *_gradients(self)]
         return report.render([*head, *report.sections_text(sections, width)], color, width)
 
     def to_json(self) -> dict[str, Any]:
-        """Every number of the audit."""
-        value: dict[str, Any] = _plain(asdict(self))
+        """Return all numbers of the audit as JSON values. Those that are not finite become texts."""
+        value: dict[str, Any] = report.as_json.json_value(asdict(self), str)
         if self.recommendation is not None:
             value["recommendation"]["removed"] = self.recommendation.removed
             value["recommendation"]["config"] = self.recommendation.config()
@@ -113,15 +113,6 @@ class Audit:
 
     def __str__(self) -> str:
         return self.text()
-
-
-def _plain(value: Any) -> Any:
-    """Make JSON values; numbers that are not finite become their names."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def audit_page(audit: Audit) -> str:
@@ -135,7 +126,7 @@ def audit_page(audit: Audit) -> str:
 
 
 def _facts(audit: Audit) -> list[tuple[str, str]]:
-    """The head of the report: the plan, and how far it is from fp32."""
+    """Describe the plan and its drift from fp32 in the head of the report."""
     drift, cosine = audit.drift, audit.gradient_cosine
     ranks, batches = several(audit.ranks, "rank"), several(audit.batches, "micro-batch", "micro-batches")
     more = f"mean {drift.mean:+.2g}, largest {drift.largest:.2g}, k3 {drift.k3:.2g}, loss {drift.loss:+.2g}"
@@ -171,7 +162,7 @@ def _spread(drift: Drift) -> str:
 
 
 def residual_stream(places: Sequence[Place]) -> list[Place]:
-    """Find the sums at the end of each block, in order; empty if blocks do not leave narrow sums."""
+    """Find the residual sums at the end of each block, in order. Empty if no blocks round such sums."""
     streams: dict[tuple[str, int], list[Place]] = {}
     for place in places:
         blocks, _, number = place.module.rpartition(".")
@@ -191,7 +182,7 @@ def _findings(audit: Audit, most: int) -> PageSection:
 
 
 def _sections(audit: Audit, width: int, most: int) -> list[PageSection]:
-    """Cells and places by their worth, pins, narrower columns and narrow formats."""
+    """Make the sections about cells, places, pins, narrower columns and narrow formats."""
     whole = audit.drift.square
     done = {each.choice for each in audit.replayed}
 
@@ -242,7 +233,8 @@ def _section(
     wide_only: Sequence[str] = (),
     *more: Any,
 ) -> PageSection:
-    """Return a section with a table, without blocks where it has no rows; `words` are heads of words."""
+    """Return a section with a table, or without blocks if there are no rows. `words` are heads of columns of
+    text; all others are figures."""
     figures = [head for head in heads if head not in words]
     table = PageTable(heads, rows, "rows", figures, wide_only=wide_only)
     return PageSection(name, "", [table, *more] if rows else (), detail)
@@ -256,7 +248,7 @@ def _share(square: float, whole: float) -> str:
 
 
 def _changes(now: Bytes, before: Bytes) -> list[str]:
-    """Changes at rest, at the peak, on the wire and of compute."""
+    """Format the changes of bytes at rest, at the peak, on the wire and of compute."""
     found = []
     for mine, theirs in zip(asdict(now).values(), asdict(before).values(), strict=True):
         change = f"{100 * (mine / theirs - 1):+.1f}%" if theirs else "new"
@@ -265,7 +257,8 @@ def _changes(now: Bytes, before: Bytes) -> list[str]:
 
 
 def _pins(advice: Recommendation, drift: Drift, width: int) -> PageSection:
-    """The first point of each mode, those that remove a part, the recommended one, and everything pinned."""
+    """Show the first point of each mode, the points that remove more drift, the recommended point, and
+    everything pinned."""
     chosen, first = advice.chosen, advice.points[0]
     shown = [first]
     for point in advice.points[1:-1]:
@@ -293,19 +286,17 @@ def _pins(advice: Recommendation, drift: Drift, width: int) -> PageSection:
 
 
 def _formats(advice: FormatAdvice, width: int, most: int) -> PageSection:
-    """Chosen formats in the order in which they were added, then others that were run, by their drift."""
+    """Show the chosen formats in the order in which they were added, then other trials by their drift."""
     rows: list[tuple[str | PageCell, ...]] = []
-    others = [n for n, trial in enumerate(advice.trials) if trial.alone and n not in advice.taken]
-    others.sort(key=lambda n: -1.0 if (point := advice.trials[n].alone) is None else point.drift.rms)
-    for number in (*advice.taken, *others):
-        trial = advice.trials[number]
-        if trial.alone is not None:
-            rest, _, wire, _ = _changes(trial.alone.bytes, advice.start.bytes)
-            together = "" if trial.together is None else f"{trial.together.drift.rms:.2g}"
-            mark, count = ">" if number in advice.taken else "", report.elements(trial.numel)
-            name = PageCell(trial.pattern.removesuffix(".weight"), "name")
-            word = PageCell(f"{trial.column} {trial.format}", "cell")
-            rows.append((mark, name, word, count, rest, wire, f"{trial.alone.drift.rms:.2g}", together))
+    order = {number: place for place, number in enumerate(advice.taken)}
+    ran = [(n, trial, trial.alone) for n, trial in enumerate(advice.trials) if trial.alone is not None]
+    for number, trial, alone in sorted(ran, key=lambda one: (order.get(one[0], len(ran)), one[2].drift.rms)):
+        rest, _, wire, _ = _changes(alone.bytes, advice.start.bytes)
+        together = "" if trial.together is None else f"{trial.together.drift.rms:.2g}"
+        mark, count = ">" if number in order else "", report.elements(trial.numel)
+        name = PageCell(trial.pattern.removesuffix(".weight"), "name")
+        word = PageCell(f"{trial.column} {trial.format}", "cell")
+        rows.append((mark, name, word, count, rest, wire, f"{alone.drift.rms:.2g}", together))
     shown = max(most, len(advice.taken))
     more = [Paragraph(f"and {len(rows) - shown} more")] if len(rows) > shown else []
     told = [*more, *(Paragraph(line, "") for line in _format_facts(advice))]
@@ -319,7 +310,8 @@ def _formats(advice: FormatAdvice, width: int, most: int) -> PageSection:
 
 
 def _format_facts(advice: FormatAdvice) -> list[str]:
-    """The limit, all chosen formats together, the other end of the scale, and what was not run."""
+    """Describe the limit, the chosen formats together, every format together, and trials that were not
+    run."""
     goal, start, chosen = advice.goal, advice.start, advice.chosen
     times = f", {goal.limit:g} times the plan's {start.drift.rms:.2g}" if goal.is_multiple else ""
     limit = f"The limit is a drift of rms {advice.limit:.2g}{times}."
@@ -341,7 +333,7 @@ def _format_facts(advice: FormatAdvice) -> list[str]:
 
 
 def _with_bytes(point: FormatPoint, start: FormatPoint) -> str:
-    """A point's drift, flips and changes of bytes in a clause."""
+    """Describe the drift, flips and changes of bytes of a point in a clause."""
     found = [f"{point.drift.rms:.2g}"]
     if point.drift.choices:
         found.append(f"{point.drift.flips:,} other routing choices ({start.drift.flips:,} as planned)")
@@ -373,7 +365,7 @@ def _gradients(audit: Audit) -> list[PageSection]:
 
 
 def _map(audit: Audit) -> list[Any]:
-    """Layer by column, shares of the squared drift, of the norm, of the elements."""
+    """Draw a table of layers by columns, with shares of the squared drift, of norms or of elements."""
     layers: dict[str, dict[str, float]] = {}
     whole = audit.drift.square or 1.0
 
@@ -395,7 +387,7 @@ def _map(audit: Audit) -> list[Any]:
         return [Paragraph("Nowhere: nothing is narrower than fp32.", "")]
 
     def heat(value: float) -> PageCell:
-        """Return a cell that is darker by the logarithm, from a thousandth to all."""
+        """Return a cell with a background by the logarithm of a share, from a thousandth to all."""
         strength = max(0.0, min(1.0, 1 + math.log10(value) / 3)) if value > 0 else 0.0
         return PageCell(percent(value) if value >= 5e-5 else "", heat=strength)
 

@@ -1,6 +1,6 @@
-"""The results of an audit, as values: estimates, replays, findings, recommended pins.
+"""Records of an audit: estimates, replays, findings, and recommendations.
 
-Invariant: a number that was run is in a `CellReplay` or a `Point`; an `Estimate` is never shown as one.
+Invariant: an `Estimate` or a `Place` is estimated, and all other records hold measurements.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """First-order worth of one place in the model's code that rounds without a parameter to charge."""
+    """First-order worth of one place in the model's code that rounds and involves no parameter."""
 
     module: str
     operation: str
@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class CellReplay:
-    """Two runs about one cell, each measured from the reference."""
+    """Two runs for one cell. Their drift is from the reference."""
 
     choice: Choice
     alone: Drift  # the reference with the cell as planned
@@ -68,10 +68,10 @@ class GradientLine:
     relative: float  # norm of the difference over `norm`
     norm: float  # norm of the reference's gradient
     size: float  # norm of the plan's gradient
-    accumulate: float = 0.0  # relative change by the `accumulate` column alone; replayed
+    accumulate: float = 0.0  # relative change by the `accumulate` column alone, replayed
     reduce: float = 0.0
-    """Relative change by the `reduce` column alone; replayed. On one rank it is an estimate that takes every
-    micro-batch for another rank's."""
+    """Relative change by the `reduce` column alone, replayed. On one rank it is an estimate, as if each
+    micro-batch were on a rank of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Bytes:
     rest: int
     peak: int
     wire: int
-    compute: int  # weights that a forward reads, in their compute dtypes
+    compute: int  # weights of a forward, in their compute dtypes
 
     @property
     def sum(self) -> int:
@@ -118,7 +118,7 @@ class Point:
 
     mode: str
     pins: tuple[tuple[str, tuple[str, ...], Output | None], ...]
-    """(pattern, parameters, output of their modules), in the order of the search."""
+    """(pattern, parameters, output of their modules) in the order of the search."""
     drift: Drift
     bytes: Bytes
 
@@ -140,17 +140,18 @@ class Recommendation:
 
     @property
     def removed(self) -> float:
-        """Removed share of the squared drift that pinning everything removes."""
+        """Share of the squared drift that pinning everything removes and these pins remove too."""
         first, last = self.points[0].drift.square, self.widest.drift.square
         return (first - self.chosen.drift.square) / (first - last) if first > last else 1.0
 
     def config(self, width: int = 80) -> str:
-        """The recommendation as YAML for the config."""
+        """Return the recommendation as YAML for the config."""
         return rules_text(self.rules, f"  mode: {self.chosen.mode}", width=width)
 
 
 def rules_text(rules: Sequence[Mapping[str, str]], *lines: str, width: int = 80) -> str:
-    """Rules as YAML for the config, below other lines of `precision`. A rule that is wide takes several."""
+    """Return rules as YAML for the config, below other lines of `precision`. A wide rule takes several
+    lines."""
     found = ["precision:", *lines, *(["  rules:"] if rules else [])]
     for rule in rules:
         quoted = {**rule, "match": json.dumps(rule["match"], ensure_ascii=False)}
@@ -163,7 +164,7 @@ def rules_text(rules: Sequence[Mapping[str, str]], *lines: str, width: int = 80)
 
 @dataclass(frozen=True, slots=True)
 class NarrowerColumn:
-    """Effect of a narrower column on the gradients, or on the updates, of real steps, as shares of norms."""
+    """Effect of a narrower column on gradients or updates, as shares of their norms."""
 
     column: str
     value: str
@@ -180,11 +181,11 @@ FormatColumn = Literal["gather", "storage", "compute"]  # columns in which narro
 
 @dataclass(frozen=True, slots=True)
 class FormatGoal:
-    """The use of narrow formats, and how far they may take a run from fp32."""
+    """Purpose of narrow formats, and the limit on the drift from fp32."""
 
     of: Literal["bytes", "speed"]
     limit: float
-    is_multiple: bool  # the limit is a multiple of the plan's own drift, or else an rms
+    is_multiple: bool  # True if the limit is a multiple of the plan's own drift, False if it is an rms
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +206,10 @@ class FormatTrial:
     format: str
     numel: int
     rules: tuple[Mapping[str, str], ...]
-    alone: FormatPoint | None = None  # everything else as planned; None if it was not run
+    alone: FormatPoint | None = None  # with everything else as planned, or None if it was not run
     together: FormatPoint | None = None
-    """Added to the formats that were chosen before it; None if it was not run so."""
-    left_out: str = ""  # why it was not run; `""` if it was
+    """Drift and bytes with the formats chosen before it, or None if it was not run so."""
+    left_out: str = ""  # reason why it was not run, or `""`
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +220,8 @@ class FormatAdvice:
     limit: float  # largest rms
     start: FormatPoint  # the plan as it is
     trials: tuple[FormatTrial, ...]
-    taken: tuple[int, ...]  # indices of the chosen trials, in the order in which they were added
-    chosen: FormatPoint  # all of them together
+    taken: tuple[int, ...]  # indices of the chosen trials in the order in which they were added
+    chosen: FormatPoint  # the chosen trials together
     everything: FormatPoint | None
-    """Every group in the format that saves most; None if that is what was chosen."""
+    """Every group in the format that saves most, or None if these are the chosen ones."""
     rules: tuple[Mapping[str, str], ...]  # rules to paste under `precision.rules`

@@ -1,11 +1,11 @@
-"""Measure what each operation of a forward rounds: its result beside the same computed in fp32.
+"""Measure the rounding error of each operation of a forward, by repeating the operation in fp32.
 
-The difference, times the gradient of what the run is judged by, says to first order how much of the drift
-begins there. Tensors without a gradient, such as a table of angles, have a shadow instead: their values if
-nothing had been rounded since they were made.
+The error times the gradient of the loss is, to first order, the part of the drift that begins at the
+operation. Tensors without a gradient, such as a table of angles, have a shadow instead: the values that they
+would have without any rounding.
 
-Invariant: the forward keeps its bits. Nothing that is computed beside it reaches the model, draws a random
-number or writes into a tensor of the run.
+Invariant: the forward keeps its bits. The repeated operations reach no tensor of the model and draw no random
+number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOT_REPEATABLE = frozenset((
     "randint_like", "rand", "randn", "randint", "randperm", "poisson", "binomial", "dropout_",
     "native_dropout", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided",
 ))  # fmt: skip
-"""Operations that leave other numbers when they run again."""
+"""Operations whose result differs when they run again."""
 
 NOT_ARITHMETIC = frozenset((
     "requires_grad_", "register_hook", "retain_grad", "backward", "set_", "resize_", "detach_",
@@ -50,20 +50,20 @@ Key = tuple[str, str, str, str]  # module, operation, line and parameter
 
 @dataclass(slots=True)
 class Rounding:
-    """Sums over all elements that were rounded at one place."""
+    """Sums over all elements that one place of the model's code rounds."""
 
     module: str
     operation: str
     line: str
-    parameter: str = ""  # first name of the largest parameter that goes in; empty without one
+    parameter: str = ""  # first name of the largest parameter among the inputs, or `""`
     dtype: str = ""  # dtype of the result
     calls: int = 0
     square: float = 0.0  # sum of (gradient x error)^2
     signed: float = 0.0  # sum of gradient x error
     error: float = 0.0  # sum of error^2
     size: float = 0.0  # sum of exact^2
-    saturated: int = 0  # elements that are finite in fp32 only
-    vanished: int = 0  # elements that are zero, and not in fp32
+    saturated: int = 0  # elements that are finite only in fp32
+    vanished: int = 0  # elements that are zero, but not in fp32
     numel: int = 0
     constant: bool = False  # True if the tensors need no gradient
 
@@ -78,6 +78,7 @@ class Rounding:
 
     @property
     def typical(self) -> float:
+        """Root mean square of the exact results."""
         return math.sqrt(self.size / self.numel) if self.numel else 0.0
 
     def add(self, other: Rounding) -> None:
@@ -85,7 +86,7 @@ class Rounding:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def measure(self, out: Tensor, exact: Tensor) -> Tensor | None:
-        """Add the errors of a result and return them; None if there are none."""
+        """Add the errors of a result and return them, or None if there are none."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             result = out.detach().float()
             finite = exact.isfinite()
@@ -100,7 +101,7 @@ class Rounding:
             return error.to(torch.bfloat16) if square else None
 
     def charge(self, out: Tensor, error: Tensor) -> None:
-        """Add the worth of errors when the gradient of `out` comes."""
+        """Add the worth of errors when the backward reaches `out`."""
 
         def add(gradient: Tensor) -> None:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -125,7 +126,7 @@ class Roundings:
 
 
 class RoundingRecorder(TorchFunctionMode):
-    """Measures what every operation of a forward rounds."""
+    """Measures the rounding error of every operation of a forward."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class RoundingRecorder(TorchFunctionMode):
         found: Roundings,
         constants: Mapping[int, Tensor],
     ) -> None:
-        """`names` has parameters by id; `constants` has the values of buffers without rounding, by id."""
+        """`names` has the names of parameters by id, `constants` the exact values of buffers by id."""
         super().__init__()
         self._names, self._path, self._found = names, path, found
         self._shadows: dict[int, tuple[Any, Tensor, Rounding]] = {}
@@ -168,7 +169,7 @@ class RoundingRecorder(TorchFunctionMode):
         return result
 
     def _copied(self, inputs: Any) -> Any:
-        """Copy the inputs of an operation that writes into one."""
+        """Copy the inputs of an in-place operation."""
 
         def copied(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -215,7 +216,8 @@ class RoundingRecorder(TorchFunctionMode):
                 self._remember(out, true, shadowed[0][2] if shadowed else place)
 
     def _repeat(self, func: Any, inputs: Any, number: int, *, shadows: bool) -> Tensor | None:
-        """Compute output `number` of the same operation in fp32; None if it has no such form."""
+        """Compute output `number` of an operation in fp32. Return None if the operation does not run in
+        fp32."""
         name = _name(func)
 
         def wide(leaf: Any) -> Any:
@@ -244,7 +246,7 @@ class RoundingRecorder(TorchFunctionMode):
 
 
 class Widener(TorchFunctionMode):
-    """Runs what the model's own code narrows, at places by module and line, in fp32."""
+    """Runs in fp32 what the model's own code narrows, at places by module and line."""
 
     def __init__(self, path: ModulePaths, places: frozenset[tuple[str, str]]) -> None:
         super().__init__()

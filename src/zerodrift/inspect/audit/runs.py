@@ -1,11 +1,11 @@
-"""Run one model under one policy, as an engine, and record what two runs are compared by.
+"""Run one model under one policy with an engine, and record the signals by which two runs are compared.
 
-The model is built anew for each run, with the same values and random numbers. Runs are compared by the
-log-probability of every target, taken from the arguments of `cross_entropy`, so that shifts and ignored
-positions are the model's own; by losses for other models; and by the indices that `topk` returns.
+The model is built anew for each run, with the same values and random numbers. The signals are the
+log-probability of every target, from the arguments of `cross_entropy` and so with the model's own shifts and
+ignored positions, or else the losses; and the indices that `topk` returns.
 
-Invariant: the engine is the one that trains, at any stage and on any number of ranks. The caller's model is
-never touched, and recording changes nothing.
+Invariant: the engine is the one that trains, at any ZeRO stage and on any number of ranks. The caller's model
+is never touched, and recording changes no bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,14 @@ LARGE = 10_000_000  # parameters of a model that is collected before the next on
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model under audit: how to build it, and the files of its values (None: its own)."""
+    """A function that builds the model under audit, and the files of its values, or None for its own."""
 
     make: Callable[[], nn.Module]
     weights: str | os.PathLike[str] | None = None
 
     @staticmethod
     def of(model: nn.Module | Callable[[], nn.Module], weights: str | os.PathLike[str] | None) -> Subject:
-        """Copy a module for every run, or call a function for every run, inside `empty()`."""
+        """Make a subject that copies a module for each run, or calls a function inside `empty()`."""
         if isinstance(model, nn.Module):
             bare = [name for name, parameter in model.named_parameters() if parameter.is_meta]
             if bare and weights is None:
@@ -69,7 +69,7 @@ class Subject:
         return Subject(make, weights)
 
     def frozen(self) -> Subject:
-        """The same model for forwards alone: no gradients, no dtype refused because of training."""
+        """Return the same model with frozen parameters, for forwards alone."""
         return Subject(lambda: self.make().requires_grad_(False), self.weights)
 
 
@@ -85,8 +85,8 @@ def load_subject(
     count: int,
     overrides: list[str],
 ) -> tuple[Plan, Subject, list[Batch]]:
-    """Load what a command names, with `count` micro-batches of this rank. Tokens and values are drawn where
-    no file has them."""
+    """Load the plan, the model and `count` micro-batches of this rank that a command names. Without files,
+    tokens and values are drawn."""
     rank, ranks = started()
     if weights is None and Path(model).is_dir() and holds(Path(model)):
         weights = Path(model)
@@ -105,18 +105,18 @@ def load_subject(
 
 @contextlib.contextmanager
 def running(subject: Subject, policy: Policy, mesh: MeshShape) -> Iterator[Engine]:
-    """Start an engine for the model under a policy. A call of all ranks."""
+    """Start an engine for the model under a policy. All ranks must call it."""
     if policy.pipeline is not None or policy.backend != "native":
         what = "a pipeline" if policy.pipeline is not None else f"backend {policy.backend}"
         must = "must run the whole model on each rank, on the native backend"
         do = "Audit the same config without it: the columns are the same."
         raise UnsupportedError("the audit", must, got=what, do=do)
     model = subject.make()
-    for module in model.modules():  # a forward that runs again in the backward would be seen twice
+    for module in model.modules():  # recomputation in the backward would record a forward twice
         if getattr(module, "gradient_checkpointing", False) is True:
             setattr(module, "gradient_checkpointing", False)  # noqa: B010
     if sum(parameter.numel() for parameter in model.parameters()) > LARGE:
-        gc.collect()  # the model of the run before and its hooks hold each other
+        gc.collect()  # the last run's model and its hooks refer to each other
     joined = start(mesh)
     try:
         spec, files = open_weights(model, subject.weights, True, Collectives(joined))
@@ -135,7 +135,7 @@ def running(subject: Subject, policy: Policy, mesh: MeshShape) -> Iterator[Engin
 
 
 def plan_for(subject: Subject, policy: Policy, mesh: MeshShape) -> Plan:
-    """Build the plan of such a run without running it."""
+    """Build the plan of a run without running it."""
     return build(policy, describe(subject.make()), mesh)
 
 
@@ -151,7 +151,7 @@ def loss_of(output: Any, batch: Batch) -> torch.Tensor:
 
 
 def call_model(engine: Engine, batch: Batch) -> Any:
-    """Run the forward of one micro-batch; an error of the model names the batch."""
+    """Run the forward of one micro-batch. An error of the model names the shapes of the batch."""
     try:
         return engine(**batch_on(batch, engine.mesh.device, lambda tensor: tensor))
     except (TypeError, RuntimeError, ValueError, IndexError) as error:
@@ -178,12 +178,12 @@ LOSSES = frozenset(("cross_entropy", "nll_loss"))
 
 Around = Callable[[ModulePaths], AbstractContextManager[Any]]  # makes a context around each forward
 Begin = Callable[[torch.Tensor, "Recorder", int], torch.Tensor]
-"""Takes a loss, what was recorded, and a batch's number."""
+"""Returns the number at which a backward begins, given the loss, the recorder and the batch's number."""
 
 
 @dataclass(slots=True)
 class Signals:
-    """Signals of micro-batches, in their order."""
+    """Recorded signals, one item per micro-batch."""
 
     losses: list[float] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
@@ -195,22 +195,22 @@ class Signals:
 
     @property
     def values(self) -> torch.Tensor:
-        """Everything that is compared, as one vector."""
+        """Log-probabilities of all targets, or else all losses, as one vector."""
         if any(len(targets) for targets in self.targets):
             return torch.cat(self.targets)
         return torch.tensor(self.losses, dtype=torch.float64)
 
 
 def measure_gaps(gaps: torch.Tensor) -> dict[str, float]:
-    """Measure differences of log-probabilities. `k3` is the mean of `exp(d) - 1 - d`, an estimate of the
-    divergence that is never negative."""
+    """Measure differences of log-probabilities. `k3` is the mean of `exp(d) - 1 - d`, a non-negative estimate
+    of the KL divergence."""
     rms, k3 = float(gaps.square().mean().sqrt()), float((gaps.expm1() - gaps).mean())
     return {"rms": rms, "mean": float(gaps.mean()), "largest": float(gaps.abs().max()), "k3": k3}
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far a run is from another, over tokens, or over losses where there are no tokens."""
+    """Difference of a run from another, over targets, or over losses if there are no targets."""
 
     rms: float
     mean: float
@@ -237,27 +237,33 @@ def drift(run: Signals, other: Signals) -> Drift:
     return Drift(**measure_gaps(mine - theirs), count=len(mine), loss=loss, flips=flipped, choices=choices)
 
 
-def router_flips(run: Signals, other: Signals) -> dict[str, tuple[int, int]]:
-    """Router -> (choices that differ, all choices)."""
-    found: dict[str, tuple[int, int]] = {}
-    for mine, theirs in zip(run.routes, other.routes, strict=True):
-        for key, chosen in mine.items():
-            before = theirs.get(key)
+def changed_routes(run: Signals, other: Signals) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Yield the micro-batch, the router's call, and which tokens have another choice. Shape [tokens]."""
+    for number, (mine, theirs) in enumerate(zip(run.routes, other.routes, strict=True)):
+        for call, chosen in mine.items():
+            before = theirs.get(call)
             if before is not None and before.shape == chosen.shape:
-                router = key.rpartition("#")[0]
-                count, total = found.get(router, (0, 0))
-                found[router] = count + int((chosen != before).any(-1).sum()), total + chosen.shape[0]
+                yield number, call, (chosen != before).any(-1)
+
+
+def router_flips(run: Signals, other: Signals) -> dict[str, tuple[int, int]]:
+    """Return by router how many choices differ, and how many there are."""
+    found: dict[str, tuple[int, int]] = {}
+    for _, call, changed in changed_routes(run, other):
+        router = call.rpartition("#")[0]
+        count, total = found.get(router, (0, 0))
+        found[router] = count + int(changed.sum()), total + len(changed)
     return found
 
 
 class Recorder(TorchFunctionMode):
-    """Records costs of targets and margins, with their gradients, and routes of the forwards inside."""
+    """Records the targets' costs and the routers' margins, both with gradients, and the routers' choices."""
 
     def __init__(self, path: ModulePaths) -> None:
         super().__init__()
         self._path = path
         self.negative: list[torch.Tensor] = []
-        """Costs of targets, by call; empty unless the model takes its loss from `cross_entropy`."""
+        """Costs of targets per call of `cross_entropy` or `nll_loss`."""
         self.routes: dict[str, torch.Tensor] = {}
         self.margins: dict[str, torch.Tensor] = {}
 
@@ -280,7 +286,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _margins(args: tuple[Any, ...], kwargs: dict[str, Any], k: int) -> torch.Tensor:
-    """Margins of a call of `topk`; empty unless it chooses some of the largest of a row."""
+    """Return the margins of a call of `topk`, or none unless it chooses some of the largest of a row."""
     given = dict(zip(("input", "k", "dim", "largest"), args, strict=False)) | kwargs
     scores, dim = given["input"], given.get("dim", -1)
     if dim % scores.ndim != scores.ndim - 1 or not given.get("largest", True) or scores.shape[-1] <= k:
@@ -290,7 +296,7 @@ def _margins(args: tuple[Any, ...], kwargs: dict[str, Any], k: int) -> torch.Ten
 
 
 def _target_costs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Repeat a call of the loss without its reduction; weights and smoothing stay the model's."""
+    """Repeat a call of the loss without its reduction, with the model's weights and label smoothing."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
     given = dict(zip(names, args, strict=False)) | kwargs | {"reduction": "none"}
     costs = func(**{key: given[key] for key in given if key not in ("size_average", "reduce")}).reshape(-1)
@@ -308,9 +314,10 @@ def forward_signals(
     *,
     gradients: bool = False,
 ) -> Signals:
-    """Run forwards, with `gradients` as if backwards came, and return the signals of all ranks.
+    """Run forwards, and backwards with `begin`, and return the signals of all ranks.
 
-    `begin` makes the number that each backward begins at. Gradients stay in the engine; no step is taken.
+    `begin` computes the number at which each backward begins. `gradients` records a graph without a backward.
+    Gradients stay in the engine, and no step is taken.
     """
     seen = Signals()
     with paths_in(engine.module) as path, torch.set_grad_enabled(gradients or begin is not None):
@@ -330,10 +337,8 @@ def forward_signals(
                 engine.backward(start)
     whole = Signals()
     for each in engine.comm.all_gather_object(seen, "data"):
-        whole.losses += each.losses
-        whole.targets += each.targets
-        whole.routes += each.routes
-        whole.margins += each.margins
+        for signal in fields(Signals):
+            getattr(whole, signal.name).extend(getattr(each, signal.name))
     return whole
 
 
@@ -347,23 +352,23 @@ HALF_OF_NORMAL = 0.6745  # half of a normal distribution is within this many of 
 
 @dataclass(frozen=True, slots=True)
 class CloseCalls:
-    """Router margins that rounding may turn around, and their weight beside targets.
+    """Router margins that rounding may reverse, and their weight beside targets.
 
-    A flip is no first-order effect: it happens or not. But how often one happens grows with how far rounding
-    moves the margins near zero, and that is one. So the cost of all flips is charged to each cell by its
-    share of what moves these margins.
+    A flip is not a first-order effect. But the number of flips grows with the distance by which rounding
+    moves the margins near zero, which is one. So the cost of all flips is divided among cells in proportion
+    to how far each moves these margins.
     """
 
-    within: Mapping[str, float]  # router -> three times how far its margins move
-    weight: float  # log-probabilities per unit of margin
+    within: Mapping[str, float]  # router -> three times the distance by which its margins move
+    weight: float  # change of log-probabilities per unit of margin
 
 
 def close_calls(run: Signals, other: Signals) -> CloseCalls | None:
-    """Compare two runs of the same micro-batches; None if no flip costs anything."""
+    """Compare two runs of the same micro-batches. Return None if no flip costs anything."""
     gaps = (run.values - other.values).abs()
     if not any(count for count, _ in router_flips(run, other).values()) or not bool(gaps.isfinite().all()):
         return None
-    # Flips make a few targets worse by much: what most of them have is rounding alone.
+    # Flips change a few targets by much, so the median is rounding alone.
     cost = float(gaps.square().mean()) - float(gaps.median() / HALF_OF_NORMAL) ** 2
     pairs: dict[str, list[torch.Tensor]] = {}
     for mine, theirs in zip(run.margins, other.margins, strict=True):
@@ -384,8 +389,8 @@ def close_calls(run: Signals, other: Signals) -> CloseCalls | None:
 def signed_costs(
     loss: torch.Tensor, recorder: Recorder, number: int, calls: CloseCalls | None = None
 ) -> torch.Tensor:
-    """Add up the costs of targets with random signs: squares of the gradients are, on average, sums of
-    squares over targets. Close calls of routers are added alike."""
+    """Sum the costs of targets, and the margins of close calls, with random signs. Then the expected square
+    of a gradient is the sum of squares over targets."""
     if not recorder.negative:
         return loss
     generator = torch.Generator().manual_seed(7_000_003 + number)

@@ -1,9 +1,9 @@
 """Read token ids and recorded log-probabilities from files, and make micro-batches of them.
 
-Ids are one integer tensor, a list of ids, or lists of them. Recorded log-probabilities have one number for
-every token except the first, or one for each, the first null. A null elsewhere was not recorded.
+Ids are one integer tensor, a list of ids, or a list of such lists. Recorded log-probabilities have a number
+for every token except the first, or for every token with null for the first. Any other null was not recorded.
 
-Invariant: what is returned is whole and finite; an error names the sequence and the place in it.
+Invariant: returned values are checked. An error names the sequence and the place in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Batch = Mapping[str, Any]  # keyword arguments of the model
 Ids = list[list[int]]
 
 Recorded = list[list[float | None]]
-"""Log-probabilities of each sequence from its second token on; None where nothing was recorded."""
+"""Log-probabilities of each sequence from its second token on, with None if nothing was recorded."""
 
 _TENSORS = (".npy", ".pt", ".safetensors")
 _TEXTS = (".json", ".jsonl")
@@ -37,8 +37,8 @@ _LOGPROB_KEYS = ("logprobs", "log_probs", "prompt_logprobs", "token_logprobs", "
 
 
 def read_batches(path: Path, count: int, rank: int, ranks: int) -> list[Batch]:
-    """Deal the sequences of a file into `count` micro-batches of this rank, each as long as its shortest
-    sequence."""
+    """Make `count` micro-batches for this rank from the sequences of a file. Sequences are cut to the
+    shortest of their micro-batch."""
     sequences = read_ids(path)
     if len(sequences) < count * ranks:
         must = f"must have a sequence for each of {count * ranks} micro-batches"
@@ -55,7 +55,7 @@ def read_batches(path: Path, count: int, rank: int, ranks: int) -> list[Batch]:
 
 
 def draw_batches(model: nn.Module, count: int, rank: int) -> list[Batch]:
-    """Draw two sequences of 64 random tokens per micro-batch; example inputs for a model without tokens."""
+    """Draw two sequences of 64 random tokens per micro-batch, or use example inputs if a model takes none."""
     example = inputs_for(model)
     tokens = example.kwargs.get("input_ids")
     if tokens is None or example.args:
@@ -94,7 +94,7 @@ def parse_ids(rows: Any, where: str = "tokens") -> Ids:
 
 
 def require_vocabulary(sequences: Ids, vocabulary: int) -> None:
-    """Refuse ids that the model does not have."""
+    """Refuse ids beyond the model's vocabulary."""
     for number, row in enumerate(sequences):
         for place, item in enumerate(row):
             if not 0 <= item < vocabulary:
@@ -196,7 +196,7 @@ def _read(path: Path) -> bytes:
 
 
 def _value(row: Any, keys: Sequence[str]) -> Any:
-    """Return the value of an object under the first of these keys that it has; anything else as it is."""
+    """Return the value of an object under the first of these keys that it has, or else what was given."""
     return next((row[key] for key in keys if key in row), row) if isinstance(row, dict) else row
 
 

@@ -1,9 +1,9 @@
 """Variants of a policy with other dtypes for some parameters: what replays run, and what a person pastes.
 
-Storage and gather round a parameter's values once; compute rounds every operation with them. Each is a cell
-that can be widened alone, except that a wide `storage` needs a wide `compute` to be of use.
+Storage and gather round a parameter's values once. Compute rounds every operation with them. Each cell can be
+widened alone, except `storage`, which has no effect without a wide `compute`.
 
-Invariant: pure. A variant is a policy like any other: `build` judges it, and the engine runs it.
+Invariant: a variant is a policy like any other. `build` checks it, and the engine runs it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from zerodrift.dtypes import NARROW, DType
+from zerodrift.dtypes import BLOCK, NARROW, DType
 from zerodrift.plan import Plan, Row
-from zerodrift.policy import PIN, PRODUCTS, SAFE_MODULES, Batch, Columns, Mode, Output, Policy, ResolvedRule
+from zerodrift.policy import PRODUCTS, SAFE_MODULES, Batch, Columns, Mode, Output, Policy, ResolvedRule
 
 Cell = Literal["storage", "compute", "accumulate", "reduce"]
-"""A column, or several that are widened together: `storage` is `storage`, `gather` and `compute`."""
+"""A column, or several that are widened together: `storage` stands for storage, gather and compute."""
 
 _WIDE = "fp32"
 
@@ -33,7 +33,7 @@ class Choice:
 
 
 def narrow_cells(columns: Columns) -> tuple[Cell, ...]:
-    """Cells of a parameter that are narrower than fp32, in the order of COLUMNS."""
+    """Return the cells of a parameter that are narrower than fp32, in the order of COLUMNS."""
     update = columns.update
     found: dict[Cell, bool] = {"storage": _is_narrow(columns.storage.dtype) or _is_narrow(columns.gather)}
     found["compute"] = _is_narrow(columns.compute) or columns.products is not None
@@ -43,12 +43,16 @@ def narrow_cells(columns: Columns) -> tuple[Cell, ...]:
     return tuple(cell for cell, narrow in found.items() if narrow)
 
 
+def narrowest(*dtypes: DType) -> DType:
+    return min(dtypes, key=lambda dtype: dtype.nbytes(BLOCK))
+
+
 def _is_narrow(dtype: DType) -> bool:
     return dtype.is_floating and not dtype.holds(DType.FP32)
 
 
 def reference_policy(policy: Policy) -> Policy:
-    """The same run in fp32."""
+    """Return the policy of the same run in fp32."""
     kept = ("placement", "optimizer", "reduce.when", "reduce.order")
     rules = []
     for each in policy.rules:
@@ -67,18 +71,17 @@ def reference_policy(policy: Policy) -> Policy:
 
 
 def for_micro_batches(policy: Policy, count: int, ranks: int) -> Policy:
-    """The same policy with one step over `count` micro-batches on each rank."""
+    """Return a policy whose step has `count` micro-batches on each rank."""
     return replace(policy, batch=Batch(policy.batch.micro, count, policy.batch.micro * count * ranks))
 
 
 def without_update(policy: Policy) -> Policy:
-    """The same policy for forwards alone: no optimizer takes memory."""
+    """Return a policy without an optimizer, which saves the memory of its state."""
     return replace(policy, optimizer=None, schedule=None, statistics=False)
 
 
 def has_narrow_formats(policy: Policy) -> bool:
-    """Return whether a policy names a narrow format: where it does, frozen and trained parameters differ in
-    more than their gradients."""
+    """Return True if a policy names a narrow format. Then freezing a parameter changes its dtypes."""
     named = [value for _, value, _ in policy.demands]
     named += [value for rule in policy.rules for _, value in rule.sets]
     return any(_is_narrow_format(value) for value in named)
@@ -89,7 +92,7 @@ def _is_narrow_format(value: str) -> bool:
 
 
 def autocast_policy(policy: Policy, mode: Mode) -> Policy:
-    """The same policy under autocast; narrow formats stay as they are."""
+    """Return a policy under autocast. Narrow formats stay."""
     forward = ("storage", "gather", "compute", "master")
     demands = tuple(each for each in policy.demands if each[0] not in forward or _is_narrow_format(each[1]))
     return replace(policy, mode=mode, demands=demands, safe=SAFE_MODULES)
@@ -101,11 +104,11 @@ def with_rules(policy: Policy, rules: Iterable[ResolvedRule]) -> Policy:
 
 _STORAGE, _REDUCE = ("storage", "gather", "compute"), ("reduce.wire", "reduce.sum")
 _WIDENED: dict[Cell, tuple[str, ...]] = {"storage": _STORAGE, "reduce": _REDUCE}
-"""Keys that are widened together for a cell; those of others have the cell's name."""
+"""Keys that are widened for a cell, unless the only key has the cell's name."""
 
 
 def widened_policy(plan: Plan, choice: Choice, output: Output | None = None) -> Policy:
-    """The policy of a plan with a cell in fp32; `output` is what the modules of its parameters return."""
+    """Return the policy of a plan with a cell in fp32. `output` is of the modules of its parameters."""
     sets = dict.fromkeys(_WIDENED.get(choice.cell, (choice.cell,)), _WIDE)
     beside = _siblings(plan, choice) if "compute" in sets else []
     rules = [make_rule(name, sets, output=output) for name in choice.names]
@@ -113,14 +116,8 @@ def widened_policy(plan: Plan, choice: Choice, output: Output | None = None) -> 
     return with_rules(plan.policy, rules)
 
 
-def pinned_policy(policy: Policy, outputs: Mapping[str, Output | None]) -> Policy:
-    """The same policy with these parameters in fp32 everywhere, each with its module's output."""
-    pins = (make_rule(name, dict(PIN), pin=True, output=output) for name, output in outputs.items())
-    return with_rules(policy, pins)
-
-
 def isolated_policy(plan: Plan, choice: Choice, output: Output | None = None) -> Policy:
-    """The fp32 reference with a cell of the forward as in the plan; `output` is what its modules return."""
+    """Return the policy of the fp32 reference with a cell of the forward as in the plan."""
     rows = [row for name in choice.names if (row := plan.row(name)) is not None]
     rules = [make_rule(row.name, _planned_cell(row, choice.cell), output=output) for row in rows]
     if choice.cell == "compute":
@@ -130,7 +127,7 @@ def isolated_policy(plan: Plan, choice: Choice, output: Output | None = None) ->
 
 
 def _siblings(plan: Plan, choice: Choice) -> list[str]:
-    """Other parameters of the same modules: a module computes in one dtype."""
+    """Return the other parameters of the same modules, because a module computes in one dtype."""
     chosen = [row for name in choice.names if (row := plan.row(name)) is not None]
     modules = {name.rpartition(".")[0] for row in chosen for name in row.names}
     floating = [row for row in plan.rows if row.columns.compute.is_floating and row.name not in choice.names]
@@ -139,7 +136,7 @@ def _siblings(plan: Plan, choice: Choice) -> list[str]:
 
 def _planned_cell(row: Row, cell: Cell) -> dict[str, str]:
     columns = row.columns
-    if cell == "storage":  # its rounding shows where it is computed with in fp32
+    if cell == "storage":  # computing in fp32 shows the rounding of storage alone
         if columns.update is not None and columns.gather.format is not None:
             return {"storage": str(columns.storage.dtype), "gather": str(columns.gather), "compute": _WIDE}
         narrow = columns.storage.dtype if _is_narrow(columns.storage.dtype) else columns.gather
@@ -163,5 +160,5 @@ def make_rule(
 
 
 def literal_glob(name: str) -> str:
-    """A glob that matches this name alone."""
+    """Return a glob that matches only this name."""
     return re.sub(r"([*?[])", r"[\1]", name)

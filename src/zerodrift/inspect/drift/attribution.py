@@ -1,11 +1,11 @@
-"""Compare a trainer with a sampler: how far they drift apart, and which difference causes it.
+"""Compare a trainer with a sampler: measure their drift, and attribute it to their differences.
 
-Three questions in order: Is every tensor what was trained? In which cells do the sides differ? What does
-each cell explain, alone and when it alone is made like the trainer's? The last answers are replays of the
-trainer's model; nothing is estimated.
+Three questions in order: Is every tensor what was trained? In which cells do the sides differ? How much of
+the drift does each cell cause alone, and how much is gone without it? Replays of the trainer's model answer
+the last question. Nothing is estimated.
 
-Invariant: sides without a difference are exactly 0.0 apart. The sampler is run from its own tensors and
-dtypes, not from the list of differences. A token without a finite log-probability is counted, never averaged.
+Invariant: the drift of equal sides is exactly 0.0. The sampler is run from its own tensors and dtypes, not
+from the list of differences. A token without a finite log-probability is counted, never averaged.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ TOKENS = 4096  # tokens of one forward
 
 @dataclass(frozen=True, slots=True)
 class TokenDrift:
-    """Log-probabilities of the sampler minus the trainer's, over tokens."""
+    """Statistics over tokens of the sampler's log-probabilities minus the trainer's."""
 
     tokens: int
-    not_finite: int  # tokens without a finite log-probability of the sampler; no other number counts them
+    not_finite: int  # tokens without a finite log-probability of the sampler, left out of all other numbers
     mean: float
     mean_abs: float
     rms: float
@@ -69,7 +69,7 @@ def token_drift(other: Tensor, trainer: Tensor) -> TokenDrift:
 
 
 def share(part: TokenDrift, whole: TokenDrift) -> float:
-    """Share of the whole: of tokens that are not finite if there are any, else of the squared drift."""
+    """Return a share of the tokens that are not finite if there are any, or else of the squared drift."""
     if whole.not_finite:
         return part.not_finite / whole.not_finite
     if part.not_finite:
@@ -78,7 +78,7 @@ def share(part: TokenDrift, whole: TokenDrift) -> float:
 
 
 def make_batches(sequences: audit.Ids) -> tuple[list[audit.Batch], list[list[int]]]:
-    """Make micro-batches of sequences of one length; return the numbers of their sequences too."""
+    """Make micro-batches of sequences of one length. Return also the numbers of their sequences."""
     groups: dict[int, list[int]] = {}
     for number, sequence in enumerate(sequences):
         groups.setdefault(len(sequence), []).append(number)
@@ -95,7 +95,7 @@ def make_batches(sequences: audit.Ids) -> tuple[list[audit.Batch], list[list[int
 
 
 def recorded_values(recorded: audit.Recorded, order: Sequence[Sequence[int]]) -> Tensor:
-    """Recorded values of all tokens, in the order of the micro-batches; NaN where there is none."""
+    """Return recorded values of all tokens in the order of the micro-batches. Unrecorded ones are NaN."""
     values = (value for part in order for number in part for value in recorded[number])
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
@@ -119,32 +119,32 @@ def require_tokens(own: audit.Signals, sequences: audit.Ids, order: Sequence[Seq
 
 BAR = 0.015  # mean absolute difference of log-probabilities that passes by default
 EXPLAINED = 0.1  # unexplained share of the squared drift above which dtypes are guessed
-MOST = 48  # cells that are replayed: every dtype, and the tensors with the largest changes
+MOST = 48  # most cells that are replayed: first dtypes, then tensors with the largest changes
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerSide:
-    """Everything known of the sampler; one part at least."""
+    """Known facts about the sampler, at least one."""
 
-    sent: Path | None = None  # folder that the trainer wrote for it
-    loaded: Path | None = None  # tensors that it loaded; by default what was sent
+    sent: Path | None = None  # folder that the trainer wrote for the sampler
+    loaded: Path | None = None  # tensors that the sampler loaded, by default those of `sent`
     sampler: SamplerDtypes | None = None
-    recorded: audit.Recorded | None = None  # log-probabilities that it gave
+    recorded: audit.Recorded | None = None  # log-probabilities of the sampler
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainedCell:
     cell: DifferentCell
     alone: TokenDrift | None = None
-    """Drift of the trainer with this cell of the sampler; None if it was not replayed."""
-    explains: float = 0.0  # share of the squared drift that this cell alone has
-    removes: float = 0.0  # share that is gone when the sampler has the trainer's cell here
+    """Drift of the trainer with this cell of the sampler, or None if it was not replayed."""
+    explains: float = 0.0  # share of the squared drift that this cell causes alone
+    removes: float = 0.0  # share that is gone if the sampler has the trainer's cell
     flips: int = 0  # routing choices that differ with this cell alone
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeGuess:
-    """A dtype of the sampler that nobody gave, and the share of the recorded drift that it explains."""
+    """A guessed dtype of the sampler, and the share of the recorded drift that it explains."""
 
     key: str
     dtype: DType
@@ -154,16 +154,16 @@ class DtypeGuess:
 @dataclass(frozen=True, slots=True)
 class SideComparison:
     whole: TokenDrift  # drift of the sampler from the trainer
-    faults: tuple[TensorStatus, ...]  # tensors that are not what was trained, those that explain most first
+    faults: tuple[TensorStatus, ...]  # tensors that are not what was trained, by what they explain
     as_trained: tuple[TensorStatus, ...]
     cells: tuple[ExplainedCell, ...]  # faults first, then by what they explain
     unexplained: float
-    """Share of the squared drift that a run with all cells leaves; 0 if nothing was recorded."""
+    """Share of the squared drift that remains with all cells, or 0 if nothing was recorded."""
     router_flips: tuple[tuple[str, int], ...]
     choices: int  # routing choices
     flipped_share: float  # share of the squared drift on tokens with a flipped choice
     tried: tuple[DtypeGuess, ...]
-    """Guesses, the best first; only if log-probabilities were recorded and no dtypes were given."""
+    """Guesses, the best first. Only if log-probabilities were recorded and no dtypes were given."""
     kinds: tuple[tuple[str, int], ...]  # (`same`, `rounded to bf16`, ...; tensors)
     bar: float
     notes: tuple[str, ...]
@@ -196,18 +196,17 @@ def compare_sides(
     require_tokens(own, sequences, order)
     cells += _activation_cells(replays, cells)
     sampler = replays.run_sampler(cells)
-    recorded = None if other.recorded is None else recorded_values(other.recorded, order)
-
-    def kept(per_token: Tensor) -> Tensor:
-        """Select the tokens with a recorded value beside them, where there are recorded ones."""
-        return per_token if recorded is None else per_token[~recorded.isnan()]
+    given = torch.cat(sampler.targets)
+    is_compared: slice | Tensor = slice(None)
+    if other.recorded is not None:
+        given = recorded_values(other.recorded, order)
+        is_compared = ~given.isnan()
 
     def compared(run: audit.Signals) -> Tensor:
-        return kept(torch.cat(run.targets))
+        return torch.cat(run.targets)[is_compared]
 
-    mine = compared(own)
-    theirs = compared(sampler) if recorded is None else kept(recorded)
-    whole = token_drift(theirs, mine)
+    mine, theirs = compared(own), given[is_compared]
+    whole, replayable = token_drift(theirs, mine), token_drift(compared(sampler), mine)
 
     def size_of(cell: DifferentCell) -> float:
         if cell.kind != "tensor":
@@ -219,7 +218,7 @@ def compare_sides(
         notes.append(f"{len(cells) - MOST:,} more cells differ and were not replayed one by one.")
 
     def left(run: audit.Signals) -> float:
-        """Share of the squared drift that a replay does not have."""
+        """Return the share of the squared drift that a replay does not explain."""
         return share(token_drift(theirs, compared(run)), whole) if whole.square else 0.0
 
     def explain(cell: DifferentCell) -> ExplainedCell:
@@ -229,8 +228,7 @@ def compare_sides(
         if whole.not_finite:
             explains = share(drift, whole)
         rest = compared(replays.run([each for each in cells if each != cell]))
-        before = token_drift(compared(sampler), mine)
-        removes = share(before, whole) - share(token_drift(rest, mine), whole)
+        removes = share(replayable, whole) - share(token_drift(rest, mine), whole)
         flips = sum(count for count, _ in audit.router_flips(alone, own).values())
         return ExplainedCell(cell, drift, explains, removes, flips)
 
@@ -240,13 +238,13 @@ def compare_sides(
     rank = {each.cell.key: number for number, each in enumerate(explained) if each.cell.kind == "tensor"}
     faults = [status for status in statuses if not status.verdict.is_as_trained]
     faults.sort(key=lambda status: rank.get(status.name, -1))
-    unexplained = left(sampler) if recorded is not None else 0.0
+    unexplained = left(sampler) if other.recorded is not None else 0.0
     asks = unexplained > EXPLAINED and other.sampler is None
     guesses = _guesses(replays, values) if asks else ()
     tried = [DtypeGuess(key, dtype, 1 - left(run)) for key, dtype, run in guesses]
     tried = [guess for guess in tried if guess.explains > EXPLAINED]
     squares = (theirs - mine).square().nan_to_num(posinf=0.0)
-    flipped = float(squares[kept(_flipped_tokens(sampler, own, batches))].sum())
+    flipped = float(squares[_flipped_tokens(sampler, own, batches)[is_compared]].sum())
     flips = ((name, count) for name, (count, _) in audit.router_flips(sampler, own).items() if count)
     return SideComparison(
         whole=whole,
@@ -280,7 +278,7 @@ def _table_cells(
 
 
 def _activation_cells(replays: replay.SideReplays, cells: Sequence[DifferentCell]) -> list[DifferentCell]:
-    """Cells of activations that a side does in another dtype than the table asks for."""
+    """Return the activations that a side computes in another dtype than the table says."""
     found = []
     asked = replays.table.keys
     for key, dtype in ((key, asked[key]) for key in ACTIVATIONS if key in asked):
@@ -308,7 +306,7 @@ GUESSES: tuple[tuple[str, tuple[DType, ...]], ...] = (
 def _guesses(
     given: replay.SideReplays, values: Sequence[DifferentCell]
 ) -> Iterator[tuple[str, DType, audit.Signals]]:
-    """Replay each guess on top of what was given; leave out what the model has nothing of."""
+    """Replay each guess in addition to the given facts. Skip those that do not fit the model."""
     trainer = given.trainer
     for key, dtype in ((key, dtype) for key, dtypes in GUESSES for dtype in dtypes):
         table = parse_sampler_dtypes({key: str(dtype)})
@@ -324,14 +322,9 @@ def _guesses(
 
 
 def _flipped_tokens(run: audit.Signals, other: audit.Signals, batches: Sequence[audit.Batch]) -> Tensor:
-    """Mark the tokens with a routing choice that differs, in the order of log-probabilities."""
-    flipped = []
-    for batch, routes, before in zip(batches, run.routes, other.routes, strict=True):
-        shape = batch["input_ids"].shape
-        differs = torch.zeros(shape, dtype=torch.bool)
-        for router, chosen in routes.items():
-            was = before.get(router)
-            if was is not None and was.shape == chosen.shape and chosen.shape[0] == shape.numel():
-                differs |= (chosen != was).any(-1).view(shape)
-        flipped.append(differs[:, :-1].reshape(-1))
-    return torch.cat(flipped)
+    """Mark the tokens with a different routing choice, in the order of log-probabilities."""
+    flipped = [torch.zeros(batch["input_ids"].shape, dtype=torch.bool) for batch in batches]
+    for number, _, changed in audit.changed_routes(run, other):
+        if changed.numel() == flipped[number].numel():
+            flipped[number] |= changed.view_as(flipped[number])
+    return torch.cat([tokens[:, :-1].reshape(-1) for tokens in flipped])

@@ -1,14 +1,13 @@
 """List the cells in which a sampler differs from a trainer, and run the trainer's model with some of them.
 
 A cell is a tensor that is not what was trained, the rounded tensors of a role, parameters that compute in
-another dtype, or an activation in another dtype. Every run is an engine of a copy of the model, with the
-sampler's values and dtypes where a cell says so. Activations are rounded at calls of torch's functions inside
-attention, and at the modules that make rotary tables and logits, where the model's own dtypes are recorded
-too.
+another dtype, or an activation in another dtype. Each run is an engine with a copy of the model, and with the
+sampler's values and dtypes in the given cells. Activations are rounded at calls of torch's functions inside
+attention, and at the outputs of the modules that make rotary tables and logits. Their own dtypes are recorded
+there too.
 
-Invariant: what is equal on both sides once the trainer has rounded it is no cell. A run without cells is the
-trainer's own; a run with all cells has every tensor and every dtype of the sampler. Equal bits give equal
-runs.
+Invariant: values that are equal after the trainer's rounding are no cell. A run without cells is the
+trainer's. A run with all cells has every tensor and every dtype of the sampler. Equal bits give equal runs.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from zerodrift.weights import set_parameter
 
 @dataclass(frozen=True, slots=True)
 class DifferentCell:
-    """One thing in which the sampler differs."""
+    """One difference of the sampler from the trainer."""
 
     kind: Literal["tensor", "weights", "dtype", "compute", "buffers", "activation"]
     """`tensor`: not what was trained; `weights`: rounded; `dtype`: parameters in another compute dtype;
-    `compute`: the same for all parameters without a key of their own."""
+    `compute`: all parameters without a key of their own in another compute dtype."""
     key: str  # a tensor's name, or a key of the sampler's table
     told: str  # the difference in words: `rounded to bf16`, `bf16, here fp32`
     names: tuple[str, ...] = ()  # names of the tensors
@@ -58,7 +57,7 @@ def different_values(
     held: Mapping[str, SamplerTensor],
     verdicts: Mapping[str, TensorVerdict],
 ) -> list[DifferentCell]:
-    """Cells of tensors with which the trainer would compute something else."""
+    """Return the cells of tensors whose values differ in the trainer's storage dtype."""
     cells: list[DifferentCell] = []
     rounded: dict[tuple[str, str], list[str]] = {}
     for name, verdict in verdicts.items():
@@ -85,7 +84,7 @@ def sampler_mode(table: SamplerDtypes, plan: Plan) -> Mode:
 
 
 def sampler_compute(table: SamplerDtypes, plan: Plan, roles: Mapping[str, Role]) -> dict[str, DType]:
-    """First name -> the sampler's compute dtype of a floating parameter, where its table says it."""
+    """Return the sampler's compute dtypes of floating parameters that its table covers, by first name."""
     problems, has = Problems(), set(roles.values())
     for role in ROLES:
         if role in table.keys and role not in has:
@@ -113,8 +112,8 @@ def sampler_compute(table: SamplerDtypes, plan: Plan, roles: Mapping[str, Role])
 def different_dtypes(
     table: SamplerDtypes, plan: Plan, roles: Mapping[str, Role], compute: Mapping[str, DType]
 ) -> list[DifferentCell]:
-    """Cells of parameters that compute in another dtype. Under autocast each operation has its dtype, so only
-    fp32 can be asked of one parameter."""
+    """Return the cells of parameters that compute in another dtype. Under autocast the dtype depends on the
+    operation, so that only fp32 can be asked for one parameter."""
     before, after = plan.policy.mode, sampler_mode(table, plan)
     if before.autocast:
         usual = DType.FP32 if after.autocast else after.dtype
@@ -145,14 +144,14 @@ Cells = Collection[DifferentCell]
 
 @dataclass(slots=True)
 class SideReplays:
-    """Runs of a trainer's model, each made once."""
+    """Runs of a trainer's model. Each combination of cells runs once."""
 
     trainer: TrainerSide
     table: SamplerDtypes
     tensors: Mapping[str, SamplerTensor]  # the sampler's tensors
     compute: Mapping[str, DType]  # first name -> the sampler's compute dtype
     batches: Sequence[Batch]
-    valued: Collection[str]  # names with a cell for their values; the values of others come with their dtypes
+    valued: Collection[str]  # tensors with a cell for their values; other values come with the dtype's cell
     done: dict[frozenset[DifferentCell], tuple[Signals, ActivationRounder]] = field(default_factory=dict)
 
     def run(self, cells: Cells) -> Signals:
@@ -170,13 +169,13 @@ class SideReplays:
         return self.done[key][0]
 
     def run_sampler(self, cells: Cells) -> Signals:
-        """Run with all tensors of the sampler, differing or not, and its whole table."""
+        """Run with all tensors of the sampler and its whole table, whether they differ or not."""
         values = {name: tensor.values for name, tensor in self.tensors.items()}
         asked = {key: dtype for key, dtype in self.table.keys.items() if key in ACTIVATIONS}
         return self._run(values, cells, asked)[0]
 
     def seen(self, cells: Cells) -> ActivationRounder:
-        """Activations of such a run, by key, and their dtypes."""
+        """Run with these cells, and return the recorder of the dtypes of its activations."""
         self.run(cells)
         return self.done[frozenset(cells)][1]
 
@@ -201,18 +200,16 @@ class SideReplays:
             return forward_signals(engine, self.batches, rounder.around), rounder
 
     def _policy(self, cells: Cells) -> Policy:
-        """The trainer's policy, with a rule for each parameter that would not compute as the cells say."""
+        """Return the trainer's policy with rules that give parameters the dtypes of the cells."""
         plan = self.trainer.plan
         policy, mode = plan.policy, plan.policy.mode
         if any(cell.kind == "compute" for cell in cells):
-            # Demands on every parameter's forward were made of the trainer's mode.
+            # Demands on the forward of every parameter belong to the trainer's mode.
             mode = sampler_mode(self.table, plan)
             forward = ("storage", "gather", "compute")
             demands = tuple(demand for demand in policy.demands if demand[0] not in forward)
             policy = replace(policy, mode=mode, demands=demands, safe=policy.safe if mode.autocast else ())
         theirs = {name for cell in cells if cell.kind in ("compute", "dtype") for name in cell.names}
-        if not theirs and mode is plan.policy.mode:
-            return policy
         rules = []
         for row, now in zip(plan.rows, build(policy, self.trainer.spec, MeshShape()).rows, strict=True):
             if not row.columns.compute.is_floating:
@@ -239,7 +236,7 @@ def _forward_columns(row: Row) -> dict[str, str]:
 def _set_values(
     module: nn.Module, values: Mapping[str, Tensor], held: Collection[str], spec: ModelSpec
 ) -> None:
-    """Set other values. A tied parameter stays tied, except under names that the sampler holds too."""
+    """Set the sampler's values. A tied parameter stays tied, except for names that the sampler holds too."""
     tied = {name: parameter.names for parameter in spec.parameters for name in parameter.names}
     buffers = dict(module.named_buffers())
     for name, value in values.items():
@@ -259,7 +256,7 @@ _SOFTMAX = frozenset(("softmax", "_softmax"))
 
 
 class ActivationRounder(TorchFunctionMode):
-    """Rounds activations of the calls inside, and records in `seen` the dtypes of each thing, by key."""
+    """Rounds activations of a forward, and records the dtypes of each kind of activation in `seen`."""
 
     def __init__(self, asked: Mapping[str, DType]) -> None:
         super().__init__()
@@ -268,7 +265,7 @@ class ActivationRounder(TorchFunctionMode):
         self._path: ModulePaths | None = None
 
     def see(self, key: str, dtype: torch.dtype) -> torch.dtype | None:
-        """Record a dtype, and return the one that is asked for instead."""
+        """Record a dtype, and return the dtype that replaces it."""
         self.seen.setdefault(key, set()).add(dtype)
         return self.asked.get(key)
 
@@ -283,7 +280,7 @@ class ActivationRounder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def hooks(self, model: nn.Module, head: str) -> Iterator[None]:
-        """Change the outputs of the modules that make logits and rotary tables."""
+        """Round the outputs of the modules that make logits and rotary tables."""
         handles = []
         for path, module in model.named_modules():
             rotary = "rotary" if _ROTARY.search(type(module).__name__) else ""
@@ -310,7 +307,7 @@ class ActivationRounder(TorchFunctionMode):
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             given |= {key: self.rounded("kv", given[key]) for key in ("key", "value")}
-            dtype = self.see("softmax", torch.float32)  # inside the kernel, whatever goes in
+            dtype = self.see("softmax", torch.float32)  # kernels use fp32 for any inputs
             return func(**given) if dtype is None or dtype is torch.float32 else _attention(dtype, given)
         if name in LOSSES:
             logits = args[0] if args else kwargs["input"]
@@ -328,7 +325,7 @@ class ActivationRounder(TorchFunctionMode):
                 kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
                 return func(args[0].to(dtype), *args[1:], **kwargs).to(inside)
             if len(args) >= 2 and all(map(_is_activation, args[:2])):
-                # Scores of keys before the softmax, sums of values after it: the cache is on the right.
+                # In products with keys and with values, the cache is on the right.
                 return func(args[0], self.rounded("kv", args[1]), *args[2:], **kwargs)
         return func(*args, **kwargs)
 

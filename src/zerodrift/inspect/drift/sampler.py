@@ -1,5 +1,4 @@
-"""Read what is known of a sampler: its dtypes from a small table, its tensors from an exported or quantised
-folder.
+"""Read a sampler's dtypes from a small table, and its tensors from an exported or quantised folder.
 
     compute: bf16
     head: fp32
@@ -7,11 +6,11 @@ folder.
     tensors: {"*.experts.*": fp16}
 
 Keys name roles: the part of a model that a parameter belongs to, by the class of its module and by its name.
-Parameters without a key are as the trainer has them; `compute` is for all parameters without their own key. A
-tensor keeps the dtype of the files, in the names of the trainer's model. One of codes with scales is decoded
-to fp32, with half a step of each element beside it. A tied tensor that the files hold twice is read twice.
+`compute` is for all parameters without their own key. Without either, parameters are like the trainer's.
+Tensors keep the dtypes of the files and get the names of the trainer's model. Codes with scales are decoded
+to fp32, together with half a step of each element. A tied tensor that the files hold twice is read twice.
 
-Invariant: every tensor of the model is read, or named as missing; files of another model are refused.
+Invariant: every tensor of the model is read or named as missing. Files of another model are refused.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ ACTIVATIONS: Mapping[str, tuple[DType, ...]] = {
 }
 """Key of an activation -> the dtypes that it admits."""
 
-KEYS = ("compute", *ROLES, "tensors", "buffers", *ACTIVATIONS)  # docs/drift.md says what each is
+KEYS = ("compute", *ROLES, "tensors", "buffers", *ACTIVATIONS)  # docs/drift.md explains each
 
 _LIST = f"Keys are {', '.join(KEYS)}."
 
@@ -74,8 +73,8 @@ def role_of(name: str, owner: OwningModule) -> Role:
 
 
 def roles_of(model: ModelSpec) -> dict[str, Role]:
-    """First name -> role. A tied parameter that is a head under any of its names is one: that is where its
-    dtype matters most."""
+    """Return the role of each parameter by first name. A tied parameter that is a head under any name is a
+    head, where its dtype matters most."""
     found: dict[str, Role] = {}
     for parameter in model.parameters:
         mine = list(map(role_of, parameter.names, parameter.owners))
@@ -96,7 +95,7 @@ def read_sampler_dtypes(path: Path) -> SamplerDtypes:
 
 
 def parse_sampler_dtypes(data: Any, where: str = "sampler") -> SamplerDtypes:
-    """Parse a table; one error tells everything that is wrong with it."""
+    """Parse a table. One error lists all its mistakes."""
     if not isinstance(data, Mapping):
         raise ConfigError(where, "must be a block of keys", got=type(data).__name__, do=_LIST)
     problems = Problems()
@@ -134,7 +133,7 @@ _SHOWN = 5
 class SamplerTensor:
     values: Tensor  # values in the dtype of the files; fp32 if the files scale them
     dtype: str  # dtype of the files: `bf16`, `int8 scaled`
-    half_step: Tensor | None = None  # most that rounding may have changed each element of a scaled tensor
+    half_step: Tensor | None = None  # largest rounding error of each element of a scaled tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """Follow every tensor from the trainer to the sampler, and judge whether it is what was trained.
 
-A tensor may leave the trainer in another dtype: then each element must be rounded once, to a nearest value.
-Anything else has a name of its own: rounded another way, moved, another tensor, other values. With two
-folders, what was sent and what was loaded, the step at which a tensor changed is named.
+A tensor may leave the trainer in another dtype if each element is rounded once, to a nearest value. All other
+changes have names: rounded another way, moved, another tensor, other values. With a folder of sent and one of
+loaded tensors, the step at which a tensor changed is named.
 
-Invariant: a verdict is an equality of bits, but for ties, which may be rounded either way, and quantised
-tensors, which are held to half a step of their scale.
+Invariant: tensors are compared bit by bit. Except that ties may be rounded either way, and that elements of
+quantised tensors may differ by half a step of their scale.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class TensorVerdict:
-    """A tensor beside the one that was trained."""
+    """Result of comparing a tensor with the trained one."""
 
     kind: Kind
     told: str  # the verdict in words, without the tensor's name
-    differ: int  # elements that differ from what was trained, rounded to the tensor's dtype
-    distance: float  # norm of the difference over the norm of the trained tensor; NaN for a missing one
+    differ: int  # elements that differ from the trained values rounded to the tensor's dtype
+    distance: float  # norm of the difference over the norm of the trained tensor, NaN for a missing tensor
 
     @property
     def is_as_trained(self) -> bool:
@@ -53,10 +53,10 @@ class TensorVerdict:
 class TensorStatus:
     name: str
     verdict: TensorVerdict
-    step: str  # step at which the tensor became what it is: `sent` or `loaded`
+    step: str  # step at which the tensor changed: `sent` or `loaded`
     dtype: str
     digests: tuple[tuple[str, str], ...]
-    """(`trained`, `sent` or `loaded`; hex digest). The first is of the trained values in the sent dtype."""
+    """(`trained`, `sent` or `loaded`; hex digest) pairs. `trained` is of the trained values in this dtype."""
 
 
 def follow_tensors(
@@ -125,8 +125,8 @@ def judge(
     others: Mapping[str, Tensor] | None = None,
     half_step: Tensor | None = None,
 ) -> TensorVerdict:
-    """Judge `other` beside `trained`, of the same shape. `others` are trained tensors that it might be
-    instead. A quantised tensor comes dequantised, with half a step of each element."""
+    """Compare `other` with `trained`, of the same shape. `others` are trained tensors with which it may have
+    been confused. A quantised tensor must be dequantised, with half a step of each element."""
     if not trained.is_floating_point():
         count = int((trained != other).sum())
         if not count:
@@ -168,7 +168,7 @@ def judge(
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Norm of the difference over the norm of `b`."""
+    """Return the norm of the difference over the norm of `b`."""
     gap, norm = float((a.double() - b.double()).norm()), float(b.double().norm())
     return gap / norm if norm else gap
 
@@ -179,9 +179,9 @@ def _same_bits(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _differs(trained: Tensor, wanted: Tensor, other: Tensor) -> Tensor:
-    """Return where `other` is not a nearest value: of two that are as near, either is.
+    """Return True for each element of `other` that is not a nearest value. Of two equally near, both are.
 
-    torch rounds such ties to even. A bf16 weight with a split master has them rounded away from zero.
+    torch rounds ties to even. Split masters round the ties of their bf16 weights away from zero.
     """
     differs = ~_same_bits(wanted, other)
     exact, near, made = (each[differs].double() for each in (trained, wanted, other))
@@ -190,7 +190,7 @@ def _differs(trained: Tensor, wanted: Tensor, other: Tensor) -> Tensor:
 
 
 def _roundings(values: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the ways of rounding values to a dtype that are not once to the nearest, with their results."""
+    """Yield descriptions of wrong ways of rounding values to a dtype, with their results."""
     nearest, limits = values.to(dtype), torch.finfo(dtype)
     yield (
         "subnormal values are zero",
@@ -212,14 +212,14 @@ def _is_beside(trained: Tensor, other: Tensor) -> bool:
 
 
 def neighbours(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The values of a dtype on both sides of each element; twice the element if the dtype has it."""
+    """Return the values of a dtype on both sides of each element, twice the element if the dtype has it."""
     near = values.to(dtype)
     wide = near.to(values.dtype)
     if dtype is values.dtype:
         return near, near
     up = torch.where(values > wide, 1, torch.where(values < wide, -1, 0))
     word = _WORDS[near.itemsize]
-    # Sign and magnitude: away from zero is one more, whatever the sign.
+    # The format is sign and magnitude: adding one to the bits moves away from zero for either sign.
     beside = (near.contiguous().view(word) + torch.where(wide > 0, up, -up).to(word)).view(dtype)
     sign = torch.where(up > 0, torch.full_like(wide, 1.0), torch.full_like(wide, -1.0))
     smallest = (sign * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps).to(dtype)
@@ -253,7 +253,7 @@ def _moved(
 
 
 def _slice_order(wanted: Tensor, other: Tensor) -> list[int] | None:
-    """For each slice of `other` the number of the equal slice of `wanted`, if each has one."""
+    """Return for each slice of `other` the number of the equal slice of `wanted`. None if one has none."""
     if wanted.shape[0] < 2:
         return None
 

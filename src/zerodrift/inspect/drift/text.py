@@ -25,7 +25,7 @@ _ROUTERS = 6
 def comparison_text(
     found: SideComparison, facts: Sequence[tuple[str, str]], *, color: bool, width: int = WIDTH
 ) -> str:
-    """`facts` name the two sides."""
+    """Render a comparison. `facts` name the two sides."""
     warn = ("bold yellow",)
     parts: list[RenderableType] = [report.title("drift", "", width), report.pairs(facts, width=width), Text()]
     parts.append(report.pairs([("verdict", verdict(found))], bold=True, width=width))
@@ -66,13 +66,13 @@ def comparison_text(
 
 
 _LEGEND = (
-    "alone: of the squared drift, what the trainer's model has with this cell of the other side alone. "
-    "removes: what is gone when the other side has the trainer's cell here. They need not add up to 100%."
+    "alone: share of the squared drift that the trainer's model has with only this cell of the other side. "
+    "removes: share that is gone if the other side has the trainer's cell. They need not add up to 100%."
 )
 
 
 def verdict(found: SideComparison) -> str:
-    """The reason of the exit code, in one sentence."""
+    """Return the reason of the exit code in one sentence."""
     words, whole = [], found.whole
     if found.faults:
         words.append(f"{several(len(found.faults), 'tensor')} not what was trained")
@@ -86,7 +86,7 @@ def verdict(found: SideComparison) -> str:
 
 
 def figure(value: float) -> str:
-    """Three digits; only 0 is `0`."""
+    """Format three significant digits. Only zero is `0`."""
     return "0" if value == 0 else f"{value:.3g}"
 
 
@@ -129,7 +129,7 @@ def _cells(cells: Sequence[ExplainedCell], width: int) -> RenderableType:
 
 
 def comparison_json(found: SideComparison) -> str:
-    """Every number; those that are not finite are null."""
+    """Return all numbers as JSON. Those that are not finite are null."""
 
     def fault(status: TensorStatus) -> dict[str, Any]:
         verdict = status.verdict
@@ -166,12 +166,4 @@ def comparison_json(found: SideComparison) -> str:
         "tried": list(tried),
         "notes": list(found.notes),
     }
-    return json.dumps(_finite(data), indent=1) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(report.as_json.json_value(data, lambda _: None), indent=1) + "\n"

@@ -1,7 +1,7 @@
 """The trainer's side: a model with its trained values, and the policy of its forward.
 
-The policy comes from a config, ours or DeepSpeed's, from a plan of `plan --json`, or from a table of
-`check --save`, which is read as the config that asks for what was seen.
+The policy comes from a config of zerodrift or DeepSpeed, from a plan of `plan --json`, or from a table of
+`check --save`, which is converted to a config with the recorded dtypes.
 
 Invariant: values are exactly those of the files, and all parameters are frozen.
 """
@@ -42,13 +42,13 @@ class TrainerSide:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the embeddings; 0 without any."""
+        """Most rows of an embedding, or 0 without embeddings."""
         embeddings = [module for module in self.module.modules() if isinstance(module, nn.Embedding)]
         return max((each.num_embeddings for each in embeddings), default=0)
 
     @property
     def head(self) -> str:
-        """Path of the module that makes logits; empty if it is not known."""
+        """Path of the module that makes logits, or `""` if it is not known."""
         for parameter in self.spec.parameters:
             for name, owner in zip(parameter.names, parameter.owners, strict=True):
                 if role_of(name, owner) == "head":
@@ -56,7 +56,7 @@ class TrainerSide:
         return ""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers under every name; floating ones in fp32."""
+        """Return parameters and buffers under all their names. Floating ones are in fp32."""
         module = self.module
         parameters, buffers = module.named_parameters, module.named_buffers
         named = (*parameters(remove_duplicate=False), *buffers(remove_duplicate=False))
@@ -70,8 +70,8 @@ def load_trainer(
     auto: AutoValues | None = None,
     overrides: Sequence[str] = (),
 ) -> TrainerSide:
-    """Load a model from a folder or file with a config, from `package.module:function`, or copy a module with
-    its values. Dropout is off: a sampler has none."""
+    """Load a model from a folder or file with a config or from `package.module:function`, or copy a module.
+    Dropout is off, as in a sampler."""
     module = _load_model(model, weights).eval().requires_grad_(False)
     spec = describe(module)
     policy = without_update(_load_policy(config, auto, overrides))
@@ -119,7 +119,7 @@ def _load_policy(
 
 
 def config_from_table(model: ModelRecord) -> dict[str, Any]:
-    """Make the config that asks for the storage and compute dtypes that were seen."""
+    """Make a config with the recorded storage and compute dtypes."""
     cells: dict[str, tuple[DType, DType]] = {}
     sizes: Counter[tuple[DType, DType]] = Counter()
     for parameter in model.parameters:

@@ -1,9 +1,9 @@
 """Machines as a file describes them, and how long a collective takes on them.
 
-A file is read as a config is: every key is known and typed. The files in `clusters` come along, to be copied
-and changed. The algorithm of a collective is the engine's (`comm/collectives.py`): a ring for a gather; for a
-sum slices from every rank to every rank, recursive halving, or NCCL's own. On gloo everything goes as
-messages between pairs.
+A file is read like a config: every key is known and typed. The files in `clusters` are examples to copy and
+change. Collectives use the algorithms of `comm/collectives.py`: a ring for an all-gather, and for a reduction
+slices from every rank to every rank, recursive halving, or NCCL's own. On gloo all ranks exchange messages in
+pairs.
 """
 
 from __future__ import annotations
@@ -32,49 +32,58 @@ class Products(config.Block):
     """TFLOP/s of dense products, by the dtype that is computed in."""
 
     fp32: config.PositiveFloat
-    """Products of fp32 operands; of TF32 where torch is told to use it."""
+    """Products of fp32 operands, or of TF32 if torch is set to use it."""
     bf16: config.PositiveFloat | None = None
-    """Products of bf16 operands; without them a plan that computes in bf16 is an error."""
+    """Products of bf16 operands. Required for a plan that computes in bf16."""
     fp16: config.PositiveFloat | None = None
-    """Products of fp16 operands; without them a plan that computes in fp16 is an error."""
+    """Products of fp16 operands. Required for a plan that computes in fp16."""
     fp8: config.PositiveFloat | None = None
-    """Products of fp8 operands; without them a plan with `compute: fp8` is an error."""
+    """Products of fp8 operands. Required for a plan with `compute: fp8`."""
 
 
 class Device(config.Block):
     """The device of one rank."""
 
     tflops: Products
-    """Figures of its maker, or measured ones."""
+    """Peak throughput, as the maker states it or measured."""
     tflops_reached: Share = 1.0
-    """The share of that which products of a usual size reach."""
+    """Share of the peak that products of a usual size reach."""
     memory_gb: config.PositiveFloat
     """GB (10^9 bytes) that a rank may fill."""
     memory_gb_per_s: config.PositiveFloat
-    """GB/s between memory and processor, read and written together."""
+    """GB/s between memory and processor, reads and writes together."""
     memory_reached: Share = 1.0
-    """The share of that which passes over memory reach."""
+    """Share of `memory_gb_per_s` that operations reach."""
     new_gb_per_s: config.PositiveFloat | None = None
-    """GB/s at which memory is had from the system and filled. Default: none is, an allocator keeps it."""
+    """GB/s at which the system provides new memory. Default: none is new, as an allocator keeps freed
+    memory."""
     cache_mb: config.NonNegativeFloat = 0.0
-    """Operations that move less than so many MB find them in a cache."""
+    """Operations that read and write fewer MB than this run at the speed of a cache."""
     cache_gb_per_s: config.PositiveFloat | None = None
-    """GB/s of that cache. Default: as memory."""
+    """GB/s of the cache. Default: the speed of memory."""
     operation_us: config.NonNegativeFloat = 0.0
-    """Microseconds that an operation takes at least, however little it computes."""
+    """Least microseconds of an operation."""
 
 
 class Link(config.Block):
     """A link between devices."""
 
     gb_per_s: config.PositiveFloat
-    """GB/s that one device sends, while it receives as much."""
+    """GB/s that one device sends while it receives as much."""
     reached: Share = 1.0
-    """The share of that which collectives reach."""
+    """Share of `gb_per_s` that collectives reach."""
     latency_us: config.NonNegativeFloat = 0.0
     """Microseconds of one round of messages."""
     message_us: config.NonNegativeFloat = 0.0
-    """Microseconds of each message beyond its bytes, where a rank sends one to every other."""
+    """Microseconds of each message, beside those of its bytes, when every rank sends one to every other."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.gb_per_s * self.reached * GIGA
+
+    def seconds(self, size: float, rounds: int = 1) -> float:
+        """Return the seconds in which one device sends `size` bytes in so many rounds of messages."""
+        return size / self.bytes_per_second + rounds * self.latency_us * MICRO
 
 
 class Cluster(config.Block):
@@ -83,22 +92,22 @@ class Cluster(config.Block):
     device: Device
     """The device of one rank."""
     devices_per_host: config.Positive
-    """Devices that are joined by `host`; ranks that are neighbours share a host."""
+    """Devices that `host` links. Neighbouring ranks share a host."""
     cores: config.Positive | None = None
-    """Cores of a host whose ranks compute on them, and carry what travels inside it. All other figures are of
-    a rank that has its cores to itself. Default: every rank has."""
+    """Cores of a host whose ranks compute and communicate on them. All other figures are of a rank that has
+    its cores to itself. Default: every rank has its own cores."""
     threads: config.Positive = 1
-    """Cores that a rank keeps busy; only with `cores`."""
+    """Cores that a rank keeps busy. Only with `cores`."""
     host: Link
     """Link inside a host."""
     network: Link | None = None
     """Link between hosts. Without it there is one host."""
     carrier: Literal["native", "pairs"] = "native"
-    """How the engine carries collectives: `native` on NCCL, `pairs` on gloo."""
+    """Carrier of collectives: `native` for NCCL, `pairs` for gloo."""
     compute_beside_link: Share = 1.0
-    """How fast a rank computes while something travels, in its speed while nothing does."""
+    """Speed of computing during a collective, as a share of the speed without one."""
     reserve_gb: config.NonNegativeFloat = 0.0
-    """GB of each device that neither the plan nor activations can have: the libraries' own, and fragments."""
+    """GB of each device that the plan and activations cannot use: memory of libraries, and fragmentation."""
     source: str = ""
     """Origin of the figures."""
 
@@ -113,34 +122,32 @@ class Cluster(config.Block):
         return stated * TERA
 
     def shared_by(self, ranks: int) -> Cluster:
-        """Return the cluster as each of so many ranks has it. Where they keep more cores busy than a host
-        has, a rank has its share of the time."""
+        """Return the cluster with the speed of one rank while so many ranks run. Ranks that need more cores
+        than a host has share their time."""
         busy = min(ranks, self.devices_per_host) * self.threads
         if self.cores is None or busy <= self.cores:
             return self
-        share, device, host = self.cores / busy, self.device, self.host
-        slower = {
-            "tflops_reached": device.tflops_reached * share,
-            "memory_reached": device.memory_reached * share,
-            "new_gb_per_s": device.new_gb_per_s and device.new_gb_per_s * share,
-            "cache_gb_per_s": device.cache_gb_per_s and device.cache_gb_per_s * share,
-            "operation_us": device.operation_us / share,
-        }
-        link = {
-            "reached": host.reached * share,
-            "latency_us": host.latency_us / share,
-            "message_us": host.message_us / share,
-        }
-        return self.model_copy(
-            update={"device": device.model_copy(update=slower), "host": host.model_copy(update=link)}
-        )
+        share = self.cores / busy
+        parts = {"device": _slowed(self.device, share), "host": _slowed(self.host, share)}
+        return self.model_copy(update=parts)
 
     def seconds_of_bytes(self, count: float) -> float:
-        """One pass that reads and writes `count` bytes in all."""
+        """Return the seconds of an operation that reads and writes `count` bytes in all."""
         device = self.device
         if device.cache_gb_per_s is not None and count < device.cache_mb * 1e6:
             return count / (device.cache_gb_per_s * GIGA)
         return count / (device.memory_gb_per_s * device.memory_reached * GIGA)
+
+
+_RATES = frozenset(("tflops_reached", "memory_reached", "new_gb_per_s", "cache_gb_per_s", "reached"))
+_TIMES = frozenset(("operation_us", "latency_us", "message_us"))
+
+
+def _slowed(block: Device | Link, share: float) -> Device | Link:
+    """Return a device or a link at a share of its speed."""
+    values = {key: value * share for key, value in block if key in _RATES and value is not None}
+    values |= {key: value / share for key, value in block if key in _TIMES}
+    return block.model_copy(update=values)
 
 
 def built_in() -> list[str]:
@@ -186,8 +193,8 @@ def axis_layout(mesh: MeshShape, axis: str) -> AxisLayout:
 
 
 def collective_time(call: Collective, plan: Plan, cluster: Cluster) -> tuple[float, int]:
-    """Return the seconds on a free link, and the bytes that a rank then reads and writes to add up what
-    arrived."""
+    """Return the seconds of a collective on a free link, and the bytes that a rank then reads and writes to
+    add up the received values."""
     layout, size = axis_layout(plan.mesh, call.axis), call.dtype.nbytes(call.numel)
     gather = _ring if cluster.carrier == "native" else all_to_all_seconds
     if layout.ranks == 1:
@@ -216,7 +223,7 @@ def _reduce_scatter(
         seconds, distance, part, added = 0.0, 1, size // 2, 0
         while distance < ranks:
             inside = distance < layout.on_host(cluster)
-            seconds += _transfer(part, cluster.host if inside else _network(cluster))
+            seconds += (cluster.host if inside else _network(cluster)).seconds(part)
             added += 3 * part
             distance, part = 2 * distance, part // 2
         return seconds, added
@@ -230,39 +237,34 @@ def _reduce_scatter(
 
 
 def _ring(size: int, layout: AxisLayout, cluster: Cluster) -> float:
-    """Seconds of a ring over all ranks. The ranks of one host send over their own cards at once."""
+    """Return the seconds of a ring over all ranks. Each rank of a host has a network card of its own."""
     near = layout.on_host(cluster)
     rounds = math.ceil(math.log2(layout.ranks))
     sent = size * (layout.ranks - 1) / layout.ranks
-    inside = _speed(cluster.host)
     if near == layout.ranks:
-        return sent / inside + rounds * cluster.host.latency_us * MICRO
+        return cluster.host.seconds(sent, rounds)
     network = _network(cluster)
-    speed = min(inside, near * _speed(network)) if near > 1 else _speed(network)
+    speed = network.bytes_per_second
+    speed = min(cluster.host.bytes_per_second, near * speed) if near > 1 else speed
     return sent / speed + rounds * network.latency_us * MICRO
 
 
 def all_to_all_seconds(size: int, layout: AxisLayout, cluster: Cluster) -> float:
-    """Seconds in which every rank sends a slice of `size` to every other rank."""
+    """Return the seconds in which every rank sends a slice of `size` to every other rank."""
     near, part = layout.on_host(cluster), size / layout.ranks
-    inside = part * (near - 1) / _speed(cluster.host) + cluster.host.message_us * MICRO * (near - 1)
+
+    def seconds(link: Link, ranks: int) -> float:
+        return part * ranks / link.bytes_per_second + link.message_us * MICRO * ranks
+
+    inside = seconds(cluster.host, near - 1)
     if near == layout.ranks:
         return inside + cluster.host.latency_us * MICRO
-    network, far = _network(cluster), layout.ranks - near
-    outside = part * far / _speed(network) + network.message_us * MICRO * far
-    return max(inside, outside) + network.latency_us * MICRO
+    network = _network(cluster)
+    return max(inside, seconds(network, layout.ranks - near)) + network.latency_us * MICRO
 
 
 def message_seconds(size: int, layout: AxisLayout, cluster: Cluster) -> float:
-    return _transfer(size, cluster.host if layout.on_host(cluster) > 1 else _network(cluster))
-
-
-def _transfer(size: int, link: Link) -> float:
-    return size / _speed(link) + link.latency_us * MICRO
-
-
-def _speed(link: Link) -> float:
-    return link.gb_per_s * link.reached * GIGA
+    return (cluster.host if layout.on_host(cluster) > 1 else _network(cluster)).seconds(size)
 
 
 def _network(cluster: Cluster) -> Link:

@@ -2,10 +2,10 @@
 
     simulation = simulate(plan, work, cluster)
 
-A sweep does it for every stage, wire, order of sums, number of replicas, with and without recomputation.
+A sweep simulates every stage, wire, order of sums and number of replicas, with and without recomputation.
 
-Invariant: pure; rank 0 of 16,384 ranks costs as much as rank 0 of 2. Bytes at rest and at the peak are
-those of `plan/bill.py`; only what autograd keeps is added.
+Invariant: nothing runs, and 16,384 ranks take no longer to simulate than 2. Bytes at rest and at the peak are
+those of `plan/bill.py`; only the tensors that autograd keeps are added.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, UnsupportedError, ZerodriftError, first_line
@@ -22,12 +22,12 @@ from zerodrift.inspect.simulate.streams import RankPlayer, Streams, run_in_turns
 from zerodrift.inspect.simulate.work import Work
 from zerodrift.plan import (
     Action,
-    Cost,
     Plan,
     Timeline,
     dependencies,
     events,
     part,
+    pieces,
     pieces_of,
     pipeline_events,
     rank_of,
@@ -37,10 +37,11 @@ from zerodrift.plan import (
 from zerodrift.policy import Mode
 
 PLAYED = 4
-"""Micro-batches that are played: the first, two equal ones, the last. Others take as long as these two."""
+"""Micro-batches that are played: the first, two equal ones and the last. All others take as long as the
+second."""
 
 FORWARDS = 3
-"""A forward and a backward, in forwards. Recomputation is not the model's work."""
+"""Products of a forward and its backward over those of the forward. Recomputation does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class ExposedWait:
-    """Time in which a rank computes nothing, because something has not arrived."""
+    """Time in which a rank computes nothing, because it waits for a collective."""
 
     unit: str  # name of the unit; `""` is the root, or the whole model
     what: str  # `forward`, `backward`, `reduce`, `replicate`, `norm`, `update` or `exchange`
@@ -87,7 +88,6 @@ class Simulation:
     mfu: float
     memory: Memory
     wire: int  # bytes that a rank sends
-    sent: tuple[tuple[str, str, int], ...] = field(repr=False)  # transfers of what was played
 
     @property
     def exposed(self) -> float:
@@ -101,8 +101,8 @@ class Simulation:
 def simulate(
     plan: Plan, work: Work, cluster: Cluster, *, recompute: bool = False, timeline: Timeline | None = None
 ) -> Simulation:
-    """Play a step of `plan`; a pipeline in the order of `timeline`. With `recompute`, blocks compute their
-    activations again in the backward."""
+    """Simulate a step of `plan`. A pipeline runs in the order of `timeline`. With `recompute`, blocks compute
+    their activations again in the backward."""
     require_known_order(plan, cluster, timeline)
     cluster = cluster.shared_by(plan.mesh.world)
     count = plan.policy.batch.accumulation
@@ -110,7 +110,6 @@ def simulate(
         played = _play_one_stage(plan, work, cluster, recompute)
     else:
         played = _play_pipeline(plan, work, cluster, recompute, timeline)
-    bills = [stage_cost(plan, stage, count) for stage in range(plan.mesh.pipeline)]
     flops = FORWARDS * work.flops * count // plan.mesh.pipeline
     longest = sorted(played.waited.items(), key=lambda item: -item[1])
     return Simulation(
@@ -125,13 +124,12 @@ def simulate(
         flops=flops,
         mfu=flops / played.now / cluster.peak(work.products),
         memory=fullest_memory(plan, work, cluster, recompute, timeline),
-        wire=max(bill.wire for bill in bills),
-        sent=tuple(played.sent),
+        wire=max(stage_cost(plan, stage, count).wire for stage in range(plan.mesh.pipeline)),
     )
 
 
 def require_known_order(plan: Plan, cluster: Cluster, timeline: Timeline | None) -> None:
-    """Refuse a plan whose order of execution is not known here."""
+    """Refuse a plan that cannot be simulated."""
     policy, here = plan.policy, cluster.devices_per_host
     if plan.mesh.world > here and cluster.network is None:
         must = f"must be given for more than the {here} devices of a host"
@@ -152,11 +150,11 @@ def require_known_order(plan: Plan, cluster: Cluster, timeline: Timeline | None)
 
 
 def _play_one_stage(plan: Plan, work: Work, cluster: Cluster, recompute: bool) -> Streams:
-    """Play some micro-batches and count the others like the second of two equal ones."""
+    """Play the first micro-batches and the last, and add the time of the second for each of the others."""
     player, count = RankPlayer(plan, plan, work, cluster, recompute), plan.policy.batch.accumulation
     streams, played = player.streams, min(count, PLAYED)
     *batches, after = split_micro_batches(events(plan, 0, played))
-    seen = []  # what had passed before each micro-batch
+    seen = []  # times before each micro-batch
     for number, batch in enumerate(batches):
         seen.append((streams.now, streams.computed, dict(streams.waited)))
         player.play(batch, first=number == 0, last=number == played - 1)
@@ -173,7 +171,7 @@ def _play_one_stage(plan: Plan, work: Work, cluster: Cluster, recompute: bool) -
 
 
 def _play_pipeline(plan: Plan, work: Work, cluster: Cluster, recompute: bool, timeline: Timeline) -> Streams:
-    """Play all stages, each action as soon as its rank is free and its inputs have arrived."""
+    """Play all stages. An action begins when its rank is free and its inputs have arrived."""
     parts = [part(plan, rank) for rank in range(plan.mesh.pipeline)]
     players = [RankPlayer(plan, own, work, cluster, recompute) for own in parts]
     orders = [list(pipeline_events(plan, rank, timeline.ranks[rank])) for rank in range(len(parts))]
@@ -184,7 +182,8 @@ def _play_pipeline(plan: Plan, work: Work, cluster: Cluster, recompute: bool, ti
     travel = message_seconds(activation, axis_layout(plan.mesh, "pipeline"), cluster)
 
     def arrival(ways: tuple[Action, ...], rank: int) -> float | None:
-        """When what one of these actions makes is on a rank; None if it is not known yet."""
+        """Return when the result of the first of these actions that has run is on a rank, or None if none
+        has run."""
         done = next((way for way in ways if way in ended), None)
         if done is None:
             return None
@@ -204,7 +203,7 @@ def _play_pipeline(plan: Plan, work: Work, cluster: Cluster, recompute: bool, ti
                 player.streams.now = begin
                 places[rank] += len(pair)
                 final = places[rank] == len(order)
-                run_in_turns([  # the backward of a pair begins
+                run_in_turns([  # a pair begins with its backward
                     player.turns(found, first=False, last=final, kind=action.kind)
                     for action, found in reversed(pair)
                 ])  # fmt: skip
@@ -226,17 +225,16 @@ def fullest_memory(
     plan: Plan, work: Work, cluster: Cluster, recompute: bool, timeline: Timeline | None
 ) -> Memory:
     """Return the memory of the pipeline stage that needs most."""
-    count = plan.policy.batch.accumulation
-    bills = (stage_cost(plan, stage, count) for stage in range(plan.mesh.pipeline))
-    memories = (_memory(plan, work, cluster, recompute, bill, timeline) for bill in bills)
+    stages = range(plan.mesh.pipeline)
+    memories = (_memory(plan, work, cluster, recompute, timeline, stage) for stage in stages)
     return max(memories, key=lambda use: use.total)
 
 
 def _memory(
-    plan: Plan, work: Work, cluster: Cluster, recompute: bool, bill: Cost, timeline: Timeline | None
+    plan: Plan, work: Work, cluster: Cluster, recompute: bool, timeline: Timeline | None, stage: int
 ) -> Memory:
-    stage = bill.pipeline_stage
-    last = plan.mesh.pipeline * (1 if plan.policy.pipeline is None else plan.policy.pipeline.chunks) - 1
+    bill = stage_cost(plan, stage, plan.policy.batch.accumulation)
+    last = pieces(plan.policy.pipeline, plan.mesh) - 1
     mine = pieces_of(plan, stage)
     blocks = [work.blocks[unit.name] for unit in plan.units if unit.name and unit.stage in mine]
     ends = [*([work.enter] if 0 in mine else []), *([work.leave] if last in mine else [])]
@@ -244,9 +242,9 @@ def _memory(
     saved += sum(end.saved for end in ends)
     alive = 1 if timeline is None else timeline.most_alive[stage]
     again = max((block.saved for block in blocks), default=0) if recompute else 0
-    # A forward under way is of one piece; `saved` is of all pieces of the rank.
+    # Each of the `alive` micro-batches is in one piece; `saved` counts all pieces of the rank.
     activations = saved * alive // len(mine) + again
-    # Half of an operation's bytes is read, and half is written.
+    # About half of an operation's bytes are its result.
     parts = [part for unit in (*blocks, *ends) for part in (*unit.forward, *unit.backward)]
     largest = max((each.bytes for part in parts for each in part), default=0) // 2
     reserve, room = int(cluster.reserve_gb * GIGA), int(cluster.device.memory_gb * GIGA)
@@ -270,7 +268,7 @@ def fewest_ranks(
         try:
             plan = plan_on(count)
         except ZerodriftError:
-            continue  # batches and axes do not divide over every number of ranks
+            continue  # the batch or an axis does not divide over so many ranks
         if not fullest_memory(plan, work, cluster, recompute, timelines(plan)).fits:
             break
         found = count
@@ -286,7 +284,7 @@ NARROW_WIRES = (DType.FP8_128, DType.INT8_256, DType.INT4_128)
 
 @dataclass(frozen=True, slots=True)
 class SweepChoice:
-    """One value of everything that a sweep varies."""
+    """One combination of the values that a sweep varies."""
 
     stage: int
     wire: str
@@ -295,7 +293,8 @@ class SweepChoice:
     recompute: bool
 
     def overrides(self, base: Plan) -> tuple[str, ...]:
-        """Config keys that make the choice; the other keys of `precision.reduce` stay as they are."""
+        """Return overrides of config keys for this choice. They keep the other keys of
+        `precision.reduce`."""
         demanded = {column: value for column, value, _ in base.policy.demands}
         keys = [key for key in ("sum", "when") if f"reduce.{key}" in demanded]
         reduce = [f"wire: {self.wire}", f"order: {self.order}"]
@@ -305,7 +304,7 @@ class SweepChoice:
 
 
 def own_choice(plan: Plan, recompute: bool) -> SweepChoice:
-    """Return the choice that a plan has made itself, by the reduction of most elements."""
+    """Return the choice that a plan corresponds to. Its wire and order are those of most elements."""
     counts: Counter[tuple[str, str]] = Counter()
     for row in plan.rows:
         if row.columns.update is not None:
@@ -354,7 +353,7 @@ def _choices(base: Plan, cluster: Cluster) -> Iterator[SweepChoice]:
 
 
 def _replica_counts(data: int, cluster: Cluster) -> list[int]:
-    """One shard over all ranks, over a host, and sizes in between."""
+    """Return numbers of replicas for shards over all ranks, over one host, and over sizes in between."""
     counts, shard = [1], cluster.devices_per_host
     while shard < data and len(counts) < MOST_REPLICA_COUNTS:
         if data % shard == 0:

@@ -1,10 +1,11 @@
-"""Play the events of a step on the two streams of a rank: computation, and the link.
+"""Play the events of a step on the two streams of a rank: computation and the link.
 
-Collectives travel one after the other, in the order in which the engine begins them. Computation goes on
-beside them until it needs what has not arrived. `plan/schedule.py` says the order and the dependencies. All
-ranks of one pipeline stage do the same, so one of them is played.
+Collectives travel one after the other, in the order in which the engine begins them. Computation overlaps
+with a collective until it needs the result. `plan/schedule.py` has the order and the dependencies. All ranks
+of one pipeline stage do the same, so only one of them is played.
 
-Invariant: no time is counted twice. A step is computation, waiting for the link, waiting for other stages.
+Invariant: no time is counted twice. A step is the sum of computing, waiting for the link, and waiting for
+other stages.
 """
 
 from __future__ import annotations
@@ -49,12 +50,10 @@ class Streams:
     waited: dict[tuple[str, str], float] = field(default_factory=dict)
     """(unit, purpose) -> seconds in which nothing was computed."""
     idle: float = 0.0  # seconds in which the rank waits for another pipeline stage
-    sent: list[tuple[str, str, int]] = field(default_factory=list)
-    """(purpose, unit, bytes of the whole buffer) of each transfer."""
     _busy: list[tuple[float, float]] = field(default_factory=list)
 
     def compute(self, seconds: float) -> None:
-        """Compute, slower while something travels."""
+        """Compute for so many seconds of full speed. Transfers slow computation down."""
         if seconds <= 0:
             return
         start, beside, left = self.now, self.cluster.compute_beside_link, seconds
@@ -66,24 +65,19 @@ class Streams:
                 break
             left -= alone
             self.now = max(self.now, begins)
-            done = (ends - self.now) * beside
-            if left <= done:
-                self.now += left / beside
-                left = 0.0
-                break
+            done = min(left, (ends - self.now) * beside)
+            self.now = self.now + left / beside if done == left else ends
             left -= done
-            self.now = ends
         self.now += left
         self._busy = [span for span in self._busy if span[1] > self.now]
         self.computed += self.now - start
 
-    def send(self, seconds: float, what: str, unit: str, count: int = 0) -> float:
+    def send(self, seconds: float) -> float:
         """Begin a transfer and return its end."""
         start = max(self.now, self.free)
         self.free = start + seconds
         if seconds > 0:
             self._busy.append((start, self.free))
-            self.sent.append((what, unit, count))
         return self.free
 
     def wait(self, end: float, what: str, unit: str) -> None:
@@ -96,7 +90,7 @@ class Streams:
 class _Transfer:
     call: Collective
     end: float
-    added: int  # bytes that are read and written to add up what arrived
+    added: int  # bytes that adding up the received values reads and writes
 
 
 class RankPlayer:
@@ -107,8 +101,8 @@ class RankPlayer:
         self.streams = Streams(cluster)
         self._plan, self._part, self._work, self._cluster = plan, part, work, cluster
         self._recompute = recompute
+        # A piece of a pipeline waits for all its gathers before it computes.
         self._pipelined = plan.policy.pipeline is not None
-        """A piece of a pipeline waits for all its gathers before it computes."""
         self._gathers: dict[int, _Transfer] = {}
         self._reductions: list[_Transfer] = []
         self._last_gathers: list[_Transfer] = []
@@ -120,9 +114,10 @@ class RankPlayer:
             pass
 
     def turns(self, events: Iterable[Event], *, first: bool, last: bool, kind: str) -> Iterator[None]:
-        """Play, and yield whenever expert rows begin to travel, as `experts/turns.py` lets others go on.
+        """Play events, and yield whenever tokens begin to travel to or from experts: `experts/turns.py` lets
+        the other computation of a pair run then.
 
-        `kind` is the part of a backward: all (`B`), inputs (`I`) or weights (`W`).
+        `kind` is the part of a backward: the whole (`B`), of inputs (`I`) or of weights (`W`).
         """
         for event in events:
             if isinstance(event, Computation):
@@ -131,6 +126,7 @@ class RankPlayer:
                 self._issue(event, first)
 
     def end(self) -> None:
+        """Wait for the gathers of stored parameters that follow the update."""
         for transfer in self._last_gathers:
             self.streams.wait(transfer.end, "update", self._unit(transfer.call))
         self._last_gathers.clear()
@@ -154,11 +150,11 @@ class RankPlayer:
             yield from self._run(work, "recompute", unit.name)
         yield from self._run(work, "backward", unit.name, kind)
         if event.work == "leave" and not self._pipelined:
-            return  # its gradients are accumulated with the whole root's
+            return  # gradients of the root are accumulated when all of its backward has run
         for segment in (part.segments[number] for number in unit.segments):
             update, rate = segment.columns.update, self._cluster.device.new_gb_per_s
             is_freed = update is not None and part.policy.sharding.free_accumulator
-            if first and is_freed and rate is not None:  # the accumulator's memory, by the step before
+            if first and is_freed and rate is not None:  # the last step freed the accumulator
                 new = sums_bytes(part, segment, part.policy.batch.accumulation)
                 self.streams.compute(new / (rate * GIGA))
             is_reduced = update is not None and (last or update.reduce.when == "every")
@@ -166,7 +162,7 @@ class RankPlayer:
                 self._pass_over(_accumulate_bytes(segment, adds=not first or self._pipelined))
 
     def _run(self, work: UnitWork, what: str, unit: str, kind: str = "B") -> Iterator[None]:
-        """Compute a unit part by part, with the expert rows that travel between the parts."""
+        """Compute a unit part by part, with the exchanges of tokens between the parts."""
         parts, sizes = work.forward, (work.dispatched, work.combined)
         if what == "backward":
             parts, sizes = work.backward, (work.combined, work.dispatched)
@@ -176,8 +172,7 @@ class RankPlayer:
             if part is not None:
                 self.streams.compute(self._seconds_of(part) * (1.0 if kind == "B" else 0.5))
             if size:
-                seconds = all_to_all_seconds(size, layout, self._cluster)
-                end = self.streams.send(seconds, "exchange", unit, size)
+                end = self.streams.send(all_to_all_seconds(size, layout, self._cluster))
                 yield
                 self.streams.wait(end, "exchange", unit)
 
@@ -214,18 +209,17 @@ class RankPlayer:
             transfer = self._send(call)
             if call.purpose == "update" and call.sum is None:
                 update = self._part.segments[call.segment].columns.update
-                if update is not None and update.axis:  # storage, which the next step needs first
+                if update is not None and update.axis:  # only the next step needs the gathered storage
                     self._last_gathers.append(transfer)
                     return
             self._end(transfer)
 
     def _send(self, call: Collective) -> _Transfer:
         seconds, added = collective_time(call, self._part, self._cluster)
-        size = call.dtype.nbytes(call.numel)
-        return _Transfer(call, self.streams.send(seconds, call.purpose, self._unit(call), size), added)
+        return _Transfer(call, self.streams.send(seconds), added)
 
     def finish_reductions(self, leave: int = 0) -> None:
-        """Wait for all reductions but the last `leave`."""
+        """Wait for all reductions except the last `leave`."""
         while len(self._reductions) > leave:
             self._end(self._reductions.pop(0))
 
@@ -238,7 +232,7 @@ class RankPlayer:
 
 
 def run_in_turns(computations: Iterable[Iterator[None]]) -> None:
-    """Run each until its expert rows travel, then the next."""
+    """Run the computations in turns. A turn ends when tokens begin to travel to or from experts."""
     left = deque(computations)
     while left:
         computation = left.popleft()
@@ -247,7 +241,7 @@ def run_in_turns(computations: Iterable[Iterator[None]]) -> None:
 
 
 def split_micro_batches(events: Iterable[Event]) -> Iterator[list[Event]]:
-    """Yield the events of each micro-batch, then what follows the last."""
+    """Yield the events of each micro-batch, then those after the last micro-batch."""
     found: list[Event] = []
     ended = False
     for event in events:
@@ -260,13 +254,13 @@ def split_micro_batches(events: Iterable[Event]) -> Iterator[list[Event]]:
 
 
 def _cast_bytes(segment: Segment) -> int:
-    """Cast after a gather, where compute is another dtype."""
+    """Bytes of the cast after a gather, if the compute dtype differs."""
     gather, compute = segment.columns.gather, segment.columns.compute
     return 0 if compute is gather else gather.nbytes(segment.padded) + segment.padded * compute.size
 
 
 def _accumulate_bytes(segment: Segment, *, adds: bool) -> int:
-    """From autograd's gradient to the accumulator; `adds` where earlier micro-batches may be in it."""
+    """Bytes of adding autograd's gradient to the accumulator, or of copying it unless `adds`."""
     update = segment.columns.update
     if update is None:
         return 0
@@ -276,7 +270,7 @@ def _accumulate_bytes(segment: Segment, *, adds: bool) -> int:
 
 
 def _wire_bytes(plan: Plan, segment: Segment) -> int:
-    """Before a reduction: a division, and a cast to the wire's dtype."""
+    """Bytes of the division and of the cast to the wire's dtype before a reduction."""
     update = segment.columns.update
     if update is None:
         return 0
@@ -287,7 +281,7 @@ def _wire_bytes(plan: Plan, segment: Segment) -> int:
 
 
 def _update_bytes(plan: Plan, segment: Segment) -> int:
-    """The norm, and the update of the rank's own slice."""
+    """Bytes of the norm and of the optimizer's update of the rank's own slice."""
     columns, update = segment.columns, segment.columns.update
     if update is None:
         return 0

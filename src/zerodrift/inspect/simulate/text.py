@@ -34,7 +34,7 @@ def simulation_text(
     color: bool,
     width: int = WIDTH,
 ) -> str:
-    """`fewest` has the fewest ranks on which a step fits, by what is done with activations."""
+    """Render one step. `fewest` has the fewest ranks on which it fits, with and without recomputation."""
     step, memory = simulation.seconds, simulation.memory
     recompute = "activations computed again" if simulation.recompute else "activations kept"
     ranks = several(plan.mesh.data, "data rank")
@@ -102,7 +102,7 @@ def sweep_text(
     color: bool,
     width: int = WIDTH,
 ) -> str:
-    """`own` is the choice of the config."""
+    """Render a sweep. `own` is the choice of the config."""
     facts = [
         ("model", plan.source),
         ("mesh", f"{plan.mesh.world:,} ranks"),
@@ -127,7 +127,7 @@ def sweep_text(
 
 
 def _results(results: Sequence[SweepResult], own: SweepChoice, width: int) -> RenderableType:
-    """Make a table of the first results, and of the config's and the first of every wire among the others."""
+    """Draw a table of the first results. It also has the config's own choice and the first of every wire."""
     rows, wires = [], set()
     for number, (choice, found) in enumerate((each.choice, each.simulation) for each in results):
         is_shown = number < SHOWN or choice == own or choice.wire not in wires
@@ -170,7 +170,6 @@ def sweep_json(cluster: str, fit: Sequence[SweepResult], others: Sequence[SweepR
 
 def _values(simulation: Simulation) -> dict[str, Any]:
     values: dict[str, Any] = encode(simulation)
-    del values["sent"]
     memory = values["memory"] | {"total": simulation.memory.total, "fits": simulation.memory.fits}
     more = {"exposed": simulation.exposed, "tokens_per_second": simulation.tokens_per_second}
     return values | more | {"memory": memory}

@@ -1,11 +1,11 @@
-"""Count what a model computes in a micro-batch, unit by unit: products, bytes through memory, activations
+"""Count the work of a model in a micro-batch, unit by unit: products, bytes read and written, and activations
 that autograd keeps.
 
-One forward and backward runs without values (`inspect/trace/dry_run.py`), so casts, attention and losses are
-counted as they are called. An operation takes as long as its products or its bytes, whichever is longer.
+One forward and backward runs without values (`inspect/trace/dry_run.py`), and every operation of it counts.
+An operation takes as long as its products or its bytes, whichever is longer.
 
-Invariant: nothing here depends on a cluster, a stage or a number of ranks, except for the experts that ranks
-divide.
+Invariant: counts do not depend on a cluster, a ZeRO stage or a number of ranks. The only exception is experts
+that are divided over ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from zerodrift.engine import tensors_in
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError
 from zerodrift.inspect.trace import trace
 from zerodrift.model import Inputs, inputs_for
-from zerodrift.plan import Plan, Trace, TracedOperation
+from zerodrift.plan import Plan, Trace, TracedOperation, enclosing_modules
 
 
 @dataclass(frozen=True, slots=True)
 class CountedOperation:
-    """Equal operations."""
+    """Size of an operation, which is the key of a count of equal ones."""
 
     flops: int
     dtype: DType  # dtype of the products; fp32 without any
@@ -42,19 +42,19 @@ OperationCounts = Mapping[CountedOperation, int]
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
-    """Work of one unit in a micro-batch; the root's is split into what runs before and after its blocks."""
+    """Work of one unit in a micro-batch. The root has two: before its blocks and after them."""
 
     forward: tuple[OperationCounts, ...]
-    """One part, or three where ranks divide the experts: before, in, and after the experts."""
-    backward: tuple[OperationCounts, ...]  # the same parts, the last of the forward first
+    """One part, or three if experts are divided over ranks: before, in, and after the experts."""
+    backward: tuple[OperationCounts, ...]  # the same parts in the opposite order
     saved: int  # bytes that autograd keeps, without parameters
     entering: int  # bytes of the input activations, which recomputation keeps
-    dispatched: int  # bytes of the rows that travel to the experts, where ranks divide them
-    combined: int  # bytes of the rows that travel back
+    dispatched: int  # bytes of the tokens that travel to experts on other ranks
+    combined: int  # bytes of the tokens that travel back
 
     @property
     def flops(self) -> int:
-        """Products of the forward."""
+        """FLOPs of the products of the forward."""
         return sum(operation.flops * count for part in self.forward for operation, count in part.items())
 
 
@@ -71,11 +71,11 @@ class Work:
 
     @property
     def flops(self) -> int:
-        """Products of a forward."""
+        """FLOPs of the products of a forward."""
         return sum(unit.flops for unit in (self.enter, *self.blocks.values(), self.leave))
 
 
-MOST_TOKENS = 1 << 26  # tokens of a micro-batch; more is a mistake, and takes memory to make
+MOST_TOKENS = 1 << 26  # most tokens of a micro-batch; more is likely a mistake
 
 
 def count_work(plan: Plan, model: nn.Module, inputs: Inputs) -> Work:
@@ -121,7 +121,7 @@ def sized_inputs(model: nn.Module, samples: int, length: int) -> Inputs:
 
 
 class _SavedTensors:
-    """Hooks that count what autograd saves and what units are called with."""
+    """Hooks that count the bytes that autograd saves, and those of the inputs of units."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self._model = model
@@ -129,7 +129,7 @@ class _SavedTensors:
         self._running: list[str] = []
         self._block_ran = False
         self._parameters: set[int] | None = None
-        self._seen: dict[int, Any] = {}  # storages by address; they are kept so that it is not used again
+        self._seen: dict[int, Any] = {}  # storages by address, kept alive so that no address is used twice
         self.saved: Counter[str] = Counter()
         self.entering: Counter[str] = Counter()
 
@@ -147,8 +147,8 @@ class _SavedTensors:
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._block_ran = True
         self._running.append(name)
-        grown = (tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
-        self.entering[name] += sum(tensor.numel() * tensor.itemsize for tensor in grown)
+        inputs = (tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
+        self.entering[name] += sum(tensor.numel() * tensor.itemsize for tensor in inputs)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._running:
@@ -194,47 +194,37 @@ def _work(plan: Plan, traced: Trace, saved: _SavedTensors, tokens: int) -> Work:
 def _places(
     names: Sequence[str], operations: Sequence[TracedOperation]
 ) -> Iterator[tuple[str, TracedOperation]]:
-    """Yield each operation with its block, or with `enter` or `leave` for the root's own.
+    """Yield each operation with its block. Operations of the root have `enter` before the blocks and `leave`
+    after them.
 
-    A backward of the root is where the forwards of its module are. Where they are on both sides, it is
-    `leave` until the backward of a block has run.
+    A backward operation of the root goes with the forward operations of its module. If that module runs on
+    both sides of the blocks, the operation is in `leave` until the backward of a block has run.
     """
-    known: dict[str, str] = {}
     units = set(names)
 
+    @functools.cache
     def block(path: str) -> str:
-        if path not in known:
-            parts = path.split(".")
-            prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-            known[path] = next((prefix for prefix in prefixes if prefix in units), "")
-        return known[path]
+        return next((module for module in enclosing_modules(f"{path}.") if module in units), "")
 
-    before: set[str] = set()
-    after: set[str] = set()
-    block_ran = False
+    sides: dict[str, set[str]] = defaultdict(set)  # module of the root -> places of its forward operations
+    forward, backward = "enter", "leave"
     for operation in operations:
-        block_ran = block_ran or bool(block(operation.module))
-        if not operation.backward and not block(operation.module):
-            (after if block_ran else before).add(operation.module)
-    block_ran = back = False
-    for operation in operations:
-        module, name = operation.module, block(operation.module)
-        block_ran = block_ran or bool(name)
-        back = back or bool(name and operation.backward)
-        if name:
-            yield name, operation
-        elif not operation.backward:
-            yield "leave" if block_ran else "enter", operation
-        elif (module in before) != (module in after):
-            yield "enter" if module in before else "leave", operation
+        if name := block(operation.module):
+            forward, place = "leave", name
+            backward = "enter" if operation.backward else backward
+        elif operation.backward:
+            found = sides[operation.module]
+            place = next(iter(found)) if len(found) == 1 else backward
         else:
-            yield "enter" if back else "leave", operation
+            place = forward
+            sides[operation.module].add(place)
+        yield place, operation
 
 
 def _counted(operation: TracedOperation, divided: Mapping[int, int]) -> CountedOperation:
     moved = sum(tensor.bytes // divided.get(tensor.memory, 1) for tensor in operation.inputs)
     for tensor in operation.outputs:
-        # The gradient of a stack of experts is as large as the stack.
+        # The gradient of stacked experts is as large as the stack.
         stacked = operation.backward and operation.name == "_grouped_mm" and tensor.dims == 3
         moved += tensor.bytes // (max(divided.values(), default=1) if stacked else 1)
     return CountedOperation(operation.flops, _dtype(operation), moved)
@@ -251,7 +241,7 @@ _MULTIPLIED = ("fp8_e4m3", "bf16", "fp16", "fp32")  # dtypes of operands; the sc
 def _split_at_experts(
     operations: Sequence[TracedOperation], divided: Mapping[int, int]
 ) -> tuple[OperationCounts, ...]:
-    """Operations before the divided experts, in them, and after them."""
+    """Count the operations before the divided experts, in them, and after them."""
     own = [place for place, operation in enumerate(operations) if _uses_experts(operation, divided)]
     bounds = (0, *((own[0], own[-1] + 1) if own else ()), len(operations))
     return tuple(
