@@ -16,6 +16,7 @@ from zerodrift.api import make_plan
 from zerodrift.inspect.trace.operations import forward_flops
 from zerodrift.train.job import Job
 from zerodrift.train.loop.run_folder import RunFolder
+from zerodrift.train.loop.training import flops_per_token
 from zerodrift.train.report.display import Display, LineState, clock, line
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, read
 from zerodrift.train.report.page import peak, readable, run_page
@@ -107,6 +108,9 @@ def test_utilisation_states_its_peak_or_why_there_is_none(device: str, tera: int
     lines = [{"kind": "start", "step": 0, "device": device}, *LINES[1:]]
     assert words in page([*lines, {"kind": "flops", "step": 1, "per_token": 6e9}])
     assert "not counted" in page(lines)
+    assert flops_per_token([("mm", 4), ("view", 0)], 2) == {"per_token": 6} and not flops_per_token([], 2)
+    refused = {"kind": "flops", "step": 1, **flops_per_token([("mm", 4), ("attention", None)], 2)}
+    assert "not counted: torch&#x27;s formula fails for attention" in page([*lines, refused])
 
 
 def test_the_flops_of_a_forward_are_those_of_its_products() -> None:
@@ -114,7 +118,7 @@ def test_the_flops_of_a_forward_are_those_of_its_products() -> None:
     with forward_flops(model) as flops:
         for _ in range(2):
             model(torch.ones(5, 8)).sum().backward()
-    assert sum(flops) == 2 * 5 * (8 * 16 + 16 * 4)
+    assert sum(count or 0 for _, count in flops) == 2 * 5 * (8 * 16 + 16 * 4)
     assert [readable(flops) for flops in (0, 1.5e9, 4.2e13)] == ["0 FLOP/s", "1.5 GFLOP/s", "42 TFLOP/s"]
 
 

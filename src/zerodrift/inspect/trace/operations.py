@@ -126,8 +126,10 @@ def floating(args: Any, kwargs: Any, also_bytes: bool = False) -> Iterator[torch
         yield from floating(kwargs.values(), None, also_bytes)
 
 
-def flops_of(operation: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] | None, result: Any) -> int:
-    """Count one operation's flops, if torch has a formula for it or for its like."""
+def flops_of(
+    operation: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] | None, result: Any
+) -> int | None:
+    """Count an operation's flops by torch's formula, 0 without one; None if the formula fails."""
     from torch.utils.flop_counter import flop_registry  # imports Triton, for a tenth of a second
 
     packet = operation._overloadpacket
@@ -139,8 +141,10 @@ def flops_of(operation: Any, arguments: tuple[Any, ...], named: Mapping[str, Any
         return 0
     try:
         return int(formula(*arguments, **(named or {}), out_val=result))
-    except Exception:  # it refuses shapes that the operation takes, as torch 2.11's did grouped heads
-        return 0
+    except (
+        Exception
+    ):  # a formula may refuse shapes that the operation takes, as torch 2.11's did grouped heads
+        return None
 
 
 _FLASH = "_scaled_dot_product_flash_attention"
@@ -151,10 +155,14 @@ _LIKE = {
 
 
 @contextlib.contextmanager
-def forward_flops(model: nn.Module) -> Iterator[list[int]]:
-    """Yield a list that gets the operations of the first forward of a module inside the block, one by one."""
-    counts: list[int] = []
-    mode = every_operation(lambda *called: counts.append(flops_of(*called)), compiled=False)
+def forward_flops(model: nn.Module) -> Iterator[list[tuple[str, int | None]]]:
+    """Yield a list that gets the name and the flops of each operation of a module's first forward."""
+    counts: list[tuple[str, int | None]] = []
+
+    def count(operation: Any, *called: Any) -> None:
+        counts.append((name_of(operation), flops_of(operation, *called)))
+
+    mode = every_operation(count, compiled=False)
     running = contextlib.ExitStack()
 
     def start(*_: Any) -> None:

@@ -264,11 +264,11 @@ _SNAPSHOT = re.compile(r"(model|dataset)s--(.+)")
 def from_cache(job: Job) -> Job:
     """Return a job with the cached folders in place of hub names."""
     data, model = job.data, job.model
-    letters = data.tokenizer
+    tokenizer = data.tokenizer
     found = {
         "train": _data_from_cache(data.train),
         "validation": _data_from_cache(data.validation),
-        "tokenizer": letters if letters in ("auto", "bytes") else path_of(letters, "model"),
+        "tokenizer": tokenizer if tokenizer in ("auto", "bytes") else path_of(tokenizer, "model"),
     }
     source = {"source": path_of(model.source, "model")}
     return job.model_copy(

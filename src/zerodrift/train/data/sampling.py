@@ -255,27 +255,29 @@ class MicroBatch:
 
 
 class Feed:
-    def __init__(self, blocks: Blocks | Mixture, seed: int, seat: BatchLayout, grouped: bool = False) -> None:
+    def __init__(
+        self, blocks: Blocks | Mixture, seed: int, layout: BatchLayout, grouped: bool = False
+    ) -> None:
         self.blocks = blocks
-        self.seat = seat
+        self.layout = layout
         order = sampler_of(blocks, seed)
         self.groups = GroupedSampler(order, lengths_of(blocks), seed) if grouped else None
         self._sampler = self.groups or order
 
     def step(self, number: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of a step, counted from 0."""
-        seat = self.seat
-        chosen = self._sampler.step(number, seat.samples)
-        mean = self.blocks.labels(chosen).sum() / (seat.ranks * seat.accumulation)
-        for place in seat.numbers:
-            own = blocks_of(chosen, place, seat.micro)
-            yield micro_batch(self.blocks, own, mean, seat.device, self._length(own))
+        layout = self.layout
+        chosen = self._sampler.step(number, layout.samples)
+        mean = self.blocks.labels(chosen).sum() / (layout.ranks * layout.accumulation)
+        for place in layout.numbers:
+            own = blocks_of(chosen, place, layout.micro)
+            yield micro_batch(self.blocks, own, mean, layout.device, self._length(own))
 
     def tokens(self, number: int) -> list[int]:
         """Return the tokens of each micro-batch of a step on all ranks, with padding."""
-        seat, chosen = self.seat, self._sampler.step(number, self.seat.samples)
-        places = range(seat.ranks * seat.accumulation)
-        return [seat.micro * self._length(blocks_of(chosen, place, seat.micro)) for place in places]
+        layout, chosen = self.layout, self._sampler.step(number, self.layout.samples)
+        places = range(layout.ranks * layout.accumulation)
+        return [layout.micro * self._length(blocks_of(chosen, place, layout.micro)) for place in places]
 
     def _length(self, chosen: np.ndarray) -> int:
         most = self.blocks.length
@@ -299,23 +301,23 @@ def micro_batch(
 
 
 def validation_batches(
-    blocks: Blocks | Mixture, seat: BatchLayout, most: int | None
+    blocks: Blocks | Mixture, layout: BatchLayout, most: int | None
 ) -> Iterator[tuple[MicroBatch, int]]:
     """Deal the first `most` validation blocks to ranks in turns, the same every time.
 
     Yields a micro-batch and its labels; none for a batch that only gives all ranks as many forwards.
     """
-    stride = seat.ranks * seat.micro
+    stride = layout.ranks * layout.micro
     count = len(blocks) if most is None else min(most, len(blocks))
     for turn in range(-(-count // stride)):
-        first = turn * stride + seat.rank * seat.micro
-        chosen = np.arange(first, first + seat.micro, dtype=np.int64)
+        first = turn * stride + layout.rank * layout.micro
+        chosen = np.arange(first, first + layout.micro, dtype=np.int64)
         real = chosen < count
         # Every micro-batch has the same shape. Blocks that only fill it up do not count.
         chosen[~real] = 0
-        batch = micro_batch(blocks, chosen, 1.0, seat.device)
+        batch = micro_batch(blocks, chosen, 1.0, layout.device)
         if not real.all():
             labels = batch.labels.clone()  # may be the tokens themselves
-            labels[torch.from_numpy(~real).to(seat.device)] = IGNORED
+            labels[torch.from_numpy(~real).to(layout.device)] = IGNORED
             batch = replace(batch, labels=labels, blocks=chosen[real])
         yield batch, int(blocks.labels(chosen[real]).sum())

@@ -140,7 +140,7 @@ def _in_parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-def tokenizer(written: str, model: str) -> Tokenizer:
+def load_tokenizer(written: str, model: str) -> Tokenizer:
     """Return the tokenizer of a job: `auto` is the one in the model's folder, else bytes."""
     if written == "auto":
         return TransformersTokenizer(Path(model)) if has_tokenizer(Path(model)) else ByteTokenizer()

@@ -29,16 +29,16 @@ LONGEST = 64
 
 def evaluate(session: Session) -> tuple[float, int]:
     """Return the mean loss over the labels of the held-out blocks, and their number. Collective."""
-    outline, seat = session.outline, session.feed.seat
+    outline, layout = session.outline, session.feed.layout
     assert outline.prepared.validation is not None
-    held = list(validation_batches(outline.prepared.validation, seat, outline.job.run.evaluate_blocks))
+    held = list(validation_batches(outline.prepared.validation, layout, outline.job.run.evaluate_blocks))
     losses = losses_of(session.engine, [batch for batch, _ in held])
     counts = torch.tensor([count for _, count in held], device=losses.device)
     # Sums go by the numbers of micro-batches over all ranks: a sum of ranks' sums would depend on their
     # number.
-    places = losses.new_zeros(len(held), seat.ranks, 2)
-    places[:, seat.rank, 0] = torch.where(counts > 0, losses * counts, 0.0)
-    places[:, seat.rank, 1] = counts.double()
+    places = losses.new_zeros(len(held), layout.ranks, 2)
+    places[:, layout.rank, 0] = torch.where(counts > 0, losses * counts, 0.0)
+    places[:, layout.rank, 1] = counts.double()
     every = session.engine.comm.all_reduce_sum(places.view(-1, 2), "data").tolist()
     labels = sum(count for _, count in every)
     return sum(total for total, _ in every) / labels, int(labels)
@@ -77,8 +77,8 @@ def continue_prompt(session: Session, prompt: str) -> str:
     forward, so a model that fits no single rank writes too. It has no cache, and suits a few dozen tokens. It
     ends at an end token, at the model's positions, or after `LONGEST` tokens.
     """
-    engine, letters = session.engine, session.outline.tokenizer
-    given, ends = prompt_tokens(prompt, letters, session.outline.prepared.is_chat)
+    engine, tokenizer = session.engine, session.outline.tokenizer
+    given, ends = prompt_tokens(prompt, tokenizer, session.outline.prepared.is_chat)
     room = positions(engine.module)
     written: list[int] = []
     engine.eval()
@@ -94,7 +94,7 @@ def continue_prompt(session: Session, prompt: str) -> str:
             written.append(token)
     finally:
         engine.train()
-    return letters.decode(written)
+    return tokenizer.decode(written)
 
 
 def overrides_to_evaluate(job: Job, overrides: Sequence[str]) -> list[str]:

@@ -164,7 +164,7 @@ def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | Non
         except Exception as error:
             if session is not None and is_out_of_memory(error):
                 plan, checkpointing = session.engine.plan, job.model.activation_checkpointing
-                raise out_of_memory(plan, session.feed.seat.micro, checkpointing) from error
+                raise out_of_memory(plan, session.feed.layout.micro, checkpointing) from error
             raise
         finally:
             show.stop()

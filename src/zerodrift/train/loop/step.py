@@ -49,7 +49,7 @@ def run_step(
     asked: Callable[[], bool] = lambda: False,
 ) -> StepRun:
     """Run step `step`, counted from 0, inside `around`; `seed` is that of the run. Collective."""
-    mesh, seat = engine.mesh, feed.seat
+    mesh, layout = engine.mesh, feed.layout
     # Dropout and the like depend on the step and the rank, so a checkpoint keeps no random state.
     rank = mesh.rank("data") + mesh.size("data") * mesh.rank("pipeline")
     torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
@@ -59,10 +59,10 @@ def run_step(
         result = engine.train_batch(inputs, [batch.weight for batch in batches])
     losses = torch.tensor(result.losses, device=mesh.device)  # not weighted, fp32
     # One small sum, in which each rank fills in its own places.
-    places = torch.zeros(seat.ranks * seat.accumulation + 1, dtype=torch.float64, device=losses.device)
+    places = torch.zeros(layout.ranks * layout.accumulation + 1, dtype=torch.float64, device=losses.device)
     if not mesh.rank("pipeline"):  # all stages have the same losses
         weights = places.new_tensor([batch.weight for batch in batches])
-        places[list(seat.numbers)] = losses.double() * weights
+        places[list(layout.numbers)] = losses.double() * weights
     places[-1] = float(asked())
     *every, stop = engine.comm.all_reduce_sum(places, "world").tolist()
     return StepRun(batches, losses.tolist(), every, result.step, bool(stop))

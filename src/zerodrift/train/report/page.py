@@ -123,7 +123,10 @@ def _tiles(plan: Plan, lines: RunLines) -> FactList:
 
 def _utilisation(plan: Plan, lines: RunLines, speed: float) -> tuple[str, str, str]:
     """Return model FLOPs utilisation and its peak, or FLOP/s and why there is no share."""
-    per_token = lines.last_of_kind("flops").get("per_token")
+    counted = lines.last_of_kind("flops")
+    per_token, uncounted = counted.get("per_token"), counted.get("uncounted")
+    if uncounted:
+        return "MFU", "-", f"not counted: torch's formula fails for {', '.join(uncounted)}"
     if not per_token:
         return "MFU", "-", "not counted: the first step was not watched, or is compiled or in a pipeline"
     reached = per_token * speed / plan.mesh.world

@@ -273,7 +273,7 @@ def _base(found: TrainedModel, named: str | None) -> tuple[nn.Module, Model]:
         must = "must not be quantised: sums would be rounded to its few values"
         todo = "Name the base in full precision: `--model PATH`."
         raise UnsupportedError(where, must, got=f"{method} in {source.config}", do=todo)
-    return models.whole_model(written), written
+    return models.whole_model(source), written
 
 
 def _require_untied(model: nn.Module) -> None:
