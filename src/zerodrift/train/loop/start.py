@@ -1,8 +1,8 @@
-"""Start a run here, as a rank of another launcher, or in processes of our own; or only say what it would be.
+"""Start a run in this process, as a rank of another launcher, or in processes of our own; or do a dry run.
 
-`Launcher` starts one of those as `python -m zerodrift.train.loop.start ARGUMENTS`.
+`Launcher` starts a rank as `python -m zerodrift.train.loop.start ARGUMENTS`.
 
-Whatever happens, the process group is destroyed and the screen is in order at the end.
+At the end, also after an error, the process group is destroyed and the live display is closed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan
         show.say(legible(f"dry run: {begins}, in {made.folder.path}; nothing was started"))
     finally:
         show.stop()
-        for place in new:  # made to check that it can be
+        for place in new:  # made to check that they can be written
             with contextlib.suppress(OSError):
                 place.rmdir()
 
@@ -118,7 +118,7 @@ def _run(
 
 
 def processes(job: Job, config: Config, nproc: int | None) -> int:
-    """Return how many processes to start. A config that does not fit as many ranks is refused."""
+    """Return how many processes to start, or refuse a config that does not fit this number of ranks."""
     from zerodrift.policy import mesh_for, resolve
 
     count = nproc or job.run.nproc
@@ -197,7 +197,7 @@ def refused_files() -> Iterator[None]:
 def main(text: str) -> int:
     """Run a rank with the arguments that `Launcher` writes as JSON; return its exit code.
 
-    It ends when its launcher does, and writes its error to a file.
+    The rank writes its error to a file, and ends when its launcher ends.
     """
     work = json.loads(text)
     request = LaunchRequest(**work["request"])

@@ -1,8 +1,8 @@
-"""Show a run while it goes: one live line on a terminal, and plain lines elsewhere.
+"""Show the progress of a run: one live line on a terminal, and plain lines elsewhere.
 
-Texts beside the live line (the plan, notes, evaluations) are printed above it. The line is drawn several
-times a second, so that a step of minutes shows its micro-batches and a long evaluation its name. It is never
-wider than the terminal: figures are dropped in the order of `DROPPED`, and step, loss and time left stay.
+Other texts (the plan, notes, evaluations) are printed above the live line. The line is redrawn several times
+a second, and shows the micro-batches of a long step and the name of an evaluation. It fits the terminal:
+figures are dropped in the order of `DROPPED`, but never step, loss and time left.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def clock(seconds: float) -> str:
 
 
 class Display:
-    """Prints lines into a file or a pipe, one per so many steps; every rank but the first prints nothing."""
+    """Prints a line every few steps, into a file or a pipe. Prints nothing except on rank 0."""
 
     color = False
 
@@ -57,7 +57,7 @@ class Display:
         """`every` is `run.log_every`; 0 prints nothing."""
         self._every, self._steps = every, 0
         self._recent: list[tuple[int, float]] = []
-        """Numbers of the last steps, and the seconds of training at their ends."""
+        """Numbers of the last steps, with the seconds of training up to their ends."""
 
     @property
     def width(self) -> int:
@@ -72,11 +72,11 @@ class Display:
             print(encodable(text, sys.stdout.encoding), flush=True)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """Show an activity that takes time and is no step."""
+        """Show an activity between steps."""
         return nullcontext()
 
     def remaining(self, step: StepMetrics, steps: int) -> float | None:
-        """Return the seconds to the end by the last steps; None before two."""
+        """Estimate the seconds to the end from the last steps; None before the second step."""
         self._recent = [*self._recent[-20:], (step.step, step.seconds)]
         (first, since), (last, now) = self._recent[0], self._recent[-1]
         return (now - since) / (last - first) * (steps - step.step) if last > first else None
@@ -93,7 +93,7 @@ class Display:
         self.say(f"step {step}  validation loss {loss:.4f}")
 
     def stop(self) -> None:
-        """Leave the screen in order."""
+        """Close the display."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,4 @@
-"""Summarize a job in words: its plan, its data with a preview, the length of the run, and the environment.
-
-A dry run, training and the page say the same.
-"""
+"""Summarize a job in words: its plan, its data with a preview, the length of the run, and the environment."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ def data_text(job: Job, prepared: PreparedData, steps: int, plan: Plan, display:
 
 
 def _padding(job: Job, prepared: PreparedData, steps: int, plan: Plan) -> list[tuple[str, str]]:
-    """Return the share of padding where micro-batches are cut; for whole blocks the data's facts have it."""
+    """Return the share of padding with `data.group_by_length`; without it the data's facts have the share."""
     train = prepared.train
     if not job.data.group_by_length:
         return []
@@ -135,12 +132,11 @@ def _shortened(text: str) -> str:
 
 
 def environment(command: str, computed: Mapping[str, object]) -> dict[str, str]:
-    """Return the facts that can be found out; `computed` is what the bits of a run depend on.
+    """Return the command, machine and versions of a run. `computed` are the facts that its bits depend on.
 
-    The `folder` is the working folder, which relative paths of a job start from. Versions are those of
-    imported packages.
+    Versions are those of imported packages. Relative paths of a job start in `folder`, the working folder.
     """
-    # The commit of the working folder, `-dirty` with other files; empty outside of a repository.
+    # The commit of the working folder, `-dirty` with changed files; empty outside of a repository.
     command_of_git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     commit = ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):

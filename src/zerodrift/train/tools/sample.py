@@ -1,7 +1,7 @@
-"""Sample text from a trained model, to see that it learned.
+"""Sample text from a trained model.
 
-The exported model of a run, or its newest checkpoint before there is one, continues a prompt on this
-machine's device. It is for looking, not for serving. Equal seed, prompt and settings give equal text.
+The exported model of a run, or its newest checkpoint before the export, continues a prompt on this machine's
+device. Equal seed, prompt and settings give equal text. It is too slow for serving.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class TextGenerator:
                 break
             written.append(token)
             ahead = [token] if self._cache else [*given, *written]
-            # A character that is cut at the end of the text is not shown yet.
+            # An incomplete character at the end waits for its next token.
             complete = self._tokenizer.decode(written).rstrip("\N{REPLACEMENT CHARACTER}")
             if len(complete) > len(shown):
                 yield complete[len(shown) :]
@@ -77,7 +77,7 @@ class TextGenerator:
 
 
 def cache_name(model: Any) -> str:
-    """Return what a model of `transformers` calls its cache of keys and values; nothing if it takes none."""
+    """Return the name of a `transformers` model's argument for its key-value cache; empty if it has none."""
     inside = model.get_base_model() if hasattr(model, "get_base_model") else model  # one with adapters
     taken = inspect.signature(inside.forward).parameters if hasattr(model, "generate") else ()
     return next((name for name in ("cache", "past_key_values") if name in taken), "")
