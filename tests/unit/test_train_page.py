@@ -17,7 +17,7 @@ from zerodrift.inspect.trace.operations import forward_flops
 from zerodrift.train.job import Job
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.training import flops_per_token
-from zerodrift.train.report.display import Display, LineState, clock, line
+from zerodrift.train.report.display import Display, LiveDisplay, clock
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, read
 from zerodrift.train.report.page import peak, readable, run_page
 
@@ -173,7 +173,7 @@ def test_a_damaged_line_is_left_out_and_counted(damage: bytes, tmp_path: Path) -
 
 
 def test_lines_come_at_the_interval_and_at_the_end_with_the_rest_from_the_pace(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = Display(every=2)
     lines.start(0, 5, lambda: (0, 1))
@@ -183,8 +183,17 @@ def test_lines_come_at_the_interval_and_at_the_end_with_the_rest_from_the_pace(
     assert [line.split()[1] for line in out] == ["2/5", "4/5", "5/5"]
     assert out[0].startswith("step 2/5  loss 2.0000  norm 1.50  lr 1.00e-03  128 tokens/s  256 MiB  eta 0:02")
     assert [clock(5), clock(65), clock(3725)] == ["0:05", "1:05", "1:02:05"]
-    state = LineState(24000, 1200, step(1200, loss=2.34567), "2.4001", 3725.0, "", "3/8", 4.0)
-    for width in (20, 60, 120):
-        assert len(line(state, width).plain) <= width
-    text = line(state, 60).plain
-    assert text.startswith("step 1200/24000  ") and "loss 2.3457" in text and text.endswith("eta 1:02:05")
+    monkeypatch.setattr(LiveDisplay, "_show", lambda _: None)
+    live = LiveDisplay()
+    live.start(1198, 24000, lambda: (2, 8))
+    live.evaluation(1198, 2.4001)
+    for number in (1199, 1200):
+        live.step(step(number, loss=2.34567))
+    live._since -= 4.0
+    texts = {}
+    for width in (20, 60, 200):
+        live._console.width = width
+        texts[width] = live.line().plain
+        assert len(texts[width]) <= width
+    assert texts[60].startswith("step 1200/24000  ") and texts[60].endswith("eta 3:10:00")
+    assert "micro-batch 3/8  loss 2.3457  val 2.4001" in texts[200] and "━  " in texts[200].replace("5%", "")

@@ -62,10 +62,6 @@ class BlockSampler:
         return np.array([self.at(number * samples + sample) for sample in range(samples)], dtype=np.int64)
 
 
-def blocks_of(indices: np.ndarray, micro_batch: int, size: int) -> np.ndarray:
-    return indices[micro_batch * size : (micro_batch + 1) * size]
-
-
 def permute(place: int, count: int, key: int) -> int:
     """Return where `place` goes in a permutation of `range(count)`.
 
@@ -207,8 +203,7 @@ def padding_shares(
     for number in range(steps):
         chosen = sampler.step(number, samples)
         used += int(sampler.lengths[chosen].sum())
-        parts = [chosen[at : at + micro] for at in range(0, samples, micro)]
-        cut += micro * sum(sampler.padded_length(part, most) for part in parts)
+        cut += micro * sum(sampler.padded_length(part, most) for part in chosen.reshape(-1, micro))
     return 1 - used / cut, 1 - used / (steps * samples * most)
 
 
@@ -276,18 +271,18 @@ class Feed:
 
     def step(self, number: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of a step, counted from 0."""
-        layout = self.layout
-        chosen = self._sampler.step(number, layout.samples)
-        mean = self.blocks.labels(chosen).sum() / (layout.ranks * layout.accumulation)
-        for place in layout.numbers:
-            own = blocks_of(chosen, place, layout.micro)
-            yield micro_batch(self.blocks, own, mean, layout.device, self._length(own))
+        batches = self._micro_batches(number)
+        mean = self.blocks.labels(batches.reshape(-1)).sum() / len(batches)
+        for own in batches[list(self.layout.numbers)]:
+            yield micro_batch(self.blocks, own, mean, self.layout.device, self._length(own))
 
     def tokens(self, number: int) -> list[int]:
         """Return the tokens of each micro-batch of a step on all ranks, with padding."""
-        layout, chosen = self.layout, self._sampler.step(number, self.layout.samples)
-        places = range(layout.ranks * layout.accumulation)
-        return [layout.micro * self._length(blocks_of(chosen, place, layout.micro)) for place in places]
+        return [len(blocks) * self._length(blocks) for blocks in self._micro_batches(number)]
+
+    def _micro_batches(self, number: int) -> np.ndarray:
+        """Return the blocks of a step on all ranks. Shape [micro-batches, micro]."""
+        return self._sampler.step(number, self.layout.samples).reshape(-1, self.layout.micro)
 
     def _length(self, chosen: np.ndarray) -> int:
         most = self.blocks.length
