@@ -112,14 +112,13 @@ GRACE = 20.0
 """Seconds that the other ranks have to end after one has failed."""
 
 
-def join() -> bool:
-    """Return True if another launcher started this process as a rank, with SLURM's variables translated."""
+def join() -> int:
+    """Return the number of ranks of another launcher that started this process; 0 without one.
+
+    SLURM's variables are translated into torchrun's.
+    """
     os.environ.update(slurm(os.environ) or {})
-    return "RANK" in os.environ
-
-
-def joined_ranks() -> int:
-    return int(os.environ["WORLD_SIZE"])
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 0
 
 
 def slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -148,6 +147,13 @@ def first_host(nodes: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
+    """The work of a rank."""
+
+    source: str
+    """A job file, or the folder of a run."""
+    overrides: Sequence[str] = ()
+    debug: bool = False
+    """Print the traceback of a refusal."""
     command: str = ""
     """The command as it was typed."""
     whole_plan: bool = False
@@ -187,16 +193,7 @@ class RankFailedError(Exception):
 
 
 class Launcher:
-    def __init__(
-        self,
-        source: str,
-        overrides: Sequence[str],
-        count: int,
-        logs: Path,
-        debug: bool,
-        request: LaunchRequest,
-        threads: int | None = None,
-    ) -> None:
+    def __init__(self, request: LaunchRequest, count: int, logs: Path, threads: int | None = None) -> None:
         """`threads` of each rank; by default OMP_NUM_THREADS, else a share of the processors."""
         self._count = count
         self._asked: list[int] = []
@@ -212,8 +209,7 @@ class Launcher:
         place = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         common = {**os.environ, **place, "OMP_NUM_THREADS": str(threads_of_rank)}
         # A rank ends when the pipe `watch` closes, as it does when the launcher ends.
-        arguments = {"source": source, "overrides": [*overrides], "watch": self._read, "debug": debug}
-        arguments["request"] = asdict(replace(request, launched=True))
+        arguments = {"request": asdict(replace(request, launched=True)), "watch": self._read}
         self._ranks: list[_Rank] = []
         for number in range(count):
             failure, log = logs / f"rank-{number}.failure", logs / f"rank-{number}.txt"

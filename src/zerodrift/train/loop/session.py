@@ -38,7 +38,6 @@ from zerodrift.train.job import Job
 from zerodrift.train.job_file import numbers_of, totals
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop import resume
-from zerodrift.train.loop.launcher import LaunchRequest
 from zerodrift.train.loop.resume import ResumePoint
 from zerodrift.train.loop.run_folder import BASE, JOB, PLACE, STEP, RunFolder, require_writable
 from zerodrift.train.report.display import Display
@@ -211,6 +210,8 @@ def outline(job: Job, config: Config, display: Display, world: int) -> tuple[Out
     require_writable("data.cache", cache)
     tokenizer = load_tokenizer(job.data.tokenizer, job.model.source)
     require_validation(job)
+    if config.pipeline is not None and config.pipeline.stages > 1:
+        _require_cuttable(job, config.pipeline)
     source = models.source_of(job.model)
     with display.doing("building the model"):
         model = models.build(source)
@@ -231,15 +232,14 @@ def outline(job: Job, config: Config, display: Display, world: int) -> tuple[Out
     return Outline(job, folder, tokenizer, prepared, steps, source, smoothed), model
 
 
-def assemble(job: Job, config: Config, display: Display, request: LaunchRequest | None = None) -> Session:
+def assemble(
+    job: Job, config: Config, display: Display, command: str = "", whole_plan: bool = False
+) -> Session:
     """Start the engine of a job, and print its plan and its data. Collective."""
-    request = request or LaunchRequest()
     made, model = outline(job, config, display, started()[1])
     folder, prepared, weights = made.folder, made.prepared, made.source.weights
     config = resume.with_order_of_run(config, job.run.resume, folder)
     base = "" if job.model.lora is None else adapters.base_digest(model, weights)
-    if config.pipeline is not None and config.pipeline.stages > 1:
-        _require_cuttable(job, config.pipeline)
     is_cut = config.pipeline is not None and job.model.lora is None  # `parts` does not name adapters
     with display.doing("placing the model"):
         engine = initialize(
@@ -258,7 +258,7 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
             lock = Lock.take(folder.path) if mesh.rank() == 0 else None
         models.prepare(engine.module, [unit.name for unit in plan.units], job.model)
         if mesh.rank() == 0:
-            display.say(head_text(plan, display, request.whole_plan))
+            display.say(head_text(plan, display, whole_plan))
             display.say(data_text(job, prepared, made.steps, plan, display))
             if mesh.device.type == "cpu" and computed_by(mesh.device)["kernels"] == "plain":
                 display.say(NO_COMPILER)
@@ -273,7 +273,7 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
         checkpoints = Checkpoints(
             engine, folder.checkpoints, keep=job.run.keep, asynchronous=is_async, quiet=True
         )
-        return Session(made, engine, feed, checkpoints, request.command, base, lock)
+        return Session(made, engine, feed, checkpoints, command, base, lock)
     except BaseException:
         engine.destroy()
         if lock is not None:

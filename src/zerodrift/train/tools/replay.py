@@ -50,14 +50,14 @@ def replay(run: Path, first: int | None, last: int | None, nproc: int | None, de
     result = folder.replay / "found.json"
     result.parent.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)
-    request = LaunchRequest(replay={"run": str(folder.path), "last": max(steps), "result": str(result)})
+    arguments = {"run": str(folder.path), "last": max(steps), "result": str(result)}
+    request = LaunchRequest(str(folder.job), overrides, debug, replay=arguments)
     where = f"steps {began + 1} to {max(steps)} on {several(count, 'rank')}"
     print(f"replay of {folder.path}: {where}", flush=True)
     starts = [line for line in lines if line["kind"] == "start"]
     threads = starts[-1].get("threads") if starts else None  # the bits of some operations depend on it
-    logs = folder.replay / "logs"
     try:
-        code = Launcher(str(folder.job), overrides, count, logs, debug, request, threads).wait()
+        code = Launcher(request, count, folder.replay / "logs", threads).wait()
     except RankFailedError as error:
         print(error, file=sys.stderr)
         code = 2
