@@ -1,9 +1,9 @@
 """Store blocks of tokens on disk with their loss masks, and read them back.
 
 Each part of the data (`train`, `validation`) has a file of tokens, and a file of marks unless all tokens are
-learned. A mark says whether a token is learned and whether a document starts with it. Two more files have the
-number of labels and the checksums of each block, so every rank knows the labels of a step without
-communication. Blocks are not memory-mapped: the process would be killed if a mapped file was cut short.
+learned. A mark says whether a token is learned, and whether it is the first of a separate document. Two more
+files have the number of labels and the checksums of each block. Every rank knows the labels of a step from
+them, without communication. Blocks are not memory-mapped: a mapped file that is cut short kills its process.
 
 Every block has a label, so no loss is a mean over nothing. Every token that is read is in the vocabulary.
 """

@@ -1,9 +1,9 @@
 """Encode conversations as tokens, with a loss mask that marks the tokens of the assistant.
 
-A chat template with `{% generation %}` gives the loss mask. For any other template, the answers are found in
-its text: an answer begins where the text ends that is rendered before it with a generation prompt, and ends
-where the text ends that is rendered up to it. Without a template each turn is `<|role|>`, a line with its
-content, and the end token.
+A chat template with `{% generation %}` gives the loss mask. For any other template, the turns before an
+answer are rendered with a generation prompt, and the answer begins at the end of this text. The turns up to
+and with the answer are rendered too, and the answer ends at the end of that text. Without a template each
+turn is `<|role|>`, a line with its content, and the end token.
 
 The end of an answer is learned too. A row is refused if the template leaves out some of its content.
 """

@@ -1,8 +1,8 @@
 """Find the files that a key of a job names: by path, by glob, in a folder, or by a name of the hub.
 
 A folder may be a published data set: files of rows in several splits, beside a README, a licence and an
-index. Then one split is read. A folder is refused if it is unclear which of its files are data. Every other
-file of a folder is reported as left out. Files come sorted by path.
+index. Then one split is read, and the files that are left out are reported. A folder is refused if it is
+unclear which of its files are data. Files come sorted by path.
 
 Models and data sets of the Hugging Face hub are found in the local cache; nothing is downloaded. An existing
 path comes before a name of the hub.
@@ -49,7 +49,7 @@ _PAPERS = re.compile(
     r"|(dataset_infos?|dataset_dict|state)\.json",
     re.IGNORECASE,
 )
-"""Files beside the data that are no data."""
+"""Files in a folder of data that are not data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class _Folder:
 
     def __init__(self, folder: Path, where: str) -> None:
         self._folder, self._where = folder, where
-        # Folders that training wrote, runs and caches, are no data.
+        # Folders of runs and caches, which training wrote, are not data.
         plans = [path.parent for path in folder.rglob("plan.json")]
         runs = {place for place in plans if (place / "job.json").is_file()}
         caches = {path.parent for path in folder.rglob("digests.json")}

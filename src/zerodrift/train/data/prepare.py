@@ -58,23 +58,22 @@ class PreparedData:
     def lines(self) -> list[tuple[str, str]]:
         if len(self.sets) == 1:
             return [("data", self.sets[0].counts.line())]
-        return [
-            ("data", f"{each.name}: {self._share(each, '{}, ')}{each.counts.line()}") for each in self.sets
-        ]
+        shares = [f"{self._share(each)}, " if each.weight else "" for each in self.sets]
+        named = zip(self.sets, shares, strict=True)
+        return [("data", f"{each.name}: {share}{each.counts.line()}") for each, share in named]
 
     def facts(self) -> list[tuple[str, str]]:
         if len(self.sets) == 1:
             return self.sets[0].counts.facts()
         facts = []
         for each in self.sets:
-            facts.append((each.name, f"{each.counts.kind}{self._share(each, ', {} of training')}"))
+            of_training = f", {self._share(each)} of training" if each.weight else ""
+            facts.append((each.name, f"{each.counts.kind}{of_training}"))
             facts += [(f"  {name}", fact) for name, fact in each.counts.facts()]
         return facts
 
-    def _share(self, source: DataSource, words: str) -> str:
-        """Return the share of a set in training, put into words; empty for validation files."""
-        total = sum(each.weight or 0.0 for each in self.sets)
-        return words.format(f"{source.weight / total:.1%}") if source.weight else ""
+    def _share(self, source: DataSource) -> str:
+        return f"{(source.weight or 0.0) / sum(each.weight or 0.0 for each in self.sets):.1%}"
 
 
 @dataclass(frozen=True, slots=True)
