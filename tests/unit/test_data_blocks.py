@@ -319,4 +319,4 @@ def test_the_micro_batches_of_a_step_have_every_block_once(micro: int, tmp_path:
         for pair in zip(*(feed.step(7) for feed in feeds), strict=True)
         for batch in pair
     ]
-    assert sum(found, []) == [BlockSampler(100, 0).at(7 * 12 + place) for place in range(12)]
+    assert np.concatenate(found).tolist() == [BlockSampler(100, 0).at(7 * 12 + place) for place in range(12)]
