@@ -320,3 +320,10 @@ def test_the_micro_batches_of_a_step_have_every_block_once(micro: int, tmp_path:
         for batch in pair
     ]
     assert np.concatenate(found).tolist() == [BlockSampler(100, 0).at(7 * 12 + place) for place in range(12)]
+
+
+def test_token_maps_of_one_set_have_one_order(tmp_path: Path) -> None:
+    for name, count in (("a", 160), ("b", 320)):
+        (tmp_path / f"{name}.bin").write_bytes((np.arange(count) % 250).astype(np.uint16).tobytes())
+    (batch,) = Feed(made(tmp_path, data(tmp_path)).train, 0, layout(30)).step(0)
+    assert batch.blocks.tolist() == [BlockSampler(30, 0).at(place) for place in range(30)]

@@ -217,7 +217,7 @@ class _Maker:
         blocks = joined(open_tokens(found.files, self.data.token_dtype, length, vocabulary))
         if blocks is None:
             raise _too_little(where, f"less than {length} tokens")
-        held = None
+        held: Blocks | Mixture | None = None
         if share:
             blocks, held = blocks.split(share)
             if not held:

@@ -101,10 +101,10 @@ class Mixture:
     def __len__(self) -> int:
         return sum(map(len, self.sets))
 
-    def split(self, share: float) -> tuple[Blocks | Mixture, Blocks | Mixture | None]:
+    def split(self, share: float) -> tuple[Mixture, Mixture]:
         """Split off the last `share` of the blocks of each set."""
-        pairs = [each.split(share) for each in self.sets]
-        return Mixture(tuple(kept for kept, _ in pairs)), joined([last for _, last in pairs if last])
+        first, last = zip(*(each.split(share) for each in self.sets), strict=True)
+        return Mixture(first), Mixture(last)
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
         return np.array([int(blocks.labels(at)[0]) for blocks, at in self._places(indices)])
