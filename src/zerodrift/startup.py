@@ -1,9 +1,9 @@
 """Hooks that run at the start of every Python process of a command, and when a module is imported.
 
-A folder with a `sitecustomize` module stands first in the command's `PYTHONPATH`. Python imports the module
-at its start. The module calls the hook and then imports any other `sitecustomize`.
+The command's `PYTHONPATH` begins with a folder that has a `sitecustomize` module, which Python imports when
+it starts. The module calls the hook and then imports any other `sitecustomize`.
 
-Nothing here imports torch, which a process may never need.
+This file does not import torch, since many processes of a command never need it.
 
 Invariant: a process whose hook fails goes on and leaves a record. It cannot import the guarded modules.
 """
@@ -94,7 +94,7 @@ def failures(folder: Path) -> list[str]:
 
 
 def when_imported(name: str, call: Callable[[ModuleType], None]) -> Callable[[], None]:
-    """Call with the module, now if it is imported, or when it is; return how to take that back."""
+    """Call with a module, now or when it is imported. Return a function that cancels this."""
     module = sys.modules.get(name)
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
         call(module)
@@ -105,7 +105,7 @@ def when_imported(name: str, call: Callable[[ModuleType], None]) -> Callable[[],
 
 
 class _ImportFinder(importlib.abc.MetaPathFinder):
-    """A finder that asks the finders behind it, and calls back when the module they found was executed."""
+    """A finder that uses the other finders, and calls back after the module was executed."""
 
     def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
         self._name, self._call = name, call
@@ -117,7 +117,7 @@ class _ImportFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        # A module that is only asked for, and not imported, will be asked for again.
+        # It stays after the search: a module may be searched for without being imported.
         others = [] if name != self._name else [f for f in sys.meta_path if not isinstance(f, _ImportFinder)]
         spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
         loader: Any = None if spec is None else spec.loader
@@ -133,7 +133,7 @@ class _ImportFinder(importlib.abc.MetaPathFinder):
         return spec
 
     def _imported(self) -> None:
-        """Call for every finder that waits for this module."""
+        """Call back, as every other finder of the same module does."""
         for finder in [each for each in sys.meta_path if isinstance(each, _ImportFinder)]:
             if finder._name == self._name:
                 finder.leave()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.data_files import jsonl
+from zerodrift.train.loop.launcher import LaunchRequest
 from zerodrift.train.loop.start import run_here, train
 from zerodrift.train.report.metrics import read
 
@@ -63,7 +64,7 @@ QUICKLY = ("--set", "model.activation_checkpointing=false")
 def on_a_rank(path: str, overrides: Sequence[str] = ()) -> None:
     """Run a job on a rank of the harness."""
     os.chdir(ROOT)
-    run_here(path, overrides)
+    run_here(LaunchRequest(path, overrides))
 
 
 def losses(folder: Path) -> dict[int, float]:

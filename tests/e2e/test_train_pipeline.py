@@ -15,6 +15,7 @@ from tests import commands
 from tests.e2e.jobs import ROOT, TEXT, exported, job, kinds, losses, trained
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ZerodriftError
+from zerodrift.train.loop.launcher import LaunchRequest
 from zerodrift.train.loop.start import run_here, train
 
 PARTS = "tests.e2e.small_models:parts"
@@ -51,7 +52,7 @@ def run(file: str, overrides: Sequence[str] = ()) -> str:
     """Train on a rank of the harness; return the text of one of our errors."""
     os.chdir(ROOT)
     try:
-        run_here(file, overrides)
+        run_here(LaunchRequest(file, overrides))
     except ZerodriftError as error:
         return str(error)
     return ""

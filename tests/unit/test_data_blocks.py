@@ -21,7 +21,6 @@ from zerodrift.train.data.sampling import (
     BlockSampler,
     Feed,
     Mixture,
-    blocks_of,
     divide_by_weight,
 )
 from zerodrift.train.data.tokenizer import ByteTokenizer
@@ -310,10 +309,21 @@ def test_an_epoch_has_every_block_once_in_an_order_of_its_own(count: int) -> Non
         assert 0.28 < apart < 0.39, "two random places are a third apart"
 
 
-@pytest.mark.parametrize("micro", [1, 2, 3, 12])
-def test_the_micro_batches_of_a_step_have_every_block_once(micro: int) -> None:
-    chosen = BlockSampler(100, 0).step(7, 12)
-    assert chosen.tolist() == [BlockSampler(100, 0).at(7 * 12 + place) for place in range(12)]
-    assert (
-        np.concatenate([blocks_of(chosen, n, micro) for n in range(12 // micro)]).tolist() == chosen.tolist()
-    )
+@pytest.mark.parametrize("micro", [1, 2, 3, 6])
+def test_the_micro_batches_of_a_step_have_every_block_once(micro: int, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 1599)
+    blocks = made(tmp_path, data(tmp_path / "a.txt")).train
+    feeds = [Feed(blocks, 0, layout(micro, rank, 2, 6 // micro)) for rank in range(2)]
+    found = [
+        batch.blocks.tolist()
+        for pair in zip(*(feed.step(7) for feed in feeds), strict=True)
+        for batch in pair
+    ]
+    assert np.concatenate(found).tolist() == [BlockSampler(100, 0).at(7 * 12 + place) for place in range(12)]
+
+
+def test_token_maps_of_one_set_have_one_order(tmp_path: Path) -> None:
+    for name, count in (("a", 160), ("b", 320)):
+        (tmp_path / f"{name}.bin").write_bytes((np.arange(count) % 250).astype(np.uint16).tobytes())
+    (batch,) = Feed(made(tmp_path, data(tmp_path)).train, 0, layout(30)).step(0)
+    assert batch.blocks.tolist() == [BlockSampler(30, 0).at(place) for place in range(30)]

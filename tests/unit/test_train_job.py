@@ -14,10 +14,10 @@ import pytest
 
 from zerodrift.api import empty
 from zerodrift.dtypes import DType
-from zerodrift.errors import ConfigError, ModelError, ZerodriftError
-from zerodrift.train.job import Lora
+from zerodrift.errors import ConfigError, ModelError, UnsupportedError, ZerodriftError
+from zerodrift.train.job import Lora, Model
 from zerodrift.train.job_file import every_path, read_job
-from zerodrift.train.loop.model import check_causal
+from zerodrift.train.loop.model import build, check_causal, source_of
 from zerodrift.train.loop.run_folder import require_writable
 
 
@@ -96,6 +96,12 @@ def test_a_config_file_is_read_and_overridden(tmp_path: Path) -> None:
     file.write_text(json.dumps({"bf16": {"enable": True}}))
     with pytest.raises(ConfigError, match=r"ds\.json: `bf16\.enable`"):
         read_job(least(config=str(file)))
+
+
+def test_adapters_on_the_model_of_a_function_are_refused() -> None:
+    pytest.importorskip("peft")
+    with pytest.raises(UnsupportedError, match=r"`model\.lora`: must go with a `transformers` model; got "):
+        build(source_of(Model(source="tests.e2e.small_models:plain", lora=Lora())))
 
 
 ODD = (

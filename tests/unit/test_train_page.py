@@ -16,7 +16,8 @@ from zerodrift.api import make_plan
 from zerodrift.inspect.trace.operations import forward_flops
 from zerodrift.train.job import Job
 from zerodrift.train.loop.run_folder import RunFolder
-from zerodrift.train.report.display import Display, LineState, clock, line
+from zerodrift.train.loop.training import flops_per_token
+from zerodrift.train.report.display import Display, LiveDisplay, clock
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, read
 from zerodrift.train.report.page import peak, readable, run_page
 
@@ -107,6 +108,9 @@ def test_utilisation_states_its_peak_or_why_there_is_none(device: str, tera: int
     lines = [{"kind": "start", "step": 0, "device": device}, *LINES[1:]]
     assert words in page([*lines, {"kind": "flops", "step": 1, "per_token": 6e9}])
     assert "not counted" in page(lines)
+    assert flops_per_token([("mm", 4), ("view", 0)], 2) == {"per_token": 6} and not flops_per_token([], 2)
+    refused = {"kind": "flops", "step": 1, **flops_per_token([("mm", 4), ("attention", None)], 2)}
+    assert "not counted: torch&#x27;s formula fails for attention" in page([*lines, refused])
 
 
 def test_the_flops_of_a_forward_are_those_of_its_products() -> None:
@@ -114,7 +118,7 @@ def test_the_flops_of_a_forward_are_those_of_its_products() -> None:
     with forward_flops(model) as flops:
         for _ in range(2):
             model(torch.ones(5, 8)).sum().backward()
-    assert sum(flops) == 2 * 5 * (8 * 16 + 16 * 4)
+    assert sum(count or 0 for _, count in flops) == 2 * 5 * (8 * 16 + 16 * 4)
     assert [readable(flops) for flops in (0, 1.5e9, 4.2e13)] == ["0 FLOP/s", "1.5 GFLOP/s", "42 TFLOP/s"]
 
 
@@ -169,7 +173,7 @@ def test_a_damaged_line_is_left_out_and_counted(damage: bytes, tmp_path: Path) -
 
 
 def test_lines_come_at_the_interval_and_at_the_end_with_the_rest_from_the_pace(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = Display(every=2)
     lines.start(0, 5, lambda: (0, 1))
@@ -179,8 +183,17 @@ def test_lines_come_at_the_interval_and_at_the_end_with_the_rest_from_the_pace(
     assert [line.split()[1] for line in out] == ["2/5", "4/5", "5/5"]
     assert out[0].startswith("step 2/5  loss 2.0000  norm 1.50  lr 1.00e-03  128 tokens/s  256 MiB  eta 0:02")
     assert [clock(5), clock(65), clock(3725)] == ["0:05", "1:05", "1:02:05"]
-    state = LineState(24000, 1200, step(1200, loss=2.34567), "2.4001", 3725.0, "", "3/8", 4.0)
-    for width in (20, 60, 120):
-        assert len(line(state, width).plain) <= width
-    text = line(state, 60).plain
-    assert text.startswith("step 1200/24000  ") and "loss 2.3457" in text and text.endswith("eta 1:02:05")
+    monkeypatch.setattr(LiveDisplay, "_show", lambda _: None)
+    live = LiveDisplay()
+    live.start(1198, 24000, lambda: (2, 8))
+    live.evaluation(1198, 2.4001)
+    for number in (1199, 1200):
+        live.step(step(number, loss=2.34567))
+    live._since -= 4.0
+    texts = {}
+    for width in (20, 60, 200):
+        live._console.width = width
+        texts[width] = live.line().plain
+        assert len(texts[width]) <= width
+    assert texts[60].startswith("step 1200/24000  ") and texts[60].endswith("eta 3:10:00")
+    assert "micro-batch 3/8  loss 2.3457  val 2.4001" in texts[200] and "━  " in texts[200].replace("5%", "")

@@ -1,10 +1,8 @@
 """The command line: thin verbs over the library.
 
 Options are in `options`, streams and exit codes in `streams`. The other files hold the verbs, whose
-docstrings are their help: every example in them runs as it stands, except for its paths. Verbs import other
-rooms when they run, so that `--help` is instant and needs no torch.
-
-Invariant: a refusal ends as one message and exit code 2, never as a traceback.
+docstrings are their help. The examples in them run as they are, except for their paths. Verbs import the
+library when they run, so that `--help` is instant and needs no torch.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ OTHER_NAMES = {
     **dict.fromkeys(("init", "new"), "Did you mean `examples --copy`?"),
     **dict.fromkeys(("version", "info", "env"), "Did you mean `--version` or `doctor`?"),
 }
-"""Word that other tools have for a command -> what does it here."""
+"""Name of a command in other tools -> advice on the command of zerodrift."""
 
 
 class _Advised:
-    """A command or group that names the option that was probably meant by an unknown one."""
+    """A command or group that suggests the nearest option for an unknown one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -49,7 +47,7 @@ class _Advised:
 
 
 class Verb(_Advised, TyperCommand):
-    """One command, whose help has no types of arguments."""
+    """A command whose help does not show the types of arguments."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [self.options_metavar or "", *(name for name, _ in self._records(ctx, "argument"))]
@@ -69,7 +67,7 @@ class Verb(_Advised, TyperCommand):
 
 
 class Verbs(_Advised, TyperGroup):
-    """All commands. An unknown one is answered by what it is called here."""
+    """The group of all commands, which suggests one for an unknown name."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         word = args[0]

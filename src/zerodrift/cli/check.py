@@ -42,9 +42,9 @@ def check(
 ) -> None:
     """Run a training command, and show which dtypes every parameter has in it.
 
-    The command runs as it stands, on whatever library it uses, with an observer in each of its Python
-    processes. It ends after the steps that are watched, unless --keep-going is given. What --expect names
-    is held against what was seen. Exit code 2: nothing could be seen; 3: not as expected.
+    The command is not changed. It may use any library, and has an observer in each of its Python processes.
+    It ends after the watched steps, unless --keep-going is given. --expect compares what was seen with a
+    table, plan or config. Exit code 2: nothing could be seen; 3: not as expected.
 
     \b
     Examples:
@@ -175,9 +175,9 @@ def drift(
 ) -> None:
     """Compare a trainer with a sampler, and show which difference their drift comes from.
 
-    The trainer's model is run on the tokens with each cell of the other side in turn: with its tensors, its
-    dtypes, and all of them but one. Tensors that are not the bits that were trained are named first. Exit
-    code 0: within the bar; 2: nothing to compare; 3: above it, or a tensor is not what was trained.
+    The trainer's model is run on the tokens with the tensors and dtypes of the sampler: each of them alone,
+    and all but one. Tensors whose bits differ from the trained ones are named first. Exit code 0: within the
+    bar; 2: nothing to compare; 3: above the bar, or a tensor is not what was trained.
 
     \b
     Examples:
@@ -240,9 +240,9 @@ def audit(
 ) -> None:
     """Measure what every dtype of a model costs in log-probabilities, and which pins buy it back.
 
-    Every cell is estimated in three passes; what is worth most is replayed, one cell at a time; pins are
-    taken while they fit the budget, each set is run, and the rules to paste are printed. What is not as it
-    should be is told first. Under torchrun every rank takes its share.
+    Every cell is estimated in three passes. The most costly cells are replayed, one at a time. Pins are
+    chosen while they fit the budget, each set of pins is run, and its rules are printed. Defects are named
+    first. Under torchrun every rank does a share of the work.
 
     \b
     Examples:

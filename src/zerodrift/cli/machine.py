@@ -44,9 +44,9 @@ def examples(
 
 
 def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
-    """Show what this machine has to train with: versions and whether they are tested, devices, carriers
-    between ranks, the compiler; what is slow here, and why. A product of small matrices is timed; nothing
-    is changed.
+    """Show what this machine has for training: tested and installed versions, devices, communication
+    backends, the compiler, and what is slow and why. It times a product of small matrices and changes
+    nothing.
 
     \b
     Examples:
@@ -143,7 +143,7 @@ def _summary(path: Path) -> str:
 
 
 def _copy(folder: Path) -> str:
-    """Copy the examples. Their paths lead to the new folder, and those of texts to the installed package."""
+    """Copy the examples. Paths of examples become those of the copies, and other paths absolute."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ZerodriftError(folder, "must be an empty folder, or not be there", got="something else")
     shutil.copytree(EXAMPLES, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))

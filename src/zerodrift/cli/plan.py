@@ -214,7 +214,7 @@ def require_model(model: str | None) -> str:
 def _plan_text(
     planned: Plan, micro_batches: int | None, rows: str | None, json: bool, html: Path | None
 ) -> str:
-    """Return the text that `plan` prints. The page is written first, so that its error comes alone."""
+    """Return the text that `plan` prints. The page is written first: if it fails, nothing is printed."""
     from zerodrift.plan import cost
     from zerodrift.report import as_json, explain_row, group_rows, list_rows, matching, terminal
 

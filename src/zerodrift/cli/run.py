@@ -40,9 +40,9 @@ def run(
 ) -> None:
     """Run a command in which `import deepspeed` is zerodrift, in each of its Python processes.
 
-    Nothing of the command is changed, and DeepSpeed need not be installed. Keys that are added must not
-    contradict the config that the command passes. Rank 0 prints the plan in a few lines. Exit code: the
-    command's; 2 where its Python processes could not be reached.
+    The command is not changed, and DeepSpeed need not be installed. Added keys must not contradict the
+    config of the command. Rank 0 prints the plan in a few lines. Exit code: that of the command, or 2 if its
+    Python processes could not be reached.
 
     \b
     Examples:

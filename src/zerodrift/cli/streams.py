@@ -36,7 +36,7 @@ def errors(debug: bool) -> Iterator[None]:
             raise
         if debug:
             traceback.print_exc()
-        # An argument of Python is a flag here.
+        # The name of a Python argument becomes the flag.
         text = str(refused).replace("`overrides`: ", "`--set`: ")
         print(f"zerodrift: error: {text}\n{refused.see()}", file=sys.stderr)
         raise typer.Exit(USAGE) from None
@@ -81,7 +81,7 @@ def progress(text: str) -> Iterator[Callable[[str, int, int], None] | None]:
 
 
 def emit(text: str) -> None:
-    """Print a result. A reader that has closed the pipe, such as `head`, is no error. A full disk is one."""
+    """Print a result. A closed pipe, as after `head`, exits silently; a full disk is an error."""
     if sys.stdout is None:  # a shell's `>&-`
         raise ZerodriftError("stdout", "must be open, for what is printed", got="a closed stream")
     try:

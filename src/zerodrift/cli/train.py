@@ -1,7 +1,7 @@
 """Run the reference trainer, and read and convert what it writes: `train`, `evaluate`, `data`, `replay`,
 `sample`, `inspect`, `convert`.
 
-Invariant: the exit code is that of the trainer, and a checkpoint that is read or converted is left as it is.
+Invariant: the exit code is that of the trainer, and no command changes a checkpoint that it reads.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint of a job on what it holds out, and train nothing.
 
-    Prints the validation loss that training reports at the same checkpoint, its perplexity, and what the
-    model writes after `run.samples`. It is the newest checkpoint, or the one that `run.resume` names;
-    without one the model as it is before its first step. Other data to validate with can be named.
+    Prints the validation loss that training reports at the same checkpoint, its perplexity, and the
+    continuations of `run.samples`. The checkpoint is the newest, or the one that `run.resume` names. Without
+    a checkpoint the untrained model is evaluated. `data.validation` may name other data.
 
     \b
     Examples:
@@ -71,10 +71,10 @@ def evaluate(
 
 
 def data(job: options.Job, set_: options.SetInJob = None, debug: options.Debug = False) -> None:
-    """Show what a job is trained on, without training: files, documents and tokens, what was cut or left
-    out and why, what is held out, and the first three blocks with what is learned marked.
+    """Show the data of a job without training: files, documents and tokens, what was cut or left out and
+    why, what is held out, and the first three blocks with the learned text marked.
 
-    Blocks are packed as for training, which then finds them in the cache of the run's folder.
+    Blocks are packed as for training, which then finds them in the cache.
 
     \b
     Examples:
@@ -98,11 +98,10 @@ def replay(
     nproc: options.ReplayNproc = None,
     debug: options.Debug = False,
 ) -> None:
-    """Compute steps of a run once more, and say where bits first differ from what it recorded.
+    """Compute steps of a run again, and show where their bits first differ from the recorded ones.
 
-    The run must have been trained with `run.digest_every`. Under `precision.reduce: {order: tree}` the bits
-    are the same on any number of processes, so steps of many can be replayed on one. Exit code 3: other
-    bits.
+    The run must have been trained with `run.digest_every`. Under `precision.reduce: {order: tree}` bits do
+    not depend on the number of processes, so steps of many can be replayed on one. Exit code 3: other bits.
 
     \b
     Examples:
@@ -127,8 +126,8 @@ def sample(
 ) -> None:
     """Continue a prompt with a trained model, to see what it has learned.
 
-    RUN is the folder of a run, its export, its checkpoints or one of them, from whatever working folder. Of
-    a run that has not finished, its newest checkpoint is used.
+    RUN is the folder of a run, its export, its checkpoints or one of them; any working folder will do. A run
+    without an export is sampled from its newest checkpoint.
 
     \b
     Examples:

@@ -1,7 +1,6 @@
-"""Read a job file or dict into a checked `Job`, with every wrong key at once and its nearest match.
+"""Read a job file or dict into a checked `Job`. One error names every wrong key, with its nearest match.
 
-A job is read as a config is (`config/tree.py`), and the block under `config` is checked as one, so one error
-tells everything that is wrong with a file. Nothing is started, and no other file is read.
+A job is read like a config (`config/tree.py`), and its `config` block is checked like one.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ JOB_FILE, PLAN_FILE = "job.json", "plan.json"
 FROZEN = "precision.frozen"
 """The key of the config that `model.base` sets."""
 TOTALS = ("total_num_steps", "num_training_steps")
-"""Arguments of schedules that a job fills in where the config has "auto"."""
+"""Arguments of schedules that a job fills in if the config has "auto"."""
 
 UNCOUNTED = 1 << 30
-"""Steps of a job while its data are not counted: room for every schedule."""
+"""Steps of a job before its data are counted: large enough for every schedule."""
 
 
 def read_job(
     source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> tuple[Job, Config]:
-    """Read a job from a file, a dict, or the folder of a run, which goes on there."""
+    """Read a job from a file, a dict, or the folder of a run to resume."""
     file = _job_of_run(source)
     heading, tree, problems = tree_of(source if file is None else file, "job")
     if file is not None and isinstance(run := tree.setdefault("run", {}), dict):
@@ -100,7 +99,7 @@ def _check_base(model: Model, config: Config, problems: Problems) -> None:
         must = f"must agree with `{UNDER_CONFIG}{FROZEN}`, which says {said}"
         problems.add("model.base", must, got=model.base, do="Keep one of the two keys.")
     if model.lora is None and not model.freeze:
-        must = "must go with `model.lora` or `model.freeze`: it is for what is not trained"
+        must = "must go with `model.lora` or `model.freeze`: it is for parameters that are not trained"
         problems.add("model.base", must, got=model.base, do="Add `model.lora`, or leave it out.")
 
 

@@ -245,7 +245,7 @@ class FakeRecorder(TorchFunctionMode):
         else:
             self.call.computed = True
         inputs, results = tuple(map(self._traced, given)), tuple(map(self._traced, outputs))
-        flops = operations.flops_of(func, args, kwargs, out)
+        flops = operations.flops_of(func, args, kwargs, out) or 0
         made = TracedOperation(path, call, name, inputs, results, line, self.backward, cast, flops)
         self.operations.append(made)
         newest = -1 if self.backward else torch._C._autograd._get_sequence_nr()

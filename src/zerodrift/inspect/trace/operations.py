@@ -123,8 +123,10 @@ def floating(values: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_of(values) if tensor.is_floating_point()]
 
 
-def flops_of(operation: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] | None, result: Any) -> int:
-    """Count one operation's flops; 0 if torch has no formula for the operation or its equivalent."""
+def flops_of(
+    operation: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] | None, result: Any
+) -> int | None:
+    """Count an operation's flops by torch's formula, 0 without one; None if the formula fails."""
     from torch.utils.flop_counter import flop_registry  # imports Triton, for a tenth of a second
 
     packet = operation._overloadpacket
@@ -137,7 +139,7 @@ def flops_of(operation: Any, arguments: tuple[Any, ...], named: Mapping[str, Any
     try:
         return int(formula(*arguments, **(named or {}), out_val=result))
     except Exception:  # a formula may refuse valid shapes, as torch 2.11 refused grouped heads
-        return 0
+        return None
 
 
 _FLASH = "_scaled_dot_product_flash_attention"
@@ -148,10 +150,14 @@ _LIKE = {
 
 
 @contextlib.contextmanager
-def forward_flops(model: nn.Module) -> Iterator[list[int]]:
-    """Yield a list that gets the flops of each operation in the module's first forward inside the block."""
-    counts: list[int] = []
-    mode = every_operation(lambda *called: counts.append(flops_of(*called)), compiled=False)
+def forward_flops(model: nn.Module) -> Iterator[list[tuple[str, int | None]]]:
+    """Yield a list that gets the name and the flops of each operation of a module's first forward."""
+    counts: list[tuple[str, int | None]] = []
+
+    def count(operation: Any, *called: Any) -> None:
+        counts.append((name_of(operation), flops_of(operation, *called)))
+
+    mode = every_operation(count, compiled=False)
     running = contextlib.ExitStack()
 
     def start(*_: Any) -> None:

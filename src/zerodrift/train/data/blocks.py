@@ -1,9 +1,9 @@
 """Store blocks of tokens on disk with their loss masks, and read them back.
 
-A part (`train`, `validation`) has a file of tokens, a file of marks that say which tokens are learned and
-where documents start (left out where all are learned), the number of labels of each block, from which every
-rank knows the labels of a step without asking the others, and a checksum of each block. Blocks are read when
-they are needed and not mapped into memory: a mapped file that is cut short kills its process.
+Each part of the data (`train`, `validation`) has a file of tokens, and a file of marks unless all tokens are
+learned. A mark says whether a token is learned, and whether it is the first of a separate document. Two more
+files have the number of labels and the checksums of each block. Every rank knows the labels of a step from
+them, without communication. Blocks are not memory-mapped: a mapped file that is cut short kills its process.
 
 Every block has a label, so no loss is a mean over nothing. Every token that is read is in the vocabulary.
 """
@@ -28,7 +28,7 @@ IGNORED = -100
 INDEX = "blocks.json"
 MARK = np.dtype(np.uint8)
 LEARNED, STARTS = 1, 2
-"""Marks of a token: it is learned; it is the first of a document that sees no other."""
+"""Marks of a token: it is learned; it is the first token of a separate document."""
 
 
 def checksums(tokens: np.ndarray, marks: np.ndarray, labels: int) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def token_dtype(vocabulary: int) -> np.dtype[Any]:
 
 
 def write_index(folder: Path, length: int, vocabulary: int, parts: Mapping[str, Any], **more: Any) -> None:
-    """Write what each part has; `more` are `apart`, the separate documents, and the counts in `reading`."""
+    """Write the index: counts of each part, `apart` (separate documents) and `reading` (data counts)."""
     sizes = {"length": length, "dtype": token_dtype(vocabulary).name, "vocabulary": vocabulary}
     (folder / INDEX).write_text(_sealed({**sizes, "parts": parts, **more}))
 
@@ -89,10 +89,10 @@ class Rows:
             raise ConfigError(str(self.file), "must stay as it is while a run reads it", got=got, do=todo)
         return np.frombuffer(data, self.dtype)
 
-    def split(self, row: int) -> tuple[Rows, Rows]:
-        """Return the rows before `row`, and those from it on."""
-        offset = self.offset + row * self.length * self.dtype.itemsize
-        return replace(self, count=row), replace(self, offset=offset, count=self.count - row)
+    def part(self, chosen: slice) -> Rows:
+        first, end, _ = chosen.indices(self.count)
+        offset = self.offset + first * self.length * self.dtype.itemsize
+        return replace(self, offset=offset, count=end - first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +108,25 @@ class BlockValues:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks on disk, numbered in the order in which they were written."""
+    """Blocks in a file, numbered in the order in which they were written."""
 
-    maps: tuple[Rows, ...]
-    """Tokens. Shape [blocks, length] each."""
-    marks: Rows | None
-    """Marks of the only map; None where all tokens are learned."""
-    counts: np.ndarray | None
-    """Labels of each block; None where all have `length - 1`."""
-    length: int
+    rows: Rows
+    """Tokens. Shape [blocks, length]."""
     vocabulary: int
+    marks: Rows | None = None
+    """Shape [blocks, length]; None if all tokens are learned."""
+    counts: np.ndarray | None = None
+    """Labels of each block; None if all have `length - 1`."""
     sums: np.ndarray | None = None
     """Checksums of tokens and marks, shape [blocks, 2]; None for token maps of other programs."""
     separate_documents: bool = False
 
+    @property
+    def length(self) -> int:
+        return self.rows.length
+
     def __len__(self) -> int:
-        return sum(len(part) for part in self.maps)
+        return len(self.rows)
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
         if self.counts is None:
@@ -144,32 +147,26 @@ class Blocks:
         return BlockValues(tokens, labels, (places - firsts).astype(np.int64))
 
     def _block(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-        place = index
-        for part in self.maps:
-            if place < len(part):
-                break
-            place -= len(part)
-        tokens, marks = part[place], None if self.marks is None else self.marks[index]
+        tokens, marks = self.rows[index], None if self.marks is None else self.marks[index]
         if self.sums is not None and self.counts is not None:
             held = np.full(self.length, LEARNED, MARK) if marks is None else marks
             if checksums(tokens, held, int(self.counts[index])) != tuple(self.sums[index].tolist()):
-                raise damaged(part.file.parent, f"another block {index}")
-        _check_tokens(tokens, part, self.vocabulary, f"block {place}")
+                raise damaged(self.rows.file.parent, f"another block {index}")
+        _check_tokens(tokens, self.rows, self.vocabulary, f"block {index}")
         return tokens.astype(np.int64), marks
 
     def split(self, share: float) -> tuple[Blocks, Blocks]:
-        """Split off the last `share` of the blocks of each map, at least one."""
-        keep = [len(part) - min(len(part) - 1, max(1, round(len(part) * share))) for part in self.maps]
-        pairs = [part.split(kept) for part, kept in zip(self.maps, keep, strict=True)]
-        first = replace(self, maps=tuple(before for before, _ in pairs))
-        last = replace(self, maps=tuple(after for _, after in pairs if len(after)))
-        if self.counts is None or self.sums is None:
-            return first, last
-        (kept,) = keep  # of the only map
-        before, after = (None, None) if self.marks is None else self.marks.split(kept)
-        return (
-            replace(first, marks=before, counts=self.counts[:kept], sums=self.sums[:kept]),
-            replace(last, marks=after, counts=self.counts[kept:], sums=self.sums[kept:]),
+        """Split off the last `share` of the blocks: at least one, unless there is only one."""
+        kept = len(self) - min(len(self) - 1, max(1, round(len(self) * share)))
+        return self._part(slice(kept)), self._part(slice(kept, None))
+
+    def _part(self, chosen: slice) -> Blocks:
+        return replace(
+            self,
+            rows=self.rows.part(chosen),
+            marks=None if self.marks is None else self.marks.part(chosen),
+            counts=None if self.counts is None else self.counts[chosen],
+            sums=None if self.sums is None else self.sums[chosen],
         )
 
 
@@ -193,13 +190,13 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def open_blocks(folder: Path, part: str) -> Blocks:
-    """Open one part of a folder of blocks; empty if it has none."""
+def open_blocks(folder: Path, part: str) -> Blocks | None:
+    """Open one part of a folder of blocks; return None for a part without blocks."""
     index = read_index(folder)
     length, vocabulary = index["length"], index["vocabulary"]
     count = index["parts"].get(part, {}).get("blocks", 0)
     if not count:
-        return Blocks((), None, None, length, vocabulary)
+        return None
     try:
         tokens = Rows.of(folder / f"{part}.tokens", np.dtype(index["dtype"]), length)
         file = folder / f"{part}.marks"
@@ -210,30 +207,31 @@ def open_blocks(folder: Path, part: str) -> Blocks:
         raise damaged(folder, first_line(error)) from None
     if {len(rows) for rows in (tokens, counts, sums, marks) if rows is not None} != {count}:
         raise damaged(folder, f"files of other lengths than {count} blocks")
-    return Blocks((tokens,), marks, counts, length, vocabulary, sums, index["apart"])
+    return Blocks(tokens, vocabulary, marks, counts, sums, index["apart"])
 
 
 def damaged(folder: Path, got: str) -> ConfigError:
-    todo = "It is damaged: remove the folder, and start again; blocks are made anew and go on in their order."
+    todo = "It is damaged: remove the folder and start again. The same blocks are made again, in their order."
     return ConfigError(str(folder), "must hold the blocks that were written", got=got, do=todo)
 
 
-def open_tokens(files: Sequence[Path], dtype: str, length: int, vocabulary: int) -> Blocks:
-    """Open `.npy` and `.bin` files of token numbers as blocks, without a copy."""
+def open_tokens(files: Sequence[Path], dtype: str, length: int, vocabulary: int) -> list[Blocks]:
+    """Open `.npy` and `.bin` files of token numbers as blocks, without a copy; omit those without a block."""
     problems = Problems()
-    maps = []
+    found = []
     for file in files:
         try:
             rows = _npy_rows(file, length) if file.suffix == ".npy" else _bin_rows(file, dtype, length)
-            maps.append(rows)
-            _check_first(rows, vocabulary)
+            if len(rows):
+                found.append(Blocks(rows, vocabulary))
+                _check_first(rows, vocabulary)
         except ConfigError as error:
             problems.include(*error.problems)
         except Exception as error:  # a damaged header makes NumPy raise nearly anything
             got = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
             problems.add(str(file), "must be a file of token numbers", got=got)
     problems.raise_as(ConfigError)
-    return Blocks(tuple(rows for rows in maps if rows), None, None, length, vocabulary)
+    return found
 
 
 def _npy_rows(file: Path, length: int) -> Rows:
@@ -255,12 +253,10 @@ def _bin_rows(file: Path, dtype: str, length: int) -> Rows:
 
 
 def _check_first(rows: Rows, vocabulary: int) -> None:
-    """Refuse a map of another vocabulary or dtype, as its first blocks show it."""
-    if not len(rows):
-        return
+    """Refuse a map whose first blocks show another vocabulary or dtype."""
     first = rows[0]
     _check_tokens(first, rows, vocabulary, "its first block")
-    # As many first blocks as rule out chance.
+    # Fewer than 64 tokens could have these zeros by chance.
     some = np.concatenate([rows[index] for index in range(min(len(rows), -(-64 // rows.length)))])
     if rows.dtype == np.uint16 and first[::2].any() and len(some) >= 64 and not some[1::2].any():
         got = "a 0 in every second place, as 32-bit numbers have"

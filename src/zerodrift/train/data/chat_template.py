@@ -1,13 +1,11 @@
-"""Write conversations as tokens, and mark the tokens that are learned (the loss mask).
+"""Encode conversations as tokens, with a loss mask that marks the tokens of the assistant.
 
-A tokenizer with a chat template writes a conversation itself. A template that marks what the assistant says
-(`{% generation %}`) gives the loss mask. For any other, the answers are found in the written text: an answer
-begins where the template ends when it asks the assistant to speak, and ends where the template of the
-conversation so far ends. Without a template each turn is `<|role|>`, a line with its content, and the end
-token.
+A chat template with `{% generation %}` gives the loss mask. For any other template, the turns before an
+answer are rendered with a generation prompt, and the answer begins at the end of this text. The turns up to
+and with the answer are rendered too, and the answer ends at the end of that text. Without a template each
+turn is `<|role|>`, a line with its content, and the end token.
 
-A learned token is one that the assistant says, its end included. A row whose content the template leaves out
-is refused.
+The end of an answer is learned too. A row is refused if the template leaves out some of its content.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ def encode_conversation(talk: Conversation, tokenizer: Tokenizer, learn_all: boo
 
 
 def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> Tokens:
-    """Return the tokens of a conversation up to where the assistant begins to speak."""
+    """Return the tokens of a conversation with the generation prompt."""
     talk = Conversation(tuple(messages), "the prompt")
     if isinstance(tokenizer, TransformersTokenizer) and tokenizer.inner.chat_template:
         return tokenizer.encode(_renderer(talk, tokenizer)(talk.messages, ask=True))
@@ -51,9 +49,9 @@ def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> Tokens:
 
 
 def prompt_tokens(prompt: str, tokenizer: Tokenizer, as_chat: bool) -> tuple[list[int], set[int]]:
-    """Return the tokens of a prompt to continue, and those that end what follows.
+    """Return the tokens of a prompt to continue, and the tokens that end the continuation.
 
-    `as_chat` makes it a question in the chat template; else it is bare text.
+    `as_chat` puts the prompt into the chat template, as a turn of the user.
     """
     if as_chat:
         given = encode_prompt([{"role": USER, "content": prompt}], tokenizer)
@@ -63,8 +61,7 @@ def prompt_tokens(prompt: str, tokenizer: Tokenizer, as_chat: bool) -> tuple[lis
 
 
 def end_tokens(tokenizer: Tokenizer) -> set[int]:
-    """Return the tokens that end an answer: the end of a text, and the mark that a template writes behind
-    it."""
+    """Return the tokens that end an answer: the end of a text, and the template's mark after an answer."""
     found = {tokenizer.end}
     if isinstance(tokenizer, TransformersTokenizer) and tokenizer.has_template:
         answer = "an answer"
@@ -155,7 +152,7 @@ def _renderer(talk: Conversation, tokenizer: TransformersTokenizer) -> Render:
 
 
 def _accepted_form(talk: Conversation, tokenizer: TransformersTokenizer) -> tuple[Conversation, str]:
-    """Return the conversation in the form that the template writes in full, and its text."""
+    """Return the conversation in the first form that the template renders completely, and its text."""
     has_calls = any("tool_calls" in turn for turn in talk.messages)
     problems = []
     for form in _call_forms(talk) if has_calls else [talk]:
@@ -172,8 +169,8 @@ def _accepted_form(talk: Conversation, tokenizer: TransformersTokenizer) -> tupl
 def _call_forms(talk: Conversation) -> Iterator[Conversation]:
     """Yield a conversation with tool calls in the four forms that templates expect.
 
-    Some templates write arguments as JSON and want a mapping, others want the text. Some see a call only
-    where the content is missing, others where it is empty.
+    Arguments are a mapping for some templates and a JSON text for others. Some templates render a call only
+    if the content is missing, others only if it is empty.
     """
     for swap_emptiness in (False, True):
         for as_text in (False, True):
@@ -212,14 +209,15 @@ def _answer(
         before = render(talk.messages[:number], ask=True)
     except ConfigError:  # a template that needs a turn, or a question, in front
         before = ""
-    # A template may write more when it asks than it keeps, `<think>` for example: then the content is the
-    # answer.
+    # A generation prompt may have more than the rendered answer, such as `<think>`. Then the answer begins
+    # with its content.
     kept = bool(before) and text.startswith(before)
     start = len(before) if kept else _content_span(talk, number, text, render)[0]
     until = render(talk.messages[: number + 1])
     if text.startswith(until) and len(until) >= start:
         return start, len(until)
-    # Or it writes the last answer in another way: what follows the content in both texts is the end.
+    # The template may render the last answer in another way. Then the end of the answer is the text that
+    # follows the content in both renderings.
     _, last = _content_span(talk, number, text, render)
     _, there = _content_span(talk, number, until, lambda messages: render(messages[: number + 1]))
     return start, last + _end(text[last:], until[there:], tokenizer)
@@ -245,6 +243,7 @@ def _end(behind: str, behind_the_last: str, tokenizer: TransformersTokenizer) ->
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the common start of two texts or lists."""
     differ = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
 
@@ -255,10 +254,7 @@ def _content_span(talk: Conversation, number: int, text: str, render: Render) ->
     mark = next(chr(code) for code in range(ord("A"), 0x10FFFF) if chr(code) not in content)
     other = render(_with_content(talk.messages, number, mark))
     first = _common(text, other)
-    after = 0
-    while after < min(len(text), len(other)) - first and text[-1 - after] == other[-1 - after]:
-        after += 1
-    return first, len(text) - after
+    return first, len(text) - _common(text[first:][::-1], other[first:][::-1])
 
 
 def _with_content(messages: Sequence[Message], number: int, content: str) -> tuple[Message, ...]:
@@ -266,13 +262,13 @@ def _with_content(messages: Sequence[Message], number: int, content: str) -> tup
 
 
 def _require_complete(talk: Conversation, text: str, render: Render, tokenizer: Tokenizer) -> None:
-    """Refuse a template that leaves out roles, calls or tools without a word."""
+    """Refuse a conversation if the template leaves out some of its contents, calls or tools."""
 
     def require(what: str, messages: Sequence[Message], **rest: Any) -> None:
-        """Refuse if a conversation without `what`, or with another one, has the same text."""
+        """Refuse `what` if the text is the same without it, or with another value in its place."""
         try:
             is_same = render(messages, **rest) == text
-        except ConfigError:  # what the template cannot do without is in the text
+        except ConfigError:  # the template needs it, so it is in the text
             return
         if is_same:
             must = f"must be what the chat template of {tokenizer.name} writes"

@@ -1,11 +1,10 @@
-"""Read a row of data as a conversation, in the dialects that people publish.
+"""Read a row of data as a conversation, in the usual formats.
 
-Known are `messages` of `role` and `content`, ShareGPT's `conversations` of `from` and `value`, TRL's `prompt`
-and `completion` as texts or turns, questions with answers under their usual names, and Alpaca's `system` and
-`history`. `chat_template` turns a conversation into tokens.
+The formats are `messages` of `role` and `content`, ShareGPT's `conversations` of `from` and `value`, TRL's
+`prompt` and `completion` as texts or turns, questions with answers under their usual names, and Alpaca's
+`system` and `history`. `chat_template` turns a conversation into tokens.
 
-A row that says something in an unknown way is refused by its place. No value becomes what Python prints for
-it.
+A row with an unknown part is refused by its place. A value that is not a text is never converted to one.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ def pair_columns(row: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def read_conversation(row: Mapping[str, Any], key: str, where: str) -> Conversation:
-    """Return the conversation of a row in any known dialect; `key` is `data.messages`."""
+    """Return the conversation of a row in any of the formats; `key` is `data.messages`."""
     got = names(row) or "nothing"
     if key != _TURNS[0] and key not in row:
         raise ConfigError(where, f"must have `{key}`, which `data.messages` names", got=got)
@@ -219,7 +218,7 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     if turn.get(content) is not None or "tool_calls" not in others:
         beside = [key for key in others if key not in _LEARNED]
         read["content"] = _content(turn.get(content), f"{where}: {content}", beside)
-    # A template that does not write one of the others is refused later.
+    # Other keys are kept. A template that does not render one of them is refused later.
     for key, value in others.items():
         place = f"{where}: {key}"
         if key == "tool_calls":
@@ -280,14 +279,14 @@ def names(keys: Iterable[str]) -> str:
 
 
 def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
-    """Return the text under a key. Any other type is refused: it would be learned as Python prints it."""
+    """Return the text under a key. Refuse any other type, which would be learned in Python's spelling."""
     if not isinstance(row[key], str):
         raise ConfigError(f"{where}: {key}", "must be a text", got=type_name(row[key]))
     return unicode(row[key], f"{where}: {key}")
 
 
 def unicode(text: str, where: str) -> str:
-    """Return the text, or refuse half of a surrogate pair, which JSON can spell."""
+    """Return the text, or refuse half of a surrogate pair, which JSON allows."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,9 +1,9 @@
-"""Read documents from files: whole texts, texts of rows, and conversations of rows. Count warnings of them.
+"""Read documents from files: whole texts, texts of rows, and conversations of rows. Count warnings.
 
 `files` finds the files, `rows` reads them, and `prepare` turns documents into tokens. Documents come in the
-order of files and rows. Their content alone decides which are held out, whatever else is there.
+order of files and rows. Whether a document is held out depends only on its content and the seed.
 
-Every row is a document, is counted with the reason why it is left out, or is refused by its place.
+Every row becomes a document, is counted with the reason why it is left out, or is refused by its place.
 """
 
 from __future__ import annotations
@@ -52,10 +52,8 @@ class Document:
     talk: Conversation | None = None
     given: int = 0
     """Number of characters at the start of the text that are a prompt and not learned."""
-    where: str = ""
-    """File, and row."""
     file: Path | None = None
-    """The file of a text that may be larger than memory: the text is read where it is needed."""
+    """The file that is the text. It is read piece by piece, since it may be larger than memory."""
 
     def number(self, seed: int) -> int:
         """Return a 64-bit digest of the content and the seed."""
@@ -76,10 +74,9 @@ class Document:
 
 
 def kind_of(files: Sequence[Path], data: Data) -> str:
-    """Return `text`, `prompts`, `chat` or `tokens`; `data.format: auto` looks at the suffixes and the first
-    row.
+    """Return `text`, `prompts`, `chat` or `tokens`; `auto` goes by the suffixes and the first row.
 
-    Prompts are texts to continue, as TRL joins them.
+    Prompts are texts with a completion, as TRL joins them.
     """
     if data.format != "auto":
         return "text" if data.format == "files" else data.format
@@ -115,7 +112,7 @@ def kind_of(files: Sequence[Path], data: Data) -> str:
 
 
 def read_documents(files: Sequence[Path], data: Data, counts: DataCounts) -> Iterator[Document]:
-    """Yield every document of `counts.kind` in order, and count what they are."""
+    """Yield the documents of files in order, and count their forms and what is left out."""
     kind = counts.kind
     if kind == "chat" and data.field and len(data.sets()) == 1:
         must, todo = "must not be given where rows are conversations", "Name their column in `data.messages`."
@@ -127,7 +124,7 @@ def read_documents(files: Sequence[Path], data: Data, counts: DataCounts) -> Ite
             if kind == "chat":
                 must = "must be rows of conversations: JSON, JSON lines, CSV, parquet or Arrow"
                 raise ConfigError(str(file), must, got="a text")
-            yield from _counted(Document(where=str(file), file=file), "a text per file", counts)
+            yield from _counted(Document(file=file), "a text per file", counts)
             continue
         for number, row in read_rows(file, holds):
             where = f"{file}:{number}"
@@ -142,11 +139,11 @@ def read_documents(files: Sequence[Path], data: Data, counts: DataCounts) -> Ite
             if data.loss_on == "answers" and not talk.answers:
                 counts.left[NO_ANSWER] += 1
             else:
-                yield from _counted(Document(talk=talk, where=where), talk.form, counts)
+                yield from _counted(Document(talk=talk), talk.form, counts)
 
 
 def _counted(document: Document, form: str, counts: DataCounts) -> Iterator[Document]:
-    """Yield a document unless it is nothing but white space."""
+    """Yield a document unless it is blank."""
     counts.forms[form] += 1
     if document.talk is None and not any(piece.strip() for piece in document.pieces()):
         counts.left[EMPTY] += 1
@@ -155,8 +152,7 @@ def _counted(document: Document, form: str, counts: DataCounts) -> Iterator[Docu
 
 
 def _text_columns(row: Row, field: str, where: str) -> tuple[str, ...]:
-    """Return the text columns: the named one, `text`, a prompt and its completion, or the only one of
-    texts."""
+    """Return the columns of the text: one that is named or usual, or a prompt and its completion."""
     if field or "text" in row:
         return (field or "text",)
     if row.keys() >= set(CONTINUED):
@@ -179,11 +175,11 @@ def _text(row: Row, columns: tuple[str, ...], where: str, counts: DataCounts) ->
     given = len(parts[0]) if len(parts) > 1 else 0
     joined = "`prompt` continued by `completion`, without a chat template (`data.format: chat` uses it)"
     form = joined if len(parts) > 1 else f"`{columns[-1]}` of rows"
-    yield from _counted(Document("".join(parts), given=given, where=where), form, counts)
+    yield from _counted(Document("".join(parts), given=given), form, counts)
 
 
 def _check_others(row: Row, read: Collection[str], where: str, counts: DataCounts) -> None:
-    """Note the columns that are not read, and refuse completions with a label of good or bad, as KTO has."""
+    """Note the columns that are not read, and refuse preference data of KTO: completions with a label."""
     label = row.get("label")
     if "completion" in read and (isinstance(label, bool) or str(label).lower() in ("true", "false")):
         must = "must be texts or conversations"
@@ -238,7 +234,7 @@ class DocumentWatch:
 
 
 def shared_documents(held: tuple[Path, int], trained: Sequence[tuple[Path, int]]) -> int:
-    """Count the documents of a folder that others have too; each folder with its number of documents."""
+    """Count the held-out documents that are trained on too; each folder with its number of documents."""
     (digests, *others) = (_digests(folder, count) for folder, count in (held, *trained))
     found = np.zeros(len(digests), dtype=bool)
     for other in others:

@@ -1,12 +1,11 @@
 """Find the files that a key of a job names: by path, by glob, in a folder, or by a name of the hub.
 
-A folder may be a published data set: files of rows in several splits, beside a README, a licence and a list
-of what is where. Then one split is read, and the report says what is left out. A folder that does not show
-which files are data is refused. Every file of a folder is read, named as left out, or the folder is refused.
-Files come sorted by path.
+A folder may be a published data set: files of rows in several splits, beside a README, a licence and an
+index. Then one split is read, and the files that are left out are reported. A folder is refused if it is
+unclear which of its files are data. Files come sorted by path.
 
 Models and data sets of the Hugging Face hub are found in the local cache; nothing is downloaded. An existing
-path is always that path, whatever the cache holds.
+path comes before a name of the hub.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _PAPERS = re.compile(
     r"|(dataset_infos?|dataset_dict|state)\.json",
     re.IGNORECASE,
 )
-"""Files beside data that are none."""
+"""Files in a folder of data that are not data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ class _Folder:
 
     def __init__(self, folder: Path, where: str) -> None:
         self._folder, self._where = folder, where
-        # What training wrote, in folders of runs and caches, is not its data.
+        # Folders of runs and caches, which training wrote, are not data.
         plans = [path.parent for path in folder.rglob("plan.json")]
         runs = {place for place in plans if (place / "job.json").is_file()}
         caches = {path.parent for path in folder.rglob("digests.json")}
@@ -158,7 +157,7 @@ class _Folder:
             must = "must name folders of rows or of texts, and not of both"
             todo = "Set `data.pattern`, or `data.format: files` to read each file as a text."
             raise ConfigError(self._where, must, got=f"{self._folder} with {names} and {more}", do=todo)
-        # Texts that are plainly named after splits: a `test.py` is a program.
+        # Only plain texts are split by their names: a `test.py` is a program.
         tops = {split_of(Path(self._name(file)).parts[0]) for file in texts}
         are_plain = all(suffix_of(file) in (".txt", ".text") for file in texts)
         chosen = rows
@@ -264,11 +263,11 @@ _SNAPSHOT = re.compile(r"(model|dataset)s--(.+)")
 def from_cache(job: Job) -> Job:
     """Return a job with the cached folders in place of hub names."""
     data, model = job.data, job.model
-    letters = data.tokenizer
+    tokenizer = data.tokenizer
     found = {
         "train": _data_from_cache(data.train),
         "validation": _data_from_cache(data.validation),
-        "tokenizer": letters if letters in ("auto", "bytes") else path_of(letters, "model"),
+        "tokenizer": tokenizer if tokenizer in ("auto", "bytes") else path_of(tokenizer, "model"),
     }
     source = {"source": path_of(model.source, "model")}
     return job.model_copy(
@@ -324,7 +323,7 @@ def hub_cache() -> Path:
 
 
 def name_in_cache(path: str | Path) -> tuple[Kind, str] | None:
-    """Return the kind and hub name of a cached snapshot; None for any other path."""
+    """Return the kind and hub name of a snapshot in the cache; None for any other path."""
     whole = Path(path)
     found = _SNAPSHOT.fullmatch(whole.parent.parent.name) if whole.parent.name == "snapshots" else None
     if found is None:

@@ -1,7 +1,6 @@
-"""Detect what a file holds by its first bytes, and read text and gzip or zstd streams.
+"""Detect the format of a file by its suffix and first bytes, and read text, gzip and zstd streams.
 
-`data.rows` reads the rows. A file that is neither text nor rows is refused by name, with the way to convert
-it.
+`rows` reads rows. The error for a file that is neither text nor rows says how to convert it.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _REFUSED = (
     (b"ORC", "an ORC file", _EXTRACT),
     (b"\x93NUMPY", "a NumPy array", _EXTRACT),
 )
-"""First bytes, name, and the way out; `{}` is the file. Any other binary file is refused as no text."""
+"""First bytes, name, and what to do; `{}` is the file. Any other binary file is refused as no text."""
 
 
 def suffix_of(file: Path) -> str:
@@ -97,7 +96,7 @@ def format_of(file: Path) -> str:
 
 
 def _is_rows(start: bytes) -> bool:
-    """Return True if a file of any name begins with a JSON object, alone or as the first of an array."""
+    """Return True if a file begins with a JSON object, on a line or in an array."""
     inner = start[1:].lstrip() if start[:1] == b"[" else start
     is_object = inner[:1] == b"{" and inner[1:].lstrip()[:1] == b'"'
     return is_object and (start[:1] == b"[" or _is_one_line(start))

@@ -1,8 +1,8 @@
-"""Fill blocks of equal length with documents, write them, and count what becomes of every document.
+"""Pack documents into blocks of equal length, write the blocks, and count every document.
 
-Documents are cut out of one stream (`stream`), put one in each block (`alone`), or put whole and several in
-each block (`whole`). Every token of every document is in one block, is counted as cut, or is in a block
-without a learned token, which is counted as left out. The counts are kept beside the blocks.
+Blocks are cut out of one stream of all documents (`stream`), hold one document each (`alone`), or hold
+several whole documents (`whole`). Every token is in one block, or is counted as cut, or is in a block without
+a learned token, which is counted and left out. The counts are stored with the blocks.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class DataCounts:
 
 
 OPEN = 64
-"""Blocks that wait for documents that fit, where documents are kept whole."""
+"""Most blocks that stay open for further documents when documents are kept whole."""
 
 Packing = Literal["stream", "alone", "whole"]
 
@@ -134,7 +134,7 @@ def _marked(pieces: Iterable[tuple[Tokens, np.ndarray]]) -> Iterator[np.ndarray]
 
 
 class PartWriter:
-    """Writes the documents of one part (`train`, `validation`), and counts what becomes of them."""
+    """Writes the documents of one part (`train`, `validation`) as blocks, and counts them."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class PartWriter:
         return {"blocks": len(labels), "labels": int(labels.sum())}
 
     def release(self) -> None:
-        """Close the files, also those behind one whose last bytes do not fit on the disk."""
+        """Close all files, even if the last bytes of one do not fit on the disk."""
         with contextlib.ExitStack() as stack:
             for file in self._files:
                 stack.callback(file.close)
@@ -220,7 +220,7 @@ class PartWriter:
         return np.concatenate(kept)[:length]
 
     def _fit(self, document: np.ndarray) -> None:
-        """Put a document into the waiting block that it leaves the least room in."""
+        """Put a document into the fullest open block that has room for it."""
         fitting = [(room, at) for at, room in enumerate(self._rooms) if room >= len(document)]
         if fitting:
             _, at = min(fitting)
@@ -254,7 +254,7 @@ class PartWriter:
             marks = np.where(marks & STARTS, STARTS, marks)
         else:
             marks = learned
-        # The first token of a block, and of a separate document, follows from nothing.
+        # The first token of a block, and of a separate document, is predicted from nothing.
         labels = (marks[:, 1:] & LEARNED).sum(axis=1, dtype=np.int32)
         kept: np.ndarray = labels > 0
         tokens, marks = tokens[kept].astype(token_dtype(vocabulary)), marks[kept].astype(MARK)

@@ -1,9 +1,9 @@
-"""Prepare a job's data: blocks on disk, made once and found again by what they are made of.
+"""Prepare a job's data as blocks on disk, which are made once and cached.
 
-Blocks lie in a folder named by a digest of the files' contents and of every choice that matters. Each of
-several sets has its own folder. A folder with an index is whole: it is written elsewhere and renamed, under a
-lock, so that ranks and runs that need the same blocks make them once. Where a file system has no locks,
-several may make them, and the first that is done is kept.
+The folder of blocks is named by a digest of the files' contents and of every setting that changes the blocks.
+Each of several sets has its own folder. A folder with an index is complete: it is written under another name
+and renamed. A lock keeps ranks and runs from making the same blocks twice. On a file system without locks
+several may make them, and the first folder that is complete is kept.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from zerodrift.train.data.blocks import INDEX, Blocks, open_blocks, open_tokens,
 from zerodrift.train.data.files import TEXTS, TRAIN, VALIDATION, DataFiles, find
 from zerodrift.train.data.formats import readable
 from zerodrift.train.data.packing import DataCounts, Packing, PartCounts, PartWriter
-from zerodrift.train.data.sampling import Mixture
+from zerodrift.train.data.sampling import Mixture, joined
 from zerodrift.train.data.tokenizer import Tokenizer, Tokens, encode_pieces
 from zerodrift.train.job import Data, Job
 
 VERSION = 4
-"""Version of the folders of blocks. Another number finds none of this one's."""
+"""Version of the folders of blocks: folders of other versions are not found."""
 SHORTER = "Name more files, or lower `data.block`."
 """Advice where blocks are cut out of one stream of tokens."""
 SAMPLES, SAMPLE = 1024, 4096
@@ -81,14 +81,14 @@ class DataSource:
     name: str
     weight: float | None
     """Share of training beside the weights of others; None for the only set."""
-    train: Blocks
-    held: Blocks
+    train: Blocks | Mixture
+    held: Blocks | Mixture | None
     key: str
     counts: DataCounts
 
 
 def require_validation(job: Job) -> None:
-    """Refuse keys that need validation data where there is none."""
+    """Refuse keys that need validation data in a job without them."""
     problems = Problems()
     run, todo = job.run, "Hold some out, with `data.validation: 0.02` say, or name files there."
     for key in ("evaluate_every", "evaluate_blocks", "export_best", "patience"):
@@ -114,7 +114,7 @@ def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> PreparedData:
         maker.source(files, share, weight if len(named) > 1 else None, "data.train")
         for files, (_, weight) in zip(found, named, strict=True)
     ]
-    sets, held = trained, [each.held for each in trained if len(each.held)]
+    sets, held = trained, [each.held for each in trained if each.held is not None]
     if held_files is not None:
         every = {path.resolve() for files in found for path in files.files}
         if both := every & {path.resolve() for path in held_files.files}:
@@ -132,11 +132,10 @@ def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> PreparedData:
         other = replace(other, name="validation", counts=counts)
         held, sets = [other.train], [*trained, other]
     key = sets[0].key if len(sets) == 1 else _digest([[each.key, each.weight] for each in sets])
-    train: Blocks | Mixture = trained[0].train
+    train = trained[0].train
     if len(trained) > 1:
         train = Mixture(tuple(each.train for each in trained), tuple(each.weight or 1.0 for each in trained))
-    validation = held[0] if len(held) == 1 else Mixture(tuple(held), (1.0,) * len(held)) if held else None
-    return PreparedData(train, validation, key, tuple(sets))
+    return PreparedData(train, joined(held), key, tuple(sets))
 
 
 def _digest(value: object) -> str:
@@ -173,7 +172,7 @@ class _Maker:
         folder = self.cache / key
         with locked(self.cache / f"{key}.lock") as is_alone:
             if not (folder / INDEX).is_file():
-                if is_alone:  # what killed processes left
+                if is_alone:  # folders that killed processes left incomplete
                     for left in filter(Path.is_dir, folder.parent.glob(f"{folder.name}.*")):
                         shutil.rmtree(left, ignore_errors=True)
                 _make_blocks(folder, files, share, data, self.tokenizer, kind)
@@ -187,15 +186,15 @@ class _Maker:
                 problems.raise_as(ConfigError)
         train, held = open_blocks(folder, TRAIN), open_blocks(folder, VALIDATION)
         counts = replace(record.decode(DataCounts, read_index(folder)["reading"]), beside=found.left)
-        if share and not len(train):
-            # Of very few documents all may have been drawn: then none is held out.
+        if share and train is None:
+            # All of very few documents may have been drawn. Then none of them is held out.
             train, held, counts = held, train, replace(counts, train=counts.held, held=counts.train)
-        if not len(train):
+        if train is None:
             got = "nothing to learn" if counts.left or counts.train.documents else "no documents"
             todo = "Raise `data.block`." if counts.cut else "Name more files."
             raise _too_little(where, "; ".join((got, *counts.cuts(), *counts.reasons())), todo)
-        if share and not len(held):
-            # Of very few documents none may have been drawn: then the last blocks are held out.
+        if share and held is None:
+            # None of very few documents may have been drawn. Then the last blocks are held out.
             if len(train) == 1:
                 todo = SHORTER if packing_of(data, kind) == "stream" else "Name more files."
                 raise _too_little("data.validation", "one block in all, which is trained on", todo)
@@ -215,16 +214,17 @@ class _Maker:
                 must = "must be a map of token numbers, `.npy` or `.bin`"
                 problems.add(file, must, got="text or rows by its name")
         problems.raise_as(ConfigError)
-        blocks = open_tokens(found.files, self.data.token_dtype, length, vocabulary)
-        if not len(blocks):
+        blocks = joined(open_tokens(found.files, self.data.token_dtype, length, vocabulary))
+        if blocks is None:
             raise _too_little(where, f"less than {length} tokens")
-        held = Blocks((), None, None, length, vocabulary)
+        held: Blocks | Mixture | None = None
         if share:
             blocks, held = blocks.split(share)
-            if not len(held):
+            if not held:
                 raise _too_little("data.validation", "files of one block each, which are trained on")
         key = _digest([[_sampled(file) for file in found.files], length, share])
-        parts = [PartCounts(0, size * length, size * length, size) for size in (len(blocks), len(held))]
+        sizes = len(blocks), len(held or ())
+        parts = [PartCounts(0, size * length, size * length, size) for size in sizes]
         counts = DataCounts("tokens", len(found.files), length, parts[0], parts[1], beside=found.left)
         return DataSource(str(found.files[0]), weight, blocks, held, key, counts)
 
@@ -319,7 +319,7 @@ def _make_blocks(
             if not (folder / INDEX).is_file():
                 raise
     finally:
-        with contextlib.ExitStack() as stack:  # all of it, also where a disk is too full to close a file
+        with contextlib.ExitStack() as stack:  # a full disk may refuse to close a file
             stack.callback(shutil.rmtree, beside, ignore_errors=True)
             for writer in writers:
                 stack.callback(writer.release)

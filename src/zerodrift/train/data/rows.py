@@ -1,11 +1,11 @@
 """Read the rows of JSON, JSON lines, CSV, parquet and Arrow files, each value exactly as it is in the file.
 
-JSON and CSV are not read by `datasets` or `pyarrow`, which change values in silence: `NA` in a CSV becomes
-None and `007` becomes 7, a text that looks like a time becomes a `datetime`, a 1 beside a 1.0 becomes a
+JSON and CSV are not read by `datasets` or `pyarrow`, which change values silently: `NA` in a CSV becomes
+None, `007` becomes 7, a text that looks like a time becomes a `datetime`, and a 1 beside a 1.0 becomes a
 float.
 
-Except of a JSON array, only some rows are in memory at a time. Every value comes from the file, or the file
-is refused by name and row.
+A few rows are in memory at a time, except for a JSON array. A row that cannot be read is refused by its
+place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LARGEST_CELL = 1 << 30
 
 
 def read_rows(file: Path, holds: str) -> Generator[tuple[int, Row]]:
-    """Yield rows with the number to look for: of the line, or of the row where lines say nothing."""
+    """Yield each row with the number of its line, or of the row in formats without lines."""
     with stream_of(file) as stream:
         if holds in (formats.PARQUET, formats.ARROW):
             yield from enumerate(_columns(stream, file, holds), 1)
@@ -45,32 +45,14 @@ def read_rows(file: Path, holds: str) -> Generator[tuple[int, Row]]:
 def _lines(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(stream, 1):
         where = f"{file}:{number}"
-        try:
-            written = line.decode("utf-8-sig")
-            if written.strip():
-                yield number, _object(json.loads(written, object_pairs_hook=_block), where)
-        except UnicodeDecodeError as error:
-            raise not_utf8(error, where) from None
-        except json.JSONDecodeError as error:
-            fault = _fault(error, f"column {error.colno:,}")
-            raise _not_json(where, fault, "A line is one object.") from None
-        except (ValueError, RecursionError) as error:
-            raise _unusual_json(where, error) from None
+        if (text := _decoded(line, where)).strip():
+            yield number, _object(_parsed(text, where, "A line is one object.", is_line=True), where)
 
 
 def _json(stream: BinaryIO, file: Path, is_array: bool) -> Iterator[tuple[int, Row]]:
     """Yield the objects of an array, or the only object of a file, which is read whole."""
-    try:
-        value = json.loads(stream.read().decode("utf-8-sig"), object_pairs_hook=_block)
-    except UnicodeDecodeError as error:
-        raise not_utf8(error, str(file)) from None
-    except json.JSONDecodeError as error:
-        todo = f"Run `jq -c . {file} > {file.stem}.jsonl`: a line for each object."
-        is_more = error.msg == "Extra data" and not is_array
-        fault = _fault(error, f"line {error.lineno:,}, column {error.colno:,}")
-        raise _not_json(str(file), fault, todo if is_more else "") from None
-    except (ValueError, RecursionError) as error:
-        raise _unusual_json(str(file), error) from None
+    todo = "" if is_array else f"Run `jq -c . {file} > {file.stem}.jsonl`: a line for each object."
+    value = _parsed(_decoded(stream.read(), str(file)), str(file), todo)
     for number, row in enumerate(value if is_array else [value], 1):
         yield number, _object(row, f"{file}: row {number:,}")
 
@@ -88,19 +70,26 @@ def _object(value: Any, where: str) -> Row:
     return value
 
 
-def _fault(error: json.JSONDecodeError, place: str) -> str:
-    if error.msg == "Extra data":
-        return f"more behind the first value, from {place} on"
-    return f"{error.msg.removesuffix(' at')} at {place}"
+def _decoded(written: bytes, where: str) -> str:
+    try:
+        return written.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise not_utf8(error, where) from None
 
 
-def _not_json(where: str, got: str, do: str = "") -> ConfigError:
-    return ConfigError(where, "must be JSON", got=got, do=do)
-
-
-def _unusual_json(where: str, error: BaseException) -> ConfigError:
-    must = "must be JSON of ordinary depth and numbers, each key once"
-    return ConfigError(where, must, got=first_line(error))
+def _parsed(text: str, where: str, todo: str, is_line: bool = False) -> Any:
+    """Parse one JSON value. `todo` is for any fault of a line, and for a second value in a file."""
+    try:
+        return json.loads(text, object_pairs_hook=_block)
+    except json.JSONDecodeError as error:
+        is_more = error.msg == "Extra data"
+        place = f"{'' if is_line else f'line {error.lineno:,}, '}column {error.colno:,}"
+        got = f"{error.msg.removesuffix(' at')} at {place}"
+        got = f"more behind the first value, from {place} on" if is_more else got
+        raise ConfigError(where, "must be JSON", got=got, do=todo if is_line or is_more else "") from None
+    except (ValueError, RecursionError) as error:
+        must = "must be JSON of ordinary depth and numbers, each key once"
+        raise ConfigError(where, must, got=first_line(error)) from None
 
 
 def _table(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:

@@ -1,15 +1,15 @@
-"""Choose the blocks of a step by the seed and the number of samples before it alone, and make micro-batches.
+"""Choose the blocks of a step, and make micro-batches of them.
 
-An epoch is a permutation that is computed and not stored: a data set of any size costs no memory, and any
-place in any epoch is reached at once. The engine deals the micro-batches of a step to ranks, so its samples
-are the same on any number of ranks. Several sets are mixed by weight. Blocks of like length may share a
-micro-batch, to save padding.
+The blocks depend on the seed and the number of samples before the step. An epoch is a permutation, which is
+computed and not stored: it takes no memory for a data set of any size, and any place in any epoch is reached
+at once. The engine deals the micro-batches of a step to ranks, so the samples are the same on any number of
+ranks. Several sets are mixed by weight. Blocks of similar length may share a micro-batch, to save padding.
 
-Within an epoch every block comes exactly once. Of as many samples as a mixture has blocks, each set gives its
-share to within one, and every block of a set comes once before any comes again.
+Every block comes exactly once in an epoch. In a mixture, an epoch has as many samples as there are blocks:
+each set gives its share to within one, and every block of a set comes once before any comes again.
 
 The gradient of a step is the mean over all its labels on all ranks, so a micro-batch with few labels has a
-small weight. The labels of a step follow from the blocks' counts, so every rank knows them without asking.
+small weight. Every rank knows the labels of a step from the counts of the blocks, without communication.
 """
 
 from __future__ import annotations
@@ -62,10 +62,6 @@ class BlockSampler:
         return np.array([self.at(number * samples + sample) for sample in range(samples)], dtype=np.int64)
 
 
-def blocks_of(indices: np.ndarray, micro_batch: int, size: int) -> np.ndarray:
-    return indices[micro_batch * size : (micro_batch + 1) * size]
-
-
 def permute(place: int, count: int, key: int) -> int:
     """Return where `place` goes in a permutation of `range(count)`.
 
@@ -88,10 +84,11 @@ def epoch_key(seed: int, epoch: int) -> int:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Blocks of several sets, numbered one set after the other."""
+    """Blocks of several sets or files, numbered one after the other."""
 
-    sets: tuple[Blocks, ...]
-    weights: tuple[float, ...]
+    sets: tuple[Blocks | Mixture, ...]
+    weights: tuple[float, ...] = ()
+    """Weight of each set in an epoch. Without weights every block comes once."""
 
     @property
     def length(self) -> int:
@@ -103,6 +100,11 @@ class Mixture:
 
     def __len__(self) -> int:
         return sum(map(len, self.sets))
+
+    def split(self, share: float) -> tuple[Mixture, Mixture]:
+        """Split off the last `share` of the blocks of each set."""
+        first, last = zip(*(each.split(share) for each in self.sets), strict=True)
+        return Mixture(first), Mixture(last)
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
         return np.array([int(blocks.labels(at)[0]) for blocks, at in self._places(indices)])
@@ -116,7 +118,7 @@ class Mixture:
             np.concatenate(positions) if self.separate_documents else None,
         )
 
-    def _places(self, indices: np.ndarray) -> list[tuple[Blocks, np.ndarray]]:
+    def _places(self, indices: np.ndarray) -> list[tuple[Blocks | Mixture, np.ndarray]]:
         """Return the set of each block, and its number there. Shape [1]."""
         ends = np.cumsum([len(blocks) for blocks in self.sets])
         numbers = np.searchsorted(ends, indices, side="right")
@@ -125,9 +127,13 @@ class Mixture:
         return list(zip(sets, (indices - starts)[:, None], strict=True))
 
 
+def joined(sets: Sequence[Blocks | Mixture]) -> Blocks | Mixture | None:
+    return Mixture(tuple(sets)) if len(sets) > 1 else next(iter(sets), None)
+
+
 def sampler_of(blocks: Blocks | Mixture, seed: int) -> BlockSampler:
     """Return the order in which blocks are trained on."""
-    if isinstance(blocks, Blocks):
+    if isinstance(blocks, Blocks) or not blocks.weights:
         return BlockSampler(len(blocks), seed)
     counts = tuple(map(len, blocks.sets))
     shares = divide_by_weight(counts, blocks.weights)
@@ -163,10 +169,10 @@ def lengths_of(blocks: Blocks | Mixture) -> np.ndarray:
 
 
 class GroupedSampler:
-    """The order of another sampler, with blocks of like length in one micro-batch.
+    """The order of another sampler, with blocks of similar length in one micro-batch.
 
-    A window of steps takes the blocks that it would take anyway, ordered by length, and deals them to its
-    steps in an order of its own. A step still depends on its number alone.
+    The blocks of a window of steps are those of the other sampler. They are sorted by length, and dealt to
+    the steps of the window at random. The blocks of a step depend only on its number.
     """
 
     def __init__(self, order: BlockSampler, lengths: np.ndarray, seed: int) -> None:
@@ -197,8 +203,7 @@ def padding_shares(
     for number in range(steps):
         chosen = sampler.step(number, samples)
         used += int(sampler.lengths[chosen].sum())
-        parts = [chosen[at : at + micro] for at in range(0, samples, micro)]
-        cut += micro * sum(sampler.padded_length(part, most) for part in parts)
+        cut += micro * sum(sampler.padded_length(part, most) for part in chosen.reshape(-1, micro))
     return 1 - used / cut, 1 - used / (steps * samples * most)
 
 
@@ -255,27 +260,29 @@ class MicroBatch:
 
 
 class Feed:
-    def __init__(self, blocks: Blocks | Mixture, seed: int, seat: BatchLayout, grouped: bool = False) -> None:
+    def __init__(
+        self, blocks: Blocks | Mixture, seed: int, layout: BatchLayout, grouped: bool = False
+    ) -> None:
         self.blocks = blocks
-        self.seat = seat
+        self.layout = layout
         order = sampler_of(blocks, seed)
         self.groups = GroupedSampler(order, lengths_of(blocks), seed) if grouped else None
         self._sampler = self.groups or order
 
     def step(self, number: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of a step, counted from 0."""
-        seat = self.seat
-        chosen = self._sampler.step(number, seat.samples)
-        mean = self.blocks.labels(chosen).sum() / (seat.ranks * seat.accumulation)
-        for place in seat.numbers:
-            own = blocks_of(chosen, place, seat.micro)
-            yield micro_batch(self.blocks, own, mean, seat.device, self._length(own))
+        batches = self._micro_batches(number)
+        mean = self.blocks.labels(batches.reshape(-1)).sum() / len(batches)
+        for own in batches[list(self.layout.numbers)]:
+            yield micro_batch(self.blocks, own, mean, self.layout.device, self._length(own))
 
     def tokens(self, number: int) -> list[int]:
         """Return the tokens of each micro-batch of a step on all ranks, with padding."""
-        seat, chosen = self.seat, self._sampler.step(number, self.seat.samples)
-        places = range(seat.ranks * seat.accumulation)
-        return [seat.micro * self._length(blocks_of(chosen, place, seat.micro)) for place in places]
+        return [len(blocks) * self._length(blocks) for blocks in self._micro_batches(number)]
+
+    def _micro_batches(self, number: int) -> np.ndarray:
+        """Return the blocks of a step on all ranks. Shape [micro-batches, micro]."""
+        return self._sampler.step(number, self.layout.samples).reshape(-1, self.layout.micro)
 
     def _length(self, chosen: np.ndarray) -> int:
         most = self.blocks.length
@@ -299,23 +306,24 @@ def micro_batch(
 
 
 def validation_batches(
-    blocks: Blocks | Mixture, seat: BatchLayout, most: int | None
+    blocks: Blocks | Mixture, layout: BatchLayout, most: int | None
 ) -> Iterator[tuple[MicroBatch, int]]:
     """Deal the first `most` validation blocks to ranks in turns, the same every time.
 
-    Yields a micro-batch and its labels; none for a batch that only gives all ranks as many forwards.
+    Yields each micro-batch with its number of labels. Every rank gets equally many micro-batches: the last
+    may have no labels.
     """
-    stride = seat.ranks * seat.micro
+    stride = layout.ranks * layout.micro
     count = len(blocks) if most is None else min(most, len(blocks))
     for turn in range(-(-count // stride)):
-        first = turn * stride + seat.rank * seat.micro
-        chosen = np.arange(first, first + seat.micro, dtype=np.int64)
+        first = turn * stride + layout.rank * layout.micro
+        chosen = np.arange(first, first + layout.micro, dtype=np.int64)
         real = chosen < count
-        # Every micro-batch has the same shape. Blocks that only fill it up do not count.
+        # Block 0 fills a micro-batch up to its shape, without labels.
         chosen[~real] = 0
-        batch = micro_batch(blocks, chosen, 1.0, seat.device)
+        batch = micro_batch(blocks, chosen, 1.0, layout.device)
         if not real.all():
             labels = batch.labels.clone()  # may be the tokens themselves
-            labels[torch.from_numpy(~real).to(seat.device)] = IGNORED
+            labels[torch.from_numpy(~real).to(layout.device)] = IGNORED
             batch = replace(batch, labels=labels, blocks=chosen[real])
         yield batch, int(blocks.labels(chosen[real]).sum())

@@ -1,13 +1,13 @@
 """Turn text into token numbers and back, by bytes or by a tokenizer in a folder.
 
-Bytes know every text. `transformers` reads a folder, without network and without code from it.
+Bytes can encode every text. `transformers` reads a folder, without network and without code from it.
 
-A text of any length is encoded window by window into the tokens of the whole. A tokenizer looks at the
-surroundings of a place, so windows overlap: the tokens near the end of a window wait for the next one, which
-must repeat those before them. Where two windows do not meet, more of the text before is encoded. A tokenizer
+A long text is encoded in windows, into the same tokens as in one piece. The tokens of a place depend on the
+text around it, so windows overlap: the last tokens of a window are taken from the next window, which must
+begin with the tokens before them. If it does not, it is encoded again with more text before it. A tokenizer
 without offsets gets the whole text.
 
-The `fingerprint` changes whenever the tokens of some text could.
+The `fingerprint` changes with every change of the files that may change tokens.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class TransformersTokenizer:
         self.fingerprint = _fingerprint(folder)
         self.inner = _load(folder)
         self._needs_parts: bool | None = None
-        """Whether the chat template writes contents in parts alone; None until it was tried."""
-        # Token numbers may have holes: their count does not give the last.
+        """Whether the chat template only renders contents in parts; None until it was tried."""
+        # The largest number may exceed the count: numbers may have gaps.
         self.vocabulary = 1 + max([len(self.inner) - 1, *self.inner.get_vocab().values()])
         end = self.inner.eos_token_id
         end = self.inner.pad_token_id if end is None else end
@@ -104,7 +104,7 @@ class TransformersTokenizer:
         return np.asarray(encoded["input_ids"], dtype=np.int64), places
 
     def turns(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return turns in the form of the chat template: those of vision models want contents in parts."""
+        """Return turns as the chat template expects them: with contents in parts for some vision models."""
         if self._needs_parts is None:
             self._needs_parts = self._writes(_in_parts) and not self._writes(str)
         turns = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
@@ -140,7 +140,7 @@ def _in_parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-def tokenizer(written: str, model: str) -> Tokenizer:
+def load_tokenizer(written: str, model: str) -> Tokenizer:
     """Return the tokenizer of a job: `auto` is the one in the model's folder, else bytes."""
     if written == "auto":
         return TransformersTokenizer(Path(model)) if has_tokenizer(Path(model)) else ByteTokenizer()
@@ -217,8 +217,8 @@ def _tokens_from(
 ) -> tuple[Tokens, np.ndarray]:
     """Return the tokens from `done` on and their places.
 
-    As little of the text in front is encoded as makes the tokens meet the `last` ones. If they never meet, as
-    in an endless run of spaces, encoding begins at `done`.
+    Encoding begins some characters earlier, so that the tokens before `done` are the `last` ones. If they are
+    not, as in an endless run of spaces, encoding begins at `done`.
     """
     met: tuple[Tokens, np.ndarray] | None = None
     for before in (OVERLAP, WINDOW) if done else ():

@@ -29,16 +29,15 @@ LONGEST = 64
 
 def evaluate(session: Session) -> tuple[float, int]:
     """Return the mean loss over the labels of the held-out blocks, and their number. Collective."""
-    outline, seat = session.outline, session.feed.seat
+    outline, layout = session.outline, session.feed.layout
     assert outline.prepared.validation is not None
-    held = list(validation_batches(outline.prepared.validation, seat, outline.job.run.evaluate_blocks))
+    held = list(validation_batches(outline.prepared.validation, layout, outline.job.run.evaluate_blocks))
     losses = losses_of(session.engine, [batch for batch, _ in held])
     counts = torch.tensor([count for _, count in held], device=losses.device)
-    # Sums go by the numbers of micro-batches over all ranks: a sum of ranks' sums would depend on their
-    # number.
-    places = losses.new_zeros(len(held), seat.ranks, 2)
-    places[:, seat.rank, 0] = torch.where(counts > 0, losses * counts, 0.0)
-    places[:, seat.rank, 1] = counts.double()
+    # Every rank sums all micro-batches by their numbers: partial sums would depend on the number of ranks.
+    places = losses.new_zeros(len(held), layout.ranks, 2)
+    places[:, layout.rank, 0] = torch.where(counts > 0, losses * counts, 0.0)
+    places[:, layout.rank, 1] = counts.double()
     every = session.engine.comm.all_reduce_sum(places.view(-1, 2), "data").tolist()
     labels = sum(count for _, count in every)
     return sum(total for total, _ in every) / labels, int(labels)
@@ -47,11 +46,11 @@ def evaluate(session: Session) -> tuple[float, int]:
 class BestEvaluation:
     """The lowest validation loss so far, and the number of evaluations after it.
 
-    It depends on the losses in their order alone, so a resumed run knows what an unbroken one would.
+    Both follow from the earlier losses, so a resumed run has the values of an unbroken one.
     """
 
     def __init__(self, patience: int) -> None:
-        """`patience` is how many evaluations may follow the best; 0 for any number."""
+        """`patience` is the number of evaluations after the best that end the run; 0 never ends it."""
         self._patience = patience
         self._loss, self._since = math.inf, 0
 
@@ -63,7 +62,7 @@ class BestEvaluation:
 
     @property
     def reason(self) -> str:
-        """Why the run ends early, as it is out of patience; empty while it goes on."""
+        """Why patience ends the run; empty while it does not."""
         if not 0 < self._patience <= self._since:
             return ""
         times = several(self._since, "evaluation")
@@ -71,14 +70,13 @@ class BestEvaluation:
 
 
 def continue_prompt(session: Session, prompt: str) -> str:
-    """Continue a prompt greedily with the engine's own forward, for the page of the run.
+    """Continue a prompt greedily for the page of the run, with forwards of the engine. Collective.
 
-    A job that trains on conversations answers it, in the chat template. Collective. All ranks run each
-    forward, so a model that fits no single rank writes too. It has no cache, and suits a few dozen tokens. It
-    ends at an end token, at the model's positions, or after `LONGEST` tokens.
+    In a job on conversations the prompt is a question in the chat template. The text ends at an end token, at
+    the model's last position, or after `LONGEST` tokens: there is no cache of keys and values.
     """
-    engine, letters = session.engine, session.outline.tokenizer
-    given, ends = prompt_tokens(prompt, letters, session.outline.prepared.is_chat)
+    engine, tokenizer = session.engine, session.outline.tokenizer
+    given, ends = prompt_tokens(prompt, tokenizer, session.outline.prepared.is_chat)
     room = positions(engine.module)
     written: list[int] = []
     engine.eval()
@@ -94,11 +92,11 @@ def continue_prompt(session: Session, prompt: str) -> str:
             written.append(token)
     finally:
         engine.train()
-    return letters.decode(written)
+    return tokenizer.decode(written)
 
 
 def overrides_to_evaluate(job: Job, overrides: Sequence[str]) -> list[str]:
-    """Return overrides with which an evaluation leaves the folder of its run alone."""
+    """Return overrides that keep an evaluation from writing into the folder of its run."""
     if not job.data.validation:
         must = "must say what to evaluate on: a share of the documents, or files"
         raise ConfigError("data.validation", must, got=job.data.validation)
@@ -111,7 +109,7 @@ def evaluate_here(session: Session, show: Display) -> None:
     """Evaluate one checkpoint on this rank, and print the result."""
     job = session.outline.job
     own = None if job.run.resume == "never" else Path(job.run.resume)
-    # A run that is going on may save another checkpoint between two ranks' looks.
+    # While a run trains, ranks that look up the newest checkpoint could find different ones.
     path = session.engine.comm.broadcast_object(own, 0)
     if path is None:
         show.say(legible(f"no checkpoint: {job.model.source} as it is before its first step"))

@@ -1,12 +1,12 @@
-"""Launch the ranks of a run: one here, several here, or one of many that another launcher started.
+"""Launch the ranks of a run on this machine, or join the ranks of another launcher.
 
-With the variables of torchrun or of a SLURM step this process is a rank and joins. Otherwise it starts a
-process per device of this machine and watches over them: it passes signals on, prints the error of the first
-rank to fail once, and leaves no process behind. If it dies, its processes end by themselves.
+A process with the variables of torchrun or of a SLURM step is a rank. Otherwise it launches one process per
+device of this machine. It passes signals on, prints the error of the first rank to fail, and leaves no
+process behind. The processes end when their launcher dies.
 
-The first SIGINT or SIGTERM asks a run to stop, the second one ends it at once. After the first one the loop
-finishes its step and saves a checkpoint, and the command ends with 128 and the number of the signal, 130 for
-Ctrl-C. Before the first step there is nothing to finish, and it ends at once.
+After the first SIGINT or SIGTERM the loop finishes its step and saves a checkpoint. A second signal, or one
+before the first step, ends the run at once. The exit code is 128 plus the number of the signal, 130 for
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from zerodrift.errors import Problem, ZerodriftError
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 IN_ORDER = 64
-"""Base of the exit codes of a rank that was stopped in order; the number of its signal is added.
+"""Exit code of a rank that stopped cleanly, plus the number of its signal.
 
-The code alone means that another rank was asked."""
+The number is 0 if another rank got the signal."""
 
 STEP = "finishing this step, then saving"
 END = "the run is ending: finishing what it writes"
@@ -45,7 +45,7 @@ EARLY = "{name}: stopped before the first step, with nothing to save"
 
 
 def exit_code(name: str) -> int:
-    """Return the exit code of a run that a signal ended; that of Ctrl-C if another machine was asked."""
+    """Return the exit code of a run that a signal ended; that of Ctrl-C if another machine got it."""
     return 128 + signal.Signals[name if name in signal.Signals.__members__ else "SIGINT"]
 
 
@@ -66,7 +66,7 @@ class Stop:
         self.asked = False
         self.by = ""
         self.doing = ""
-        """Work that is finished first; empty before the first step."""
+        """The work that a signal waits for; empty before the first step."""
         self._prints, self._launched = prints, launched
 
     def ask(self, number: int, frame: FrameType | None = None) -> None:
@@ -109,17 +109,16 @@ def _signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
 
 
 GRACE = 20.0
-"""Seconds for the others to end by themselves after one rank has failed."""
+"""Seconds that the other ranks have to end after one has failed."""
 
 
-def join() -> bool:
-    """Return True if another launcher started this process as a rank, with SLURM's variables translated."""
+def join() -> int:
+    """Return the number of ranks of another launcher that started this process; 0 without one.
+
+    SLURM's variables are translated into torchrun's.
+    """
     os.environ.update(slurm(os.environ) or {})
-    return "RANK" in os.environ
-
-
-def joined_ranks() -> int:
-    return int(os.environ["WORLD_SIZE"])
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 0
 
 
 def slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -148,6 +147,13 @@ def first_host(nodes: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
+    """The work of a rank."""
+
+    source: str
+    """A job file, or the folder of a run."""
+    overrides: Sequence[str] = ()
+    debug: bool = False
+    """Print the traceback of a refusal."""
     command: str = ""
     """The command as it was typed."""
     whole_plan: bool = False
@@ -163,8 +169,8 @@ class LaunchRequest:
 def write_failure(path: str, message: str, refusal: ZerodriftError | None, when: float) -> None:
     """Write the error of a rank.
 
-    By `when`, on one clock for all ranks, the first causes the others. `refusal` is what zerodrift refused;
-    None for a defect of the program.
+    The first error by `when`, on the clock of all ranks, is taken as the cause of the others. `refusal` is an
+    error of zerodrift; None for a defect of the program.
     """
     failure: dict[str, Any] = {"when": when, "message": message, "refused": refusal is not None}
     if refusal is not None:
@@ -187,22 +193,13 @@ class RankFailedError(Exception):
 
 
 class Launcher:
-    def __init__(
-        self,
-        source: str,
-        overrides: Sequence[str],
-        count: int,
-        logs: Path,
-        debug: bool,
-        request: LaunchRequest,
-        threads: int | None = None,
-    ) -> None:
+    def __init__(self, request: LaunchRequest, count: int, logs: Path, threads: int | None = None) -> None:
         """`threads` of each rank; by default OMP_NUM_THREADS, else a share of the processors."""
         self._count = count
         self._asked: list[int] = []
         """Signals that were passed on."""
         self._failed: list[_Rank] = []
-        """Ranks that failed, in the order in which that was seen. Those that are ended for it come last."""
+        """Ranks that failed, in order. Ranks that were ended because of another one come last."""
         self._read, self._write = os.pipe()
         logs.mkdir(parents=True, exist_ok=True)
         threads_of_rank = threads or os.environ.get("OMP_NUM_THREADS") or _threads(count)
@@ -212,8 +209,7 @@ class Launcher:
         place = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         common = {**os.environ, **place, "OMP_NUM_THREADS": str(threads_of_rank)}
         # A rank ends when the pipe `watch` closes, as it does when the launcher ends.
-        arguments = {"source": source, "overrides": [*overrides], "watch": self._read, "debug": debug}
-        arguments["request"] = asdict(replace(request, launched=True))
+        arguments = {"request": asdict(replace(request, launched=True)), "watch": self._read}
         self._ranks: list[_Rank] = []
         for number in range(count):
             failure, log = logs / f"rank-{number}.failure", logs / f"rank-{number}.txt"
@@ -228,7 +224,7 @@ class Launcher:
     def _start(
         self, number: int, work: str, environment: dict[str, str], errors: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C reaches the launcher alone, which passes it on once.
+        # In a new session, so that only the launcher gets Ctrl-C, and passes it on once.
         return subprocess.Popen(
             [sys.executable, "-m", "zerodrift.train.loop.start", work],
             stdin=subprocess.DEVNULL,
@@ -303,7 +299,7 @@ def _is_in_order(code: int) -> bool:
 def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
     """Return the error of the rank that failed first.
 
-    A killed rank writes no error, and comes before those that only missed it.
+    A killed rank writes no error. It comes before ranks whose refusals it may have caused.
     """
     failures = [(json.loads(rank.failure.read_text()), rank) for rank in failed if rank.failure.is_file()]
     failures.sort(key=lambda pair: pair[0]["when"])
@@ -328,8 +324,8 @@ def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
         return RankFailedError(f"rank {rank.number} of {count}:\n{failure['message']}")
     # Ranks that were ended because of another one have no error of their own.
     rank = next((each for each in failed if each.process.returncode != -signal.SIGTERM), failed[0])
-    if rank.process.returncode == 2:  # something was refused, and the error could not be written
-        must, got = "must be written where a rank is refused something", f"nothing of rank {rank.number}"
+    if rank.process.returncode == 2:  # the error of a refusal could not be written
+        must, got = "must have the error of a rank", f"nothing of rank {rank.number}"
         todo = f"{free(rank.failure)}Make room, or look into {rank.log}."
         return ZerodriftError(rank.failure, must, got=got, do=todo)
     tail = rank.log.read_text(errors="replace")[-4000:] if rank.log.is_file() else ""

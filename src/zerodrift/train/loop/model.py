@@ -1,21 +1,20 @@
-"""Build the model of a job: weights, adapters, frozen parameters, recomputation and loss.
+"""Build the model of a job, and check that it fits the job's data.
 
-Check it against the data: its vocabulary, its positions, and what its tokens see.
+A model comes from a folder with a `transformers` config and perhaps weights, from a config file alone, or
+from a function. Activations are recomputed, and code is compiled, by the units that the plan gathers.
 
-A source is a folder with a `transformers` config and perhaps weights, a config file alone, or a function. The
-blocks that are recomputed and compiled are the units of the plan, which are also what is gathered.
-
-The model is equal on every rank. Random weights depend on the seed alone.
+The model is the same on every rank: random weights depend only on the seed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,17 +50,19 @@ from zerodrift.train.loop.step import losses_of
 from zerodrift.weights import fill_module
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size")
-"""Names of the longest text in configs."""
+"""Names that configs have for the most positions of a text."""
 LEAK = 0.02
-"""Largest effect of another document on a loss, relative to the effect of its own: rounding."""
+"""The most that another document may change a loss, relative to the document itself: rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    text: str
-    config: Path | None
+    """The `model` block of a job, with the files that it names."""
+
+    written: Model
+    config: Path | None = None
     """The `config.json`; None for a function."""
-    weights: Path | None
+    weights: Path | None = None
     """The folder of safetensors; None for random weights."""
 
 
@@ -71,41 +72,41 @@ def source_of(written: Model) -> ModelSource:
         if written.weights == "load":
             must = "must be `auto` or `random` for a function, which makes its own weights"
             raise ModelError("model.weights", must, got="'load'")
-        return ModelSource(written.source, None, None)
+        return ModelSource(written)
     config = path / CONFIG if path.is_dir() else path
     if not config.is_file() or config.suffix != ".json":
         must = "must be a folder with a `config.json`, such a file, or `package.module:function`"
         missing = f"which is not there (looked for in {Path.cwd()})"
         got = f"{written.source!r}, {'without one' if path.exists() else missing}"
         raise ModelError("model.source", must, got=got, do=advice(written.source, "model"))
-    there = path.is_dir() and safetensors.holds(path)
-    if written.weights == "load" and not there:
+    has_weights, cached = path.is_dir() and safetensors.holds(path), name_in_cache(path)
+    if written.weights == "load" and not has_weights:
         must, todo = "must be a folder with safetensors to load", "Set `model.weights: random`."
         raise ModelError("model.source", must, got=repr(written.source), do=todo)
-    cached = name_in_cache(path)
-    if cached is not None and not there and written.weights == "auto":
+    if cached is not None and not has_weights and written.weights == "auto":
         must, got = "must have its weights in safetensors", f"only other files of {cached[1]}, in {path}"
         todo = f"Run `hf download {cached[1]}`, or set `model.weights: random`."
         raise ModelError("model.source", must, got=got, do=todo)
-    return ModelSource(written.source, config, path if there and written.weights != "random" else None)
+    return ModelSource(written, config, path if has_weights and written.weights != "random" else None)
 
 
-def build(written: Model) -> nn.Module:
+def build(source: ModelSource) -> nn.Module:
     """Return the model in training mode.
 
-    A model of `transformers` has no memory for its parameters yet: the engine reads or draws each rank's own
-    slices. Except that adapters on random weights need those in memory.
+    The parameters of a `transformers` model have no memory yet: the engine reads or draws each rank's shards.
+    Except under adapters on random weights, which must be in memory.
     """
-    source = source_of(written)
-    torch.manual_seed(written.seed)  # for first values, drawn here or by the engine
-    if source.config is None:
-        model = make(source.text)
-    elif written.lora is None or source.weights is not None:
+    written = source.written
+    is_whole = source.config is None or (written.lora is not None and source.weights is None)
+    if is_whole:
+        model = whole_model(source)
+    else:
+        torch.manual_seed(written.seed)  # for initial values, which the engine draws
         with empty():
             model = _from_config(source)
-            model = model if written.lora is None else add_adapters(model, written.lora)
-    else:
-        model = add_adapters(whole_model(written), written.lora)
+    if written.lora is not None:
+        with contextlib.nullcontext() if is_whole else empty():
+            model = add_adapters(model, written.lora)
     _freeze(model, written)
     model.train()
     return model
@@ -154,12 +155,11 @@ def _freeze(model: nn.Module, written: Model) -> None:
     problems.raise_as(ModelError)
 
 
-def whole_model(written: Model) -> nn.Module:
+def whole_model(source: ModelSource) -> nn.Module:
     """Return the model with its weights in this process's memory, without adapters."""
-    source = source_of(written)
-    torch.manual_seed(written.seed)
+    torch.manual_seed(source.written.seed)
     if source.config is None:
-        return make(source.text)
+        return make(source.written.source)
     if source.weights is None:
         return _from_config(source)
     with empty():
@@ -169,7 +169,7 @@ def whole_model(written: Model) -> nn.Module:
 
 
 def parts(written: Model) -> Parts | None:
-    """Return how the owner of a model cuts it for a pipeline."""
+    """Return the parts of a model of the user's own, for a pipeline."""
     if not written.parts:
         return None
     parts_made = call(written.parts, "`zerodrift.Parts`")
@@ -180,7 +180,7 @@ def parts(written: Model) -> Parts | None:
 
 
 def prepare(model: nn.Module, blocks: list[str], written: Model) -> None:
-    """Compile and recompute the blocks; `blocks` are the paths of the plan's units."""
+    """Compile the blocks and recompute their activations; `blocks` are the paths of the plan's units."""
     modules = [model.get_submodule(path) for path in blocks if path]
     if written.compile:
         for block in modules:
@@ -210,7 +210,7 @@ def _recomputed(forward: Any, block: nn.Module, *args: Any, **kwargs: Any) -> An
 
 
 def _from_config(source: ModelSource) -> nn.Module:
-    where = source.text
+    where = source.written.source
     require_installed(where, "a model's config")
     with quiet():
         from transformers import AutoModelForCausalLM
@@ -230,21 +230,29 @@ def _from_config(source: ModelSource) -> nn.Module:
 
 
 class SmoothedLoss:
-    """The loss function of a causal language model, with labels smoothed where gradients are needed.
+    """The loss function of a `transformers` model, with smoothed labels while gradients are computed.
 
-    Models of `transformers` call a function that can be replaced, also in the last stage of a pipeline, and
-    add the losses of routers to it. Evaluations keep the plain loss, so that perplexity means the same in
-    every run. The smoothed loss is that of `transformers.trainer_pt_utils.LabelSmoother`.
+    The model calls its `loss_function`, also in the last stage of a pipeline, and adds the losses of its
+    routers to the result. Evaluations keep the plain loss, so perplexities of all runs can be compared. The
+    smoothed loss is that of `transformers.trainer_pt_utils.LabelSmoother`.
     """
 
-    def __init__(self, share: float, plain: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, share: float) -> None:
+        """Replace the loss function of a model, with or without adapters."""
+        inside: Any = model
+        inside = inside.get_base_model() if hasattr(inside, "get_base_model") else inside
         self.was_called = False
-        self._share, self._plain = share, plain
+        self._share = share
+        self._plain: Any = getattr(inside, "loss_function", None)
+        if getattr(self._plain, "__name__", "") != "ForCausalLMLoss":
+            raise self._refusal(inside)
+        inside.loss_function = self
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **rest: Any) -> torch.Tensor:
         self.was_called = True
         if not torch.is_grad_enabled():
-            return self._plain(logits, labels, *args, **rest)
+            loss: torch.Tensor = self._plain(logits, labels, *args, **rest)
+            return loss
         return F.cross_entropy(
             logits[..., :-1, :].float().flatten(0, -2),
             labels[..., 1:].flatten(),
@@ -253,40 +261,27 @@ class SmoothedLoss:
         )
 
     def require_called(self, comm: Collectives, model: nn.Module) -> None:
-        """Require after the first step that the model of some rank has called this loss. Collective."""
+        """Refuse a model that has not called this loss on any rank in the first step. Collective."""
         if not any(comm.all_gather_object(self.was_called)):
-            raise self.refusal(model)
+            raise self._refusal(model)
 
-    def refusal(self, model: nn.Module) -> UnsupportedError:
+    @staticmethod
+    def _refusal(model: nn.Module) -> UnsupportedError:
         must = "must be 0 for a model whose loss is not the `loss_function` of `transformers`"
         got, todo = type(model).__name__, "Smooth in the model's own loss."
         return UnsupportedError("data.label_smoothing", must, got=got, do=todo)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SmoothedLoss:
-        return self  # shared by the stages of a model, of which one calls it
-
-
-def smooth_loss(model: nn.Module, share: float) -> SmoothedLoss | None:
-    """Replace a model's loss by a smoothed one; return None if `share` is 0."""
-    if not share:
-        return None
-    inside: Any = model
-    inside = inside.get_base_model() if hasattr(inside, "get_base_model") else inside  # with adapters
-    plain: Any = getattr(inside, "loss_function", None)
-    loss = SmoothedLoss(share, plain)
-    if getattr(plain, "__name__", "") != "ForCausalLMLoss":
-        raise loss.refusal(inside)
-    inside.loss_function = loss
-    return loss
+        return self  # copies of the model, as for pipeline stages, share one loss and its `was_called`
 
 
 # --- checks against the data --------------------------------------------------------------------------
 
 
-def check_model(model: nn.Module, job: Job, letters: Tokenizer) -> None:
+def check_model(model: nn.Module, job: Job, tokenizer: Tokenizer) -> None:
     """Refuse a model that does not fit the job's tokenizer and blocks, or is no causal language model."""
     check_causal(model, job.model.source)
-    check_vocabulary(model, letters.vocabulary, letters.name)
+    check_vocabulary(model, tokenizer.vocabulary, tokenizer.name)
     check_positions(model, job.data.block)
 
 
@@ -304,15 +299,17 @@ def check_vocabulary(model: nn.Module, tokens: int, name: str) -> None:
 
 
 def positions(model: nn.Module) -> int | None:
-    """Return the longest text that the model was made for; None if its config does not say."""
+    """Return the most positions that the model was made for; None if its config does not say."""
     return _named_positions(model)[1]
 
 
 def _named_positions(model: nn.Module) -> tuple[str, int | None]:
     text = _text_config(model)
-    values = text if isinstance(text, Mapping) else {name: getattr(text, name, None) for name in _POSITIONS}
-    known = ((name, values.get(name)) for name in _POSITIONS)
-    return next(((name, value) for name, value in known if type(value) is int and value > 0), ("", None))
+    for name in _POSITIONS:
+        value = text.get(name) if isinstance(text, Mapping) else getattr(text, name, None)
+        if type(value) is int and value > 0:
+            return name, value
+    return "", None
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -325,12 +322,12 @@ def check_positions(model: nn.Module, block: int) -> None:
     if known is not None and known < block:
         key = getattr(model.config, "attribute_map", {}).get(name, name)
         must = f"must be at most the {known:,} positions of the model's config (`{key}`)"
-        todo = "Lower it, or raise that where the model can."
+        todo = "Lower it, or raise the key of the config if the model allows it."
         raise ModelError("data.block", must, got=f"{block:,}", do=todo)
 
 
 def check_causal(model: nn.Module, source: str) -> None:
-    """Refuse an encoder: its tokens see those that follow, which are what they are to predict."""
+    """Refuse an encoder, whose tokens see the following tokens that they should predict."""
     text = _text_config(model)
     if text is None:
         return
@@ -342,16 +339,16 @@ def check_causal(model: nn.Module, source: str) -> None:
 
         sees |= kind in ENCODERS
     if sees or kind in ("xlnet",):
-        must = "must be a causal language model, whose tokens see only what is before them"
-        todo = "Use a decoder, or set `is_decoder: true` in its config where it has that."
+        must = "must be a causal language model, whose tokens see only earlier tokens"
+        todo = "Use a decoder, or set `is_decoder: true` in its config if it has this key."
         raise ModelError("model.source", must, got=f"{source!r}, an encoder ({kind})", do=todo)
 
 
-def require_document_mask(engine: Engine, seat: BatchLayout, length: int, vocabulary: int) -> None:
+def require_document_mask(engine: Engine, layout: BatchLayout, length: int, vocabulary: int) -> None:
     """Refuse `data.attend: document` for a model that lets documents of a block see each other.
 
-    Collective. The model gets positions that start again with each document, from which those of
-    `transformers` make a mask. Some have no mask, and carry a state from one document into the next.
+    Collective. Models of `transformers` make a mask from positions that start again with each document. Some
+    models ignore the positions, or carry a state from one document into the next.
     """
     where, todo, name = "data.attend", "Use `data.attend: block`.", type(engine.module).__name__
     if engine.plan.policy.pipeline is not None:
@@ -360,16 +357,16 @@ def require_document_mask(engine: Engine, seat: BatchLayout, length: int, vocabu
     arguments = inspect.signature(engine.module.forward).parameters.values()
     if not any(each.name == "position_ids" or each.kind is each.VAR_KEYWORD for each in arguments):
         raise ConfigError(where, must, got=f"{name}, whose `forward` takes no `position_ids`", do=todo)
-    # Blocks of two documents: plain, with other first ones, and with other starts of the second. One change
-    # can leave a loss as it is by chance, so there are several.
+    # The loss is on the end of the second document of a block. The first three changes are in the first
+    # document, the others in the second. There are several because a single one may not change the loss.
     half, rest = length // 2, length - length // 2
     learned = half + max(1, rest // 2)
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (seat.micro, length))
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (layout.micro, length))
     labels, places = tokens.copy(), np.broadcast_to(np.r_[np.arange(half), np.arange(rest)], tokens.shape)
     labels[:, :learned] = IGNORED
 
     def on_device(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(seat.device)
+        return torch.from_numpy(np.ascontiguousarray(values)).to(layout.device)
 
     batches = [MicroBatch(on_device(tokens), on_device(labels), 1.0, np.arange(0), on_device(places))]
     for (start, end), shift in itertools.product(((0, half), (half, learned)), (1, 2, 3)):

@@ -1,8 +1,7 @@
 """Resume from a checkpoint with a job that may have changed, and report each difference once.
 
-The job's numbers hold wherever they can: rates and weight decay are those on the screen from the first step
-on. The checkpoint alone gives weights and moments, and a key that would have decided them is reported as one
-without effect.
+Learning rates, betas and weight decay are those of the job from the first step on. Weights and moments are
+those of the checkpoint. A changed key of the job that decides initial weights is reported as without effect.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _DECIDED = {
 _BY_KEYS = ("optimizer block", "scheduler block", "schedule", "loss_scale")
 """Differences of the plan that are reported by their keys."""
 _WITHOUT_EFFECT = ("random numbers", "client state", "plan")
-"""Random numbers belong to a step, whatever came before it, and a layout changes no values."""
+"""Differences without effect: random numbers depend only on the step, and a layout changes no values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Change:
     was: str
     now: str
     holds: str
-    """The one that holds, in words."""
+    """Which of the two values is used, in words."""
 
     def __str__(self) -> str:
         return f"{self.what}: was {self.was}, is {self.now}; {self.holds}"
@@ -89,9 +88,11 @@ def checkpoint_to_resume(wanted: str, folder: RunFolder) -> Path | None:
 
 
 def with_order_of_run(config: Config, wanted: str, folder: RunFolder) -> Config:
-    """Return the config with the order of sums in which the run was begun that it goes on with, if it names
-    none: an order that was named then, or that of ranks, where a plan is from before the default was decided
-    by the plan."""
+    """Return the config with the order of sums of the run that is resumed, unless the config names one.
+
+    The order is kept if it was named in the job of that run. It is also kept if the run is of a version whose
+    plan did not decide the default.
+    """
     if wanted == "never" or getattr(config.precision.reduce, "order", None) is not None:
         return config
     path = checkpoint_to_resume(wanted, folder)
@@ -117,7 +118,7 @@ def load(checkpoints: Checkpoints, path: Path, job: Job, engine: Engine) -> tupl
     """Load a checkpoint, restore the job's own numbers, and return the differences."""
     own = copy.deepcopy(states.groups(engine))
     try:
-        is_aside = path.name.startswith(".")  # about to be replaced when its run ended
+        is_aside = path.name.startswith(".")  # its run ended while it replaced this checkpoint
         loaded = (
             checkpoints.resume(allow=_ALLOWED) if is_aside else checkpoints.load(path.name, allow=_ALLOWED)
         )
@@ -146,9 +147,9 @@ def load(checkpoints: Checkpoints, path: Path, job: Job, engine: Engine) -> tupl
 
 
 def _restore_numbers(engine: Engine, own: Sequence[Mapping[str, Any]], schedule_is_new: bool) -> None:
-    """Restore rates, betas and weight decay of this run's config, and a loss scale that is constant.
+    """Restore the learning rates, betas, weight decay and constant loss scale of this run's config.
 
-    The schedule goes on at the place where the checkpoint was saved.
+    The schedule continues at the step of the checkpoint.
     """
     if engine.optimizer is not None:
         for group, options in zip(engine.optimizer.param_groups, own, strict=True):

@@ -1,9 +1,7 @@
-"""The folder of a run, and a trained model that is found by a path of one.
+"""The folder of a run, and the trained model at a path in it.
 
-Every path in the folder is spelled here; docs/train.md says what each is.
-
-A model is found by the path of a run, of its export or checkpoints, or of one of them. Any other path is
-refused.
+Every path in the folder is defined here; docs/train.md describes them. A model is found by the path of a run,
+of its export or checkpoints, or of one checkpoint.
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ class RunFolder:
             raise ConfigError(str(self.plan), must, got=said(error)) from error
 
     def load_job(self) -> Job:
-        """Return the job of the run, with model and tokenizer as they are found from any working folder."""
+        """Return the job of the run. Relative paths of its model and tokenizer are found from any folder."""
         if not self.job.is_file():
             must = "must be the folder of a run, with a `job.json`"
             raise ConfigError(str(self.path), must, got="none there", do=nearest_path(self.path))
@@ -104,8 +102,7 @@ def require_writable(key: str, path: Path) -> None:
 
 
 def with_found_paths(job: Job, folder: str) -> Job:
-    """Return a job that was started in `folder` with the paths of its model and tokenizer from this
-    folder."""
+    """Return a job that was started in `folder`, with paths of model and tokenizer that exist from here."""
 
     def found(path: str) -> str:
         if not path or not folder or Path(path).expanduser().exists():
@@ -167,8 +164,7 @@ def model_at(path: Path) -> TrainedModel:
 
 
 def config_of(path: Path) -> str | None:
-    """Return the `transformers` config of a run's checkpoints, if its model has one; an export has its
-    own."""
+    """Return the path of the `transformers` config of a run's model; None for exports and other models."""
     path = path.expanduser()
     run = _run_of(path) if path.is_dir() and not _is_export(path) else None
     job = None if run is None else run.load_job()

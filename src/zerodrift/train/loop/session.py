@@ -1,7 +1,7 @@
-"""Put a run together: data, model, engine and folder of a job, and the work between steps.
+"""Assemble the data, model, engine and folder of a job, and do the work between its steps.
 
-Everything that is wrong with a job is found here, before the first step; `training` only trains. Every rank
-does the same in the same order, and only rank 0 writes what there is one of.
+Every mistake in a job is found here, before the first step. Ranks do the same work in the same order. Files
+that a run has once are written by rank 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zerodrift.api import initialize, make_plan
-from zerodrift.checkpoint import LATEST, CheckpointFolder, Checkpoints, Lock, full_disk_named, new_file
+from zerodrift.checkpoint import LATEST, CheckpointFolder, Checkpoints, Lock, full_disk_named
 from zerodrift.comm import raise_on_all_ranks, started
 from zerodrift.config import Config, Pipeline
 from zerodrift.engine import Engine, computed_by
@@ -33,17 +33,15 @@ from zerodrift.train.data.chat_template import prompt_tokens
 from zerodrift.train.data.files import cached_names
 from zerodrift.train.data.prepare import PreparedData, packing_of, prepare, require_validation
 from zerodrift.train.data.sampling import BatchLayout, Feed
-from zerodrift.train.data.tokenizer import Tokenizer, TransformersTokenizer, copy_tokenizer, tokenizer
+from zerodrift.train.data.tokenizer import Tokenizer, TransformersTokenizer, copy_tokenizer, load_tokenizer
 from zerodrift.train.job import Job
 from zerodrift.train.job_file import numbers_of, totals
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop import resume
-from zerodrift.train.loop.launcher import LaunchRequest
 from zerodrift.train.loop.resume import ResumePoint
 from zerodrift.train.loop.run_folder import BASE, JOB, PLACE, STEP, RunFolder, require_writable
 from zerodrift.train.report.display import Display
-from zerodrift.train.report.metrics import RunLines, check_boards
-from zerodrift.train.report.page import run_page
+from zerodrift.train.report.metrics import check_boards
 from zerodrift.train.report.summary import data_facts, data_text, environment, head_text
 from zerodrift.train.tools import adapters
 from zerodrift.weights import export
@@ -61,6 +59,7 @@ class Outline:
     tokenizer: Tokenizer
     prepared: PreparedData
     steps: int
+    source: models.ModelSource
     smoothed: models.SmoothedLoss | None
 
 
@@ -93,7 +92,7 @@ class Session:
             return ResumePoint(0, None)
         own: Path | None = None
         with raise_on_all_ranks(comm):
-            if comm.mesh.rank() == 0:  # other ranks may see a folder a moment later
+            if comm.mesh.rank() == 0:  # the folder may change before other ranks read it
                 own = resume.checkpoint_to_resume(wanted, folder)
         path: Path | None = comm.broadcast_object(own, 0)
         if path is None:
@@ -133,7 +132,7 @@ class Session:
         here = environment(self.command, computed)
         outline.folder.environment.write_text(json.dumps(here, indent=1) + "\n", encoding="utf-8")
         return {
-            "ranks": self.feed.seat.ranks,
+            "ranks": self.feed.layout.ranks,
             "steps": outline.steps,
             **computed,
             "environment": here,
@@ -145,33 +144,37 @@ class Session:
         }
 
     def resume_lines(self, resumed: ResumePoint, early: str, width: int) -> list[str]:
-        if resumed.checkpoint is None:
+        """Return what is printed about a checkpoint; `early` says why the run has ended before its steps."""
+        job, steps, step, where = self.outline.job, self.outline.steps, resumed.step, resumed.checkpoint
+        if where is None:
             return []
-        job, steps = self.outline.job, self.outline.steps
-        step, where = resumed.step, resumed.checkpoint
-        lines = [f"going on after step {step} of {steps}, from {where}"]
+        lines, changes = [f"going on after step {step} of {steps}, from {where}"], resumed.changes
         if step >= steps:
             key = "run.epochs" if job.run.steps is None else "run.steps"
             lines = [
                 f"nothing to train: the run has had {step} of {steps} steps ({where}). To train on, raise "
                 f"`{key}`; to begin anew, use another `run.folder`."
             ]
+            changes = ()
         elif early:
-            lines = [f"nothing to train: {early} after step {step} of {steps} ({where})"]
-        changes = []
-        for change in resumed.changes if not early and step < steps else ():
-            changes += textwrap.wrap(f"  {change}", width, subsequent_indent="    ", **WHOLE_WORDS)
+            lines, changes = [f"nothing to train: {early} after step {step} of {steps} ({where})"], ()
         wanted = job.run.resume
         if wanted not in ("auto", "never", LATEST, where.name) and self.is_own(resumed):
-            lines += [f"  and not from {wanted}, where it once began: {self.outline.folder.path} is further"]
-        return [*lines, *(["changed since it was saved:"] if changes else []), *changes]
+            lines.append(
+                f"  and not from {wanted}, where it once began: {self.outline.folder.path} is further"
+            )
+        if changes:
+            lines.append("changed since it was saved:")
+        for change in changes:
+            lines += textwrap.wrap(f"  {change}", width, subsequent_indent="    ", **WHOLE_WORDS)
+        return lines
 
     @property
     def place(self) -> list[Any]:
-        """The choices that give a step's number its meaning in the data."""
+        """All that decides which blocks of the data a step has."""
         data = self.outline.job.data
         grouped = ["grouped"] if data.group_by_length else []
-        return [self.outline.prepared.key, data.seed, self.feed.seat.samples, *grouped]
+        return [self.outline.prepared.key, data.seed, self.feed.layout.samples, *grouped]
 
     def checkpoint(self, step: int) -> None:
         base = {BASE: self.base} if self.base else {}
@@ -183,21 +186,14 @@ class Session:
 
         Collective.
         """
-        engine, model, letters = self.engine, self.outline.job.model, self.outline.tokenizer
+        engine, model, tokenizer = self.engine, self.outline.job.model, self.outline.tokenizer
         if model.lora is None:
             export(engine, folder, overwrite=True)
         else:
             adapters.write(engine, folder, model.source, self.base)
-        if engine.mesh.rank() == 0 and isinstance(letters, TransformersTokenizer):
-            copy_tokenizer(Path(letters.name), folder)
+        if engine.mesh.rank() == 0 and isinstance(tokenizer, TransformersTokenizer):
+            copy_tokenizer(Path(tokenizer.name), folder)
         engine.comm.barrier()
-
-    def report(self, lines: RunLines, plan: Plan | None = None) -> None:
-        """Write the page of the run, with the plan of its steps. Called on one rank."""
-        outline = self.outline
-        text = run_page(outline.job, plan or self.engine.plan, lines, outline.steps)
-        with new_file(outline.folder.report) as page:
-            page.write_text(text, encoding="utf-8")
 
 
 def outline(job: Job, config: Config, display: Display, world: int) -> tuple[Outline, nn.Module]:
@@ -212,36 +208,38 @@ def outline(job: Job, config: Config, display: Display, world: int) -> tuple[Out
         raise ConfigError("run.device", must, got=got, do="Set `run.device: cpu`.")
     require_writable("run.folder", folder.path)
     require_writable("data.cache", cache)
-    letters = tokenizer(job.data.tokenizer, job.model.source)
+    tokenizer = load_tokenizer(job.data.tokenizer, job.model.source)
     require_validation(job)
+    if config.pipeline is not None and config.pipeline.stages > 1:
+        _require_cuttable(job, config.pipeline)
+    source = models.source_of(job.model)
     with display.doing("building the model"):
-        model = models.build(job.model)
-    models.check_model(model, job, letters)
-    smoothed = models.smooth_loss(model, job.data.label_smoothing)
+        model = models.build(source)
+    models.check_model(model, job, tokenizer)
+    smoothing = job.data.label_smoothing
+    smoothed = models.SmoothedLoss(model, smoothing) if smoothing else None
     with display.doing("reading the data"), full_disk_named(cache):
-        prepared = prepare(job.data, letters, cache)
+        prepared = prepare(job.data, tokenizer, cache)
     policy, steps = _length_of(job, config, prepared, world)
-    problems = Problems()  # a library user would pass these
+    problems = Problems()
     if policy.optimizer is None:
         problems.add("config.optimizer", "must be given: a block with `type` and `params`", got="none")
     if not policy.batch.micro:
         must = "must be given, or `train_batch_size`: nothing else decides it here"
         problems.add("config.train_micro_batch_size_per_gpu", must, got="neither")
     problems.raise_as(ConfigError)
-    _require_within_run(job, model, letters, steps, prepared.is_chat)
-    return Outline(job, folder, letters, prepared, steps, smoothed), model
+    _require_within_run(job, model, tokenizer, steps, prepared.is_chat)
+    return Outline(job, folder, tokenizer, prepared, steps, source, smoothed), model
 
 
-def assemble(job: Job, config: Config, display: Display, request: LaunchRequest | None = None) -> Session:
-    """Put a run together, and print what there is. Collective."""
-    request = request or LaunchRequest()
+def assemble(
+    job: Job, config: Config, display: Display, command: str = "", whole_plan: bool = False
+) -> Session:
+    """Start the engine of a job, and print its plan and its data. Collective."""
     made, model = outline(job, config, display, started()[1])
-    folder, prepared = made.folder, made.prepared
+    folder, prepared, weights = made.folder, made.prepared, made.source.weights
     config = resume.with_order_of_run(config, job.run.resume, folder)
-    weights = models.source_of(job.model).weights
     base = "" if job.model.lora is None else adapters.base_digest(model, weights)
-    if config.pipeline is not None and config.pipeline.stages > 1:
-        _require_cuttable(job, config.pipeline)
     is_cut = config.pipeline is not None and job.model.lora is None  # `parts` does not name adapters
     with display.doing("placing the model"):
         engine = initialize(
@@ -254,29 +252,28 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
             auto=numbers_of(job, config, made.steps),
             quiet=True,
         )
-    lock = None
+    mesh, plan, lock = engine.mesh, engine.plan, None
     try:
         with raise_on_all_ranks(engine.comm):  # two runs would overwrite each other's files
-            lock = Lock.take(folder.path) if engine.mesh.rank() == 0 else None
-        models.prepare(engine.module, [unit.name for unit in engine.plan.units], job.model)
-        if engine.mesh.rank() == 0:
-            display.say(head_text(engine.plan, display, request.whole_plan))
-            display.say(data_text(job, prepared, made.steps, engine.plan, display))
-            if engine.mesh.device.type == "cpu" and computed_by(engine.mesh.device)["kernels"] == "plain":
+            lock = Lock.take(folder.path) if mesh.rank() == 0 else None
+        models.prepare(engine.module, [unit.name for unit in plan.units], job.model)
+        if mesh.rank() == 0:
+            display.say(head_text(plan, display, whole_plan))
+            display.say(data_text(job, prepared, made.steps, plan, display))
+            if mesh.device.type == "cpu" and computed_by(mesh.device)["kernels"] == "plain":
                 display.say(NO_COMPILER)
         engine.seed = job.run.seed
         engine.determinism.ask(need_of(False, job.run.digest_every), engine.module)
-        mesh, numbers = engine.mesh, engine.micro_batches_of_this_rank()
-        micro = engine.plan.policy.batch.micro
-        seat = BatchLayout(mesh.rank("data"), mesh.size("data"), micro, numbers, mesh.device)
-        feed = Feed(prepared.train, job.data.seed, seat, job.data.group_by_length)
+        numbers, micro = engine.micro_batches_of_this_rank(), plan.policy.batch.micro
+        layout = BatchLayout(mesh.rank("data"), mesh.size("data"), micro, numbers, mesh.device)
+        feed = Feed(prepared.train, job.data.seed, layout, job.data.group_by_length)
         if prepared.train.separate_documents:
-            models.require_document_mask(engine, seat, job.data.block, made.tokenizer.vocabulary)
+            models.require_document_mask(engine, layout, job.data.block, made.tokenizer.vocabulary)
         is_async = job.run.asynchronous_checkpoints
         checkpoints = Checkpoints(
             engine, folder.checkpoints, keep=job.run.keep, asynchronous=is_async, quiet=True
         )
-        return Session(made, engine, feed, checkpoints, request.command, base, lock)
+        return Session(made, engine, feed, checkpoints, command, base, lock)
     except BaseException:
         engine.destroy()
         if lock is not None:
@@ -285,21 +282,19 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
 
 
 def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
-    model = job.model
     samples = f"{len(job.run.samples)} of them"
     adapters = "must be absent with `config.pipeline`: adapters are not cut"
-    prompts = "must be empty with `config.pipeline`, which forwards micro-batches of a step alone"
-    lengths = "must be false with `config.pipeline`, whose stages pass on one shape"
+    prompts = "must be empty with `config.pipeline`, which only forwards the micro-batches of a step"
+    lengths = "must be false with `config.pipeline`, whose stages pass on tensors of one shape"
     splits = f"must be false under {pipeline.schedule}, which splits backwards"
-    is_split = model.compile and pipeline.schedule in SPLIT
-    rules = (
-        (model.lora is not None, "model.lora", adapters, "both", "Use one of the two."),
+    is_split = job.model.compile and pipeline.schedule in SPLIT
+    problems = Problems()
+    for is_broken, key, must, got, todo in (
+        (job.model.lora is not None, "model.lora", adapters, "both", "Use one of the two."),
         (bool(job.run.samples), "run.samples", prompts, samples, "Use `zerodrift sample`."),
         (job.data.group_by_length, "data.group_by_length", lengths, "true", "Use `data.pack: true`."),
         (is_split, "model.compile", splits, "true", "Use gpipe, 1f1b or interleaved."),
-    )
-    problems = Problems()
-    for is_broken, key, must, got, todo in rules:
+    ):
         if is_broken:
             problems.add(key, must, got=got, do=todo)
     problems.raise_as(ConfigError)
@@ -321,7 +316,7 @@ def _length_of(job: Job, config: Config, prepared: PreparedData, world: int) -> 
     return policy, steps
 
 
-def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: int, is_chat: bool) -> None:
+def _require_within_run(job: Job, model: nn.Module, tokenizer: Tokenizer, steps: int, is_chat: bool) -> None:
     """Refuse audits and profiles beyond the last step, and prompts that fill the model's positions."""
     problems = Problems()
     if late := [step for step in job.audit.at if step > steps]:
@@ -333,7 +328,7 @@ def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: i
         problems.add("run.profile", must, got=got, do=todo)
     room = models.positions(model)
     for prompt in job.run.samples:
-        count = len(prompt_tokens(prompt, letters, is_chat)[0])
+        count = len(prompt_tokens(prompt, tokenizer, is_chat)[0])
         if room is not None and count >= room:
             must = f"must leave room in the model's {room:,} positions"
             problems.add("run.samples", must, got=f"{count:,} tokens of {prompt[:40]!r}", do="Shorten it.")
@@ -343,29 +338,32 @@ def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: i
 # --- jobs without a run: no rank is started, no weights are placed ---------------------------------------
 
 
+def prepared_data(job: Job) -> tuple[Tokenizer, PreparedData]:
+    """Return the tokenizer and the blocks of a job, which are made if they are not in the cache."""
+    tokenizer = load_tokenizer(job.data.tokenizer, job.model.source)
+    return tokenizer, prepare(job.data, tokenizer, RunFolder.of(job).cache(job.data.cache))
+
+
 def planned_from(job: Job, config: Config, world: int) -> tuple[ModelSpec, AutoValues]:
     """Return a job's model and the values of its "auto" keys on so many ranks."""
     steps = job.run.steps
     if job.run.steps is None and any(key not in job.auto for key in totals(config)):
-        letters = tokenizer(job.data.tokenizer, job.model.source)
-        cache = RunFolder.of(job).cache(job.data.cache)
-        _, steps = _length_of(job, config, prepare(job.data, letters, cache), world)
-    return describe(models.build(job.model)), numbers_of(job, config, steps)
+        _, steps = _length_of(job, config, prepared_data(job)[1], world)
+    return describe(models.build(models.source_of(job.model))), numbers_of(job, config, steps)
 
 
 def job_to_audit(job: Job, config: Config, count: int) -> tuple[Plan, Subject, list[Batch]]:
     """Return a job's plan and model, and its first `count` micro-batches on this rank."""
     rank, world = started()
-    letters = tokenizer(job.data.tokenizer, job.model.source)
-    prepared = prepare(job.data, letters, RunFolder.of(job).cache(job.data.cache))
+    tokenizer, prepared = prepared_data(job)
     _, steps = _length_of(job, config, prepared, world)
-    make = functools.partial(models.build, job.model)
+    source = models.source_of(job.model)
+    make = functools.partial(models.build, source)
     model = make()
-    models.check_model(model, job, letters)
+    models.check_model(model, job, tokenizer)
     plan = make_plan(config, model, world, auto=numbers_of(job, config, steps))
     micro = max(1, plan.policy.batch.micro)
-    seat = BatchLayout(rank, plan.mesh.data, micro, rank_micro_batches(plan, rank), torch.device("cpu"))
-    feed = Feed(prepared.train, job.data.seed, seat, job.data.group_by_length)
+    layout = BatchLayout(rank, plan.mesh.data, micro, rank_micro_batches(plan, rank), torch.device("cpu"))
+    feed = Feed(prepared.train, job.data.seed, layout, job.data.group_by_length)
     batches = itertools.islice(itertools.chain.from_iterable(map(feed.step, itertools.count())), count)
-    subject = Subject(make, models.source_of(job.model).weights)
-    return plan, subject, [batch.inputs() for batch in batches]
+    return plan, Subject(make, source.weights), [batch.inputs() for batch in batches]

@@ -1,8 +1,8 @@
-"""Start a run here, as a rank of another launcher, or in processes of our own; or only say what it would be.
+"""Start a run in this process, as a rank of another launcher, or in processes of our own; or do a dry run.
 
-`Launcher` starts one of those as `python -m zerodrift.train.loop.start ARGUMENTS`.
+`Launcher` starts a rank as `python -m zerodrift.train.loop.start ARGUMENTS`.
 
-Whatever happens, the process group is destroyed and the screen is in order at the end.
+At the end, also after an error, the process group is destroyed and the live display is closed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from zerodrift.checkpoint import full_disk_named
 from zerodrift.config import Config
@@ -31,7 +32,6 @@ from zerodrift.train.loop.launcher import (
     RankFailedError,
     exit_code,
     join,
-    joined_ranks,
     listen,
     write_failure,
 )
@@ -50,8 +50,8 @@ def train(
     whole_plan: bool = False,
 ) -> int:
     """Run a job here, as a joined rank, or in processes of our own; return the exit code."""
-    request = LaunchRequest(_command("train", source, overrides, nproc), whole_plan)
-    return _run(source, overrides, nproc, debug, request)
+    command = _command("train", source, overrides, nproc)
+    return _run(LaunchRequest(source, overrides, debug, command, whole_plan), nproc)
 
 
 def evaluate(
@@ -61,8 +61,8 @@ def evaluate(
 
     Nothing is trained, and the run stays as it is.
     """
-    request = LaunchRequest(_command("evaluate", source, overrides, nproc), evaluation=True)
-    return _run(source, overrides, nproc, debug, request)
+    command = _command("evaluate", source, overrides, nproc)
+    return _run(LaunchRequest(source, overrides, debug, command, evaluation=True), nproc)
 
 
 def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan: bool) -> None:
@@ -73,7 +73,7 @@ def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan
     from zerodrift.train.report.summary import data_text, head_text
 
     job, config = read_job(source, overrides)
-    ranks = joined_ranks() if join() else processes(job, config, nproc)
+    ranks = join() or processes(job, config, nproc)
     show = display(0, job.run.log_every)
     folder = RunFolder.of(job).path
     new = [place for place in (folder, *folder.parents) if not place.exists()]
@@ -87,29 +87,27 @@ def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan
         show.say(legible(f"dry run: {begins}, in {made.folder.path}; nothing was started"))
     finally:
         show.stop()
-        for place in new:  # made to check that it can be
+        for place in new:  # made to check that they can be written
             with contextlib.suppress(OSError):
                 place.rmdir()
 
 
-def _run(
-    source: str, overrides: Sequence[str], nproc: int | None, debug: bool, request: LaunchRequest
-) -> int:
+def _run(request: LaunchRequest, nproc: int | None) -> int:
     from zerodrift.train.loop.evaluation import overrides_to_evaluate
 
-    job, config = read_job(source, overrides)
-    folder, is_joined = RunFolder.of(job), join()
+    job, config = read_job(request.source, request.overrides)
+    folder, is_joined = RunFolder.of(job), join() > 0
     if is_joined and (nproc is not None or job.run.nproc is not None):
         print("zerodrift: `nproc` is not used: a launcher has started the ranks", file=sys.stderr)
     if request.evaluation:
-        overrides = overrides_to_evaluate(job, overrides)
+        request = replace(request, overrides=overrides_to_evaluate(job, request.overrides))
         folder = RunFolder(folder.evaluation)
     count = 1 if is_joined else processes(job, config, nproc)
     if count == 1:
-        return run_here(source, overrides, request)
+        return run_here(request)
     require_writable("run.folder", folder.path)
     with full_disk_named(folder.path):
-        launcher = Launcher(source, overrides, count, folder.logs, debug, request)
+        launcher = Launcher(request, count, folder.logs)
     try:
         return launcher.wait()
     except RankFailedError as error:
@@ -118,7 +116,7 @@ def _run(
 
 
 def processes(job: Job, config: Config, nproc: int | None) -> int:
-    """Return how many processes to start. A config that does not fit as many ranks is refused."""
+    """Return how many processes to start, or refuse a config that does not fit this number of ranks."""
     from zerodrift.policy import mesh_for, resolve
 
     count = nproc or job.run.nproc
@@ -140,7 +138,7 @@ def _command(verb: str, source: str, overrides: Sequence[str], nproc: int | None
     return shlex.join(["zerodrift", verb, str(source), *sets, *count])
 
 
-def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | None = None) -> int:
+def run_here(request: LaunchRequest) -> int:
     """Run one rank from the job file to the end; return the exit code."""
     from zerodrift.comm import started
     from zerodrift.train.loop.evaluation import evaluate_here
@@ -148,15 +146,14 @@ def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | Non
     from zerodrift.train.loop.step import is_out_of_memory, out_of_memory
     from zerodrift.train.loop.training import Loop
 
-    request = request or LaunchRequest()
-    job, config = read_job(source, overrides)
+    job, config = read_job(request.source, request.overrides)
     rank, _ = started()
     show = display(rank, job.run.log_every)
     full_disk = full_disk_named(RunFolder.of(job).path)
     with refused_files(), full_disk, listen(rank == 0, request.launched) as stop:
         session = None
         try:
-            session = assemble(job, config, show, request)
+            session = assemble(job, config, show, request.command, request.whole_plan)
             if request.evaluation:
                 evaluate_here(session, show)
                 return 0
@@ -164,7 +161,7 @@ def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | Non
         except Exception as error:
             if session is not None and is_out_of_memory(error):
                 plan, checkpointing = session.engine.plan, job.model.activation_checkpointing
-                raise out_of_memory(plan, session.feed.seat.micro, checkpointing) from error
+                raise out_of_memory(plan, session.feed.layout.micro, checkpointing) from error
             raise
         finally:
             show.stop()
@@ -197,7 +194,7 @@ def refused_files() -> Iterator[None]:
 def main(text: str) -> int:
     """Run a rank with the arguments that `Launcher` writes as JSON; return its exit code.
 
-    It ends when its launcher does, and writes its error to a file.
+    The rank writes its error to a file, and ends when its launcher ends.
     """
     work = json.loads(text)
     request = LaunchRequest(**work["request"])
@@ -206,9 +203,9 @@ def main(text: str) -> int:
         if request.replay is not None:
             from zerodrift.train.tools.replay import replay_here
 
-            replay_here(work["source"], work["overrides"], **request.replay)
+            replay_here(request.source, request.overrides, **request.replay)
             return 0
-        code = run_here(work["source"], work["overrides"], request)
+        code = run_here(request)
         return IN_ORDER + code - 128 if code else 0
     except SystemExit as stopped:  # by a signal before the first step
         os._exit(stopped.code if isinstance(stopped.code, int) else 1)
@@ -216,7 +213,7 @@ def main(text: str) -> int:
         os._exit(128 + signal.SIGINT)
     except BaseException as error:
         refusal = error if isinstance(error, ZerodriftError) else None
-        message = traceback.format_exc() if refusal is None or work["debug"] else str(refusal)
+        message = traceback.format_exc() if refusal is None or request.debug else str(refusal)
         with contextlib.suppress(OSError):  # the disk may be full, which the launcher reports
             write_failure(work["failure"], message, refusal, time.monotonic())
             print(message, file=sys.stderr, flush=True)

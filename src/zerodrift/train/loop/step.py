@@ -1,9 +1,7 @@
-"""Run one optimizer step of a job: this rank's micro-batches in, the losses of all ranks out.
-
-Find where a loss or gradient that is not finite comes from, and say what helps against a lack of memory.
+"""Run one optimizer step of a job, and explain losses that are not finite and a lack of memory.
 
 A step depends on the job, its number and the state before it. Under `reduce.order: tree` it does not depend
-on the number of ranks. The ranks of a pipeline get the same micro-batches and the same losses.
+on the number of ranks. All stages of a pipeline get the same micro-batches and the same losses.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ def run_step(
     asked: Callable[[], bool] = lambda: False,
 ) -> StepRun:
     """Run step `step`, counted from 0, inside `around`; `seed` is that of the run. Collective."""
-    mesh, seat = engine.mesh, feed.seat
+    mesh, layout = engine.mesh, feed.layout
     # Dropout and the like depend on the step and the rank, so a checkpoint keeps no random state.
     rank = mesh.rank("data") + mesh.size("data") * mesh.rank("pipeline")
     torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
@@ -58,11 +56,11 @@ def run_step(
         inputs = [batch.inputs() for batch in batches]
         result = engine.train_batch(inputs, [batch.weight for batch in batches])
     losses = torch.tensor(result.losses, device=mesh.device)  # not weighted, fp32
-    # One small sum, in which each rank fills in its own places.
-    places = torch.zeros(seat.ranks * seat.accumulation + 1, dtype=torch.float64, device=losses.device)
+    # Each rank fills in its own entries of one small all-reduce.
+    places = torch.zeros(layout.ranks * layout.accumulation + 1, dtype=torch.float64, device=losses.device)
     if not mesh.rank("pipeline"):  # all stages have the same losses
         weights = places.new_tensor([batch.weight for batch in batches])
-        places[list(seat.numbers)] = losses.double() * weights
+        places[list(layout.numbers)] = losses.double() * weights
     places[-1] = float(asked())
     *every, stop = engine.comm.all_reduce_sum(places, "world").tolist()
     return StepRun(batches, losses.tolist(), every, result.step, bool(stop))
@@ -77,7 +75,7 @@ def losses_of(engine: Engine, batches: Sequence[MicroBatch]) -> torch.Tensor:
 
 
 def has_finite_gradient(engine: Engine, batch: MicroBatch, name: str) -> bool:
-    """Return True if a micro-batch alone leaves a finite gradient of a parameter. Changes nothing else."""
+    """Return True if a micro-batch alone gives a parameter a finite gradient. Leaves gradients zeroed."""
     policy = engine.plan.policy
     if policy.pipeline is None and not policy.tree:
         loss = loss_in(engine(**batch.inputs()))
@@ -91,10 +89,10 @@ def has_finite_gradient(engine: Engine, batch: MicroBatch, name: str) -> bool:
 
 
 class StepDigests:
-    """Takes digests of one step, for `zerodrift replay`: its gradients before the update, and the state
-    after.
+    """Takes digests of one step for `zerodrift replay`: of the gradients before the update, and of the state
+    after it.
 
-    Two runs that computed the same bits have the same digests, on any number of ranks.
+    Equal bits have equal digests, on any number of ranks.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -153,11 +151,10 @@ class NonFiniteStep:
 def find_nonfinite(
     engine: Engine, step: int, batches: Sequence[MicroBatch], losses: Sequence[float], result: StepResult
 ) -> NonFiniteStep:
-    """Find where a skipped step comes from.
+    """Find the micro-batches that made a step skip. Collective.
 
-    Collective. A skipped step leaves the parameters as they were, so it can be examined. A loss that is not
-    finite names its micro-batch. If only a gradient is not, the micro-batches run once more, one by one,
-    until one leaves such a gradient.
+    They are those whose loss is not finite. If all losses are finite, the micro-batches run again, one by
+    one, until one has a gradient that is not finite. A skipped step leaves the parameters as they were.
     """
     rank = engine.mesh.rank("data")
 
@@ -175,7 +172,7 @@ def find_nonfinite(
 
 
 def save_batches(folder: Path, trouble: NonFiniteStep, batches: Sequence[MicroBatch], rank: int) -> bool:
-    """Write this rank's bad batches, or all of its batches if none is to blame; return False for none."""
+    """Write this rank's bad batches, or all of its batches if no origin is known. Return False for none."""
     bad = {place.micro_batch for place in trouble.places if place.rank == rank}
     numbers = sorted(bad if trouble.places else range(len(batches)))
     for number in numbers:
@@ -188,7 +185,7 @@ def save_batches(folder: Path, trouble: NonFiniteStep, batches: Sequence[MicroBa
             "blocks": batch.blocks.tolist(),
             "parameters": list(trouble.parameters),
         }
-        with path.open("wb") as stream:  # torch's own stream does not report a full disk
+        with path.open("wb") as stream:  # torch, given a path, does not report a full disk
             torch.save(content, stream)
     return bool(numbers)
 
@@ -202,7 +199,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(plan: Plan, micro: int, checkpointing: bool) -> ZerodriftError:
-    """Return an error with the memory of the plan, and the keys that help, the most helpful first."""
+    """Return an error with the memory of the plan, and the keys that help, in order of effect."""
     bill, stage = cost(plan), plan.policy.sharding.stage
     is_large_state = bill.rest.state > bill.rest.storage and str(plan.policy.mode) != "fp32"
     recompute = "`model.activation_checkpointing: true`, which keeps no activations inside blocks"

@@ -1,8 +1,8 @@
 """Train: run steps, evaluate, save checkpoints, and end.
 
-A step counts when it was tried, skipped ones too, so the count alone gives the place in the data, and is all
-that a checkpoint needs. With the same job, number of ranks and machine, a run that was stopped and resumed
-has the losses of an unbroken one, to the last digit.
+The step number counts skipped steps too. It alone gives the place in the data, so a checkpoint needs nothing
+else for it. A run that was stopped and resumed has the same losses, bit for bit, as an unbroken run of the
+same job on the same number of ranks and machine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
-from zerodrift.checkpoint import writing
+from zerodrift.checkpoint import new_file, writing
 from zerodrift.engine import StepResult
 from zerodrift.errors import NonFiniteError, ZerodriftError, said
 from zerodrift.inspect.audit import probe, require_probe
 from zerodrift.inspect.check import compare
 from zerodrift.inspect.trace import forward_flops, merged, observe
 from zerodrift.legible import legible
+from zerodrift.plan import Plan
 from zerodrift.train.job import Profile
 from zerodrift.train.loop.evaluation import BestEvaluation, continue_prompt, evaluate
 from zerodrift.train.loop.launcher import END, STEP, Stop, signal_name
@@ -32,15 +33,13 @@ from zerodrift.train.loop.session import Session
 from zerodrift.train.loop.step import StepDigests, StepRun, find_nonfinite, run_step, save_batches
 from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, memory
+from zerodrift.train.report.page import run_page
 
 LONGEST_ERROR = 4000
 
 
 class StepRecorder:
-    """Records the steps of `run.profile` on one rank: a trace for Perfetto or chrome://tracing.
-
-    A recorded run computes the same bits.
-    """
+    """Records the steps of `run.profile` on one rank, as a trace for Perfetto or chrome://tracing."""
 
     def __init__(self, wanted: Profile | None, folder: Path, rank: int, device: str) -> None:
         self._wanted, self.folder, self._rank, self._device = wanted, folder, rank, device
@@ -57,7 +56,7 @@ class StepRecorder:
         if self._profiler is None:
             kinds = {torch.profiler.ProfilerActivity.CPU}
             kinds |= set() if self._device == "cpu" else torch.profiler.supported_activities()
-            # A backward in turns with a forward has a thread of its own. Private in torch.
+            # Backwards run in a thread of their own. The option is private in torch.
             threads = _ExperimentalConfig(profile_all_threads=True)
             self._profiler = torch.profiler.profile(activities=kinds, experimental_config=threads)
             self.first = step
@@ -67,7 +66,7 @@ class StepRecorder:
             yield
 
     def write(self) -> bool:
-        """Write what was recorded since the last time; return False for nothing."""
+        """Write the steps recorded since the last call; return False if there are none."""
         if self._profiler is None:
             return False
         profiler, self._profiler = self._profiler, None
@@ -86,15 +85,17 @@ class Loop:
         self._outline, self._engine, self._feed = session.outline, session.engine, session.feed
         self._folder, self._run = session.outline.folder, session.outline.job.run
         self._is_first = True
-        """Whether the next step is this process's first, which is watched."""
+        """Whether the next step is the first of this process, which is compared with the plan."""
         self._skips = 0
         """Skipped steps in a row."""
         self._metrics: Metrics | None = None
+        """None except on rank 0."""
         self._tokens = 0
         """Tokens of all steps so far, with padding."""
         self._seconds = 0.0
         """Seconds of all steps so far, without what comes between them."""
         self._asked = ""
+        """The signal that asked the run to stop."""
         self._best = BestEvaluation(self._run.patience)
         self._done = 0
         """Steps tried."""
@@ -113,9 +114,9 @@ class Loop:
         step = self._done = resumed.step
         if self._engine.mesh.rank() == 0:
             self._metrics = Metrics(folder, job, step)
-            self._seconds = self._metrics.lines.last("seconds") or 0.0
-            whole = step * self._feed.seat.samples * self._feed.blocks.length
-            self._tokens = round(self._metrics.lines.last("tokens") or whole)
+            self._seconds = self._lines.last("seconds") or 0.0
+            whole = step * self._feed.layout.samples * self._feed.blocks.length
+            self._tokens = round(self._lines.last("tokens") or whole)
             if self._metrics.lost:
                 lost = f"{self._metrics.lost} that cannot be read, which are left out"
                 say(f"{legible(str(folder.metrics))}: lines of earlier steps, {lost}")
@@ -124,11 +125,12 @@ class Loop:
             self._best.add(math.nan if loss is None else loss)
         has_ended = step >= steps or bool(self._best.reason)
         is_done = has_ended and session.is_own(resumed)
+        engine = self._engine
         try:
             if self._metrics is not None:
                 if not is_done:
                     folder.save_job(job)
-                    folder.save_plan(self._engine.plan)
+                    folder.save_plan(engine.plan)
                     self._write("start", {"step": step, **session.start_line(resumed)})
                 texts = session.resume_lines(resumed, self._best.reason, self._display.width)
                 wanted = self._run.profile
@@ -138,19 +140,16 @@ class Loop:
                     texts.append(f"{over} (`run.profile`)")
                 for text in texts:
                     say(legible(text))
-            engine = self._engine
             self._display.start(step, steps, lambda: (engine.micro_batches, engine.accumulation))
             self._stop.doing = STEP
             step = self._train(step)
             self._stop.doing = END
             self._finish(step, is_done)
         except Exception as error:
-            if self._metrics is not None:
-                with contextlib.suppress(OSError):  # a disk that is full now was so before
-                    is_ours = isinstance(error, ZerodriftError)
-                    text = str(error)[:LONGEST_ERROR] if is_ours else said(error)
-                    self._write("end", {"step": self._done, "error": text})
-                    session.report(self._lines)
+            with contextlib.suppress(OSError):  # the error may be that of a full disk
+                text = str(error)[:LONGEST_ERROR] if isinstance(error, ZerodriftError) else said(error)
+                self._write("end", {"step": self._done, "error": text})
+                self._report(engine.plan)
             raise
         finally:
             self._display.stop()
@@ -178,7 +177,7 @@ class Loop:
         return step
 
     def _finish(self, step: int, is_done: bool) -> None:
-        """End the run. One that was done before keeps its page, unless something of it was missing."""
+        """End the run. A run that had already ended keeps its page if the page has every line."""
         session = self._session
         self._write_trace()
         if not self._asked and not self._has_line("evaluation", step):
@@ -195,11 +194,10 @@ class Loop:
             self._display.say(f"{done}; start again{again} to go on")
         elif self._run.export:
             self._export(self._folder.export)
-        if self._metrics is not None:
-            early = self._best.reason if step < self._outline.steps and not self._asked else ""
-            self._write("end", {"step": step, "stopped": self._asked, "early": early})
+        early = self._best.reason if step < self._outline.steps and not self._asked else ""
+        self._write("end", {"step": step, "stopped": self._asked, "early": early})
         if self._metrics is not None and (self._metrics.has_news or not self._folder.report.is_file()):
-            session.report(self._lines, self._folder.load_plan() if is_done else session.engine.plan)
+            self._report(self._folder.load_plan() if is_done else self._engine.plan)
 
     # --- a step -----------------------------------------------------------------------------------------
 
@@ -240,10 +238,10 @@ class Loop:
             lr=result.lr[0] if result.lr else 0.0,
             loss_scale=result.loss_scale,
             tokens=self._tokens,
-            epoch=step * self._feed.seat.samples / len(self._feed.blocks),
+            epoch=step * self._feed.layout.samples / len(self._feed.blocks),
             seconds=self._seconds,
             tokens_per_second=tokens / took,
-            memory=memory(self._feed.seat.device),
+            memory=memory(self._feed.layout.device),
             skipped=result.skipped,
         )
         self._write("step", asdict(line))
@@ -253,21 +251,21 @@ class Loop:
 
     @contextlib.contextmanager
     def _watched(self, step: int) -> Iterator[None]:
-        """Watch this process's first step, which must do what the plan says."""
+        """Observe the first step of this process, and require the dtypes that the plan declares."""
         is_first, self._is_first = self._is_first, False
         engine, plan, is_compiled = self._engine, self._engine.plan, self._outline.job.model.compile
         with contextlib.ExitStack() as inside:
             if is_first and self._run.check_precision:
                 # Compiled code has no operations to observe.
                 mine = inside.enter_context(observe(engine, operations=not is_compiled))
-                flops = [] if is_compiled else inside.enter_context(forward_flops(engine.module))
+                counted = [] if is_compiled else inside.enter_context(forward_flops(engine.module))
             yield
         if not (is_first and self._run.check_precision):
             return
-        if any(flops) and plan.policy.pipeline is None:
-            tokens = self._feed.tokens(step - 1)[self._feed.seat.numbers[0]]
-            # A backward counts as two forwards: recomputed activations are not the model's work.
-            self._write("flops", {"step": step, "per_token": 3 * sum(flops) / tokens})
+        if plan.policy.pipeline is None:
+            tokens = self._feed.tokens(step - 1)[self._feed.layout.numbers[0]]
+            if values := flops_per_token(counted, tokens):
+                self._write("flops", {"step": step, **values})
         seen = merged(engine.comm.all_gather_object(mine))
         line, wider = compare.line(plan, seen), compare.widened(plan, seen)
         for text in (line, *map(legible, wider)):
@@ -344,15 +342,34 @@ class Loop:
         if self._metrics is not None:
             took, digest = time.perf_counter() - started, str(self._session.checkpoints.digest)
             self._write("checkpoint", {"step": step, "took": took, "digest": digest})
-            self._session.report(self._lines)
+            self._report(self._engine.plan)
 
     def _write(self, kind: str, values: dict[str, object]) -> None:
         if self._metrics is not None:
             self._metrics.write(kind, values)
 
+    def _report(self, plan: Plan) -> None:
+        """Write the page of the run. Does nothing except on rank 0."""
+        if self._metrics is not None:
+            text = run_page(self._outline.job, plan, self._lines, self._outline.steps)
+            with new_file(self._folder.report) as page:
+                page.write_text(text, encoding="utf-8")
+
     @property
     def _lines(self) -> RunLines:
         return self._metrics.lines if self._metrics is not None else RunLines()
+
+
+def flops_per_token(counted: Sequence[tuple[str, int | None]], tokens: int) -> dict[str, Any]:
+    """Return the flops of a step for each token, or the operations that could not be counted.
+
+    `counted` are the operations of a forward of `tokens`; without flops there is nothing to return.
+    """
+    if uncounted := sorted({name for name, flops in counted if flops is None}):
+        return {"per_token": None, "uncounted": uncounted}
+    # A backward counts as two forwards: recomputed activations are not the model's work.
+    flops = 3 * sum(flops or 0 for _, flops in counted)
+    return {"per_token": flops / tokens} if flops else {}
 
 
 def _is_due(every: int, step: int) -> bool:

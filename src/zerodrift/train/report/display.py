@@ -1,8 +1,8 @@
-"""Show a run while it goes: one live line on a terminal, and plain lines elsewhere.
+"""Show the progress of a run: one live line on a terminal, and plain lines elsewhere.
 
-Texts beside the live line (the plan, notes, evaluations) are printed above it. The line is drawn several
-times a second, so that a step of minutes shows its micro-batches and a long evaluation its name. It is never
-wider than the terminal: figures are dropped in the order of `DROPPED`, and step, loss and time left stay.
+Other texts (the plan, notes, evaluations) are printed above the live line. The line is redrawn several times
+a second, and shows the micro-batches of a long step and the name of an evaluation. It fits the terminal:
+figures are dropped in the order of `DROPPED`, but never step, loss and time left.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -49,7 +47,7 @@ def clock(seconds: float) -> str:
 
 
 class Display:
-    """Prints lines into a file or a pipe, one per so many steps; every rank but the first prints nothing."""
+    """Prints a line every few steps, into a file or a pipe. Prints nothing except on rank 0."""
 
     color = False
 
@@ -57,7 +55,7 @@ class Display:
         """`every` is `run.log_every`; 0 prints nothing."""
         self._every, self._steps = every, 0
         self._recent: list[tuple[int, float]] = []
-        """Numbers of the last steps, and the seconds of training at their ends."""
+        """Numbers of the last steps, with the seconds of training up to their ends."""
 
     @property
     def width(self) -> int:
@@ -72,11 +70,11 @@ class Display:
             print(encodable(text, sys.stdout.encoding), flush=True)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """Show an activity that takes time and is no step."""
+        """Show an activity between steps."""
         return nullcontext()
 
     def remaining(self, step: StepMetrics, steps: int) -> float | None:
-        """Return the seconds to the end by the last steps; None before two."""
+        """Estimate the seconds to the end from the last steps; None before the second step."""
         self._recent = [*self._recent[-20:], (step.step, step.seconds)]
         (first, since), (last, now) = self._recent[0], self._recent[-1]
         return (now - since) / (last - first) * (steps - step.step) if last > first else None
@@ -93,55 +91,7 @@ class Display:
         self.say(f"step {step}  validation loss {loss:.4f}")
 
     def stop(self) -> None:
-        """Leave the screen in order."""
-
-
-@dataclass(slots=True)
-class LineState:
-    steps: int = 0
-    done: int = 0
-    last: StepMetrics | None = None
-    validation: str = ""
-    left: float | None = None
-    """Seconds to the end."""
-    doing: str = ""
-    micro_batch: str = ""
-    """`3/8` in a long step."""
-    spent: float = 0.0
-    """Seconds since the last step ended, or since the activity began."""
-
-
-def line(state: LineState, width: int) -> Text:
-    """Return one line of at most `width` cells."""
-    step = figures(state.last) if state.last is not None else {}
-    parts = {
-        "step": f"step {state.done}/{state.steps}" if state.steps else "",
-        "doing": state.doing,
-        "micro-batch": f"micro-batch {state.micro_batch}" if state.micro_batch else "",
-        "loss": step.pop("loss", ""),
-        "val": f"val {state.validation}" if state.validation else "",
-        **step,
-    }
-    end = f"eta {clock(state.left)}" if state.left is not None else ""
-    if not end and state.spent >= 1 and (state.doing or state.last is None):
-        end = clock(state.spent)
-    for name in ("", *DROPPED):
-        parts.pop(name, None)
-        figures_shown = "  ".join(filter(None, parts.values()))
-        text = "  ".join(filter(None, [*parts.values(), end]))
-        if len(text) <= width:
-            break
-    shown = Text(figures_shown)
-    room = width - len(text) - len("  ") - len("100%  ")
-    if state.steps and room >= BAR:
-        share = state.done / state.steps
-        full = round(room * min(share, 1.0))
-        shown.append("  ").append("━" * full, style="green").append("━" * (room - full), style="bright_black")
-        shown.append(f" {share:>4.0%}")
-    if end:
-        shown.append("  ").append(end, style="dim")
-    shown.truncate(width)
-    return shown
+        """Close the display."""
 
 
 class LiveDisplay(Display):
@@ -149,18 +99,23 @@ class LiveDisplay(Display):
         super().__init__()
         self._console = Console(highlight=False, markup=False, emoji=False)
         self.color = self._console.color_system is not None and not self._console.no_color
-        self._state = LineState()
+        self._done = 0
+        self._last: StepMetrics | None = None
+        self._left: float | None = None
+        """Seconds to the end."""
+        self._validation = self._activity = ""
         self._since = time.monotonic()
+        """When the last step ended, or when the activity began."""
         self._micro_batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self._live: Any = None
+        self._live: Live | None = None
 
     @property
     def width(self) -> int:
         return self._console.width
 
     def start(self, step: int, steps: int, micro_batches: Callable[[], tuple[int, int]]) -> None:
-        self._state.steps, self._state.done = steps, step
-        self._micro_batches = micro_batches
+        super().start(step, steps, micro_batches)
+        self._done, self._micro_batches = step, micro_batches
         self._show()
 
     def say(self, text: str) -> None:
@@ -168,48 +123,71 @@ class LiveDisplay(Display):
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        before = self._since
-        self._state.doing = legible(what)
+        before, self._activity = self._since, legible(what)
         self._show()
         try:
             yield
         finally:
-            self._state.doing = ""
-            self._since = before if self._state.steps else time.monotonic()
+            self._activity = ""
+            self._since = before if self._steps else time.monotonic()
 
     def step(self, step: StepMetrics) -> None:
-        state = self._state
-        state.done, state.last = step.step, step
-        state.left = self.remaining(step, state.steps)
+        self._done, self._last = step.step, step
+        self._left = self.remaining(step, self._steps)
         self._since = time.monotonic()
         if step.skipped:
             self.say(f"step {step.step} skipped, loss scale {step.loss_scale:g}")
 
     def evaluation(self, step: int, loss: float) -> None:
-        self._state.validation = f"{loss:.4f}"
+        self._validation = f"val {loss:.4f}"
         super().evaluation(step, loss)
 
     def stop(self) -> None:
-        if self._live is not None:
-            self._state.micro_batch = ""
-            if not self._state.steps:
-                self._live.transient = True
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live is not None:
+            live.transient = not self._steps
+            self._micro_batches = lambda: (0, 0)
+            live.stop()
 
     def _show(self) -> None:
         self._since = time.monotonic()
         if self._live is None:
-            self._live = Live(console=self._console, get_renderable=self._line, refresh_per_second=5)
+            self._live = Live(console=self._console, get_renderable=self.line, refresh_per_second=5)
             self._live.start()
 
-    def _line(self) -> Text:
-        state = self._state
-        state.spent = time.monotonic() - self._since
-        done, of = self._micro_batches()
-        is_long = state.spent > LONG and state.done < state.steps and not state.doing
-        state.micro_batch = f"{min(done + 1, of)}/{of}" if is_long and of > 1 else ""
-        return line(state, self._console.width)
+    def line(self) -> Text:
+        """Return the live line, at most as wide as the terminal."""
+        spent, steps, width = time.monotonic() - self._since, self._steps, self.width
+        is_long = spent > LONG and self._done < steps and not self._activity
+        done, count = self._micro_batches()
+        step = figures(self._last) if self._last is not None else {}
+        parts = {
+            "step": f"step {self._done}/{steps}" if steps else "",
+            "doing": self._activity,
+            "micro-batch": f"micro-batch {min(done + 1, count)}/{count}" if is_long and count > 1 else "",
+            "loss": step.pop("loss", ""),
+            "val": self._validation,
+            **step,
+        }
+        end = f"eta {clock(self._left)}" if self._left is not None else ""
+        if not end and spent >= 1 and (self._activity or self._last is None):
+            end = clock(spent)
+        for name in ("", *DROPPED):
+            parts.pop(name, None)
+            shown = Text("  ".join(filter(None, parts.values())))
+            room = width - len("  ".join(filter(None, [shown.plain, end])))
+            if room >= 0:
+                break
+        bar = room - len("  ") - len("100%  ")
+        if steps and bar >= BAR:
+            share = self._done / steps
+            full = round(bar * min(share, 1.0))
+            shown.append("  ").append("━" * full, style="green")
+            shown.append("━" * (bar - full), style="bright_black").append(f" {share:>4.0%}")
+        if end:
+            shown.append("  ").append(end, style="dim")
+        shown.truncate(width)
+        return shown
 
 
 def display(rank: int, every: int) -> Display:

@@ -1,11 +1,8 @@
-"""Write and read the metrics of a run, one JSON line each, and pass them on to boards.
-
-The boards are TensorBoard and Weights & Biases.
+"""Write and read the metrics of a run as JSON lines, and log them to TensorBoard and Weights & Biases.
 
 A line has a `kind`: `start`, `step`, `digest`, `evaluation`, `sample`, `checkpoint`, `skip`, `precision`,
-`flops`, `audit`, `trace`, `end`. Times are seconds of training in this and earlier runs of the folder. Lines
-after the checkpoint that a run resumes from are removed, so each step is there once. One process writes, and
-every line that is there is whole.
+`flops`, `audit`, `trace`, `end`. Times are seconds of training in this and earlier runs of the folder. A
+resumed run removes the lines after its checkpoint, so that each step has one line. Only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -59,9 +56,9 @@ class StepMetrics:
 
 
 class RunLines:
-    """The lines of a run in memory: steps as columns of 88 bytes a step, all others as they are.
+    """The lines of a run in memory: steps as columns of 88 bytes a step, other lines as dicts.
 
-    Iterates over the lines that are not steps. A value that is not a finite number counts as missing.
+    Iterates over the lines that are not steps. A value that is not finite counts as missing.
     """
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -109,7 +106,7 @@ class Metrics:
         ]
         self.lines = RunLines(kept)
         self.has_news = False
-        """Whether a line was written that the run did not have."""
+        """Whether a line was written, except for the same end as before."""
         self._end = next((line for line in reversed(lines) if line and line["kind"] == "end"), None)
         folder.metrics.parent.mkdir(parents=True, exist_ok=True)
         with new_file(folder.metrics) as file:
@@ -143,7 +140,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> list[dict[str, Any] | None]:
-    """Return the lines of a file, None for a damaged one, without a last one that was cut short."""
+    """Return the lines of a file, None for a damaged one. A last line without its end is left out."""
     try:
         with opened(path) as file:
             data = file.read()
@@ -185,7 +182,7 @@ def _line(text: bytes) -> dict[str, Any] | None:
 
 
 def _text(line: Mapping[str, Any]) -> str:
-    # JSON has no word for NaN and infinity; null means "no number" everywhere.
+    # JSON has no NaN and no infinity: both become null.
     plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     return json.dumps(plain) + "\n"
 
@@ -214,9 +211,9 @@ def check_boards(run: Run) -> None:
 
 
 def _boards(folder: RunFolder, job: Job, after: int) -> list[tuple[Write, Callable[[], None]]]:
-    """Open the boards of a run: how each writes the numbers of a step, and how it is closed.
+    """Return functions for each board: one that logs the numbers of a step, and one that closes the board.
 
-    A resumed run goes on in the same curves.
+    A resumed run continues the same curves.
     """
     boards: list[tuple[Write, Callable[[], None]]] = []
     run = job.run
@@ -235,7 +232,7 @@ def _boards(folder: RunFolder, job: Job, after: int) -> list[tuple[Write, Callab
 
         if not after or not folder.wandb.exists():
             folder.wandb.write_text(uuid.uuid4().hex[:8])
-        # Their run takes no step twice: values logged after the checkpoint stay.
+        # Weights & Biases takes no step twice: values logged after the checkpoint stay.
         logged = wandb.init(
             project=run.wandb,
             id=folder.wandb.read_text(),

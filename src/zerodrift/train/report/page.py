@@ -1,7 +1,7 @@
 """The page of a run: its state, curves, samples, precision, data, environment and plan.
 
-It is made of the lines of `metrics.jsonl` and the plan alone, so any run has one at any time. One file that
-refers to nothing, to be sent and kept.
+The page is made from `metrics.jsonl` and the plan at any time in a run. It is one file without references to
+others, which can be sent and kept.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from zerodrift.train.report.display import clock
 from zerodrift.train.report.metrics import RunLines
 
 LARGEST_PERPLEXITY = 1e6
-"""A perplexity above this says nothing."""
+"""A larger perplexity is shown as above this one."""
 SHOWN_CELLS, SHOWN_DIGESTS, SHOWN_SAMPLES, SHOWN_SKIPS = 6, 8, 6, 50
 """Entries on the page: cells and places of each audit, and the last digests, samples and skips."""
 
@@ -122,8 +122,11 @@ def _tiles(plan: Plan, lines: RunLines) -> FactList:
 
 
 def _utilisation(plan: Plan, lines: RunLines, speed: float) -> tuple[str, str, str]:
-    """Return model FLOPs utilisation and its peak, or FLOP/s and why there is no share."""
-    per_token = lines.last_of_kind("flops").get("per_token")
+    """Return a tile with the model FLOPs utilisation (MFU), or with FLOP/s and the reason for no MFU."""
+    counted = lines.last_of_kind("flops")
+    per_token, uncounted = counted.get("per_token"), counted.get("uncounted")
+    if uncounted:
+        return "MFU", "-", f"not counted: torch's formula fails for {', '.join(uncounted)}"
     if not per_token:
         return "MFU", "-", "not counted: the first step was not watched, or is compiled or in a pipeline"
     reached = per_token * speed / plan.mesh.world
@@ -135,7 +138,7 @@ def _utilisation(plan: Plan, lines: RunLines, speed: float) -> tuple[str, str, s
         counts[row.columns.cells()["compute"]] += row.numel
     dtype = max(counts, key=lambda dtype: counts[dtype]) if counts else "fp32"
     if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest":
-        dtype = "tf32"  # torch may take it for products of fp32
+        dtype = "tf32"  # torch may compute fp32 products in it
     most = peak(device, dtype)
     if most is None:
         return "computed", readable(reached), f"per GPU, of the model; the peak of {device} is not known here"
@@ -198,7 +201,7 @@ def _precision(lines: RunLines) -> list[Paragraph | PageTable]:
     every = lines.of_kind("precision")
     if not every:
         return [Paragraph("Not compared: no step was taken, or `run.check_precision` is false.")]
-    # A run that was resumed on other ranks, or by another plan, has a table for each, the last one first.
+    # A run that was resumed with another plan or on other ranks has several tables, the last one first.
     shown = [line for at, line in enumerate(every) if not at or line["cells"] != every[at - 1]["cells"]]
     ends = [f"{line['step'] - 1}" for line in shown[1:]]
     steps = [f"Steps {line['step']} to {end}. " for line, end in zip(shown, [*ends, "the end"], strict=True)]
@@ -207,7 +210,7 @@ def _precision(lines: RunLines) -> list[Paragraph | PageTable]:
 
 
 def _observed(line: Mapping[str, Any], steps: str) -> list[Paragraph | PageTable]:
-    """Return what was observed in a step. `steps` says which steps it stands for."""
+    """Return the table of one observed step. `steps` names the steps that it is valid for."""
     rows, before = [], ""
     for column, declared, seen, parameters, numel, verdict in line["cells"]:
         mark = {"not seen": "quiet", "DIFFERENT": "wrong"}.get(verdict, "ok")
@@ -218,7 +221,7 @@ def _observed(line: Mapping[str, Any], steps: str) -> list[Paragraph | PageTable
     logits = ", ".join(line.get("logits", ())) or "not seen"
     note = (
         f"{steps}Seen in step {line['step']} on every rank, in tensors and collectives, not in a config. "
-        f"Outputs of the model: {logits}. What is not sent, or not cut, has nothing to see."
+        f"Outputs of the model: {logits}. A column is not seen if nothing is sent or cut in it."
     )
     heads = ("column", "declared", "observed", "", "parameters")
     return [Paragraph(note), PageTable(heads, rows, "precision")]
@@ -236,7 +239,7 @@ def _rounding(lines: RunLines) -> PageSection:
         for key in keys:
             rows.append((" ".join(key[:-1]), key[-1], *(_shown(table.get(key)) for table in tables)))
     steps = [f"step {line['step']}" for line in audits]
-    words = "Estimated, as the root mean square of what it changes in a log-probability; not replayed."
+    words = "Estimated root mean square of the change of a log-probability; not replayed."
     table = PageTable(("parameter or place", "cell", *steps), rows, "rows", steps)
     return PageSection("What rounding costs", "rounding", [Paragraph(words), table] if rows else ())
 
@@ -269,7 +272,7 @@ def _resumes(lines: RunLines) -> PageSection:
 
 
 def _digests(lines: RunLines) -> PageSection:
-    """Return the last digests of the state; the metrics have all."""
+    """Return the last digests of the state."""
     found = [line for line in lines if line["kind"] in ("digest", "checkpoint") and line.get("digest")]
     rows = [(str(line["step"]), str(line["digest"])) for line in found[-SHOWN_DIGESTS:]]
     words = "Digests of weights, moments and counters. Equal digests are equal bits, on any number of ranks."

@@ -1,7 +1,4 @@
-"""Summarize a job in words: its plan, its data with a preview, the length of the run, and the environment.
-
-A dry run, training and the page say the same.
-"""
+"""Summarize a job in words: its plan, its data with a preview, the length of the run, and the environment."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from zerodrift.report import brief_text, grid, group_rows, plan_text, render
 from zerodrift.train.data.blocks import IGNORED, BlockValues
 from zerodrift.train.data.prepare import PreparedData, prepare, require_validation
 from zerodrift.train.data.sampling import WINDOW, GroupedSampler, lengths_of, padding_shares, sampler_of
-from zerodrift.train.data.tokenizer import Tokenizer, tokenizer
+from zerodrift.train.data.tokenizer import Tokenizer, load_tokenizer
 from zerodrift.train.job import Job, Run
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop.run_folder import RunFolder
@@ -50,13 +47,13 @@ def head_text(plan: Plan, display: Display, whole_plan: bool) -> str:
 
 
 def data_facts(
-    job: Job, prepared: PreparedData, letters: Tokenizer, steps: int, plan: Plan
+    job: Job, prepared: PreparedData, tokenizer: Tokenizer, steps: int, plan: Plan
 ) -> tuple[tuple[str, str], ...]:
     train, blocks = prepared.train, steps * plan.policy.batch.train
     whole = " in whole blocks" if job.data.group_by_length else ""
     run = f"{blocks * train.length:,} tokens{whole}, {blocks / len(train):.2f} epochs"
     padding = _padding(job, prepared, steps, plan)
-    return (*prepared.facts(), ("tokenizer", letters.name), *padding, ("this run", run))
+    return (*prepared.facts(), ("tokenizer", tokenizer.name), *padding, ("this run", run))
 
 
 def data_text(job: Job, prepared: PreparedData, steps: int, plan: Plan, display: Display) -> str:
@@ -71,7 +68,7 @@ def data_text(job: Job, prepared: PreparedData, steps: int, plan: Plan, display:
 
 
 def _padding(job: Job, prepared: PreparedData, steps: int, plan: Plan) -> list[tuple[str, str]]:
-    """Return the share of padding where micro-batches are cut; for whole blocks the data's facts have it."""
+    """Return the share of padding with `data.group_by_length`; without it the data's facts have the share."""
     train = prepared.train
     if not job.data.group_by_length:
         return []
@@ -93,25 +90,24 @@ def preview(job: Job, *, color: bool, width: int) -> str:
     not in the cache.
     """
     require_validation(job)
-    letters = tokenizer(job.data.tokenizer, job.model.source)
-    # The model of a function is not built for this.
-    if models.source_of(job.model).config is not None and job.model.lora is None:
-        models.check_model(models.build(job.model), job, letters)
-    prepared = prepare(job.data, letters, RunFolder.of(job).cache(job.data.cache))
-    facts = [*prepared.facts(), ("tokenizer", f"{letters.name}, {letters.vocabulary:,} tokens")]
+    tokenizer, source = load_tokenizer(job.data.tokenizer, job.model.source), models.source_of(job.model)
+    if source.config is not None and job.model.lora is None:  # others would be built in memory for this
+        models.check_model(models.build(source), job, tokenizer)
+    prepared = prepare(job.data, tokenizer, RunFolder.of(job).cache(job.data.cache))
+    facts = [*prepared.facts(), ("tokenizer", f"{tokenizer.name}, {tokenizer.vocabulary:,} tokens")]
     parts: list[RenderableType] = [grid(facts, (24,), ("bold",), width)]
     count = len(prepared.train)
     for index in sampler_of(prepared.train, job.data.seed).step(0, min(SAMPLES, count)):
         read = prepared.train.read(np.array([index]))
         learned = f"{int((read.labels[0] != IGNORED).sum()):,} of {len(read.tokens[0]):,} tokens learned"
         parts.append(Text(f"\nblock {index + 1:,} of {count:,}, {learned}", style="bold"))
-        parts.append(Padding(_text(read, letters), (0, 0, 0, 2)))
+        parts.append(Padding(_text(read, tokenizer), (0, 0, 0, 2)))
     return render([*parts, Text(f"\n{_MARKS}", style="dim")], color, width)
 
 
-def _text(read: BlockValues, letters: Tokenizer) -> Text:
+def _text(read: BlockValues, tokenizer: Tokenizer) -> Text:
     tokens, learned = read.tokens[0], read.labels[0] != IGNORED
-    content = np.flatnonzero(learned | (tokens != letters.end))
+    content = np.flatnonzero(learned | (tokens != tokenizer.end))
     used = int(content[-1]) + 1 if len(content) else 0
     text = Text()
     places = None if read.positions is None else read.positions[0]
@@ -122,7 +118,7 @@ def _text(read: BlockValues, letters: Tokenizer) -> Text:
         is_learned = bool(learned[first])
         if first and places is not None and places[first] == 0:
             text.append("\n--- another document ---\n", style="dim")
-        shown = _shortened(legible.lines(letters.shown(tokens[first:end].tolist())))
+        shown = _shortened(legible.lines(tokenizer.shown(tokens[first:end].tolist())))
         text.append(f"[[{shown}]]" if is_learned else shown, style="green" if is_learned else "")
     if used < len(tokens):
         text.append(f"\n(padding: {len(tokens) - used:,})", style="dim")
@@ -136,12 +132,11 @@ def _shortened(text: str) -> str:
 
 
 def environment(command: str, computed: Mapping[str, object]) -> dict[str, str]:
-    """Return the facts that can be found out; `computed` is what the bits of a run depend on.
+    """Return the command, machine and versions of a run. `computed` are the facts that its bits depend on.
 
-    The `folder` is the working folder, which relative paths of a job start from. Versions are those of
-    imported packages.
+    Versions are those of imported packages. Relative paths of a job start in `folder`, the working folder.
     """
-    # The commit of the working folder, `-dirty` with other files; empty outside of a repository.
+    # The commit of the working folder, `-dirty` with changed files; empty outside of a repository.
     command_of_git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     commit = ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -1,12 +1,12 @@
 """Write and read adapters of `peft` on a base model, and merge both into one: `zerodrift convert --merge`.
 
-With `model.lora` the adapters alone are trained, so an export holds them and not their base. The base is
-known by a digest of its values, beside its path, and adapters are never put on another. One that rested in a
-narrow format is rounded to it again, in fp32, so that the adapters meet the values of their training.
+With `model.lora` only adapters are trained, and an export holds adapters without their base. It names the
+base by its path and a digest of its values, and adapters are refused on any other base. A base that was
+stored in a narrow format is rounded to this format again, in fp32, to have its values of the training.
 
-Merged are the adapters of a run, of one of its checkpoints or exports, or of a folder that `peft` wrote;
-`peft` computes the sums. The base is read whole into memory. Where it rested in a narrow format, its decoded
-values are merged in fp32 and rounded once.
+The adapters to merge are those of a run, of one of its checkpoints or exports, or of a folder that `peft`
+wrote; `peft` computes the sums. The whole base is read into memory. A base that was stored in a narrow format
+is merged in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from zerodrift.weights import (
 CONFIG = "adapter_config.json"
 """The file that makes a folder one of adapters."""
 BASE = "base.json"
-"""The `digest` and `source` of the base, and the names of its parameters by the format they rested in."""
+"""File with the `digest` and `source` of the base, and its parameters by the narrow format of storage."""
 VALUES = 256
 """Values of each parameter in the digest of a base."""
 
@@ -112,7 +112,7 @@ def read(base: nn.Module, found: TrainedModel, dtype: torch.dtype | None) -> nn.
 
 
 def saved_base(folder: Path) -> dict[str, Any]:
-    """Return what `BASE` says of the base; for adapters of others the `source` of their config."""
+    """Return the content of `BASE`; for adapters of other programs only the `source`, from their config."""
     try:
         if (folder / BASE).is_file():
             found = json.loads((folder / BASE).read_text(encoding="utf-8"))
@@ -125,7 +125,7 @@ def saved_base(folder: Path) -> dict[str, Any]:
 
 
 def _formats(plan: Plan) -> dict[str, list[str]]:
-    """Return the names in the base of what rests in each narrow format."""
+    """Return the parameters that are stored in a narrow format, by format, with their names in the base."""
     formats: dict[str, list[str]] = {}
     for row in plan.rows:
         if row.columns.storage.dtype.format is not None:
@@ -134,7 +134,7 @@ def _formats(plan: Plan) -> dict[str, list[str]]:
 
 
 def _cast(base: nn.Module, formats: Mapping[str, list[str]] | None, dtype: torch.dtype | None) -> None:
-    """Cast a base; to fp32 if it rested in a narrow format, of which it then has the values."""
+    """Cast a base to `dtype`, or to the fp32 values of the narrow formats that it was stored in."""
     if not formats:
         base.to(dtype)
         return
@@ -144,20 +144,20 @@ def _cast(base: nn.Module, formats: Mapping[str, list[str]] | None, dtype: torch
         for text, names in formats.items():
             for name in names:
                 if name not in parameters:
-                    must = "must be a parameter of the base, which rested in a narrow format"
+                    must = "must be a parameter of the base, which was stored in a narrow format"
                     raise ModelError(name, must, got="no such parameter", do="Name the base of the training.")
                 parameters[name].copy_(narrow.round_trip(DType(text), parameters[name]))
 
 
 def base_name(name: str) -> str:
-    """Return the name in the base of a parameter of a model with adapters."""
+    """Return the name that a parameter of a model with adapters has in the base."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def base_digest(model: nn.Module, weights: Path | None = None) -> str:
-    """Return a digest of evenly spread values of each parameter but adapters, whatever their dtype.
+    """Return a digest of evenly spread values of each parameter of the base, whatever their dtype.
 
-    The files of `weights` have the values of parameters without memory.
+    Values of parameters without memory are read from the files of `weights`.
     """
     digest, files = hashlib.blake2b(digest_size=12), None
     if weights is not None:
@@ -181,7 +181,7 @@ def base_digest(model: nn.Module, weights: Path | None = None) -> str:
 
 
 def require_base(model: nn.Module, digest: str | None, where: str) -> None:
-    """Refuse another base than that of a digest, where there is one."""
+    """Refuse a base whose digest is another one than that of the adapters."""
     if digest and base_digest(model) != digest:
         must = "must go with the base that its adapters were trained on"
         todo = "Name that one: its path is in `base.json` of an export, and in `model.source` of the job."
@@ -210,7 +210,7 @@ def merge(
         model: Any = read(base, found, cast)
     _require_untied(model)
     merged = attempt(model.merge_and_unload, str(source), "must hold adapters that can be merged")
-    if merged.dtype is not written_in:  # the base rested in a narrow format
+    if merged.dtype is not written_in:  # the base was stored in a narrow format
         merged.to(written_in)
     floating = [(name, value) for name, value in merged.named_parameters() if value.is_floating_point()]
     if bad := [name for name, value in floating if not torch.isfinite(value).all()]:
@@ -228,7 +228,7 @@ def merge(
     bytes_written = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     notes = [f"merged into {written.source}"]
     if found.checkpoint is None and not saved_base(found.export or source).get("digest"):
-        notes.append("Nothing says which base these adapters were trained on: it was taken at its name.")
+        notes.append("These adapters have no digest of their base: the base was not checked.")
     kind, counts = f"adapters in {found.checkpoint or found.export}", (len(sizes), sum(sizes), bytes_written)
     return ConversionResult(kind, "safetensors files", target, *counts, tuple(notes))
 
@@ -273,7 +273,7 @@ def _base(found: TrainedModel, named: str | None) -> tuple[nn.Module, Model]:
         must = "must not be quantised: sums would be rounded to its few values"
         todo = "Name the base in full precision: `--model PATH`."
         raise UnsupportedError(where, must, got=f"{method} in {source.config}", do=todo)
-    return models.whole_model(written), written
+    return models.whole_model(source), written
 
 
 def _require_untied(model: nn.Module) -> None:

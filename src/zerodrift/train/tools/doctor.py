@@ -1,6 +1,6 @@
 """Examine this machine for training: versions, devices, compiler, communication, and what is slow or missing.
 
-Every fact is looked up or measured now. Nothing is changed, and what is missing is a line and not an error.
+Every fact is looked up or measured now. Nothing is changed. A missing part is a line, not an error.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ EXTRAS = {
 }
 """Optional packages -> the extra that installs them, if there is one."""
 TAKEN = 1 << 30
-"""Bytes of a GPU, beyond what torch has, from which on other processes are taken to be on it. The driver and
-the libraries of one process have less."""
+"""Bytes of a GPU outside of torch that show that other processes use it: libraries need fewer."""
 TF32 = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 """Variables that round the operands of fp32 products on a GPU, whatever a program says."""
 SLOW = 1.5

@@ -1,8 +1,7 @@
 """Replay steps of a run from one of its checkpoints, and compare them with the digests that it recorded.
 
-`replay` starts the processes; in each, `replay_here` runs the steps, and rank 0 compares. The run stays as it
-is: ranks write into the folder `replay` in it. "The same bits" means that every recorded digest of these
-steps was computed anew and is equal.
+`replay` starts the processes. In each, `replay_here` runs the steps, and rank 0 compares. Nothing in the run
+is changed except its folder `replay`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from zerodrift.train.report.metrics import read as read_metrics
 Lines = Sequence[Mapping[str, Any]]
 DIFFERENT = 3
 OUTSIDE = "what is in no block"
-"""The unit of a plan without a name."""
+"""Words for the unit of a plan that has no name."""
 SHOWN = 4
 
 
@@ -51,14 +50,14 @@ def replay(run: Path, first: int | None, last: int | None, nproc: int | None, de
     result = folder.replay / "found.json"
     result.parent.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)
-    request = LaunchRequest(replay={"run": str(folder.path), "last": max(steps), "result": str(result)})
+    arguments = {"run": str(folder.path), "last": max(steps), "result": str(result)}
+    request = LaunchRequest(str(folder.job), overrides, debug, replay=arguments)
     where = f"steps {began + 1} to {max(steps)} on {several(count, 'rank')}"
     print(f"replay of {folder.path}: {where}", flush=True)
     starts = [line for line in lines if line["kind"] == "start"]
     threads = starts[-1].get("threads") if starts else None  # the bits of some operations depend on it
-    logs = folder.replay / "logs"
     try:
-        code = Launcher(str(folder.job), overrides, count, logs, debug, request, threads).wait()
+        code = Launcher(request, count, folder.replay / "logs", threads).wait()
     except RankFailedError as error:
         print(error, file=sys.stderr)
         code = 2
@@ -78,9 +77,9 @@ def _recorded(folder: RunFolder, lines: Lines) -> dict[int, Mapping[str, Any]]:
 
 
 def _batch(plan: Plan, ranks: int) -> list[str]:
-    """Return overrides for another number of ranks, or say why they cannot have the plan's micro-batches.
+    """Return overrides for another number of ranks, or refuse ranks that cannot have the same micro-batches.
 
-    A pipeline stays one if its stages have equally many ranks, and is left out otherwise.
+    A pipeline is kept if the ranks can be divided by its stages, and left out otherwise.
     """
     batch, mesh = plan.policy.batch, plan.mesh
     if ranks == mesh.world:
@@ -88,7 +87,7 @@ def _batch(plan: Plan, ranks: int) -> list[str]:
     problems = Problems()
     if not plan.policy.tree:
         must = f"must be {mesh.world}, as the run had: its gradients were summed in the order of ranks"
-        todo = "Train by the tree, whose bits are the same on any number: the plan says why it is not."
+        todo = "Train with `precision.reduce: {order: tree}`; the plan says why it is not the default."
         problems.add("--nproc", must, got=ranks, do=todo)
     total = batch.accumulation * mesh.data
     stages = 1 if ranks % mesh.pipeline else mesh.pipeline
@@ -152,8 +151,8 @@ def replay_here(source: str, overrides: Sequence[str], run: str, last: int, resu
                 text += difference_lines(differences, len(now["state"]), plan, changed)
                 if step - same > 1:
                     text.append(
-                        f"It may have begun after step {same}: those between have no digest. A run with "
-                        "`run.digest_every: 1` has all."
+                        f"It may have begun after step {same}: the steps between have no digest. A run with "
+                        "`run.digest_every: 1` has all digests."
                     )
             left = (time.perf_counter() - began) / (step - first) * (last - step)
             if rank == 0:
@@ -163,14 +162,14 @@ def replay_here(source: str, overrides: Sequence[str], run: str, last: int, resu
                 break
             same = step
         if rank == 0:
-            told = text or [f"the same bits in {several(compared, 'recorded step')}, {where}"]
-            Path(result).write_text(json.dumps({"is_same": not text, "lines": told}), encoding="utf-8")
+            report = text or [f"the same bits in {several(compared, 'recorded step')}, {where}"]
+            Path(result).write_text(json.dumps({"is_same": not text, "lines": report}), encoding="utf-8")
     finally:
         session.close()
 
 
 def changed_circumstances(lines: Lines, step: int, now: Mapping[str, Any]) -> list[str]:
-    """Return what the step after `step` was computed by, if it differs from `now`."""
+    """Return the circumstances in which the step after `step` was computed, as far as they differ now."""
     starts = [line for line in lines if line["kind"] == "start" and line["step"] <= step]
     before = starts[-1] if starts else {}
     changed = [what for what in now if what in before and before[what] != now[what]]
@@ -178,7 +177,7 @@ def changed_circumstances(lines: Lines, step: int, now: Mapping[str, Any]) -> li
 
 
 def compare_step(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the micro-batches under `losses`, and the units under `gradients` and `state`, that differ."""
+    """Return the differing micro-batches under `losses`, and units under `gradients` and `state`."""
     before, after = recorded["losses"], now["losses"]
     if len(before) != len(after):
         must = "must have been recorded with the batch that the run has now"
@@ -213,5 +212,5 @@ def difference_lines(
         unit = found["gradients"][-1] or OUTSIDE
         lines.append(f"The backward comes to {unit} first: that is where bits begin to differ.")
     else:
-        lines.append("Gradients are the same: it is in the update, or in memory since the step before.")
+        lines.append("Gradients are the same: the update differs, or memory was changed since the last step.")
     return lines

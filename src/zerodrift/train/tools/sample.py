@@ -1,7 +1,7 @@
-"""Sample text from a trained model, to see that it learned.
+"""Sample text from a trained model.
 
-The exported model of a run, or its newest checkpoint before there is one, continues a prompt on this
-machine's device. It is for looking, not for serving. Equal seed, prompt and settings give equal text.
+The exported model of a run, or its newest checkpoint before the export, continues a prompt on this machine's
+device. Equal seed, prompt and settings give equal text. It is too slow for serving.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zerodrift.comm import usable_accelerator
 from zerodrift.errors import ConfigError, NonFiniteError
 from zerodrift.model import CONFIG, importable
 from zerodrift.train.data import chat_template
-from zerodrift.train.data.tokenizer import Tokenizer, has_tokenizer, tokenizer
+from zerodrift.train.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from zerodrift.train.job import Model
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop.model import positions
@@ -33,9 +33,10 @@ class TextGenerator:
         job, beside = found.job, found.export
         # The tokenizer beside the weights comes first, then the job's, then bytes.
         if beside is not None and has_tokenizer(beside) and (job is None or job.data.tokenizer != "bytes"):
-            self._letters: Tokenizer = tokenizer("auto", str(beside))
+            self._tokenizer: Tokenizer = load_tokenizer("auto", str(beside))
         else:
-            self._letters = tokenizer(*(job.data.tokenizer, job.model.source) if job else ("bytes", ""))
+            written = (job.data.tokenizer, job.model.source) if job else ("bytes", "")
+            self._tokenizer = load_tokenizer(*written)
         self._device = torch.device(usable_accelerator() or "cpu")
         with importable(found.started_in):
             self._model = load(found).to(self._device).eval()
@@ -45,7 +46,7 @@ class TextGenerator:
         self, prompt: str, most: int, choose: Callable[[torch.Tensor], int], as_chat: bool = False
     ) -> Iterator[str]:
         """Continue a prompt piece by piece, by `most` tokens; a wrong prompt is refused at once."""
-        given, ends = chat_template.prompt_tokens(prompt, self._letters, as_chat)
+        given, ends = chat_template.prompt_tokens(prompt, self._tokenizer, as_chat)
         room = positions(self._model)
         if room is not None and len(given) >= room:
             must = f"must leave room in the model's {room:,} positions"
@@ -68,15 +69,15 @@ class TextGenerator:
                 break
             written.append(token)
             ahead = [token] if self._cache else [*given, *written]
-            # A character that is cut at the end of the text is not shown yet.
-            complete = self._letters.decode(written).rstrip("\N{REPLACEMENT CHARACTER}")
+            # An incomplete character at the end waits for its next token.
+            complete = self._tokenizer.decode(written).rstrip("\N{REPLACEMENT CHARACTER}")
             if len(complete) > len(shown):
                 yield complete[len(shown) :]
                 shown = complete
 
 
 def cache_name(model: Any) -> str:
-    """Return what a model of `transformers` calls its cache of keys and values; nothing if it takes none."""
+    """Return the name of a `transformers` model's argument for its key-value cache; empty if it has none."""
     inside = model.get_base_model() if hasattr(model, "get_base_model") else model  # one with adapters
     taken = inspect.signature(inside.forward).parameters if hasattr(model, "generate") else ()
     return next((name for name in ("cache", "past_key_values") if name in taken), "")
@@ -107,12 +108,13 @@ def load(found: TrainedModel) -> nn.Module:
     job, place = found.job, found.export or found.checkpoint
     assert place is not None
     if job is not None and job.model.lora is not None:
-        return adapters.read(models.whole_model(job.model), found, torch.float32)
+        return adapters.read(models.whole_model(models.source_of(job.model)), found, torch.float32)
     if found.export is not None and (place / CONFIG).is_file():
-        return models.whole_model(Model(source=str(place), weights="load")).float()
+        written = Model(source=str(place), weights="load")
+        return models.whole_model(models.source_of(written)).float()
     if job is None:
         must = "must hold a `config.json`, carry the job that it was trained by, or lie in its run"
         raise ConfigError(str(place), must, got="none of these")
-    model = models.whole_model(job.model)
+    model = models.whole_model(models.source_of(job.model))
     fill_module(model, place)
     return model.float()
