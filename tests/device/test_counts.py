@@ -24,7 +24,7 @@ from tests.device.ranks import on_devices
 from tests.device.standin import NAME
 from tests.numerics.runs import config
 from zerodrift.api import initialize
-from zerodrift.engine.segments.trained_segment import TrainedSegment
+from zerodrift.engine.trained_segment import TrainedSegment
 from zerodrift.kernels import device as programs
 from zerodrift.plan import cost
 

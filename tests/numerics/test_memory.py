@@ -22,7 +22,7 @@ from tests.numerics.runs import config, make
 from tests.ranks.harness import on_ranks
 from zerodrift.comm import pairs
 from zerodrift.engine.engine import Engine
-from zerodrift.engine.segments.segment import FlatSegment
+from zerodrift.engine.segment import FlatSegment
 from zerodrift.plan.bill import cost
 
 CLOSE = 1 << 18

@@ -19,8 +19,8 @@ from zerodrift import ZerodriftError, cost, describe, export, load_weights, make
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.comm import Collectives, Sum
 from zerodrift.dtypes import ADMITTED, DType, parse_among
-from zerodrift.engine.segments.narrow_wire import start_narrow_sum
-from zerodrift.engine.segments.trained_segment import TrainedSegment, trained_of
+from zerodrift.engine.narrow_wire import start_narrow_sum
+from zerodrift.engine.trained_segment import TrainedSegment, trained_of
 from zerodrift.errors import ModelError
 from zerodrift.kernels import narrow
 from zerodrift.optim import keys_of_blocks

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from zerodrift.engine.step.reduce import Gradients
     from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm
     from zerodrift.engine.habits.products import has_narrow_products
-    from zerodrift.engine.segments.segment import FlatSegment
-    from zerodrift.engine.segments.trained_segment import TrainedSegment, trained_of
+    from zerodrift.engine.segment import FlatSegment
+    from zerodrift.engine.trained_segment import TrainedSegment, trained_of
     from zerodrift.engine.step.gather import LiveUnit, refuse_wrapper
     from zerodrift.engine.values import ParameterHandle, SegmentValues, WholeValues
 

@@ -17,25 +17,24 @@ from torch import nn
 
 from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine import shards
+from zerodrift.engine.accumulation import GradientBuffers
 from zerodrift.engine.executor import Executor
 from zerodrift.engine.habits import products
 from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.determinism import generators
 from zerodrift.engine.habits.parameter_guard import ParameterGuard, mark_as_ours
 from zerodrift.engine.habits.pins import make_plain, pin
-from zerodrift.engine.habits.unit_order import UnitOrder
 from zerodrift.engine.nested import in_transform
 from zerodrift.engine.place import ValueSources, place
 from zerodrift.engine.progress import TrainingProgress, refusal
-from zerodrift.engine.segments.accumulation import GradientBuffers
-from zerodrift.engine.segments.segment import FlatSegment
-from zerodrift.engine.segments.trained_segment import trained_of
+from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.step import compute
 from zerodrift.engine.step.gather import LiveUnit, attach_parts, refuse_wrapper
 from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm, parts_of, set_on_some
 from zerodrift.engine.step.reduce import Gradients
 from zerodrift.engine.step.update import choose_update_function, collect_statistics, update_segments
-from zerodrift.engine.traversal import Traversal
+from zerodrift.engine.trained_segment import trained_of
+from zerodrift.engine.traversal import Traversal, UnitOrder
 from zerodrift.engine.values import SegmentValues, WholeValues
 from zerodrift.experts import Turns, distribute_experts
 from zerodrift.optim import GroupMembers, Updater, hold_parameters, learning_rates, make_updater

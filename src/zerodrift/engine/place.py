@@ -22,11 +22,11 @@ from torch import nn
 
 from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.dtypes import BLOCK, DType, from_torch
+from zerodrift.engine.accumulation import GradientBuffers
 from zerodrift.engine.habits.parameter_guard import find_other_engines
-from zerodrift.engine.segments.accumulation import GradientBuffers
-from zerodrift.engine.segments.segment import FlatSegment, SecondaryCopy
-from zerodrift.engine.segments.trained_segment import TrainedSegment
+from zerodrift.engine.segment import FlatSegment, SecondaryCopy
 from zerodrift.engine.step.gather import LiveUnit
+from zerodrift.engine.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problems
 from zerodrift.kernels import PackedRun, resting_zeros
 from zerodrift.model import is_dtensor, recipe

@@ -20,8 +20,8 @@ from zerodrift.comm import Collectives, Mesh
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.habits.storage_writes import take_back_memory, take_over_writes
 from zerodrift.engine.place import exchange, share_of
-from zerodrift.engine.segments.segment import FlatSegment
-from zerodrift.engine.segments.trained_segment import TrainedSegment
+from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained_segment import TrainedSegment
 from zerodrift.kernels import PackedRun
 from zerodrift.optim import Updater
 from zerodrift.plan import Row

@@ -20,10 +20,10 @@ from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.parameter_guard import ParameterGuard
 from zerodrift.engine.progress import TrainingProgress
-from zerodrift.engine.segments.segment import FlatSegment
-from zerodrift.engine.segments.trained_segment import TrainedSegment
+from zerodrift.engine.segment import FlatSegment
 from zerodrift.engine.shards import FlatShard
 from zerodrift.engine.step.reduce import Gradients
+from zerodrift.engine.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
 from zerodrift.optim import Updater
 from zerodrift.plan import Plan, Row

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from zerodrift.engine.progress import refusal
-from zerodrift.engine.segments.segment import is_due
+from zerodrift.engine.segment import is_due
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import parameter_key
 from zerodrift.policy import DeterminismNeed, remedy

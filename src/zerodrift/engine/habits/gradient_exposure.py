@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zerodrift.engine.habits.absent_parameter import CollectedGradient
-from zerodrift.engine.segments.segment import FlatSegment
+from zerodrift.engine.segment import FlatSegment
 from zerodrift.plan import Row
 
 

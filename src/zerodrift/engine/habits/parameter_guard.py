@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zerodrift.engine.habits import storage_writes as writes
 from zerodrift.engine.habits.absent_parameter import AbsentParameter, AbsentValue, lost_error
-from zerodrift.engine.segments.segment import FlatSegment
-from zerodrift.engine.segments.trained_segment import TrainedSegment
+from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
 from zerodrift.plan import Row
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from zerodrift.engine.habits.absent_parameter import gathered_class, set_gathered_class
 from zerodrift.engine.nested import tensors_in
-from zerodrift.engine.segments.segment import FlatSegment
+from zerodrift.engine.segment import FlatSegment
 from zerodrift.policy import Output
 
 PRODUCTS = frozenset((

@@ -26,7 +26,7 @@ from zerodrift.dtypes import DType
 from zerodrift.engine.habits.absent_parameter import set_gathered_class
 from zerodrift.engine.habits.pins import OTHERS, PRODUCTS, OwnParameter, OwnResult, name_of, of_class
 from zerodrift.engine.nested import tensors_in
-from zerodrift.engine.segments.segment import FlatSegment
+from zerodrift.engine.segment import FlatSegment
 from zerodrift.errors import ModelError
 from zerodrift.kernels import products as kernels
 from zerodrift.policy import LinearProducts

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerodrift.engine.segments.segment import FlatSegment
+from zerodrift.engine.segment import FlatSegment
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 
 import torch
 
-from zerodrift.engine.segments.segment import FlatSegment, is_due, missing_value
-from zerodrift.engine.segments.trained_segment import TrainedSegment
+from zerodrift.engine.segment import FlatSegment, is_due, missing_value
+from zerodrift.engine.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problems
 from zerodrift.kernels import BYTES, prints
 from zerodrift.optim import Updater

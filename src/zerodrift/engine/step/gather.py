@@ -47,8 +47,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zerodrift.engine.habits import saved_views
 from zerodrift.engine.nested import BEFORE_ALL, ForwardInputs, in_backward, in_transform, tensors_in
-from zerodrift.engine.segments.segment import FlatSegment
-from zerodrift.engine.segments.trained_segment import trained_of
+from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained_segment import trained_of
 from zerodrift.engine.traversal import Traversal, will_be_recomputed
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.plan import Unit

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from zerodrift.comm import AxisName, Collectives
-from zerodrift.engine.segments.trained_segment import TrainedSegment
+from zerodrift.engine.trained_segment import TrainedSegment
 from zerodrift.errors import RankError
 from zerodrift.kernels import squares
 

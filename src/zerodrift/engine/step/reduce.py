@@ -21,8 +21,8 @@ import torch
 from zerodrift.comm import Handle
 from zerodrift.engine.nested import at_the_end, current_backward
 from zerodrift.engine.progress import TrainingProgress, refusal
-from zerodrift.engine.segments.trained_segment import TrainedSegment
 from zerodrift.engine.step.gather import LiveUnit
+from zerodrift.engine.trained_segment import TrainedSegment
 from zerodrift.engine.traversal import Traversal
 from zerodrift.errors import ModelError, Problems, RankError
 from zerodrift.plan import REDUCTIONS, reduce_order

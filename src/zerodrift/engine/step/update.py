@@ -19,8 +19,8 @@ import torch
 from zerodrift.comm import Collectives, Handle
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.habits.storage_writes import mark_storage_changed, refresh_views
-from zerodrift.engine.segments.segment import FlatSegment
-from zerodrift.engine.segments.trained_segment import TrainedSegment
+from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.trained_segment import TrainedSegment
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import device, squares
 from zerodrift.optim import COLUMNS, UpdateFunction, Updater, reference_update, update

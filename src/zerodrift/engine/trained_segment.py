@@ -32,17 +32,17 @@ import torch
 from torch import nn
 
 from zerodrift.comm import Collectives, Handle, Sum
-from zerodrift.engine.habits.absent_parameter import CollectedGradient
-from zerodrift.engine.habits.gradient_exposure import GradientExposure
-from zerodrift.engine.segments.accumulation import (
+from zerodrift.engine.accumulation import (
     GradientBuffers,
     LandingLayout,
     TreeSum,
     copy_without_negative_zeros,
     dense,
 )
-from zerodrift.engine.segments.narrow_wire import NarrowWire, start_narrow_sum, sum_narrow_replicas
-from zerodrift.engine.segments.segment import FlatSegment
+from zerodrift.engine.habits.absent_parameter import CollectedGradient
+from zerodrift.engine.habits.gradient_exposure import GradientExposure
+from zerodrift.engine.narrow_wire import NarrowWire, start_narrow_sum, sum_narrow_replicas
+from zerodrift.engine.segment import FlatSegment
 from zerodrift.optim import Owned, Updater, keys_of_blocks, round_away
 from zerodrift.plan import Row, Segment
 from zerodrift.policy import Master, Update

@@ -1,1 +1,0 @@
-"""Flat segments: their storage, their gathered form, their gradients, and the buffers that gradients fill."""
