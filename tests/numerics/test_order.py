@@ -21,9 +21,9 @@ from tests.numerics.runs import config, diff, make, masters
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.comm import collectives
 from zerodrift.comm.collectives import Carrier
+from zerodrift.engine import accumulation
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.habits.determinism import seed_of
-from zerodrift.engine.segments import accumulation
 from zerodrift.errors import UnsupportedError
 
 STEPS = 2

@@ -63,7 +63,7 @@ def test_groups_have_updates_of_single_elements_alone() -> None:
     weights = [nn.Parameter(torch.zeros(2, 2))]
     with pytest.raises(UnsupportedError, match=r"`optimizer.params.maximize`: must be left out where"):
         optimizer_over("AdamW", {"maximize": True}, weights)
-    with pytest.raises(UnsupportedError, match=r"must be AdamW, Adam, SGD or Lion where"):
+    with pytest.raises(UnsupportedError, match=r"must be AdamW, Adam, SGD or Lion if"):
         optimizer_over("Muon", {}, weights)
 
 

@@ -42,16 +42,29 @@ def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
     with raise_on_all_ranks(comm):
         try:
             return work()
-        except ZerodriftError as error:
-            raise CheckpointError.joined([error]) from error
         except Exception as error:
-            raise CheckpointError("checkpoint", "must be read and written", got=said(error)) from error
+            raise _as_checkpoint_error(error) from error
 
 
 def on_rank_0(comm: Collectives, work: Callable[[], T]) -> T:
     """Do work on rank 0 and return its result on every rank; if it fails, all ranks raise its error."""
-    made = everywhere(comm, work if comm.mesh.rank() == 0 else lambda: None)
-    return comm.broadcast_object(made, 0)
+    made: Any = None
+    if comm.mesh.rank() == 0:
+        try:
+            made = work()
+        except Exception as error:
+            made = _as_checkpoint_error(error)
+    sent: Any = comm.broadcast_object(made, 0)
+    if isinstance(sent, CheckpointError):
+        raise sent
+    result: T = sent
+    return result
+
+
+def _as_checkpoint_error(error: Exception) -> CheckpointError:
+    if isinstance(error, ZerodriftError):
+        return CheckpointError.joined([error])
+    return CheckpointError("checkpoint", "must be read and written", got=said(error))
 
 
 def over_ranks(comm: Collectives, numbers: np.ndarray) -> np.ndarray:
@@ -214,5 +227,5 @@ def _refused(error: Exception, where: Path) -> ZerodriftError:
     refused = refusal(error)
     if refused is None:
         return CheckpointError(where, "must be written", got=said(error))
-    of = unwritable(where, refused)
-    return CheckpointError(of.where, of.must, got=of.got, do=f"{of.do} Earlier checkpoints are whole.")
+    no = unwritable(where, refused)
+    return CheckpointError(no.where, no.must, got=no.got, do=f"{no.do} Earlier checkpoints are whole.")

@@ -14,7 +14,7 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, get_args
@@ -370,8 +370,8 @@ def _axes(
         # Every rank builds the groups of every line, in one order. torch can also build a group among its
         # members alone, but names it so that one built after a `stop` meets the addresses that the first left
         # in the store, and hangs.
-        for line in dict.fromkeys(_line(shape, other, name) for other in range(shape.world)):
-            if line not in groups and len(line) > 1:
+        for line in _lines(shape, name):
+            if line not in groups:
                 group = dist.new_group(list(line), timeout=timedelta(seconds=timeout))
                 if rank in line:
                     created.append(group)
@@ -379,6 +379,17 @@ def _axes(
         groups.setdefault(mine, (None, CollectiveLog(mine)))
         axes[name] = Axis(name, mine, mine.index(rank), *groups[mine])
     return axes
+
+
+def _lines(shape: MeshShape, axis: AxisName) -> Iterator[range]:
+    """Yield the lines of an axis that need a group, in the order of their first ranks."""
+    seen: set[int] = set()
+    for rank in range(shape.world if len(_line(shape, 0, axis)) > 1 else 0):
+        if rank not in seen:
+            line = _line(shape, rank, axis)
+            seen.update(line)
+            if len(line) > 1:
+                yield line
 
 
 def _line(shape: MeshShape, rank: int, axis: AxisName) -> range:
