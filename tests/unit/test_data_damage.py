@@ -221,8 +221,7 @@ def test_a_damaged_cache_is_never_learned_from(tmp_path: Path) -> None:
             file.write_bytes(content)
             caught += _is_caught(tmp_path, written, whole)
         file.unlink()
-        if name != INDEX:  # without that it is not there, and made anew
-            assert _is_caught(tmp_path, written, whole)
+        assert _is_caught(tmp_path, written, whole) is (name != INDEX), "without its index it is made anew"
         file.write_bytes(before)
     assert caught > 85
 

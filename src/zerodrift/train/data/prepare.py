@@ -173,7 +173,7 @@ class _Maker:
         with locked(self.cache / f"{key}.lock") as is_alone:
             if not (folder / INDEX).is_file():
                 if is_alone:  # folders that killed processes left incomplete
-                    for left in filter(Path.is_dir, folder.parent.glob(f"{folder.name}.*")):
+                    for left in filter(Path.is_dir, folder.parent.glob(f"{folder.name}*")):
                         shutil.rmtree(left, ignore_errors=True)
                 _make_blocks(folder, files, share, data, self.tokenizer, kind)
                 now = _stamps(files)
