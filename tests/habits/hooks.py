@@ -65,6 +65,23 @@ READERS: dict[str, Any] = {
 }
 
 
+def hooks_of_a_block_that_runs_alone(loop: Loop) -> None:
+    """Read a block's weight after it has run by itself; then before, and the head's before the model runs."""
+    net = loop.train(Net())
+    block = net.module.blocks[1]
+
+    def look(module: nn.Module, *called: Any) -> None:
+        loop.see("weight", module.up.weight)
+
+    block.register_forward_hook(look)
+    loop.see("alone", block(loop.data(0)))
+    block.register_forward_pre_hook(look, prepend=True)
+    read_head = lambda module, args: loop.see("head", module.head.weight)  # noqa: E731
+    net.module.register_forward_pre_hook(read_head, prepend=True)
+    fit(loop, net)
+    loop.see("alone", block(loop.data(1)))
+
+
 @with_hooks
 def a_hook_that_changes_input_and_output(module: nn.Module, seen: list[Any]) -> None:
     """Patch activations: the results of a hook replace input and output."""
