@@ -196,9 +196,16 @@ def test_other_launchers_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_optimizers_come_as_functions_or_not_at_all() -> None:
-    engine, made, *_ = make(BARE, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    assert made.param_groups[0]["lr"] == 0.1 and engine.get_lr() == [0.1]
-    engine.destroy()
+    blocks = {**CONFIG, "scheduler": {"type": "WarmupLR"}}
+    passed = {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+    for config in (BARE, blocks):  # blocks beside objects are ignored, as in DeepSpeed
+        make_sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+        engine, made, *_ = make(config, optimizer=make_sgd, **passed)
+        policy = engine.running.plan.policy
+        assert (policy.optimizer, policy.schedule) == (None, None)
+        assert made.param_groups[0]["lr"] == 0.1 and engine.get_lr() == [0.1]
+        engine.destroy()
+    assert {"optimizer", "scheduler"} <= dict(policy.ignored).keys()
     engine, made, *_ = make(BARE)
     assert made is None
     with pytest.raises(UnsupportedError, match="must have an optimizer"):
@@ -213,6 +220,7 @@ def test_groups_of_parameters_keep_their_numbers() -> None:
     ]
     engine, optimizer, *_ = make(model=net, model_parameters=groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    assert engine.running.plan.policy.optimizer.type == "AdamW"
     assert changed(engine) == {"0.weight", "2.weight"}
     engine.destroy()
     net = model()
@@ -370,22 +378,6 @@ def test_a_second_run_replaces_the_tags_of_the_first(tmp_path: Path) -> None:
 
 
 # --- what others reach for ----------------------------------------------------------------------------------
-
-
-def test_keys_with_dots_are_the_keys_that_they_name(caplog: pytest.LogCaptureFixture) -> None:
-    written = {
-        **CONFIG,
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": 5, "stage3_prefetch_bucket_size": "auto"},
-        "zero_optimization.reduce_bucket_size": 1024,
-        "zero_optimization.stage3_prefetch_bucket_size": 0.9 * 1024,
-        "bf16.enabled": True,
-    }
-    before = copy.deepcopy(written)
-    engine, *_ = make(written)
-    assert written == before and engine.bfloat16_enabled()
-    sizes = {"reduce_bucket_size": 5, "stage3_prefetch_bucket_size": 921.6}
-    assert engine.config["zero_optimization"] == {"stage": 3, **sizes}
-    assert "`zero_optimization.reduce_bucket_size: 1024` is in its block as 5, which holds" in caplog.text
 
 
 @pytest.mark.parametrize(("stage", "mode"), [(0, {}), (0, {"bf16": {"enabled": True}}), (1, {})])

@@ -8,7 +8,6 @@ Invariant: all ranks refuse the same arguments, before anything is allocated.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -18,8 +17,8 @@ import torch
 from torch import nn
 
 from zerodrift.alias import run_settings
+from zerodrift.api import FROM_BLOCK, print_plan
 from zerodrift.api import initialize as make_engine
-from zerodrift.api import print_plan
 from zerodrift.comm import raise_on_all_ranks
 from zerodrift.config import Config, load, shown
 from zerodrift.deepspeed.checkpointed_engine import tag_validation
@@ -73,7 +72,7 @@ def initialize(  # DeepSpeed's thirteen parameters
         with with_additions(passed) as written:
             built = _build_optimizer(optimizer, model_parameters, model, written)
             schedule = _torch_class(written, "scheduler") if lr_scheduler is None else lr_scheduler
-            loaded = load(_without_drop_in_keys(written))
+            loaded = load({k: v for k, v in written.items() if k not in (MANAGED, *MONITORS)})
             tag_validation(written)  # an error now, not at the first checkpoint
             curves = get_monitor_config(written)
             has_optimizer = built is not None or loaded.optimizer is not None
@@ -128,7 +127,9 @@ def _build_optimizer(
     block = written.get("optimizer")
     if not block or parameters is None or _is_everything(parameters, model):
         return None
-    return optimizer_over(block.get("type", ""), dict(block.get("params") or {}), parameters)
+    made = optimizer_over(block.get("type", ""), dict(block.get("params") or {}), parameters)
+    setattr(made, FROM_BLOCK, True)
+    return made
 
 
 def _torch_class(written: Mapping[str, Any], key: str) -> Callable[[Any], Any] | None:
@@ -149,16 +150,6 @@ def _torch_class(written: Mapping[str, Any], key: str) -> Callable[[Any], Any] |
             raise ConfigError(f"{key}.params", must, got=first_line(error)) from error
 
     return make
-
-
-def _without_drop_in_keys(written: dict[str, Any]) -> dict[str, Any]:
-    """Return the config without the keys of the drop-in: torch's classes are passed as objects, and
-    monitors write their curves beside the engine."""
-    dropped = {MANAGED, *MONITORS, *(key for key in TORCH_CLASSES if _torch_class(written, key) is not None)}
-    kept = copy.copy(written)  # keeps the record of keys that were written twice
-    for key in dropped & written.keys():
-        del kept[key]
-    return kept
 
 
 def _listed(given: Any) -> list[Any]:
