@@ -126,6 +126,12 @@ LOSSY = {**CONFIG, "zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_
 NO_SIZE = {"optimizer": CONFIG["optimizer"]}
 CYCLE: dict[str, Any] = {}
 CYCLE["itself"] = CYCLE
+
+
+def with_groups(params: Any) -> Any:
+    return make({**BARE, "optimizer": {"type": "Adam", "params": params}}, model_parameters=[{"params": []}])
+
+
 OF_ARGUMENTS: list[tuple[type[Exception], str, Any]] = [
     (MeshError, "dist_init_required", lambda: make(dist_init_required=False)),
     (UnsupportedError, "`mpu`", lambda: make(mpu=MPU)),
@@ -133,6 +139,9 @@ OF_ARGUMENTS: list[tuple[type[Exception], str, Any]] = [
     (ConfigError, r"zero_optimization.stagge", lambda: make({**CONFIG, "zero_optimization.stagge": 3})),
     (UnsupportedError, "bias_correction", lambda: FUSED(model().parameters(), bias_correction=False)),
     (ConfigError, "train_micro_batch_size_per_gpu", lambda: make(NO_SIZE, training_data=DATA)),
+    (ConfigError, r"`optimizer.params.lr`: must be a number", lambda: with_groups({"lr": "1e-3"})),
+    (ConfigError, r"`optimizer.params`: must be a block", lambda: with_groups([1])),
+    (UnsupportedError, r"`model_parameters`: must hold", lambda: make(model_parameters="head")),
 ]
 OF_AN_ENGINE: list[tuple[type[Exception], str, Any]] = [
     (UnsupportedError, r"`engine.compile`.*`schedule`", lambda e: e.compile(schedule=[(0, [])])),

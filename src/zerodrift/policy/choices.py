@@ -161,7 +161,7 @@ def decide_optimizer(
     decisions = []
     kind = None if block is None else TYPES.get(block.type.lower())
     if block is not None and kind is None:
-        other = "Any other elementwise optimizer: build it and pass it to `zerodrift.initialize`, in Python."
+        other = "Any other elementwise optimizer: build it and pass it to `initialize`, in Python."
         _refuse_type("optimizer", block.type, TYPES.values(), TORCH_OPTIMIZERS, other, problems)
     elif block is not None and kind is not None:
         spec = ComponentSpec(kind, numbers.params("optimizer.params", kind, block.params))
@@ -203,7 +203,7 @@ def decide_schedule(
         return None
     kind = ALIASES.get(config.scheduler.type, config.scheduler.type)
     if kind not in SCHEDULES:
-        other = "Any torch scheduler: build it and pass it to `zerodrift.initialize`, in Python."
+        other = "Any torch scheduler: build it and pass it to `initialize`, in Python."
         _refuse_type("scheduler", kind, SCHEDULES, TORCH_SCHEDULES, other, problems)
         return None
     params = numbers.params("scheduler.params", kind, config.scheduler.params)
