@@ -58,9 +58,6 @@ def hooks_that_read_weights(loop: Loop, put: Callable[[nn.Module, Callable[..., 
 
 READERS: dict[str, Any] = {
     "a_hook_that_reads_weights": lambda block, look: block.register_forward_pre_hook(look),
-    "a_hook_in_front_that_reads_weights": lambda block, look: block.register_forward_pre_hook(
-        look, prepend=True
-    ),
     "a_backward_hook_that_reads_weights": lambda block, look: block.register_full_backward_pre_hook(look),
 }
 

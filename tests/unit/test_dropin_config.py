@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import enum
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,8 @@ import pytest
 
 import zerodrift
 from zerodrift.deepspeed.config import written_config
+from zerodrift.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum as Device
 from zerodrift.errors import ConfigError
-
-
-class Device(str, enum.Enum):
-    none = "none"
-    cpu = "cpu"
 
 
 @pytest.mark.parametrize(
@@ -34,8 +29,7 @@ class Device(str, enum.Enum):
 )
 def test_offload_in_every_spelling(zero: dict[str, Any], offloads: bool) -> None:
     written = {**zero, "stage": 3}
-    found = zerodrift.load({"zero_optimization": written})
-    policy = zerodrift.resolve(found, zerodrift.MeshShape(shard=2))
+    policy = zerodrift.resolve({"zero_optimization": written}, zerodrift.MeshShape(shard=2))
     assert policy.sharding.offload is offloads
     assert written == {**zero, "stage": 3}  # what the caller has is as it was
 
