@@ -104,9 +104,8 @@ def initialize(
 
     _require_instances(model, optimizer)
     loaded = load(config, overrides)
-    passed = {"optimizer": optimizer, "scheduler": schedule}
-    for name in (name for name, given in passed.items() if given is not None):
-        if not hasattr(passed[name], FROM_BLOCK):
+    for name, given in (("optimizer", optimizer), ("scheduler", schedule)):
+        if given is not None and not hasattr(given, FROM_BLOCK):
             loaded = without_block(loaded, name, "one was passed to `initialize`, which is used")
     if optimizer is not None:
         declare(

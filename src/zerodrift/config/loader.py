@@ -85,9 +85,7 @@ def nest(tree: Tree) -> list[KeyUse]:
         *blocks, last = key.split(".")
         place: Any = tree
         for block in blocks:
-            if place.get(block) is None:
-                place[block] = {}
-            place = place[block]
+            place[block] = place = {} if place.get(block) is None else place[block]
             if not isinstance(place, dict):
                 break
         else:
