@@ -20,7 +20,7 @@ from zerodrift.alias import run_settings
 from zerodrift.api import FROM_BLOCK, print_plan
 from zerodrift.api import initialize as make_engine
 from zerodrift.comm import raise_on_all_ranks
-from zerodrift.config import Config, Optimizer, Scheduler, load, shown
+from zerodrift.config import Config, Optimizer, Scheduler, load, shown, without_torch_classes
 from zerodrift.deepspeed.checkpointed_engine import tag_validation
 from zerodrift.deepspeed.config import MANAGED, with_additions, written_config
 from zerodrift.deepspeed.engine import DeepSpeedEngine, end_engine, end_engines_of
@@ -78,7 +78,8 @@ def initialize(  # DeepSpeed's thirteen parameters
             has_optimizer = built is not None or loaded.optimizer is not None
             schedule = schedule if has_optimizer else None
             end_engines_of(model)
-            engine = make_engine(model, built, loaded, schedule=schedule, quiet=True)
+            planned = without_torch_classes(loaded)
+            engine = make_engine(model, built, planned, schedule=schedule, quiet=True)
             try:
                 updates = (row.columns.update for row in engine.plan.rows)
                 require_states(built, [update.state.dtype for update in updates if update is not None])
