@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from zerodrift import versions
-from zerodrift.config import ConfigSource, load
+from zerodrift.config import ConfigSource, load, without_block
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, UnsupportedError, kind_of
 from zerodrift.model import ModelSpec, describe
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from zerodrift.comm import Mesh
     from zerodrift.engine import Engine, ValueSources
     from zerodrift.pipeline import Parts
+
+FROM_BLOCK = "_zerodrift_from_block"
+"""An attribute of an optimizer that the drop-in has made from the config's block, over parameter groups."""
 
 
 def make_plan(
@@ -82,10 +85,10 @@ def initialize(
 
     The engine joins the ranks of torchrun or of a running torch.distributed; otherwise it has one rank.
     `optimizer` is built over `model.parameters()` as usual; without one, the config's `optimizer` block is
-    used. `schedule` is a torch scheduler, or a function that makes one from an optimizer. `elementwise`
-    declares how an optimizer that zerodrift does not know updates: True if an element's update depends on
-    that element alone, so that it can step shards; False if it steps every tensor separately and needs it
-    whole.
+    used. `schedule` is a torch scheduler, or a function that makes one from an optimizer, in place of the
+    config's `scheduler` block. `elementwise` declares how an optimizer that zerodrift does not know updates:
+    True if an element's update depends on that element alone, so that it can step shards; False if it steps
+    every tensor separately and needs it whole.
 
     `weights` is a folder of a `transformers` model, a `.safetensors` file or an index. Every rank reads its
     own slices. Missing and unexpected names are an error unless `strict` is False or has a glob for them. A
@@ -101,6 +104,9 @@ def initialize(
 
     _require_instances(model, optimizer)
     loaded = load(config, overrides)
+    for name, given in (("optimizer", optimizer), ("scheduler", schedule)):
+        if given is not None and not hasattr(given, FROM_BLOCK):
+            loaded = without_block(loaded, name, "one was passed to `initialize`, which is used")
     if optimizer is not None:
         declare(
             optimizer, loaded.zero_allow_untested_optimizer or None if elementwise is None else elementwise

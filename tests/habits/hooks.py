@@ -58,11 +58,25 @@ def hooks_that_read_weights(loop: Loop, put: Callable[[nn.Module, Callable[..., 
 
 READERS: dict[str, Any] = {
     "a_hook_that_reads_weights": lambda block, look: block.register_forward_pre_hook(look),
-    "a_hook_in_front_that_reads_weights": lambda block, look: block.register_forward_pre_hook(
-        look, prepend=True
-    ),
     "a_backward_hook_that_reads_weights": lambda block, look: block.register_full_backward_pre_hook(look),
 }
+
+
+def hooks_of_a_block_that_runs_alone(loop: Loop) -> None:
+    """Read a block's weight after it has run by itself; then before, and the head's before the model runs."""
+    net = loop.train(Net())
+    block = net.module.blocks[1]
+
+    def look(module: nn.Module, *called: Any) -> None:
+        loop.see("weight", module.up.weight)
+
+    block.register_forward_hook(look)
+    loop.see("alone", block(loop.data(0)))
+    block.register_forward_pre_hook(look, prepend=True)
+    read_head = lambda module, args: loop.see("head", module.head.weight)  # noqa: E731
+    net.module.register_forward_pre_hook(read_head, prepend=True)
+    fit(loop, net)
+    loop.see("alone", block(loop.data(1)))
 
 
 @with_hooks

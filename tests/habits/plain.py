@@ -175,7 +175,10 @@ class Plain:
         return block if hasattr(block, "step") else block(given)
 
     def _with_gradient(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._parameters.values() if parameter.grad is not None]
+        """Return the parameters that the step updates."""
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        named = self._parameters.items()
+        return [p for name, p in named if p.grad is not None and id(self._masters[name]) in held]
 
     def _local(self, name: str, parameter: nn.Parameter) -> Tensor:
         """Return this rank's gradient; a parameter without one counts as zero."""

@@ -1,8 +1,7 @@
-"""Scripts about names in a config, schedules, and mistakes in configs and calls."""
+"""Scripts about names in a config, and mistakes in configs and calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,48 +83,9 @@ def checkpoints_that_are_missing(loop: Loop) -> None:
     fit(loop, engine, steps=1, seed=1)
 
 
-# --- schedules ----------------------------------------------------------------------------------------------
-
-
-MAKES: dict[str, Callable[[Any, Any], Any]] = {
-    "WarmupLR": lambda s, o: s.WarmupLR(o, 1e-3, 1e-2, 4, "linear"),
-    "WarmupDecayLR": lambda s, o: s.WarmupDecayLR(o, 6, 1e-3, 1e-2, 3),
-    "WarmupCosineLR": lambda s, o: s.WarmupCosineLR(o, 6, 0.1, 3),
-    "OneCycle": lambda s, o: s.OneCycle(o, 1e-3, 1e-2, cycle_first_step_size=2),
-    "LRRangeTest": lambda s, o: s.LRRangeTest(o, 1e-3, 2, 1.0),
-}
-
-READ = {
-    "WarmupLR": "warmup_num_steps warmup_type min_lrs max_lrs delta_lrs inverse_log_warm_up",
-    "WarmupDecayLR": "warmup_num_steps warmup_type total_num_steps min_lrs max_lrs",
-    "WarmupCosineLR": "warmup_num_steps warmup_type total_num_steps cos_min_ratio warmup_min_ratio",
-    "OneCycle": "step_ratio total_size first_step_size second_step_size min_lrs max_lrs",
-    "LRRangeTest": "step_size step_rate staircase min_lr",
-}
-
-
-def a_tensor_stays_a_tensor(loop: Loop) -> None:
-    """Step every schedule over a tensor: the rate stays the same object, with a new value."""
-    from_here = loop.deepspeed.runtime.lr_schedules
-    for name, make in MAKES.items():
-        rate = torch.tensor(0.01)
-        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=rate, foreach=False)
-        schedule = make(from_here, optimizer)
-        rates = []
-        for _ in range(8):
-            optimizer.step()
-            schedule.step()
-            rates.append(float(optimizer.param_groups[0]["lr"]))
-        loop.see(name, rates)
-        assert optimizer.param_groups[0]["lr"] is rate
-        loop.see(f"{name} last", [float(last) for last in schedule.get_last_lr()])
-        loop.see(f"{name} read", {key: getattr(schedule, key) for key in READ[name].split()})
-
-
 HABITS = habits_of(
     globals(),
     Habit(schedules_of_torchs, alike=(0,), why="its optimizer is none to torch's schedules"),
     Habit(mistakes_in_a_config, stages=(0,), own=True),
     Habit(checkpoints_that_are_missing, alike=(1, 2, 3), why="stage 0 saves no weights to read", own=True),
-    Habit(a_tensor_stays_a_tensor, stages=(0,)),
 )

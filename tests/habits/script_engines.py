@@ -221,13 +221,11 @@ def files(loop: Loop) -> None:
 
 
 def parameters_with_names(loop: Loop) -> None:
-    """Pass `model_parameters=model.named_parameters()`, of all and of a part."""
+    """Pass `model_parameters=model.named_parameters()`, of all and of a part, which alone is clipped."""
     for part in ("", "head"):
         net = Seeded()
-        named = [(name, p) for name, p in net.named_parameters() if name.startswith(part)]
-        for name, parameter in net.named_parameters():
-            parameter.requires_grad_(name.startswith(part))
-        fit(loop, loop.train(net, model_parameters=iter(named), optimizer=ADAMW), steps=3)
+        named = iter([(name, p) for name, p in net.named_parameters() if name.startswith(part)])
+        fit(loop, loop.train(net, model_parameters=named, gradient_clipping=0.1), steps=3)
 
 
 REVERTS = "its masters do not follow, and the next step puts the old weights back; stage 3 raises"
@@ -258,5 +256,6 @@ HABITS = habits_of(
     Habit(an_optimizer_that_goes_back, stages=ZERO),
     Habit(what_is_in_client_state, stages=(0, 3), own=True),
     Habit(weights_from_a_checkpoint, alike=(1, 2), why="stage 0 saves none, stage 3 loads into no slices"),
+    Habit(parameters_with_names, alike=(1, 2, 3), why="stage 0 clips by the norm of the whole model"),
     Habit(what_is_asserted, alike=BELOW_3[:2], why="`no_sync` itself is asserted", own=True),
 )

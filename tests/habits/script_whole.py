@@ -47,14 +47,8 @@ def arguments_a_file_and_a_loader(loop: Loop) -> None:
     loop.see("norms, rates", [norms, rates, engine.schedule.get_last_lr()])
     loop.see("counts", [engine.global_steps, engine.global_samples, len(engine.loader)])
     assert sum(losses[-3:]) < sum(losses[:3])
-    assert (
-        rates[0] == 0.0
-        and rates[-1] == engine.optimizer.param_groups[0]["lr"]
-        and abs(rates[-1] - 1e-2) < 1e-9
-    )
-    assert (
-        engine.global_steps == 2 * len(engine.loader) == engine.global_samples // (4 * dist.get_world_size())
-    )
+    assert rates[0] == 0.0 and abs(rates[-1] - 1e-2) < 1e-9
+    assert engine.global_samples == 4 * dist.get_world_size() * 2 * len(engine.loader)
 
 
 def boundaries_that_the_script_sets(loop: Loop) -> None:

@@ -206,11 +206,8 @@ def test_what_a_state_dict_takes_between_uses_has_no_values(tmp_path: Path) -> N
     value = entries[name]
     assert value.cpu().clone().half().view(2, 4)[1].shape == (4,) and copy.deepcopy(entries).keys()
     assert torch.stack([value, torch.zeros(8)]).dtype == torch.float32
-    file, there, plain = (
-        tmp_path / str(deepspeed.comm.get_rank()),
-        torch.zeros(8),
-        nn.Parameter(torch.zeros(8)),
-    )
+    file = tmp_path / str(deepspeed.comm.get_rank())
+    there, plain = torch.zeros(8), nn.Parameter(torch.zeros(8))
     asked = {
         "item": lambda: value.sum().item(),
         "__bool__": lambda: bool(value[0] == value[0]),

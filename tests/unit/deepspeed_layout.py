@@ -34,7 +34,8 @@ def lay_out(
     archive: bool = True,
 ) -> Path:
     """Write a folder with `latest` and one tag. `scheduler` is the config's block and the state, `lr` the
-    rate that it had set. Without `archive` files are in the format that torch wrote before zips."""
+    rate that it had set. Without `archive` files are in the format that torch wrote before zips. Moments are
+    longer than masters, and stage 3 has two sub-groups."""
     tag = folder / f"global_step{step}"
     tag.mkdir(parents=True)
     (folder / "latest").write_text(tag.name)
@@ -51,14 +52,19 @@ def lay_out(
     options = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": [0]}
     for rank in range(ranks):
         flat = {key: _share(of, rank, ranks, stage) for key, of in moments.items()}
-        master = flat.pop("master")
-        base = {"state": {0: {"step": torch.tensor(float(step)), **flat}}, "param_groups": [options]}
+        cut = [-(-15 // ranks)] if stage == 3 else []
+        parts = {key: value.tensor_split(cut) for key, value in flat.items()}
+        masters = list(parts.pop("master"))
+        base: dict[str, Any] = {"state": {}, "param_groups": [options]}
+        for number in range(len(masters)):
+            longer = {key: torch.cat([part[number], torch.ones(2)]) for key, part in parts.items()}
+            base["state"][number] = {"step": torch.tensor(float(step)), **longer}
         own: dict[str, Any] = {"zero_stage": stage, "loss_scaler": None, "overflow": False}
         if stage == 3:
-            own |= {"partition_count": ranks, "optimizer_state_dict": base, "fp32_flat_groups": [master]}
+            own |= {"partition_count": ranks, "optimizer_state_dict": base, "fp32_flat_groups": masters}
         else:
             own |= {"partition_count": [ranks], "base_optimizer_state": base}
-            own |= {"single_partition_of_fp32_groups": [master]}
+            own |= {"single_partition_of_fp32_groups": masters}
         optimizer = {"optimizer_state_dict": own, "ds_config": config, "ds_version": VERSION}
         files: dict[str, Any] = {f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": optimizer}
         if stage == 3:

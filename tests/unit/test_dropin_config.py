@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import base64
-import enum
+import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import zerodrift
 from zerodrift.deepspeed.config import written_config
-from zerodrift.deepspeed.initialization import _without_drop_in_keys
+from zerodrift.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum as Device
 from zerodrift.errors import ConfigError
-
-
-class Device(str, enum.Enum):
-    none = "none"
-    cpu = "cpu"
 
 
 @pytest.mark.parametrize(
@@ -33,10 +29,22 @@ class Device(str, enum.Enum):
 )
 def test_offload_in_every_spelling(zero: dict[str, Any], offloads: bool) -> None:
     written = {**zero, "stage": 3}
-    found = written_config(None, {"zero_optimization": written}, None)
-    policy = zerodrift.resolve(zerodrift.load(found), zerodrift.MeshShape(shard=2))
+    policy = zerodrift.resolve({"zero_optimization": written}, zerodrift.MeshShape(shard=2))
     assert policy.sharding.offload is offloads
     assert written == {**zero, "stage": 3}  # what the caller has is as it was
+
+
+def test_keys_with_dots_are_the_keys_that_they_name(caplog: pytest.LogCaptureFixture) -> None:
+    zero = {"stage": 3, "reduce_bucket_size": 5, "stage3_prefetch_bucket_size": "auto"}
+    dotted = {"reduce_bucket_size": 1024, "stage3_prefetch_bucket_size": np.float32(921.5)}
+    written = {"zero_optimization": zero, **{f"zero_optimization.{key}": dotted[key] for key in dotted}}
+    written |= {"bf16.enabled": True, "train_batch_size": np.int64(8)}
+    before, loaded = copy.deepcopy(written), zerodrift.load(written)
+    found = written_config(None, written, None)
+    assert written == before and loaded.bf16 and loaded.bf16.enabled and loaded.train_batch_size == 8
+    assert found["zero_optimization"] == {**zero, "stage3_prefetch_bucket_size": 921.5}
+    (ignored,) = [use for use in loaded.keys if use.path == "zero_optimization.reduce_bucket_size"][1:]
+    assert ignored.because == "its block has 5, which holds" and ignored.because in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -65,4 +73,4 @@ def test_a_key_that_a_file_has_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"bf16": {"enabled": true}, "fp16": {}, "bf16": {}}')
     with pytest.raises(ConfigError, match="`bf16`: must be written once"):
-        zerodrift.load(_without_drop_in_keys(written_config(None, str(path), None)))
+        written_config(None, str(path), None)

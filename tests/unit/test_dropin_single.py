@@ -126,6 +126,12 @@ LOSSY = {**CONFIG, "zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_
 NO_SIZE = {"optimizer": CONFIG["optimizer"]}
 CYCLE: dict[str, Any] = {}
 CYCLE["itself"] = CYCLE
+
+
+def with_groups(params: Any) -> Any:
+    return make({**BARE, "optimizer": {"type": "Adam", "params": params}}, model_parameters=[{"params": []}])
+
+
 OF_ARGUMENTS: list[tuple[type[Exception], str, Any]] = [
     (MeshError, "dist_init_required", lambda: make(dist_init_required=False)),
     (UnsupportedError, "`mpu`", lambda: make(mpu=MPU)),
@@ -133,6 +139,9 @@ OF_ARGUMENTS: list[tuple[type[Exception], str, Any]] = [
     (ConfigError, r"zero_optimization.stagge", lambda: make({**CONFIG, "zero_optimization.stagge": 3})),
     (UnsupportedError, "bias_correction", lambda: FUSED(model().parameters(), bias_correction=False)),
     (ConfigError, "train_micro_batch_size_per_gpu", lambda: make(NO_SIZE, training_data=DATA)),
+    (ConfigError, r"`optimizer.params.lr`: must be a number", lambda: with_groups({"lr": "1e-3"})),
+    (ConfigError, r"`optimizer.params`: must be a block", lambda: with_groups([1])),
+    (UnsupportedError, r"`model_parameters`: must hold", lambda: make(model_parameters="head")),
 ]
 OF_AN_ENGINE: list[tuple[type[Exception], str, Any]] = [
     (UnsupportedError, r"`engine.compile`.*`schedule`", lambda e: e.compile(schedule=[(0, [])])),
@@ -196,9 +205,16 @@ def test_other_launchers_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_optimizers_come_as_functions_or_not_at_all() -> None:
-    engine, made, *_ = make(BARE, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    assert made.param_groups[0]["lr"] == 0.1 and engine.get_lr() == [0.1]
-    engine.destroy()
+    blocks = {**CONFIG, "scheduler": {"type": "WarmupLR"}}
+    passed = {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+    for config in (BARE, blocks):  # blocks beside objects are ignored, as in DeepSpeed
+        make_sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+        engine, made, *_ = make(config, optimizer=make_sgd, **passed)
+        policy = engine.running.plan.policy
+        assert (policy.optimizer, policy.schedule) == (None, None)
+        assert made.param_groups[0]["lr"] == 0.1 and engine.get_lr() == [0.1]
+        engine.destroy()
+    assert {"optimizer", "scheduler"} <= dict(policy.ignored).keys()
     engine, made, *_ = make(BARE)
     assert made is None
     with pytest.raises(UnsupportedError, match="must have an optimizer"):
@@ -213,11 +229,8 @@ def test_groups_of_parameters_keep_their_numbers() -> None:
     ]
     engine, optimizer, *_ = make(model=net, model_parameters=groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    assert engine.running.plan.policy.optimizer.type == "AdamW"
     assert changed(engine) == {"0.weight", "2.weight"}
-    engine.destroy()
-    net = model()
-    engine, *_ = make(model=net, model_parameters=net[2].parameters())
-    assert changed(engine) == {"2.weight", "2.bias"}, "a part is trained"
 
 
 def test_the_optimizer_is_live() -> None:
@@ -238,16 +251,8 @@ def test_the_optimizer_is_live() -> None:
         optimizer.param_groups  # noqa: B018
 
 
-def test_schedules_come_as_objects_functions_or_blocks() -> None:
-    params = {"warmup_max_lr": 0.5, "warmup_num_steps": 2, "warmup_type": "linear"}
-    engine, *_, schedule = make({**CONFIG, "scheduler": {"type": "WarmupLR", "params": params}})
-    rates = []
-    for _ in range(5):
-        rates += engine.get_lr()
-        step(engine)
-    assert rates == [0.0, 0.0, 0.25, 0.5, 0.5] and schedule is engine.lr_scheduler
-    engine.destroy()
-    engine, *_, schedule = make(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
+def test_schedules_come_as_objects_or_functions() -> None:
+    engine, *_ = make(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
     step(engine)
     assert engine.get_lr() == [pytest.approx(1e-3)]
     engine.destroy()
@@ -370,22 +375,6 @@ def test_a_second_run_replaces_the_tags_of_the_first(tmp_path: Path) -> None:
 
 
 # --- what others reach for ----------------------------------------------------------------------------------
-
-
-def test_keys_with_dots_are_the_keys_that_they_name(caplog: pytest.LogCaptureFixture) -> None:
-    written = {
-        **CONFIG,
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": 5, "stage3_prefetch_bucket_size": "auto"},
-        "zero_optimization.reduce_bucket_size": 1024,
-        "zero_optimization.stage3_prefetch_bucket_size": 0.9 * 1024,
-        "bf16.enabled": True,
-    }
-    before = copy.deepcopy(written)
-    engine, *_ = make(written)
-    assert written == before and engine.bfloat16_enabled()
-    sizes = {"reduce_bucket_size": 5, "stage3_prefetch_bucket_size": 921.6}
-    assert engine.config["zero_optimization"] == {"stage": 3, **sizes}
-    assert "`zero_optimization.reduce_bucket_size: 1024` is in its block as 5, which holds" in caplog.text
 
 
 @pytest.mark.parametrize(("stage", "mode"), [(0, {}), (0, {"bf16": {"enabled": True}}), (1, {})])

@@ -14,6 +14,7 @@ from zerodrift.config import fields
 from zerodrift.config.loader import load
 from zerodrift.config.schema import Config
 from zerodrift.dtypes import DType
+from zerodrift.errors import ConfigError
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -115,8 +116,8 @@ def test_a_misspelt_key_of_a_rule_is_told_once_and_a_dotted_key_is_to_be_nested(
     assert problems(rule(match="a", redcue="fp32")) == [
         f"`{place}.redcue`: must be a key of `{place}`. Did you mean `reduce`?"
     ]
-    (message,) = problems({"zero_optimization.stage": 3})
-    assert "must be a key of " in message and "Nest it: `zero_optimization` > `stage`." in message
+    with pytest.raises(ConfigError, match="Nest it: `zero_optimization` > `stage`"):
+        Config(**{"zero_optimization.stage": 3})
 
 
 # --- unknown keys -----------------------------------------------------------------------------------

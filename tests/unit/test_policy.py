@@ -415,6 +415,11 @@ AUTOCAST = {"enabled": True, "dtype": "bf16"}
         ({"precision": {"mode": "fp32"}, "torch_autocast": {"enabled": True}}, "precision.mode"),
         (config(precision=LOW_MODE, torch_autocast={"enabled": False}), "torch_autocast.enabled"),
         (config(precision=LOW_MODE, torch_autocast={"dtype": "fp16"}), "torch_autocast.dtype"),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 4.0}, "gradient_predivide_factor"),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "none"}}},
+            "zero_optimization.cpu_offload",
+        ),
     ],
     ids=str,
 )

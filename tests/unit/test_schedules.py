@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import operator
 import re
 from typing import Any
 
@@ -31,26 +32,38 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("OneCycle", {**CYCLE, "cycle_first_step_size": 6}),
     ("OneCycle", {**CYCLE, **STAIRS, **FALLING}),
 ]
+READ = {
+    "WarmupLR": "warmup_num_steps warmup_type min_lrs max_lrs delta_lrs inverse_log_warm_up",
+    "WarmupDecayLR": "warmup_num_steps warmup_type total_num_steps min_lrs max_lrs",
+    "WarmupCosineLR": "warmup_num_steps warmup_type total_num_steps cos_min_ratio warmup_min_ratio",
+    "OneCycle": "step_ratio total_size first_step_size second_step_size min_lrs max_lrs",
+    "LRRangeTest": "step_size step_rate staircase min_lr",
+}
+"""Schedule -> attributes that scripts read."""
 
 
 def optimizer() -> torch.optim.Optimizer:
     return torch.optim.AdamW({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.05, 0.1))
 
 
-def run(module: Any, kind: str, params: dict[str, Any], steps: int = 30) -> list[Any]:
-    """Return rates and betas of every group before each step."""
+def run(module: Any, kind: str, params: dict[str, Any], steps: int = 30, tensors: bool = False) -> list[Any]:
+    """Return rates and betas of every group before each step. A rate that is a tensor stays that tensor."""
     owner = optimizer()
+    for group in owner.param_groups if tensors else ():
+        group["lr"] = torch.tensor(group["lr"])
+    rates = [group["lr"] for group in owner.param_groups]
     schedule = getattr(module, kind)(owner, **params)
     seen = []
     for _ in range(steps):
-        seen.append([(group["lr"], *group["betas"]) for group in owner.param_groups])
+        seen.append([(float(group["lr"]), *group["betas"]) for group in owner.param_groups])
         schedule.step()
-    assert schedule.get_last_lr() == [group["lr"] for group in owner.param_groups]
-    return seen
+    last = [group["lr"] for group in owner.param_groups]
+    assert schedule.get_last_lr() == last and (not tensors or all(map(operator.is_, last, rates)))
+    return [*seen, {key: getattr(schedule, key) for key in READ[kind].split()}]
 
 
 def flat(seen: list[Any]) -> list[float]:
-    return [number for step in seen for group in step for number in group]
+    return [number for step in seen[:-1] for group in step for number in group]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -58,7 +71,15 @@ def flat(seen: list[Any]) -> list[float]:
 def test_every_step_is_deepspeeds(kind: str, params: dict[str, Any]) -> None:
     from deepspeed.runtime import lr_schedules as theirs
 
-    assert flat(run(mine, kind, params)) == pytest.approx(flat(run(theirs, kind, params)), rel=1e-12)
+    for tensors in (False, True):
+        found, expected = (run(each, kind, params, tensors=tensors) for each in (mine, theirs))
+        assert flat(found) == pytest.approx(flat(expected), rel=1e-6 if tensors else 1e-12)
+        assert tensors or found[-1] == expected[-1]
+
+
+@pytest.mark.parametrize(("kind", "params"), CASES)
+def test_a_rate_that_is_a_tensor_stays_one(kind: str, params: dict[str, Any]) -> None:
+    assert flat(run(mine, kind, params, tensors=True)) == pytest.approx(flat(run(mine, kind, params)))
 
 
 WSD = {"num_training_steps": 22, "num_warmup_steps": 4, "num_decay_steps": 7, "min_lr_ratio": 0.1}
@@ -143,6 +164,6 @@ def test_wrong_arguments_are_named(kind: str, params: dict[str, Any], told: str)
 
 def test_the_first_two_updates_of_a_warm_up_run_at_its_minimum() -> None:
     seen = run(mine, "WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}, 7)
-    assert [step[0][0] for step in seen] == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    assert [step[0][0] for step in seen[:-1]] == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     for kind in mine.VALID_LR_SCHEDULES:  # a config and a script get the same classes
         assert getattr(lr_schedules, kind) is mine.SCHEDULES[kind]

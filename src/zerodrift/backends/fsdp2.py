@@ -116,8 +116,9 @@ class FullyShardExecutor(Executor):
         """Return the norm. A gradient that is the same on several ranks counts on one of them."""
         self.drop()
         self.backwards.flush()
+        held = () if self.updater is None else self.updater.group_of
         gradients = [(member, member.gradient()) for member in self._trained]
-        counted = [gradient for member, gradient in gradients if member.counts(self.comm.mesh)]
+        counted = [g for member, g in gradients if member.counts(self.comm.mesh) and member.row.name in held]
         order, self.backwards.checksum = self.backwards.checksum, 0
         agreement = RankAgreement(order, rates=learning_rates(self.updater))
         return global_norm(counted, self.comm, self._progress.unscale, agreement)

@@ -6,8 +6,15 @@ from zerodrift.faces import face
 
 if TYPE_CHECKING:
     from zerodrift.config import fields, schema
-    from zerodrift.config.loader import Additions, ConfigSource, is_path, load, without_torch_classes
-    from zerodrift.config.parser import parse_json, read
+    from zerodrift.config.loader import (
+        Additions,
+        ConfigSource,
+        load,
+        nest,
+        without_block,
+        without_torch_classes,
+    )
+    from zerodrift.config.parser import parse_json
     from zerodrift.config.plain_tree import collect_written, join, override, plain, shown
     from zerodrift.config.schema import (
         BackendName, Bf16, Config, DataTypes, Experts, Flag, Fp16, MatrixProducts, Natural, NonNegativeFloat,

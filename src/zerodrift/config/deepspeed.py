@@ -158,12 +158,9 @@ refused device: parameters rest on their device, which changes no value: stage 3
     without effect: "cpu"
 ignored nvme_path buffer_count buffer_size max_in_cpu pin_memory: parameters rest on their device
 [zero_optimization]
-refused cpu_offload: DeepSpeed deprecated this spelling
-    instead: Write `"offload_optimizer": {"device": "cpu"}`.
-refused cpu_offload_param: parameters rest on their device
-    instead: Stage 3 shards them over all ranks; `offload_optimizer` moves master and state to the host.
-refused cpu_offload_use_pin_memory: DeepSpeed deprecated this spelling
-    instead: Write `"offload_optimizer": {"device": "cpu", "pin_memory": true}`.
+used cpu_offload: the older spelling of `"offload_optimizer": {"device": "cpu"}`
+ignored cpu_offload_param: parameters rest on their device
+ignored cpu_offload_use_pin_memory: transfer buffers are page-locked, and other memory stays on the host
 [top level]
 ignored aio.*: nothing is offloaded to NVMe
 

@@ -34,7 +34,7 @@ _REMEDIES = {
 }
 
 
-def is_path(key: str) -> bool:
+def _is_path(key: str) -> bool:
     """Return True if the text is the full path of a known key."""
     return deepspeed.find(key) is not None or key in paths_of(KEYS)
 
@@ -69,25 +69,54 @@ def load(source: ConfigSource | None, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError("config", "must be given", got="none", do=do)
     written = collect_written(source) if isinstance(source, Config) else source
     heading, tree, problems = tree_of(written, "config")
+    left_over = nest(tree)
     override(tree, [overrides] if isinstance(overrides, str) else overrides, problems)
     walk = TreeReader(KEYS, problems)
     used = walk.select_used(tree)
     problems.raise_as(ConfigError, heading)
-    return Config.model_validate(used).with_keys(walk.uses)
+    return Config.model_validate(used).with_keys((*walk.uses, *left_over))
+
+
+def nest(tree: Tree) -> list[KeyUse]:
+    """Move top-level keys such as `zero_optimization.stage`, which accelerate and TRL write, into their
+    blocks. Return the keys that are ignored, because their blocks hold other values."""
+    ignored = []
+    for key in [key for key in tree if "." in key and _is_path(key)]:
+        *blocks, last = key.split(".")
+        place: Any = tree
+        for block in blocks:
+            place[block] = place = {} if place.get(block) is None else place[block]
+            if not isinstance(place, dict):
+                break
+        else:
+            value = tree.pop(key)
+            if place.get(last) in (None, "auto"):
+                place[last] = value
+            elif place[last] != value:
+                because = f"its block has {shown(place[last])}, which holds"
+                ignored.append(KeyUse(key, value, "ignored", because))
+    return ignored
+
+
+def without_block(config: Config, name: str, because: str) -> Config:
+    """Return a config without its `optimizer` or `scheduler` block, which is listed as ignored."""
+    block = getattr(config, name)
+    if block is None:
+        return config
+    uses = [use for use in config.keys if not use.path.startswith(f"{name}.")]
+    uses.append(KeyUse(name, block.type, "ignored", because))
+    return config.model_copy(update={name: None}).with_keys(uses)
 
 
 def without_torch_classes(config: Config) -> Config:
     """Return a config as `zerodrift run` plans it: without the blocks whose classes torch makes."""
     for name, only_torch in (("optimizer", TORCH_OPTIMIZERS), ("scheduler", TORCH_SCHEDULES)):
-        block = getattr(config, name)
-        if block is None or block.type not in only_torch:
-            continue
-        because = (
-            f"`{block.type}` is torch's: `zerodrift run` makes and steps it, and the plan does not know it"
-        )
-        uses = [use for use in config.keys if not use.path.startswith(f"{name}.")]
-        uses.append(KeyUse(name, block.type, "ignored", because))
-        config = config.model_copy(update={name: None}).with_keys(uses)
+        kind = getattr(getattr(config, name), "type", None)
+        if kind in only_torch:
+            because = (
+                f"`{kind}` is torch's: `zerodrift run` makes and steps it, and the plan does not know it"
+            )
+            config = without_block(config, name, because)
     return config
 
 
@@ -112,6 +141,7 @@ class Additions:
         if file is not None:
             heading, tree, problems = tree_of(file, "--config")
             problems.raise_as(ConfigError, heading)
+            nest(tree)
             flags |= {path: f"--config {heading}: {path}" for path in _written_paths(tree)}
         for text in sets:
             problems = Problems()

@@ -10,7 +10,9 @@ Invariant: a value that is not plain becomes a problem with its path, never an e
 
 from __future__ import annotations
 
+import enum
 import math
+import numbers
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +21,6 @@ from pydantic import BaseModel
 
 from zerodrift.config.fields import spell_field
 from zerodrift.config.parser import SourceBlock, parse_yaml
-from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems
 
 MAX_DEPTH = 24
@@ -115,17 +116,18 @@ class _Copier:
         return tree
 
     def _scalar(self, value: object, path: str) -> Any:
+        if isinstance(value, enum.Enum):
+            value = value.value
         if value is None or isinstance(value, bool):
             return value
-        if isinstance(value, DType):
-            return str(value)
         if isinstance(value, str):
             return str(value) if self._is_text(value, path) else None
-        if isinstance(value, int):
-            if -(2**63) <= value < 2**63:
-                return int(value)
-            self._problems.add(path, "must fit in 64 bits", got=f"a number of {value.bit_length()} bits")
-        elif isinstance(value, float):
+        if isinstance(value, numbers.Integral):
+            whole = int(value)
+            if -(2**63) <= whole < 2**63:
+                return whole
+            self._problems.add(path, "must fit in 64 bits", got=f"a number of {whole.bit_length()} bits")
+        elif isinstance(value, numbers.Real):
             if math.isfinite(value) or (path in INTERVALS and value == math.inf):
                 return float(value)
             self._problems.add(path, "must be a finite number", got=shown(float(value)))

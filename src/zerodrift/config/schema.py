@@ -319,6 +319,8 @@ class ZeroOptimization(Block):
     """Hybrid sharding: ranks per shard group; -1 is all of them."""
     offload_optimizer: OffloadOptimizer | None = None
     """Master and state in host memory."""
+    cpu_offload: Flag | None = None
+    """DeepSpeed's older spelling of `offload_optimizer: {device: cpu}`, which it must not come with."""
     zero_quantized_weights: Flag | None = None
     """ZeRO++: gather trained weights in int8."""
     zero_quantized_nontrainable_weights: Flag | None = None

@@ -8,7 +8,6 @@ Invariant: all ranks refuse the same arguments, before anything is allocated.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -18,10 +17,10 @@ import torch
 from torch import nn
 
 from zerodrift.alias import run_settings
+from zerodrift.api import FROM_BLOCK, print_plan
 from zerodrift.api import initialize as make_engine
-from zerodrift.api import print_plan
 from zerodrift.comm import raise_on_all_ranks
-from zerodrift.config import Config, load, shown
+from zerodrift.config import Config, Optimizer, Scheduler, load, shown, without_torch_classes
 from zerodrift.deepspeed.checkpointed_engine import tag_validation
 from zerodrift.deepspeed.config import MANAGED, with_additions, written_config
 from zerodrift.deepspeed.engine import DeepSpeedEngine, end_engine, end_engines_of
@@ -30,10 +29,10 @@ from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.tools.collectives import PORT, init_distributed, local_rank
 from zerodrift.deepspeed.tools.curves import MONITORS, MonitorMaster, get_monitor_config
 from zerodrift.deepspeed.tools.optimizers import OVER_PARAMETERS, require_states
-from zerodrift.errors import ConfigError, ModelError, UnsupportedError, first_line
+from zerodrift.errors import ConfigError, ModelError, Problems, UnsupportedError, first_line
 from zerodrift.optim import SCHEDULES, TORCH_DECAY
 from zerodrift.optimizers import ADAMW, TYPES, algorithm_for, either
-from zerodrift.policy import ANY
+from zerodrift.policy import ANY, check_arguments
 
 Path = str | os.PathLike[str]
 
@@ -71,15 +70,16 @@ def initialize(  # DeepSpeed's thirteen parameters
         if hasattr(args, "local_rank"):
             args.local_rank = local_rank()
         with with_additions(passed) as written:
-            built = _build_optimizer(optimizer, model_parameters, model, written)
-            schedule = _torch_class(written, "scheduler") if lr_scheduler is None else lr_scheduler
-            loaded = load(_without_drop_in_keys(written))
+            loaded = load({k: v for k, v in written.items() if k not in (MANAGED, *MONITORS)})
+            built = _build_optimizer(optimizer, model_parameters, model, loaded)
+            schedule = _torch_class(loaded.scheduler, "scheduler") if lr_scheduler is None else lr_scheduler
             tag_validation(written)  # an error now, not at the first checkpoint
             curves = get_monitor_config(written)
             has_optimizer = built is not None or loaded.optimizer is not None
             schedule = schedule if has_optimizer else None
             end_engines_of(model)
-            engine = make_engine(model, built, loaded, schedule=schedule, quiet=True)
+            planned = without_torch_classes(loaded)
+            engine = make_engine(model, built, planned, schedule=schedule, quiet=True)
             try:
                 updates = (row.columns.update for row in engine.plan.rows)
                 require_states(built, [update.state.dtype for update in updates if update is not None])
@@ -108,7 +108,7 @@ def _refuse_axes(mpu: Any, mesh_param: Any) -> None:
 
 
 def _build_optimizer(
-    given: Any, model_parameters: Any, model: nn.Module, written: Mapping[str, Any]
+    given: Any, model_parameters: Any, model: nn.Module, loaded: Config
 ) -> torch.optim.Optimizer | None:
     """Return an optimizer, or None if the config's block applies to the whole model."""
     if isinstance(given, DeepSpeedOptimizer):
@@ -122,20 +122,21 @@ def _build_optimizer(
     if given is not None:
         must = "must be a torch.optim.Optimizer or a function that makes one"
         raise UnsupportedError("optimizer", must, got=type(given).__name__)
-    make = _torch_class(written, "optimizer")
+    block = loaded.optimizer
+    make = _torch_class(block, "optimizer")
     if make is not None:
         return make([p for p in model.parameters() if p.requires_grad] if parameters is None else parameters)
-    block = written.get("optimizer")
-    if not block or parameters is None or _is_everything(parameters, model):
+    if block is None or parameters is None or _is_everything(parameters, model):
         return None
-    return optimizer_over(block.get("type", ""), dict(block.get("params") or {}), parameters)
+    made = optimizer_over(block.type, block.params, parameters)
+    setattr(made, FROM_BLOCK, True)
+    return made
 
 
-def _torch_class(written: Mapping[str, Any], key: str) -> Callable[[Any], Any] | None:
-    block = written.get(key)
-    if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+def _torch_class(block: Optimizer | Scheduler | None, key: str) -> Callable[[Any], Any] | None:
+    if block is None:
         return None
-    kind, (module, base, own) = block["type"], TORCH_CLASSES[key]
+    kind, (module, base, own) = block.type, TORCH_CLASSES[key]
     named = getattr(module, kind, None)
     if not (isinstance(named, type) and issubclass(named, base)) or {kind, kind.lower()} & own.keys():
         return None
@@ -143,7 +144,7 @@ def _torch_class(written: Mapping[str, Any], key: str) -> Callable[[Any], Any] |
 
     def make(over: Any) -> Any:
         try:
-            return build(over, **(block.get("params") or {}))
+            return build(over, **block.params)
         except (TypeError, ValueError) as error:
             must = f"must be arguments of `torch.optim`'s {kind}"
             raise ConfigError(f"{key}.params", must, got=first_line(error)) from error
@@ -151,22 +152,17 @@ def _torch_class(written: Mapping[str, Any], key: str) -> Callable[[Any], Any] |
     return make
 
 
-def _without_drop_in_keys(written: dict[str, Any]) -> dict[str, Any]:
-    """Return the config without the keys of the drop-in: torch's classes are passed as objects, and
-    monitors write their curves beside the engine."""
-    dropped = {MANAGED, *MONITORS, *(key for key in TORCH_CLASSES if _torch_class(written, key) is not None)}
-    kept = copy.copy(written)  # keeps the record of keys that were written twice
-    for key in dropped & written.keys():
-        del kept[key]
-    return kept
-
-
 def _listed(given: Any) -> list[Any]:
     """Return parameters or groups of them. Names from `named_parameters()` are dropped."""
     if isinstance(given, nn.Module):
         return list(given.parameters())
     items = [given] if isinstance(given, torch.Tensor) else list(given)
-    return [item[1] if isinstance(item, tuple) else item for item in items]
+    items = [item[1] if isinstance(item, tuple) else item for item in items]
+    for item in items:
+        if not isinstance(item, (torch.Tensor, dict)):
+            must = "must hold parameters of the model, or groups of them"
+            raise UnsupportedError("model_parameters", must, got=f"a {type(item).__name__}")
+    return items
 
 
 def _is_everything(parameters: list[Any], model: nn.Module) -> bool:
@@ -177,16 +173,19 @@ def _is_everything(parameters: list[Any], model: nn.Module) -> bool:
     return {id(parameter) for parameter in parameters if parameter.requires_grad} == trained
 
 
-def optimizer_over(kind: str, params: dict[str, Any], parameters: list[Any]) -> torch.optim.Optimizer:
+def optimizer_over(kind: str, written: Mapping[str, Any], parameters: list[Any]) -> torch.optim.Optimizer:
     """Make the config's optimizer over parameter groups, or over a part of the parameters."""
     name = TYPES.get(kind.lower())
-    algorithm = None if name is None else algorithm_for(name, params)
+    algorithm = None if name is None else algorithm_for(name, written)
     make = None if algorithm is None else OVER_PARAMETERS.get(algorithm)
     if make is None:
         known = either(algorithm.name for algorithm in OVER_PARAMETERS)
         must = f"must be {known} if `model_parameters` are groups or a part of the model"
         do = "Leave `model_parameters` out, or pass an optimizer."
         raise UnsupportedError("optimizer.type", must, got=repr(kind), do=do)
+    problems = Problems()
+    params = check_arguments("optimizer.params", str(name), written, problems)
+    problems.raise_as(ConfigError)
     params.pop("adam_w_mode", None)
     if params.pop("torch_adam", False) and algorithm is ADAMW:
         params.setdefault("weight_decay", TORCH_DECAY)

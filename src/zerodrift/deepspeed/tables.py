@@ -265,7 +265,7 @@ Write `gradient_clipping` in the config, and read `engine.get_global_grad_norm()
     runtime.utils: clip_grad_norm_ get_global_norm get_grad_norm
     engine: clip_fp32_gradients
 Units and segments are the plan's.
-    runtime.utils: partition_uniform partition_balanced
+    runtime.utils: partition_uniform partition_balanced PartitionedTensor
 Use `get_fp32_state_dict_from_zero_checkpoint`, which reads checkpoints of both.
     utils.zero_to_fp32: get_optim_files get_model_state_file get_checkpoint_files parse_model_states
 Use `zero_to_fp32`, and cast what it wrote.
@@ -277,10 +277,17 @@ Use `safe_get_full_fp32_param` and its kin.
     utils.tensor_fragment: tensor_fragment
 Use `inspect.stack`.
     utils: get_caller_func
+Use torch's or Python's own.
+    accelerator.cuda_accelerator comm.torch io ops.random_ltd runtime.constants
+    utils.bwc utils.config utils.debug utils.exceptions utils.types
+    runtime.utils: CheckOverflow empty_cache ensure_directory_exists get_ma_status memory_status
+        noop_decorator set_random_seed
+    utils.logging: LoggerFactory get_current_level print_json_dist should_log_le
 Call `all_reduce` or `all_gather_into_tensor` per tensor.
     comm comm.comm: inference_all_reduce all_reduce_coalesced all_gather_coalesced
 Use `torch.distributed`'s own.
-    comm comm.comm: P2POp batch_isend_irecv enable_symm_mem_for_group initialize_mesh_device
+    comm comm.comm: P2POp TorchBackend batch_isend_irecv enable_symm_mem_for_group
+        initialize_mesh_device timed_op
 Call `engine.compile`, which has no passes of DeepCompile.
     engine: register_compile_pass
 Checkpoint and `destroy`, or use `zero_optimization.offload_optimizer`.

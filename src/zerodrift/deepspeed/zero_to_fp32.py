@@ -2,7 +2,7 @@
 
 Checkpoints of zerodrift and of DeepSpeed can be read.
 
-Invariant: names, shapes and order are those of the model's parameters. Tied parameters have all their names.
+Invariant: names and shapes are those of the model's parameters. Tied parameters have all their names.
 """
 
 from __future__ import annotations

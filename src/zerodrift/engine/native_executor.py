@@ -33,7 +33,7 @@ from zerodrift.engine.step.gather import LiveUnit, attach_parts, refuse_wrapper
 from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm, parts_of, set_on_some
 from zerodrift.engine.step.reduce import Gradients
 from zerodrift.engine.step.update import choose_update_function, collect_statistics, update_segments
-from zerodrift.engine.trained_segment import trained_of
+from zerodrift.engine.trained_segment import TrainedSegment, trained_of
 from zerodrift.engine.traversal import Traversal, UnitOrder
 from zerodrift.engine.values import SegmentValues, WholeValues
 from zerodrift.experts import Turns, distribute_experts
@@ -194,12 +194,25 @@ class NativeExecutor(Executor):
     def _norm_of_reduced(self, unreduced: Sequence[tuple[int, str]] = ()) -> Norm:
         written, checksum = self._visible_weights()
         counted = [segment for segment in self._trained if segment.spec.lead]
-        gradients = [segment.reduced for segment in counted if segment.reduced is not None]
+        gradients = [part for segment in counted for part in self._updated_gradients(segment)]
         order, self._traversal.checksum = self._traversal.checksum, 0
         still = tuple(row.name for segment in self._trained for row in segment.rows_without_update)
         rates = learning_rates(self.updater)
         agreement = RankAgreement(order, unreduced, self._progress.dropped, still, rates)
         return global_norm(gradients, self.comm, self._progress.unscale, agreement, written, checksum)
+
+    def _updated_gradients(self, segment: TrainedSegment) -> Iterator[torch.Tensor]:
+        """Yield this rank's reduced gradient of a segment, without parameters that no group of the optimizer
+        holds, which neither count nor are clipped."""
+        flat, end = segment.reduced, 0
+        if flat is None or self.updater is None:
+            return
+        for row in segment.rows:
+            if row.name not in self.updater.group_of:
+                span = row.within(segment.start_of(flat), flat.numel())
+                yield flat[end : span.start]
+                end = span.stop
+        yield flat[end:]
 
     def _visible_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return, on the device, (above 0 if user code wrote to visible weights, a checksum below 2^32 of the

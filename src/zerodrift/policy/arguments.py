@@ -259,7 +259,8 @@ class AutoNumbers:
         if key in self._numbers and self._numbers[key] != "auto":
             return self._numbers[key]
         must = "must be a number here: it is auto and nothing was passed for it"
-        do = f"Pass `--auto {key}=...`, or auto={{'{key}': ...}} in Python; a job has `auto: {{{key}: ...}}`."
+        ways = f"`--auto {key}=...`, auto={{'{key}': ...}} in Python, or `auto: {{{key}: ...}}` in a job"
+        do = f"Write the number, or pass it: {ways}."
         self._problems.add(key, must, got="'auto'", do=do)
         return None
 

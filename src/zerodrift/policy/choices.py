@@ -61,9 +61,14 @@ def decide_sharding(
     free = block.accumulator != "keep"
     why = "`sharding.accumulator`" if block.accumulator else "default: memory goes back to activations"
     decisions.append(Decision("accumulator", "freed after the step" if free else "kept between steps", why))
-    offload = zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
+    offload, key = bool(zero.cpu_offload), "zero_optimization.cpu_offload"
+    if zero.offload_optimizer is not None:
+        if offload:
+            must = "must be left out with `offload_optimizer`, which it is the older spelling of"
+            problems.add(key, must, got=True, do="Keep `offload_optimizer`.")
+        offload, key = zero.offload_optimizer.device == "cpu", "zero_optimization.offload_optimizer.device"
     if offload:
-        why = "`zero_optimization.offload_optimizer.device`: in host memory; the bill counts them too"
+        why = f"`{key}`: in host memory; the bill counts them too"
         decisions.append(Decision("offload", "master and state", why))
     units = tuple(block.units or ())
     policy = ShardingPolicy(stage, units, keep, free, offload, block.prefetch or 0)  # type: ignore[arg-type]
@@ -156,7 +161,7 @@ def decide_optimizer(
     decisions = []
     kind = None if block is None else TYPES.get(block.type.lower())
     if block is not None and kind is None:
-        other = "Any other elementwise optimizer: build it and pass it to `zerodrift.initialize`, in Python."
+        other = "Any other elementwise optimizer: build it and pass it to `initialize`, in Python."
         _refuse_type("optimizer", block.type, TYPES.values(), TORCH_OPTIMIZERS, other, problems)
     elif block is not None and kind is not None:
         spec = ComponentSpec(kind, numbers.params("optimizer.params", kind, block.params))
@@ -198,7 +203,7 @@ def decide_schedule(
         return None
     kind = ALIASES.get(config.scheduler.type, config.scheduler.type)
     if kind not in SCHEDULES:
-        other = "Any torch scheduler: build it and pass it to `zerodrift.initialize`, in Python."
+        other = "Any torch scheduler: build it and pass it to `initialize`, in Python."
         _refuse_type("scheduler", kind, SCHEDULES, TORCH_SCHEDULES, other, problems)
         return None
     params = numbers.params("scheduler.params", kind, config.scheduler.params)
