@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
@@ -91,7 +92,8 @@ def _without_engine() -> Any:
 
 class EngineHook:
     """A hook of an engine. A copy or a pickle of the module has `without_engine` in its place. A compiler
-    does not trace it (private in torch 2.13 to 2.15; the public call imports the compiler)."""
+    neither traces it nor compiles it by itself (private in torch 2.13 to 2.15; the public calls import the
+    compiler)."""
 
     __slots__ = ("_call", "_require", "_uncompiled")
 
@@ -105,6 +107,10 @@ class EngineHook:
         if self._require is not None:
             self._require()
         return _without_engine, ()
+
+
+_SKIP = eval_frame._FrameAction.SKIP
+eval_frame.set_code_exec_strategy(EngineHook.__call__.__code__, eval_frame._FrameExecStrategy(_SKIP, _SKIP))
 
 
 def mark_as_ours(handles: Iterable[Any], require: Callable[[], None] | None = None) -> None:
