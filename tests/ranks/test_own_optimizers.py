@@ -47,6 +47,10 @@ class Own(torch.optim.Optimizer):
         return g
 
 
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 class Signs(Own):
     def direction(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         momentum = state.setdefault("momentum", torch.zeros_like(p))
@@ -250,8 +254,16 @@ def test_between_steps_its_groups_hold_the_models_parameters() -> None:
         assert "momentum" not in optimizer.state[held[0]]
     with pytest.raises(UnsupportedError, match=r"optimizer\.state_dict`: must not be called"):
         optimizer.state_dict()
+    engine.backward(engine(torch.ones(2, 32)).sum())
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(optimizer, "direction", interrupt)
+        engine.step()
+    assert (engine.micro_batches, engine.global_steps) == (0, 1), "the gradients of a failed update are left"
     held.pop()
     with pytest.raises(UnsupportedError, match=r"param_groups\[0\]`: must have the parameters"):
+        engine.step()
+    optimizer.param_groups.pop()
+    with pytest.raises(UnsupportedError, match=r"param_groups`: must have the groups"):
         engine.step()
 
 
@@ -271,7 +283,7 @@ def test_a_known_class_with_hooks_takes_its_own_steps_and_calls_them() -> None:
 
 
 BLOCK: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-STEPLR = torch.optim.lr_scheduler.StepLR
+STEPLR, PLATEAU = torch.optim.lr_scheduler.StepLR, torch.optim.lr_scheduler.ReduceLROnPlateau
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"model": None}, "`model`: must be a torch.nn.Module; got NoneType"),
     "a class of models": ({"model": nn.Linear}, "`model`: must be a torch.nn.Module; got the class Linear"),
@@ -304,18 +316,25 @@ def test_an_argument_of_another_kind_is_refused_by_its_name(name: str) -> None:
 
 
 def test_a_call_of_an_engine_with_another_kind_of_value_is_refused(tmp_path: Path) -> None:
-    engine = initialize(nn.Linear(4, 4), config=BLOCK, device="cpu", quiet=True)
+    engine = initialize(nn.Linear(4, 4), config=BLOCK, schedule=PLATEAU, device="cpu", quiet=True)
     checkpoints: Any = Checkpoints(engine, tmp_path, quiet=True)
+    checkpoints.save()
     calls: dict[str, Callable[[], Any]] = {
         "`loss`: must be a tensor; got NoneType": lambda: engine.backward(None),
         "`None`: must be a parameter of the model": lambda: engine.parameter(None),
         "`parts`: must be 'all' or 'weights'": lambda: checkpoints.load(parts="optimizer"),
         "`allow`: must be several names.* got None": lambda: checkpoints.load(allow=None),
     }
-    checkpoints.save()
     for said, call in calls.items():
         with pytest.raises(ZerodriftError, match=said):
             call()
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    with pytest.raises(UnsupportedError, match=r"arguments`: must be .* ReduceLROnPlateau.step.*'metrics'"):
+        engine.step()
+    assert engine.step(schedule_arguments={"metrics": 1.0}).updated
+    engine.optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(UnsupportedError, match=r"param_groups\[0\]\['lr'\]`: must be a number; got None"):
+        engine.step()
     with pytest.raises(AttributeError, match="grad"):
         engine.parameter("weight").grad = torch.ones(4, 4)
     engine.destroy()

@@ -5,8 +5,8 @@ does it, and `progress.py` counts. A micro-batch is `engine(...)` and `engine.ba
 ends a micro-batch and, after the last one of a step, updates. `engine.train_batch` takes all micro-batches of
 a step at once, as a pipeline needs.
 
-Invariant: training can go on after an exception in the model's forward or in a backward. A backward that
-failed costs the micro-batches of its step.
+Invariant: training can go on after an exception in the model's forward, in a backward or in an update. A
+backward or an update that failed costs the micro-batches of its step.
 """
 
 from __future__ import annotations
@@ -239,10 +239,10 @@ class Engine:
         `schedule_arguments` are passed to the schedule. With `error_if_nonfinite`, a gradient that is not
         finite raises instead of skipping the step.
         """
-        executor, progress = self.executor, self.progress
+        executor, progress, arguments = self.executor, self.progress, dict(schedule_arguments or {})
         before = progress.now()
         with executor.step():
-            if not progress.begin_step():
+            if not progress.begin_step(arguments):
                 return before
             with torch.no_grad():
                 norm = executor.norm()
@@ -250,9 +250,10 @@ class Engine:
                     self.before_update()
                 bad = [] if norm.finite else executor.bad()
                 if norm.finite:
-                    executor.update(norm.multiplier(progress.unscale, self.plan.policy.clip))
+                    with self._recovering(self.zero_grad):  # the update has changed the gradients
+                        executor.update(norm.multiplier(progress.unscale, self.plan.policy.clip))
             self.zero_grad()
-            return progress.end_step(before, norm, bad, schedule_arguments, error_if_nonfinite)
+            return progress.end_step(before, norm, bad, arguments, error_if_nonfinite)
 
     def zero_grad(self) -> None:
         """Forget the gradients of this step."""

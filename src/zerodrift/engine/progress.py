@@ -9,6 +9,7 @@ Invariant: decisions depend only on what the engine reports, so ranks that repor
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -204,10 +205,12 @@ class TrainingProgress:
         rates = learning_rates(self._rates)
         return StepResult(False, False, None, self.scaler.scale, rates, self.global_steps)
 
-    def begin_step(self) -> bool:
-        """Return whether the step is complete. If it is, check background work."""
+    def begin_step(self, schedule_arguments: Mapping[str, Any]) -> bool:
+        """Return whether the step is complete. If it is, check arguments and background work."""
         if self.micro_batches == 0 or not self.is_boundary:
             return False
+        if self.schedule is not None:
+            _require_arguments(self.schedule, schedule_arguments)
         if self._plan.policy.requires_tree and not sums_by_tree(self._plan, self.micro_batches):
             raise refusal("no whole tree", count=self.micro_batches, ranks=self._plan.mesh.data)
         if self.background is not None:
@@ -239,7 +242,7 @@ class TrainingProgress:
         before: StepResult,
         norm: Norm,
         bad: Sequence[str],
-        schedule_arguments: Mapping[str, Any] | None,
+        schedule_arguments: Mapping[str, Any],
         error_if_nonfinite: bool,
     ) -> StepResult:
         """Count a step that has updated or was skipped. Raise if a skipped step is an error."""
@@ -252,7 +255,7 @@ class TrainingProgress:
         else:
             self.global_steps += 1
             if self.schedule is not None:
-                self.schedule.step(**(schedule_arguments or {}))
+                self.schedule.step(**schedule_arguments)
             every = self._plan.policy.print_every
             if self._shows and self._rates is not None and every and self.global_steps % every == 0:
                 shown = ", ".join(f"{rate:.6g}" for rate in learning_rates(self._rates)) or "-"
@@ -291,6 +294,16 @@ class TrainingProgress:
 def _nothing() -> None: ...
 
 
+def _require_arguments(schedule: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse what a schedule's `step` cannot be called with, before weights are updated."""
+    signature = inspect.signature(schedule.step)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        call = f"{type(schedule).__name__}.step{signature}"
+        raise refusal("schedule arguments", call=call, found=error) from None
+
+
 def refusal(kind: str, **values: object) -> UnsupportedError:
     """Return the error of a row of `_REFUSALS`."""
     where, must, got, do = (text.format(**values) for text in _REFUSALS[kind])
@@ -303,6 +316,11 @@ _REFUSALS = {
         "Pass one to `initialize`, or write an `optimizer` block.",
     ),
     "closed": ("engine", "must not be used after `destroy`", "", "Make another one."),
+    "schedule arguments": (
+        *("schedule_arguments", "must be the arguments of {call}", "{found}"),
+        "Pass them to `engine.step` by name, as in `{{'metrics': loss}}` (`lr_kwargs` in the drop-in), the "
+        "same on all ranks; or leave `schedule` out and call its `step` where it is due.",
+    ),
     "pipeline": (
         *("{what}", "must not be called on a pipeline, whose stages run together", ""),
         "Call `engine.train_batch` with all micro-batches of a step, or `engine.evaluate`.",

@@ -102,7 +102,14 @@ class OptimizerState(Protocol):
 
 def learning_rates(optimizer: OptimizerState | None) -> tuple[float, ...]:
     """Return the learning rate of each parameter group; none without an optimizer."""
-    return () if optimizer is None else tuple(float(group["lr"]) for group in optimizer.groups.param_groups)
+    rates = []
+    for number, group in enumerate(() if optimizer is None else optimizer.groups.param_groups):
+        try:
+            rates.append(float(group["lr"]))
+        except (TypeError, ValueError, RuntimeError):
+            where = f"optimizer.param_groups[{number}]['lr']"
+            raise UnsupportedError(where, "must be a number", got=repr(group["lr"])) from None
+    return tuple(rates)
 
 
 def refuse_calls(optimizer: torch.optim.Optimizer, names: Iterable[str], must: str, do: str) -> None:
@@ -116,23 +123,29 @@ def refuse_calls(optimizer: torch.optim.Optimizer, names: Iterable[str], must: s
 
 
 class GroupMembers:
-    """The parameters that the groups of an optimizer had when the engine was made."""
+    """The groups of an optimizer, and their parameters, when the engine was made."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._members = [(group, list(group["params"])) for group in optimizer.param_groups]
+        self._optimizer = optimizer
+        self._groups = list(optimizer.param_groups)
+        self._members = [list(group["params"]) for group in self._groups]
 
     def require_unchanged(self) -> None:
-        """Raise where a group has other parameters: the engine would go on to update those that it had."""
-        for number, (group, members) in enumerate(self._members):
-            now = group["params"]
-            if len(now) != len(members) or any(map(operator.is_not, now, members)):
-                kept = sum(map(operator.is_, now, members))
-                must = "must have the parameters, in their order, that it had when the engine was made"
-                got = f"{len(now)}, of which {kept} are in the place of one of {len(members)}"
-                do = (
-                    "Build the engine anew, or set the group's `lr` to 0 to leave its parameters as they are."
-                )
-                raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
+        """Raise where groups or their parameters are others: the engine would go on to update those that it
+        had."""
+        groups = self._optimizer.param_groups
+        self._require_same("optimizer.param_groups", "groups", groups, self._groups)
+        for number, (group, members) in enumerate(zip(groups, self._members, strict=True)):
+            self._require_same(f"optimizer.param_groups[{number}]", "parameters", group["params"], members)
+
+    @staticmethod
+    def _require_same(where: str, what: str, now: Sequence[Any], before: Sequence[Any]) -> None:
+        if len(now) != len(before) or any(map(operator.is_not, now, before)):
+            kept = sum(map(operator.is_, now, before))
+            must = f"must have the {what}, in their order, that it had when the engine was made"
+            got = f"{len(now)}, of which {kept} are in the place of one of {len(before)}"
+            do = "Build the engine anew, or set a group's `lr` to 0 to leave its parameters as they are."
+            raise UnsupportedError(where, must, got=got, do=do)
 
 
 class Updater(OptimizerState, Protocol):
