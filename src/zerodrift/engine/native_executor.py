@@ -79,6 +79,7 @@ class NativeExecutor(Executor):
         """Alternates a forward and a backward, each of which computes while the other's exchange travels."""
         self.guard = ParameterGuard(model, self.segments, asynchronous=mesh.asynchronous)
         self._handles: list[Any] = [
+            *(() if policy.pipeline else self.precision.attach(model)),
             *self._attach(),
             refuse_wrapper(model),
             *distribute_experts(self.part, model, comm, self.turns),
