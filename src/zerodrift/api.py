@@ -130,9 +130,13 @@ def initialize(
 
 
 def _require_instances(model: object, optimizer: object) -> None:
-    """Refuse a class, a function or None in the place of a model or an optimizer."""
+    """Refuse a class, a function or None in the place of a model or an optimizer, and a context in which
+    nothing can be trained."""
+    import torch
     from torch import nn
 
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedError("initialize", "must be called outside of `torch.inference_mode`")
     if not isinstance(model, nn.Module):
         do = "Pass an instance: `model = Model(...)`."
         raise ModelError("model", "must be a torch.nn.Module", got=kind_of(model), do=do)

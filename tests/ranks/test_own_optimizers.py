@@ -319,6 +319,10 @@ def test_a_call_of_an_engine_with_another_kind_of_value_is_refused(tmp_path: Pat
     engine = initialize(nn.Linear(4, 4), config=BLOCK, schedule=PLATEAU, device="cpu", quiet=True)
     checkpoints: Any = Checkpoints(engine, tmp_path, quiet=True)
     checkpoints.save()
+    with torch.inference_mode(), pytest.raises(UnsupportedError, match="outside of `torch"):
+        initialize(nn.Linear(4, 4), config=BLOCK)
+    with engine.gathered("weight") as shown:
+        assert list(shown) == ["weight"]
     calls: dict[str, Callable[[], Any]] = {
         "`loss`: must be a tensor; got NoneType": lambda: engine.backward(None),
         "`None`: must be a parameter of the model": lambda: engine.parameter(None),

@@ -369,6 +369,7 @@ class Engine:
         A value that outlives the context does not change. With `write`, rank 0's values at the end of the
         context become those of all ranks, masters included. In a pipeline a rank has only its own parameters.
         """
+        names = [names] if isinstance(names, str) else names
         known = [row.name for row in self.plan.rows] if names is None else names
         return self.values.gathered({name: row_of(self.plan, name) for name in known}, write)
 
