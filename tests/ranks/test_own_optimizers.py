@@ -269,13 +269,14 @@ def test_between_steps_its_groups_hold_the_models_parameters() -> None:
 
 def test_a_known_class_with_hooks_takes_its_own_steps_and_calls_them() -> None:
     model, called = nn.Linear(4, 4), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.heat = nn.Parameter(torch.tensor(2.0))  # its state looks like a count
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
     optimizer.register_step_post_hook(lambda *_: called.append(1))
     engine = initialize(model, optimizer, settings(0), device="cpu", quiet=True)
-    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.backward(engine(torch.ones(2, 4)).sum() * 0.0 + model.heat)
     engine.step()
     engine.destroy()
-    assert called == [1]
+    assert called == [1] and float(model.heat.detach()) == pytest.approx(2.0 - 0.1 / 1.5**0.5)
     other = initialize(nn.Linear(4, 4), None, settings(0) | BLOCK, device="cpu", quiet=True)
     with pytest.raises(UnsupportedError, match=r"register_step_post_hook`: must not be called"):
         other.optimizer.register_step_post_hook(print)

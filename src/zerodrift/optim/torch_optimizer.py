@@ -131,7 +131,7 @@ class TorchOptimizerUpdater:
         parameter, part = view.parameter, slice(begin, begin + view.parameter.numel())
         return {
             key: value.reshape(-1)[part].view(parameter.shape).to(parameter, copy=True)
-            if isinstance(value, torch.Tensor) and value.dim()
+            if isinstance(value, torch.Tensor) and (value.dim() or (not view.row.shape and key != "step"))
             else copy.deepcopy(value)
             for key, value in state.items()
         }
