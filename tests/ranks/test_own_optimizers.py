@@ -260,11 +260,10 @@ def test_between_steps_its_groups_hold_the_models_parameters() -> None:
         engine.step()
     assert (engine.micro_batches, engine.global_steps) == (0, 1), "the gradients of a failed update are left"
     held.pop()
-    with pytest.raises(UnsupportedError, match=r"param_groups\[0\]`: must have the parameters"):
-        engine.step()
-    optimizer.param_groups.pop()
-    with pytest.raises(UnsupportedError, match=r"param_groups`: must have the groups"):
-        engine.step()
+    for change in (list, optimizer.param_groups.pop):
+        change()
+        with pytest.raises(UnsupportedError, match=r"param_groups\[0\]`: must be the group, with its param"):
+            engine.step()
 
 
 def test_a_known_class_with_hooks_takes_its_own_steps_and_calls_them() -> None:
@@ -338,7 +337,7 @@ def test_a_call_of_an_engine_with_another_kind_of_value_is_refused(tmp_path: Pat
         engine.step()
     assert engine.step(schedule_arguments={"metrics": 1.0}).updated
     engine.optimizer.param_groups[0]["lr"] = None
-    with pytest.raises(UnsupportedError, match=r"param_groups\[0\]\['lr'\]`: must be a number; got None"):
+    with pytest.raises(UnsupportedError, match=r"param_groups`: must each have a number as `lr`; got \[None"):
         engine.step()
     with pytest.raises(AttributeError, match="grad"):
         engine.parameter("weight").grad = torch.ones(4, 4)

@@ -50,48 +50,41 @@ def meet(rank: int, world: int, timeout: timedelta) -> Any:
         own_interface = next((name for name in ("lo", "lo0") if name in names), "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", own_interface)
     missing = {0} if rank else set(range(1, world))
-    waiting = threading.Timer(PATIENCE, _say_what_is_missing, (rank, missing, host, port, timeout))
+
+    def say() -> None:
+        why = ""
+        try:
+            socket.getaddrinfo(host, port)
+        except (OSError, ValueError):
+            why = ", a name that this machine cannot resolve,"
+        _log.warning(
+            "zerodrift: rank %d waits for %s at MASTER_ADDR %r%s MASTER_PORT %d, and gives up after %g s",
+            *(rank, ranks_text(sorted(missing)), host, why, port, timeout.total_seconds()),
+        )
+
+    waiting = threading.Timer(PATIENCE, say)  # a call of torch says nothing until it gives up
     waiting.daemon = True
     waiting.start()
-    try:
-        return _join(rank, world, missing, own, host, port, timeout)
-    finally:
-        waiting.cancel()
-
-
-def _say_what_is_missing(rank: int, missing: set[int], host: str, port: int, timeout: timedelta) -> None:
-    """Warn of a long wait, which may be in a call of torch that says nothing until it gives up."""
-    why = ""
-    try:
-        socket.getaddrinfo(host, port)
-    except (OSError, ValueError):
-        why = ", a name that this machine cannot resolve,"
-    _log.warning(
-        "zerodrift: rank %d waits for %s at MASTER_ADDR %r%s MASTER_PORT %d, and gives up after %g s",
-        *(rank, ranks_text(sorted(missing)), host, why, port, timeout.total_seconds()),
-    )
-
-
-def _join(
-    rank: int, world: int, missing: set[int], own: str, host: str, port: int, timeout: timedelta
-) -> PrefixStore:
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     begun = time.monotonic()
-    while True:
-        try:
-            if hosts:
-                store = _listening(own or host, port, world, timeout, bool(own))
-            else:
-                store = TCPStore(own or host, port, world, False, timeout, wait_for_workers=False)
-            return PrefixStore(_name(store, rank, missing, timeout), store)
-        except (RuntimeError, OSError) as error:
-            # The store of an earlier engine may be about to go; one that stays will do.
-            passed = time.monotonic() - begun
-            if passed > timeout.total_seconds():
-                raise RuntimeError(first_line(error)) from error
-            hosts = hosts and passed < BUSY
-            gc.collect()
-            time.sleep(10 * _PAUSE)
+    try:
+        while True:
+            try:
+                if hosts:
+                    store = _listening(own or host, port, world, timeout, bool(own))
+                else:
+                    store = TCPStore(own or host, port, world, False, timeout, wait_for_workers=False)
+                return PrefixStore(_name(store, rank, missing, timeout), store)
+            except (RuntimeError, OSError) as error:
+                # The store of an earlier engine may be about to go; one that stays will do.
+                passed = time.monotonic() - begun
+                if passed > timeout.total_seconds():
+                    raise RuntimeError(first_line(error)) from error
+                hosts = hosts and passed < BUSY
+                gc.collect()
+                time.sleep(10 * _PAUSE)
+    finally:
+        waiting.cancel()
 
 
 def _listening(host: str, port: int, world: int, timeout: timedelta, own: bool) -> TCPStore:

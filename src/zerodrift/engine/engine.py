@@ -178,30 +178,12 @@ class Engine:
         All ranks of a pipeline take the same micro-batches. If the plan sums by the tree, each rank takes
         those of `micro_batches_of_this_rank`, and they are seeded here. Without a pipeline a micro-batch is a
         dict of the model's keyword arguments, unless `initialize` was given `parts`."""
-        losses, weights = self._accumulate(micro_batches, weights)
-        return BatchResult(losses, self.step(), weights)
+        losses = self.accumulate(micro_batches, weights)
+        return BatchResult(losses, self.step(), tuple(map(float, weights)))
 
     def accumulate(self, micro_batches: Iterable[Any], weights: Sequence[float] = ()) -> tuple[float, ...]:
         """Compute the gradients of a step's micro-batches, the first half of `train_batch`, and return their
         losses. `step` updates with the gradients, `zero_grad` drops them."""
-        return self._accumulate(micro_batches, weights)[0]
-
-    def evaluate(self, micro_batches: Iterable[Any]) -> float:
-        """The mean loss of micro-batches, without gradients."""
-        losses = self.losses(micro_batches)
-        return sum(losses) / len(losses)
-
-    def losses(self, micro_batches: Iterable[Any]) -> tuple[float, ...]:
-        """The loss of each micro-batch, without gradients."""
-        self.require_open()
-        runner = self._runner
-        batches, _ = runner.prepare(micro_batches, (), None)
-        return runner.losses(batches)
-
-    def _accumulate(
-        self, micro_batches: Iterable[Any], weights: Sequence[float]
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the losses of a step's micro-batches, and their weights as numbers."""
         self.require_open()
         if self.progress.micro_batches:
             raise refusal("step under way")
@@ -221,7 +203,19 @@ class Engine:
             self._backward_failed()
             raise
         self.progress.micro_batches, self.progress.is_scaled = len(batches), False
-        return losses, factors
+        return losses
+
+    def evaluate(self, micro_batches: Iterable[Any]) -> float:
+        """The mean loss of micro-batches, without gradients."""
+        losses = self.losses(micro_batches)
+        return sum(losses) / len(losses)
+
+    def losses(self, micro_batches: Iterable[Any]) -> tuple[float, ...]:
+        """The loss of each micro-batch, without gradients."""
+        self.require_open()
+        runner = self._runner
+        batches, _ = runner.prepare(micro_batches, (), None)
+        return runner.losses(batches)
 
     @property
     def _runner(self) -> Any:

@@ -210,7 +210,12 @@ class TrainingProgress:
         if self.micro_batches == 0 or not self.is_boundary:
             return False
         if self.schedule is not None:
-            _require_arguments(self.schedule, schedule_arguments)
+            signature = inspect.signature(self.schedule.step)
+            try:
+                signature.bind(**schedule_arguments)
+            except TypeError as error:
+                call = f"{type(self.schedule).__name__}.step{signature}"
+                raise refusal("schedule arguments", call=call, found=error) from None
         if self._plan.policy.requires_tree and not sums_by_tree(self._plan, self.micro_batches):
             raise refusal("no whole tree", count=self.micro_batches, ranks=self._plan.mesh.data)
         if self.background is not None:
@@ -292,16 +297,6 @@ class TrainingProgress:
 
 
 def _nothing() -> None: ...
-
-
-def _require_arguments(schedule: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse what a schedule's `step` cannot be called with, before weights are updated."""
-    signature = inspect.signature(schedule.step)
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        call = f"{type(schedule).__name__}.step{signature}"
-        raise refusal("schedule arguments", call=call, found=error) from None
 
 
 def refusal(kind: str, **values: object) -> UnsupportedError:

@@ -370,12 +370,9 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
         for parameter in group["params"]:
             row = plan.row(names.get(id(parameter), ""))
             if row is None:
-                must, do = (
-                    "must be built over the model's own parameters",
-                    "Build it over `model.parameters()`.",
-                )
+                must = "must be built over the model's own parameters"
                 got = f"one of shape {tuple(parameter.shape)} that the model does not have"
-                raise UnsupportedError("optimizer", must, got=got, do=do)
+                raise UnsupportedError("optimizer", must, got=got, do="Build it over `model.parameters()`.")
             groups[row.name] = number
     return groups
 

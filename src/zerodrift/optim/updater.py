@@ -9,6 +9,7 @@ Invariant: after `update`, owned storage is the master rounded once to the stora
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -102,14 +103,12 @@ class OptimizerState(Protocol):
 
 def learning_rates(optimizer: OptimizerState | None) -> tuple[float, ...]:
     """Return the learning rate of each parameter group; none without an optimizer."""
-    rates = []
-    for number, group in enumerate(() if optimizer is None else optimizer.groups.param_groups):
-        try:
-            rates.append(float(group["lr"]))
-        except (TypeError, ValueError, RuntimeError):
-            where = f"optimizer.param_groups[{number}]['lr']"
-            raise UnsupportedError(where, "must be a number", got=repr(group["lr"])) from None
-    return tuple(rates)
+    rates = [] if optimizer is None else [group["lr"] for group in optimizer.groups.param_groups]
+    try:
+        return tuple(map(float, rates))
+    except (TypeError, ValueError, RuntimeError):
+        where = "optimizer.param_groups"
+        raise UnsupportedError(where, "must each have a number as `lr`", got=repr(rates)) from None
 
 
 def refuse_calls(optimizer: torch.optim.Optimizer, names: Iterable[str], must: str, do: str) -> None:
@@ -127,25 +126,22 @@ class GroupMembers:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups = list(optimizer.param_groups)
-        self._members = [list(group["params"]) for group in self._groups]
+        self._before = self._members()
+
+    def _members(self) -> list[list[Any]]:
+        return [[group, *group["params"]] for group in self._optimizer.param_groups]
 
     def require_unchanged(self) -> None:
-        """Raise where groups or their parameters are others: the engine would go on to update those that it
-        had."""
-        groups = self._optimizer.param_groups
-        self._require_same("optimizer.param_groups", "groups", groups, self._groups)
-        for number, (group, members) in enumerate(zip(groups, self._members, strict=True)):
-            self._require_same(f"optimizer.param_groups[{number}]", "parameters", group["params"], members)
-
-    @staticmethod
-    def _require_same(where: str, what: str, now: Sequence[Any], before: Sequence[Any]) -> None:
-        if len(now) != len(before) or any(map(operator.is_not, now, before)):
-            kept = sum(map(operator.is_, now, before))
-            must = f"must have the {what}, in their order, that it had when the engine was made"
-            got = f"{len(now)}, of which {kept} are in the place of one of {len(before)}"
-            do = "Build the engine anew, or set a group's `lr` to 0 to leave its parameters as they are."
-            raise UnsupportedError(where, must, got=got, do=do)
+        """Raise where a group is another or has other parameters: the engine would go on to update those that
+        it had."""
+        both = itertools.zip_longest(self._members(), self._before, fillvalue=list[Any]())
+        for number, (now, before) in enumerate(both):
+            if len(now) != len(before) or any(map(operator.is_not, now, before)):
+                kept = sum(map(operator.is_, now[1:], before[1:]))
+                must = "must be the group, with its parameters in their order, of when the engine was made"
+                got = f"{len(now[1:])}, of which {kept} are in the place of one of {len(before[1:])}"
+                do = "Build the engine anew, or set the `lr` to 0 to leave parameters as they are."
+                raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
 
 
 class Updater(OptimizerState, Protocol):
