@@ -180,8 +180,7 @@ class FullyShardExecutor(Executor):
 
 def fully_sharded(executor: Executor) -> FullyShardExecutor:
     """Return the executor as a `FullyShardExecutor`, for callers that read groups."""
-    if not isinstance(executor, FullyShardExecutor):
-        raise AssertionError(f"{type(executor).__name__} has no groups")
+    assert isinstance(executor, FullyShardExecutor), f"{type(executor).__name__} has no groups"
     return executor
 
 

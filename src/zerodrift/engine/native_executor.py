@@ -279,6 +279,5 @@ class NativeExecutor(Executor):
 
 def native(executor: Executor) -> NativeExecutor:
     """Return the executor as a `NativeExecutor`, for callers that read segments."""
-    if not isinstance(executor, NativeExecutor):
-        raise AssertionError(f"{type(executor).__name__} has no segments")
+    assert isinstance(executor, NativeExecutor), f"{type(executor).__name__} has no segments"
     return executor

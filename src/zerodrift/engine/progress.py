@@ -74,12 +74,10 @@ class Scaler:
                 self._left -= 1
                 return
             if self.scale <= spec.minimum:
-                raise NonFiniteError(
-                    "fp16.min_loss_scale",
-                    "must leave room for the loss scale to fall",
-                    got=f"gradients that overflow at the minimum, {spec.minimum:g}",
-                    do="Lower the learning rate, lower `fp16.min_loss_scale`, or use bf16.",
-                )
+                must = "must leave room for the loss scale to fall"
+                got = f"gradients that overflow at the minimum, {spec.minimum:g}"
+                do = "Lower the learning rate, lower `fp16.min_loss_scale`, or use bf16."
+                raise NonFiniteError("fp16.min_loss_scale", must, got=got, do=do)
             self.scale = max(self.scale / 2, spec.minimum)
             return
         self._good += 1
@@ -270,12 +268,10 @@ class TrainingProgress:
                 print(text + (f"  skipped {self.skipped_steps}" if self.skipped_steps else ""), flush=True)
         may_skip = self._plan.policy.skip_nonfinite or self.scaler.active
         if skipped and (error_if_nonfinite or not may_skip):
-            raise NonFiniteError(
-                "gradient",
-                "must be finite",
-                got=f"{norm.value}, first in {', '.join(bad) or 'no parameter alone'}",
-                do="Nothing was updated. Look at the batch, lower the learning rate, or clip.",
-            )
+            must = "must be finite"
+            got = f"{norm.value}, first in {', '.join(bad) or 'no parameter alone'}"
+            do = "Nothing was updated. Look at the batch, lower the learning rate, or clip."
+            raise NonFiniteError("gradient", must, got=got, do=do)
         return replace(
             before,
             updated=not skipped,

@@ -70,12 +70,9 @@ class ParameterSlot:
         # A trained parameter may be frozen for a while, as in a GAN. Then it is not updated.
         thawed = self.parameter.requires_grad and not isinstance(self.segment, TrainedSegment)
         if thawed and (stepping or torch.is_grad_enabled()):
-            return Problem(
-                self.name,
-                "must stay frozen, as planned",
-                got="requires_grad=True",
-                do="Thaw it before `initialize`, and freeze it again until it is to be trained.",
-            )
+            must = "must stay frozen, as planned"
+            do = "Thaw it before `initialize`, and freeze it again until it is to be trained."
+            return Problem(self.name, must, got="requires_grad=True", do=do)
         return None
 
 
@@ -154,12 +151,10 @@ def find_other_engines(model: nn.Module) -> tuple[bool, set[str]]:
 def _require_values(slots: Iterable[ParameterSlot]) -> None:
     for slot in slots:
         if not slot.segment.is_full:
-            raise ModelError(
-                slot.name,
-                "must be copied or saved inside `engine.gathered()`, where its values are there",
-                got="a copy or `state_dict` outside of it",
-                do="Or save with `zerodrift.Checkpoints` or `zerodrift.export`.",
-            )
+            must = "must be copied or saved inside `engine.gathered()`, where its values are there"
+            got = "a copy or `state_dict` outside of it"
+            do = "Or save with `zerodrift.Checkpoints` or `zerodrift.export`."
+            raise ModelError(slot.name, must, got=got, do=do)
 
 
 class ModuleTree:
