@@ -34,7 +34,7 @@ _log = logging.getLogger("zerodrift")
 
 BUSY = 1.0
 """Seconds that rank 0 waits for its port to be free."""
-PATIENCE = 10.0
+PATIENCE = 30.0
 """Seconds until a rank says what it waits for."""
 _PAUSE = 0.01
 """Seconds between two looks of rank 0 for ranks that ask."""
