@@ -136,9 +136,13 @@ def initialize(
 
 
 def _require_instances(model: object, optimizer: object) -> None:
-    """Refuse a class, a function or None in the place of a model or an optimizer."""
+    """Refuse a class, a function or None in the place of a model or an optimizer, and a context in which
+    nothing can be trained."""
+    import torch
     from torch import nn
 
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedError("initialize", "must be called outside of `torch.inference_mode`")
     if not isinstance(model, nn.Module):
         do = "Pass an instance: `model = Model(...)`."
         raise ModelError("model", "must be a torch.nn.Module", got=kind_of(model), do=do)
@@ -149,19 +153,15 @@ def _require_instances(model: object, optimizer: object) -> None:
 
 def _require_cuttable(tensor_ranks: int, optimizer: torch.optim.Optimizer | None) -> None:
     if tensor_ranks > 1:
-        raise UnsupportedError(
-            "model",
-            "must not be spread over ranks layer by layer in a pipeline",
-            got=f"tensor parallelism over {tensor_ranks} ranks",
-            do="Use one of the two.",
-        )
+        must = "must not be spread over ranks layer by layer in a pipeline"
+        got = f"tensor parallelism over {tensor_ranks} ranks"
+        do = "Use one of the two."
+        raise UnsupportedError("model", must, got=got, do=do)
     if optimizer is not None:
-        raise UnsupportedError(
-            "optimizer",
-            "must be a block of the config with a pipeline, whose ranks each build their part of it",
-            got=f"a {type(optimizer).__name__}",
-            do="Write `optimizer: {type: AdamW, params: {...}}`.",
-        )
+        must = "must be a block of the config with a pipeline, whose ranks each build their part of it"
+        got = f"a {type(optimizer).__name__}"
+        do = "Write `optimizer: {type: AdamW, params: {...}}`."
+        raise UnsupportedError("optimizer", must, got=got, do=do)
 
 
 def _engine(

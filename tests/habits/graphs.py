@@ -14,16 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
-from tests.habits.networks import (
-    ORDER,
-    WIDTH,
-    Block,
-    Net,
-    as_loss_of,
-    block_of,
-    fitted,
-    square,
-)
+from tests.habits.networks import ORDER, WIDTH, Block, Net, as_loss_of, block_of, fitted, square
 
 # --- several losses, several backwards ------------------------------------------------------------------
 

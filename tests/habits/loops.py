@@ -16,18 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
-from tests.habits.networks import (
-    ORDER,
-    WIDTH,
-    Block,
-    Net,
-    as_loss_of,
-    fit,
-    raises,
-    square,
-    step_on,
-    steps_of,
-)
+from tests.habits.networks import ORDER, WIDTH, Block, Net, as_loss_of, fit, raises, square, step_on, steps_of
 
 # --- micro-batches --------------------------------------------------------------------------------------
 
@@ -239,10 +228,7 @@ def a_model_in_ddp(loop: Loop) -> None:
 
 STEPPED = "must not be called: `engine.step()` updates"
 
-FAILURES = {
-    "an_exception_in_the_forward": RuntimeError("out of memory"),
-    "an_interrupt": KeyboardInterrupt(),
-}
+FAILURES = {"an_exception_in_the_forward": RuntimeError("out of memory"), "an_interrupt": KeyboardInterrupt()}
 
 HABITS = habits_of(
     globals(),

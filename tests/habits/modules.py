@@ -16,18 +16,7 @@ from torch.nn.utils import parametrizations
 
 from tests.habits.graphs import Recomputed
 from tests.habits.loop import Habit, Loop, each, habits_of
-from tests.habits.networks import (
-    ORDER,
-    WIDTH,
-    Block,
-    Net,
-    Parts,
-    fit,
-    fitted,
-    net_of,
-    square,
-    step_on,
-)
+from tests.habits.networks import ORDER, WIDTH, Block, Net, Parts, fit, fitted, net_of, square, step_on
 
 # --- which blocks run, and how --------------------------------------------------------------------------
 

@@ -238,7 +238,8 @@ def an_engine_that_is_compiled(loop: Loop) -> None:
     for _ in range(0 if loop.plain else 2):
         engine.compile(backend="aot_eager", compile_kwargs={"dynamic": False})
         assert engine.is_compiled
-    fit(loop, engine, steps=4)
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        fit(loop, engine, steps=4)
 
 
 HABITS = habits_of(

@@ -14,18 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.habits.loop import Habit, Loop, Trainer, habits_of, refused, refused_cases
-from tests.habits.networks import (
-    ORDER,
-    WIDTH,
-    Block,
-    Net,
-    Parts,
-    as_loss_of,
-    fit,
-    raises,
-    square,
-    steps_of,
-)
+from tests.habits.networks import ORDER, WIDTH, Block, Net, Parts, as_loss_of, fit, raises, square, steps_of
 
 # --- reading --------------------------------------------------------------------------------------------
 

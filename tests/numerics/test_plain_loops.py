@@ -232,7 +232,9 @@ def test_16_bits_equal_a_loop_with_an_fp32_master(
     mine, plain = pair(with_ties(GPT(tied=False)))
     keys: dict[str, Any] = {"fp16": {"loss_scale": SCALE}} if mode == "fp16" else {}
     engine = engine_of(mine, mode, optimizer, micro_batches, precision=precision, **keys)
+    called = engine.module(batch(0)).item()  # as `generate` calls it
     one = run_engine(engine, micro_batches=micro_batches)
+    assert called == one.losses[0]
     other = run_plainly(plain, optimizer, rounding=rounding, micro_batches=micro_batches, mode=mode)
     name = "layers.0.mlp.up.weight"
     if rounding is None:  # the engine gathers in bf16 what autocast would round

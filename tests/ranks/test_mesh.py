@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks.harness import on_ranks
+from zerodrift.comm import rendezvous
 from zerodrift.comm.mesh import AXES, start
 from zerodrift.errors import MeshError, RankError
 from zerodrift.mesh import MeshShape, fit
@@ -124,9 +126,17 @@ def test_ranks_join_from_the_launchers_variables_and_listen_on_loopback_alone(po
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "no..host"])
 @on_ranks(1)
-def test_a_rank_that_never_joins_is_an_error(port: int) -> None:
+def test_a_rank_that_never_joins_is_waited_for_with_a_word_and_an_error(port: int, host: str) -> None:
     _launch(0, 2, port)
-    told = r"all 2 ranks must join within 1 s; got .* on rank 0\. .*MASTER_ADDR '127.0.0.1'"
-    with pytest.raises(RankError, match=told):
+    said: list[str] = []
+    told = rf"all 2 ranks must join within 1 s; got .* on rank 0\. .*MASTER_ADDR '{host}'"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError, match=told):
+        patch.setenv("MASTER_ADDR", host)
+        patch.setattr(rendezvous, "PATIENCE", 0.1)
+        patch.setattr(logging.getLogger("zerodrift"), "warning", lambda text, *of: said.append(text % of))
         start(lambda world: MeshShape(shard=world), device="cpu", timeout=1.0)
+    unresolved = ", a name that this machine cannot resolve," if host == "no..host" else ""
+    waits = f"rank 0 waits for rank 1 at MASTER_ADDR '{host}'{unresolved} MASTER_PORT {port}"
+    assert len(said) == 1 and waits in said[0], said

@@ -250,20 +250,29 @@ def test_between_steps_its_groups_hold_the_models_parameters() -> None:
         assert "momentum" not in optimizer.state[held[0]]
     with pytest.raises(UnsupportedError, match=r"optimizer\.state_dict`: must not be called"):
         optimizer.state_dict()
-    held.pop()
-    with pytest.raises(UnsupportedError, match=r"param_groups\[0\]`: must have the parameters"):
+    engine.backward(engine(torch.ones(2, 32)).sum())
+    raised = pytest.raises((TypeError, UnsupportedError), match="NoneType")
+    with pytest.MonkeyPatch.context() as patch, raised:
+        patch.setattr(optimizer, "direction", None)
         engine.step()
+    assert (engine.micro_batches, engine.global_steps) == (0, 1), "the gradients of a failed update are left"
+    held.pop()
+    for change in (list, optimizer.param_groups.pop):
+        change()
+        with pytest.raises(UnsupportedError, match=r"param_groups\[0\]`: must be the group, with its param"):
+            engine.step()
 
 
 def test_a_known_class_with_hooks_takes_its_own_steps_and_calls_them() -> None:
     model, called = nn.Linear(4, 4), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.heat = nn.Parameter(torch.tensor(2.0))  # its state looks like a count
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
     optimizer.register_step_post_hook(lambda *_: called.append(1))
     engine = initialize(model, optimizer, settings(0), device="cpu", quiet=True)
-    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.backward(engine(torch.ones(2, 4)).sum() * 0.0 + model.heat)
     engine.step()
     engine.destroy()
-    assert called == [1]
+    assert called == [1] and float(model.heat.detach()) == pytest.approx(2.0 - 0.1 / 1.5**0.5)
     other = initialize(nn.Linear(4, 4), None, settings(0) | BLOCK, device="cpu", quiet=True)
     with pytest.raises(UnsupportedError, match=r"register_step_post_hook`: must not be called"):
         other.optimizer.register_step_post_hook(print)
@@ -271,7 +280,7 @@ def test_a_known_class_with_hooks_takes_its_own_steps_and_calls_them() -> None:
 
 
 BLOCK: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-STEPLR = torch.optim.lr_scheduler.StepLR
+STEPLR, PLATEAU = torch.optim.lr_scheduler.StepLR, torch.optim.lr_scheduler.ReduceLROnPlateau
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"model": None}, "`model`: must be a torch.nn.Module; got NoneType"),
     "a class of models": ({"model": nn.Linear}, "`model`: must be a torch.nn.Module; got the class Linear"),
@@ -304,18 +313,29 @@ def test_an_argument_of_another_kind_is_refused_by_its_name(name: str) -> None:
 
 
 def test_a_call_of_an_engine_with_another_kind_of_value_is_refused(tmp_path: Path) -> None:
-    engine = initialize(nn.Linear(4, 4), config=BLOCK, device="cpu", quiet=True)
+    engine = initialize(nn.Linear(4, 4), config=BLOCK, schedule=PLATEAU, device="cpu", quiet=True)
     checkpoints: Any = Checkpoints(engine, tmp_path, quiet=True)
+    checkpoints.save()
+    with torch.inference_mode(), pytest.raises(UnsupportedError, match="outside of `torch"):
+        initialize(nn.Linear(4, 4), config=BLOCK)
+    with engine.gathered("weight") as shown:
+        assert list(shown) == ["weight"]
     calls: dict[str, Callable[[], Any]] = {
         "`loss`: must be a tensor; got NoneType": lambda: engine.backward(None),
         "`None`: must be a parameter of the model": lambda: engine.parameter(None),
         "`parts`: must be 'all' or 'weights'": lambda: checkpoints.load(parts="optimizer"),
         "`allow`: must be several names.* got None": lambda: checkpoints.load(allow=None),
     }
-    checkpoints.save()
     for said, call in calls.items():
         with pytest.raises(ZerodriftError, match=said):
             call()
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    with pytest.raises(UnsupportedError, match=r"arguments`: must be .* ReduceLROnPlateau.step.*'metrics'"):
+        engine.step()
+    assert engine.step(schedule_arguments={"metrics": 1.0}).updated
+    engine.optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(UnsupportedError, match=r"param_groups`: must each have a number as `lr`; got \[None"):
+        engine.step()
     with pytest.raises(AttributeError, match="grad"):
         engine.parameter("weight").grad = torch.ones(4, 4)
     engine.destroy()

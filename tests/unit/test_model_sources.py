@@ -207,6 +207,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dtypes": (unknown, "2 problems.*torch.uint16 in `0.weight`, `1.weight`.*torch.complex128 in `2.weight`"),
     "nf4": (quantised, "`weight`: must be a plain tensor.*`precision.frozen: nf4`"),
     "lazy": (lambda: nn.LazyLinear(3), "`weight`"),
+    "of inference": (torch.inference_mode()(lambda: nn.Linear(3, 3)), "`weight`.*inference_mode"),
+    "sparse": (lambda: nn.ParameterList([torch.eye(3).to_sparse()]), "`0`: must be a dense.*sparse_coo"),
     "one memory": (split, "`head.weight`: must be the same Parameter as `embed.weight`"),
     "a tie": (wide, r"`head.weight`: must be like `embed.weight`.*\(6, 4\).*\(6, 5\)"),
 }

@@ -73,7 +73,8 @@ class FullyShardExecutor(Executor):
         self.backwards = Backwards(self.units, keep=policy.sharding.keep_gathered == "step")
         self.dtensor_mesh = DTensorMesh(mesh)
         self._handles = shard(plan, model, self.units, comm, self.dtensor_mesh, self.backwards, sources or {})
-        self._handles += [*compute.attach(model, plan.boundaries), refuse_wrapper(model)]
+        self._handles += [*self.precision.attach(model), *compute.attach(model, plan.boundaries)]
+        self._handles.append(refuse_wrapper(model))
         self.members = {member.row.name: member for group in self.units for member in group.members}
         unit_of = {row.name: plan.units[row.unit].name for row in plan.rows}
         self.guard = TensorGuard(self.units, unit_of)
@@ -180,8 +181,7 @@ class FullyShardExecutor(Executor):
 
 def fully_sharded(executor: Executor) -> FullyShardExecutor:
     """Return the executor as a `FullyShardExecutor`, for callers that read groups."""
-    if not isinstance(executor, FullyShardExecutor):
-        raise AssertionError(f"{type(executor).__name__} has no groups")
+    assert isinstance(executor, FullyShardExecutor), f"{type(executor).__name__} has no groups"
     return executor
 
 

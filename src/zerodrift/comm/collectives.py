@@ -364,8 +364,7 @@ class Collectives:
         if not self._logs:
             return
         dtype, total = from_torch(tensor.dtype), None if sum_dtype is None else from_torch(sum_dtype)
-        if dtype is None:
-            raise AssertionError(f"{tensor.dtype} has no name in `dtypes`")
+        assert dtype is not None, f"{tensor.dtype} has no name in `dtypes`"
         entry = note or Recorded(op, dtype, tensor.numel(), axis, total)
         for log in self._logs:
             log.append(entry)

@@ -353,8 +353,7 @@ def _world_group(process: _Process, device: torch.device, timeout: float) -> dis
         do = f"See that every rank was started and can reach MASTER_ADDR {address!r}, MASTER_PORT {port!r}."
         raise RankError("mesh", must, got=f"{first_line(error)!r} on rank {process.rank}", do=do) from error
     world = dist.group.WORLD
-    if world is None:
-        raise AssertionError("torch.distributed is initialised without a default group")
+    assert world is not None, "torch.distributed is initialised without a default group"
     return world
 
 

@@ -16,8 +16,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import ipaddress
+import logging
 import os
 import socket
+import threading
 import time
 import uuid
 from datetime import timedelta
@@ -25,10 +27,15 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from zerodrift.comm.watch import ranks_text
 from zerodrift.errors import first_line
+
+_log = logging.getLogger("zerodrift")
 
 BUSY = 1.0
 """Seconds that rank 0 waits for its port to be free."""
+PATIENCE = 30.0
+"""Seconds until a rank says what it waits for."""
 _PAUSE = 0.01
 """Seconds between two looks of rank 0 for ranks that ask."""
 
@@ -42,23 +49,42 @@ def meet(rank: int, world: int, timeout: timedelta) -> Any:
         names = [name for _, name in socket.if_nameindex()]
         own_interface = next((name for name in ("lo", "lo0") if name in names), "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", own_interface)
+    missing = {0} if rank else set(range(1, world))
+
+    def say() -> None:
+        why = ""
+        try:
+            socket.getaddrinfo(host, port)
+        except (OSError, ValueError):
+            why = ", a name that this machine cannot resolve,"
+        _log.warning(
+            "zerodrift: rank %d waits for %s at MASTER_ADDR %r%s MASTER_PORT %d, and gives up after %g s",
+            *(rank, ranks_text(sorted(missing)), host, why, port, timeout.total_seconds()),
+        )
+
+    waiting = threading.Timer(PATIENCE, say)  # a call of torch says nothing until it gives up
+    waiting.daemon = True
+    waiting.start()
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     begun = time.monotonic()
-    while True:
-        try:
-            if hosts:
-                store = _listening(own or host, port, world, timeout, bool(own))
-            else:
-                store = TCPStore(own or host, port, world, False, timeout, wait_for_workers=False)
-            return PrefixStore(_name(store, rank, world, timeout), store)
-        except (RuntimeError, OSError) as error:
-            # The store of an earlier engine may be about to go; one that stays will do.
-            passed = time.monotonic() - begun
-            if passed > timeout.total_seconds():
-                raise RuntimeError(first_line(error)) from error
-            hosts = hosts and passed < BUSY
-            gc.collect()
-            time.sleep(10 * _PAUSE)
+    try:
+        while True:
+            try:
+                if hosts:
+                    store = _listening(own or host, port, world, timeout, bool(own))
+                else:
+                    store = TCPStore(own or host, port, world, False, timeout, wait_for_workers=False)
+                return PrefixStore(_name(store, rank, missing, timeout), store)
+            except (RuntimeError, OSError) as error:
+                # The store of an earlier engine may be about to go; one that stays will do.
+                passed = time.monotonic() - begun
+                if passed > timeout.total_seconds():
+                    raise RuntimeError(first_line(error)) from error
+                hosts = hosts and passed < BUSY
+                gc.collect()
+                time.sleep(10 * _PAUSE)
+    finally:
+        waiting.cancel()
 
 
 def _listening(host: str, port: int, world: int, timeout: timedelta, own: bool) -> TCPStore:
@@ -86,15 +112,15 @@ def loopback(host: str) -> str:
     return ""
 
 
-def _name(store: Any, rank: int, world: int, timeout: timedelta) -> str:
-    """Agree on a name for this start. See [Note: restarts]."""
+def _name(store: Any, rank: int, missing: set[int], timeout: timedelta) -> str:
+    """Agree on a name for this start, see [Note: restarts]. Rank 0 takes who came out of `missing`."""
     mine = uuid.uuid4().hex
     if rank:
         store.set(f"zerodrift/asks/{rank}", mine)
         name: str = store.get(f"zerodrift/name/{mine}").decode()
         store.set(f"{name}/{rank}", "came")
         return name
-    name, asked_by, missing = f"zerodrift/start/{mine}", dict[int, str](), set(range(1, world))
+    name, asked_by = f"zerodrift/start/{mine}", dict[int, str]()
     end = time.monotonic() + timeout.total_seconds()
     while missing:
         for other in sorted(missing):

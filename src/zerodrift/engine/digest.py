@@ -162,12 +162,10 @@ def _compare(copies: list[tuple[int, int]], comm: Collectives) -> None:
         *fewer, most = sorted(by_digest.values(), key=len)
         if fewer:
             others = [rank for alike in fewer for rank in alike]
-            raise RankError(
-                "state",
-                "must be the same bits on ranks that hold the same",
-                got=f"other ones on {_named(others)} than on {_named(most)}",
-                do="Load the last checkpoint. If the same rank differs again, test its memory and processor.",
-            )
+            must = "must be the same bits on ranks that hold the same"
+            got = f"other ones on {_named(others)} than on {_named(most)}"
+            do = "Load the last checkpoint. If the same rank differs again, test its memory and processor."
+            raise RankError("state", must, got=got, do=do)
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -5,8 +5,8 @@ does it, and `progress.py` counts. A micro-batch is `engine(...)` and `engine.ba
 ends a micro-batch and, after the last one of a step, updates. `engine.train_batch` takes all micro-batches of
 a step at once, as a pipeline needs.
 
-Invariant: training can go on after an exception in the model's forward or in a backward. A backward that
-failed costs the micro-batches of its step.
+Invariant: training can go on after an exception in the model's forward, in a backward or in an update. A
+backward or an update that failed costs the micro-batches of its step.
 """
 
 from __future__ import annotations
@@ -178,30 +178,12 @@ class Engine:
         All ranks of a pipeline take the same micro-batches. If the plan sums by the tree, each rank takes
         those of `micro_batches_of_this_rank`, and they are seeded here. Without a pipeline a micro-batch is a
         dict of the model's keyword arguments, unless `initialize` was given `parts`."""
-        losses, weights = self._accumulate(micro_batches, weights)
-        return BatchResult(losses, self.step(), weights)
+        losses = self.accumulate(micro_batches, weights)
+        return BatchResult(losses, self.step(), tuple(map(float, weights)))
 
     def accumulate(self, micro_batches: Iterable[Any], weights: Sequence[float] = ()) -> tuple[float, ...]:
         """Compute the gradients of a step's micro-batches, the first half of `train_batch`, and return their
         losses. `step` updates with the gradients, `zero_grad` drops them."""
-        return self._accumulate(micro_batches, weights)[0]
-
-    def evaluate(self, micro_batches: Iterable[Any]) -> float:
-        """The mean loss of micro-batches, without gradients."""
-        losses = self.losses(micro_batches)
-        return sum(losses) / len(losses)
-
-    def losses(self, micro_batches: Iterable[Any]) -> tuple[float, ...]:
-        """The loss of each micro-batch, without gradients."""
-        self.require_open()
-        runner = self._runner
-        batches, _ = runner.prepare(micro_batches, (), None)
-        return runner.losses(batches)
-
-    def _accumulate(
-        self, micro_batches: Iterable[Any], weights: Sequence[float]
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the losses of a step's micro-batches, and their weights as numbers."""
         self.require_open()
         if self.progress.micro_batches:
             raise refusal("step under way")
@@ -221,7 +203,19 @@ class Engine:
             self._backward_failed()
             raise
         self.progress.micro_batches, self.progress.is_scaled = len(batches), False
-        return losses, factors
+        return losses
+
+    def evaluate(self, micro_batches: Iterable[Any]) -> float:
+        """The mean loss of micro-batches, without gradients."""
+        losses = self.losses(micro_batches)
+        return sum(losses) / len(losses)
+
+    def losses(self, micro_batches: Iterable[Any]) -> tuple[float, ...]:
+        """The loss of each micro-batch, without gradients."""
+        self.require_open()
+        runner = self._runner
+        batches, _ = runner.prepare(micro_batches, (), None)
+        return runner.losses(batches)
 
     @property
     def _runner(self) -> Any:
@@ -239,10 +233,10 @@ class Engine:
         `schedule_arguments` are passed to the schedule. With `error_if_nonfinite`, a gradient that is not
         finite raises instead of skipping the step.
         """
-        executor, progress = self.executor, self.progress
+        executor, progress, arguments = self.executor, self.progress, dict(schedule_arguments or {})
         before = progress.now()
         with executor.step():
-            if not progress.begin_step():
+            if not progress.begin_step(arguments):
                 return before
             with torch.no_grad():
                 norm = executor.norm()
@@ -250,9 +244,10 @@ class Engine:
                     self.before_update()
                 bad = [] if norm.finite else executor.bad()
                 if norm.finite:
-                    executor.update(norm.multiplier(progress.unscale, self.plan.policy.clip))
+                    with self._recovering(self.zero_grad):  # the update has changed the gradients
+                        executor.update(norm.multiplier(progress.unscale, self.plan.policy.clip))
             self.zero_grad()
-            return progress.end_step(before, norm, bad, schedule_arguments, error_if_nonfinite)
+            return progress.end_step(before, norm, bad, arguments, error_if_nonfinite)
 
     def zero_grad(self) -> None:
         """Forget the gradients of this step."""
@@ -368,6 +363,7 @@ class Engine:
         A value that outlives the context does not change. With `write`, rank 0's values at the end of the
         context become those of all ranks, masters included. In a pipeline a rank has only its own parameters.
         """
+        names = [names] if isinstance(names, str) else names
         known = [row.name for row in self.plan.rows] if names is None else names
         return self.values.gathered({name: row_of(self.plan, name) for name in known}, write)
 

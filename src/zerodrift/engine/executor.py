@@ -28,7 +28,7 @@ from zerodrift.engine.shards import SegmentShard, Span
 from zerodrift.engine.step.compute import ForwardPrecision
 from zerodrift.engine.step.norm import Norm
 from zerodrift.engine.values import WholeValues
-from zerodrift.errors import ModelError, Problem
+from zerodrift.errors import ModelError, Problem, kind_of
 from zerodrift.optim import OptimizerState
 from zerodrift.plan import Plan
 from zerodrift.report import UpdateReport
@@ -138,10 +138,14 @@ class SequentialRunner:
         with raise_on_all_ranks(self.comm):
             batches = list(micro_batches)
             numbers, wrong = numbers_of(weights, len(batches))
-            unnamed = None if self.loss_of is not None else next(filter(None, map(_unnamed, batches)), None)
-            problem = wrong_number(len(batches), count) or unnamed or wrong
+            problem = wrong_number(len(batches), count) or wrong
             if problem is not None:
                 raise ModelError.of([problem])
+            unnamed = [kind_of(batch) for batch in batches if not isinstance(batch, Mapping)]
+            if self.loss_of is None and unnamed:
+                must = "must each be a dict of the model's keyword arguments"
+                do = "Pass `parts=zerodrift.Parts(...)` to `initialize`, which computes their loss."
+                raise ModelError("micro_batches", must, got=unnamed[0], do=do)
         device = self.comm.mesh.device
         return [batch_on(batch, device, lambda tensor: tensor) for batch in batches], numbers
 
@@ -179,17 +183,6 @@ class SequentialRunner:
             del model.forward
             if before is not None:
                 model.forward = before
-
-
-def _unnamed(batch: Any) -> Problem | None:
-    if isinstance(batch, Mapping):
-        return None
-    return Problem(
-        "micro_batches",
-        "must each be a dict of the model's keyword arguments",
-        got=type(batch).__name__,
-        do="Pass `parts=zerodrift.Parts(...)` to `initialize`, which computes their loss.",
-    )
 
 
 def loss_in(output: Any) -> Any:

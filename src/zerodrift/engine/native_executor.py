@@ -79,6 +79,7 @@ class NativeExecutor(Executor):
         """Alternates a forward and a backward, each of which computes while the other's exchange travels."""
         self.guard = ParameterGuard(model, self.segments, asynchronous=mesh.asynchronous)
         self._handles: list[Any] = [
+            *(() if policy.pipeline else self.precision.attach(model)),
             *self._attach(),
             refuse_wrapper(model),
             *distribute_experts(self.part, model, comm, self.turns),
@@ -291,6 +292,5 @@ class NativeExecutor(Executor):
 
 def native(executor: Executor) -> NativeExecutor:
     """Return the executor as a `NativeExecutor`, for callers that read segments."""
-    if not isinstance(executor, NativeExecutor):
-        raise AssertionError(f"{type(executor).__name__} has no segments")
+    assert isinstance(executor, NativeExecutor), f"{type(executor).__name__} has no segments"
     return executor

@@ -150,12 +150,10 @@ def _put(item: Any, key: Any, new: Any) -> None:
         else:
             item[key] = new
     except (TypeError, AttributeError) as error:
-        raise ModelError(
-            type(item).__name__,
-            "must let its floating tensors be replaced by casts to the dtype that the model computes in",
-            got="one that cannot be written to",
-            do="Pass a dict, or tensors of that dtype.",
-        ) from error
+        must = "must let its floating tensors be replaced by casts to the dtype that the model computes in"
+        got = "one that cannot be written to"
+        do = "Pass a dict, or tensors of that dtype."
+        raise ModelError(type(item).__name__, must, got=got, do=do) from error
 
 
 def _built(item: Any, parts: list[tuple[Any, Any]]) -> Any:

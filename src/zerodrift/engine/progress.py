@@ -9,6 +9,7 @@ Invariant: decisions depend only on what the engine reports, so ranks that repor
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,12 +74,10 @@ class Scaler:
                 self._left -= 1
                 return
             if self.scale <= spec.minimum:
-                raise NonFiniteError(
-                    "fp16.min_loss_scale",
-                    "must leave room for the loss scale to fall",
-                    got=f"gradients that overflow at the minimum, {spec.minimum:g}",
-                    do="Lower the learning rate, lower `fp16.min_loss_scale`, or use bf16.",
-                )
+                must = "must leave room for the loss scale to fall"
+                got = f"gradients that overflow at the minimum, {spec.minimum:g}"
+                do = "Lower the learning rate, lower `fp16.min_loss_scale`, or use bf16."
+                raise NonFiniteError("fp16.min_loss_scale", must, got=got, do=do)
             self.scale = max(self.scale / 2, spec.minimum)
             return
         self._good += 1
@@ -204,10 +203,17 @@ class TrainingProgress:
         rates = learning_rates(self._rates)
         return StepResult(False, False, None, self.scaler.scale, rates, self.global_steps)
 
-    def begin_step(self) -> bool:
-        """Return whether the step is complete. If it is, check background work."""
+    def begin_step(self, schedule_arguments: Mapping[str, Any]) -> bool:
+        """Return whether the step is complete. If it is, check arguments and background work."""
         if self.micro_batches == 0 or not self.is_boundary:
             return False
+        if self.schedule is not None:
+            signature = inspect.signature(self.schedule.step)
+            try:
+                signature.bind(**schedule_arguments)
+            except TypeError as error:
+                call = f"{type(self.schedule).__name__}.step{signature}"
+                raise refusal("schedule arguments", call=call, found=error) from None
         if self._plan.policy.requires_tree and not sums_by_tree(self._plan, self.micro_batches):
             raise refusal("no whole tree", count=self.micro_batches, ranks=self._plan.mesh.data)
         if self.background is not None:
@@ -239,7 +245,7 @@ class TrainingProgress:
         before: StepResult,
         norm: Norm,
         bad: Sequence[str],
-        schedule_arguments: Mapping[str, Any] | None,
+        schedule_arguments: Mapping[str, Any],
         error_if_nonfinite: bool,
     ) -> StepResult:
         """Count a step that has updated or was skipped. Raise if a skipped step is an error."""
@@ -252,7 +258,7 @@ class TrainingProgress:
         else:
             self.global_steps += 1
             if self.schedule is not None:
-                self.schedule.step(**(schedule_arguments or {}))
+                self.schedule.step(**schedule_arguments)
             every = self._plan.policy.print_every
             if self._shows and self._rates is not None and every and self.global_steps % every == 0:
                 shown = ", ".join(f"{rate:.6g}" for rate in learning_rates(self._rates)) or "-"
@@ -262,12 +268,10 @@ class TrainingProgress:
                 print(text + (f"  skipped {self.skipped_steps}" if self.skipped_steps else ""), flush=True)
         may_skip = self._plan.policy.skip_nonfinite or self.scaler.active
         if skipped and (error_if_nonfinite or not may_skip):
-            raise NonFiniteError(
-                "gradient",
-                "must be finite",
-                got=f"{norm.value}, first in {', '.join(bad) or 'no parameter alone'}",
-                do="Nothing was updated. Look at the batch, lower the learning rate, or clip.",
-            )
+            must = "must be finite"
+            got = f"{norm.value}, first in {', '.join(bad) or 'no parameter alone'}"
+            do = "Nothing was updated. Look at the batch, lower the learning rate, or clip."
+            raise NonFiniteError("gradient", must, got=got, do=do)
         return replace(
             before,
             updated=not skipped,
@@ -303,6 +307,11 @@ _REFUSALS = {
         "Pass one to `initialize`, or write an `optimizer` block.",
     ),
     "closed": ("engine", "must not be used after `destroy`", "", "Make another one."),
+    "schedule arguments": (
+        *("schedule_arguments", "must be the arguments of {call}", "{found}"),
+        "Pass them to `engine.step` by name, as in `{{'metrics': loss}}` (`lr_kwargs` in the drop-in), the "
+        "same on all ranks; or leave `schedule` out and call its `step` where it is due.",
+    ),
     "pipeline": (
         *("{what}", "must not be called on a pipeline, whose stages run together", ""),
         "Call `engine.train_batch` with all micro-batches of a step, or `engine.evaluate`.",

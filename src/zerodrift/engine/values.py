@@ -117,12 +117,8 @@ class ParameterHandle:
         with raise_on_all_ranks(self._comm):
             self._check(f"{self.name}.gradient", value)
             if not there:
-                raise UnsupportedError(
-                    self.name,
-                    "must have a gradient to replace",
-                    got="none in this step",
-                    do="Assign it after a backward and before `engine.step`.",
-                )
+                must, do = "must have a gradient to replace", "Assign it after a backward, before `step`."
+                raise UnsupportedError(self.name, must, got="none in this step", do=do)
         self._values.set_gradient(self.row, self._of_rank_0(value) / self._progress.unscale)
 
     @property
@@ -236,12 +232,8 @@ class SegmentValues:
         for segment in segments:
             for row in () if self.guard.is_open(segment) else writes.rows_written_while_held(segment):
                 segment.is_stale = True
-                problems.add(
-                    row.name,
-                    writes.WRITE,
-                    got=writes.READ,
-                    do="No other rank would have it, and it is dropped.",
-                )
+                do = "No other rank would have it, and it is dropped."
+                problems.add(row.name, writes.WRITE, got=writes.READ, do=do)
         problems.raise_as(ModelError)
 
     @contextlib.contextmanager

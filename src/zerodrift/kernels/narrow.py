@@ -41,8 +41,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def form_of(dtype: DType) -> Format:
     """Return the definition of a narrow format."""
-    if dtype.format is None:
-        raise AssertionError(f"{dtype} is no narrow format")
+    assert dtype.format is not None, f"{dtype} is no narrow format"
     return dtype.format
 
 
@@ -128,8 +127,7 @@ def decode_runs(dtype: DType, packed: Tensor, out: Tensor, runs: int) -> None:
 
 
 def _flat_block(form: Format) -> int:
-    if not isinstance(form.block, int):
-        raise AssertionError(f"{form.describe()} is not packed in runs")
+    assert isinstance(form.block, int), f"{form.describe()} is not packed in runs"
     return form.block
 
 

@@ -194,12 +194,9 @@ def _kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
         parts = (*(model._keep_in_fp32_modules_strict or ()), *(half or ()))
         return {rf"(^|\.){part}($|\.)": torch.float32 for part in parts}
     else:
-        raise ModelError(
-            f"transformers {transformers.__version__}",
-            "must name the parameters that it keeps in fp32, by `_get_dtype_plan`",
-            got="no such method",
-            do="Install a version that docs/support.md names.",
-        )
+        must = "must name the parameters that it keeps in fp32, by `_get_dtype_plan`"
+        do = "Install a version that docs/support.md names."
+        raise ModelError(f"transformers {transformers.__version__}", must, got="no such method", do=do)
     return {pattern.replace("*", ".*"): wide for pattern, wide in plan.items()}
 
 

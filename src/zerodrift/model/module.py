@@ -70,6 +70,7 @@ class _TiedParameters:
 
 def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     """Describe a module. Titles name it `source`; without a source they name its class."""
+    import torch
     from torch.nn.parameter import is_lazy
 
     problems = Problems()
@@ -83,6 +84,12 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
         if is_lazy(tensor):
             do = "Run one batch through the lazy module first, or write its sizes."
             problems.add(name, "must have a shape", got="an uninitialized parameter or buffer", do=do)
+        elif tensor.is_inference():
+            got, do = "one that was made in `torch.inference_mode`", "Build the model outside of it."
+            problems.add(name, "must be a tensor that can be trained or written", got=got, do=do)
+        elif tensor.layout is not torch.strided:
+            do = "Call `to_dense`, or register its indices and values."
+            problems.add(name, "must be a dense parameter or buffer", got=tensor.layout, do=do)
     _check_plain(tensors, problems)
     problems.raise_as(ModelError)
     _merge_declared_ties(module, groups, problems)

@@ -292,8 +292,7 @@ def _hyper(group: Mapping[str, Any], step: int) -> Hyper:
 def from_recipe(plan: Plan, owned: Sequence[Owned], update_slice: UpdateFunction = update) -> FlatUpdater:
     """Return the updater of a config's `optimizer` block. Its groups hold numbers; for their parameters see
     `hold_parameters`."""
-    if plan.policy.optimizer is None:
-        raise AssertionError("neither an optimizer nor a recipe for one")
+    assert plan.policy.optimizer is not None, "neither an optimizer nor a recipe for one"
     algorithm, defaults = arguments(plan.policy.optimizer)
     groups = _muon_groups(defaults) if algorithm is MUON else [defaults]
     empty = [{"params": [nn.Parameter(torch.zeros(0))], **group} for group in groups]

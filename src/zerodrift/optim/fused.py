@@ -194,8 +194,7 @@ def _others(of: SliceTensors) -> tuple[Tensor | None, ...]:
 def _kinds(of: SliceTensors, step: UpdateStep) -> dict[str, int]:
     """Return the choices that are made once per slice, as numbers."""
     algorithm = ARITHMETIC[step.algorithm].compiled
-    if algorithm is None:
-        raise AssertionError(f"{step.algorithm} has no compiled update")
+    assert algorithm is not None, f"{step.algorithm} has no compiled update"
     # A slice without moments has no scales or codes to read, whatever its column says.
     state = STATES[of.scheme.state if of.moments else State.FP32]
     return {"master_kind": MASTERS[of.scheme.master], "state": state, "algorithm": algorithm}

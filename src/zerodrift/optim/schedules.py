@@ -215,8 +215,7 @@ class WarmupCosineLR(_WarmupSchedule):
         return max(0.0, least + (1 - least) * (1 + math.cos(math.pi * done)) / 2)
 
     def get_lr(self) -> list[float]:
-        ratio = self.get_lr_ratio()
-        return [own * ratio for own in self.org_lrs]
+        return [own * self.get_lr_ratio() for own in self.org_lrs]
 
 
 class LRRangeTest(Schedule):

@@ -131,7 +131,7 @@ class TorchOptimizerUpdater:
         parameter, part = view.parameter, slice(begin, begin + view.parameter.numel())
         return {
             key: value.reshape(-1)[part].view(parameter.shape).to(parameter, copy=True)
-            if isinstance(value, torch.Tensor) and value.dim()
+            if isinstance(value, torch.Tensor) and (value.dim() or (not view.row.shape and key != "step"))
             else copy.deepcopy(value)
             for key, value in state.items()
         }
@@ -370,12 +370,9 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
         for parameter in group["params"]:
             row = plan.row(names.get(id(parameter), ""))
             if row is None:
-                must, do = (
-                    "must be built over the model's own parameters",
-                    "Build it over `model.parameters()`.",
-                )
+                must = "must be built over the model's own parameters"
                 got = f"one of shape {tuple(parameter.shape)} that the model does not have"
-                raise UnsupportedError("optimizer", must, got=got, do=do)
+                raise UnsupportedError("optimizer", must, got=got, do="Build it over `model.parameters()`.")
             groups[row.name] = number
     return groups
 

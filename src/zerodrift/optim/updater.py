@@ -9,6 +9,7 @@ Invariant: after `update`, owned storage is the master rounded once to the stora
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -102,7 +103,12 @@ class OptimizerState(Protocol):
 
 def learning_rates(optimizer: OptimizerState | None) -> tuple[float, ...]:
     """Return the learning rate of each parameter group; none without an optimizer."""
-    return () if optimizer is None else tuple(float(group["lr"]) for group in optimizer.groups.param_groups)
+    rates = [] if optimizer is None else [group["lr"] for group in optimizer.groups.param_groups]
+    try:
+        return tuple(map(float, rates))
+    except (TypeError, ValueError, RuntimeError):
+        where = "optimizer.param_groups"
+        raise UnsupportedError(where, "must each have a number as `lr`", got=repr(rates)) from None
 
 
 def refuse_calls(optimizer: torch.optim.Optimizer, names: Iterable[str], must: str, do: str) -> None:
@@ -116,22 +122,25 @@ def refuse_calls(optimizer: torch.optim.Optimizer, names: Iterable[str], must: s
 
 
 class GroupMembers:
-    """The parameters that the groups of an optimizer had when the engine was made."""
+    """The groups of an optimizer, and their parameters, when the engine was made."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._members = [(group, list(group["params"])) for group in optimizer.param_groups]
+        self._optimizer = optimizer
+        self._before = self._members()
+
+    def _members(self) -> list[list[Any]]:
+        return [[group, *group["params"]] for group in self._optimizer.param_groups]
 
     def require_unchanged(self) -> None:
-        """Raise where a group has other parameters: the engine would go on to update those that it had."""
-        for number, (group, members) in enumerate(self._members):
-            now = group["params"]
-            if len(now) != len(members) or any(map(operator.is_not, now, members)):
-                kept = sum(map(operator.is_, now, members))
-                must = "must have the parameters, in their order, that it had when the engine was made"
-                got = f"{len(now)}, of which {kept} are in the place of one of {len(members)}"
-                do = (
-                    "Build the engine anew, or set the group's `lr` to 0 to leave its parameters as they are."
-                )
+        """Raise where a group is another or has other parameters: the engine would go on to update those that
+        it had."""
+        both = itertools.zip_longest(self._members(), self._before, fillvalue=list[Any]())
+        for number, (now, before) in enumerate(both):
+            if len(now) != len(before) or any(map(operator.is_not, now, before)):
+                kept = sum(map(operator.is_, now[1:], before[1:]))
+                must = "must be the group, with its parameters in their order, of when the engine was made"
+                got = f"{len(now[1:])}, of which {kept} are in the place of one of {len(before[1:])}"
+                do = "Build the engine anew, or set the `lr` to 0 to leave parameters as they are."
                 raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
 
 

@@ -203,8 +203,7 @@ class Causal:
     @contextlib.contextmanager
     def _entered(self, piece: nn.Module, came: torch.Tensor) -> Iterator[None]:
         first = next(piece.get_submodule(self.layers).children())
-        if not isinstance(first, PassThrough):
-            raise AssertionError("a piece behind the first that has the first layer")
+        assert isinstance(first, PassThrough), "a piece behind the first that has the first layer"
         first.came = came
         first.stood = [(generator, generator.get_state()) for generator in generators(came.device)]
         try:

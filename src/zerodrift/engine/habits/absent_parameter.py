@@ -147,15 +147,11 @@ class CollectedGradient(torch.Tensor):
             return gradient
         if name in _SUMS and len(args) == 2 and not kwargs:
             return args[1] if args[0] is gradient else args[0]
-        raise ModelError(
-            gradient.path,
-            "its gradient must be read from the engine after a backward, which has collected it",
-            got=f"`{name}` of `param.grad`",
-            do=(
-                "Clip with `gradient_clipping` in the config, read with `engine.parameter(name).gradient`, "
-                "change by assigning to that, clear with `engine.zero_grad`."
-            ),
-        )
+        must = "its gradient must be read from the engine after a backward, which has collected it"
+        got = f"`{name}` of `param.grad`"
+        do = "Clip with `gradient_clipping` in the config, read with `engine.parameter(name).gradient`, "
+        do += "change by assigning to that, clear with `engine.zero_grad`."
+        raise ModelError(gradient.path, must, got=got, do=do)
 
     def become(self, values: torch.Tensor) -> None:
         """Turn into a plain tensor of these values."""
@@ -227,12 +223,10 @@ class AbsentValue(torch.Tensor):
             setter(parameter, cast)
 
     def refusal(self, what: str) -> ModelError:
-        return ModelError(
-            self.absent.path,
-            "must be gathered when its values are taken",
-            got=f"`{what}` of what was taken between its uses",
-            do=self.absent.advice,
-        )
+        must = "must be gathered when its values are taken"
+        got = f"`{what}` of what was taken between its uses"
+        do = self.absent.advice
+        return ModelError(self.absent.path, must, got=got, do=do)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self.refusal("pickle")
@@ -262,26 +256,20 @@ def _wanted_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 def lost_error(path: str, asked: str = "") -> ModelError:
     """Return the error for values whose engine was destroyed."""
     asks = f", and `{asked}` asks for them" if asked else ""
-    return ModelError(
-        path,
-        "must hold values",
-        got=f"one that was sharded when its engine was destroyed{asks}",
-        do=(
-            "Call `destroy` inside `engine.gathered()` to keep them, or build the model anew and load "
-            "what was saved."
-        ),
-    )
+    must = "must hold values"
+    got = f"one that was sharded when its engine was destroyed{asks}"
+    do = "Call `destroy` inside `engine.gathered()` to keep them, or build the model anew and load "
+    do += "what was saved."
+    return ModelError(path, must, got=got, do=do)
 
 
 def _refusal(parameter: AbsentParameter, what: str) -> ModelError:
     if parameter.lost:
         return lost_error(parameter.path, what)
-    return ModelError(
-        parameter.path,
-        "must be gathered when its values are read or written",
-        got=f"`{what}` between its uses",
-        do=parameter.advice,
-    )
+    must = "must be gathered when its values are read or written"
+    got = f"`{what}` between its uses"
+    do = parameter.advice
+    return ModelError(parameter.path, must, got=got, do=do)
 
 
 GATHER = (

@@ -134,12 +134,9 @@ def nondeterministic_operation(error: BaseException, need: DeterminismNeed) -> U
     if found is None:
         return None
     instead = remedy(found[1]) or "Use another operation in the model"
-    return UnsupportedError(
-        need.key,
-        f"must be `{need.instead}` with `{found[1]}`, whose result is not the same each time",
-        got=need.value,
-        do=f"{instead}; or leave `{need.key.rpartition('.')[2]}` out.",
-    )
+    must = f"must be `{need.instead}` with `{found[1]}`, whose result is not the same each time"
+    do = f"{instead}; or leave `{need.key.rpartition('.')[2]}` out."
+    return UnsupportedError(need.key, must, got=need.value, do=do)
 
 
 # --- kernels of other packages ------------------------------------------------------------------------------

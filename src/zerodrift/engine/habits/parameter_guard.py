@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
@@ -69,12 +70,9 @@ class ParameterSlot:
         # A trained parameter may be frozen for a while, as in a GAN. Then it is not updated.
         thawed = self.parameter.requires_grad and not isinstance(self.segment, TrainedSegment)
         if thawed and (stepping or torch.is_grad_enabled()):
-            return Problem(
-                self.name,
-                "must stay frozen, as planned",
-                got="requires_grad=True",
-                do="Thaw it before `initialize`, and freeze it again until it is to be trained.",
-            )
+            must = "must stay frozen, as planned"
+            do = "Thaw it before `initialize`, and freeze it again until it is to be trained."
+            return Problem(self.name, must, got="requires_grad=True", do=do)
         return None
 
 
@@ -91,7 +89,8 @@ def _without_engine() -> Any:
 
 class EngineHook:
     """A hook of an engine. A copy or a pickle of the module has `without_engine` in its place. A compiler
-    does not trace it (private in torch 2.13 to 2.15; the public call imports the compiler)."""
+    neither traces it nor compiles it by itself (private in torch 2.13 to 2.15; the public calls import the
+    compiler)."""
 
     __slots__ = ("_call", "_require", "_uncompiled")
 
@@ -105,6 +104,10 @@ class EngineHook:
         if self._require is not None:
             self._require()
         return _without_engine, ()
+
+
+_SKIP = eval_frame._FrameAction.SKIP
+eval_frame.set_code_exec_strategy(EngineHook.__call__.__code__, eval_frame._FrameExecStrategy(_SKIP, _SKIP))
 
 
 def mark_as_ours(handles: Iterable[Any], require: Callable[[], None] | None = None) -> None:
@@ -148,12 +151,10 @@ def find_other_engines(model: nn.Module) -> tuple[bool, set[str]]:
 def _require_values(slots: Iterable[ParameterSlot]) -> None:
     for slot in slots:
         if not slot.segment.is_full:
-            raise ModelError(
-                slot.name,
-                "must be copied or saved inside `engine.gathered()`, where its values are there",
-                got="a copy or `state_dict` outside of it",
-                do="Or save with `zerodrift.Checkpoints` or `zerodrift.export`.",
-            )
+            must = "must be copied or saved inside `engine.gathered()`, where its values are there"
+            got = "a copy or `state_dict` outside of it"
+            do = "Or save with `zerodrift.Checkpoints` or `zerodrift.export`."
+            raise ModelError(slot.name, must, got=got, do=do)
 
 
 class ModuleTree:

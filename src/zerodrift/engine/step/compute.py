@@ -105,9 +105,33 @@ class ForwardPrecision:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         mode = plan.policy.mode
         self._mode = mode
+        self._units = [unit.name for unit in plan.units]
         self._dtype = mode.dtype.torch
         self._device = device.type
         self._warned = False
+
+    def attach(self, model: nn.Module) -> list[Any]:
+        """Set autocast around the model and each part that holds units, in the autocast modes, for calls of
+        them without the engine, as in `generate`. Weights would be in another dtype than their inputs."""
+        running: list[contextlib.AbstractContextManager[None]] = []
+
+        def before(module: nn.Module, args: Any) -> None:
+            running.append(contextlib.nullcontext() if self._around() is self._dtype else self.forward())
+            running[-1].__enter__()
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if running:
+                running.pop().__exit__(None, None, None)
+
+        names = (name.split(".") for name in self._units) if self._mode.autocast else ()
+        paths = dict.fromkeys(".".join(name[:length]) for name in names for length in range(len(name)))
+        parts = [model.get_submodule(path) for path in paths]
+        handles: list[Any] = [part.register_forward_pre_hook(before) for part in parts]
+        return handles + [part.register_forward_hook(after, always_call=True) for part in parts]
+
+    def _around(self) -> torch.dtype | None:
+        """Return the dtype of the caller's autocast; None where there is none."""
+        return torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Cast an input of the model to the mode's dtype, except in the autocast modes."""
@@ -125,7 +149,7 @@ class ForwardPrecision:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Set autocast for a forward. See [Note: autocast]."""
-        around = torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
+        around = self._around()
         if not self._mode.autocast:
             if around is not None:
                 self._say(f"is {around}, and off inside, for the config says {self._mode}")

@@ -353,12 +353,10 @@ def _refuse_unfinished(path: str, output: Any) -> None:
         output = tuple(output.values())
     for item in output if isinstance(output, (tuple, list)) else (output,):
         if isinstance(item, (Iterator, Awaitable, AsyncIterator)):
-            raise ModelError(
-                path or "model",
-                "must return what it has computed",
-                got=f"a {type(item).__name__}, which computes after the forward, without parameters",
-                do="Return a list.",
-            )
+            must = "must return what it has computed"
+            got = f"a {type(item).__name__}, which computes after the forward, without parameters"
+            do = "Return a list."
+            raise ModelError(path or "model", must, got=got, do=do)
 
 
 def attach_parts(model: nn.Module, units: Iterable[LiveUnit]) -> list[Any]:
@@ -380,11 +378,8 @@ def refuse_wrapper(model: nn.Module) -> Any:
         # Set while the wrapper's forward runs (torch 2.13 to 2.15). The wrapper may be around another model.
         wrapper = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
         if wrapper is not None and module is model and any(part is model for part in wrapper.modules()):
-            raise UnsupportedError(
-                "model",
-                "must not be in `DistributedDataParallel`: the engine sums gradients over ranks",
-                got="a call through it",
-                do="Call the engine, or the model itself.",
-            )
+            must = "must not be in `DistributedDataParallel`: the engine sums gradients over ranks"
+            do = "Call the engine, or the model itself."
+            raise UnsupportedError("model", must, got="a call through it", do=do)
 
     return model.register_forward_pre_hook(refuse)

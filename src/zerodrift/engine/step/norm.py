@@ -100,15 +100,10 @@ def global_norm(
     if differ:
         raise _disagreement(agreement, comm)
     if weights_differ:
-        raise RankError(
-            "engine.module",
-            "must show the same weights on every rank",
-            got="different ones",
-            do=(
-                "Some ranks wrote values that others did not: write inside `engine.gathered(write=True)`, "
-                "where all ranks get rank 0's values."
-            ),
-        )
+        must = "must show the same weights on every rank"
+        do = "Some ranks wrote values that others did not: write inside `engine.gathered(write=True)`, "
+        do += "where all ranks get rank 0's values."
+        raise RankError("engine.module", must, got="different ones", do=do)
     return Norm(math.sqrt(squares.total(places)) * unscale, bool(was_written))
 
 
@@ -119,15 +114,11 @@ def _disagreement(agreement: RankAgreement, comm: Collectives) -> RankError:
         reports = [entry for rank in comm.all_gather_object(reports, axis) for entry in rank]
     if len({report.dropped for _, report in reports}) > 1:
         listed = ", ".join(f"rank {rank} {report.dropped}" for rank, report in reports[:8])
-        return RankError(
-            "backward",
-            "must follow a forward in training on every rank or on none",
-            got=f"batches of this step without one: {listed}",
-            do=(
-                "Where a rank skips a batch, gradients of different batches are paired: let all skip "
-                "it, or multiply its loss by 0 and call `backward`."
-            ),
-        )
+        must = "must follow a forward in training on every rank or on none"
+        got = f"batches of this step without one: {listed}"
+        do = "Where a rank skips a batch, gradients of different batches are paired: let all skip "
+        do += "it, or multiply its loss by 0 and call `backward`."
+        return RankError("backward", must, got=got, do=do)
     still: list[set[str]] = [set(report.without_update) for _, report in reports]
     if any(names != still[0] for names in still):
         return RankError(
@@ -138,35 +129,27 @@ def _disagreement(agreement: RankAgreement, comm: Collectives) -> RankError:
         )
     rates = {str(list(report.rates)): rank for rank, report in reversed(reports)}
     if len(rates) > 1:
-        return RankError(
-            "optimizer.param_groups",
-            "must have the same learning rates on every rank",
-            got=", ".join([f"{each} on rank {rank}" for each, rank in rates.items()][:4]),
-            do="Give a schedule that reads a loss, such as ReduceLROnPlateau, the mean over all ranks.",
-        )
+        must = "must have the same learning rates on every rank"
+        got = ", ".join([f"{each} on rank {rank}" for each, rank in rates.items()][:4])
+        do = "Give a schedule that reads a loss, such as ReduceLROnPlateau, the mean over all ranks."
+        return RankError("optimizer.param_groups", must, got=got, do=do)
     held = [dict(report.unreduced) for _, report in reports]
     some = [name for entry in held for number, name in entry.items() if any(number not in e for e in held)]
     if some:
         return set_on_some(some[0])
-    return RankError(
-        "units",
-        "must be used in the same order on every rank",
-        got="different orders in this step",
-        do=(
-            "A unit that only some ranks run, such as an expert without tokens, cannot be gathered by "
-            "itself: name a larger one in `sharding.units`."
-        ),
-    )
+    must = "must be used in the same order on every rank"
+    got = "different orders in this step"
+    do = "A unit that only some ranks run, such as an expert without tokens, cannot be gathered by "
+    do += "itself: name a larger one in `sharding.units`."
+    return RankError("units", must, got=got, do=do)
 
 
 def set_on_some(name: str) -> RankError:
     """Return the error for a gradient that was set on some ranks only."""
-    return RankError(
-        "param.grad",
-        "must be set on every rank or on none, where it is set outside of a backward",
-        got=f"one of `{name}` on some ranks only",
-        do="Set it on all of them, to zeros where a rank has nothing to add.",
-    )
+    must = "must be set on every rank or on none, where it is set outside of a backward"
+    got = f"one of `{name}` on some ranks only"
+    do = "Set it on all of them, to zeros where a rank has nothing to add."
+    return RankError("param.grad", must, got=got, do=do)
 
 
 def bad_parameters(parts: Iterable[tuple[str, torch.Tensor]], comm: Collectives) -> list[str]:

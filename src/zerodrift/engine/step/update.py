@@ -92,12 +92,10 @@ def collect_statistics(
 ) -> UpdateReport:
     """Add up the statistics of update `step` (`optim/updates.py`) per trained parameter, over all ranks."""
     if not plan.policy.statistics:
-        raise UnsupportedError(
-            "update_statistics",
-            "must be asked for in the config, so that updates record them",
-            got="`precision.statistics: false`",
-            do="Set `precision.statistics: true`.",
-        )
+        must = "must be asked for in the config, so that updates record them"
+        got = "`precision.statistics: false`"
+        do = "Set `precision.statistics: true`."
+        raise UnsupportedError("update_statistics", must, got=got, do=do)
     if updater is None or step == 0:
         raise UnsupportedError("update_statistics", "must follow an update", got="none yet")
     held = updater.statistics
