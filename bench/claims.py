@@ -204,7 +204,7 @@ def _order(results: Results) -> Iterator[Claim]:
     beside = {"the fastest": ratios[0], "the slowest": ratios[-1]}
     yield Claim(section, what, ratios[len(ratios) // 2], beside, Limit(1.03))
     most = results["order-scale"].tables[0].rows[-1][0]
-    orders = {"by the tree": "tree: ms", "the carrier's own": "native: ms"}
+    orders = {"by the tree": "tree: ms", "NCCL's own": "native: ms"}
     beside = {name: results.one("order-scale", column, most) for name, column in orders.items()}
     what, time = f"One reduction on {most} ranks", results.one("order-scale", "rank: ms", most)
     yield Claim(section, f"{what}: host ms", time, beside, None)

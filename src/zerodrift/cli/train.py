@@ -101,7 +101,7 @@ def replay(
     """Compute steps of a run again, and show where their bits first differ from the recorded ones.
 
     The run must have been trained with `run.digest_every`. Under `precision.reduce: {order: tree}` bits do
-    not depend on the number of processes, so steps of many can be replayed on one. Exit code 3: other bits.
+    not depend on the number of processes, so steps of many can be replayed on one. Exit code 3: different bits.
 
     \b
     Examples:

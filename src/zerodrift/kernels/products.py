@@ -173,7 +173,7 @@ class ProductDeviation:
     length: int
     """Products in each sum."""
     differing: float
-    """Share of the bf16 results with other bits."""
+    """Share of the bf16 results with different bits."""
     largest: float
     """Largest error of a result before it is rounded, relative to the sum of magnitudes."""
 

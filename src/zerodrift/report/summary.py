@@ -35,7 +35,7 @@ from zerodrift.report.rows import ColumnSet, Table, ranges
 
 WHEN = {"last": "after the last micro-batch", "every": "after every micro-batch"}  # `reduce.when` in words
 
-ORDERS = {"tree": "by the tree over micro-batches", "native": "in the carrier's order"}
+ORDERS = {"tree": "by the tree over micro-batches", "native": "in NCCL's own order"}
 """`reduce.order` in words, except for the order of ranks."""
 
 OPTION_WORDS = {

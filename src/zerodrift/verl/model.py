@@ -162,7 +162,7 @@ def require_same(sent: Mapping[str, str], held: Mapping[str, str]) -> None:
     """Raise unless a sampler holds the tensors that it was sent."""
     wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
     if wrong:
-        got = f"other bits in {len(wrong)} of {len(sent)} tensors, `{wrong[0]}` first"
+        got = f"different bits in {len(wrong)} of {len(sent)} tensors, `{wrong[0]}` first"
         do = "Look for code that casts the tensors, or loads them under other names."
         raise RankError("sampler", "must hold the weights that it was sent", got=got, do=do)
 

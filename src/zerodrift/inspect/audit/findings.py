@@ -2,7 +2,7 @@
 
 A low-precision run rounds everywhere, as its mode says. A finding is a loss of precision beyond that.
 
-Invariant: nothing runs here. Each finding says what is wrong, where, by how much, and how to mend it.
+Invariant: nothing runs here. Each finding says what is wrong, where, by how much, and how to fix it.
 """
 
 from __future__ import annotations

@@ -302,7 +302,7 @@ def _pin_casts(plan: Plan, trace: Trace, forward: list[TracedOperation]) -> Iter
                 held[made.memory] = name
                 continue
             what = f"{subject}cast from {given.dtype} to {made.dtype} by {operation.cast_by}"
-            do = "Its pin ends there, whatever the plan says: mend the model's code."
+            do = "Its pin ends there, whatever the plan says: fix the model's code."
             if operation.cast_by != "the model":
                 do = "Pin what takes it, too, if it is to stay unrounded."
             yield Hidden("pin cast", name, what, operation.line, do)

@@ -1,4 +1,4 @@
-"""Findings about a run: a sentence on what costs precision, and one on how to mend it.
+"""Findings about a run: a sentence on what costs precision, and one on how to fix it.
 
 Every finding follows from sightings and facts of parameters, never from a config. One finding lists all of
 its parameters.

@@ -21,7 +21,7 @@ WIDTH = 80
 SHOWN = 12  # results of a sweep that are printed of each kind; JSON has all
 UNITS = 6  # lines of exposed communication
 
-_ORDERS = {"tree": "by the tree", "rank": "in the order of ranks", "native": "as the carrier adds them"}
+_ORDERS = {"tree": "by the tree", "rank": "in the order of ranks", "native": "in NCCL's own order"}
 
 
 def simulation_text(
