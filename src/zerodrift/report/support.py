@@ -58,8 +58,8 @@ def support_markdown(cells: Sequence[policy.SupportCell], states: Sequence[polic
     lines = [
         "# What is supported?",
         "",
-        "Which combinations of mode, accumulate dtype, stage, pipeline and backend run. This page is the output",
-        "of `zerodrift support --markdown`; the config check uses the same table.",
+        "Which combinations of mode, accumulate dtype, stage, pipeline and backend run. This page is the",
+        "output of `zerodrift support --markdown`; the config check uses the same table.",
         "",
         "- **yes**: runs.",
         f"- **narrow**: runs with {_NARROW}; the letter names the loss.",
@@ -79,8 +79,8 @@ def support_markdown(cells: Sequence[policy.SupportCell], states: Sequence[polic
         "## Order",
         "",
         "By default (`precision.reduce: {order: auto}`) gradients are added by the tree over micro-batches,",
-        "for the same bits on any number of ranks ([order](order.md)). In these cases the default is the order",
-        "of ranks:",
+        "for the same bits on any number of ranks ([order](order.md)). In these cases the default is the",
+        "order of ranks:",
         "",
     ]
     lines += [f"- **{each.what}**: {each.reason}." for each in policy.DEFAULT_RANK]
