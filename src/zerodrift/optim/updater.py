@@ -1,7 +1,7 @@
 """The interface between an engine and its optimizer.
 
-The engine hands over the shards of this rank: per segment a flat piece of storage and the first master. From
-then on masters and moments live in the updater, in the scheme and dtype of the plan's rows. An `Updater` sees
+The engine passes the shards of this rank: per segment a flat piece of storage and the first master. After
+that, masters and moments live in the updater, in the scheme and dtype of the plan's rows. An `Updater` sees
 flat reduced gradients and one multiplier; it never sees a collective, a loss scale or a clip value.
 
 Invariant: after `update`, owned storage is the master rounded once to the storage dtype.
@@ -37,8 +37,8 @@ class Owned:
     storage: torch.Tensor
     """Flat, in the storage dtype; written by every update."""
     initial: torch.Tensor
-    """The first master, free to be kept: flat fp32 values, or the low halves (int16) of a split master, whose
-    high ones storage holds. Without a separate master: storage itself."""
+    """The first master, which the updater may keep: flat fp32 values, or the low halves (int16) of a split
+    master, whose high halves are storage. Without a separate master: storage itself."""
     start: int
     """The first element of the segment that is in the piece."""
     part: int = 0
@@ -49,7 +49,7 @@ class Owned:
         return Scheme(self.spec.columns.storage.dtype, self.update.master, self.update.state)
 
     def without_values(self) -> Owned:
-        """Return the same piece without the first master, which it would keep alive."""
+        """Return the same piece without the first master, to free its memory."""
         return replace(self, initial=self.initial.new_empty(0))
 
     def span(self, row: Row) -> slice:
@@ -58,7 +58,7 @@ class Owned:
 
 
 def empty_statistics(plan: Plan, owned: Sequence[Owned]) -> dict[int, torch.Tensor]:
-    """Return statistics by segment number; none unless the plan asks for them."""
+    """Return statistics by segment number; empty unless the plan asks for them."""
     if not plan.policy.statistics:
         return {}
     return {
@@ -76,7 +76,7 @@ Written = Callable[[int], None]
 
 
 def no_callback(number: int) -> None:
-    """Do nothing: a `Written` for a caller that waits for no single piece."""
+    """Do nothing: a `Written` for a caller that does not wait for single pieces."""
 
 
 class OptimizerState(Protocol):
@@ -106,7 +106,7 @@ def learning_rates(optimizer: OptimizerState | None) -> tuple[float, ...]:
 
 
 def refuse_calls(optimizer: torch.optim.Optimizer, names: Iterable[str], must: str, do: str) -> None:
-    """Make methods of an optimizer raise that would do nothing, without a word."""
+    """Make methods of an optimizer raise that would silently do nothing."""
 
     def refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(f"optimizer.{name}", must, got="a call", do=do)
@@ -122,16 +122,14 @@ class GroupMembers:
         self._members = [(group, list(group["params"])) for group in optimizer.param_groups]
 
     def require_unchanged(self) -> None:
-        """Raise where a group has other parameters: the engine would go on to update those that it had."""
+        """Raise if a group has other parameters: the engine would go on updating the old ones."""
         for number, (group, members) in enumerate(self._members):
             now = group["params"]
             if len(now) != len(members) or any(map(operator.is_not, now, members)):
                 kept = sum(map(operator.is_, now, members))
                 must = "must have the parameters, in their order, that it had when the engine was made"
                 got = f"{len(now)}, of which {kept} are in the place of one of {len(members)}"
-                do = (
-                    "Build the engine anew, or set the group's `lr` to 0 to leave its parameters as they are."
-                )
+                do = "Build a new engine, or set the group's `lr` to 0 to keep its parameters unchanged."
                 raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
 
 
@@ -166,4 +164,4 @@ class Updater(OptimizerState, Protocol):
         """Replace a moment."""
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
-        """Return the dtypes in memory of a piece's master (None: storage itself) and of its moments."""
+        """Return the dtypes of a piece's master (None: storage itself) and of its moments, as stored."""
