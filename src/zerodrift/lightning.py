@@ -221,7 +221,7 @@ class ZeroDriftStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if checkpoint["state_dict"]:
-            must = f"must be a folder that {type(self).__name__} saved, to go on with a run"
+            must = f"must be a folder that {type(self).__name__} saved, to resume a run"
             got = "one file, which has the state of another strategy's optimizer"
             do = "Load its weights alone: `LightningModule.load_from_checkpoint(...)`, then fit."
             raise CheckpointError("ckpt_path", must, got=got, do=do)

@@ -110,7 +110,7 @@ def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(tmp_path: P
         message = refusal(checkpoints.load)
         alone(engine, partial(path.write_bytes, kept))
         of_rank = re.fullmatch(r"rank-0000(\d)\.json", path.name)
-        expected = f"must be what rank {of_rank[1]} wrote; got " if of_rank and harm in (flip, cut) else must
+        expected = f"must be as rank {of_rank[1]} wrote it; got " if of_rank and harm in (flip, cut) else must
         if path.name == "checkpoint.json":
             assert manifest in message, message
         else:
@@ -361,7 +361,7 @@ def test_one_rank_reads_latest_and_all_agree(tmp_path: Path) -> None:
     assert loaded is not None and loaded.tag == NEW
     latest = folder / "latest"
     alone(engine, lambda: latest.write_bytes(b"\xff"))
-    assert "what is no UTF-8" in refusal(checkpoints.resume)
+    assert "bytes that are not UTF-8" in refusal(checkpoints.resume)
     alone(engine, lambda: (latest.unlink(), (folder / NEW / "checkpoint.json").unlink()))
     half = refusal(checkpoints.resume)
     assert f"got files of {NEW} without `checkpoint.json`" in half and "copied in part" in half

@@ -291,7 +291,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a buffer of a parameter": (
         {"model": aliased()},
-        "`alias`: must have memory .* over the memory of `weight`",
+        "`alias`: must have its own memory.* over the memory of `weight`",
     ),
 }
 

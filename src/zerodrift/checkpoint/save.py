@@ -78,7 +78,7 @@ def require_own(folder: CheckpointFolder, runs: Mapping[str, str], run: str) -> 
     others = [tag for tag, owner in runs.items() if owner not in ("", run)]
     if others:
         got = f"{', '.join(others[:5])} of another"
-        do = "Load one of them first to go on with it, or save to another folder."
+        do = "Load one of them first to continue that run, or save to another folder."
         raise CheckpointError(folder.path, "must hold checkpoints of this run alone", got=got, do=do)
 
 

@@ -165,7 +165,7 @@ def _compare(copies: list[tuple[int, int]], comm: Collectives) -> None:
             raise RankError(
                 "state",
                 "must be the same bits on ranks that hold the same",
-                got=f"other ones on {_named(others)} than on {_named(most)}",
+                got=f"different bits on {_named(others)} than on {_named(most)}",
                 do="Load the last checkpoint. If the same rank differs again, test its memory and processor.",
             )
 

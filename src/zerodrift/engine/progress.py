@@ -75,7 +75,7 @@ class Scaler:
             if self.scale <= spec.minimum:
                 raise NonFiniteError(
                     "fp16.min_loss_scale",
-                    "must leave room for the loss scale to fall",
+                    "must allow a lower loss scale",
                     got=f"gradients that overflow at the minimum, {spec.minimum:g}",
                     do="Lower the learning rate, lower `fp16.min_loss_scale`, or use bf16.",
                 )
@@ -309,12 +309,12 @@ _REFUSALS = {
     ),
     "step under way": (
         *("accumulate", "must be given all micro-batches of a step, at its beginning"),
-        "a step with micro-batches that wait for their update",
-        "Call `step`, which updates with them, or `zero_grad`.",
+        "a step that has micro-batches already",
+        "Call `step` to update with them, or `zero_grad` to drop them.",
     ),
     "no loss": (
         *("loss", "must be a tensor", "{found}"),
-        "A model of `transformers` returns a loss where it is given `labels`.",
+        "A model of `transformers` returns a loss if it gets `labels`.",
     ),
     "loss not scaled": (
         *("backward", "the loss must be scaled in mode {mode}", "a plain `loss.backward()`"),
@@ -334,24 +334,24 @@ _REFUSALS = {
         "backward",
         "must not follow the last micro-batch of a step under `reduce.order: tree`, whose sum is complete",
         "a gradient of {name}",
-        "Call `engine.step()`, or `engine.zero_grad()` to begin anew.",
+        "Call `engine.step()`, or `engine.zero_grad()` to start over.",
     ),
     "gradient by hand": (
         "{name}",
-        "its gradient must come from backwards under `reduce.order: tree`, which adds up micro-batches alone",
-        "one that was put into `param.grad` after the last of them",
+        "its gradient must come only from backwards under `reduce.order: tree`, which adds micro-batches",
+        "one that was set in `param.grad` after the last backward",
         "Add it to the loss, or assign `engine.parameter(name).gradient` before `engine.step()`.",
     ),
     "sum not formed": (
         "{name}.gradient",
         "must be read or assigned after the last micro-batch of a step under `reduce.order: tree`",
         "a step that is not complete",
-        "Ask again before `engine.step()` of the last one.",
+        "Do it after the last backward, before `engine.step()`.",
     ),
     "not seeded": (
         "forward",
         "must draw random numbers by the number of its micro-batch under `reduce.order: tree`",
-        "some from a generator that goes on from one micro-batch to the next",
+        "numbers from a generator that was not seeded for it",
         "Call `engine.seed_micro_batch(number)` before it, or leave `order` out.",
     ),
     "buffer written": (

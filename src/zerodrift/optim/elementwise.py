@@ -99,9 +99,9 @@ def require_elementwise(optimizer: torch.optim.Optimizer, group_of: Mapping[str,
     if elementwise is None:
         must = "must be known to be elementwise where ranks hold different parameters, or pieces of them"
         do = (
-            f"{DECLARE}. Otherwise train at stage 0 without pipeline and experts; or, if it updates every "
-            f"tensor by itself, pass `elementwise=False` and place its parameters whole, with a rule such as "
-            f"{WHOLE}."
+            f"{DECLARE}. Otherwise train at stage 0 without pipeline and experts; or, if it updates each "
+            f"tensor independently, pass `elementwise=False` and place its parameters whole, with a rule "
+            f"such as {WHOLE}."
         )
         raise UnsupportedError("optimizer", must, got=f"{kind}, which zerodrift does not know", do=do)
     if not elementwise:
@@ -148,7 +148,7 @@ def _require_whole(kind: str, rows: Sequence[Row], plan: Plan) -> None:
     placed = {row.name for row in rows if row.columns.update and row.columns.update.placement == "whole"}
     cut = [row.name for row in rows if row.parts > 1 or (row.name not in placed and _is_cut(row, plan))]
     if cut:
-        do = f"Place what it updates whole, with a rule such as {WHOLE}, train at stage 0, or use an "
+        do = f"Place its parameters whole, with a rule such as {WHOLE}, train at stage 0, or use an "
         do += "elementwise optimizer."
         if any(row.parts > 1 for row in rows):
             do += " Experts that are divided over ranks need another optimizer."

@@ -205,7 +205,7 @@ class TorchOptimizerUpdater:
                 raise
             must = "must be able to step flat pieces of parameters, as elementwise optimizers are"
             got = f"{self.kind}, whose `step` raised {said(error)}, and a piece of {flat[0]}"
-            do = f"Place what it updates whole, with a rule such as {WHOLE}, or train at stage 0."
+            do = f"Place its parameters whole, with a rule such as {WHOLE}, or train at stage 0."
             raise UnsupportedError("optimizer", must, got=got, do=do) from error
         finally:
             for group, parameters in shown:

@@ -336,7 +336,7 @@ def _travels(plan: Plan) -> str:
     count, known = crossings(plan), activations(plan)
     over = f"{several(count, 'boundary', 'boundaries')} between ranks"
     if known is None:
-        what = "what the layers of the model pass on, which is not known before it runs"
+        what = "the outputs of the model's layers, whose size is unknown before it runs"
         return f"over {over}, there and back per micro-batch: {what}"
     values, dtype = known
     size, sent = figures.size(values * dtype.size), f"{values:,} values in {dtype}; not in the bill"

@@ -79,7 +79,7 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
     def engine(self) -> Engine:
         """zerodrift's engine."""
         if self._zerodrift is None:
-            raise UnsupportedError("engine", "must be asked for after `initialize`", got="none yet")
+            raise UnsupportedError("engine", "must be read after `initialize`", got="none yet")
         return self._zerodrift
 
     def initialize(self) -> None:
@@ -200,7 +200,9 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
 
     def get_per_tensor_param_shard(self, **_: Any) -> Any:
         where, must = "rollout.checkpoint_engine.backend", "must be one that sends whole tensors"
-        raise UnsupportedError(where, must, got="one that sends parts of them", do="Write `naive` or `nccl`.")
+        raise UnsupportedError(
+            where, must, got="one that sends parts of tensors", do="Write `naive` or `nccl`."
+        )
 
     prime_delta_snapshots = get_per_tensor_param_delta_shard = get_per_tensor_param_shard
 

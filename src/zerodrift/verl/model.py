@@ -253,5 +253,5 @@ def _export(engine: Engine, folder: Path) -> None:
 def _require_own(path: Path) -> None:
     if (path / "fsdp_config.json").is_file() and not (path / TAG).is_dir():
         must, got = "must have been saved by this engine", "a checkpoint of verl's engine for fsdp"
-        do = "Merge it with `python -m verl.model_merger`, and name what comes of it in `model.path`."
+        do = "Merge it with `python -m verl.model_merger`, and set `model.path` to the result."
         raise CheckpointError(str(path), must, got=got, do=do)

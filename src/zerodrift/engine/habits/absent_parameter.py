@@ -229,8 +229,8 @@ class AbsentValue(torch.Tensor):
     def refusal(self, what: str) -> ModelError:
         return ModelError(
             self.absent.path,
-            "must be gathered when its values are taken",
-            got=f"`{what}` of what was taken between its uses",
+            "must be gathered when its values are read",
+            got=f"`{what}` of a tensor that was taken while it was sharded",
             do=self.absent.advice,
         )
 
@@ -266,10 +266,7 @@ def lost_error(path: str, asked: str = "") -> ModelError:
         path,
         "must hold values",
         got=f"one that was sharded when its engine was destroyed{asks}",
-        do=(
-            "Call `destroy` inside `engine.gathered()` to keep them, or build the model anew and load "
-            "what was saved."
-        ),
+        do="Call `destroy` inside `engine.gathered()`, or build the model again and load a checkpoint.",
     )
 
 
@@ -279,7 +276,7 @@ def _refusal(parameter: AbsentParameter, what: str) -> ModelError:
     return ModelError(
         parameter.path,
         "must be gathered when its values are read or written",
-        got=f"`{what}` between its uses",
+        got=f"`{what}` while it was sharded",
         do=parameter.advice,
     )
 

@@ -117,7 +117,7 @@ def class_for(name: str, output: Output | None, kind: type[torch.Tensor] = torch
                 warned.append(name)
                 warnings.warn(
                     f"`{name}` is pinned to {args[0].dtype}, and the model itself casts it to "
-                    f"{result.dtype}: results of that are rounded, whatever the config says.",
+                    f"{result.dtype}: the results are rounded in spite of the pin.",
                     stacklevel=3,
                 )
             if named in OTHERS or not _alone(given):

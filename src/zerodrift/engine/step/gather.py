@@ -355,7 +355,7 @@ def _refuse_unfinished(path: str, output: Any) -> None:
         if isinstance(item, (Iterator, Awaitable, AsyncIterator)):
             raise ModelError(
                 path or "model",
-                "must return what it has computed",
+                "must return computed values",
                 got=f"a {type(item).__name__}, which computes after the forward, without parameters",
                 do="Return a list.",
             )

@@ -124,8 +124,8 @@ def _disagreement(agreement: RankAgreement, comm: Collectives) -> RankError:
             "must follow a forward in training on every rank or on none",
             got=f"batches of this step without one: {listed}",
             do=(
-                "Where a rank skips a batch, gradients of different batches are paired: let all skip "
-                "it, or multiply its loss by 0 and call `backward`."
+                "If a rank skips a batch, gradients of different batches are paired: skip it on all "
+                "ranks, or multiply its loss by 0 and call `backward`."
             ),
         )
     still: list[set[str]] = [set(report.without_update) for _, report in reports]
@@ -133,8 +133,8 @@ def _disagreement(agreement: RankAgreement, comm: Collectives) -> RankError:
         return RankError(
             min(name for names in still for name in names if any(name not in other for other in still)),
             "must be trained on every rank or on none",
-            got="`requires_grad` false, or a gradient that was taken away, on some ranks only",
-            do="Freeze and thaw on all ranks alike.",
+            got="`requires_grad` false, or a removed gradient, on some ranks only",
+            do="Freeze and unfreeze it on all ranks.",
         )
     rates = {str(list(report.rates)): rank for rank, report in reversed(reports)}
     if len(rates) > 1:
@@ -153,8 +153,8 @@ def _disagreement(agreement: RankAgreement, comm: Collectives) -> RankError:
         "must be used in the same order on every rank",
         got="different orders in this step",
         do=(
-            "A unit that only some ranks run, such as an expert without tokens, cannot be gathered by "
-            "itself: name a larger one in `sharding.units`."
+            "A module that only some ranks run, such as an expert without tokens, cannot be a unit: "
+            "name a larger module in `sharding.units`."
         ),
     )
 
@@ -163,9 +163,9 @@ def set_on_some(name: str) -> RankError:
     """Return the error for a gradient that was set on some ranks only."""
     return RankError(
         "param.grad",
-        "must be set on every rank or on none, where it is set outside of a backward",
+        "must be set on every rank or on none if it is set outside a backward",
         got=f"one of `{name}` on some ranks only",
-        do="Set it on all of them, to zeros where a rank has nothing to add.",
+        do="Set it on all ranks, to zeros on a rank with nothing to add.",
     )
 
 

@@ -113,7 +113,7 @@ def require_tokens(own: audit.Signals, sequences: audit.Ids, order: Sequence[Seq
         if bad:
             sequence = part[bad[0] // (len(sequences[part[0]]) - 1)]
             must = "must have finite log-probabilities on the trainer's side"
-            do = "Look at the trainer's mode: its values are beyond the range of what it computes in."
+            do = "Check the trainer's mode: its values are beyond the range of its compute dtype."
             raise NonFiniteError(f"tokens[{sequence}]", must, got=f"{len(bad):,} inf or nan", do=do)
 
 

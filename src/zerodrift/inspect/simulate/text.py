@@ -66,7 +66,7 @@ def simulation_text(
         waited.append((f"{len(rest)} more", "", _seconds(total), percent(total / step)))
     fits = "fits" if memory.fits else "does not fit"
     uses = [
-        ("the plan's peak", size(memory.plan), "what `zerodrift plan` counts"),
+        ("the plan's peak", size(memory.plan), "counted by `zerodrift plan`"),
         ("activations", size(memory.activations), "what autograd keeps"),
         ("one operation", size(memory.workspace), "the result of the largest"),
         ("reserved", size(memory.reserve), "`reserve_gb` of the cluster"),

@@ -85,7 +85,7 @@ class Rows:
         except OSError as error:
             got = error.strerror or said(error)
         if got:
-            todo = "Start again to go on from the last checkpoint, if the tokens are the same."
+            todo = "Start again to resume from the last checkpoint, if the tokens are the same."
             raise ConfigError(str(self.file), "must stay as it is while a run reads it", got=got, do=todo)
         return np.frombuffer(data, self.dtype)
 

@@ -197,7 +197,7 @@ class _Maker:
             # None of very few documents may have been drawn. Then the last blocks are held out.
             if len(train) == 1:
                 todo = SHORTER if packing_of(data, kind) == "stream" else "Name more files."
-                raise _too_little("data.validation", "one block in all, which is trained on", todo)
+                raise _too_little("data.validation", "one block in all, which is used for training", todo)
             train, held = train.split(share)
             labels, count = int(held.labels(np.arange(len(held))).sum()), len(held)
             tokens = min(count * data.block, labels + count)
@@ -221,7 +221,7 @@ class _Maker:
         if share:
             blocks, held = blocks.split(share)
             if not held:
-                raise _too_little("data.validation", "files of one block each, which are trained on")
+                raise _too_little("data.validation", "files of one block each, which are used for training")
         key = _digest([[_sampled(file) for file in found.files], length, share])
         sizes = len(blocks), len(held or ())
         parts = [PartCounts(0, size * length, size * length, size) for size in sizes]

@@ -98,7 +98,7 @@ def continue_prompt(session: Session, prompt: str) -> str:
 def overrides_to_evaluate(job: Job, overrides: Sequence[str]) -> list[str]:
     """Return overrides that keep an evaluation from writing into the folder of its run."""
     if not job.data.validation:
-        must = "must say what to evaluate on: a share of the documents, or files"
+        must = "must name data to evaluate on: a share of the documents, or files"
         raise ConfigError("data.validation", must, got=job.data.validation)
     folder = RunFolder.of(job)
     start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, folder)

@@ -207,7 +207,7 @@ def difference_lines(
     if changed:
         lines.append(f"  {'computed':10} {'; '.join(changed)}")
     if found["losses"]:
-        lines.append("Look at the data of these micro-batches, what draws random numbers, and that rank.")
+        lines.append("Check the data of these micro-batches, random numbers, and that rank.")
     elif found["gradients"]:
         unit = found["gradients"][-1] or OUTSIDE
         lines.append(f"The backward comes to {unit} first: that is where bits begin to differ.")
