@@ -227,7 +227,7 @@ def test_a_folder_has_one_writer_and_states_that_can_be_read(tmp_path: Path) -> 
     engine = make(config(3, "bf16"))
     other = Checkpoints(engine, tmp_path, quiet=True)
     not_mine = refusal(other.save)
-    assert f"must hold checkpoints of this run alone; got {OLD}, now, {NEW} of another" in not_mine
+    assert f"must hold only checkpoints of this run; got {OLD}, now, {NEW} of another" in not_mine
     assert refusal(lambda: train(engine, 1)) == not_mine, "with the first step, before work is lost"
     engine.zero_grad()
     other.load()

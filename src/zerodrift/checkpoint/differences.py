@@ -101,7 +101,7 @@ def check_buffers(
 ) -> list[Problem]:
     """Compare the shapes of buffers. The checkpoint may lack buffers that are not `persistent`."""
     problems = []
-    do = "`allow=('buffers',)` leaves buffers as they are."
+    do = "`allow=('buffers',)` does not change buffers."
     for name in sorted({*saved, *here}):
         mine, theirs = here.get(name), saved.get(name)
         if mine != theirs and (name in persistent or mine is None):

@@ -265,7 +265,7 @@ class TrainingProgress:
             raise NonFiniteError(
                 "gradient",
                 "must be finite",
-                got=f"{norm.value}, first in {', '.join(bad) or 'no parameter alone'}",
+                got=f"{norm.value}, first in {', '.join(bad) or 'no single parameter'}",
                 do="Nothing was updated. Look at the batch, lower the learning rate, or clip.",
             )
         return replace(

@@ -103,7 +103,7 @@ class FlatUpdater:
             # Muon's group has no betas.
             reason = why_not_state(state, "native", group["betas"][1]) if "betas" in group else ""
             if reason:
-                must = f"must have a beta2 that `state: {state}` can follow"
+                must = f"must have a beta2 with which a moment in `state: {state}` can shrink"
                 got = f"{group['betas'][1]}, and {reason}"
                 do = "Lower the beta2 of the group, or use `state: fp32`."
                 raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)

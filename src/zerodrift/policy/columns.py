@@ -92,7 +92,7 @@ def complete(
         BACKENDS[policy.backend].refuse_columns(columns, fill.place, problems)
     else:  # an integer or boolean parameter keeps its dtype
         dtype = traits.source
-        reason = f"{dtype} is not a floating dtype: kept as it is"
+        reason = f"{dtype} is not a floating-point dtype: not cast"
         why = tuple((column, reason) for column in ("storage", "gather", "compute", "export"))
         columns = Columns(Placed(dtype, ""), dtype, dtype, None, dtype, output, False, why)
     if not traits.expert:
@@ -171,7 +171,7 @@ class _ColumnFiller:
         storage = self._demanded("storage", default, reason)
         if storage.format is not None:
             if reason := why_not_storage(self.traits.trained, self._backend.name):
-                do = "`precision.frozen` is for frozen ones alone." if self.traits.trained else ""
+                do = "`precision.frozen` is only for frozen parameters." if self.traits.trained else ""
                 self._refuse("storage", f"`storage` must not be {storage} here: {reason}", do=do)
             self.why["storage"] += f": {storage.format.describe()}, {self._coded(storage)}"
         return storage

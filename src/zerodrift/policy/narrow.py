@@ -223,5 +223,5 @@ def decide_products(
         must = f"must be left out with {BACKEND.what}: {BACKEND.reason}"
         problems.add(where, must, got="fp8", do=f"{BACKEND.do}; or leave fp8 out.")
     rowwise = "linear layers: e4m3, an fp32 scale per row of what is summed, exact sums, rounded once"
-    others = "attention's scores and other products of two activations stay as they are"
+    others = "attention scores and other products of two activations are not changed"
     return (Decision("fp8 products", rowwise, f"`{where}`; {others}"),)

@@ -234,7 +234,7 @@ def input_casts(plan: Plan) -> str:
     """Describe the casts of the model's floating inputs and of modules without a boundary."""
     mode = plan.policy.mode
     if mode.autocast:
-        return f"inputs are as they are given; elsewhere autocast to {mode.dtype} decides"
+        return f"inputs are not cast; elsewhere autocast to {mode.dtype} decides"
     return f"floating inputs of the model are cast to {mode.dtype}"
 
 

@@ -19,7 +19,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "verl":
         raise
-    must, do = "must have `verl` beside it", f"Run `pip install verl=={TESTED}`."
+    must, do = "must be installed with `verl`", f"Run `pip install verl=={TESTED}`."
     absent = Problem("zerodrift.verl", must, got="no such package", do=do)
     raise ImportError(str(absent), name="verl") from error
 

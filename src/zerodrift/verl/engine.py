@@ -177,7 +177,7 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         there = self.engine.mesh.device.type
         if device != there and (model or optimizer or grad):
-            must, got = "must leave weights, moments and gradients where they are", f"{device!r}, not {there}"
+            must, got = "must not move weights, moments or gradients", f"{device!r}, not {there}"
             do = "Write `zero_optimization: {offload_optimizer: {device: cpu}}` for moments on the host."
             raise UnsupportedError("to", must, got=got, do=do)
 

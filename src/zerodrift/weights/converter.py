@@ -119,7 +119,7 @@ def open_source(
     """Open the checkpoint at `path`, of whatever kind it is."""
     kind = checkpoint.kind_at(path)
     if kind == "nothing":
-        must, got = "must be there to be converted", "no such file or folder"
+        must, got = "must exist to be converted", "no such file or folder"
         raise CheckpointError(checkpoint.short(path), must, got=got, do=nearest_path(path))
     try:
         if kind == "folder" and (path / checkpoint.MANIFEST).is_file():
@@ -243,7 +243,7 @@ def _to_safetensors(
             "for a folder that `transformers` loads."
         )
     if source.trained.optimizer:
-        notes.append("Moments and counters were left out: safetensors files hold weights alone.")
+        notes.append("Moments and counters were left out: safetensors files hold only weights.")
     counts = len(names), source.elements, total
     return ConversionResult(source.kind, "safetensors files", target, *counts, tuple(notes))
 

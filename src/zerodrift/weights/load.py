@@ -145,7 +145,7 @@ class SafetensorsWeights:
             if not torch.equal(one, two):
                 second = self.match.tensors[other[0].number].name
                 must = f"must have the values of `{second}`, which the model ties to it"
-                do = "Build the model untied, or remove the one that is not meant."
+                do = "Build the model untied, or remove the wrong one."
                 raise ModelError(name, must, got="others in the files", do=do)
 
     def close(self) -> None:

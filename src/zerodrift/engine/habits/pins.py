@@ -131,7 +131,7 @@ def class_for(name: str, output: Output | None, kind: type[torch.Tensor] = torch
 
     # Compiled code takes parameters of any class, but no other tensors (torch 2.13 to 2.15).
     apart = torch.compiler.disable(
-        torch_function, reason=f"what is made of the pinned `{name}` is computed with as it is"
+        torch_function, reason=f"tensors computed from the pinned `{name}` keep its dtype"
     )
     result_class = type("PinnedResult", (_PinnedResult, *others), {"__torch_function__": classmethod(apart)})
     return type("PinnedParameter", (Pinned, *others), {"__torch_function__": classmethod(torch_function)})

@@ -355,9 +355,9 @@ def _promotion(origin: TracedOperation, cast: TracedOperation) -> Hidden:
         what += f"makes {origin.outputs[0].dtype}, rounded to {cast.outputs[0].dtype} by {by}"
         if cast.line not in ("", origin.line) and by != "autocast":  # which casts at the next operation
             what += f" at {cast.line}"
-    do = "In between it has the size of the wider dtype. Cast one of them, unless that is meant."
+    do = "In between it has the size of the wider dtype. Cast one of them, unless this is intended."
     if cast.cast_by == "autocast":
-        do = "This is how autocast works. In mode bf16 or fp16 nothing is widened unasked."
+        do = "Autocast does this. Modes bf16 and fp16 widen nothing."
     return Hidden("promotion", origin.module, what, origin.line, do)
 
 
@@ -369,7 +369,7 @@ def _other_computes(plan: Plan, trace: Trace) -> Iterator[Hidden]:
             continue
         used, planned = seen.get(row.name, {}), str(row.columns.compute)
         if not used and trace.refused is None and row.trained:
-            do = "It gets no gradient. Freeze it, if that is meant."
+            do = "It gets no gradient. If this is intended, freeze it."
             yield Hidden("unused", row.name, "enters no operation of the forward", "", do)
         names = frozenset(dtype_name(known.torch) for dtype in used if (known := _KNOWN.get(dtype)))
         if verdict(plan, row.columns, "compute", names) not in ("wider", "DIFFERENT"):

@@ -140,7 +140,7 @@ def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
         buffers = [name for name, held in model.buffers.items() if held == dtype]
         what = f"Buffers are {dtype}: constants such as frequencies of positions or running statistics were "
         what += "rounded with the weights."
-        do = "Cast parameters alone, not the module, or restore the buffers after the cast."
+        do = "Cast only parameters, not the module, or restore the buffers after the cast."
         yield from finding("buffer-rounded", None, buffers, what, do, 1 / 2**bits)
 
 

@@ -109,7 +109,7 @@ def _judge_in_model(
     verdict = judge(mine, tensor.values, others, tensor.half_step)
     first = next((other for other in tied if other != name and other in held), "")
     if first and not verdict.is_as_trained:
-        told = f"no longer one with `{first}`, which the model ties it to; {verdict.told}"
+        told = f"no longer equal to `{first}`, which the model ties it to; {verdict.told}"
         return TensorVerdict("untied", told, verdict.differ, verdict.distance)
     return verdict
 

@@ -301,7 +301,7 @@ def _json(value: Any, where: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise ConfigError(where, "must be JSON where it is a text", got=repr(value[:60])) from None
+        raise ConfigError(where, "must be JSON if it is a text", got=repr(value[:60])) from None
 
 
 def has_content(value: Any) -> bool:

@@ -112,7 +112,7 @@ def evaluate_here(session: Session, show: Display) -> None:
     # While a run trains, ranks that look up the newest checkpoint could find different ones.
     path = session.engine.comm.broadcast_object(own, 0)
     if path is None:
-        show.say(legible(f"no checkpoint: {job.model.source} as it is before its first step"))
+        show.say(legible(f"no checkpoint: {job.model.source} before its first step"))
     else:
         resumed, _ = session.load(path)
         show.say(legible(f"after step {resumed.step}, from {path}"))

@@ -310,7 +310,7 @@ def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
         name = signal.Signals(-rank.process.returncode).name
         cause = "The system may have run out of memory. " if name == "SIGKILL" else ""
         todo = f"{cause}Start again to resume from the last checkpoint. The rank's output is in {rank.log}."
-        must, got = f"all {count} ranks must live to the end", f"one that was ended by {name}"
+        must, got = f"all {count} ranks must run to the end", f"one that was ended by {name}"
         return ZerodriftError(f"rank {rank.number}", must, got=got, do=todo)
     if failures:
         failure, rank = failures[0]

@@ -120,7 +120,7 @@ def _gpus(environment: Mapping[str, str]) -> Iterator[MachineFact]:
 def _why_there_is_none() -> str:
     """Return why torch finds no GPU: a driver that is missing or too old, in the words of torch."""
     if not (torch.version.cuda or torch.version.hip):
-        return "this torch is built for CPUs alone"
+        return "this torch is built only for CPUs"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
