@@ -224,8 +224,8 @@ class Pipeline(Block):
     """Balance the pieces by the number of `layers`, or by the `cost` of their matrix products. Default
     `layers`."""
     weight_grads: Literal["queue", "autograd"] | None = None
-    """Who forms the weight gradients that `interleaved-zero-bubble`, `zbv` and `dualpipev` defer: our
-    `queue`, in the dtype of accumulation, or torch's second `autograd` pass. Default `queue`, and
+    """How deferred weight gradients (`interleaved-zero-bubble`, `zbv` and `dualpipev`) are computed: from
+    zerodrift's `queue`, in the accumulate dtype, or by torch's second `autograd` pass. Default `queue`, and
     `autograd` with `precision.reduce.order: tree`."""
 
 
