@@ -134,7 +134,8 @@ Target = Annotated[Path, _argument("TARGET", "The folder to write.")]
 To = Annotated[
     Text,
     _option(
-        "--to KIND", "safetensors or checkpoint. Default: safetensors if SOURCE is a zerodrift checkpoint."
+        "--to KIND",
+        "safetensors or checkpoint. Default: safetensors for zerodrift checkpoints, else checkpoint.",
     ),
 ]
 WeightsModel = Annotated[Text, _option("--model X", "Folder or file with the weights' transformers config.")]

@@ -122,7 +122,7 @@ def _exit_code(folder: Path, code: int, flags: dict[str, str]) -> int:
         print(f"zerodrift: error: {error}", file=sys.stderr)
         return code or streams.USAGE
     if "imported" not in reached:
-        _say(f"no process imported `{alias.NAME}` from zerodrift. If one should: {_PYTHON_ADVICE}")
+        _say(f"no process imported `{alias.NAME}` from zerodrift. If that is wrong: {_PYTHON_ADVICE}")
     elif "initialized" not in reached and flags:
         unused = f"{', '.join(flags.values())} had no effect"
         _say(f"no process called `{alias.NAME}.initialize`: {unused}")
