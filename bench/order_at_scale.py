@@ -1,7 +1,7 @@
 """Count messages, bytes, buffers and host time of one reduction in three orders, on 2 to 4096 ranks.
 
     python bench/order_at_scale.py
-    python bench/order_at_scale.py --ranks 64,512 --numel 1048576
+    python bench/order_at_scale.py --ranks 64,512 --numel 4194304
 
 A reduce-scatter as on NCCL, over torch's fake process group: this is rank 0 of so many, every call is made,
 and nothing arrives. So what is sent and to whom is counted, what is allocated is measured, and so is the time
@@ -130,7 +130,7 @@ def row(ranks: int, numel: int, rounds: int) -> list[float]:
 def main() -> None:
     parser = flags(__doc__)
     parser.add_argument("--ranks", default=",".join(str(2**bits) for bits in range(1, 13)))
-    parser.add_argument("--numel", type=int, default=1 << 16, help="elements of the segment, fp32")
+    parser.add_argument("--numel", type=int, default=1 << 18, help="elements of the segment, fp32")
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -127,11 +127,11 @@ def counts(*cells: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def table() -> dict[str, list[dict[str, Any]]]:
     """Return the counts of each stage on 8 ranks, with two and with four blocks; and of the stages whose
-    launches differ, with more parameters on 64 ranks."""
+    launches differ, with more parameters on 128 ranks."""
     kinds: dict[str, tuple[dict[str, Any], Sequence[int]]] = {
         "two blocks": ({"ranks": 8}, range(4)),
         "four blocks": ({"ranks": 8, "blocks": 4}, range(4)),
-        "more of all": ({"ranks": 64, "layers": 7}, OTHERS),
+        "more of all": ({"ranks": 128, "layers": 7}, OTHERS),
     }
     cells = [{"stage": stage, **kind} for kind, stages in kinds.values() for stage in stages]
     found = iter(counts(*cells))
@@ -151,12 +151,12 @@ def test_the_host_waits_once(table: dict[str, list[dict[str, Any]]]) -> None:
 WHOLE = Counter({"program tree_sums in device.sums": 3})
 HALVES = Counter(
     {
-        "copy_ in fold.halving_exchanges": 15,
-        "aten.add_.Tensor in fold.halving_exchanges": 15,
+        "copy_ in fold.halving_exchanges": 18,
+        "aten.add_.Tensor in fold.halving_exchanges": 18,
         "aten.add.out in fold._add_in_turn": 3,
     }
 )
-"""Launches of three sums whose parts arrive at once, and of three by halves on 64 ranks."""
+"""Launches of three sums whose parts arrive at once, and of three by halves on 128 ranks."""
 
 
 def test_launches_do_not_grow_with_parameters(table: dict[str, list[dict[str, Any]]]) -> None:

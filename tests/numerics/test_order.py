@@ -211,7 +211,7 @@ def test_a_plain_loop_that_sums_by_the_tree_has_the_same_bits(world: int, total:
         engine.seed = 5
         if not engine.mesh.asynchronous:  # a device has one carrier
             engine.comm.calls = carrier
-        collectives.HALVING = dict.fromkeys(collectives.HALVING, halving)
+        collectives.HALVING, collectives.SMALL = dict.fromkeys(collectives.HALVING, halving), 0
         for step in range(STEPS):
             numbers = engine.micro_batches_of_this_rank()
             engine.train_batch([{"tokens": batch(step, number)} for number in numbers])

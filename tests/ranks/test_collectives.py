@@ -87,8 +87,8 @@ def small_messages() -> None:
 
 
 def from_so_many_ranks(halving: int) -> None:
-    """Set the least number of ranks for sums by halves, for the rest of this process."""
-    collectives.HALVING = dict.fromkeys(collectives.HALVING, halving)
+    """Let sums of any size travel by halves from so many ranks on, for the rest of this process."""
+    collectives.HALVING, collectives.SMALL = dict.fromkeys(collectives.HALVING, halving), 0
 
 
 def reduce_every_way(carrier: Carrier) -> list[str]:

@@ -6,7 +6,7 @@ from zerodrift.faces import face
 
 if TYPE_CHECKING:
     from zerodrift.comm.call_stack import is_the_users
-    from zerodrift.comm.collectives import Collectives, DIRECT, HALVING, Handle, Recorded
+    from zerodrift.comm.collectives import Collectives, DIRECT, Handle, Recorded, travels_by_halves
     from zerodrift.comm.fold import Sum, carries, leftovers
     from zerodrift.comm.mesh import AxisName, Mesh, leave_slowly, start, started, usable_accelerator
     from zerodrift.comm.shared import can_share

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from zerodrift import config
-from zerodrift.comm import DIRECT, HALVING
+from zerodrift.comm import DIRECT, travels_by_halves
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, nearest
 from zerodrift.mesh import MeshShape
@@ -218,8 +218,8 @@ def _reduce_scatter(
     total, ranks = call.sum or call.dtype, layout.ranks
     update = plan.segments[call.segment].columns.update if call.segment >= 0 else None
     order = update.reduce.order if update is not None else "rank"
-    power_of_two = not ranks & (ranks - 1)
-    if order == "tree" and total is call.dtype and power_of_two and ranks >= HALVING[cluster.carrier]:
+    is_exact = order == "tree" and total is call.dtype
+    if is_exact and travels_by_halves(ranks, size, cluster.carrier):
         seconds, distance, part, added = 0.0, 1, size // 2, 0
         while distance < ranks:
             inside = distance < layout.on_host(cluster)
