@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,6 +187,7 @@ def test_a_model_is_described_again_without_torch(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with monkeypatch.context() as patched:
         patched.setattr(huggingface, "_is_fresh", lambda: True)
+        patched.setitem(sys.modules, "generated", SimpleNamespace(__file__="<generated>.py"))
         assert [encode(describe(path)) for path in paths] == whole
     assert len(list((tmp_path / "cache").glob("zerodrift/models/*.json"))) == len(paths)
     command, asked = [sys.executable, "-c", DESCRIBE], json.dumps([sys.path, *paths])

@@ -278,12 +278,15 @@ def _installed() -> list[list[str]]:
 
 
 def _imported() -> list[str]:
-    """Return the source files of imported modules, without Python's own and, except layers, torch's."""
+    """Return the source files of imported modules, without Python's own and, except layers, torch's. A module
+    that was generated names no file, such as `<stdin>`."""
     files = set()
     for name, module in list(sys.modules.items()):
         package, path = name.partition(".")[0], getattr(module, "__file__", None)
         is_versioned = package in sys.stdlib_module_names or package == "torch"
-        if path and (not is_versioned or name.startswith("torch.nn.modules")):
+        if not path or os.path.basename(path).startswith("<"):
+            continue
+        if not is_versioned or name.startswith("torch.nn.modules"):
             files.add(os.path.abspath(path))
     return sorted(files)
 
