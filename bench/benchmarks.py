@@ -114,7 +114,7 @@ def plot_files(results: Results) -> dict[str, str]:
 
     goals = ((1.05, "goal of stages 0-2"), (1.10, "goal of stage 3"))
     steps = [panel(f"step-{dtype}", "ratio to ddp", dtype, *goals) for dtype in DTYPES]
-    rest = panel("persistent", "resident", "between steps: bytes a parameter, times ranks")
+    rest = panel("persistent", "resident", "between steps: bytes per parameter, over all ranks")
     peak = panel("load-fp32", "peak MB", "at the peak of loading 2 GB into fp32 shards: MB")
     step_peak = panel("step-memory", "peak MiB", "at the peak of a step, 92M parameters, fp32: MiB")
     goal = (1.6, "goal")
@@ -124,19 +124,19 @@ def plot_files(results: Results) -> dict[str, str]:
     reduction = [_line(f"order: {order}", one, f"{order}: ms") for order in ("tree", "native", "rank")]
     step = [_line(engine, host, "ms", engine) for engine in ("zd-3-native", "alone", "fsdp2")]
     return {
-        "bench-step.svg": plots.bars("A step on two gloo ranks: its time in that of DDP", steps),
-        "bench-memory.svg": plots.bars("What a rank holds", [rest, step_peak, peak]),
-        "bench-update.svg": plots.bars("The optimizer's step: bytes a second, in a plain copy's", updates),
+        "bench-step.svg": plots.bars("Time of a step on two gloo ranks, relative to DDP", steps),
+        "bench-memory.svg": plots.bars("Memory of a rank", [rest, step_peak, peak]),
+        "bench-update.svg": plots.bars("The optimizer's step: bytes per second, relative to a copy", updates),
         "bench-load.svg": plots.bars("Loading 2 GB on two ranks: seconds", loads),
         "bench-pipeline.svg": plots.bars(
-            "A step of a pipeline: its time in that of torch's schedules over fully_shard",
+            "Time of a pipeline step, relative to torch's schedules over fully_shard",
             [_pipelines(results["pipeline"].tables[0])],
         ),
         "bench-scale.svg": plots.lines(
-            "A step at stage 3 beside FSDP2: ms of the host, rank 0 of so many", "ranks", "ms", step
+            "A step at stage 3 and on FSDP2: host ms on rank 0", "ranks", "ms", step
         ),
         "bench-order.svg": plots.lines(
-            "One reduction by the order of its sums: ms of the host", "ranks", "ms", reduction
+            "One reduction by the order of its sums: host ms", "ranks", "ms", reduction
         ),
     }
 

@@ -60,10 +60,10 @@ class Claim:
 
 
 IN_THE_README = (
-    "A step at stage 3, fp32, in steps of DDP",
-    "MiB at the peak of a step at stage 3, 92M parameters, fp32, two ranks",
-    "2 GB into fp32 shards, MB at the peak beyond the shard",
-    "A step at stage 3 on 4096 ranks, ms of the host",
+    "Time of a step at stage 3, fp32, relative to DDP",
+    "Peak MiB of a step at stage 3, 92M parameters, fp32, two ranks",
+    "Loading 2 GB into fp32 shards: peak MB beyond the shard",
+    "A step at stage 3 on 4096 ranks: host ms",
 )
 """Names of the claims that the README shows too, met or not."""
 
@@ -116,7 +116,7 @@ def claims(results: Results) -> Iterator[Claim]:
     yield from _simulated(results)
     yield from _watching(results)
     loop = results.one("trainer", "loop to engine", "trainer's loop")
-    yield Claim("The trainer's loop", "A step of the trainer's loop, in the engine's", loop, {}, Limit(1.03))
+    yield Claim("The trainer's loop", "Time of a trainer step, relative to the engine", loop, {}, Limit(1.03))
     yield from _long_run(results)
     yield from _audit(results)
 
@@ -128,7 +128,7 @@ def _step(results: Results) -> Iterator[Claim]:
             peers = {"FSDP2": "fsdp2", "FSDP2 over pairs": "fsdp2-p2p", "DeepSpeed": f"ds-{max(stage, 1)}"}
             yield Claim(
                 "One step",
-                f"A step at stage {stage}, {dtype}, in steps of DDP",
+                f"Time of a step at stage {stage}, {dtype}, relative to DDP",
                 results.one(source, column, f"zd-{stage}"),
                 results.several(source, column, peers),
                 Limit(1.10 if stage == 3 else 1.05),
@@ -139,15 +139,15 @@ def _update(results: Results) -> Iterator[Claim]:
     fused = {"torch's fused AdamW": "torch AdamW fused"}
     for source, size in (("update-20M", "20M"), ("update-200M", "200M")):
         for master in ("fp32 master", "split"):
-            what, row = f"Update of {size}, {master}", f"{master}, fp32 state, fp32 grad"
+            what, row = f"Update of {size} elements, {master}", f"{master}, fp32 state, fp32 grad"
             peers = {**fused, "DeepSpeed's": "DeepSpeed CPU Adam"}
             peers["the bytes alone"] = f"limit: the bytes of {master}"
             copies, chain = (results.one(source, column, row) for column in ("x copy_", "of chain"))
             beside = results.several(source, "x copy_", peers)
             goal = Limit(1.6, at_least=True)
-            yield Claim("The update", f"{what}: bytes a second, in a copy's", copies, beside, goal)
+            yield Claim("The update", f"{what}: bytes per second, relative to a copy", copies, beside, goal)
             beside = results.several(source, "of chain", {**fused, "with the norm": f"norm + {master}"})
-            what = f"{what}: time, in that of unscale, clip, fused AdamW and cast"
+            what = f"{what}: time, relative to unscale, clip, fused AdamW and cast"
             yield Claim("The update", what, chain, beside, Limit(0.55))
 
 
@@ -156,16 +156,16 @@ def _loading(results: Results) -> Iterator[Claim]:
         peers = {"DCP": "dcp"}
         if dtype == "fp32":
             peers |= {"`from_pretrained`": "from_pretrained", "DeepSpeed": "deepspeed"}
-        for column, what in (("s", "seconds"), ("beyond", "MB at the peak beyond the shard")):
+        for column, what in (("s", "seconds"), ("beyond", "peak MB beyond the shard")):
             beside = results.several(source, column, peers)
             limit = Limit(beside["DCP"].value, "DCP") if column == "s" else Limit(150)
             figure = results.one(source, column, "zerodrift")
-            yield Claim("Loading", f"2 GB into {dtype} shards, {what}", figure, beside, limit)
+            yield Claim("Loading", f"Loading 2 GB into {dtype} shards: {what}", figure, beside, limit)
 
 
 def _peak(results: Results) -> Iterator[Claim]:
     peers = {"FSDP2": "fsdp2", "DDP": "ddp"}
-    what = "MiB at the peak of a step at stage 3, 92M parameters, fp32, two ranks"
+    what = "Peak MiB of a step at stage 3, 92M parameters, fp32, two ranks"
     figure = results.one("step-memory", "peak MiB", "zd-3")
     beside = results.several("step-memory", "peak MiB", peers)
     yield Claim("One step", what, figure, beside, Limit(1000))
@@ -176,7 +176,7 @@ def _what_stays(results: Results) -> Iterator[Claim]:
     beside = results.several("persistent", "tensors", peers)
     for row, state in (("zd-3", "fp32"), ("zd-3 bf16-stochastic", "bf16-stochastic"), ("zd-3 8bit", "8bit")):
         plan = Limit(results.one("persistent", "planned", row).value, "the plan")
-        what = f"Bytes a parameter between steps, times ranks: split master, {state} state"
+        what = f"Bytes per parameter between steps, over all ranks: split master, {state} state"
         figure = results.one("persistent", "tensors", row)
         yield Claim("What stays between steps", what, figure, beside, plan)
 
@@ -185,7 +185,7 @@ def _on_a_device(results: Results) -> Iterator[Claim]:
     ratios = results.all("gpu-memory", "off")
     furthest = max(ratios, key=lambda figure: abs(figure.value))
     far = Figure(abs(furthest.value), ".1%", furthest.source)
-    what = f"The planned peak of Llama-3-8B, off the predicted one: the furthest of {len(ratios)}"
+    what = f"Planned peak of Llama-3-8B against the predicted one: largest of {len(ratios)} errors"
     yield Claim("Memory on a device", what, far, {}, Limit(0.05))
 
 
@@ -193,28 +193,28 @@ def _pipelines(results: Results) -> Iterator[Claim]:
     engines = ("zerodrift", "zerodrift queue", "zerodrift autograd")
     ratios = [figure for engine in engines for figure in results.all("pipeline", "to torch", engine)]
     ratios.sort(key=lambda figure: figure.value)
-    what = "A step of a pipeline, in torch's over `fully_shard`: the slowest of six schedules"
+    what = "Time of a pipeline step, relative to torch over `fully_shard`: slowest of six schedules"
     yield Claim("Pipelines", what, ratios[-1], {"the fastest": ratios[0]}, Limit(1.0, "torch"))
 
 
 def _order(results: Results) -> Iterator[Claim]:
     section = "The order of sums"
     ratios = sorted(results.all("order-steps", "auto / rank", "tree"), key=lambda figure: figure.value)
-    what = f"A step by the tree as the default, in one in the order of ranks: the middle of {len(ratios)}"
+    what = f"Time of a step by the default tree, relative to the order of ranks: median of {len(ratios)}"
     beside = {"the fastest": ratios[0], "the slowest": ratios[-1]}
     yield Claim(section, what, ratios[len(ratios) // 2], beside, Limit(1.03))
     most = results["order-scale"].tables[0].rows[-1][0]
-    orders = {"by the tree": "tree: ms", "the carrier's own": "native: ms"}
+    orders = {"by the tree": "tree: ms", "NCCL's own": "native: ms"}
     beside = {name: results.one("order-scale", column, most) for name, column in orders.items()}
     what, time = f"One reduction on {most} ranks", results.one("order-scale", "rank: ms", most)
-    yield Claim(section, f"{what}, ms of the host", time, beside, None)
+    yield Claim(section, f"{what}: host ms", time, beside, None)
     afar, beside = (results.one("order-scale", f"{order}: afar", most) for order in ("tree", "rank"))
     limit = Limit(1 / 8, "counted: a half, a quarter and an eighth stay")
-    what = f"{what}, by the tree, the part that leaves machines of 8"
+    what = f"{what} by the tree: share of bytes between machines of 8 ranks"
     yield Claim(section, what, afar, {"in the order of ranks": beside}, limit)
     last = [row[-1] for table in results["same-bits"].tables for row in table.rows]
     same = Figure(last.count("same"), "", "same-bits")
-    what = "Runs on other ranks and stages, and through kills, that end with the bits of the first"
+    what = "Runs at other stages, on other ranks, or killed and resumed, that end with the same bits"
     yield Claim("The same bits", what, same, {}, Limit(len(last), "all", at_least=True))
 
 
@@ -222,7 +222,7 @@ def _many_ranks(results: Results) -> Iterator[Claim]:
     for ranks in (8, 64, 512, 4096, 16384):
         peer = results.one("host", "ms", "fsdp2", ranks)
         what, figure = (
-            f"A step at stage 3 on {ranks} ranks, ms of the host",
+            f"A step at stage 3 on {ranks} ranks: host ms",
             results.one("host", "ms", "zd-3-native", ranks),
         )
         limit = Limit(peer.value / 2, "goal: half of FSDP2's")
@@ -234,7 +234,7 @@ def _simulated(results: Results) -> Iterator[Claim]:
         ratios = results.all("simulate", "simulated / measured", f"{ranks} ranks")
         furthest = max(ratios, key=lambda figure: abs(figure.value - 1))
         far = Figure(abs(furthest.value - 1), ".0%", "simulate")
-        what = f"A simulated step on {ranks} ranks, off the measured one: the furthest of {len(ratios)}"
+        what = f"Simulated step on {ranks} ranks against the measured one: largest of {len(ratios)} errors"
         yield Claim("Simulated steps", what, far, {}, Limit(0.15))
 
 
@@ -244,7 +244,7 @@ def _watching(results: Results) -> Iterator[Claim]:
             alone, watched, ended = (
                 results.one(source, column, kind) for column in ("step ms", "watched", "ended")
             )
-            what = f"A watched step of {alone} ms{ranks}, {kind}, in steps alone"
+            what = f"Time of a watched step, relative to an unwatched one of {alone} ms{ranks}, {kind}"
             yield Claim("Watching", what, watched, {"a step after it": ended}, Limit(1.10))
 
 
@@ -252,7 +252,7 @@ def _long_run(results: Results) -> Iterator[Claim]:
     columns = {"memory": 1.02, "files": 1.0, "threads": 1.0}
     for column, most in columns.items():
         figure = results.one("soak", column, "end to begin")
-        what = f"{results['soak'].title}: {column} at the end, in the beginning's"
+        what = f"{results['soak'].title}: {column} at the end, relative to the beginning"
         yield Claim("A long run", what, figure, {}, Limit(most))
 
 

@@ -29,7 +29,7 @@ _THEIR_KEYS = (
 _COLUMNS_INTRO = """\
 These are the places where a parameter, its gradient and its optimizer state have a dtype. As keys of
 `precision` they apply to every parameter, and as keys of a rule to those that it matches. `grad` to `state`
-exist only for trained parameters. What is sharded depends on the stage: see
+exist only for trained parameters. The stage decides which columns are sharded: see
 [architecture.md](architecture.md#2-the-columns)."""
 
 
@@ -38,7 +38,7 @@ def render_page() -> str:
     parts = []
     for title, entries in deepspeed.SECTIONS.items():
         rows = [_row(entry) for entry in entries]
-        parts += [f"## {title}", _table(("Key", "What happens", "As what, or why"), rows)]
+        parts += [f"## {title}", _table(("Key", "What happens", "What it decides, or the reason"), rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -46,7 +46,7 @@ def render_config() -> str:
     """Render the tables of `docs/config.md`."""
     ours = [(name, keys) for name, keys in _blocks() if _root(name, keys) in OURS]
     theirs = [(name, keys) for name, keys in _blocks() if _root(name, keys) not in OURS]
-    parts = ["## Our keys", *_sections(ours), "## DeepSpeed's keys", _THEIR_KEYS, *_sections(theirs)]
+    parts = ["## zerodrift's keys", *_sections(ours), "## DeepSpeed's keys", _THEIR_KEYS, *_sections(theirs)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -76,7 +76,7 @@ def _sections(blocks: Iterable[tuple[str, list[fields.Key]]]) -> Iterator[str]:
         else:
             yield f"### `{name}`" if name and name != "backend" else "### At top level"
         if name in _WITH_COLUMNS:
-            yield "Every [column](#columns) is a key of it too."
+            yield "Every [column](#columns) is a key of this block too."
         yield _table(
             ("Key", "Allowed", "What it is"),
             [(f"`{key.path.rpartition('.')[2]}`", fields.admits(key.kind), key.doc) for key in keys],

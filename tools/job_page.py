@@ -12,13 +12,13 @@ from zerodrift.config import fields
 from zerodrift.train.job import Job
 
 _INTRO = """\
-<!-- Generated from `zerodrift/train/job.py` by `make docs`. Edit what it is made from. -->
+<!-- Generated from `zerodrift/train/job.py` by `make docs`. Edit that file. -->
 
 # Which keys does a job have?
 
-Every key of a job file for `zerodrift train`; [train.md](train.md) shows how they are used. Precision,
-sharding, optimizer, schedule and batch sizes are keys of the engine's [config](config.md), under `config`.
-Any key can be set on the command line: `--set run.steps=100 --set config.zero_optimization.stage=2`.
+This page lists every key of a job file for `zerodrift train`; [train.md](train.md) shows how to use them.
+Precision, sharding, optimizer, schedule and batch sizes are keys of the engine's [config](config.md), under
+`config`. Set any key on the command line: `--set run.steps=100 --set config.zero_optimization.stage=2`.
 
 ```yaml
 model: {source: examples/qwen3-moe-tiny}
@@ -28,7 +28,7 @@ config: {precision: {mode: bf16}, train_batch_size: 16, optimizer: {type: AdamW,
 ```
 
 **A job file can run code.** `model.source` and `model.parts` name a function that is imported and called, and
-paths lead wherever you may read and write: [what somebody else's job may do](train.md#somebody-elses-job)."""
+paths may be any that you can access: [what somebody else's job may do](train.md#somebody-elses-job)."""
 
 
 def render_job() -> str:
@@ -55,7 +55,7 @@ def _blocks(block: type[BaseModel], name: str) -> Iterator[tuple[str, type[BaseM
 
 
 def _table(block: type[BaseModel]) -> str:
-    lines = ["| Key | Allowed | Default | What it is |", "| --- | --- | --- | --- |"]
+    lines = ["| Key | Allowed | Default | Meaning |", "| --- | --- | --- | --- |"]
     for (key, kind), field in zip(fields.fields(block).items(), block.model_fields.values(), strict=True):
         value = None if field.is_required() else field.get_default(call_default_factory=True)
         default = "required" if field.is_required() else _default(value)

@@ -56,16 +56,16 @@ class Suite:
 
 
 SUITES: Mapping[str, Suite] = {
-    "quick": Suite("what `make quick` runs: units, and one cell of every product", marks="quick"),
-    "whole": Suite("what `make test` runs"),
-    "families": Suite("what is read of a model of `transformers`", ("tests/unit/test_model_huggingface.py",)),
+    "quick": Suite("`make quick`: unit tests, and one cell of every product", marks="quick"),
+    "whole": Suite("`make test`"),
+    "families": Suite("descriptions of `transformers` models", ("tests/unit/test_model_huggingface.py",)),
     "models": Suite("architectures of `transformers`, trained, saved and read again", ("tests/models",)),
     "names": Suite(
-        "names, arguments, recipes and schedules beside those of DeepSpeed itself",
+        "names, arguments, recipes and schedules, compared with the installed DeepSpeed",
         ("tests/unit/test_dropin_names.py", "tests/unit/test_recipes.py", "tests/unit/test_schedules.py"),
     ),
     "deepspeed": Suite(
-        "checkpoints to and from DeepSpeed itself, and scripts that import it by name",
+        "checkpoints to and from the installed DeepSpeed, and scripts that import it",
         (
             *("tests/ranks/test_deepspeed_checkpoints.py", "tests/e2e/test_cli_convert.py"),
             "tests/habits/test_scripts.py",
@@ -138,33 +138,32 @@ HEAD = "| Python | torch | transformers | DeepSpeed | suite | passed | failed | 
 TEXT = """\
 ## Tested versions
 
-For torch 2.13 and later. What was run, on the CPU with gloo:
+Torch 2.13 or later is required. These test suites ran on CPUs with gloo:
 
 {table}
 
-| suite | what it is |
+| suite | its tests |
 | --- | --- |
 {suites}
 
-{missing}`-` stands for what is not installed; what needs it is skipped. A test that failed is named.
+{missing}`-` means not installed; tests that need the package are skipped. The table names failed tests.
 
-`make test` uses the versions in `requirements/lock.txt`, which `make lock` renews. With one other torch:
-`make test TORCH=torch==2.14.1`. `make newest` runs the suites `quick` and `models` with the newest release of
-everything on the day. `make versions` makes the environments of
-[`tools/matrix.py`](../tools/matrix.py) and runs their suites. Both write their rows into this page.
+`make test` uses the versions in `requirements/lock.txt`, which `make lock` renews. `make test
+TORCH=torch==2.14.1` uses another torch. `make newest` runs the suites `quick` and `models` with the newest
+release of every package. `make versions` makes the environments of [`tools/matrix.py`](../tools/matrix.py)
+and runs their suites. Both write their rows into this page.
 
 ### Other versions
 
-What is older or newer is not refused. `initialize` and `make_plan` warn, once in a process and on the first
-rank, and name the version and the range that was tested:
+Older and newer versions are not refused. `initialize` and `make_plan` print one warning on the first rank,
+with the version and the range that was tested:
 
 ```
 {warning}
 ```
 
-They look at Python and torch, and at `transformers` and `deepspeed` where they are imported. The third number
-of the first three does not matter. What is private in torch is used in one place each, where a comment says
-with which versions it was tried.
+They check Python and torch, and `transformers` and `deepspeed` if these are imported. For Python, torch and
+`transformers` the third part of the version does not matter.
 """
 
 
@@ -179,7 +178,7 @@ def render(rows: Sequence[Row]) -> str:
     return TEXT.format(
         table="\n".join(lines),
         suites="\n".join(words),
-        missing="\n".join(["What is to be run and has no row yet:", "", *missing, "", ""]) if missing else "",
+        missing="\n".join(["These suites have no row yet:", "", *missing, "", ""]) if missing else "",
         warning=warning({"torch": "2.16.0"}),
     )
 

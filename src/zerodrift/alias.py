@@ -1,7 +1,7 @@
-"""Import hook that makes `import deepspeed` the drop-in of zerodrift in this process.
+"""Import hook that makes `import deepspeed` import zerodrift's drop-in in this process.
 
-`activate` or `zerodrift run` installs it. Libraries that import DeepSpeed by its name then find the drop-in
-and a version of DeepSpeed, whether DeepSpeed is installed or not.
+`activate` or `zerodrift run` installs the hook. Libraries that import `deepspeed` then find the drop-in and
+a version of DeepSpeed, whether DeepSpeed is installed or not.
 
 Invariant: a module has one instance under both names, so that `isinstance` agrees. The drop-in is imported on
 first use.
@@ -29,7 +29,7 @@ NAME = "deepspeed"
 HOME = "zerodrift.deepspeed"
 
 Milestone = Literal["started", "imported", "initialized"]
-"""Progress of a command: a process started, imported the drop-in, or made an engine with it."""
+"""Progress of a command: a process started, imported the drop-in, or made an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class RunSettings:
     config: Mapping[str, Any]
     """Keys to add to every config."""
     flags: Mapping[str, str]
-    """Path of a key -> the flag that set it."""
+    """Path of each added key -> the flag that set it."""
     shown: str = "brief"
-    """Lines of a plan that are printed: `brief`, `plan` for all, or `none`."""
+    """Lines of a plan to print: `brief`, `plan` for all, or `none`."""
 
     def mark_reached(self, milestone: Milestone) -> None:
-        with contextlib.suppress(OSError):  # this process has outlived the command
+        with contextlib.suppress(OSError):  # the process outlived the command
             (self.folder / milestone).touch()
 
 
@@ -60,7 +60,7 @@ def activate() -> None:
 def begin(folder: str, config: Mapping[str, Any], flags: Mapping[str, str], shown: str) -> None:
     """Make `import deepspeed` import zerodrift in a process of `zerodrift run`."""
     settings = RunSettings(Path(folder), config, flags, shown)
-    _install_finder("zerodrift run", "A .pth file of that Python does it: move or remove that.", settings)
+    _install_finder("zerodrift run", "A .pth file of that Python imports it: remove that file.", settings)
     settings.mark_reached("started")
 
 

@@ -80,7 +80,7 @@ class ZeroDriftStrategy(DDPStrategy):
     def engine(self) -> Engine:
         """Engine of the current fit, validation, test or prediction."""
         if self._engine is None:
-            raise UnsupportedError("engine", "must be asked for while the Trainer runs", got="none yet")
+            raise UnsupportedError("engine", "must be read while the Trainer runs", got="none yet")
         return self._engine
 
     # --- the engine -------------------------------------------------------------------------------------
@@ -221,9 +221,9 @@ class ZeroDriftStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if checkpoint["state_dict"]:
-            must = f"must be a folder that {type(self).__name__} saved, to go on with a run"
+            must = f"must be a folder that {type(self).__name__} saved, to resume a run"
             got = "one file, which has the state of another strategy's optimizer"
-            do = "Load its weights alone: `LightningModule.load_from_checkpoint(...)`, then fit."
+            do = "Load only its weights: `LightningModule.load_from_checkpoint(...)`, then fit."
             raise CheckpointError("ckpt_path", must, got=got, do=do)
 
 

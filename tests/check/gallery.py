@@ -45,16 +45,16 @@ class Script:
     """The config for `--expect`."""
     needs: tuple[str, ...] = ()
     """Required packages."""
-    mended: tuple[str, str] = ("", "")
+    fixed: tuple[str, str] = ("", "")
     """The package that has fixed the bug, and its first fixed version."""
-    mend: tuple[tuple[str, str], ...] = ()
+    fix: tuple[tuple[str, str], ...] = ()
     """Lines of the script and their replacements, as `zerodrift check` prints them."""
     says: tuple[str, ...] = ()
     """Parts of the printed advice."""
     remains: str = ""
-    """The kind of a finding that the mended script still has."""
+    """The kind of a finding that the fixed script still has."""
     keys: Mapping[str, Any] | None = None
-    """Keys of DeepSpeed in the printed advice, which mend the config."""
+    """Keys of DeepSpeed in the printed advice, which fix the config."""
 
     def command(self, port: int) -> list[str]:
         """Return the command of a user; a free port keeps runs apart."""
@@ -114,7 +114,7 @@ BUGS: tuple[Script, ...] = (
         "no-master * master",
         more=f"state-too-narrow router-in-16-bits norm-in-16-bits {WIRE}",
         says=("model = model.float()", "reduce_dtype=torch.float32", WIDE),
-        mend=(("policy = ", "model = model.float()\npolicy = "), (WHOLE, f"\n{UNIT}{WHOLE[1:]}"))),
+        fix=(("policy = ", "model = model.float()\npolicy = "), (WHOLE, f"\n{UNIT}{WHOLE[1:]}"))),
     _bug("deepspeed-7747",
         "router-in-16-bits router.weight compute",
         more=WIRE,
@@ -122,7 +122,7 @@ BUGS: tuple[Script, ...] = (
         needs="deepspeed",
         says=("model = model.float()", "with torch.autocast(x.device.type, enabled=False):"),
         keys={"bf16": {"enabled": False}, "torch_autocast": AUTOCAST},
-        mend=(("model = Pinned()", "model = Pinned().float()"),
+        fix=(("model = Pinned()", "model = Pinned().float()"),
             ('"bf16": {"enabled": True}', f'"torch_autocast": {AUTOCAST}'),
             ("        return nn.functional.linear(h.to(weight.dtype), weight).softmax(-1)",
             """        with torch.autocast(h.device.type, enabled=False):
@@ -132,7 +132,7 @@ BUGS: tuple[Script, ...] = (
         more=WIRE,
         needs="deepspeed",
         says=("call `engine.step()` after each",),
-        mend=((" / MICRO_BATCHES", ""),
+        fix=((" / MICRO_BATCHES", ""),
             ("    engine.step()", "        engine.step()"),
             ('"train_micro_', '"gradient_accumulation_steps": MICRO_BATCHES,\n    "train_micro_'))),
     _deepspeed("gradient_accumulation_dtype", SUMS, "key-without-effect * accumulate",
@@ -142,7 +142,7 @@ BUGS: tuple[Script, ...] = (
         *("key-without-effect up.weight reduce", "key-without-effect head.weight reduce"),
         expected=True,
         keys={"torch_autocast": AUTOCAST}),
-    _deepspeed("stage_1_average", "not-averaged * reduce", mended=("deepspeed", "0.19.8"), keys=STAGE_3),
+    _deepspeed("stage_1_average", "not-averaged * reduce", fixed=("deepspeed", "0.19.8"), keys=STAGE_3),
     _deepspeed("bf16_master_weights",
         *("no-master up.weight master", "norm-in-16-bits norm.weight master", "state-too-narrow * state"),
         keys={
@@ -159,9 +159,9 @@ BUGS: tuple[Script, ...] = (
     _bug("fsdp2-no-sync",
         SUMS,
         more=f"router-in-16-bits {WIRE}",
-        mended=("torch", "2.15"),
+        fixed=("torch", "2.15"),
         says=("reduce_dtype=torch.float32", WIDE),
-        mend=(("param_dtype=torch.bfloat16)", "param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"),
+        fix=(("param_dtype=torch.bfloat16)", "param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"),
             (WHOLE, f"\n{UNIT}{WHOLE[1:]}"))),
     _bug("lightning-bf16-true",
         *("no-master model.up.weight master", "state-too-narrow * state"),
@@ -170,13 +170,13 @@ BUGS: tuple[Script, ...] = (
         arguments=("bf16-true",),
         needs="lightning",
         says=("model = model.float()", 'Trainer(precision="bf16-mixed")'),
-        mend=(("precision=sys.argv[1]", 'precision="bf16-mixed"'),)),
+        fix=(("precision=sys.argv[1]", 'precision="bf16-mixed"'),)),
     _bug("hf-trainer-bf16",
         *("no-master model.embed_tokens.weight master", "state-too-narrow * state"),
         more=f"no-master norm-in-16-bits {WIRE}",
         needs=" ".join(TRAINER),
         says=("model = model.float()", "TrainingArguments(bf16=True)"),
-        mend=(("from_pretrained(folder)\n", "from_pretrained(folder).float()\n"),),
+        fix=(("from_pretrained(folder)\n", "from_pretrained(folder).float()\n"),),
         remains="narrow-export"),  # the file that it trains from
 )  # fmt: skip
 

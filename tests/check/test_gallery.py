@@ -63,7 +63,7 @@ def needs(script: Script) -> None:
 
 
 def is_mended(script: Script) -> bool:
-    package, version = script.mended
+    package, version = script.fixed
     return bool(package) and _numbers(importlib.metadata.version(package)) >= _numbers(version)
 
 
@@ -89,7 +89,7 @@ def is_among(finding: tuple[str, str, str], found: set[tuple[str, str, str]]) ->
 def test_a_public_bug_is_named(script: Script, tmp_path: Path) -> None:
     needs(script)
     if is_mended(script):
-        pytest.skip(f"mended in {' '.join(script.mended)}")
+        pytest.skip(f"fixed in {' '.join(script.fixed)}")
     code, printed, seen = check(script, tmp_path)
     found = findings(seen)
     missing = [finding for finding in script.findings if not is_among(finding, found)]
@@ -107,24 +107,24 @@ def _keys_of_deepspeed(printed: str) -> Any:
     return json.loads(block[1]) if block else None
 
 
-@pytest.mark.parametrize("script", cells(script for script in BUGS if script.mend or script.keys))
+@pytest.mark.parametrize("script", cells(script for script in BUGS if script.fix or script.keys))
 def test_what_is_printed_mends_a_script(script: Script, tmp_path: Path) -> None:
     needs(script)
-    text, config = (HERE / script.path).read_text(), tmp_path / "mended.json"
-    for old, new in script.mend:
+    text, config = (HERE / script.path).read_text(), tmp_path / "fixed.json"
+    for old, new in script.fix:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    (tmp_path / "mended.py").write_text(text)
-    mended = dataclasses.replace(script, path=str(tmp_path / "mended.py"))
-    if not script.mend:
+    (tmp_path / "fixed.py").write_text(text)
+    fixed = dataclasses.replace(script, path=str(tmp_path / "fixed.py"))
+    if not script.fix:
         *before, file = script.arguments
         keys = json.loads(Path(file).read_text())
         for key, value in (script.keys or {}).items():
             keys[key] = {**keys.get(key, {}), **value} if isinstance(value, dict) else value
         config.write_text(json.dumps(keys))
         expect = str(config) if script.expect else ""
-        mended = dataclasses.replace(mended, arguments=(*before, str(config)), expect=expect)
-    code, printed, seen = check(mended, tmp_path)
+        fixed = dataclasses.replace(fixed, arguments=(*before, str(config)), expect=expect)
+    code, printed, seen = check(fixed, tmp_path)
     assert {kind for kind, _, _ in findings(seen)} == {script.remains} - {""}, printed
     assert code == 0, printed
 

@@ -127,7 +127,7 @@ def test_files_have_the_same_bytes_and_load_on_either(tmp_path: Path) -> None:
             tmp_path / "device/export" / name
         ).read_bytes()
     assert instead_of_cpu(resumed, 2, str(tmp_path / "device"), 2)[0][1] == []
-    moved = "random numbers: of a {} -> of a {} (what a model draws differs from here on)"
+    moved = "random numbers: of a {} -> of a {} (random numbers differ from this step on)"
     loaded = []
     for folder, run, world, expected in (
         ("cpu", instead_of_cpu, 2, moved.format("CPU", "GPU")),

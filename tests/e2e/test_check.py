@@ -75,7 +75,7 @@ if len(sys.argv) == 1:
 
 BAD = {
     "crash": (LOOP.format(then="1 / (1 - step)"), 2, "Rank 0 crashed after 2 of 3 steps"),
-    "trains nothing": ("import torch\n", 2, "nothing was trained"),
+    "trains nothing": ("import torch\n", 2, "no training"),
     "no torch": ("print('hello')\n", 2, "no Python process that imports torch"),
     "never steps": (STEPS.replace("optimizer.step()", ""), 2, "no step of a torch optimizer"),
     "killed": (STEPS.replace("for", "import os; os.kill(os.getpid(), 9)\nfor"), 2, "signal 9"),

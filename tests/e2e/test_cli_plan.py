@@ -217,4 +217,4 @@ def test_a_simulation_is_a_page_of_80_columns_and_adds_up(code: Path) -> None:
     assert data["memory"]["fits"] and data["ranks"] == 64 and data["micro_batches"] == 4
     assert "one of a100, h100, h200; got 'h1000'" in refusal(*simulated, "h1000")
     told = refusal("plan", code, *INPUTS[:2], "--simulate", "h100")
-    assert "`--tokens`: must say how many tokens a sample has" in told
+    assert "`--tokens`: must be the number of tokens of a sample" in told

@@ -29,7 +29,7 @@ def test_it_says_what_training_says_on_any_ranks(
     out = capsys.readouterr().out
     assert f"validation loss {found[2]:.6f}" in out and "after step 2, from" in out
     assert evaluate(path, ["run.resume=never"]) == 0
-    assert "no checkpoint: tests.e2e.small_models:plain as it is" in capsys.readouterr().out
+    assert "no checkpoint: tests.e2e.small_models:plain before its first step" in capsys.readouterr().out
     with monkeypatch.context() as elsewhere:
         elsewhere.chdir(tmp_path)
         assert evaluate("run") == 0, "the folder of a run is its job"

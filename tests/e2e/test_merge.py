@@ -140,7 +140,7 @@ def other(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (moved, "`the base of the adapters`: must be there, as it was in training"),
+        (moved, "`the base of the adapters`: must exist, as it did in training"),
         (changed, "must go with the base that its adapters were trained on"),
         (other, "must go with the base that its adapters were trained on"),
     ],

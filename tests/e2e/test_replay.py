@@ -30,7 +30,7 @@ def test_a_gradient_of_one_rank_is_found(tmp_path: Path) -> None:
     code, text = zerodrift("replay", run, "--nproc", "1")
     assert code == 3, text
     assert "step 3 of 6  the same" in text and "step 4 of 6" not in text
-    assert "step 5: other bits on 1 rank, where 2 recorded them" in text
+    assert "step 5: different bits on 1 rank, where 2 recorded them" in text
     assert "It may have begun after step 3" in text
     assert "losses     the same" in text
     assert "gradients  other in 1 of 4 units: layers.1" in text

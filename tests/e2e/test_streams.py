@@ -30,7 +30,7 @@ def plain(done: subprocess.CompletedProcess[str]) -> None:
 
 
 REDIRECTED = {
-    "support > /dev/full": (2, "`stdout`: must take what is printed"),
+    "support > /dev/full": (2, "`stdout`: must accept the output"),
     "support | head -c 1; exit ${PIPESTATUS[0]}": (0, ""),
     "support >&-": (2, "`stdout`: must be open"),
 }

@@ -95,7 +95,7 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on(tmp_path: Path) -> 
     assert code == 2
     assert f"going on after step {done}" in out
     assert err.startswith(
-        "zerodrift: error: `rank 1`: all 2 ranks must live to the end; got one that was ended by SIGKILL"
+        "zerodrift: error: `rank 1`: all 2 ranks must run to the end; got one that was ended by SIGKILL"
     )
     assert "Traceback" not in err
     assert max(losses(tmp_path)) < STEPS

@@ -21,7 +21,7 @@ def test_a_sampler_that_casts_is_found() -> None:
     sent = digests_of(weights.items())
     require_same(sent, digests_of((name, value.clone()) for name, value in weights.items()))
     weights["norm"] = weights["norm"].bfloat16()
-    with pytest.raises(RankError, match="other bits in 1 of 2 tensors, `norm` first"):
+    with pytest.raises(RankError, match="different bits in 1 of 2 tensors, `norm` first"):
         require_same(sent, digests_of(weights.items()))
 
 

@@ -75,5 +75,5 @@ def test_a_rank_whose_copy_differs_is_named_on_all(world: int, stage: int, repli
         values.view(torch.int32)[3] ^= 1
         engine.updater.set_master(0, values)
     told = "rank 2 than on ranks 0, 1, 3" if world == 4 else "(rank 0 than on rank 1|rank 1 than on rank 0)"
-    with pytest.raises(RankError, match=f"other ones on {told}"):
+    with pytest.raises(RankError, match=f"different bits on {told}"):
         engine.digest()

@@ -238,7 +238,7 @@ def test_what_has_no_place_in_the_tree_is_an_error_that_says_so() -> None:
     attempt(lambda: engine.parameter("norm.weight").gradient, "a step that is not complete")
     backward(), backward()
     first.grad = torch.ones_like(first)
-    attempt(engine.step, "put into `param.grad`")
+    attempt(engine.step, "set in `param.grad`")
     backward(), backward()
     attempt(backward, "whose sum is complete")
     backward()

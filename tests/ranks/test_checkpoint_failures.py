@@ -110,7 +110,7 @@ def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(tmp_path: P
         message = refusal(checkpoints.load)
         alone(engine, partial(path.write_bytes, kept))
         of_rank = re.fullmatch(r"rank-0000(\d)\.json", path.name)
-        expected = f"must be what rank {of_rank[1]} wrote; got " if of_rank and harm in (flip, cut) else must
+        expected = f"must be as rank {of_rank[1]} wrote it; got " if of_rank and harm in (flip, cut) else must
         if path.name == "checkpoint.json":
             assert manifest in message, message
         else:
@@ -227,7 +227,7 @@ def test_a_folder_has_one_writer_and_states_that_can_be_read(tmp_path: Path) -> 
     engine = make(config(3, "bf16"))
     other = Checkpoints(engine, tmp_path, quiet=True)
     not_mine = refusal(other.save)
-    assert f"must hold checkpoints of this run alone; got {OLD}, now, {NEW} of another" in not_mine
+    assert f"must hold only checkpoints of this run; got {OLD}, now, {NEW} of another" in not_mine
     assert refusal(lambda: train(engine, 1)) == not_mine, "with the first step, before work is lost"
     engine.zero_grad()
     other.load()
@@ -361,7 +361,7 @@ def test_one_rank_reads_latest_and_all_agree(tmp_path: Path) -> None:
     assert loaded is not None and loaded.tag == NEW
     latest = folder / "latest"
     alone(engine, lambda: latest.write_bytes(b"\xff"))
-    assert "what is no UTF-8" in refusal(checkpoints.resume)
+    assert "bytes that are not UTF-8" in refusal(checkpoints.resume)
     alone(engine, lambda: (latest.unlink(), (folder / NEW / "checkpoint.json").unlink()))
     half = refusal(checkpoints.resume)
     assert f"got files of {NEW} without `checkpoint.json`" in half and "copied in part" in half

@@ -152,7 +152,7 @@ def test_memory_that_is_assigned_is_named_where_values_are_saved(stage: int) -> 
     assert torch.equal(engine.module_state_dict()["blocks.0.down.bias"], torch.full((WIDTH,), 0.5))
     held = net.head.weight.data
     net.head.weight.data = torch.zeros_like(held)
-    with pytest.raises(ModelError, match=r"`head.weight`: must have the memory.*Assign the former `.data`"):
+    with pytest.raises(ModelError, match=r"`head.weight`: must have its own memory.*assign the old `.data`"):
         engine.module_state_dict()
     net.head.weight.data = held
     assert torch.equal(engine.module_state_dict()["head.weight"], held)

@@ -216,11 +216,11 @@ REFUSED: list[tuple[str, bool | None, dict[str, Any], tuple[str, ...]]] = [
     ("Signs", None, settings(1), UNKNOWN),
     ("Signs", None, settings(3, precision=WHOLE), UNKNOWN),
     *(("TrustRatio", False, settings(stage), OF_A_TENSOR) for stage in (1, 3)),
-    ("Assigns", True, FSDP2, ("what is assigned to `p.data` is lost; got Assigns",)),
+    ("Assigns", True, FSDP2, ("an assignment to `p.data` is lost; got Assigns",)),
     ("Wraps", True, settings(1), ("must share its parameter groups", "got Wraps around Signs")),
     ("Muon", None, settings(2), ("got Muon, and pieces of layers.0.", "placement: whole")),
-    ("BlockOptimizer", True, settings(0), ("trains other parameters after some steps",)),
-    ("LBFGS", None, settings(2), ("looks at all parameters at once",)),
+    ("BlockOptimizer", True, settings(0), ("changes its set of trained parameters",)),
+    ("LBFGS", None, settings(2), ("uses all parameters at once",)),
 ]
 
 
@@ -300,7 +300,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a buffer of a parameter": (
         {"model": aliased()},
-        "`alias`: must have memory .* over the memory of `weight`",
+        "`alias`: must have its own memory.* over the memory of `weight`",
     ),
 }
 

@@ -35,7 +35,7 @@ def test_ranks_of_one_pipeline_with_different_data_are_an_error_on_all_ranks() -
     tokens = data(0, engine.mesh.rank("data"))
     changed = [*tokens[:2], tokens[2] + other, tokens[3]]
     same = "`micro_batches`: must be the same on every stage"
-    apart = "micro-batch {}.*on rank 0, one with other contents on rank 2"
+    apart = "micro-batch {}.*on rank 0, one with different contents on rank 2"
     weights: list[Any] = [2.0 if other else 1.0] * COUNT
     for act, told in (
         (lambda: engine.train_batch(changed), same + ".*" + apart.format(2)),

@@ -261,7 +261,7 @@ def test_files_that_are_broken_for_one_rank_are_an_error_on_all(tmp_path: Path, 
 def test_a_model_with_memory_on_one_rank_only_is_an_error_on_all() -> None:
     with empty() if torch.distributed.get_rank() == 0 else contextlib.nullcontext():
         model = nn.Linear(300, 300)
-    with pytest.raises(RankError, match="must be built alike on every rank"):
+    with pytest.raises(RankError, match="must be the same on every rank"):
         initialize(model, config=config(3, "fp32"), device="cpu", quiet=True)
 
 
@@ -326,7 +326,7 @@ def check_refusals(root: str) -> None:
         with pytest.raises(zd.ZerodriftError, match=expected):
             zd.export(engine, folder, **rest)
 
-    attempt("must not be there, or be empty", folder / "there")
+    attempt("must not exist, or be empty", folder / "there")
     attempt("must be a folder", folder / "there" / "thing")
     attempt("must be fp32, bf16, fp16, fp8-128x128", dtype="int8")
     attempt("must be a number of bytes", max_shard_size="many")
@@ -341,7 +341,7 @@ def check_refusals(root: str) -> None:
     attempt("every rank sees; got rank 1", "a")
     os.chdir(home)
     attempt("must be a model's folder", folder / "there", overwrite=True)
-    attempt("must not be there, or be empty", folder / "before")
+    attempt("must not exist, or be empty", folder / "before")
     zd.export(engine, folder / "before", overwrite=True)
 
 

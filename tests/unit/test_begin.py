@@ -58,7 +58,7 @@ def test_examples_are_listed_and_copied_with_their_paths(
         assert Path(job.model.source).is_dir() or job.model.source == "mine.jobs.own_model:build", path
         assert glob.glob(str(job.data.train)) and not str(job.data.train).startswith("examples"), path
     assert "examples/" not in Path("mine/start.ipynb").read_text()
-    with pytest.raises(ZerodriftError, match="must be an empty folder, or not be there"):
+    with pytest.raises(ZerodriftError, match="must be an empty folder, or not exist"):
         machine._copy(Path("mine"))
 
 

@@ -1,4 +1,4 @@
-"""`zerodrift check`: findings of all ranks, what was expected of them, and the config that mends them."""
+"""`zerodrift check`: findings of all ranks, what was expected of them, and the config that fixes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerodrift.config import load
 from zerodrift.errors import ConfigError
 from zerodrift.inspect.check.compare import unexpected
 from zerodrift.inspect.check.findings import run_findings
-from zerodrift.inspect.check.mending import mending
+from zerodrift.inspect.check.fixes import fixes
 from zerodrift.inspect.check.report import run_page, run_text
 from zerodrift.inspect.check.table import Kind, RunFinding, encoded
 from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord, ProcessRecord
@@ -201,7 +201,7 @@ def test_what_says_nothing_is_refused_by_name(text: str, tmp_path: Path) -> None
         unexpected(write_expected(tmp_path, text), records())
 
 
-# --- what mends it ------------------------------------------------------------------------------------
+# --- what fixes it ------------------------------------------------------------------------------------
 
 
 LIBRARIES: dict[str, tuple[dict[str, Any], str]] = {
@@ -213,7 +213,7 @@ LIBRARIES: dict[str, tuple[dict[str, Any], str]] = {
     "accelerate": ({"libraries": {"accelerate": "1"}}, 'Accelerator(mixed_precision="bf16")'),
     "Lightning": ({"libraries": {"lightning": "2"}}, 'Trainer(precision="bf16-mixed")'),
 }
-"""Library -> what a run under it looks like, and a line that mends it there."""
+"""Library -> what a run under it looks like, and a line that fixes it there."""
 
 
 def narrow_run(layout: str = "", wrappers: tuple[str, ...] = (), **rest: Any) -> ProcessRecord:
@@ -230,13 +230,13 @@ def test_a_block_says_what_mends_a_finding_and_loads(library: str) -> None:
     kinds: tuple[Kind, ...] = ("no-master", "wire-in-16-bits", "loss-in-16-bits", "router-in-16-bits")
     names = ("layers.3.router.weight", "layers.4.router.weight")
     found = [RunFinding(kind, None, names, "what.", "do.") for kind in kinds]
-    blocks = dict(mending([narrow_run(**facts)], found))
+    blocks = dict(fixes([narrow_run(**facts)], found))
     assert line in blocks[library] and "logits.float()" in blocks[library]
     assert all(len(line) <= 78 for text in blocks.values() for line in text.splitlines())
     assert '"match": "layers.*.router.weight"' in blocks["zerodrift"]
     config = load(json.loads(blocks["zerodrift"]))
     assert resolve(config, mesh_for(config, 2)).mode.name == "BF16"
-    assert mending([narrow_run(**facts)], []) == []
+    assert fixes([narrow_run(**facts)], []) == []
 
 
 def test_findings_with_one_mending_stand_together_and_the_costliest_first() -> None:

@@ -154,7 +154,7 @@ def lead_out(tag: Path, name: str) -> None:
 
 HARMS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "missing": (lambda tag: (tag / SIX).unlink(), f"{SIX}`: must be there; got no such file", SIX),
-    "cut": (lambda tag: lengthen(tag / SIX, -9), f"{SIX}`: must be what rank 6 wrote", SIX),
+    "cut": (lambda tag: lengthen(tag / SIX, -9), f"{SIX}`: must be as rank 6 wrote it", SIX),
     "another step": (lambda tag: mix(tag, 2), ANOTHER_SAVE, SIX),
     "another run": (lambda tag: mix(tag, 1), ANOTHER_SAVE, SIX),
     "longer tensors": (lambda tag: lengthen(tag / "__6_0.distcp"), "__6_0.distcp`: must have the ", ""),
@@ -167,7 +167,7 @@ HARMS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     **{f"file {name!r}": (partial(lead_out, name=name), LEADS_OUT, LEADS_OUT) for name in ("../secret", "")},
     **{
-        f"sealed {value}": (partial(write_sealed, value=value), f"{ZERO}`: must be what rank 0 wrote", ZERO)
+        f"sealed {value}": (partial(write_sealed, value=value), f"{ZERO}`: must be as rank 0 wrote it", ZERO)
         for value in ([], {"files": 3})
     },
 }

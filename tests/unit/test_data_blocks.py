@@ -126,7 +126,7 @@ def test_a_validation_that_was_asked_for_is_there(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"data\.validation.*must fill at least one block"):
             made(tmp_path, data(train, validation=str(held)))
     for train in (file, numbers):
-        with pytest.raises(ConfigError, match=r"data\.validation.*which (is|are) trained on"):
+        with pytest.raises(ConfigError, match=r"data\.validation.*which (is|are) used for training"):
             made(tmp_path, data(train, block=64 if train == numbers else 4096, validation=0.1, seed=1))
 
 

@@ -174,7 +174,7 @@ def test_a_map_that_changes_under_a_run_is_named(tmp_path: Path) -> None:
         blocks = made(tmp_path, data(file)).train
         assert blocks.read(np.array([39])).tokens.tolist() == [FEW[-16:].tolist()]
         change()
-        with pytest.raises(ConfigError, match=r"a\.bin.*must stay as it is while a run reads it"):
+        with pytest.raises(ConfigError, match=r"a\.bin.*must not change while a run reads it"):
             blocks.read(np.array([39]))
 
 
@@ -248,7 +248,7 @@ def test_a_file_that_changes_while_it_is_packed_leaves_no_blocks(
         return whole(self, text)
 
     monkeypatch.setattr(ByteTokenizer, "encode", encode)
-    with pytest.raises(ConfigError, match=r"a\.txt.*must stay as it is while it is read"):
+    with pytest.raises(ConfigError, match=r"a\.txt.*must not change while it is read"):
         made(tmp_path, data(file))
     assert not list((tmp_path / "cache").glob("*/blocks.json"))
 

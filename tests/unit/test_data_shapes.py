@@ -160,7 +160,7 @@ def test_a_file_is_the_conversation_that_is_meant(
 
 
 def test_without_a_template_turns_have_roles_and_contents_alone(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`role` and `content` alone.*tool_calls"):
+    with pytest.raises(ConfigError, match=r"only `role` and `content`.*tool_calls"):
         read(tmp_path, ByteTokenizer(), row(messages=[HI, turn("assistant", "", tool_calls=[CALL])]))
 
 

@@ -117,7 +117,7 @@ def test_every_kind_of_error_and_finding_is_explained() -> None:
     findings = {*get_args(Kind), *(kind.replace(" ", "-") for kind in get_args(FindingKind))}
     assert headings == kinds | findings
     for section in text.split("\n### ")[1:]:
-        assert section.count("**Cause.**") == section.count("**Mend.**") == 1, section.partition("\n")[0]
+        assert section.count("**Cause.**") == section.count("**Fix.**") == 1, section.partition("\n")[0]
 
 
 # --- numbers ----------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ OF_AN_ENGINE: list[tuple[type[Exception], str, Any]] = [
     (CheckpointError, "`load_dir`: must be a path", lambda e: e.load_checkpoint(None)),
     (ValueError, "`save_dir`: must be a path", lambda e: e.save_checkpoint(5)),
     (UnsupportedError, "hold themselves", lambda e: e.save_checkpoint("runs", client_state=CYCLE)),
-    (CheckpointError, "under this plan", lambda e: e.optimizer.load_state_dict({"param_groups": []})),
+    (CheckpointError, "from this rank and plan", lambda e: e.optimizer.load_state_dict({"param_groups": []})),
 ]
 
 

@@ -288,7 +288,7 @@ def test_a_save_replaces_checkpoints_alone(engine: Any, tmp_path: Path) -> None:
     (run / "odd" / "checkpoint.json").write_text("{}")
     before = snapshot(tmp_path)
     for tag in ("folder", "file", "link", "to-a-checkpoint", "dangling", "odd"):
-        with pytest.raises(ZerodriftError, match="must be a checkpoint, to be replaced by one, or not be"):
+        with pytest.raises(ZerodriftError, match="must be a checkpoint, or not exist"):
             checkpoints.save(tag)
         assert snapshot(tmp_path) == before, tag
     (run / "empty").mkdir()

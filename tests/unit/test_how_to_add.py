@@ -55,7 +55,7 @@ def recipe(title: str) -> str:
     """Return a paragraph of CONTRIBUTING, up to the conditions that few changes meet."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     paragraph = " ".join(text.partition(f"**{title}.**")[2].partition("\n\n")[0].split())
-    return paragraph.partition(" Only where ")[0]
+    return paragraph.partition(" If other columns ")[0]
 
 
 @pytest.mark.long

@@ -168,7 +168,7 @@ def test_what_a_late_gradient_is_formed_from_must_not_change(way: str) -> None:
     else:
         module(buffer).sum().backward()
     (buffer[1:] if way == "a view of it" else buffer).mul_(2)
-    with pytest.raises(ModelError, match="`weight`: what its late gradient is formed from must not be wri"):
+    with pytest.raises(ModelError, match="`weight`: the inputs of its late gradient must not be wri"):
         queue.drain()
     module(buffer).sum().backward()
     queue.drain()

@@ -142,7 +142,7 @@ def test_a_missing_shard_and_every_other_problem(tmp_path: Path) -> None:
     text = refusal(index(tmp_path, weight_map | {"c": "torn.safetensors"}))
     for said in (
         "4 problems",
-        "one.safetensors`: must hold what `model.safetensors.index.json` says; got no `lost`",
+        "one.safetensors`: must hold the tensors that `model.safetensors.index.json` lists; got no `lost`",
         "must list every tensor of `one.safetensors`; got no `extra`",
         "gone.safetensors`: must exist",
         "torn.safetensors`: must open with a header length",

@@ -132,7 +132,7 @@ def test_numbers_of_ranks_that_make_no_tree_are_refused_with_those_that_do() -> 
         (TREE, {"pipeline": {**ZBV, "weight_grads": "queue"}}, "from a queue"),
         (TREE, {"experts": {"ranks": 2}}, "expert parallelism"),
         ({"rules": [{"match": "*norm*", **TREE}]}, {}, "precision.rules[0].reduce.order"),
-        ({"reduce": {"order": "native", "wire": "bf16"}}, {}, "a carrier adds in the dtype that travels"),
+        ({"reduce": {"order": "native", "wire": "bf16"}}, {}, "NCCL adds in the dtype that it sends"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -205,7 +205,7 @@ def test_each_order_has_its_columns() -> None:
     assert len({made.digest for made in (usual, tree, rank)}) == 3, "a tree that is asked for refuses more"
     assert {row.columns.update.reduce.order for row in native.rows} == {"native"}  # type: ignore[union-attr]
     (decision,) = (item for item in native.policy.decisions if item.key == "order of sums")
-    assert not native.policy.tree and decision.value == "the carrier's" and "given up" in decision.why
+    assert not native.policy.tree and decision.value == "NCCL's own" and "given up" in decision.why
     # A safe module travels unrounded: autocast's default would round a sum before it is added to others'.
     for row in plan(2, 2, {"mode": "autocast-bf16", **TREE}).rows:
         update = row.columns.update

@@ -256,7 +256,7 @@ def test_numbers_and_masks_that_do_not_depend_on_weights_may_be_looked_at() -> N
 
 @pytest.mark.parametrize(("middle", "at"), [(looks, ""), (unknown_mask, " in its backward")])
 def test_control_flow_of_the_model_itself_names_the_model_and_the_line(middle: Middle, at: str) -> None:
-    told = rf"`model \(Tokens\)`: must not let values decide .*{at} at test_trace\.py:\d+\. Write"
+    told = rf"`model \(Tokens\)`: must not depend on values.*{at} at test_trace\.py:\d+\. Write"
     with pytest.raises(ModelError, match=told):
         traced(Tokens(middle))
 

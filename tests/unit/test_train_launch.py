@@ -122,7 +122,7 @@ def test_a_rank_that_the_launcher_had_to_kill_is_not_the_one_that_failed(
     deaf_rank = launch._Rank(0, process, tmp_path / "0.failure", tmp_path / "0.txt")
     launcher._ranks = [deaf_rank, ended(tmp_path, 1, -signal.SIGKILL, None)]
     launcher._asked, launcher._failed, launcher._count = [], [], 2
-    with pytest.raises(ZerodriftError, match=r"`rank 1`: all 2 ranks must live to the end; .* SIGKILL"):
+    with pytest.raises(ZerodriftError, match=r"`rank 1`: all 2 ranks must run to the end; .* SIGKILL"):
         launcher._watch()
     assert process.wait() == -signal.SIGKILL
     process.stdout.close()

@@ -226,5 +226,5 @@ def _require_all(plan: Plan, live: Sequence[LiveGroup]) -> None:
             if not isinstance(member.sharded, DTensor) or member.full is member.sharded:
                 got = f"only in modules that are groups of their own: {', '.join(member.row.names)}"
                 do = "Give those modules the columns of the rest of their unit, or use the native backend."
-                problems.add(member.row.name, "must hang in a module of its own group", got=got, do=do)
+                problems.add(member.row.name, "must be in a module of its own group", got=got, do=do)
     problems.raise_as(ModelError, "backend fsdp2")

@@ -116,14 +116,16 @@ class TensorGuard:
 def _problem(member: Member, current: nn.Parameter | None, *, stepping: bool) -> Problem | None:
     name, storage = member.row.name, member.row.columns.storage.dtype
     if current is not member.sharded and current is not member.full:
-        return Problem(name, "must stay the parameter that the engine was given", got="another one", do=LOAD)
+        return Problem(
+            name, "must stay the parameter that was passed to the engine", got="another one", do=LOAD
+        )
     if member.sharded.dtype is not storage.torch:
         return Problem(name, f"must stay {storage}, as planned", got=str(member.sharded.dtype), do=LOAD)
     trained = member.row.trained
     grows = stepping or (not trained and torch.is_grad_enabled())
     if grows and current.requires_grad != trained:
         must = f"must stay {'trained' if trained else 'frozen'}, as planned"
-        do = "Set it before `initialize`, and build the engine anew to change it."
+        do = "Set it before `initialize`; to change it, build a new engine."
         return Problem(name, must, got=f"requires_grad={current.requires_grad}", do=do)
     return None
 

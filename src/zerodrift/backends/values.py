@@ -174,7 +174,7 @@ def _refuse_gradients(name: str) -> Callable[[torch.Tensor], NoReturn]:
 
     def refuse(gradient: torch.Tensor) -> NoReturn:
         must = "must get its gradients from the model's forward on backend fsdp2"
-        got = "one of what `engine.gathered()` shows"
+        got = "a gradient of a value from `engine.gathered()`"
         do = "Use the native backend, or leave the context for the loss."
         raise UnsupportedError(name, must, got=got, do=do)
 

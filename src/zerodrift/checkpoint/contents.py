@@ -260,8 +260,8 @@ def require_saved(
     different = [kind for kind in here if here[kind] != saved.get(kind) and (moments or kind != MOMENTS)]
     if different:
         got = f"other {' and '.join(different)}, by their digest"
-        do = "Load it again, or an older one. If it comes again, test this machine's memory."
-        raise CheckpointError(path, "must be loaded to the bits that were saved", got=got, do=do)
+        do = "Load it again, or an older checkpoint. If this error repeats, test this machine's memory."
+        raise CheckpointError(path, "must have the saved bits after loading", got=got, do=do)
 
 
 def _form(engine: Engine) -> str:

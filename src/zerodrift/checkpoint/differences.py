@@ -82,7 +82,7 @@ def check_model(
             problems.add(row.name, must, got=", ".join(saved.names), do="Tie as the saved model did.")
     here = {name for row in plan.rows for name in row.names}
     extra = [entry.name for entry in entries if not here & set(entry.names)]
-    do = "`allow=('model',)` loads what both have."
+    do = "`allow=('model',)` loads the parameters that both have."
     if missing and strict:
         problems.add(where, "must hold every parameter of the model", got=f"no {listed(missing)}", do=do)
     if extra and strict:
@@ -101,7 +101,7 @@ def check_buffers(
 ) -> list[Problem]:
     """Compare the shapes of buffers. The checkpoint may lack buffers that are not `persistent`."""
     problems = []
-    do = "`allow=('buffers',)` leaves buffers as they are."
+    do = "`allow=('buffers',)` does not change buffers."
     for name in sorted({*saved, *here}):
         mine, theirs = here.get(name), saved.get(name)
         if mine != theirs and (name in persistent or mine is None):
@@ -126,7 +126,7 @@ def check_meaning(
     elif now.kind:
         found["groups"] += _check_groups(entries, state["groups"], now)
     if manifest.schedule != now.schedule:
-        do = "Give the same, or `allow=('schedule',)` to begin the schedule anew."
+        do = "Give the same, or `allow=('schedule',)` to start the schedule from step 0."
         add("schedule", "schedule", f"be {manifest.schedule or 'none'}", now.schedule, do)
     was_scaled, is_scaled = state["scaler"] is not None, now.plan.policy.loss_scale is not None
     if was_scaled != is_scaled:
@@ -150,7 +150,7 @@ def _check_groups(
         if entry.group >= 0 and entry.name not in frozen and group != entry.group:
             moved.append(f"`{entry.name}` (saved in {entry.group}, now in {group})")
     if moved:
-        must = "must hold the parameters that they held"
+        must = "must hold the parameters that were saved in them"
         problems.append(Problem(where, must, got=first_of(moved, SHOWN), do=do))
     for number, (old, new) in enumerate(zip(saved, now.groups, strict=True)):
         for key in sorted(old.keys() & new.keys()):

@@ -237,9 +237,9 @@ def _remove_leftovers(home: Path) -> None:
 
 def _check_target(target: Path, overwrite: bool) -> None:
     """Refuse a folder with contents, unless `overwrite` is set and it is a model's."""
-    there = list_folder(target) if is_folder(target, "must be a folder, or not be there") else []
+    there = list_folder(target) if is_folder(target, "must be a folder, or not exist") else []
     if there and not overwrite:
-        must, got = "must not be there, or be empty", "a folder with something in it"
+        must, got = "must not exist, or be empty", "a folder that is not empty"
         raise CheckpointError(short(target), must, got=got, do="Choose another, or say `overwrite`.")
     if there and not any(path.name.endswith(MODEL) for path in there):
         must = "must be a model's folder, with `*.safetensors`, to be overwritten as a whole"

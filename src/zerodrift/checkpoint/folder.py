@@ -75,7 +75,7 @@ def read_latest(folder: Path) -> str:
     except OSError as error:
         raise unreadable(path, error) from error
     except UnicodeDecodeError as error:
-        raise _no_tag(path, f"what is no UTF-8 ({error.reason})") from None
+        raise _no_tag(path, f"bytes that are not UTF-8 ({error.reason})") from None
     line, _, seal = text.partition("\n")
     tag, seal = line.strip(), seal.removesuffix("\n")
     if not tag:
@@ -156,7 +156,7 @@ class CheckpointFolder:
         halves, tags = self.halves(), self.tags()
         if halves:
             got = f"files of {short(', '.join(halves))} without `{MANIFEST}`, and no `{LATEST}`"
-            do = "It was copied in part: copy it again, load another by its tag, or remove it to begin anew."
+            do = "It was copied in part: copy it again, load another by its tag, or remove it to start over."
             raise CheckpointError(short(self.path), "must hold whole checkpoints, or none", got=got, do=do)
         if tags:  # the first save was cut short before it wrote `latest`
             return self._find(tags[-1])
@@ -234,7 +234,7 @@ class CheckpointFolder:
         if not got and not is_known and any(home.iterdir()):
             got = "a folder that holds something else"
         if got:
-            must = "must be a checkpoint, to be replaced by one, or not be there"
+            must = "must be a checkpoint, or not exist"
             raise CheckpointError(short(home), must, got=got, do="Choose another tag, or move it away.")
 
     def publish(self, new: NewFolder, latest: bool = True) -> Path:
@@ -242,7 +242,7 @@ class CheckpointFolder:
         self.require_free(new.home.name)
         path, draft = self.path / LATEST, self.path / f"{_WRITING}{LATEST}"
         if latest and kind_at(path) == "folder":
-            must = "must be a file, or not be there"
+            must = "must be a file, or not exist"
             raise CheckpointError(short(path), must, got="a folder", do="Move it away.")
         try:
             if latest:

@@ -176,7 +176,7 @@ def inspection_text(inspection: Inspected, color: bool, width: int = WIDTH) -> s
     else:
         facts = [
             ("path", inspection.path),
-            ("kind", "safetensors: weights alone, without a run to go on with"),
+            ("kind", "safetensors: only weights, without a run to resume"),
             ("size", f"{figures.size(inspection.bytes)} in {several(inspection.files, 'file')}"),
             *([("quantised", inspection.quantised)] if inspection.quantised else []),
         ]

@@ -283,7 +283,7 @@ def read_description(folder: Path, files: RankFiles, rank: int) -> tuple[Descrip
         description = Description(str(head["save"]), int(head["rank"]), tensors, state, chunks)
         return description, _sums(text.encode(), description)
 
-    description, sums = _read(folder, description_file(rank), f"must be what rank {rank} wrote", parse)
+    description, sums = _read(folder, description_file(rank), f"must be as rank {rank} wrote it", parse)
     if (description.save, description.rank) != (files.save, rank):
         must = f"must be of rank {rank} in the save {files.save}"
         got = f"rank {description.rank} in {short(description.save)}"

@@ -78,8 +78,8 @@ def require_own(folder: CheckpointFolder, runs: Mapping[str, str], run: str) -> 
     others = [tag for tag, owner in runs.items() if owner not in ("", run)]
     if others:
         got = f"{', '.join(others[:5])} of another"
-        do = "Load one of them first to go on with it, or save to another folder."
-        raise CheckpointError(folder.path, "must hold checkpoints of this run alone", got=got, do=do)
+        do = "Load one of them first to continue that run, or save to another folder."
+        raise CheckpointError(folder.path, "must hold only checkpoints of this run", got=got, do=do)
 
 
 def write_rank_files(path: Path, rank: int, items: Iterable[Item], own: bytes) -> tuple[list[Chunk], Sums]:

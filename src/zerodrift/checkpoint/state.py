@@ -148,7 +148,7 @@ def _put_schedule(engine: Engine, state: Any) -> None:
         engine.schedule.load_state_dict(copy.deepcopy(state))
     except Exception as error:
         got = f"{said(error)} from {type(engine.schedule).__name__}"
-        do = "`allow=('schedule',)` begins the schedule anew."
+        do = "`allow=('schedule',)` starts the schedule from step 0."
         raise CheckpointError("schedule", "must take the saved state", got=got, do=do) from error
 
 
@@ -227,7 +227,7 @@ def check_random_state(state: Mapping[str, Any], device: torch.device) -> Checkp
     if was_on_cpu == is_on_cpu:
         return None
     saved, now = (f"of a {'CPU' if on_cpu else 'GPU'}" for on_cpu in (was_on_cpu, is_on_cpu))
-    return CheckpointDifference("random numbers", saved, now, "what a model draws differs from here on")
+    return CheckpointDifference("random numbers", saved, now, "random numbers differ from this step on")
 
 
 def _stateful(model: nn.Module) -> list[tuple[str, nn.Module]]:

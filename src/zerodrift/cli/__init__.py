@@ -19,7 +19,7 @@ from zerodrift.versions import __version__
 OTHER_NAMES = {
     "export": "`zerodrift convert` writes the weights of a run; `train` exports them at its end.",
     "report": "`zerodrift train` writes `report.html` in a run's folder; `inspect` shows checkpoints.",
-    "resume": "`zerodrift train JOB` goes on where a run was stopped.",
+    "resume": "`zerodrift train JOB` resumes a run that was stopped.",
     "compare": "`zerodrift diff` compares two tables, and `zerodrift drift` a trainer with a sampler.",
     **{word: f"Did you mean `plan --{word}`?" for word in ("simulate", "trace")},
     "merge": "Did you mean `convert --merge`?",
@@ -137,17 +137,17 @@ def _root(
 
 
 for verb, line in (
-    (plan.plan, "Show every dtype of every parameter, why, and what a step costs."),
+    (plan.plan, "Show every dtype of every parameter, its reason, and what a step costs."),
     (plan.explain, "Show one parameter: its dtypes, their reasons, its slices."),
     (plan.support, "Show which combinations are supported, and why others are not."),
-    (check.check, "Run a training command, and show which dtypes it has."),
+    (check.check, "Run a training command, and show the dtypes of every parameter."),
     (run.run, "Run a DeepSpeed command, unchanged, on zerodrift."),
     (check.diff, "Compare two tables that check saved."),
-    (check.audit, "Measure what every dtype costs, and which pins pay."),
+    (check.audit, "Measure what every dtype costs, and propose pins."),
     (check.drift, "Compare a trainer with a sampler, and show where drift comes from."),
-    (train.inspect, "Show what is in a checkpoint, and whether it is complete."),
+    (train.inspect, "Show a checkpoint, and whether it is complete."),
     (train.convert, "Convert checkpoints, safetensors and DeepSpeed checkpoints."),
-    (train.train, "Train a model as a job file says."),
+    (train.train, "Train the model of a job file."),
     (train.evaluate, "Evaluate a checkpoint of a job."),
     (train.data, "Show what a job is trained on."),
     (train.replay, "Compute steps of a run again, and find where bits differ."),

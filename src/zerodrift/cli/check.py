@@ -1,4 +1,4 @@
-"""Show the dtypes of runs, of saved tables and of two sides of one model, and measure what they cost:
+"""Show the dtypes of a run, compare tables, compare a trainer with a sampler, and measure what dtypes cost:
 `check`, `diff`, `drift`, `audit`.
 
 Invariant: `check` runs the command as it stands. Exit code 3 means a difference, 2 means nothing to compare.
@@ -40,11 +40,11 @@ def check(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Run a training command, and show which dtypes every parameter has in it.
+    """Run a training command, and show the dtypes of every parameter.
 
-    The command is not changed. It may use any library, and has an observer in each of its Python processes.
-    It ends after the watched steps, unless --keep-going is given. --expect compares what was seen with a
-    table, plan or config. Exit code 2: nothing could be seen; 3: not as expected.
+    The command runs unchanged, with any library; an observer starts in each of its Python processes. It ends
+    after the watched steps, unless --keep-going is given. --expect compares the observed table with another
+    table, a plan or a config. Exit code 2: no step was observed; 3: the run is not as expected.
 
     \b
     Examples:
@@ -91,31 +91,31 @@ def _require_record(seen: RunRecord, command: list[str], steps: int, timeout: fl
     if any(process.models for process in seen.processes):
         return
     if seen.processes:
-        got = "optimizer steps, and no forward with gradients on"
+        got = "optimizer steps, but no forward with gradients enabled"
         notes = [note for process in seen.processes for note in process.notes]
-        do = notes[0] if notes else "What updates parameters without a backward has no gradients to see."
+        do = notes[0] if notes else "An update without a backward has no gradients to observe."
         raise ZerodriftError(" ".join(command), "must be a command that trains", got=got, do=do)
     if seen.late:
-        must = f"must take {steps} optimizer steps in the time that it is given"
-        do = "Give it more with `--timeout`, or watch fewer with `--steps`."
+        must = f"must take {steps} optimizer steps within the time limit"
+        do = "Raise `--timeout`, or watch fewer steps with `--steps`."
         raise ZerodriftError(" ".join(command), must, got=f"fewer in {timeout:g} seconds", do=do)
     ended = f"it ended with exit code {seen.code}" if seen.code >= 0 else f"signal {-seen.code} ended it"
     if seen.code < 0:
-        got, do = ended, "It was killed before a step was seen."
+        got, do = ended, "It was killed before its first step."
     elif seen.failures:
         got, do = seen.failures[0], "The observer could not start in that Python."
     elif seen.silent and not any(process.models for process in seen.idle):
-        got = f"processes that ended before they could say what was seen; {ended}"
-        do = "They were killed, left by `os._exit`, or became a program with another environment."
+        got = f"processes that ended without a record; {ended}"
+        do = "They were killed, called `os._exit`, or replaced themselves by another program."
     elif not seen.idle:
         got = f"no Python process that imports torch left a record; {ended}"
-        do = "Python must read PYTHONPATH: no `python -I`, `-E` or `-S`, no container of its own environment."
+        do = "Python must read PYTHONPATH: use no `python -I`, `-E` or `-S`, and no container without it."
     elif any(model.parameters for process in seen.idle for model in process.models):
-        got, do = f"forwards, and no step of a torch optimizer; {ended}", _LET_IT_TRAIN
+        got, do = f"forwards, but no step of a torch optimizer; {ended}", _LET_IT_TRAIN
     else:
-        got, do = f"torch was imported, and nothing was trained; {ended}", _LET_IT_TRAIN
+        got, do = f"an import of torch, but no training; {ended}", _LET_IT_TRAIN
     if seen.code > 0:
-        do = f"If it failed by itself, its own message is above. {do}"
+        do = f"If the command failed, its own message is above. {do}"
     raise ZerodriftError(" ".join(command), "must be a command that trains", got=got, do=do)
 
 
@@ -125,16 +125,16 @@ def _notes(seen: RunRecord, steps: int) -> list[str]:
         how = "crashed" if process.ended == "crash" else "ended"
         notes.append(f"Rank {process.rank} {how} after {process.steps} of {steps} steps.")
     if seen.late:
-        notes.append("The command was ended when its `--timeout` was over.")
+        notes.append("The command was ended by `--timeout`.")
     elif _ended_early(seen, steps):
         notes.append(f"The command ended with exit code {seen.code}.")
     world = seen.processes[0].world
     if world == 1 and len(seen.processes) > 1:
-        alone = f"{len(seen.processes)} processes trained, each for itself: none made a process group."
-        notes.append(f"{alone} The first is shown.")
+        alone = f"{len(seen.processes)} processes trained independently, without a process group."
+        notes.append(f"{alone} The table shows the first one.")
     if len(seen.processes) < world:
         some = f"{len(seen.processes)} of {world} ranks left a record"
-        notes.append(f"{some}: the others are on another host, or were ended before they could write.")
+        notes.append(f"{some}: the others are on another host, or ended before they wrote one.")
     return notes
 
 
@@ -175,9 +175,9 @@ def drift(
 ) -> None:
     """Compare a trainer with a sampler, and show which difference their drift comes from.
 
-    The trainer's model is run on the tokens with the tensors and dtypes of the sampler: each of them alone,
-    and all but one. Tensors whose bits differ from the trained ones are named first. Exit code 0: within the
-    bar; 2: nothing to compare; 3: above the bar, or a tensor is not what was trained.
+    The trainer's model is run on the tokens with one tensor or dtype of the sampler at a time, and with all
+    but one. Tensors that differ from the trained ones in any bit are named first. Exit code 0: the drift is
+    within --bar; 2: nothing to compare; 3: the drift is above --bar, or a tensor differs.
 
     \b
     Examples:
@@ -238,11 +238,11 @@ def audit(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure what every dtype of a model costs in log-probabilities, and which pins buy it back.
+    """Measure what every dtype of a model costs in log-probabilities, and propose pins that reduce the cost.
 
-    Every cell is estimated in three passes. The most costly cells are replayed, one at a time. Pins are
-    chosen while they fit the budget, each set of pins is run, and its rules are printed. Defects are named
-    first. Under torchrun every rank does a share of the work.
+    Three passes estimate every cell. The most costly cells are replayed, one at a time. Pins are added while
+    they fit the budget, each set of pins is run, and its rules are printed. Defects are named first. Under
+    torchrun every rank does a share of the work.
 
     \b
     Examples:

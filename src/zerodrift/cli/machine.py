@@ -31,7 +31,7 @@ def examples(
     folder: options.ExamplesFolder = Path("examples"),
     debug: options.Debug = False,
 ) -> None:
-    """List the examples with what each of them shows, or copy them to a folder of your own.
+    """List the examples and what each one shows, or copy them to a folder.
 
     \b
     Examples:
@@ -44,9 +44,8 @@ def examples(
 
 
 def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
-    """Show what this machine has for training: tested and installed versions, devices, communication
-    backends, the compiler, and what is slow and why. It times a product of small matrices and changes
-    nothing.
+    """Show this machine: tested and installed versions, devices, communication backends, the compiler, and
+    what is slow and why. Times a product of small matrices, and changes nothing.
 
     \b
     Examples:
@@ -56,7 +55,7 @@ def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
     with streams.errors(debug):
         from zerodrift.train import doctor_text, examine
 
-        with streams.progress("looking"):
+        with streams.progress("examining"):
             findings = examine(os.environ)
         if json:
             streams.emit(json_module.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
@@ -65,7 +64,7 @@ def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
 
 
 def explain_name(context: typer.Context, name: options.HelpTopic = "", debug: options.Debug = False) -> None:
-    """Explain an error or a finding by the name that is printed with it, without a network.
+    """Explain an error, a finding or a command by its name, without a network.
 
     \b
     Examples:
@@ -145,7 +144,7 @@ def _summary(path: Path) -> str:
 def _copy(folder: Path) -> str:
     """Copy the examples. Paths of examples become those of the copies, and other paths absolute."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ZerodriftError(folder, "must be an empty folder, or not be there", got="something else")
+        raise ZerodriftError(folder, "must be an empty folder, or not exist", got="something else")
     shutil.copytree(EXAMPLES, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     place, copied = folder.as_posix().rstrip("/"), [path for path in folder.rglob("*") if path.is_file()]
     module = "examples" if folder.is_absolute() else place.replace("/", ".")
@@ -158,4 +157,4 @@ def _copy(folder: Path) -> str:
                 text = text.replace(written, instead)
             path.write_text(text, encoding="utf-8")
     command = f"zerodrift train {place}/jobs/lab.yaml --nproc 2"
-    return f"{len(copied)} files in {legible(str(folder))}. To begin:\n  {command}\n"
+    return f"{len(copied)} files in {legible(str(folder))}. Start with:\n  {command}\n"

@@ -23,29 +23,29 @@ Texts = list[str] | None
 Count = int | None
 File = Path | None
 
-# --- of every verb ------------------------------------------------------------------------------------
+# --- of every command ------------------------------------------------------------------------------------
 Json = Annotated[bool, _option("--json", "Print JSON.")]
 Debug = Annotated[bool, _option("--debug", "Show the traceback of an error.")]
 
 # --- plan, explain, support ---------------------------------------------------------------------------
-Config = Annotated[str, _argument("CONFIG", "Config file in YAML or JSON, ours or DeepSpeed's; or a job.")]
+Config = Annotated[str, _argument("CONFIG", "Config in YAML or JSON, zerodrift's or DeepSpeed's; or a job.")]
 _MODEL = _option("--model X", "Folder with a config or safetensors, or module:function.")
 Model = Annotated[Text, _MODEL]
 ModelOfTrainer = Annotated[str, _MODEL]
 WorldSize = Annotated[Count, _option("--world-size N", "Ranks to plan for. Default: 1, or a job's.", min=1)]
 Set = Annotated[Texts, _option("--set KEY=VALUE", "Override a key: zero_optimization.stage=2. Repeatable.")]
-Auto = Annotated[Texts, _option("--auto KEY=N[,N]", 'The number for a key that is "auto". Repeatable.')]
+Auto = Annotated[Texts, _option("--auto KEY=N[,N]", 'Number for a key whose value is "auto". Repeatable.')]
 MicroBatches = Annotated[Count, _option("--micro-batches M", "Micro-batches per step, for the cost.", min=1)]
-Rows = Annotated[Text, _option("--rows PATTERN", "List the parameters that match, one by one.")]
+Rows = Annotated[Text, _option("--rows PATTERN", "List each parameter whose name matches.")]
 Html = Annotated[File, _option("--html FILE", "Also write the plan as a single HTML page.")]
-Trace = Annotated[bool, _option("--trace", "Show what every operation of a step computes in.")]
+Trace = Annotated[bool, _option("--trace", "Show the dtypes of every operation of a step.")]
 Inputs = Annotated[Text, _option("--inputs FUNCTION", "A module:function that returns the model's inputs.")]
 Device = Annotated[
     Literal["cpu", "cuda"] | None,
     _option("--device DEVICE", "With --trace: cpu or cuda. Default: the job's."),
 ]
-Simulate = Annotated[Text, _option("--simulate CLUSTER", "Time a step on h100, h200, a100 or your own file.")]
-Sweep = Annotated[bool, _option("--sweep", "With --simulate: rank stages, wires, orders, replicas.")]
+Simulate = Annotated[Text, _option("--simulate CLUSTER", "Simulate a step on h100, h200, a100 or your file.")]
+Sweep = Annotated[bool, _option("--sweep", "With --simulate: compare stages, wires, orders and replicas.")]
 TokensOfSample = Annotated[Count, _option("--tokens N", "Tokens of a simulated sample.", min=2, max=1 << 24)]
 Recompute = Annotated[bool, _option("--recompute", "With --simulate: recompute activations by block.")]
 Parameter = Annotated[str, _argument("PARAM", "The full name of a parameter.")]
@@ -58,28 +58,30 @@ Expect = Annotated[
     File,
     _option(
         "--expect FILE",
-        "A saved table, a plan, or a config, also DeepSpeed's: exit code 3 where the run differs.",
+        "Saved table, plan or config (also DeepSpeed's) to compare with; exit code 3 if the run differs.",
     ),
 ]
-SaveTable = Annotated[File, _option("--save FILE", "Write what was seen, for --expect and diff.")]
-HtmlTable = Annotated[File, _option("--html FILE", "Also write what was seen as a single HTML page.")]
-KeepGoing = Annotated[bool, _option("--keep-going", "Let the command run to its end, and see its files.")]
-StandInFor = Annotated[str, _option("--as NAME", "What zerodrift stands in for; only deepspeed yet.")]
+SaveTable = Annotated[File, _option("--save FILE", "Write the observed table, for --expect and diff.")]
+HtmlTable = Annotated[File, _option("--html FILE", "Also write the result as a single HTML page.")]
+KeepGoing = Annotated[bool, _option("--keep-going", "Let the command run to its end, and check its files.")]
+StandInFor = Annotated[str, _option("--as NAME", "Library that zerodrift replaces; only deepspeed.")]
 PinnedPatterns = Annotated[
     Texts,
     _option(
         "--pin PATTERN",
-        "Keep parameters in fp32 whose names match this glob, as in '*.router.*'. Repeatable.",
+        "Keep parameters in fp32 whose names match this glob: '*.router.*'. Repeatable.",
     ),
 ]
 AddedKeys = Annotated[
-    Texts, _option("--set KEY=VALUE", "Add a key to every config, as in precision.reduce=fp32. Repeatable.")
+    Texts, _option("--set KEY=VALUE", "Add a key to every config: precision.reduce=fp32. Repeatable.")
 ]
 Quiet = Annotated[bool, _option("--quiet", "Print no plan.")]
 AddedFile = Annotated[File, _option("--config FILE", "Add the keys of a file to every config.")]
-Timeout = Annotated[float | None, _option("--timeout SECONDS", "A time limit. Default: none.", min=0)]
+Timeout = Annotated[
+    float | None, _option("--timeout SECONDS", "Time limit of the command. Default: none.", min=0)
+]
 TableA = Annotated[Path, _argument("A", "A table that `check --save` wrote.")]
-TableB = Annotated[Path, _argument("B", "Another one.")]
+TableB = Annotated[Path, _argument("B", "Another table.")]
 
 # --- audit --------------------------------------------------------------------------------------------
 JobOrConfig = Annotated[str, _argument("JOB_OR_CONFIG", "A job file, or a config with --model.")]
@@ -94,14 +96,14 @@ TokensOfAudit = Annotated[
     _option("--data FILE", "Token ids: .npy, .pt, .safetensors, .json or .jsonl. Default: drawn at random."),
 ]
 Batches = Annotated[int, _option("--batches N", "Micro-batches on each rank.", min=1)]
-Budget = Annotated[str, _option("--budget SHARE", "More bytes that pins may cost: 1% or 0.01.")]
-BudgetOf = Annotated[str, _option("--of BYTES", "Which bytes: at rest, at peak or on the wire.")]
-Confirm = Annotated[int, _option("--confirm K", "Cells of the shortlist that are replayed.", min=0)]
+Budget = Annotated[str, _option("--budget SHARE", "Bytes that pins may add: 1% or 0.01.")]
+BudgetOf = Annotated[str, _option("--of BYTES", "Bytes that count for --budget: rest, peak or wire.")]
+Confirm = Annotated[int, _option("--confirm K", "Costliest cells to replay.", min=0)]
 Narrow = Annotated[
     Text,
     _option(
         "--narrow GOAL",
-        "Narrow formats for bytes or speed, up to 1.5x drift; or bytes:2x.",
+        "Use narrow formats for bytes or speed, up to 1.5x drift; or bytes:2x.",
     ),
 ]
 HtmlAudit = Annotated[File, _option("--html FILE", "Also write the audit as a single HTML page.")]
@@ -111,7 +113,7 @@ TrainerConfig = Annotated[
     str,
     _argument(
         "CONFIG",
-        "The trainer's config, ours or DeepSpeed's; or a plan, or a table that `check --save` wrote.",
+        "The trainer's config, plan, or table from `check --save`. A config may be DeepSpeed's.",
     ),
 ]
 TokenFile = Annotated[Path, _option("--tokens FILE", "Token ids: .npy, .pt, .safetensors, .json, .jsonl.")]
@@ -119,20 +121,21 @@ TrainedWeights = Annotated[
     File, _option("--weights PATH", "Run, checkpoint or safetensors. Default: --model's.")
 ]
 SentFolder = Annotated[File, _option("--sent FOLDER", "Safetensors that the trainer wrote for the sampler.")]
-LoadedFolder = Annotated[File, _option("--loaded FOLDER", "Safetensors of what the sampler holds.")]
+LoadedFolder = Annotated[File, _option("--loaded FOLDER", "Safetensors that the sampler loaded.")]
 SamplerTable = Annotated[File, _option("--sampler FILE", "The sampler's dtypes; keys in docs/drift.md.")]
 RecordedFile = Annotated[File, _option("--recorded FILE", "The sampler's log-probabilities, as JSON.")]
-Bar = Annotated[float, _option("--bar D", "The mean |difference| that passes.", min=0.0)]
+Bar = Annotated[float, _option("--bar D", "Largest mean |difference| that passes.", min=0.0)]
 
 # --- inspect and convert ------------------------------------------------------------------------------
 Checkpoint = Annotated[Path, _argument("CHECKPOINT", "A checkpoint, or a folder of checkpoints.")]
 Verify = Annotated[bool, _option("--verify", "Check every file against its checksum, not only its size.")]
-Source = Annotated[Path, _argument("SOURCE", "A checkpoint, ours or DeepSpeed's, or safetensors files.")]
+Source = Annotated[Path, _argument("SOURCE", "A checkpoint of zerodrift or DeepSpeed, or safetensors files.")]
 Target = Annotated[Path, _argument("TARGET", "The folder to write.")]
 To = Annotated[
     Text,
     _option(
-        "--to KIND", "safetensors or checkpoint. Default: safetensors for our checkpoints, else a checkpoint."
+        "--to KIND",
+        "safetensors or checkpoint. Default: safetensors for zerodrift checkpoints, else checkpoint.",
     ),
 ]
 WeightsModel = Annotated[Text, _option("--model X", "Folder or file with the weights' transformers config.")]
@@ -142,7 +145,7 @@ Tag = Annotated[str, _option("--tag TAG", "The checkpoint to read. Default: the 
 Moments = Annotated[str, _option("--optimizer KIND", "DeepSpeed's optimizer, if it is not AdamW.")]
 Overwrite = Annotated[bool, _option("--overwrite", "Replace TARGET if it exists.")]
 Trust = Annotated[bool, _option("--trust", "Unpickle DeepSpeed files, which may run code.")]
-Merge = Annotated[bool, _option("--merge", "Merge adapters into their base, or the one at --model.")]
+Merge = Annotated[bool, _option("--merge", "Merge adapters into their base, or into --model.")]
 
 # --- train and sample ---------------------------------------------------------------------------------
 Job = Annotated[str, _argument("JOB", "Job file (docs/job.md lists its keys), or the folder of a run.")]
@@ -156,7 +159,7 @@ FirstStep = Annotated[
     Count,
     _option(
         "--from STEP",
-        "Begin with the newest checkpoint up to this step; 0 begins anew. Default: the oldest one.",
+        "Start from the newest checkpoint up to this step; 0 is the start. Default: the oldest one.",
         min=0,
     ),
 ]
@@ -166,7 +169,7 @@ ReplayNproc = Annotated[
 ]
 Run = Annotated[Path, _argument("RUN", "The folder of a run.")]
 Prompt = Annotated[str, _option("--prompt TEXT", "The text to continue.")]
-Tokens = Annotated[int, _option("--tokens N", "The most tokens to generate.", min=1)]
+Tokens = Annotated[int, _option("--tokens N", "Largest number of tokens to generate.", min=1)]
 Temperature = Annotated[
     float, _option("--temperature T", "Sampling temperature; 0 always takes the likeliest token.", min=0.0)
 ]

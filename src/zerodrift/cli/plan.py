@@ -43,7 +43,7 @@ def plan(
     recompute: options.Recompute = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show every dtype of every parameter, why it is so, and what a step costs.
+    """Show every dtype of every parameter, its reason, and what a step costs.
 
     Nothing is started and no weights are read, so a laptop can plan for thousands of ranks.
 
@@ -54,8 +54,8 @@ def plan(
       zerodrift plan config.yaml --model X --simulate h100 \\
         --tokens 4096
 
-    In place of the plan --trace prints the dtypes of every operation of a step, and --simulate the time
-    that a step would take. Pages: docs/plan.md, docs/simulate.md.
+    Instead of the plan, --trace prints the dtypes of every operation of a step, and --simulate the time of a
+    step. Pages: docs/plan.md, docs/simulate.md.
     """
     with streams.errors(debug):
         simulated = simulate is not None
@@ -99,7 +99,7 @@ def explain(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show one parameter: its dtypes, what set each of them, and which rank owns which part.
+    """Show one parameter: its dtypes, the reason of each, and which rank owns which part.
 
     \b
     Examples:
@@ -307,12 +307,12 @@ def _simulation_text(
 
     cluster, path = simulate.read_cluster(cluster_name)
     if step.recompute is not None and recompute:
-        must = "must be left out with a job, which says it"
+        must = "must be left out with a job, which sets it"
         do = "Override the job's: `--set model.activation_checkpointing=true`."
         raise ConfigError("--recompute", must, got="a job file", do=do)
     length = None if inputs is not None else tokens or step.tokens
     if length is None and inputs is None:
-        must = "must say how many tokens a sample has"
+        must = "must be the number of tokens of a sample"
         raise ConfigError("--tokens", must, got="none", do="Or give a job file.")
     planned = step.plan_on(step.ranks)
     order = _timeline(planned)

@@ -24,7 +24,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that are forwarded to the command. The terminal itself sends it SIGINT."""
 
 _PYTHON_ADVICE = (
-    "Python must read PYTHONPATH: no `python -I`, `-E` or `-S`, no PYTHONPATH that replaces the one given."
+    "Python must read PYTHONPATH: use no `python -I`, `-E` or `-S`, and do not replace PYTHONPATH."
 )
 
 
@@ -38,11 +38,11 @@ def run(
     quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
-    """Run a command in which `import deepspeed` is zerodrift, in each of its Python processes.
+    """Run a command whose Python processes import zerodrift under the name `deepspeed`.
 
-    The command is not changed, and DeepSpeed need not be installed. Added keys must not contradict the
-    config of the command. Rank 0 prints the plan in a few lines. Exit code: that of the command, or 2 if its
-    Python processes could not be reached.
+    The command runs unchanged, and DeepSpeed need not be installed. Added keys must not contradict the
+    config of the command. Rank 0 prints the plan in a few lines. Exit code: that of the command, or 2 if
+    its Python processes were not reached.
 
     \b
     Examples:
@@ -72,12 +72,12 @@ def run(
 
 
 def _require_reachable(command: list[str]) -> None:
-    """Refuse a Python that ignores PYTHONPATH, and a run inside another one."""
+    """Refuse a Python that ignores PYTHONPATH, and a run inside another run."""
     if option := startup.isolation_option(command):
         must, where = "must run a Python that reads PYTHONPATH", shlex.join(command)
         raise ZerodriftError(where, must, got=f"`{option}`", do="Leave it out.")
     if alias.run_settings() is not None:
-        must, got = "must not be inside another one", "a process of `zerodrift run`"
+        must, got = "must not run inside another `zerodrift run`", "a process of one"
         raise ZerodriftError("zerodrift run", must, got=got, do="Leave one of the two out.")
 
 
@@ -122,9 +122,9 @@ def _exit_code(folder: Path, code: int, flags: dict[str, str]) -> int:
         print(f"zerodrift: error: {error}", file=sys.stderr)
         return code or streams.USAGE
     if "imported" not in reached:
-        _say(f"no process imported `{alias.NAME}` from zerodrift. If one was to: {_PYTHON_ADVICE}")
+        _say(f"no process imported `{alias.NAME}` from zerodrift. If that is wrong: {_PYTHON_ADVICE}")
     elif "initialized" not in reached and flags:
-        unused = f"nothing was done with {', '.join(flags.values())}"
+        unused = f"{', '.join(flags.values())} had no effect"
         _say(f"no process called `{alias.NAME}.initialize`: {unused}")
     return code
 

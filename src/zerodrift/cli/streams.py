@@ -83,7 +83,7 @@ def progress(text: str) -> Iterator[Callable[[str, int, int], None] | None]:
 def emit(text: str) -> None:
     """Print a result. A closed pipe, as after `head`, exits silently; a full disk is an error."""
     if sys.stdout is None:  # a shell's `>&-`
-        raise ZerodriftError("stdout", "must be open, for what is printed", got="a closed stream")
+        raise ZerodriftError("stdout", "must be open for the output", got="a closed stream")
     try:
         sys.stdout.write(encodable(text, sys.stdout.encoding))
         sys.stdout.flush()
@@ -112,7 +112,7 @@ def _stdout_error(error: OSError) -> Exception:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return typer.Exit(BROKEN_PIPE)
-    return ZerodriftError("stdout", "must take what is printed", got=error.strerror or error)
+    return ZerodriftError("stdout", "must accept the output", got=error.strerror or error)
 
 
 _OF_STREAMS = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF)

@@ -23,7 +23,7 @@ def train(
     dry: options.DryRun = False,
     debug: options.Debug = False,
 ) -> None:
-    """Train a model as a job file says, with checkpoints, a report, and the exported model at the end.
+    """Train the model of a job file; write checkpoints, a report, and the exported model.
 
     Resumes from the newest checkpoint in the run's folder, if there is one. Under torchrun or srun it joins
     the ranks that were started. Ctrl-C finishes the current step, saves, and exits with 130; a second Ctrl-C
@@ -50,9 +50,9 @@ def train(
 def evaluate(
     job: options.Job, set_: options.SetInJob = None, nproc: options.Nproc = None, debug: options.Debug = False
 ) -> None:
-    """Evaluate a checkpoint of a job on what it holds out, and train nothing.
+    """Evaluate a checkpoint on the held-out data of its job, without training.
 
-    Prints the validation loss that training reports at the same checkpoint, its perplexity, and the
+    Prints the validation loss that training reports at this checkpoint, its perplexity, and the
     continuations of `run.samples`. The checkpoint is the newest, or the one that `run.resume` names. Without
     a checkpoint the untrained model is evaluated. `data.validation` may name other data.
 
@@ -71,10 +71,10 @@ def evaluate(
 
 
 def data(job: options.Job, set_: options.SetInJob = None, debug: options.Debug = False) -> None:
-    """Show the data of a job without training: files, documents and tokens, what was cut or left out and
-    why, what is held out, and the first three blocks with the learned text marked.
+    """Show the data of a job: files, documents, tokens, held-out documents, and the first three blocks with
+    the learned text marked. Says what was cut or left out, and why.
 
-    Blocks are packed as for training, which then finds them in the cache.
+    Blocks are packed as for training, which then reads them from the cache.
 
     \b
     Examples:
@@ -101,7 +101,7 @@ def replay(
     """Compute steps of a run again, and show where their bits first differ from the recorded ones.
 
     The run must have been trained with `run.digest_every`. Under `precision.reduce: {order: tree}` bits do
-    not depend on the number of processes, so steps of many can be replayed on one. Exit code 3: other bits.
+    not depend on the number of processes, so one process can replay steps of many. Exit code 3: bits differ.
 
     \b
     Examples:
@@ -126,8 +126,8 @@ def sample(
 ) -> None:
     """Continue a prompt with a trained model, to see what it has learned.
 
-    RUN is the folder of a run, its export, its checkpoints or one of them; any working folder will do. A run
-    without an export is sampled from its newest checkpoint.
+    RUN is the folder of a run, an export, or a checkpoint. A run without an export is sampled from its newest
+    checkpoint.
 
     \b
     Examples:
@@ -155,9 +155,9 @@ def inspect(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show what is in a checkpoint: step, plan, tensors, sizes, and whether it is complete.
+    """Show a checkpoint: step, plan, tensors, sizes, and whether it is complete.
 
-    Exits with code 2 if it is not complete.
+    Exit code 2: it is not complete.
 
     \b
     Examples:
@@ -199,7 +199,7 @@ def convert(
     safetensors files get the names, layout and config that transformers loads; without it they keep the
     module's own names.
 
-    --merge makes one model of trained adapters and their base, in the base's dtype or in --dtype.
+    --merge merges trained adapters into their base, in the base's dtype or in --dtype.
 
     \b
     Examples:

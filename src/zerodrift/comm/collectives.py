@@ -277,7 +277,7 @@ class Collectives:
             counts = (f"rank {rank} {count}" for rank, (count, _) in zip(line.ranks, values, strict=True))
             got = f"ranks of axis `{axis}` that have made different numbers of them: {', '.join(counts)}"
             raise RankError(
-                "ranks", "must come to the same collectives in the same order", got=got, do=EVERYWHERE
+                "ranks", "must run the same collectives in the same order", got=got, do=EVERYWHERE
             )
         return [value for _, value in values]
 

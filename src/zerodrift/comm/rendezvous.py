@@ -132,6 +132,6 @@ def _name(store: Any, rank: int, missing: set[int], timeout: timedelta) -> str:
                     store.set(f"zerodrift/name/{asked}", name)
                     asked_by[other] = asked
         if time.monotonic() > end:
-            raise RuntimeError(f"ranks {sorted(missing)[:8]} did not come")
+            raise RuntimeError(f"ranks {sorted(missing)[:8]} did not join")
         time.sleep(_PAUSE)
     return name

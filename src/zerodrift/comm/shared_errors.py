@@ -84,7 +84,7 @@ class Alarm:
             text = self._watch.read_error()
             if not text:
                 got = f"{type(error).__name__}: {' '.join(str(error).split())} on rank {self._rank}"
-                do = "Mend it there, and start all ranks again."
+                do = "Fix it there, and start all ranks again."
                 text = str(Problem(where, f"{what} must run on every rank", got=got, do=do))
             self._watch.fail(text)
             raise

@@ -59,8 +59,8 @@ KEPT = 64
 """Collectives of a group whose words are kept."""
 
 EVERYWHERE = (
-    "What uses the engine (a forward, a backward, `step`, an evaluation, `gathered`, `parameter`, a save) "
-    "must be done on every rank, or on none."
+    "Use the engine (a forward, a backward, `step`, an evaluation, `gathered`, `parameter`, a save) on every "
+    "rank, or on none."
 )
 
 _COUNT = "zerodrift/watches"

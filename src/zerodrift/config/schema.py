@@ -86,13 +86,12 @@ class Reduce(Block):
     when: Literal["last", "every"] | None = None
     """Reduce after the `last` micro-batch or `every` one. Default `last` at stages 0-1, `every` at 2-3."""
     order: Literal["auto", "rank", "tree", "native"] | None = None
-    """Add gradients by one `tree` over the micro-batches of a step, which gives the same bits on any number
-    of ranks; in the order of ranks (`rank`); or as the carrier does (`native`: NCCL's reduce-scatter), which
-    promises no order. The same for all parameters. Default `auto`: the tree where that takes no
-    more memory, else the order of ranks; the plan says which. Written, `tree` also refuses what would change
-    its bits."""
+    """Order of the sum, the same for all parameters. `tree`: one tree over the micro-batches of a step, with
+    the same bits on any number of ranks; refuses what would change them. `rank`: the order of ranks.
+    `native`: NCCL's reduce-scatter, without a fixed order. `auto`, the default: the tree where it takes no
+    more memory, else the order of ranks; the plan says which."""
     feedback: Flag | None = None
-    """Narrow wires only: add what a rank's rounding has lost to its next gradient. Takes an fp32 value for
+    """Narrow wires only: add a rank's rounding error to its next gradient. Takes an fp32 value for
     each element on every rank. Default false."""
     rounding: Literal["nearest", "stochastic"] | None = None
     """Narrow wires only: round to the nearest code, or up or down at random so that the mean is kept. The
@@ -225,8 +224,8 @@ class Pipeline(Block):
     """Balance the pieces by the number of `layers`, or by the `cost` of their matrix products. Default
     `layers`."""
     weight_grads: Literal["queue", "autograd"] | None = None
-    """Who forms the weight gradients that `interleaved-zero-bubble`, `zbv` and `dualpipev` defer: our
-    `queue`, in the dtype of accumulation, or torch's second `autograd` pass. Default `queue`, and
+    """How deferred weight gradients (`interleaved-zero-bubble`, `zbv` and `dualpipev`) are computed: from
+    zerodrift's `queue`, in the accumulate dtype, or by torch's second `autograd` pass. Default `queue`, and
     `autograd` with `precision.reduce.order: tree`."""
 
 

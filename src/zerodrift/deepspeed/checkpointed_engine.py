@@ -81,7 +81,7 @@ class CheckpointedEngine(nn.Module):
     ) -> dict[str, Any]:
         """Return the module's state dict, whole on every rank."""
         if keep_vars:
-            must = "must be false: what is returned is a copy"
+            must = "must be false: the returned state is a copy"
             raise UnsupportedError("keep_vars", must, do="Use `named_parameters`.")
         state = {} if destination is None else destination
         state.update(model_state(self._engine, prefix, exclude_frozen_parameters, everywhere=True))

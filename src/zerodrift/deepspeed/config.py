@@ -63,7 +63,7 @@ def _respell_warmup(params: Any) -> None:
     kind = params.get("warmup_type") if isinstance(params, dict) else None
     if isinstance(kind, str) and kind != "auto" and not is_warmup_type(kind):
         where = "scheduler.params.warmup_type"
-        logger.warning("`%s` is %s, which is none: it is %r", where, shown(kind), WARMUP_LOG_RATE)
+        logger.warning("`%s` %s is unknown: using %r", where, shown(kind), WARMUP_LOG_RATE)
         params["warmup_type"] = WARMUP_LOG_RATE
 
 

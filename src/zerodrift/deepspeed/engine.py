@@ -387,12 +387,12 @@ def _require_loss(loss: Any) -> None:
     """Raise unless the loss is a scalar with a graph, as DeepSpeed asserts."""
     do = ""
     if not isinstance(loss, torch.Tensor):
-        got, do = f"a {type(loss).__name__}", "Pass the tensor that the forward's outputs gave."
+        got, do = f"a {type(loss).__name__}", "Pass the loss tensor."
     elif loss.numel() != 1:
         got = f"one of shape {list(loss.shape)}"
         do = "Call `backward` of the outputs with their gradients."
     elif loss.grad_fn is None:
-        got = "one without a graph: it was computed without gradients, or of nothing that is trained"
+        got = "one without a graph: it was computed without gradients, or from no trained parameter"
     else:
         return
     raise MisuseError("backward", "must get a loss of one element, with a graph", got=got, do=do)

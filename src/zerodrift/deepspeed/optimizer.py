@@ -236,7 +236,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         engine, state, found = self._running(), state_dict, state_dict.get("of")
         if found != _identity(engine) or engine.updater is None:
-            must = "must get what `optimizer.state_dict` returned on this rank, under this plan"
+            must = "must get the result of `optimizer.state_dict` from this rank and plan"
             got = "another state" if found is None else f"that of rank {found['rank']} of {found['ranks']}"
             do = "`engine.load_checkpoint` loads a checkpoint on any number of ranks."
             raise CheckpointError("optimizer.load_state_dict", must, got=got, do=do)

@@ -163,7 +163,7 @@ def _compare(copies: list[tuple[int, int]], comm: Collectives) -> None:
         if fewer:
             others = [rank for alike in fewer for rank in alike]
             must = "must be the same bits on ranks that hold the same"
-            got = f"other ones on {_named(others)} than on {_named(most)}"
+            got = f"different bits on {_named(others)} than on {_named(most)}"
             do = "Load the last checkpoint. If the same rank differs again, test its memory and processor."
             raise RankError("state", must, got=got, do=do)
 

@@ -181,7 +181,7 @@ _PLAN = "Plan from the module that is trained."
 _SCRIPT = "Pass the module that `torch.jit.trace` or `torch.jit.script` was given."
 _SPREAD = "Set `backend: fsdp2`, or build the model without tensor parallelism."
 _DESTROY = "Call its `destroy` first."
-_KEEP = "Call `destroy` inside `engine.gathered()`, or build the model anew and load what was saved."
+_KEEP = "Call `destroy` inside `engine.gathered()`, or build the model again and load a checkpoint."
 _BUILD = "Build the model on a real device, or inside `zerodrift.empty()`."
 
 

@@ -74,7 +74,7 @@ class Scaler:
                 self._left -= 1
                 return
             if self.scale <= spec.minimum:
-                must = "must leave room for the loss scale to fall"
+                must = "must allow a lower loss scale"
                 got = f"gradients that overflow at the minimum, {spec.minimum:g}"
                 do = "Lower the learning rate, lower `fp16.min_loss_scale`, or use bf16."
                 raise NonFiniteError("fp16.min_loss_scale", must, got=got, do=do)
@@ -269,7 +269,7 @@ class TrainingProgress:
         may_skip = self._plan.policy.skip_nonfinite or self.scaler.active
         if skipped and (error_if_nonfinite or not may_skip):
             must = "must be finite"
-            got = f"{norm.value}, first in {', '.join(bad) or 'no parameter alone'}"
+            got = f"{norm.value}, first in {', '.join(bad) or 'no single parameter'}"
             do = "Nothing was updated. Look at the batch, lower the learning rate, or clip."
             raise NonFiniteError("gradient", must, got=got, do=do)
         return replace(
@@ -318,12 +318,12 @@ _REFUSALS = {
     ),
     "step under way": (
         *("accumulate", "must be given all micro-batches of a step, at its beginning"),
-        "a step with micro-batches that wait for their update",
-        "Call `step`, which updates with them, or `zero_grad`.",
+        "a step that has micro-batches already",
+        "Call `step` to update with them, or `zero_grad` to drop them.",
     ),
     "no loss": (
         *("loss", "must be a tensor", "{found}"),
-        "A model of `transformers` returns a loss where it is given `labels`.",
+        "A model of `transformers` returns a loss if it gets `labels`.",
     ),
     "loss not scaled": (
         *("backward", "the loss must be scaled in mode {mode}", "a plain `loss.backward()`"),
@@ -343,24 +343,24 @@ _REFUSALS = {
         "backward",
         "must not follow the last micro-batch of a step under `reduce.order: tree`, whose sum is complete",
         "a gradient of {name}",
-        "Call `engine.step()`, or `engine.zero_grad()` to begin anew.",
+        "Call `engine.step()`, or `engine.zero_grad()` to start over.",
     ),
     "gradient by hand": (
         "{name}",
-        "its gradient must come from backwards under `reduce.order: tree`, which adds up micro-batches alone",
-        "one that was put into `param.grad` after the last of them",
+        "its gradient must come only from backwards under `reduce.order: tree`, which adds micro-batches",
+        "one that was set in `param.grad` after the last backward",
         "Add it to the loss, or assign `engine.parameter(name).gradient` before `engine.step()`.",
     ),
     "sum not formed": (
         "{name}.gradient",
         "must be read or assigned after the last micro-batch of a step under `reduce.order: tree`",
         "a step that is not complete",
-        "Ask again before `engine.step()` of the last one.",
+        "Do it after the last backward, before `engine.step()`.",
     ),
     "not seeded": (
         "forward",
         "must draw random numbers by the number of its micro-batch under `reduce.order: tree`",
-        "some from a generator that goes on from one micro-batch to the next",
+        "numbers from a generator that was not seeded for it",
         "Call `engine.seed_micro_batch(number)` before it, or leave `order` out.",
     ),
     "buffer written": (

@@ -28,7 +28,7 @@ COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-exceptions"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
-    # Of the compiler's runtimes only OpenMP's is loaded, which torch brings along.
+    # The only runtime that is loaded is OpenMP's, which torch includes.
     *(("-static-libgcc", "-Wl,--as-needed") if sys.platform == "linux" else ()),
 )
 _OPENMP = ("-fopenmp",)
@@ -39,11 +39,11 @@ _NATIVE = {
     "aarch64": ("-mcpu=native",),
     "arm64": ("-mcpu=native",),
 }
-"""Flags for the processor that compiles, by machine."""
+"""Compiler flags for this machine's processor, by kind of machine."""
 
 
 class Contraction(NamedTuple):
-    """Which of torch's kernels round once where plain arithmetic rounds twice; see `kernels/native.py`."""
+    """Kernels of torch that fuse `a * b + c` into one rounding; see `kernels/native.py`."""
 
     add: bool
     """`add(x, alpha=a)`"""
@@ -53,7 +53,7 @@ class Contraction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A library for one level of processors, as wheels carry it."""
+    """A library for one processor level, as in a wheel."""
 
     name: str
     flags: tuple[str, ...]
@@ -74,13 +74,13 @@ _ALWAYS, _NEVER = Contraction(True, True, True), Contraction(False, False, False
 
 VARIANTS: dict[str, tuple[Variant, ...]] = {
     "x86_64": (
-        # 8-bit moments are looked up and compared as bytes, which the levels above leave to single elements.
+        # 8-bit moments need vector lookups and comparisons of bytes, which the levels above do not have.
         Variant(
             "x86-64-v4-bytes", ("-march=x86-64-v4", "-mavx512vbmi", "-mavx512vnni", _WIDE), _V4_BYTES, _ALWAYS
         ),
         Variant("x86-64-v4", ("-march=x86-64-v4", _WIDE), _V4, _ALWAYS),
         Variant("x86-64-v3", ("-march=x86-64-v3",), _V3, _ALWAYS),
-        # torch contracts with AVX2 alone, so the lower level is the one without.
+        # torch fuses multiply and add only with AVX2, so the lower level has no AVX2.
         Variant("x86-64-v2", ("-march=x86-64-v2",), _V2, _NEVER),
     ),
     "aarch64": (
@@ -96,14 +96,14 @@ class BuildError(Exception):
 
 
 def find_compiler() -> str | None:
-    """Return `CXX` where it is set, as every build does; else the first compiler on the path."""
+    """Return `CXX` if it is set, else the first compiler on the path."""
     named = os.environ.get("CXX", "").strip()
     candidates = (named,) if named else COMPILERS
     return next((path for name in candidates if (path := shutil.which(name))), None)
 
 
 def native_flags(contraction: Contraction) -> tuple[tuple[str, ...], ...]:
-    """Return the sets of flags for the processor that compiles, best first; the last is plain."""
+    """Return the sets of flags for this machine's processor, best first; the last is plain."""
     flags, tuned = (*_FLAGS, *_definitions(contraction)), _NATIVE.get(platform.machine(), ())
     return (*flags, *tuned, *_OPENMP), (*flags, *tuned), flags
 

@@ -1,9 +1,9 @@
-// How a moment rests in 8 bits: a block of 256 values to codes and a scale, and back.
+// Moments in 8 bits: encode a block of 256 values as codes and a scale, and decode them.
 //
 // The definition is `optim/rounding.py`, which also makes the tables. There are plain loops for any processor, and
-// lookups in registers with vectors of 512 and 256 bits for whole pieces whose scale is an ordinary one.
+// lookups in registers with vectors of 512 and 256 bits for whole pieces with an ordinary scale.
 //
-// Invariant: both ways leave the codes of the definition, bit for bit.
+// Invariant: both give the codes of the definition, bit for bit.
 
 #pragma once
 
@@ -31,7 +31,7 @@ constexpr uint32_t INFINITY_BITS = 0x7F800000u;
 constexpr uint32_t LEAST_SCALE = (127u - 96u) << 23;     // 2^-96
 constexpr uint32_t LARGEST_SCALE = (127u + 126u) << 23;  // 2^126
 
-// The largest magnitude, within what a scale may be; compared as integers, so a NaN is the largest of all.
+// The largest magnitude, within the range of scales; compared as integers, so a NaN is the largest of all.
 float block_scale(const float* __restrict in, int n) {
   uint32_t most = 0;
   for (int i = 0; i < n; ++i) {
@@ -56,7 +56,7 @@ void encode_plain(uint8_t* __restrict out, const float* __restrict in, float sca
                   const uint32_t* __restrict words, int n) {
   constexpr int TOP = SIGNED ? 127 : 255;
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-  const int least = !SIGNED && scale != 0.0f;  // what is there is never stored as nothing
+  const int least = !SIGNED && scale != 0.0f;  // a nonzero value is never stored as zero
   const Code c = code;
   for (int i = 0; i < n; ++i) {
     const uint32_t u = bits(in[i]);
@@ -85,8 +85,8 @@ void encode_plain(uint8_t* __restrict out, const float* __restrict in, float sca
 // and the code is the highest byte of the sum. No sum of the definition is rounded up to a whole step but one below
 // the first step, within half of the last bit of 65535/65536: half a unit, which is where the conversion to integers
 // rounds. The scale itself is 2^31 units behind the last bound, whose conversion has just the highest bit. Where the
-// scale is the largest magnitude, no fraction is above one, and no code above the last. What is not zero is never
-// stored as nothing: it is raised to the least fraction that reaches the first code whatever is drawn.
+// scale is the largest magnitude, no fraction is above one, and no code above the last. A nonzero value is never
+// stored as zero: it is raised to the least fraction that reaches the first code with any random bits.
 inline float least_step(const Code& code) {
   float least = code.bound[0];
   while (least * code.steep[0] < 1.0f) least = std::nextafter(least, 1.0f);
@@ -110,7 +110,7 @@ struct Table {
   alignas(64) uint16_t high[256];
   alignas(64) uint16_t low[256];
 #endif
-  alignas(64) float bound[GROUPS];  // the one in this group, or one that nothing reaches
+  alignas(64) float bound[GROUPS];  // the bound in this group, or one that no value reaches
   alignas(64) float start[GROUPS];  // of what is not above the bound, like the next two
   alignas(64) float steep[GROUPS];  // in units of 2^-24 of a code
   alignas(64) uint32_t first[GROUPS];  // the code before the decade's, and 2^23: see `add_draw`
@@ -237,7 +237,7 @@ INLINE __m512i highest(const __m512i* sums) {
 #endif
 }
 
-// Step by step for four vectors, so that a processor finds in each step what it need not wait for.
+// Step by step for four vectors, so that each step has independent instructions.
 template <bool SIGNED, int HALF>
 void encode(uint8_t* __restrict out, const float* __restrict in, float scale, const Table& table,
             const uint32_t* __restrict words, int n) {
@@ -326,7 +326,7 @@ void encode(uint8_t* __restrict out, const float* __restrict in, float scale, co
       const __m256 x = _mm256_loadu_ps(in + at);
       const __m256 magnitude = _mm256_andnot_ps(_mm256_castsi256_ps(sign), x);
       __m256 part = _mm256_mul_ps(magnitude, inverse);
-      if (!SIGNED) {  // what is there is never stored as nothing
+      if (!SIGNED) {  // a nonzero value is never stored as zero
         const __m256i something = _mm256_cmpgt_epi32(_mm256_castps_si256(magnitude), _mm256_setzero_si256());
         part = _mm256_max_ps(part, _mm256_and_ps(_mm256_castsi256_ps(something), least));
       }

@@ -2,9 +2,9 @@
 
 Triton is optional: torch's CUDA builds include it, its CPU builds do not. If Triton is missing or cannot run
 a first small program, `obstacle` returns the reason, and every caller has a plain PyTorch path.
-`engine/step/update.py` calls `obstacle` on all ranks at once, and warns if one of them has none to run.
+`engine/step/update.py` calls `obstacle` on all ranks, and warns if a rank cannot run the programs.
 
-Invariant: a program is launched without implicit contraction, on the device of its tensors.
+Invariant: a program is launched without implicit fusing of multiply and add, on the device of its tensors.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ TILE = 4
 """Blocks per program, a warp each: eight elements for each thread."""
 
 TILE_8BIT = 1
-"""Likewise, where moments are encoded in 8 bits: a thread has more to keep, and fewer of them fit."""
+"""`TILE` for moments in 8 bits: a thread needs more registers, so fewer threads fit."""
 
 _REGISTERS = 80
-"""Registers of a thread that encodes in 8 bits: more threads at once make up for what is kept elsewhere."""
+"""Registers of a thread that encodes in 8 bits. More threads outweigh the cost of spilled registers."""
 
 _DIGITS_TILE, _DIGITS_COPIES = 256, 1024
 """Sums per program that adds digits, and copies of the digits that programs add to."""
 
 _SPAN = 256
-"""Elements per program of a sum: slices are many and short where parts are many."""
+"""Elements per program of a sum. Sums of many parts have short slices."""
 
 TREE_PARTS = 64
-"""Most parts that a program adds by the tree: it is written out for them."""
+"""Most parts that a program adds by the tree, whose additions are unrolled."""
 
 NARROW_SPAN = 2048
 """Elements per program of a narrow format."""
 
 STRICT = ("enable_fp_fusion", "enable_reflect_ftz")
-"""Compiler options that are turned off if this Triton has them: contraction of products and sums, and
-flushing of subnormals in roots and quotients. A Triton without the second option flushes them."""
+"""Compiler options that are turned off if this Triton has them: fusing of multiply and add, and flushing of
+subnormals in roots and quotients. A Triton without the second option flushes subnormals."""
 
 
 def works(device: torch.device) -> bool:
@@ -77,7 +77,7 @@ def update(storage: Tensor, others: Sequence[Tensor | None], stochastic: int, **
 
 
 def shape_of_update(is_coded: bool, *, is_nvidia: bool) -> dict[str, int]:
-    """Return how an update is launched. `is_coded` says that its moments are encoded in 8 bits."""
+    """Return the shape of an update's launch. `is_coded` is True for moments in 8 bits."""
     tile = TILE_8BIT if is_coded else TILE
     return {"tile": tile, "num_warps": tile} | ({"maxnreg": _REGISTERS} if is_coded and is_nvidia else {})
 

@@ -1,9 +1,9 @@
-// How fp32 values rest in 16 bits: bf16 two ways, fp16, the two halves of a split master; and the random
-// words that round. Part of native.cpp, like the other headers here.
+// fp32 values in 16 bits: bf16 with two roundings, fp16, and the two halves of a split master; and the random
+// words for rounding. Part of native.cpp, like the other headers here.
 //
 // The definition is `optim/rounding.py`.
 //
-// Invariant: a NaN is stored as one bit pattern in 16 bits, whatever it was.
+// Invariant: every NaN is stored as the same bit pattern in 16 bits.
 
 #pragma once
 
@@ -42,7 +42,7 @@ inline float value(uint32_t u) {
 
 inline bool is_nan(uint32_t u) { return (u & 0x7FFFFFFFu) > 0x7F800000u; }
 
-constexpr uint32_t QUIET = 0x7FC0;  // the one NaN that is ever stored in 16 bits
+constexpr uint32_t QUIET = 0x7FC0;  // the only NaN that is stored in 16 bits
 
 inline uint16_t bf16_even(float x) {
   const uint32_t u = bits(x);

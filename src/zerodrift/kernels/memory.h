@@ -1,13 +1,13 @@
-// Memory ahead of the arithmetic, and past the caches. It moves no value anywhere else.
+// Prefetch memory ahead of the arithmetic, and write past the caches.
 //
-// [Note: streams] A step walks through up to five arrays at once. A processor fetches ahead by itself, but its
-// prefetchers follow an array to the end of a 4 KiB page and start anew in the next, for each array at another
-// moment, and what they miss waits behind square roots and divisions. So every piece of a block asks for what
-// lies AHEAD of it. And a bf16 weight beside an fp32 master is written without having been read: a plain store
-// would first fetch the line that it then overwrites, so it is stored past the caches where a slice is too
-// large to be found there again.
+// [Note: streams] A step walks through up to five arrays at once. A processor prefetches by itself, but its
+// prefetchers follow an array to the end of a 4 KiB page and start again in the next, for each array at another
+// moment, and their misses wait behind square roots and divisions. So every piece of a block prefetches the
+// memory AHEAD of it. A bf16 weight beside an fp32 master is written without having been read. A plain store
+// would first fetch the line that it then overwrites, so it is stored past the caches if a slice is too
+// large to stay in them.
 //
-// Invariant: results do not depend on what is here; addresses behind the end of an array are asked for,
+// Invariant: results do not depend on this file; addresses beyond the end of an array are prefetched,
 // and never read or written.
 
 #pragma once
@@ -23,16 +23,16 @@
 namespace {
 
 constexpr int LINE = 64;   // bytes
-constexpr int PIECE = 64;  // elements that are asked for at once: a line for every byte of an element
+constexpr int PIECE = 64;  // elements prefetched at once: one line for every byte of an element
 
-// How far ahead, in elements; found by trying.
+// Prefetch distance in elements, found by trying.
 constexpr int AHEAD = 2 * BLOCK;
-constexpr int AHEAD_READING = 8 * BLOCK;  // a sum is done sooner than a step
+constexpr int AHEAD_READING = 8 * BLOCK;  // a sum is faster than a step
 
 constexpr int64_t STREAMED = 1 << 20;  // elements of a slice that no cache holds together with its moments
 
-// Asks for a piece of an array whose elements have `size` bytes. Always inline: a compiler may take a function
-// that does nothing but prefetch for one that does nothing.
+// Prefetches a piece of an array whose elements have `size` bytes. Always inline: a compiler may remove a
+// function that only prefetches.
 template <bool WRITTEN>
 INLINE void ask(const void* data, int size, int64_t at) {
   const uintptr_t first = reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(at * size);
@@ -40,7 +40,7 @@ INLINE void ask(const void* data, int size, int64_t at) {
     __builtin_prefetch(reinterpret_cast<const void*>(first + static_cast<uintptr_t>(line * LINE)), WRITTEN);
 }
 
-// Copies n values of 16 bits past the caches, where the processor can; `settle` makes them seen by others.
+// Copies n values of 16 bits past the caches, if the processor can; `settle` makes them visible to other threads.
 inline void stream(uint16_t* __restrict out, const uint16_t* __restrict in, int n) {
 #if defined(__SSE2__)
   if (n == BLOCK && reinterpret_cast<uintptr_t>(out) % sizeof(__m128i) == 0) {

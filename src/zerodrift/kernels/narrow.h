@@ -1,7 +1,7 @@
 // Narrow formats: a block of values to codes of 4 or 8 bits and one scale, and back.
 //
-// The definition is `kernels/narrow.py`. A run is worked through in spans of 256 elements, one block or more,
-// by way of buffers in the first-level cache: values, their quotients by the scale, a byte per code, and two codes
+// The definition is `kernels/narrow.py`. A run is processed in spans of 256 elements, one block or more,
+// through buffers in the first-level cache: values, their quotients by the scale, a byte per code, and two codes
 // to a byte where they have 4 bits. Every loop has a length that the compiler knows and no branch, so that it is
 // vectorised on any processor. Only lookups among 16 numbers are written for 512-bit vectors.
 //
@@ -53,7 +53,7 @@ constexpr float power(int exponent) {
   return x;
 }
 
-// Whether 16 random bits round up what is a share of a step above a number.
+// True if 16 random bits round up a value that is a share of a step above a number.
 INLINE uint32_t is_drawn_up(float share, uint32_t draw) {
   return share + static_cast<float>(static_cast<int32_t>(draw)) * 0x1p-16f >= 1.0f ? 1u : 0u;
 }
@@ -81,7 +81,7 @@ struct SmallFloat {
     return (part < LEAST_NORMAL ? small : normal) | ((u >> (32 - BITS)) & SIGN);
   }
 
-  // Rounded up with the probability of what is above the number below: `draw` is of 16 random bits.
+  // Rounded up with the probability of the share above the lower number; `draw` has 16 random bits.
   static INLINE uint32_t drawn(float quotient, uint32_t largest, uint32_t draw) {
     const uint32_t u = bits(quotient);
     uint32_t part = u & 0x7FFFFFFFu;
@@ -273,7 +273,7 @@ INLINE float load_scale(const uint8_t* scales, const Format& format, int64_t blo
   return value(exponent == 0 ? 0x400000u : exponent << 23);
 }
 
-// Scales of a span's blocks of N elements, and quotients by them: zeros where there is no scale to divide by.
+// Scales of a span's blocks of N elements, and quotients by these scales; zeros for a scale of zero.
 template <int N>
 INLINE void divide(float* __restrict quotients, float* __restrict scales, const float* __restrict in,
                    const Format& format, float largest) {
@@ -345,7 +345,7 @@ void encode_span(const Run& run, int64_t at, int n) {
   if (n < BLOCK) std::memcpy(codes, last, PAIRS ? n / 2 : n);
 }
 
-// ADD: to what is there, in fp32.
+// ADD: add to the old values, in fp32.
 template <class Numbers, bool ADD>
 void decode_span(const Run& run, int64_t at, int n) {
   constexpr bool PAIRS = Numbers::CODE_BITS == 4;

@@ -11,10 +11,10 @@ A block with an infinity or a NaN decodes to NaN as a whole, so that it is seen.
 overflows.
 
 Flat formats are packed: the codes of a run of whole blocks, two codes of 4 bits to a byte with the first in
-the low half (NF4: in the high half, as bitsandbytes has it), then the scales. A run is whatever is sent or
-kept together, such as a rank's slice.
+the low half (NF4: in the high half, as in bitsandbytes), then the scales. A run is sent or stored as one
+piece, such as a rank's slice.
 
-Invariant: the fast forms leave the bits of `reference_encode` and `reference_decode`.
+Invariant: the fast forms give the bits of `reference_encode` and `reference_decode`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Draws:
     keys: Tensor
     """A key for each 256 elements, the last ones in part. int64."""
     number: int
-    """The draw's number: another one gives other words."""
+    """Number of the draw; each number gives different words."""
 
     def words(self, numel: int) -> Tensor:
         """Return the word of each element. Shape [numel], int64."""
@@ -82,9 +82,9 @@ def encode(dtype: DType, values: Tensor, packed: Tensor, draws: Draws | None = N
 
 @torch.no_grad()
 def decode(dtype: DType, packed: Tensor, out: Tensor, add: bool = False) -> None:
-    """Decode what `encode` has packed into flat `out`, in its dtype. Shapes [nbytes], [whole blocks].
+    """Decode a packed run into flat `out`, in the dtype of `out`. Shapes [nbytes], [whole blocks].
 
-    With `add`, the decoded values, in the dtype of `out`, are added to what is there.
+    With `add`, the decoded values, in the dtype of `out`, are added to `out`.
     """
     if add and out.dtype is not torch.float32:
         decoded = torch.empty_like(out)
@@ -112,7 +112,7 @@ def round_trip(dtype: DType, values: Tensor, to: torch.dtype | None = None) -> T
 
 
 def encode_runs(dtype: DType, values: Tensor, runs: int, draws: Draws | None = None) -> Tensor:
-    """Return flat values as so many packed runs of equal length, one after the other."""
+    """Return flat values as packed runs of equal length, one after the other."""
     packed = values.new_empty(runs * dtype.nbytes(values.numel() // runs), dtype=torch.uint8)
     drawn = [None] * runs if draws is None else draws.split(runs)
     for part, run, draw in zip(values.chunk(runs), packed.chunk(runs), drawn, strict=True):
@@ -134,7 +134,7 @@ def _flat_block(form: Format) -> int:
 # --- the fast forms ---------------------------------------------------------------------------------------
 
 _ENCODE, _DECODE, _DECODE_AND_ADD = range(3)
-"""The three things that a fast form does with a run, as `narrow.h` and `narrow_programs.py` number them."""
+"""Operations of a fast form, as `narrow.h` and `narrow_programs.py` number them."""
 
 _ELEMENTS = (Element.E4M3, Element.E5M2, Element.E2M1, Element.INT8, Element.INT4, Element.NF4)
 _RULES = ("exact", "floor", "ceil")

@@ -5,7 +5,7 @@ It is the counterpart of `narrow.h` on a GPU. A program takes a few blocks as a 
 reads every value and writes every code once; two codes of 4 bits become a byte, and a byte two codes, in
 registers.
 
-Invariant: the program leaves the bits of `kernels/narrow.py`: quotients are correctly rounded, and codes come
+Invariant: the program gives the bits of `kernels/narrow.py`: quotients are correctly rounded, and codes come
 from integer arithmetic, independent of any compiler's cast.
 """
 

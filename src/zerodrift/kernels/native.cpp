@@ -1,17 +1,17 @@
 // The CPU fast path: one optimizer step in one pass over memory, and sums of squares per block.
 //
-// A flat buffer is worked through in blocks of 256 elements. What is not fp32 in memory is widened into a
-// buffer of one block that stays in the first-level cache; the update runs on fp32 there (or in place, where
-// memory holds fp32 already); results are narrowed on the way back. So every dtype is one small function
-// instead of a factor in a product of templates, and all of it compiles in seconds. No torch headers:
-// tensors arrive as addresses in a plain struct, which `optim/fused.py` mirrors.
+// A flat buffer is processed in blocks of 256 elements. Values that are not fp32 in memory are widened into a
+// buffer of one block in the first-level cache. The update runs on fp32 there, or in place if memory has fp32
+// already, and results are narrowed when they are stored. So every dtype is one small function instead of a
+// factor in a product of templates, and the file compiles in seconds. It needs no torch headers: tensors
+// arrive as addresses in a plain struct, which `optim/fused.py` mirrors.
 //
-// Here are the pass and what is exported. Its parts, one translation unit with this file, are `formats.h` (16
+// This file has the pass and the exported functions. Its parts, one translation unit with this file, are `formats.h` (16
 // bits), `codes.h` (8 bits), `narrow.h` (4 and 8 bits), `updates.h` (the arithmetic), `squares.h`, `prints.h`,
 // `digests.h`, `sums.h`, and `memory.h`, which is about speed alone. Each of the others names the Python file that
-// defines its numbers, and equals it bit for bit. Three things make that hold: the compiler may not contract
-// a*b+c on its own (-ffp-contract=off), products and sums are contracted exactly where torch's own kernels were
-// seen to (ZERODRIFT_FMA_*, set by `kernels/native.py`), and every sum has a fixed order within its block.
+// defines its numbers, and equals it bit for bit. Three rules ensure that: the compiler may not fuse
+// a*b+c on its own (-ffp-contract=off), multiply and add are fused exactly where torch's own kernels fuse them
+// (ZERODRIFT_FMA_*, set by `kernels/native.py`), and every sum has a fixed order within its block.
 //
 // Invariant: an element's result depends on its own values, its group and its block's key: never on where a
 // slice begins, on the number of threads, or on alignment.
@@ -32,7 +32,7 @@
 namespace {
 
 constexpr int STATISTICS = 6;     // numbers per block
-constexpr int64_t GRAIN = 32768;  // elements that are worth a thread
+constexpr int64_t GRAIN = 32768;  // least elements for a thread
 
 enum Master : int32_t { MASTER_FP32 = 0, MASTER_SPLIT = 1, MASTER_SAME = 2 };
 enum State : int32_t { STATE_FP32 = 0, STATE_BF16 = 1, STATE_STOCHASTIC = 2, STATE_8BIT = 3 };
@@ -69,7 +69,7 @@ INLINE void load_gradient(float* __restrict out, const Update& u, float scale, i
   for (int i = 0; i < n; ++i) out[i] = in[i] * scale;
 }
 
-// The master in fp32: in memory where it rests as fp32, in the buffer otherwise.
+// The master in fp32: in memory if it is stored as fp32, else in the buffer.
 INLINE float* load_master(const Update& u, float* buffer, int64_t at, int n) {
   if (u.master_kind == MASTER_FP32) return static_cast<float*>(u.master) + at;
   if (u.master_kind == MASTER_SPLIT) {
@@ -87,7 +87,7 @@ INLINE void narrow(uint16_t* out, const Update& u, const float* p, int n) {
   }
 }
 
-// Whether storage is written past the caches: see [Note: streams].
+// True if storage is written past the caches: see [Note: streams].
 bool is_streamed(const Update& u) {
   return u.master_kind == MASTER_FP32 && u.storage_type != FP32 && u.numel >= STREAMED;
 }
@@ -107,7 +107,7 @@ INLINE void store_visible(const Update& u, const float* p, int64_t at, int n) {
 
 int visible_size(const Update& u) { return u.storage_type == FP32 ? 4 : 2; }
 
-// Asks for a piece of every array of a step.
+// Prefetches a piece of every array of a step.
 template <class Moment>
 INLINE void ask_all(const Update& u, int64_t at) {
   ask<false>(u.grad, u.grad_type == FP32 ? 4 : 2, at);
@@ -117,7 +117,7 @@ INLINE void ask_all(const Update& u, int64_t at) {
   if (u.moment2 != nullptr) ask<true>(u.moment2, Moment::SIZE, at);
 }
 
-// What a block looked like before its update, kept on request.
+// The values of a block before its update, kept on request.
 struct Before {
   float weight[BLOCK];
   float gradient[BLOCK];
@@ -132,7 +132,7 @@ void remember(Before& before, const Update& u, const float* p, const float* g, i
   std::memcpy(before.visible, static_cast<const unsigned char*>(u.storage) + at * size, size * n);
 }
 
-// The last moment of a block, as it is stored; null where there is none.
+// The stored last moment of a block; null if there is none.
 const float* last_moment(float* buffer, const Update& u, int64_t block, int64_t at, int n) {
   const bool second = u.moment2 != nullptr;
   const void* last = second ? u.moment2 : u.moment1;
@@ -173,7 +173,7 @@ struct Coded : Wide {
   static constexpr int SIZE = 1;
 };
 
-// What a state needs beside its moments, made once per update: for 8-bit codes, their tables.
+// Constants of a state, made once per update: the tables of 8-bit codes.
 template <class Moment>
 struct Tables {
   explicit Tables(const Update&) {}
@@ -212,7 +212,7 @@ struct Moments<Coded> {
     if (m != nullptr) decode<true>(m + from, codes1 + from, u.scale1[block], tables.first, n);
     if (v != nullptr) decode<false>(v + from, codes2 + from, u.scale2[block], tables.second, n);
   }
-  // Both scales first, so that a processor need not wait for one.
+  // Both scales first, so that the processor waits for neither.
   INLINE void store(const Update& u, const Tables<Coded>& tables, int64_t block, const uint32_t* words, int n) {
     if (m != nullptr) u.scale1[block] = block_scale(m, n);
     if (v != nullptr) u.scale2[block] = block_scale(v, n);
@@ -234,7 +234,7 @@ INLINE void advance_asking(const Update& u, const Group& h, const Block<Moment>&
   if (u.root != nullptr) advance<Moment, false>(u.algorithm, u.root, h, block);  // one call for all roots
 }
 
-// WHOLE: all but the last one are, and their loops have a length that the compiler knows.
+// WHOLE: a whole block, whose loops have a length that the compiler knows.
 template <class Moment, bool WHOLE>
 void update_block(const Update& u, const Tables<Moment>& tables, int64_t block) {
   const int64_t at = block * BLOCK;

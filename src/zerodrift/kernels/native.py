@@ -1,19 +1,19 @@
 """Load the compiled CPU kernels, which round as this machine's torch does.
 
-A wheel carries a library for each level of processors. The one that is loaded is for this processor and
-rounds as this torch does. Where none fits, the source in the package is compiled on first use, and kept in a
-cache. Where nothing compiles, `library()` is None after one notice, and every caller has a plain PyTorch path
-with the same bits.
+A wheel has a library for each processor level. The loaded library fits this processor and rounds as this
+torch does. If no library fits, the source in the package is compiled on first use, and kept in a cache. If
+nothing compiles, `library()` is None after one notice, and every caller has a plain PyTorch path with the
+same bits.
 
-torch's element-wise kernels contract `a * b + c` into one rounding if the processor can, and take square
-roots from a vector library that is not correctly rounded. Compiled code must do the same to equal torch bit
-for bit, so each kernel of torch is probed with values that distinguish the possibilities. Seen with torch
-2.13.0 on x86: with AVX2 or AVX512 all three contract, with neither none does; `torch.sqrt` is MKL's, off by
-one ulp in about a fifth of all values, and the same for one element as for many.
+torch's elementwise kernels fuse `a * b + c` into one rounding if the processor can, and take square roots
+from a vector library that is not correctly rounded. Compiled code must do the same to equal torch bit for
+bit, so each kernel of torch is probed with values that distinguish the possibilities. With torch 2.13.0 on
+x86, all three kernels fuse with AVX2 or AVX512, and none does without. `torch.sqrt` is MKL's, off by one ulp
+in about a fifth of all values, and the same for one element as for many.
 
-Invariant: a library is used only with the processor and the torch that it was built for, and only if it is as
-it was built, by its checksum: a damaged one would compute other numbers, or end the process. A probe only
-reads; it never changes a setting of torch.
+Invariant: a library is used only with the processor and the torch that it was built for, and only if its
+checksum is right: a damaged library would compute wrong numbers, or crash the process. A probe changes no
+setting of torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Library:
 
         self.path = path
         self.origin = origin
-        """The sentence of `zerodrift doctor` on where the library comes from."""
+        """Origin of the library, for `zerodrift doctor`."""
         self.update = bind("update", address)
         """(address of an Update struct); see `optim/fused.py`."""
         self.squares = bind("squares", int64, address, int32, address, int32)
@@ -80,7 +80,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @functools.cache
 def library() -> Library | None:
-    """Return the compiled kernels, built now if need be; None, after one notice, where they cannot be."""
+    """Return the compiled kernels, built now if need be; None, after one notice, if they cannot be built."""
     return carried(CARRIED) or obtain(cache_folder(), build.find_compiler())
 
 
@@ -97,12 +97,12 @@ def carried(
             continue
         if _loads(path):
             return Library(path, f"carried by the wheel for {variant.name}")
-        _log.warning("zerodrift: %s is damaged, or does not load here; reinstall zerodrift", path)
+        _log.warning("zerodrift: %s is damaged or does not load; reinstall zerodrift", path)
     return None
 
 
 def obtain(folder: Path | None, compiler: str | None) -> Library | None:
-    """Return this machine's library from a folder, or build it there; None as folder is a passing one."""
+    """Return this machine's library from a folder, or build it there; None means a temporary folder."""
     try:
         if folder is None:
             with tempfile.TemporaryDirectory(prefix="zerodrift-") as passing:
@@ -143,7 +143,7 @@ def _loads(path: Path) -> bool:
 
 
 def key() -> str:
-    """Name everything that a library depends on: source, flags, processor, torch and how it contracts."""
+    """Name everything that a library depends on: source, flags, processor, torch and its fused operations."""
     flags = build.native_flags(contraction())[0]
     sources = [build.SOURCE, *sorted(build.SOURCE.parent.glob("*.h"))]
     parts = (*(source.read_text() for source in sources), " ".join(flags), torch.__version__, processor())
@@ -161,7 +161,7 @@ def processor() -> str:
 
 
 def _features() -> frozenset[str]:
-    """Return the processor's features; none where the system does not list them."""
+    """Return the processor's features; none if the system does not list them."""
     lines = (line.partition(":") for line in processor().splitlines())
     return frozenset(word for name, _, rest in lines if name.strip() == "flags" for word in rest.split())
 
@@ -176,7 +176,7 @@ _ULP = 2.0**-12
 
 @functools.cache
 def contraction() -> build.Contraction:
-    """Probe the contractions: (1 + u)^2 - 1 is 2u + u^2 rounded once, and 2u rounded twice."""
+    """Probe which kernels fuse: (1 + u)^2 - 1 is 2u + u^2 rounded once, and 2u rounded twice."""
     one = torch.ones(_SIZE)
     above = one + _ULP
     add = torch.add(-one, above, alpha=1 + _ULP)
@@ -202,9 +202,9 @@ ROOT_MODE = 0x140102
 
 @functools.cache
 def vector_root() -> int | None:
-    """Return the address of a root with the bits of `torch.sqrt` for compiled code; None if none is known.
+    """Return the address of a root with the bits of `torch.sqrt`, with the interface of MKL's vmsSqrt.
 
-    It has the interface of MKL's vmsSqrt; 0 if torch itself is correctly rounded.
+    Returns 0 if torch's root is correctly rounded, and None if no such root is known.
     """
     # Every exponent of a second moment, with many mantissas, and the special values.
     mantissas = torch.arange(0, 1 << 23, 33_333, dtype=torch.int32)

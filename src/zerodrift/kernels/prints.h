@@ -1,9 +1,9 @@
 // A fingerprint of each block of words. The definition is `kernels/digests.py`.
 //
-// A lane waits for its own last product, so several blocks are printed at once. The lanes are folded as a sum of
+// A lane waits for its last product, so several blocks are computed at once. The lanes are folded as a sum of
 // products with powers of the factor, which is the definition's chain without its waits.
 //
-// Invariant: a block in which one word changed has another print, whatever the words are.
+// Invariant: a block in which one word changed has another print.
 
 #pragma once
 

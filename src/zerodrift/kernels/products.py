@@ -1,13 +1,13 @@
-"""Matrix products of fp8 operands: the exact definition, and the product of a GPU beside it.
+"""Matrix products of fp8 operands: the exact definition, and the product of a GPU.
 
-An operand is a matrix in e4m3 with one fp32 scale per row, encoded as the format `fp8-row` says
+An operand is a matrix in e4m3 with one fp32 scale per row, encoded in the format `fp8-row`
 (`narrow.py`). The product of two operands sums along their rows: `left [rows, k]` and `right [columns, k]`
 give `[rows, columns]`. Element (i, j) is
 
     dot(left[i], right[j]) * (left scale[i] * right scale[j]) + bias[j]
 
 The dot product of the decoded codes is exact, the rest is computed in fp64, and the result is rounded once,
-to the dtype asked for. An exact sum has no order, so no bit depends on how it is computed.
+to the requested dtype. An exact sum has no order, so no bit depends on how it is computed.
 
 A code of e4m3 is a multiple of 2^-9 of at most 448. So a product of two is a multiple of 2^-18, and fp64
 holds the sum of up to `EXACT_LENGTH` of them. Longer sums are formed in pieces, which int64 adds exactly.
@@ -173,7 +173,7 @@ class ProductDeviation:
     length: int
     """Products in each sum."""
     differing: float
-    """Share of the bf16 results with other bits."""
+    """Share of the bf16 results with different bits."""
     largest: float
     """Largest error of a result before it is rounded, relative to the sum of magnitudes."""
 

@@ -8,9 +8,9 @@ updates in fp32 and rounds to the stored dtypes, so every byte is read and writt
 bf16 is passed as bits, in tensors viewed as int16, and rounded by explicit integer arithmetic, independent of
 any compiler's cast. `device.py` launches the programs, with the tensors of `optim/fused.py`.
 
-Invariant: these programs leave the bits of `native.cpp`. Products and sums are contracted where `native.cpp`
-contracts them and nowhere else (launched with `enable_fp_fusion=False`), divisions and roots are correctly
-rounded, and every sum within a block has a fixed order.
+Invariant: these programs give the bits of `native.cpp`. Multiply and add are fused where `native.cpp` fuses
+them and nowhere else (launched with `enable_fp_fusion=False`), divisions and roots are correctly rounded, and
+every sum within a block has a fixed order.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _store_moment(
         tl.store(moment + at, _bf16(bits, bits + draws), mask=mask)
     else:
         draws = (words >> (16 * number)) & 0xFFFF
-        # Elements behind the end must not count in the block's scale.
+        # Elements beyond the end must not count in the block's scale.
         code, largest = _encode(tl.where(mask, x, 0.0), codes + number * CODE, number == 0, draws)
         tl.store(moment + at, code, mask=mask)
         tl.store(scale + block, largest, mask=there)
@@ -151,7 +151,7 @@ def _encode(x, code, signed: tl.constexpr, draws):
     inverse = tl.where(scale > 0.0, tl.div_rn(1.0, tl.where(scale > 0.0, scale, 1.0)), 0.0)
     part = value_of(magnitude) * inverse[:, None]
     part = tl.where(part <= 1.0, part, 1.0)  # a NaN is 1 as well
-    # Two powers of two have at most one decade's begin between them, so the exponent gives the decade or the
+    # At most one decade begins between two powers of two, so the exponent gives the decade or the
     # one below it.
     level = ((bits_of(part) >> 23).to(tl.int32) * 5 >> 4) - (33 if signed else 32)
     level = tl.maximum(level, 0)
@@ -326,7 +326,7 @@ def digits(
     sums, out, count, places: tl.constexpr, lowest: tl.constexpr, copies: tl.constexpr, tile: tl.constexpr
 ):
     """Add the bits of fp64 sums of squares to int64 digits as `reference_digits` does. `out` has `copies` of
-    each place, which are still to be added up: additions to one address wait for each other."""
+    each place, for the caller to add up, because additions to one address wait for each other."""
     at = tl.program_id(0) * tile + tl.arange(0, tile)
     mask = at < count
     bits = tl.load(sums + at, mask=mask, other=0)
@@ -397,7 +397,7 @@ def tree_sums(
 def _node(
     parts, at, numel, mask, first: tl.constexpr, height: tl.constexpr, count: tl.constexpr, kind: tl.constexpr
 ):
-    """Return the sum of a node of the tree, from part `first` on. A half that is missing is skipped."""
+    """Return the sum of a node of the tree, from part `first` on. A missing half is skipped."""
     if height == 0:
         return load_wide(parts, at + numel * first, mask)
     else:

@@ -1,4 +1,4 @@
-"""Random bits for rounding: a word for each element that depends on where it is, not on what drew before.
+"""Random bits for rounding: a word for each element that depends on its place, not on earlier draws.
 
 The bits come from a hash of (seed, parameter, element, step), not from a generator with a state: every stage,
 world size, slicing, thread and resumed run draws the same. A parameter's key mixes its name and the seed; a
@@ -35,7 +35,7 @@ def step_key(step: int) -> int:
 
 
 def mix_bits(value: int) -> int:
-    """Return the word of SplitMix64 behind a state: every bit of the state changes half of the 64 bits."""
+    """Return the word of SplitMix64 for a state: every bit of the state changes half of the 64 bits."""
     word = (value + _GOLDEN) & _WORD
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -45,7 +45,7 @@ def mix_bits(value: int) -> int:
 def block_keys(parameter: int, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Return the keys of blocks [first, first + count) of a parameter: int64, one per 256 elements.
 
-    They do not change from step to step, so an engine keeps those of its slice.
+    The keys do not change from step to step, so an engine keeps those of its slice.
     """
     number = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
     return _mix(number * _signed(_GOLDEN) + _signed(parameter))
@@ -56,7 +56,7 @@ def random_words(keys: Tensor, step: int) -> Tensor:
     mixed = _mix(keys ^ step_key(step))
     low, high = (mixed & _LOW)[:, None], _shift(mixed, 32)[:, None]
     place = torch.arange(BLOCK, dtype=torch.int64, device=keys.device)[None, :]
-    # Everything is kept below 2^32 after each step, so a product of two such numbers, wrapped to 64 bits,
+    # Every value is below 2^32 after each step, so a product of two such numbers, wrapped to 64 bits,
     # has the same low 32 bits as a 32-bit product.
     word = (place * 0x9E3779B9 + low) & _LOW
     word = ((word ^ (word >> 16)) * 0x21F0AAAD) & _LOW
@@ -72,7 +72,7 @@ def _mix(words: Tensor) -> Tensor:
 
 
 def _shift(words: Tensor, count: int) -> Tensor:
-    """Shift right and bring in zeros, which int64 does not do."""
+    """Shift right and fill with zeros, which int64 does not do."""
     return (words >> count) & ((1 << (64 - count)) - 1)
 
 

@@ -35,7 +35,7 @@ double sum_of_squares(const float* __restrict x, int n) {
 }
 
 // Adds a non-negative double exactly: it is cut at multiples of 32 bits, and digits are summed as integers. The
-// last place of `out` counts what is not finite.
+// last place of `out` counts values that are not finite.
 INLINE void add_one(double sum, int64_t* out) {
   uint64_t u;
   std::memcpy(&u, &sum, 8);
@@ -55,7 +55,7 @@ INLINE void add_one(double sum, int64_t* out) {
   digit[2] += static_cast<int64_t>(high >> 32);
 }
 
-// Into four sums that take turns: one would wait for the digit it has just written.
+// Into four sums in turn, because a single sum would wait for its last written digit.
 void add_digits(int64_t count, const double* sums, int64_t* out) {
   int64_t parts[4][DIGITS + 1] = {};
   for (int64_t i = 0; i < count; ++i) add_one(sums[i], parts[i % 4]);

@@ -1,18 +1,18 @@
-"""Memory outside of the heap: for what rests between steps, for the large buffers of a step, and for packed
+"""Memory outside the heap: for tensors that live between steps, for large buffers of a step, and for packed
 runs of a flat narrow format.
 
 `malloc` would mix resting tensors with the buffers of a step in one heap. The gaps that one step leaves are
 then too small for the buffers of the next, and the heap grows. A separate mapping leaves no gaps, and returns
 to the system with its tensor.
 
-A page that the system hands out anew costs more than the copy that fills it. So buffers of a step keep theirs
-from one step to the next, and between steps the system may take them back when it runs short.
+A new page from the system costs more than the copy that fills it. So buffers of a step keep their pages
+from one step to the next, and between steps the system may take the pages back when it runs short.
 
 `narrow.py` has the layout of a packed run and its numbers. A record is one block as it is saved: its codes,
-then its scale. So the records of a parameter are the same bytes whatever runs its blocks are in.
+then its scale. So the records of a parameter are the same bytes, whichever runs have its blocks.
 
-Invariant: a tensor has memory of its own, contiguous and zero. Blocks of a run that are not written keep
-every bit, and records that are copied do too.
+Invariant: a tensor has memory of its own, contiguous and zero. Blocks of a run that are not written, and
+copied records, keep every bit.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from zerodrift.dtypes import DType
 from zerodrift.kernels import narrow
 
 LEAST = 1 << 20
-"""Bytes of the smallest mapped tensor: for smaller ones, whole pages cost more than they save."""
+"""Bytes of the smallest mapped tensor. For smaller tensors, whole pages cost more than they save."""
 
 WINDOW = 1 << 18
 """Elements that are encoded or decoded at a time."""
 
 
 def resting_zeros(size: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, as `torch.zeros` does, for a tensor that rests between steps."""
+    """Return zeros, as `torch.zeros` does, for a tensor that lives between steps."""
     shape = torch.Size([size] if isinstance(size, int) else size)
     count = shape.numel()
     if device.type != "cpu" or count * dtype.itemsize < LEAST or sys.platform != "linux":
@@ -49,9 +49,9 @@ def _map(size: int) -> mmap.mmap:
 
 
 class HostBuffers:
-    """Host memory that the buffers of a step take turns in.
+    """Host memory that the buffers of a step reuse.
 
-    It holds mappings and no tensors, and forgets those whose tensors are dropped instead of given back.
+    Keeps mappings and no tensors, and forgets a mapping whose tensor is dropped instead of released.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class HostBuffers:
         """Mappings by address, each kept by its tensor."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor with anything in it."""
+        """Return an uninitialized flat tensor."""
         size = numel * dtype.itemsize
         if size < LEAST or sys.platform != "linux":
             return torch.empty(numel, dtype=dtype)
@@ -69,7 +69,7 @@ class HostBuffers:
             mapped = min(fits, key=len)
             self._free.remove(mapped)
         else:
-            del self._free[:1]  # so that there are never more than were in use at once
+            del self._free[:1]  # so that there are never more mappings than were in use at once
             mapped = _map(size)
         flat = torch.frombuffer(mapped, dtype=dtype, count=numel)
         self._lent[flat.data_ptr()] = mapped
@@ -81,12 +81,12 @@ class HostBuffers:
             self._free.append(mapped)
 
     def make_room(self, size: int) -> None:
-        """Drop what is free if none of it has `size` bytes."""
+        """Drop the free mappings if none of them has `size` bytes."""
         if all(len(mapped) < size for mapped in self._free):
             self._free.clear()
 
     def rest(self) -> None:
-        """Let the system take the pages of what is free, if it needs them before the next step."""
+        """Let the system take the pages of free mappings if it needs them before the next step."""
         try:
             for mapped in self._free:
                 mapped.madvise(mmap.MADV_FREE)
@@ -116,8 +116,7 @@ class PackedRun:
 
     @torch.no_grad()
     def encode(self, start: int, values: Tensor) -> None:
-        """Encode flat values from an element on that begins a block. A last block that they do not fill ends
-        in zeros."""
+        """Encode flat values, from the start of a block on. A partial last block is filled with zeros."""
         for first in range(0, values.numel(), WINDOW):
             part = values[first : first + WINDOW]
             whole = torch.nn.functional.pad(part, (0, -part.numel() % self.block))
@@ -127,7 +126,7 @@ class PackedRun:
 
     @torch.no_grad()
     def decode(self, start: int, out: Tensor) -> None:
-        """Decode into flat `out`, in its dtype, from an element on that begins a block."""
+        """Decode into flat `out`, in its dtype, from the first element of a block on."""
         for first in range(0, out.numel(), WINDOW):
             part = out[first : first + WINDOW]
             run = self.part(start + first, part.numel())
@@ -144,7 +143,7 @@ class PackedRun:
 
     @torch.no_grad()
     def store(self, values: Tensor) -> None:
-        """Encode the blocks whose values differ from those that rest here. Shape [numel]."""
+        """Encode the blocks whose values differ from the stored ones. Shape [numel]."""
         before, after = self.values().view(-1, self.block), values.float().view(-1, self.block)
         differ = ((before != after) & ~(before.isnan() & after.isnan())).any(1)
         if differ.any():
@@ -155,7 +154,7 @@ class PackedRun:
     # --- blocks as bytes --------------------------------------------------------------------------------
 
     def part(self, start: int, numel: int) -> PackedRun:
-        """Copy the blocks that hold so many elements, from one on that begins a block."""
+        """Copy the blocks of `numel` elements, from the first element of a block on."""
         blocks = self._blocks(start, numel)
         run = PackedRun.empty(self.dtype, (blocks.stop - blocks.start) * self.block, self.data.device)
         run.codes.copy_(self.codes[blocks])
@@ -163,7 +162,7 @@ class PackedRun:
         return run
 
     def copy(self, start: int, run: PackedRun) -> None:
-        """Copy another run's blocks to an element that begins a block."""
+        """Copy another run's blocks to the first element of a block."""
         blocks = self._blocks(start, run.numel)
         self.codes[blocks] = run.codes
         self.scales[blocks] = run.scales

@@ -11,9 +11,9 @@
 
 namespace {
 
-constexpr int SPAN = 4 * BLOCK;  // elements that are summed at once: their parts come and go, the sum stays
+constexpr int SPAN = 4 * BLOCK;  // elements that are summed at once: the sum stays in a cache
 
-// Writes left + right to `sum`, which may be either; where sums are of 16 bits, each is rounded to these.
+// Writes left + right to `sum`, which may be either; sums in 16 bits are rounded.
 INLINE void add_pair(float* sum, const float* left, const float* right, int32_t sum_type, int n) {
   for (int i = 0; i < n; ++i) sum[i] = left[i] + right[i];
   if (sum_type == FP32) return;

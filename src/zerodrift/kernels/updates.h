@@ -1,8 +1,8 @@
-// The arithmetic: AdamW, Adam, SGD and Lion on one block, whose parameters are fp32 and whose moments lie as
-// they rest. The definition is `optim/updates.py`.
+// The arithmetic of AdamW, Adam, SGD and Lion on one block, with fp32 parameters and stored moments. The
+// definition is `optim/updates.py`.
 //
-// Invariant: products and sums are contracted where ZERODRIFT_FMA_* says that torch's kernels contract them,
-// and nowhere else.
+// Invariant: multiply and add are fused where ZERODRIFT_FMA_* says that torch's kernels fuse them, and nowhere
+// else.
 
 #pragma once
 
@@ -38,7 +38,7 @@ struct Group {
 
 const uint32_t NO_WORDS[BLOCK] = {0};
 
-// How one moment rests between steps. The word holds 16 random bits at its low end; most ignore it.
+// The storage of one moment between steps. The low end of `word` has 16 random bits; most ignore it.
 struct Wide {
   using Type = float;
   static constexpr int SIZE = 4;  // bytes in memory
@@ -97,7 +97,7 @@ inline float adam_change(float m, float root, const Group& h) {
   return (h.step * m) / (root / h.correction + h.epsilon);
 }
 
-// What every algorithm is given: one block in fp32, its moments as they rest, and random words.
+// The input of every algorithm: one block in fp32, its stored moments, and random words.
 template <class Moment>
 struct Block {
   using Type = typename Moment::Type;
@@ -105,7 +105,7 @@ struct Block {
   Type* m;
   Type* v;
   float* g;
-  float* wanted;  // receives what p was to change by, before rounding; used where WANTED
+  float* wanted;  // receives the intended change of p, before rounding; used if WANTED
   const uint32_t* words;
   int n;
 
@@ -124,7 +124,7 @@ INLINE void add_l2(float* __restrict g, const float* __restrict p, float l2, int
   for (int i = 0; i < n; ++i) g[i] = add_scaled(g[i], l2, p[i]);
 }
 
-// NEAR: torch.lerp starts from whichever end is nearer, the old moment for a weight under one half.
+// NEAR: torch.lerp starts from the nearer end, the old moment for a weight under one half.
 template <class Moment, bool WANTED, bool NEAR>
 INLINE void adam_one_pass(const Block<Moment>& b, const Group& group) {
   using Type = typename Moment::Type;
@@ -148,7 +148,7 @@ INLINE void adam_one_pass(const Block<Moment>& b, const Group& group) {
   }
 }
 
-// The same with a square root that is a call: moments first, then all roots, then the parameter.
+// The same with the square root as a function call: moments first, then all roots, then the parameter.
 template <class Moment, bool WANTED>
 void adam_with_root(const Block<Moment>& b, const Group& group, Root root) {
   using Type = typename Moment::Type;
@@ -189,7 +189,7 @@ INLINE void adam(const Block<Moment>& b, const Group& h, Root root) {
   }
 }
 
-// Leaves in g the direction that the parameter takes.
+// Writes the direction of the parameter's change to g.
 template <class Moment>
 void sgd_momentum(const Block<Moment>& b, const Group& group) {
   using Type = typename Moment::Type;

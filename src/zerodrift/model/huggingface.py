@@ -101,7 +101,7 @@ def _described(file: Path, document: Mapping[str, Any], dtype: DType | None) -> 
             got = "no such key" if model_type is None else repr(model_type)
             do = "Is it the config of a model?"
             if isinstance(model_type, str):
-                upgrade = "Upgrade `transformers`; code beside a config is not run."
+                upgrade = "Upgrade `transformers`; code in a model's folder is not run."
                 do = did_you_mean(model_type, known) or upgrade
             raise ModelError(str(file), must, got=got, do=do)
         model = build(file, dtype)

@@ -236,7 +236,7 @@ def _check_memory(module: nn.Module, groups: list[_TiedParameters], problems: Pr
             continue
         first = seen.setdefault((parameter.device, parameter.data_ptr()), name)
         if first != name:
-            must = f"must be the same Parameter as `{first}`, or have memory of its own"
+            must = f"must be the same Parameter as `{first}`, or have its own memory"
             todo = "Assign the one Parameter to both modules."
             problems.add(name, must, got="two Parameters over one memory", do=todo)
     trained = {group.names[0] for group in groups if group.parameters[0].requires_grad}
@@ -244,7 +244,7 @@ def _check_memory(module: nn.Module, groups: list[_TiedParameters], problems: Pr
         has_memory = type(buffer) is torch.Tensor and not buffer.is_meta and buffer.numel()
         first = seen.get((buffer.device, buffer.data_ptr()), "") if has_memory else ""
         if first in trained:
-            must, todo = "must have memory of its own", "Register a clone, or use the Parameter itself."
+            must, todo = "must have its own memory", "Register a clone, or use the Parameter itself."
             problems.add(name, must, got=f"a buffer over the memory of `{first}`", do=todo)
 
 

@@ -301,7 +301,9 @@ def _indexed(index: Path, problems: Problems) -> list[StoredTensor]:
         held, stored_tensors = header
         tensors += stored_tensors
         if lacking := [name for name in names if name not in held]:
-            problems.add(str(file), f"must hold what `{index.name}` says", got=f"no {listed(lacking)}")
+            problems.add(
+                str(file), f"must hold the tensors that `{index.name}` lists", got=f"no {listed(lacking)}"
+            )
         if extra := sorted(held - names.keys(), key=natural):
             problems.add(str(index), f"must list every tensor of `{shard}`", got=f"no {listed(extra)}")
     return tensors

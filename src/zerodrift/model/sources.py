@@ -175,7 +175,7 @@ def _find(text: str) -> Callable[[], Any]:
 
 _EXECUTED = (
     "A file is executed when it is imported: put the model into a function, as in `train.py:make_model`, "
-    'and what trains under `if __name__ == "__main__":`.'
+    'and the training under `if __name__ == "__main__":`.'
 )
 
 

@@ -1,11 +1,11 @@
-"""Admission of a caller's optimizer to flat shards: it is known to be elementwise, or declared so.
+"""Decide whether a caller's optimizer may step flat shards: it must be known or declared to be elementwise.
 
 An elementwise update of an element depends on that element alone: its value, its gradient and its own state.
-Such an optimizer may run on any piece of a parameter. Any other would compute other numbers from pieces than
-from whole tensors, without a sign of it. So a class that zerodrift does not know is refused until its caller
-says which kind it is. Where every rank holds all parameters, there is nothing to ask.
+Such an optimizer may run on any piece of a parameter. Any other optimizer would silently compute different
+numbers from pieces than from whole tensors. So an unknown class is refused until its caller declares it. If
+every rank holds all parameters, every optimizer is accepted.
 
-Invariant: a class that is admitted without a declaration is in `ELEMENTWISE_CLASSES`, or has whole tensors.
+Invariant: a class that is accepted without a declaration is in `ELEMENTWISE_CLASSES`, or has whole tensors.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ ELEMENTWISE_CLASSES: Mapping[str, tuple[str, ...]] = {
     "transformers": ("AdamW",),
     "zerodrift.deepspeed.tools.optimizers": ("FusedLion",),
 }
-"""Package -> its classes that are elementwise. A subclass of one is not in the table."""
+"""Package -> its elementwise classes. Subclasses do not count."""
 
 BITSANDBYTES = {"optim_bits": 32, "percentile_clipping": 100}
-"""Options of `bitsandbytes` with which its classes are elementwise: 8 bits begin at a size of the tensor."""
+"""Options that make the classes of `bitsandbytes` elementwise: with 8 bits, the size of a tensor decides."""
 
 MATRIX_OPTIMIZERS = ("muon", "adafactor", "shampoo", "soap", "galore", "apollo", "lamb", "lars", "dion")
-"""Words in the name of a class, of a base class or of a part of its module's path, whose update of an element
-needs its whole tensor."""
+"""Words in the name of a class, of a base class or of its module that mean an update by whole tensors."""
 
 _MARK = "_zerodrift_elementwise"
 
@@ -59,13 +58,13 @@ DECLARE = (
 
 
 def declare(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
-    """Record what a caller says of an optimizer; None says nothing."""
+    """Record a caller's declaration of an optimizer; None declares nothing."""
     if elementwise is not None:
         setattr(optimizer, _MARK, elementwise)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Return whether an optimizer is elementwise, or None if neither the table nor its caller says so."""
+    """Return whether an optimizer is elementwise, or None if neither the table nor its caller knows."""
     kind = type(optimizer)
     if needs_whole_tensors(kind):
         return False
@@ -91,18 +90,18 @@ def needs_whole_tensors(kind: type) -> bool:
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int], plan: Plan) -> None:
-    """Refuse an optimizer that may compute other numbers from what this plan leaves on a rank."""
+    """Refuse an optimizer that may compute different numbers from the pieces on a rank of this plan."""
     rows = _trained_rows(group_of, plan)
     if plan.policy.pipeline is None and not any(row.parts > 1 or _is_cut(row, plan) for row in rows):
-        return  # every rank has all of every parameter
+        return  # every rank has every parameter whole
     kind = type(optimizer).__name__
     elementwise = is_elementwise(optimizer)
     if elementwise is None:
         must = "must be known to be elementwise where ranks hold different parameters, or pieces of them"
         do = (
-            f"{DECLARE}. Otherwise train at stage 0 without pipeline and experts; or, if it updates every "
-            f"tensor by itself, pass `elementwise=False` and place its parameters whole, with a rule such as "
-            f"{WHOLE}."
+            f"{DECLARE}. Otherwise train at stage 0 without pipeline and experts; or, if it updates each "
+            f"tensor independently, pass `elementwise=False` and place its parameters whole, with a rule "
+            f"such as {WHOLE}."
         )
         raise UnsupportedError("optimizer", must, got=f"{kind}, which zerodrift does not know", do=do)
     if not elementwise:
@@ -112,7 +111,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer, group_of: Mapping[str,
 
 
 def require_for_dtensors(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int], plan: Plan) -> None:
-    """Refuse an optimizer of matrices, which torch's DTensors do not help. Norms of DTensors are global."""
+    """Refuse an optimizer of matrices, which would be wrong on DTensors. Norms of DTensors are global."""
     if needs_whole_tensors(type(optimizer)):
         _require_whole(type(optimizer).__name__, _trained_rows(group_of, plan), plan)
 
@@ -128,7 +127,7 @@ class RefuseNewData(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func == torch.Tensor.data.__set__ and isinstance(args[0], torch.nn.Parameter):  # type: ignore[attr-defined]
-            must = "must write into its parameters, which are DTensors: what is assigned to `p.data` is lost"
+            must = "must write into its parameters, which are DTensors: an assignment to `p.data` is lost"
             do = "Write `p.copy_(...)` there, or use the native backend."
             raise UnsupportedError("optimizer", must, got=self._kind, do=do)
         return func(*args, **(kwargs or {}))
@@ -140,7 +139,7 @@ def _trained_rows(group_of: Mapping[str, int], plan: Plan) -> list[Row]:
 
 
 def _is_cut(row: Row, plan: Plan) -> bool:
-    """Return whether ranks update pieces of a row."""
+    """Return True if ranks update pieces of a row."""
     update = row.columns.update
     return update is not None and update.axis != "" and plan.slices(plan.segments[row.segment]) > 1
 
@@ -149,7 +148,7 @@ def _require_whole(kind: str, rows: Sequence[Row], plan: Plan) -> None:
     placed = {row.name for row in rows if row.columns.update and row.columns.update.placement == "whole"}
     cut = [row.name for row in rows if row.parts > 1 or (row.name not in placed and _is_cut(row, plan))]
     if cut:
-        do = f"Place what it updates whole, with a rule such as {WHOLE}, train at stage 0, or use an "
+        do = f"Place its parameters whole, with a rule such as {WHOLE}, train at stage 0, or use an "
         do += "elementwise optimizer."
         if any(row.parts > 1 for row in rows):
             do += " Experts that are divided over ranks need another optimizer."

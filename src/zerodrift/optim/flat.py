@@ -1,12 +1,12 @@
-"""The optimizers of a config's `optimizer` block, and torch's own of these classes, on flat shards.
+"""The optimizers of a config's `optimizer` block, and torch's objects of the same classes, on flat shards.
 
 An elementwise optimizer updates a whole shard in one pass over master, moments, storage and gradient. Every
 step reads its numbers from the parameter groups, which schedules and users write. A table holds the group of
 every block of 256 elements, so groups need no launches of their own. Muon updates the rows that the plan
-gives it, each a whole matrix on one rank, with parameter group 0; AdamW updates all others with group 1.
+assigns to it, each a whole matrix on one rank, with parameter group 0; AdamW updates all others with group 1.
 
-Invariant: a shard's master is what the named optimizer makes of it in a plain fp32 loop, bit for bit (see
-[Note: roots] in `updates.py`), whatever the master scheme.
+Invariant: a shard's master has the bits of the same optimizer in a plain fp32 loop (see [Note: roots] in
+`updates.py`), in every master scheme.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from zerodrift.plan import Plan, Row
 from zerodrift.policy import ANY, ComponentSpec, check_arguments, why_not_state
 
 NO_UPDATE = Hyper(lr=0.0)
-"""The numbers for trained parameters that the optimizer was not given: their update is exactly zero."""
+"""Numbers for trained parameters outside the optimizer's groups: their update is exactly zero."""
 
 TORCH_DECAY = 0.01
-"""The decay of `torch.optim.AdamW`, which DeepSpeed makes where the block says `torch_adam`."""
+"""Weight decay of `torch.optim.AdamW`, which DeepSpeed uses with `torch_adam`."""
 
 
 class Groups(torch.optim.Optimizer):
-    """Parameter groups for a config's optimizer. The engine takes the steps."""
+    """Parameter groups for a config's optimizer. Only the engine steps."""
 
-    # Without torch's wrapper, whose first call spends seconds on importing the compiler.
+    # Skip torch's wrapper, whose first call spends seconds on importing the compiler.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
@@ -70,7 +70,7 @@ class FlatUpdater:
         # With this mark a `GradScaler` calls `step`, and does not fail before over missing gradients.
         groups._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         hooks, must = ("register_step_pre_hook", "register_step_post_hook"), f"{_STEPS}, and calls no hooks"
-        refuse_calls(groups, hooks, must, "Do before or after `engine.step()` what it does.")
+        refuse_calls(groups, hooks, must, "Do the hook's work before or after `engine.step()`.")
         self._algorithm = algorithm.rest or algorithm
         self._root = root
         self._steps = 0
@@ -96,14 +96,14 @@ class FlatUpdater:
         }
 
     def _require_states_that_move(self) -> None:
-        """Refuse a caller's beta2 that a moment's dtype cannot follow, as the plan refuses a config's."""
+        """Refuse a caller's beta2 for which a moment could not shrink, as the plan refuses a config's."""
         states = {piece.update.state for piece in self._owned.values() if piece.number not in self._matrices}
         groups = self.groups.param_groups if self._algorithm.beta2 else []
         for (number, group), state in itertools.product(enumerate(groups), states):
             # Muon's group has no betas.
             reason = why_not_state(state, "native", group["betas"][1]) if "betas" in group else ""
             if reason:
-                must = f"must have a beta2 that `state: {state}` can follow"
+                must = f"must have a beta2 with which a moment in `state: {state}` can shrink"
                 got = f"{group['betas'][1]}, and {reason}"
                 do = "Lower the beta2 of the group, or use `state: fp32`."
                 raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
@@ -144,8 +144,8 @@ class FlatUpdater:
     ) -> None:
         if len(self._algorithm.kept(self.groups.param_groups)) > self._moments:
             name = self._algorithm.name
-            must = f"must be above 0 when the engine is made, where it is set later in {name}"
-            do = "Make the optimizer with it, or the schedule without (`cycle_momentum=False`)."
+            must = f"must be above 0 when the engine is made, because it is set later in {name}"
+            do = "Make the optimizer with a momentum, or the schedule with `cycle_momentum=False`."
             raise UnsupportedError(self._algorithm.moments_with, must, got="0 then", do=do)
         groups, count = self.groups.param_groups, self._steps + 1
         late_hypers = (_hyper(groups[group], count - missed) for group, missed in self._late_groups())
@@ -248,7 +248,7 @@ def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None, *, grad_
     raise UnsupportedError(where, _STEPS, got="a call", do="Call `engine.step()`.")
 
 
-# A scheduler that was made before the engine looks for its own mark on the method (torch 2.13 to 2.15).
+# A scheduler made before the engine checks for its mark on the method (torch 2.13 to 2.15).
 _refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
@@ -303,7 +303,7 @@ def from_recipe(plan: Plan, owned: Sequence[Owned], update_slice: UpdateFunction
 
 
 def arguments(recipe: ComponentSpec) -> tuple[Algorithm, dict[str, Any]]:
-    """Return the update that an `optimizer` block means, and torch's arguments for it."""
+    """Return the algorithm of an `optimizer` block, and torch's arguments for it."""
     problems = Problems()
     params = check_arguments("optimizer.params", recipe.type, json.loads(recipe.params), problems)
     problems.raise_as(ConfigError)  # for a recipe that came from no config
@@ -318,7 +318,7 @@ def arguments(recipe: ComponentSpec) -> tuple[Algorithm, dict[str, Any]]:
 def _muon_groups(params: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the numbers of Muon's group and of AdamW's, with torch's defaults.
 
-    A key that both have means both, as in DeepSpeed; `muon_lr` and `adam_lr` go over `lr`.
+    A shared key sets both, as in DeepSpeed; `muon_lr` and `adam_lr` override `lr`.
     """
     matrices: dict[str, Any] = {field.name: field.default for field in fields(MuonHyper)}
     rest: dict[str, Any] = {**ADAMW.defaults, "weight_decay": TORCH_DECAY}
@@ -332,7 +332,7 @@ def _muon_groups(params: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def algorithm_of(optimizer: torch.optim.Optimizer) -> tuple[Algorithm, Root] | None:
-    """Return which of our updates a torch optimizer is, exactly; None for any other class or variant."""
+    """Return the algorithm that equals a torch optimizer exactly; None for any other class or variant."""
     kinds = {getattr(torch.optim, known.torch): known for known in ELEMENTWISE if known.torch}
     algorithm = kinds.get(type(optimizer))
     if algorithm is None:

@@ -1,16 +1,16 @@
-"""The step of a slice by the fastest way there is: compiled code on a CPU, Triton on a GPU, or the reference.
+"""The step of a slice by the fastest available code: compiled on a CPU, Triton on a GPU, or the reference.
 
-`engine/step/update.py` decides for all ranks of a run whether to come here. `updates` defines the
+`engine/step/update.py` decides for all ranks of a run whether to use this file. `updates` defines the
 arithmetic, which `kernels/native.cpp` and `kernels/programs.py` repeat; `kernels/device.py` launches the
-latter. This file checks what compiled code cannot, and passes tensors and numbers to it. With statistics,
-Triton's programs leave the wanted change, which `account` counts some blocks at a time.
+latter. This file makes the checks that compiled code cannot make, and passes tensors and numbers to it. With
+statistics, Triton's programs write the wanted change, which `account` counts some blocks at a time.
 
-Invariant: on a CPU both paths leave the same bits, and a GPU's programs leave them too. (The bits of a NaN
-are the one exception: any NaN equals any other.) See [Note: bits on a GPU] for what is left.
+Invariant: both paths on a CPU and a GPU's programs give the same bits, except that any NaN may stand for
+another. [Note: bits on a GPU] has the one other exception.
 
-[Note: bits on a GPU] The reference on a GPU is torch's own kernels there, which contract and order a few
-operations otherwise than those on a CPU (`addcdiv` multiplies after it divides), so it may differ by an ulp
-from the programs, and from itself on a CPU. `Root.TORCH` is a correctly rounded root on a GPU, as torch's is.
+[Note: bits on a GPU] The reference on a GPU uses torch's kernels, which fuse and order a few operations
+differently than on a CPU (`addcdiv` multiplies after it divides), so it may differ by an ulp from the
+programs, and from itself on a CPU. `Root.TORCH` is a correctly rounded root on a GPU, as torch's is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zerodrift.optim.updates import (
 from zerodrift.policy import Master, State
 
 UpdateFunction = Callable[[SliceTensors, Tensor, UpdateStep, Tensor | None], None]
-"""A way to step a slice: `update`, or the reference."""
+"""A function that steps a slice: `update`, or the reference."""
 
 # `native.cpp`, with its headers, and `kernels/programs.py` know the same numbers.
 MASTERS = {Master.FP32: 0, Master.SPLIT: 1, Master.SAME: 2}
@@ -213,5 +213,5 @@ def coefficient_table(step: UpdateStep, device: torch.device = CPU) -> Tensor:
     table[:, 0] *= torch.tensor(step.multiplier, dtype=torch.float32, device=CPU)
     if device.type == "cpu":
         return table
-    # By way of pinned memory, so that the host does not wait for the device.
+    # Through pinned memory, so that the host does not wait for the device.
     return table.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,7 @@
 """Muon: momentum made orthogonal, for whole matrices.
 
 The arithmetic is that of `torch.optim.Muon` (torch 2.9 to 2.15), operation by operation, so an fp32 step
-leaves the same bits. A stack of matrices is updated one matrix at a time: a batched product may add in
+gives the same bits. A stack of matrices is updated one matrix at a time: a batched product may add in
 another order than a single one, and then a result would depend on how many matrices a rank holds.
 
 Invariant: a matrix's update depends on that matrix, its moment and its gradient alone.
@@ -33,7 +33,7 @@ class MuonHyper:
     """Coefficients of the quintic whose repetition drives singular values towards one."""
     ns_steps: int = 5
     ns_eps: float = 1e-7
-    """The least norm to divide by; torch's `eps`."""
+    """Smallest norm to divide by; torch's `eps`."""
     ns_dtype: Literal["bf16", "fp32"] = "bf16"
     """The dtype of the quintic; torch's is bf16."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
@@ -41,7 +41,7 @@ class MuonHyper:
 
 
 def orthogonal(matrix: Tensor, numbers: MuonHyper) -> Tensor:
-    """Return about the nearest matrix with orthogonal rows or columns, by Newton and Schulz, in `ns_dtype`.
+    """Return about the nearest matrix with orthogonal rows or columns, by Newton-Schulz in `ns_dtype`.
 
     The coefficients rise so steeply at zero that the result does not converge: singular values end between
     about 0.7 and 1.2, which trains as well and takes five steps.
@@ -68,7 +68,7 @@ def rate(numbers: MuonHyper, rows: int, columns: int) -> float:
 
 
 def direction(numbers: MuonHyper, moment: Tensor, gradient: Tensor) -> Tensor:
-    """Add the gradient to the moment, and return what is to be made orthogonal. Elementwise."""
+    """Add the gradient to the moment, and return the matrix to make orthogonal. Elementwise."""
     moment.lerp_(gradient, 1 - numbers.momentum)
     return gradient.lerp(moment, numbers.momentum) if numbers.nesterov else moment
 
@@ -97,7 +97,7 @@ def update_matrices(
     step: UpdateStep,
     statistics: Tensor | None = None,
 ) -> None:
-    """Update the matrices of one parameter, which are `span` of a slice; `shape` is the parameter's."""
+    """Update the matrices of one parameter, in `span` of a slice; `shape` is the parameter's."""
     count = span.stop - span.start
     if count == 0:
         return
@@ -110,6 +110,6 @@ def update_matrices(
         advance(numbers, weight[:count].view(shape), wanted[:count].view(shape), matrices)
         return change
 
-    # To the end of the last block: what is behind the row there is zero and stays so.
+    # To the end of the last block: padding after the row is zero and stays zero.
     blocks = span.start // BLOCK, -(-span.stop // BLOCK)
     update_blocks(of, gradient, step, blocks, advance_all, statistics=statistics)

@@ -3,15 +3,15 @@
 `make_updater` chooses the algorithm that steps the shards of this rank, and the memory that it works in.
 
 `OffloadedUpdater` wraps an `Updater` whose shards are in host memory and which runs the CPU's kernels. The
-host has an image of every shard's storage, which the update writes. Segment by segment, gradients are copied
-down and images up: while one segment is updated, the next gradient and the last image travel. Gradients share
-a few buffers: `AHEAD` of them, and more if the inner updater holds several at once, as torch's classes do.
+host has an image (a copy) of every shard's storage, which the update writes. Segment by segment, gradients
+are copied down and images up: while one segment is updated, the next gradient and the last image are copied.
+Gradients share `AHEAD` buffers, and more if the inner updater holds several at once, as torch's classes do.
 
-`SideStreams` has a stream for each direction. Copies begin after the work that the device was given before
-`begin`; work that the device is given after `end` begins after the copies.
+`SideStreams` has a stream for each direction. Copies start after the work that was queued on the device
+before `begin`; work that is queued after `end` starts after the copies.
 
-Invariant: the bits are those of the same updater on a CPU: a gradient is read when its copy has arrived, and
-nothing is written that a copy still reads.
+Invariant: the bits are those of the same updater on a CPU. A gradient is read only after its copy has
+arrived, and no memory is written while a copy reads it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from zerodrift.optim.updater import Owned, Updater, Written, no_callback, refuse
 from zerodrift.plan import Plan
 
 AHEAD = 2
-"""Gradients that are copied down or read at a time, for an updater that takes one after the other."""
+"""Number of gradients that are copied or read at a time, for an updater that reads one after the other."""
 
 HostBuffers = defaultdict[tuple[int, torch.dtype], list[Tensor]]
 """Free buffers by size and dtype, kept from step to step: pinning a page takes longer than copying to it."""
 
 
 class OffloadedUpdater:
-    """An `Updater` in host memory for shards on a device. `build` makes that of shards in host memory."""
+    """An `Updater` in host memory for shards on a device. `build` makes the one in host memory."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class OffloadedUpdater:
         self._uploads: dict[int, torch.Event] = {}
         self._free: HostBuffers = defaultdict(list)
         self._inner = build([self._to_host(piece) for piece in owned])
-        inner = self._inner  # in any memory these are the same
+        inner = self._inner  # the same in any memory
         self.groups, self.group_of, self.kind = inner.groups, inner.group_of, inner.kind
         self.counters, self.set_counters = inner.counters, inner.set_counters
         self.leave_alone = inner.leave_alone
@@ -86,7 +86,7 @@ class OffloadedUpdater:
             self._transfers.end()
 
     def _wait_for_uploads(self) -> None:
-        """Wait until nothing reads the images any more, so that they may be written."""
+        """Wait until no copy reads the images, so that they may be written."""
         for copy in self._uploads.values():
             copy.synchronize()
         self._uploads.clear()
@@ -127,7 +127,7 @@ class OffloadedUpdater:
 
 
 class GradientDownloads(Mapping[int, Tensor]):
-    """Gradients, each copied to the host on request, and the next ones ahead of it."""
+    """Gradients: each is copied to the host on request, and the next ones ahead of time."""
 
     def __init__(self, gradients: Mapping[int, Tensor], free: HostBuffers, transfers: SideStreams) -> None:
         self._gradients = gradients
@@ -193,7 +193,7 @@ class SideStreams:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     def begin(self) -> None:
-        """Let the following copies wait for all work that the device has been given."""
+        """Let the following copies wait for all work that is queued on the device."""
         with self._on_device():
             for stream in (self._down, self._up):
                 stream.wait_stream(self._streams.current_stream())

@@ -1,13 +1,13 @@
-"""Conversions of fp32 values to fewer bits: to 16 at random, to two halves without loss, to 8-bit codes.
+"""Conversions of fp32 values: to 16 bits at random, to two halves without loss, to 8-bit codes.
 
-Stochastic rounding goes up with the probability of a value's distance from below, so the mean is kept where
-nearest rounding would keep nothing: a bf16 moment that decays by less than half an ulp a step still decays.
+Stochastic rounding rounds up with a probability equal to the value's distance from the lower neighbour, so
+the mean is kept: a bf16 moment that decays by less than half an ulp a step still decays on average.
 The random bits of an element are a word of `kernels/random_bits.py`: its low half serves the first moment,
 its high half the second.
 
 A split value is a bf16 value and 16 more bits. `high` is what the model sees: the value rounded to bf16,
-nearest, ties away from zero. `low` is the signed rest, in units of the last of the 32 bits. Rounding this way
-is what makes 16 bits enough: the rest always lies in [-2^15, 2^15), so `join` is one shift and one addition.
+nearest, ties away from zero. `low` is the signed rest, in units of the last of the 32 bits. With this
+rounding the rest always lies in [-2^15, 2^15), so 16 bits are enough; `join` is one shift and one addition.
 Rounding ties to even could not be undone. A NaN is stored as (0x7FC0, 0): other NaN patterns would carry into
 the sign and show as -0.0. Values beyond the largest bf16 show as infinity in `high`, and still join exactly.
 
@@ -23,9 +23,9 @@ A first moment has a sign and seven bits, 1e-6 to 1 of the scale; a second momen
 has eight, 1e-7 to 1. Blocks begin where the parameter does, so no slicing moves them.
 
 An update rounds codes up or down at random, so that the mean is kept. At a beta2 of 0.999 a second moment
-changes by a thousandth a step where neighbouring codes are a hundredth apart or more: rounded to nearest, one
-whose block has a larger value that stays would never follow. A second moment that is not zero is never stored
-as zero, but as the least code: the update divides by its root.
+changes by a thousandth per step, and neighbouring codes are a hundredth apart or more. Rounded to nearest, a
+moment would never change while a larger value fixes the scale of its block. A nonzero second moment is never
+stored as zero, but as the smallest code, because the update divides by its root.
 
 A block whose largest value is under 2^-96 is stored as zeros: the root of such a second moment is far below
 any eps. Infinities are stored as the largest scale, 2^126, and one NaN makes its block NaN.
@@ -116,7 +116,7 @@ def code_of(moment: int) -> Code:
 def tables(device: torch.device) -> Tensor:
     """Return `struct Code` of codes.h, a row per code, fp32: where decades begin (8 places, the last ones out
     of reach), each decade's first value (8) and steps per unit (8), and the value of every code (256)."""
-    # By way of fp64, which rounds every fraction once more than fp32 would, and on all machines alike.
+    # Through fp64, which rounds every fraction once more than fp32 would, and equally on all machines.
     return torch.tensor([_table(code) for code in Code], dtype=torch.float64).float().to(device)
 
 

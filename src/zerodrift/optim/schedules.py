@@ -3,7 +3,7 @@
 Every schedule counts batches. The count is -1 before the first `step`; a checkpoint holds nothing else.
 
 DeepSpeed's schedules are written here, with its names and arguments. WarmupLR, WarmupDecayLR and
-WarmupCosineLR set the rate of the batch that has ended, so the first two updates run at the minimum. OneCycle
+WarmupCosineLR set the rate of the previous batch, so the first two updates run at the minimum. OneCycle
 and LRRangeTest set the rate of the next batch. The engine calls `step` after updates only, so a skipped step
 does not advance a schedule. The other schedules are functions of the installed `transformers`: the factor of
 step n, counted from 0, times each group's own rate.
@@ -45,7 +45,7 @@ class Schedule:
     last_batch_iteration: int
 
     def begin(self, last_batch_iteration: int) -> None:
-        """Start at a count. Set the groups' rates only at the first, -1."""
+        """Start at a count. Set the groups' rates only if the count is -1."""
         self.last_batch_iteration = last_batch_iteration
         if last_batch_iteration == -1:
             self._set_rates()
@@ -76,7 +76,7 @@ class Schedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        """Take a saved count and set the groups' rates, which DeepSpeed leaves to the next step."""
+        """Load a saved count and set the groups' rates, which DeepSpeed does only at the next step."""
         self.last_batch_iteration = sd["last_batch_iteration"]
         if self.last_batch_iteration >= 0:
             self._set_rates()
@@ -118,7 +118,7 @@ class _WarmupSchedule(Schedule):
         """Check the warm-up's arguments. As in DeepSpeed, an unknown type is the logarithmic one."""
         _require_positive("warmup_num_steps", steps)
         if not is_warmup_type(kind):
-            _log.warning("`warmup_type` is %r, which is none: it is %r", kind, WARMUP_LOG_RATE)
+            _log.warning("`warmup_type` %r is unknown: using %r", kind, WARMUP_LOG_RATE)
             kind = WARMUP_LOG_RATE
         self._take_optimizer(optimizer)
         self.warmup_num_steps, self.warmup_type = max(2, steps), kind
@@ -219,7 +219,7 @@ class WarmupCosineLR(_WarmupSchedule):
 
 
 class LRRangeTest(Schedule):
-    """Raise the rate without end, to see where training breaks."""
+    """Raise the rate without limit, to see where training breaks."""
 
     def __init__(
         self,
@@ -290,7 +290,7 @@ class OneCycle(Schedule):
             self._set_betas([(first, 0.99) for first in self.min_moms])
 
     def _height(self) -> float:
-        """Return how far up the cycle the coming batch is, from 0 to 1."""
+        """Return the position of the next batch in the cycle, from 0 to 1."""
         batch = self.last_batch_iteration + 1
         x = math.fmod(batch / self.total_size, 1.0)
         ratio = self.step_ratio
@@ -350,7 +350,7 @@ class TransformersSchedule(Schedule):
 
     def __init__(self, optimizer: Any, kind: str, last_batch_iteration: int = -1, **params: Any) -> None:
         self._take_optimizer(optimizer)
-        # A rate among the arguments is a share of the optimizer's, which is the first group's if none is.
+        # A rate among the arguments is a share of the optimizer's rate, or of the first group's without one.
         base = float(self.optimizer.defaults.get("lr", self.optimizer.param_groups[0]["lr"]))
         self._factor = _transformers_factor(kind, base, params)
         self.begin(last_batch_iteration)

@@ -1,4 +1,4 @@
-"""Schemes of master weights and moments: what rests in memory for a slice, and its values in fp32.
+"""Schemes of master weights and moments: the tensors of a slice in memory, and their values in fp32.
 
 A slice is one rank's part of a segment: flat tensors of one length, worked on in blocks of 256 elements.
 `updates` and `fused` update slices; nothing here computes an update.
@@ -23,7 +23,7 @@ from zerodrift.policy import Master, State
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The columns of the plan that an update obeys."""
+    """The columns of the plan that an update needs."""
 
     storage: DType
     master: Master
@@ -132,8 +132,8 @@ def write_moment(
     """Set a moment, from block `first` on, to fp32 values.
 
     `words` has 32 random bits per element for states that draw them: the low half rounds the first moment,
-    the high half the second. Without it every value goes to the nearest that the state holds, so what was
-    read is written back as it was.
+    the high half the second. Without `words` every value is rounded to nearest, so a moment that was read is
+    written back unchanged.
     """
     part = slice(first * BLOCK, first * BLOCK + values.numel())
     draws = None if words is None else (words >> (16 * number)) & 0xFFFF

@@ -33,16 +33,16 @@ from zerodrift.plan import Plan, Row
 from zerodrift.policy import Master, State
 
 UNSUPPORTED = {
-    "LBFGS": "looks at all parameters at once and calls the model itself",
+    "LBFGS": "uses all parameters at once and calls the model itself",
     "SparseAdam": "needs sparse gradients, and gradients are summed dense here",
-    "BlockOptimizer": "trains other parameters after some steps, and an engine trains the same ones",
+    "BlockOptimizer": "changes its set of trained parameters, which an engine cannot",
 }
 """Classes that are refused with any placement."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """The part of one row that this rank owns, as the optimizer gets it."""
+    """The part of one row that this rank owns, as the optimizer sees it."""
 
     number: int
     """The number of the segment."""
@@ -61,7 +61,7 @@ class _MovedState(dict[str, Any]):
 
     def _refuse(self, *_: Any) -> NoReturn:
         must = "must be read from the engine between steps, when the optimizer has no values"
-        do = "`engine.parameter(name).state` has it. A method that needs it, beside `step`, cannot be called."
+        do = "Use `engine.parameter(name).state`. No method but `step` can use the state."
         raise UnsupportedError("optimizer.state", must, do=do)
 
     __contains__ = __getitem__ = __setitem__ = __len__ = get = _refuse
@@ -112,7 +112,7 @@ class TorchOptimizerUpdater:
         self._free_joined()
         self._skipped: frozenset[str] = frozenset()
         self.statistics: Mapping[int, torch.Tensor] = empty_statistics(plan, owned)
-        """Count the change of the fp32 master, since a class does not tell the change that it wants."""
+        """Count the change of the fp32 master, because a class does not report its intended change."""
 
     def _make_views(self) -> Iterator[_View]:
         for number, piece in self._pieces.items():
@@ -205,7 +205,7 @@ class TorchOptimizerUpdater:
                 raise
             must = "must be able to step flat pieces of parameters, as elementwise optimizers are"
             got = f"{self.kind}, whose `step` raised {said(error)}, and a piece of {flat[0]}"
-            do = f"Place what it updates whole, with a rule such as {WHOLE}, or train at stage 0."
+            do = f"Place its parameters whole, with a rule such as {WHOLE}, or train at stage 0."
             raise UnsupportedError("optimizer", must, got=got, do=do) from error
         finally:
             for group, parameters in shown:
@@ -213,8 +213,8 @@ class TorchOptimizerUpdater:
             self._guard_states(_MovedState())
 
     def _guard_states(self, guard: _MovedState | None) -> None:
-        """Give the model's parameters this state. Without a guard, a method that reads states between steps,
-        such as `eval` of a schedule-free optimizer, would take them for missing."""
+        """Set this state on the model's parameters. Without it, a method that reads states between steps,
+        such as `eval` of a schedule-free optimizer, would find no state."""
         for owner in self._state_owners.values():
             for parameter in (each for group, _ in self._groups for each in group["params"]):
                 owner.state.pop(parameter, None)
@@ -294,20 +294,20 @@ _IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int
 def saved_state(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
     """Return the state of a parameter, with the name of its dtype in place of each moment.
 
-    torch makes moments in the first step, so a load must make them: a step without any begins anew.
+    torch makes moments in the first step, so a load must make them: without moments a step would start over.
     """
     saved = dict(state)
     for key, value in state.items():
         if _is_moment(value, parameter):
             if value.dtype not in _IN_FP32:
-                must, do = "must keep moments whose values fp32 can hold, to be saved", "Keep them in fp32."
+                must, do = "must keep moments that fp32 can hold, to be saved", "Keep them in fp32."
                 raise UnsupportedError("optimizer", must, got=value.dtype, do=do)
             saved[key] = str(value.dtype).removeprefix("torch.")
     return saved
 
 
 def loaded_state(saved: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the state that `saved_state` gave, with moments of zero."""
+    """Return the state that `saved_state` returned, with moments of zero."""
     return {
         key: torch.zeros_like(parameter, dtype=getattr(torch, value), requires_grad=False)
         if isinstance(value, str)
@@ -317,7 +317,7 @@ def loaded_state(saved: Mapping[str, Any], parameter: nn.Parameter) -> dict[str,
 
 
 def _is_moment(value: object, parameter: nn.Parameter) -> bool:
-    """Return whether a value of an optimizer's state has one number per element."""
+    """Return True if a value of an optimizer's state has one number per element."""
     return isinstance(value, type(parameter.data)) and value.shape == parameter.shape
 
 
@@ -337,7 +337,7 @@ def nested(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 
 def state_owners(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """Return the nested optimizers with a state of their own, by the prefix of their moments' names here."""
+    """Return the nested optimizers that have a state, by the prefix of their moments' names."""
     owners: dict[int, torch.optim.Optimizer] = {}
     for each in nested(optimizer):
         owners.setdefault(id(each.state), each)
@@ -348,7 +348,7 @@ def state_owners(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Opti
 
 
 def _scheme(piece: Owned) -> Scheme:
-    """Return the scheme of a shard; refuse one in which torch's classes would compute something else."""
+    """Return the scheme of a shard; refuse a scheme in which torch's classes would compute other numbers."""
     scheme = piece.scheme
     if scheme.state is not State.FP32:
         must = "must be fp32 for an optimizer that rounds its moments itself"
@@ -394,7 +394,7 @@ def _require_supported(optimizer: torch.optim.Optimizer, names: Mapping[int, str
         own = [group for group in inner.param_groups if id(group) not in shared]
         if any(id(parameter) in names for group in own for parameter in group["params"]):
             wrapped = type(inner).__name__
-            must = "must share its parameter groups with the optimizer that it wraps: that would step nothing"
+            must = "must share its parameter groups with the optimizer that it wraps, or it steps nothing"
             do = f"Set the {kind}'s `param_groups` to those of the {wrapped}."
             refuse(must, f" around {wrapped} with groups of its own", do)
     if needs_closure(type(optimizer)):
@@ -406,14 +406,14 @@ def _require_supported(optimizer: torch.optim.Optimizer, names: Mapping[int, str
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Return whether the state of a parameter comes from a step. Marks and zeros may exist before one."""
+    """Return True if the state of a parameter comes from a step. Marks and zeros may exist before a step."""
     if "step" in state:
         return float(state["step"]) != 0
     return any(isinstance(value, torch.Tensor) for value in state.values())
 
 
 def needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
-    """Return whether the `step` of a class cannot be called without an argument."""
+    """Return True if the `step` of a class cannot be called without an argument."""
     _, *rest = inspect.signature(inspect.unwrap(kind.step)).parameters.values()
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return any(each.default is each.empty and each.kind not in kinds for each in rest)

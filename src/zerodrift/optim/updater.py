@@ -1,7 +1,7 @@
 """The interface between an engine and its optimizer.
 
-The engine hands over the shards of this rank: per segment a flat piece of storage and the first master. From
-then on masters and moments live in the updater, in the scheme and dtype of the plan's rows. An `Updater` sees
+The engine passes the shards of this rank: per segment a flat piece of storage and the first master. After
+that, masters and moments live in the updater, in the scheme and dtype of the plan's rows. An `Updater` sees
 flat reduced gradients and one multiplier; it never sees a collective, a loss scale or a clip value.
 
 Invariant: after `update`, owned storage is the master rounded once to the storage dtype.
@@ -38,8 +38,8 @@ class Owned:
     storage: torch.Tensor
     """Flat, in the storage dtype; written by every update."""
     initial: torch.Tensor
-    """The first master, free to be kept: flat fp32 values, or the low halves (int16) of a split master, whose
-    high ones storage holds. Without a separate master: storage itself."""
+    """The first master, which the updater may keep: flat fp32 values, or the low halves (int16) of a split
+    master, whose high halves are storage. Without a separate master: storage itself."""
     start: int
     """The first element of the segment that is in the piece."""
     part: int = 0
@@ -50,7 +50,7 @@ class Owned:
         return Scheme(self.spec.columns.storage.dtype, self.update.master, self.update.state)
 
     def without_values(self) -> Owned:
-        """Return the same piece without the first master, which it would keep alive."""
+        """Return the same piece without the first master, to free its memory."""
         return replace(self, initial=self.initial.new_empty(0))
 
     def span(self, row: Row) -> slice:
@@ -59,7 +59,7 @@ class Owned:
 
 
 def empty_statistics(plan: Plan, owned: Sequence[Owned]) -> dict[int, torch.Tensor]:
-    """Return statistics by segment number; none unless the plan asks for them."""
+    """Return statistics by segment number; empty unless the plan asks for them."""
     if not plan.policy.statistics:
         return {}
     return {
@@ -77,7 +77,7 @@ Written = Callable[[int], None]
 
 
 def no_callback(number: int) -> None:
-    """Do nothing: a `Written` for a caller that waits for no single piece."""
+    """Do nothing: a `Written` for a caller that does not wait for single pieces."""
 
 
 class OptimizerState(Protocol):
@@ -112,7 +112,7 @@ def learning_rates(optimizer: OptimizerState | None) -> tuple[float, ...]:
 
 
 def refuse_calls(optimizer: torch.optim.Optimizer, names: Iterable[str], must: str, do: str) -> None:
-    """Make methods of an optimizer raise that would do nothing, without a word."""
+    """Make methods of an optimizer raise that would silently do nothing."""
 
     def refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(f"optimizer.{name}", must, got="a call", do=do)
@@ -132,15 +132,15 @@ class GroupMembers:
         return [[group, *group["params"]] for group in self._optimizer.param_groups]
 
     def require_unchanged(self) -> None:
-        """Raise where a group is another or has other parameters: the engine would go on to update those that
-        it had."""
+        """Raise if a group was replaced or has other parameters: the engine would go on updating the old
+        ones."""
         both = itertools.zip_longest(self._members(), self._before, fillvalue=list[Any]())
         for number, (now, before) in enumerate(both):
             if len(now) != len(before) or any(map(operator.is_not, now, before)):
                 kept = sum(map(operator.is_, now[1:], before[1:]))
-                must = "must be the group, with its parameters in their order, of when the engine was made"
+                must = "must be the group of when the engine was made, with the same parameters in their order"
                 got = f"{len(now[1:])}, of which {kept} are in the place of one of {len(before[1:])}"
-                do = "Build the engine anew, or set the `lr` to 0 to leave parameters as they are."
+                do = "Build a new engine, or set the group's `lr` to 0 to keep its parameters unchanged."
                 raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
 
 
@@ -175,4 +175,4 @@ class Updater(OptimizerState, Protocol):
         """Replace a moment."""
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
-        """Return the dtypes in memory of a piece's master (None: storage itself) and of its moments."""
+        """Return the dtypes of a piece's master (None: storage itself) and of its moments, as stored."""

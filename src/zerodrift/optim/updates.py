@@ -2,21 +2,21 @@
 
 `ARITHMETIC` has one entry per record of `optimizers.py`. `reference_update` applies it to a slice in any
 scheme; the compiled path equals it bit for bit. The operations are torch's own in torch's own order, so with
-`Root.TORCH` an fp32 slice goes through the bits of `torch.optim.AdamW`, `Adam` and `SGD` in their default
+`Root.TORCH` an fp32 slice has the bits of `torch.optim.AdamW`, `Adam` and `SGD` in their default
 form (one tensor at a time) and with `foreach=True`, on any slicing.
 
 [Note: roots] torch's `fused=True` kernels do the same operations in the same order with one difference: they
-take the processor's square root, which is correctly rounded, where `torch.sqrt` asks a vector library that
-is off by one ulp for about a fifth of all values and may differ between machines. `Root.EXACT` is the
-former, and the default: its bits are the same on every machine. One limit remains: for the last
+use the processor's square root, which is correctly rounded, while `torch.sqrt` uses a vector library that
+is off by one ulp for about a fifth of all values and may differ between machines. `Root.EXACT`, the default,
+is correctly rounded: its bits are the same on every machine. One limit remains: for the last
 `numel % 16` elements of a tensor (of each thread's part, with several threads) torch's fused kernels run a
 scalar loop that computes in fp64, so there, and only there, they differ by an ulp from themselves elsewhere.
 
-A step's derived numbers are formed in double precision in Python, as torch does, and rounded once.
+A step's derived numbers are computed in double precision in Python, as in torch, and rounded once.
 
-Statistics say which part of an update was kept, lost or not seen, per block of 256 elements. A step without
-them pays nothing; a step with them fills six numbers per block, on the way through memory that it makes
-anyway. `engine/step/update.py` adds the blocks of a parameter.
+Statistics say which part of an update was kept, lost or not visible, per block of 256 elements. They cost
+nothing when off; when on, a step fills six numbers per block, in its pass over memory.
+`engine/step/update.py` adds the blocks of a parameter.
 
 Invariants: an element's result depends on its own values and its group's numbers alone, and not on the run of
 blocks that it was computed in. A block's statistics depend on that block alone.
@@ -38,16 +38,16 @@ from zerodrift.optim.schemes import SliceTensors, draw, read, read_moment, write
 from zerodrift.optimizers import ADAM, ADAMW, LION, SGD, Algorithm
 
 CACHED_BLOCKS = 1024
-"""The longest run on a CPU: its temporaries stay in a cache. A device has a launch per operation and run."""
+"""Longest run on a CPU, whose temporaries stay in a cache. A device has one launch per operation and run."""
 
 
 class Root(enum.Enum):
-    """The square root that Adam takes. See [Note: roots]."""
+    """The square root that Adam uses. See [Note: roots]."""
 
     EXACT = "exact"
     """Correctly rounded: the same bits on every machine, and those of torch's fused kernels."""
     TORCH = "torch"
-    """`torch.sqrt` as it is on this machine: the bits of torch's default and foreach kernels."""
+    """`torch.sqrt` of this machine: the bits of torch's default and foreach kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdateStep:
-    """One optimizer step, one object for all slices: what is derived from it is kept by its identity."""
+    """One optimizer step, one object for all slices. Derived values are cached by its identity."""
 
     algorithm: Algorithm
     hypers: tuple[Hyper, ...]
@@ -122,7 +122,7 @@ class Arithmetic:
     """The arithmetic of one optimizer."""
 
     coefficients: Callable[[Hyper], Coefficients]
-    """Derived numbers, formed in the order in which torch forms them."""
+    """Derived numbers, computed in torch's order."""
     advance: Callable[[Coefficients, Tensor, Moments, Tensor, Root], Direction]
     """One update in place of flat fp32 values. The gradient is scaled, includes `l2`, and is overwritten."""
     compiled: int | None = None
@@ -231,8 +231,8 @@ ARITHMETIC: Mapping[Algorithm, Arithmetic] = {
 # --- statistics -------------------------------------------------------------------------------------------
 
 COLUMNS = ("moved", "unseen", "lost", "underflow", "change_squares", "weight_squares")
-"""Elements that the update wanted to change; of those, the ones whose visible weight has the same bits as
-before, and the ones whose master has too; elements with a gradient whose last moment is stored as zero; and
+"""Counts of elements that the update wanted to change, of those whose visible weight has the same bits as
+before, and of those whose master has too; elements with a gradient whose last moment is stored as zero; and
 the sums of squares of the wanted change and of the master before it."""
 
 Before = tuple[Tensor, Tensor, Tensor]
@@ -243,12 +243,12 @@ After = tuple[Tensor, Tensor, Tensor | None]
 
 
 def room_for_statistics(blocks: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return room for one step's numbers of one slice. Shape [blocks, columns], fp64."""
+    """Return an empty tensor for one step's statistics of one slice. Shape [blocks, columns], fp64."""
     return torch.zeros(blocks, len(COLUMNS), dtype=torch.float64, device=device)
 
 
 def account(out: Tensor, change: Tensor, before: Before, after: After) -> None:
-    """Fill the numbers of each block from `change`, which the update wanted to add. The definition."""
+    """Define the statistics: fill those of each block from `change`, which the update wanted to add."""
     (weight, seen, gradient), (kept, visible, moment) = before, after
     moved = change != 0
     unseen = moved & _same(seen, visible)
@@ -307,7 +307,7 @@ def _advance(
 
 
 def check_gradient(of: SliceTensors, gradient: Tensor) -> None:
-    """Check that a gradient fits: compiled code would read outside of one that does not."""
+    """Check that a gradient fits: compiled code would read beyond a shorter one."""
     if gradient.shape != of.storage.shape or gradient.device != of.storage.device:
         got = f"{tuple(gradient.shape)} on {gradient.device}"
         raise AssertionError(f"gradient {got} of a slice {tuple(of.storage.shape)} on {of.storage.device}")
@@ -343,7 +343,7 @@ def update_blocks(
     """
     first, last = blocks
     start, stop = first * BLOCK, min(last * BLOCK, of.numel)
-    # Filled in, and not made on the host: the host would wait for that copy.
+    # Filled on the device: the host would wait for a copy from the host.
     scale = torch.full((), step.multiplier * sign, dtype=torch.float32, device=of.storage.device)
     scaled = gradient[start:stop].float() * scale
     weight = read(of, start, stop)

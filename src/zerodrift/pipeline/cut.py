@@ -217,7 +217,7 @@ Cut: TypeAlias = Parts | Causal
 micro-batch. The children of the module at path `layers` are the layers; a piece without the modules at
 `passes` skips them. `problem` returns why no piece can run a micro-batch."""
 
-_NOT_ON_ONE_RANK = "must be off in a pipeline, which returns losses: no rank has those of all layers"
+_NOT_ON_ONE_RANK = "must be off in a pipeline, which returns only losses"
 
 CAUSAL: dict[str, Causal] = {
     **dict.fromkeys(

@@ -175,7 +175,7 @@ class WeightQueue:
         self.held -= late.held
         for tensor, version in late.holds:
             if tensor._version != version:
-                must = "what its late gradient is formed from must not be written to before"
+                must = "the inputs of its late gradient must not be written before it is computed"
                 times = f"{tensor._version - version} times after its backward"
                 got = f"a tensor {list(tensor.shape)} that was written to in place {times}"
                 do = "Call `drain()` first, or write to a clone."

@@ -339,7 +339,7 @@ def difference(given_by_rank: Mapping[int, BatchDescription]) -> Problem | None:
         elif mine.checksums != other.checksums:
             pairs = enumerate(zip(mine.checksums, other.checksums, strict=True))
             number = next(number for number, (one, two) in pairs if one != two)
-            pair = f"one micro-batch {number}", "one with other contents"
+            pair = f"one micro-batch {number}", "one with different contents"
         if any(pair):
             got = f"{pair[0]} on rank {first}, {pair[1]} on rank {rank}"
             do = "Give the data of one data rank to all of its stages."

@@ -60,7 +60,7 @@ def pins_hold_everywhere(plan: Plan) -> Iterator[str]:
     for row in (row for row in plan.rows if row.columns.pinned):
         cells = {column: text.rstrip("/") for column, text in row.columns.cells().items() if text != "-"}
         if cells.pop("master", "same") != "same":
-            yield f"{row.name} is pinned but has a master of its own"
+            yield f"{row.name} is pinned but has a separate master"
         del cells["export"]
         if set(cells.values()) != {"fp32"}:
             yield f"{row.name} is pinned but not fp32 in every column"

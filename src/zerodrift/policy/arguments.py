@@ -295,6 +295,6 @@ class AutoNumbers:
         """Refuse a number for a key that is not auto, which would be ignored silently."""
         for key in self._numbers:
             if key not in self._auto_keys:
-                must = "must be 'auto' in the config for a passed value to stand in"
+                must = "must be 'auto' in the config to take a passed value"
                 do = did_you_mean(key, self._auto_keys) or f"To override the config: --set {key}=..."
                 self._problems.add(key, must, got=f"{shown(self._numbers[key])} passed", do=do)

@@ -80,7 +80,7 @@ def _fsdp2_columns(columns: Columns, place: Place, problems: Problems) -> None:
         must = f"`placement` must be `sliced` on backend fsdp2: {why}"
         problems.add(place("placement"), must, got=update.placement, do=do)
     if storage is not DType.FP32:
-        why = "fully_shard has no master beside it, and keeps gradients and moments in its dtype"
+        why = "fully_shard has no separate master, and keeps gradients and moments in the storage dtype"
         must = f"`storage` of a trained parameter must be fp32 on backend fsdp2: {why}"
         do = f"Leave `storage` out: fp32 is cast to `compute` before it is gathered; {_NATIVE}"
         problems.add(place("storage"), must, got=storage, do=do)

@@ -92,7 +92,7 @@ def complete(
         BACKENDS[policy.backend].refuse_columns(columns, fill.place, problems)
     else:  # an integer or boolean parameter keeps its dtype
         dtype = traits.source
-        reason = f"{dtype} is not a floating dtype: kept as it is"
+        reason = f"{dtype} is not a floating-point dtype: not cast"
         why = tuple((column, reason) for column in ("storage", "gather", "compute", "export"))
         columns = Columns(Placed(dtype, ""), dtype, dtype, None, dtype, output, False, why)
     if not traits.expert:
@@ -159,7 +159,7 @@ class _ColumnFiller:
                 self._exclude(narrow.STORAGE, storage)
             return storage
         if mode.autocast:
-            default, reason = DType.FP32, f"mode {mode}: parameters rest in fp32"
+            default, reason = DType.FP32, f"mode {mode}: parameters are stored in fp32"
         elif self._backend.storage_fp32 and mode is not Mode.FP32:
             default, reason = DType.FP32, self._backend.storage_fp32
         else:
@@ -171,7 +171,7 @@ class _ColumnFiller:
         storage = self._demanded("storage", default, reason)
         if storage.format is not None:
             if reason := why_not_storage(self.traits.trained, self._backend.name):
-                do = "`precision.frozen` is for frozen ones alone." if self.traits.trained else ""
+                do = "`precision.frozen` is only for frozen parameters." if self.traits.trained else ""
                 self._refuse("storage", f"`storage` must not be {storage} here: {reason}", do=do)
             self.why["storage"] += f": {storage.format.describe()}, {self._coded(storage)}"
         return storage
@@ -224,9 +224,9 @@ class _ColumnFiller:
         if storage.format is not None:
             said = self.demands.get("gather", (storage.value, ""))[0]
             if said != storage.value and self.place("gather") != "precision.gather":
-                must = f"`gather` must be the storage format, {storage}: codes travel as they rest"
+                must = f"`gather` must be the storage format, {storage}: codes are gathered as stored"
                 self._refuse("gather", must, said, "Leave `gather` out.")
-            self.why["gather"] = f"{storage} travels as it rests, and is decoded for each use"
+            self.why["gather"] = f"{storage} is gathered as it is stored, and is decoded for each use"
             return storage
         if self._encoded is not None:
             key = self.demands["gather"][1]
@@ -235,10 +235,10 @@ class _ColumnFiller:
             self.why["gather"] = f"{key}: {source} is the source, {after}"
             return self._encoded
         if not self.storage_axis:
-            reason = f"stage {self._stage}: storage is whole, an updated slice travels as stored"
+            reason = f"stage {self._stage}: storage is whole, an updated slice is sent as stored"
             gather = self._demanded("gather", storage, reason + self._kept_wide)
             if gather is not storage:
-                whole = "where storage is whole and an updated slice travels as stored"
+                whole = "where storage is whole and an updated slice is sent as stored"
                 must = f"`gather` must be {storage} at stage {self._stage}, {whole}"
                 self._refuse("gather", must, gather, "Leave `gather` out, or use stage 3.")
             return gather
@@ -278,9 +278,9 @@ class _ColumnFiller:
         mode, stage = self._mode, self._stage
         order, order_why = self.demands["reduce.order"]
         if mode.autocast and self.traits.safe and order == "rank":
-            default, reason = mode.dtype, "autocast: a safe module's gradients travel in its dtype"
+            default, reason = mode.dtype, "autocast: a safe module's gradients are sent in its dtype"
         else:
-            default, reason = accumulate, "default: what was accumulated travels unrounded"
+            default, reason = accumulate, "default: the accumulated gradient is sent unrounded"
         asked, key = self.demands.get("reduce.wire", ("", ""))
         if asked and DType(asked).format is not None and self._is_vector_by_default(key):
             self.demands = {name: pair for name, pair in self.demands.items() if name != "reduce.wire"}
@@ -345,7 +345,7 @@ class _ColumnFiller:
 
     def _master(self, storage: DType) -> Master:
         if self._encoded is not None and not self.storage_axis:
-            why = f"storage shows what travels in {self._encoded}: a copy in fp32 is the source"
+            why = f"storage has the values rounded to {self._encoded}: a copy in fp32 is the source"
             master = Master(self._text("master", Master.FP32.value, why))
             if master is not Master.FP32:
                 self._exclude(narrow.MASTER, master)
@@ -421,7 +421,7 @@ class _ColumnFiller:
         elif checkpoint is not None and checkpoint.is_floating and checkpoint.size > 1:
             default, reason = checkpoint, "the dtype of the source checkpoint"
         elif checkpoint is not None:
-            reason = f"compute: {checkpoint} of the source means nothing by itself"
+            reason = f"compute: {checkpoint} of the source has no meaning without its scales"
         elif self._mode.autocast:
             default, reason = DType.FP32, "no source checkpoint: autocast trains fp32 weights"
         return self._demanded("export", default, reason + self.traits.exported_wide)

@@ -119,7 +119,7 @@ class Reduction:
     sum: DType
     when: Literal["last", "every"]
     order: Order = field(default="rank", metadata={"omitted": True})
-    """Sum in the order of ranks, by one tree (`policy/order.py`), or in the carrier's order."""
+    """Sum in the order of ranks, by one tree (`policy/order.py`), or in NCCL's order."""
     feedback: bool = field(default=False, metadata={"omitted": True})
     """Whether what rounding to the wire has lost is added to the next gradient."""
     rounding: Literal["nearest", "stochastic"] = field(default="nearest", metadata={"omitted": True})

@@ -30,14 +30,14 @@ FROZEN = Exclusion(
 )
 STORAGE = Exclusion(
     "sharded storage in another dtype than fp32 under a narrow gather",
-    "what is gathered is encoded from it, and it is its own master",
+    "storage is encoded for each gather, and is its own master",
     "Leave `storage` out.",
     "storage",
     "be fp32 where `gather` is narrow and storage is sharded",
 )
 MASTER = Exclusion(
     "another master than fp32 under a narrow gather of whole storage",
-    "storage then shows what has travelled",
+    "storage then has the rounded values",
     "Leave `master` out, or use stage 3.",
     "master",
     "be fp32 where `gather` is narrow and storage is whole",
@@ -65,14 +65,14 @@ NEAREST = Exclusion(
 )
 SCALED = Exclusion(
     "feedback with a loss scale",
-    "a scale that changes from step to step would change what was lost",
+    "a scale that changes from step to step would change the rounding error",
     "Use mode bf16.",
     "reduce.feedback",
     "be in a mode without a loss scale",
 )
 ACCUMULATE = Exclusion(
     "feedback without an fp32 accumulator",
-    "what was lost is added to it",
+    "the rounding error is added to it",
     "Leave `accumulate` out.",
     "reduce.feedback",
     "have an fp32 `accumulate`",
@@ -223,5 +223,5 @@ def decide_products(
         must = f"must be left out with {BACKEND.what}: {BACKEND.reason}"
         problems.add(where, must, got="fp8", do=f"{BACKEND.do}; or leave fp8 out.")
     rowwise = "linear layers: e4m3, an fp32 scale per row of what is summed, exact sums, rounded once"
-    others = "attention's scores and other products of two activations stay as they are"
+    others = "attention scores and other products of two activations are not changed"
     return (Decision("fp8 products", rowwise, f"`{where}`; {others}"),)

@@ -82,7 +82,7 @@ def refuse_ranks(whens: Iterable[When], micro_batches: int, mesh: MeshShape, pro
         return
     total = micro_batches * mesh.data
     if len(times) > 1:
-        must = "must be `rank` with two `reduce.when`: each needs other micro-batches on a rank"
+        must = "must be `rank` with two `reduce.when`: each assigns other micro-batches to a rank"
     elif times == ["last"]:
         must = (
             "must be `rank` unless each rank, which sums its own first, has a power of two of micro-batches"
@@ -119,12 +119,12 @@ BACKEND = Exclusion(
 )
 QUEUE = Exclusion(
     "weight gradients from a queue",
-    "it rounds them at other places than a backward does",
+    "a queue rounds them at other places than a backward does",
     "Leave `pipeline.weight_grads` and `sharding.keep_gathered` out",
 )
 TIED = Exclusion(
     "weights tied across ranks of a pipeline",
-    "the gradients of all their uses in a micro-batch are one part of the tree, and no rank has them all",
+    "all uses of a tied weight in a micro-batch are one part of the tree, and no rank has all of them",
     "Untie them, or use schedule `zbv` or `dualpipev`, whose first and last piece are on one rank",
 )
 EXPERTS = Exclusion(
@@ -144,20 +144,20 @@ BEFORE = Exclusion(
 )
 SUM = Exclusion(
     "`gradient_allreduce_op: sum`",
-    "the gradient is then divided by the micro-batches of a rank, whose number depends on that of ranks",
+    "the gradient is divided by the micro-batches of a rank, whose number depends on the number of ranks",
     "Leave `gradient_allreduce_op` out",
 )
 WIRE = Exclusion(
     "a wire or accumulator of another dtype than the sum",
-    "it rounds where one rank hands its sum to others, at other places on another number of ranks",
+    "a rank rounds its sum to send it, at other places on another number of ranks",
     "Let `accumulate`, `reduce.wire` and `reduce.sum` be one dtype",
 )
 CARRIED = Exclusion(
     "a wire of another dtype than the sum",
-    "a carrier adds in the dtype that travels",
+    "NCCL adds in the dtype that it sends",
     "Let `reduce.wire` and `reduce.sum` be one dtype",
 )
-RULE = Exclusion("another order in a rule", "all parameters have one", "Write it in `precision.reduce`")
+RULE = Exclusion("another order in a rule", "all parameters share one", "Write it in `precision.reduce`")
 
 RANKS = Exclusion(
     "other numbers of ranks",
@@ -168,20 +168,20 @@ RANKS = Exclusion(
 _EXCLUDED = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE)
 
 REFUSED = (*_EXCLUDED, RULE)
-"""All that `order: tree` is refused with."""
+"""Everything that `order: tree` refuses."""
 
 AUTOCAST = Exclusion(
     "autocast",
-    "the gradients of safe modules travel in its dtype, rounded where one rank hands its sum to others",
-    "Write `order: tree`, with which they travel in fp32",
+    "gradients of safe modules travel in the autocast dtype, and a rank rounds its sum to send it",
+    "Write `order: tree`, which sends them in fp32",
 )
 MANY = 64
 """Least ranks of a shard group on which the default keeps several sums of slices. A slice is then at most a
 64th of the gradients, and in the order of ranks most parts of a sum would cross the network."""
 MEMORY = Exclusion(
     "more than 2 micro-batches on a rank, or more than 1 in a pipeline",
-    "partial sums of the tree would wait beside the one sum that the order of ranks keeps, unless they are "
-    f"slices on {MANY} ranks or more",
+    "the tree keeps several partial sums where the order of ranks keeps one, unless they are slices on "
+    f"{MANY} ranks or more",
     "Write `order: tree` where there is memory for them",
 )
 
@@ -192,13 +192,13 @@ GIVEN_UP = "the same bits at every stage, and in every run, are given up"
 
 ORDER = "order of sums"
 """Key of the decision on the order."""
-BY_RANK = "by rank: other bits on another number of ranks"
+BY_RANK = "by rank: different bits on another number of ranks"
 SAME_BITS = {
     True: "the same bits on any number of ranks",
     False: "the same bits on every number of ranks that uses this order",
 }
 """Promise of the tree, by whether the config asks for it."""
-_IN_WORDS: dict[Order, str] = {"rank": BY_RANK, "native": "the carrier's"}
+_IN_WORDS: dict[Order, str] = {"rank": BY_RANK, "native": "NCCL's own"}
 
 
 def decide_order(

@@ -164,5 +164,5 @@ def _mended(query: str, names: list[str]) -> list[str]:
         plain = part.strip("*")
         near = nearest(plain, words) if plain and plain not in known else []
         parts.append(part.replace(plain, near[0]) if near else part)
-    mended = ".".join(parts)
-    return [mended] if mended != query and fnmatch.filter(names, mended) else []
+    fixed = ".".join(parts)
+    return [fixed] if fixed != query and fnmatch.filter(names, fixed) else []

@@ -35,7 +35,7 @@ from zerodrift.report.rows import ColumnSet, Table, ranges
 
 WHEN = {"last": "after the last micro-batch", "every": "after every micro-batch"}  # `reduce.when` in words
 
-ORDERS = {"tree": "by the tree over micro-batches", "native": "in the carrier's order"}
+ORDERS = {"tree": "by the tree over micro-batches", "native": "in NCCL's own order"}
 """`reduce.order` in words, except for the order of ranks."""
 
 OPTION_WORDS = {
@@ -234,7 +234,7 @@ def input_casts(plan: Plan) -> str:
     """Describe the casts of the model's floating inputs and of modules without a boundary."""
     mode = plan.policy.mode
     if mode.autocast:
-        return f"inputs are as they are given; elsewhere autocast to {mode.dtype} decides"
+        return f"inputs are not cast; elsewhere autocast to {mode.dtype} decides"
     return f"floating inputs of the model are cast to {mode.dtype}"
 
 
@@ -336,7 +336,7 @@ def _travels(plan: Plan) -> str:
     count, known = crossings(plan), activations(plan)
     over = f"{several(count, 'boundary', 'boundaries')} between ranks"
     if known is None:
-        what = "what the layers of the model pass on, which is not known before it runs"
+        what = "the outputs of the model's layers, whose size is unknown before it runs"
         return f"over {over}, there and back per micro-batch: {what}"
     values, dtype = known
     size, sent = figures.size(values * dtype.size), f"{values:,} values in {dtype}; not in the bill"

@@ -58,12 +58,12 @@ def support_markdown(cells: Sequence[policy.SupportCell], states: Sequence[polic
     lines = [
         "# What is supported?",
         "",
-        "What runs, by mode, accumulate dtype, stage, pipeline and backend. This page is the output of",
-        "`zerodrift support --markdown`, and the config check asks the same table.",
+        "Which combinations of mode, accumulate dtype, stage, pipeline and backend run. This page is the",
+        "output of `zerodrift support --markdown`; the config check uses the same table.",
         "",
-        "- **yes**: runs as it is.",
-        f"- **narrow**: runs with {_NARROW}; the letter says what is lost.",
-        "- **no**: is refused; the letter says why.",
+        "- **yes**: runs.",
+        f"- **narrow**: runs with {_NARROW}; the letter names the loss.",
+        "- **no**: is refused; the letter names the reason.",
         f"- *default*: {_DEFAULT}.",
     ]
     lines += _markdown_tables(cells, letters)
@@ -72,28 +72,29 @@ def support_markdown(cells: Sequence[policy.SupportCell], states: Sequence[polic
     lines += ["", "## State", "", "The optimizer's moments, in every mode and at every stage.", ""]
     lines += [f"- **{state}**: {text}." for state, text in _states(states)]
     lines += ["", "## Storage", ""]
-    lines += ["Parameters at rest in a narrow format, in every mode and at every stage.", ""]
+    lines += ["Parameters that are stored in a narrow format, in every mode and at every stage.", ""]
     lines += [f"- **{what}**: {text}." for what, text in _storages()]
     lines += [
         "",
         "## Order",
         "",
         "By default (`precision.reduce: {order: auto}`) gradients are added by the tree over micro-batches,",
-        "for the same bits on any number of ranks ([order](order.md)), and in the order of ranks with",
+        "for the same bits on any number of ranks ([order](order.md)). In these cases the default is the",
+        "order of ranks:",
         "",
     ]
     lines += [f"- **{each.what}**: {each.reason}." for each in policy.DEFAULT_RANK]
-    lines += ["", "What `precision.reduce: {order: tree}` is refused with ([order](order.md)).", ""]
+    lines += ["", "`precision.reduce: {order: tree}` is refused with ([order](order.md)):", ""]
     lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in policy.REFUSED]
-    lines += ["", f"With `order: native` {policy.GIVEN_UP}. It is refused with", ""]
+    lines += ["", f"With `order: native` {policy.GIVEN_UP}. It is refused with:", ""]
     lines += [f"- **{policy.CARRIED.what}**: {policy.CARRIED.reason}. {policy.CARRIED.do}."]
-    lines += ["", "## Narrow formats on the way", ""]
-    lines += ["What a narrow `gather` and a narrow wire of `reduce` are refused with, in every mode;"]
+    lines += ["", "## Narrow formats on the wire", ""]
+    lines += ["A narrow `gather` and a narrow wire of `reduce` are refused in these cases, in every mode;"]
     lines += [f"{policy.SLICED}.", ""]
     lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}" for refusal in policy.TRAVEL]
     lines += ["", "## Products", ""]
-    lines += ["What `precision.compute: fp8` ([a definition](precision.md#what-does-compute-fp8-compute)) is"]
-    lines += ["refused with, in every mode and at every stage.", ""]
+    lines += ["`precision.compute: fp8` ([a definition](precision.md#what-does-compute-fp8-compute)) is"]
+    lines += ["refused in these cases, in every mode and at every stage.", ""]
     lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in policy.UNFIT]
     return "\n".join(lines) + "\n"
 

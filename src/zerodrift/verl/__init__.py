@@ -19,7 +19,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "verl":
         raise
-    must, do = "must have `verl` beside it", f"Run `pip install verl=={TESTED}`."
+    must, do = "must be installed with `verl`", f"Run `pip install verl=={TESTED}`."
     absent = Problem("zerodrift.verl", must, got="no such package", do=do)
     raise ImportError(str(absent), name="verl") from error
 
@@ -31,7 +31,7 @@ except ImportError as error:
     if not (error.name or "").startswith(verl.__name__):
         raise
     got, do = f"{version('verl')}: {error}", f"Install {TESTED}."
-    lacks = Problem("verl", f"must have what {TESTED} has", got=got, do=do)
+    lacks = Problem("verl", f"must have the interface of {TESTED}", got=got, do=do)
     raise ImportError(str(lacks), name=error.name) from error
 
 register()

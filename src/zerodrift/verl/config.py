@@ -126,7 +126,7 @@ def require_supported(
                 problems.add(f"checkpoint.{key}", f"must be of {', '.join(CONTENTS)}", got=repr(unknown))
         contents = set(checkpoint.load_contents)
         if contents & {"optimizer", "extra"} and "model" not in contents:
-            must = "must have `model` beside others"
+            must = "must have `model` with others"
             problems.add("checkpoint.load_contents", must, got=repr(sorted(contents)))
     for where, value, wanted, do in settings:
         if value != wanted:

@@ -79,7 +79,7 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
     def engine(self) -> Engine:
         """zerodrift's engine."""
         if self._zerodrift is None:
-            raise UnsupportedError("engine", "must be asked for after `initialize`", got="none yet")
+            raise UnsupportedError("engine", "must be read after `initialize`", got="none yet")
         return self._zerodrift
 
     def initialize(self) -> None:
@@ -177,7 +177,7 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         there = self.engine.mesh.device.type
         if device != there and (model or optimizer or grad):
-            must, got = "must leave weights, moments and gradients where they are", f"{device!r}, not {there}"
+            must, got = "must not move weights, moments or gradients", f"{device!r}, not {there}"
             do = "Write `zero_optimization: {offload_optimizer: {device: cpu}}` for moments on the host."
             raise UnsupportedError("to", must, got=got, do=do)
 
@@ -200,7 +200,9 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
 
     def get_per_tensor_param_shard(self, **_: Any) -> Any:
         where, must = "rollout.checkpoint_engine.backend", "must be one that sends whole tensors"
-        raise UnsupportedError(where, must, got="one that sends parts of them", do="Write `naive` or `nccl`.")
+        raise UnsupportedError(
+            where, must, got="one that sends parts of tensors", do="Write `naive` or `nccl`."
+        )
 
     prime_delta_snapshots = get_per_tensor_param_delta_shard = get_per_tensor_param_shard
 

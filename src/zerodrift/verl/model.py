@@ -162,7 +162,7 @@ def require_same(sent: Mapping[str, str], held: Mapping[str, str]) -> None:
     """Raise unless a sampler holds the tensors that it was sent."""
     wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
     if wrong:
-        got = f"other bits in {len(wrong)} of {len(sent)} tensors, `{wrong[0]}` first"
+        got = f"different bits in {len(wrong)} of {len(sent)} tensors, `{wrong[0]}` first"
         do = "Look for code that casts the tensors, or loads them under other names."
         raise RankError("sampler", "must hold the weights that it was sent", got=got, do=do)
 
@@ -253,5 +253,5 @@ def _export(engine: Engine, folder: Path) -> None:
 def _require_own(path: Path) -> None:
     if (path / "fsdp_config.json").is_file() and not (path / TAG).is_dir():
         must, got = "must have been saved by this engine", "a checkpoint of verl's engine for fsdp"
-        do = "Merge it with `python -m verl.model_merger`, and name what comes of it in `model.path`."
+        do = "Merge it with `python -m verl.model_merger`, and set `model.path` to the result."
         raise CheckpointError(str(path), must, got=got, do=do)

@@ -119,7 +119,7 @@ def open_source(
     """Open the checkpoint at `path`, of whatever kind it is."""
     kind = checkpoint.kind_at(path)
     if kind == "nothing":
-        must, got = "must be there to be converted", "no such file or folder"
+        must, got = "must exist to be converted", "no such file or folder"
         raise CheckpointError(checkpoint.short(path), must, got=got, do=nearest_path(path))
     try:
         if kind == "folder" and (path / checkpoint.MANIFEST).is_file():
@@ -134,7 +134,7 @@ def open_source(
     except ZerodriftError:
         raise
     except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        must = "must be laid out as what it seems to be"
+        must = "must have the layout of its kind"
         raise CheckpointError(checkpoint.short(path), must, got=said(error)) from error
     must = "must be a zerodrift checkpoint, a DeepSpeed checkpoint or safetensors files"
     do = "Give the folder that was saved to, or the one of a tag in it."
@@ -194,7 +194,10 @@ def _check_model(source: ConvertSource, model: nn.Module) -> None:
             problems.add(name, must, got=str(list(there[name])))
     missing = [name for name, _ in model.named_parameters() if name not in there]
     extra = [entry.name for entry in source.entries if not set(entry.names) & here.keys()]
-    found = {"must hold what the model has": missing, "must not hold what the model lacks": extra}
+    found = {
+        "must hold every tensor of the model": missing,
+        "must hold no tensor that the model lacks": extra,
+    }
     for must, names in found.items():
         if names:
             problems.add(str(source.path), must, got=first_of(names, 10))
@@ -240,7 +243,7 @@ def _to_safetensors(
             "for a folder that `transformers` loads."
         )
     if source.trained.optimizer:
-        notes.append("Moments and counters were left out: safetensors files hold weights alone.")
+        notes.append("Moments and counters were left out: safetensors files hold only weights.")
     counts = len(names), source.elements, total
     return ConversionResult(source.kind, "safetensors files", target, *counts, tuple(notes))
 

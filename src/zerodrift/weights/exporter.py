@@ -301,7 +301,7 @@ def whole_values(engine: Engine, rows: Sequence[Row], keep: bool = True) -> list
     values: dict[str, torch.Tensor] = {}
     rest: list[Row] = []
     if coded := [(row.name, row.columns.export) for row in rows if row.columns.export.format is not None]:
-        must = "must have a plain `export` to be handed over whole"
+        must = "must have a plain `export` to be returned whole"
         do = "Write `precision.export` as a plain dtype; `zerodrift.export(dtype=...)` writes narrow files."
         raise UnsupportedError(coded[0][0], must, got=coded[0][1], do=do)
     with torch.no_grad():

@@ -145,7 +145,7 @@ class SafetensorsWeights:
             if not torch.equal(one, two):
                 second = self.match.tensors[other[0].number].name
                 must = f"must have the values of `{second}`, which the model ties to it"
-                do = "Build the model untied, or remove the one that is not meant."
+                do = "Build the model untied, or remove the wrong one."
                 raise ModelError(name, must, got="others in the files", do=do)
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ def initial_values(
     if len(set(comm.all_gather_object(_fingerprint(rows, bare)))) > 1:
         got = "parameters with memory, or values that constructors computed, that differ between ranks"
         do = "Build it with the same code, and the same seed on every rank."
-        raise RankError("model", "must be built alike on every rank", got=got, do=do)
+        raise RankError("model", "must be the same on every rank", got=got, do=do)
     # Rank 0's seed, so that values do not depend on the number of ranks.
     seed = comm.broadcast_object(torch.initial_seed(), 0)
     return {**rows, **dict.fromkeys(bare, recipe.RecipeValues(bare, seed)), **buffers}

@@ -166,7 +166,7 @@ def _check_dtypes(
         elif not stored.dtype.is_floating or stored.dtype is DType.FP64:
             must = "must be in a floating dtype of at most 32 bits in the files"
             if stored.dtype is DType.FP64:
-                do = "Its values would be rounded. Convert the file to fp32 if that is meant."
+                do = "Its values would be rounded. To accept that, convert the file to fp32."
         elif entry.is_buffer and not entry.dtype.holds(stored.dtype):
             must = f"must be at most {entry.dtype} in the files, the dtype of the buffer"
             do = f"Give the buffer the dtype {stored.dtype}: its values would be rounded."
@@ -207,7 +207,7 @@ def _check_names(
         do = "If they are to start from the model's own values, allow it: `strict=[...]` with globs."
         problems.add(result.path, must, got=f"no {listed(lacking)}", do=do)
     if extra := refused(result.unexpected, may_hold):
-        must = "must hold nothing that the model has no place for"
+        must = "must hold no tensor that the model does not have"
         do = "If they are to be left out, allow it: `strict=[...]` with globs."
         problems.add(result.path, must, got=listed(extra), do=do)
     result.unexpected = [name for name in result.unexpected if name not in extra]

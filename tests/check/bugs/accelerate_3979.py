@@ -1,6 +1,6 @@
 """accelerate #3979: the upcast to fp32 that does nothing, because its loop assigns to its own variable.
 
-Mended in accelerate since, so the loop of 1.13 is rebuilt here, in plain torch. Every parameter rests in
+Fixed in accelerate since, so the loop of 1.13 is rebuilt here, in plain torch. Every parameter rests in
 bf16, and AdamW updates bf16 with bf16 moments; the run converged 28 times slower.
 """
 

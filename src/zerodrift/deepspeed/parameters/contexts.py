@@ -41,8 +41,8 @@ from zerodrift.errors import ModelError, Problems, UnsupportedError
 REFUSED = {
     "mpu": "There is no tensor parallelism. Leave it out.",
     "zero_param_parallel_group": "There is no second partition of the parameters. Leave it out.",
-    "zero_quantized_weights": "Set it in the config, which decides how weights travel.",
-    "zero_quantized_nontrainable_weights": "Set it in the config, which quantises whatever is given.",
+    "zero_quantized_weights": "Set it in the config, which decides the dtypes of gathers.",
+    "zero_quantized_nontrainable_weights": "Set it in the config, which decides what is quantised.",
     "sequence_data_parallel_group": "There is no sequence parallelism. Leave it out.",
     "param_swapper": "Nothing is offloaded to NVMe. Leave it out.",
 }

@@ -174,7 +174,7 @@ def _starting(package: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        must, do = f"`{package}` must be able to start", f"Mend what it says, or switch `{where}` off."
+        must, do = f"`{package}` must be able to start", f"Fix its error, or turn `{where}` off."
         raise ConfigError(where, must, got=said(error), do=do) from error
 
 

@@ -223,8 +223,8 @@ class AbsentValue(torch.Tensor):
             setter(parameter, cast)
 
     def refusal(self, what: str) -> ModelError:
-        must = "must be gathered when its values are taken"
-        got = f"`{what}` of what was taken between its uses"
+        must = "must be gathered when its values are read"
+        got = f"`{what}` of a tensor that was taken while it was sharded"
         do = self.absent.advice
         return ModelError(self.absent.path, must, got=got, do=do)
 
@@ -258,8 +258,7 @@ def lost_error(path: str, asked: str = "") -> ModelError:
     asks = f", and `{asked}` asks for them" if asked else ""
     must = "must hold values"
     got = f"one that was sharded when its engine was destroyed{asks}"
-    do = "Call `destroy` inside `engine.gathered()` to keep them, or build the model anew and load "
-    do += "what was saved."
+    do = "Call `destroy` inside `engine.gathered()`, or build the model again and load a checkpoint."
     return ModelError(path, must, got=got, do=do)
 
 
@@ -267,7 +266,7 @@ def _refusal(parameter: AbsentParameter, what: str) -> ModelError:
     if parameter.lost:
         return lost_error(parameter.path, what)
     must = "must be gathered when its values are read or written"
-    got = f"`{what}` between its uses"
+    got = f"`{what}` while it was sharded"
     do = parameter.advice
     return ModelError(parameter.path, must, got=got, do=do)
 

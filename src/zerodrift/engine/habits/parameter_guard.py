@@ -34,7 +34,7 @@ LOAD = (
     "Load weights inside `engine.gathered(write=True)`, cast through the config's `precision`, and change "
     "the model before `initialize`."
 )
-_LATER = "Change the model before `initialize`, or build the engine anew."
+_LATER = "Change the model before `initialize`, or build a new engine."
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ParameterSlot:
         thawed = self.parameter.requires_grad and not isinstance(self.segment, TrainedSegment)
         if thawed and (stepping or torch.is_grad_enabled()):
             must = "must stay frozen, as planned"
-            do = "Thaw it before `initialize`, and freeze it again until it is to be trained."
+            do = "Unfreeze it before `initialize`, and freeze it again until you train it."
             return Problem(self.name, must, got="requires_grad=True", do=do)
         return None
 
@@ -151,7 +151,7 @@ def find_other_engines(model: nn.Module) -> tuple[bool, set[str]]:
 def _require_values(slots: Iterable[ParameterSlot]) -> None:
     for slot in slots:
         if not slot.segment.is_full:
-            must = "must be copied or saved inside `engine.gathered()`, where its values are there"
+            must = "must be copied or saved inside `engine.gathered()`, where it has values"
             got = "a copy or `state_dict` outside of it"
             do = "Or save with `zerodrift.Checkpoints` or `zerodrift.export`."
             raise ModelError(slot.name, must, got=got, do=do)
@@ -258,12 +258,12 @@ class ParameterGuard:
             }
             if module not in self._owners:
                 for name in list(held)[:1]:
-                    must = "must be in a module that the engine was given"
+                    must = "must be in a module that was passed to the engine"
                     problems.add(name, must, got="a new one", do=_LATER)
                 continue
             for name, parameter in held.items():
                 if id(parameter) not in self._known:
-                    problems.add(name, "must be there when the engine is made", got="a new one", do=_LATER)
+                    problems.add(name, "must exist when the engine is made", got="a new one", do=_LATER)
         here = {id(module) for module in self._model.modules()}
         for slot in () if problems else self._slots:
             if id(slot.module) not in here:
@@ -284,8 +284,7 @@ class ParameterGuard:
         if self.opened:
             raise UnsupportedError(
                 what,
-                "must not be called inside `engine.gathered(write=True)`, whose values are taken "
-                "over where it ends",
+                "must not be called inside `engine.gathered(write=True)`, which writes at its end",
                 do="Call it after the context.",
             )
 
@@ -369,8 +368,7 @@ class ParameterGuard:
                 if not self.is_open(slot.segment):
                     raise ModelError(
                         slot.name,
-                        "must be loaded inside `engine.gathered(write=True)`, where its full value "
-                        "is there and reaches the optimizer's master",
+                        "must be loaded inside `engine.gathered(write=True)`, which also writes its master",
                         got="`load_state_dict` outside of it",
                     )
 

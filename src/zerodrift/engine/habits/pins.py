@@ -117,7 +117,7 @@ def class_for(name: str, output: Output | None, kind: type[torch.Tensor] = torch
                 warned.append(name)
                 warnings.warn(
                     f"`{name}` is pinned to {args[0].dtype}, and the model itself casts it to "
-                    f"{result.dtype}: results of that are rounded, whatever the config says.",
+                    f"{result.dtype}: the results are rounded in spite of the pin.",
                     stacklevel=3,
                 )
             if named in OTHERS or not _alone(given):
@@ -131,7 +131,7 @@ def class_for(name: str, output: Output | None, kind: type[torch.Tensor] = torch
 
     # Compiled code takes parameters of any class, but no other tensors (torch 2.13 to 2.15).
     apart = torch.compiler.disable(
-        torch_function, reason=f"what is made of the pinned `{name}` is computed with as it is"
+        torch_function, reason=f"tensors computed from the pinned `{name}` keep its dtype"
     )
     result_class = type("PinnedResult", (_PinnedResult, *others), {"__torch_function__": classmethod(apart)})
     return type("PinnedParameter", (Pinned, *others), {"__torch_function__": classmethod(torch_function)})

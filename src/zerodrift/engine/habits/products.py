@@ -150,7 +150,7 @@ def _parse(name: str, named: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     ):
         return call
     must = "must be multiplied as a linear layer does, with an activation from the left, for fp8 products"
-    do = "Leave the weight out of fp8 by a rule, `compute: bf16` or whatever the mode's dtype is."
+    do = "Leave the weight out of fp8 by a rule with `compute:` and the mode's dtype, such as bf16."
     raise ModelError(name, must, got=f"`{named}`", do=do)
 
 

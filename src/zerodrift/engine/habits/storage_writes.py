@@ -29,11 +29,11 @@ from zerodrift.policy import Master
 
 WRITE = "must be written inside `engine.gathered(write=True)`"
 READ = "a write inside `engine.gathered()`, which shows values"
-WRITTEN_ABSENT = "a write to what stands for it"
-_GATHERED = "They were gathered for the forward alone, and the write was lost."
+WRITTEN_ABSENT = "a write to its placeholder"
+_GATHERED = "The values were gathered only for the forward, and the write was lost."
 _SPLIT = (
-    "A split master cannot tell which elements were meant. Write there, or set `precision.master: fp32`, "
-    "which takes such writes over."
+    "A split master cannot tell which elements changed. Write there, or set `precision.master: fp32`, "
+    "which accepts such writes."
 )
 _VERSION = operator.attrgetter("_version")
 
@@ -76,8 +76,8 @@ def take_back_memory(segment: FlatSegment) -> None:
         if segment.gathers or segment.holds or parameter.data_ptr() == home.data_ptr():
             continue
         if row.trained:
-            must = "must have the memory that the engine gave it where values are read or saved"
-            do = "Assign the former `.data` again before, or write with `copy_`."
+            must = "must have its own memory again when values are read or saved"
+            do = "First assign the old `.data` again, or write with `copy_`."
             problems.add(row.name, must, got="memory that was assigned to `.data`", do=do)
         else:
             home.copy_(parameter)

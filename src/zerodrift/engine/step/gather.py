@@ -353,7 +353,7 @@ def _refuse_unfinished(path: str, output: Any) -> None:
         output = tuple(output.values())
     for item in output if isinstance(output, (tuple, list)) else (output,):
         if isinstance(item, (Iterator, Awaitable, AsyncIterator)):
-            must = "must return what it has computed"
+            must = "must return computed values"
             got = f"a {type(item).__name__}, which computes after the forward, without parameters"
             do = "Return a list."
             raise ModelError(path or "model", must, got=got, do=do)

@@ -116,16 +116,16 @@ def _disagreement(agreement: RankAgreement, comm: Collectives) -> RankError:
         listed = ", ".join(f"rank {rank} {report.dropped}" for rank, report in reports[:8])
         must = "must follow a forward in training on every rank or on none"
         got = f"batches of this step without one: {listed}"
-        do = "Where a rank skips a batch, gradients of different batches are paired: let all skip "
-        do += "it, or multiply its loss by 0 and call `backward`."
+        do = "If a rank skips a batch, gradients of different batches are paired: skip it on all "
+        do += "ranks, or multiply its loss by 0 and call `backward`."
         return RankError("backward", must, got=got, do=do)
     still: list[set[str]] = [set(report.without_update) for _, report in reports]
     if any(names != still[0] for names in still):
         return RankError(
             min(name for names in still for name in names if any(name not in other for other in still)),
             "must be trained on every rank or on none",
-            got="`requires_grad` false, or a gradient that was taken away, on some ranks only",
-            do="Freeze and thaw on all ranks alike.",
+            got="`requires_grad` false, or a removed gradient, on some ranks only",
+            do="Freeze and unfreeze it on all ranks.",
         )
     rates = {str(list(report.rates)): rank for rank, report in reversed(reports)}
     if len(rates) > 1:
@@ -139,16 +139,16 @@ def _disagreement(agreement: RankAgreement, comm: Collectives) -> RankError:
         return set_on_some(some[0])
     must = "must be used in the same order on every rank"
     got = "different orders in this step"
-    do = "A unit that only some ranks run, such as an expert without tokens, cannot be gathered by "
-    do += "itself: name a larger one in `sharding.units`."
+    do = "A module that only some ranks run, such as an expert without tokens, cannot be a unit: "
+    do += "name a larger module in `sharding.units`."
     return RankError("units", must, got=got, do=do)
 
 
 def set_on_some(name: str) -> RankError:
     """Return the error for a gradient that was set on some ranks only."""
-    must = "must be set on every rank or on none, where it is set outside of a backward"
+    must = "must be set on every rank or on none if it is set outside a backward"
     got = f"one of `{name}` on some ranks only"
-    do = "Set it on all of them, to zeros where a rank has nothing to add."
+    do = "Set it on all ranks, to zeros on a rank with nothing to add."
     return RankError("param.grad", must, got=got, do=do)
 
 

@@ -258,7 +258,7 @@ class Gradients:
                     row.name,
                     "a gradient that has arrived must be added to, `param.grad += new`",
                     got="`param.grad` set to something else",
-                    do="What was there before would be lost.",
+                    do="The old gradient would be lost.",
                 )
         problems.raise_as(ModelError)
 

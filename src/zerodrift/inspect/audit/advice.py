@@ -339,7 +339,7 @@ class FormatSearch:
             return ""
         if column == "gather" and after.wire >= before.wire:
             alone = self.runs.plan.mesh.world == 1
-            where = "nothing travels on one rank, as it does under torchrun"
+            where = "one rank sends nothing; start more with torchrun"
             return f"because {where if alone else 'it saves no bytes on the wire'}"
         saves = after.sum < before.sum
         return "" if saves else "because it takes more bytes at rest than it saves on the wire"

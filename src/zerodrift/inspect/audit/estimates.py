@@ -112,8 +112,8 @@ def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
             begin = functools.partial(runs.signed_costs, calls=runs.close_calls(planned, true))
             again = runs.forward_signals(engine, batches, _recording(engine, found, constants), begin)
             if not (_is_same(planned, alone) and _is_same(again, alone)):
-                must = "must leave the bits of a run as they are"
-                got = "other log-probabilities where the same forward was watched"
+                must = "must not change the bits of a run"
+                got = "other log-probabilities in a watched forward"
                 do = "Does the model draw from generators of its own, or keep state in a forward?"
                 raise ZerodriftError("the audit", must, got=got, do=do)
             estimated = _estimate(engine, true_values, found, scale, stored, moved)

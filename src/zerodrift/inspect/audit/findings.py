@@ -2,7 +2,7 @@
 
 A low-precision run rounds everywhere, as its mode says. A finding is a loss of precision beyond that.
 
-Invariant: nothing runs here. Each finding says what is wrong, where, by how much, and how to mend it.
+Invariant: nothing runs here. Each finding says what is wrong, where, by how much, and how to fix it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _at(kind: FindingKind, place: Rounding, what: str, do: str, weight: float) -
 
 def _out_of_range(results: PassResults) -> Findings:
     """Find numbers beyond the range of a dtype, and numbers that become zero where that loses much."""
-    do = "Compute it in fp32 or bf16: pin what it computes with, or leave out the cast before it."
+    do = "Compute it in fp32 or bf16: pin its parameters, or remove the cast before it."
     for place in (*(place for place, _ in results.own_places), *results.planned_places):
         if place.saturated:
             what = f"{place.saturated} of {place.numel} numbers of `{place.operation}` are beyond the range "
@@ -127,7 +127,7 @@ def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
     for name, held in before.items() if len(before) < whole else ():
         what = f"its values are numbers of {held}, held in fp32: they were rounded before the run, and "
         what += f"those of {whole} other parameters were not"
-        do = "Load the values in fp32: casting back does not restore what a cast has lost."
+        do = "Load the values in fp32: casting back does not restore lost bits."
         yield AuditFinding("rounded", name, what, do, 90.0, (name,))
     for (cells, why), names in narrowed_groups(plan).items():
         runs = [each.alone for each in replayed if set(each.choice.names) & set(names)]
@@ -255,7 +255,7 @@ def _narrowed_by_rules(
         worth = {name: costs[kind][name] for name in names if name in costs[kind]}
         of = "elements have a moment that is stored as zero" if column == "state" else "the gradient's norm"
         what = f"`{column}` {value} by `{rule}`: "
-        what += f"{{}} of {of}" if worth else "what it costs was not measured"
+        what += f"{{}} of {of}" if worth else "its cost was not measured"
         do = "Leave the column out of the rule, unless that is meant."
         yield from _together(kind, worth or dict.fromkeys(names, 0.0), what, do, 100.0)
 

@@ -144,8 +144,8 @@ def loss_of(output: Any, batch: Batch) -> torch.Tensor:
     if loss is None:
         loss = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        must, got = "must return a loss: one number, or what has `.loss`", type(output).__name__
-        do = "A model of `transformers` returns one where the batch has `labels`."
+        must, got = "must return a loss: one number, or an object with `.loss`", type(output).__name__
+        do = "A model of `transformers` returns a loss if the batch has `labels`."
         raise ModelError("model", must, got=f"{got} for {', '.join(batch)}", do=do)
     return loss.reshape(())
 
@@ -156,7 +156,7 @@ def call_model(engine: Engine, batch: Batch) -> Any:
         return engine(**batch_on(batch, engine.mesh.device, lambda tensor: tensor))
     except (TypeError, RuntimeError, ValueError, IndexError) as error:
         shapes = ", ".join(f"{key} {list(getattr(value, 'shape', ()))}" for key, value in batch.items())
-        must = "must be what the model can be called with"
+        must = "must be inputs that the model accepts"
         raise ModelError("batch", must, got=f"{shapes}: {error}") from error
 
 

@@ -102,7 +102,7 @@ def findings(plan: Plan, observed: EngineRecord) -> list[Problem]:
     for row, column, said, seen, judged in _judged(plan, observed):
         if judged == "DIFFERENT":
             must = f"`{column}` must be {said} ({row.columns.reasons().get(column, '')})"
-            do = "The model's own code may round what it is given: change that, or what the plan says."
+            do = "The model's own code may round its inputs: change the code, or the plan."
             do = do if column in THE_MODELS else ""
             found.append(Problem(row.name, must, got=", ".join(seen), do=do))
     return found
@@ -157,7 +157,7 @@ def unexpected(path: Path, processes: Sequence[ProcessRecord]) -> list[RunFindin
     """Return every cell that is not as a file says: a saved table, a plan, or a config in either dialect."""
     declaration = tables.read_declaration(path)
     if isinstance(declaration, list):
-        do = "If the change is meant, save the table anew."
+        do = "If the change is intended, save the table again."
         return [
             RunFinding("not-as-expected", item.column, item.names, f"It was {item.a} and is {item.b}.", do)
             for item in tables.differences(declaration, processes)
@@ -172,7 +172,7 @@ def unexpected(path: Path, processes: Sequence[ProcessRecord]) -> list[RunFindin
     alike: dict[tuple[Kind, Column, str, str, str], list[str]] = {}
     for name, *cell in _differing(plan, trained[0], binds_all):
         alike.setdefault(tuple(cell), []).append(name)  # type: ignore[arg-type]
-    do = "The library that runs does not do what the key says: see what it supports, or leave the key out."
+    do = "The library does not follow this key: check what it supports, or remove the key."
     found = []
     for (kind, column, said, why, seen), names in alike.items():
         what = f"{why}: {said} was declared, {seen} was seen."
@@ -302,9 +302,9 @@ def _pin_casts(plan: Plan, trace: Trace, forward: list[TracedOperation]) -> Iter
                 held[made.memory] = name
                 continue
             what = f"{subject}cast from {given.dtype} to {made.dtype} by {operation.cast_by}"
-            do = "Its pin ends there, whatever the plan says: mend the model's code."
+            do = "The pin has no effect after this cast: fix the model's code."
             if operation.cast_by != "the model":
-                do = "Pin what takes it, too, if it is to stay unrounded."
+                do = "To keep it unrounded, also pin the module that uses it."
             yield Hidden("pin cast", name, what, operation.line, do)
 
 
@@ -355,9 +355,9 @@ def _promotion(origin: TracedOperation, cast: TracedOperation) -> Hidden:
         what += f"makes {origin.outputs[0].dtype}, rounded to {cast.outputs[0].dtype} by {by}"
         if cast.line not in ("", origin.line) and by != "autocast":  # which casts at the next operation
             what += f" at {cast.line}"
-    do = "In between it has the size of the wider dtype. Cast one of them, unless that is meant."
+    do = "In between it has the size of the wider dtype. Cast one of them, unless this is intended."
     if cast.cast_by == "autocast":
-        do = "This is how autocast works. In mode bf16 or fp16 nothing is widened unasked."
+        do = "Autocast does this. Modes bf16 and fp16 widen nothing."
     return Hidden("promotion", origin.module, what, origin.line, do)
 
 
@@ -369,7 +369,7 @@ def _other_computes(plan: Plan, trace: Trace) -> Iterator[Hidden]:
             continue
         used, planned = seen.get(row.name, {}), str(row.columns.compute)
         if not used and trace.refused is None and row.trained:
-            do = "It gets no gradient. Freeze it, if that is meant."
+            do = "It gets no gradient. If this is intended, freeze it."
             yield Hidden("unused", row.name, "enters no operation of the forward", "", do)
         names = frozenset(dtype_name(known.torch) for dtype in used if (known := _KNOWN.get(dtype)))
         if verdict(plan, row.columns, "compute", names) not in ("wider", "DIFFERENT"):
@@ -380,7 +380,7 @@ def _other_computes(plan: Plan, trace: Trace) -> Iterator[Hidden]:
             what = f"used in {dtype} by `{operation.name.strip('_')}`, for {planned} in the plan"
             do = "The model's own code widens it: nothing is lost."
             if _loses(planned, dtype):
-                do = "The model's own code rounds it: change that, or what the plan says."
+                do = "The model's own code rounds it: change the code, or the plan."
             yield Hidden("compute", row.name, what, operation.line, do)
 
 

@@ -1,4 +1,4 @@
-"""Findings about a run: a sentence on what costs precision, and one on how to mend it.
+"""Findings about a run: a sentence on what costs precision, and one on how to fix it.
 
 Every finding follows from sightings and facts of parameters, never from a config. One finding lists all of
 its parameters.
@@ -50,7 +50,7 @@ _MASTERS = {
     "": "Keep the weights in fp32 and compute under `torch.autocast`, or update fp32 copies of them.",
     "fully_shard": "Load the weights in fp32, and give `fully_shard` a `MixedPrecisionPolicy`.",
     "fsdp": "Load the weights in fp32, and give FSDP a `MixedPrecision`.",
-    "deepspeed": "Leave `bf16_master_weights_and_grads`, `bf16_optimizer_states` and their like off.",
+    "deepspeed": "Turn `bf16_master_weights_and_grads`, `bf16_optimizer_states` and similar keys off.",
 }
 
 _SUMS = {
@@ -118,7 +118,7 @@ def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
         cost = _share_lost(norms) or 0.5
         yield from finding("norm-in-16-bits", "master", _names(norms), what, masters, cost)
         cast = wide[0].dtypes("compute")[0] if wide else ""
-        what = f"Weights rest in {dtype} and are cast to {cast} where they compute: every update rounds them "
+        what = f"Weights are stored in {dtype} and cast to {cast} to compute: every update rounds them "
         what += f"to {bits} bits before, and a cast adds none."
         yield from finding("upcast-without-effect", "compute", _names(wide), what, masters, 1 / 2**bits)
         states = _names(p for p in parameters if p.has("state", dtype))
@@ -140,7 +140,7 @@ def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
         buffers = [name for name, held in model.buffers.items() if held == dtype]
         what = f"Buffers are {dtype}: constants such as frequencies of positions or running statistics were "
         what += "rounded with the weights."
-        do = "Cast parameters alone, not the module, or restore the buffers after the cast."
+        do = "Cast only parameters, not the module, or restore the buffers after the cast."
         yield from finding("buffer-rounded", None, buffers, what, do, 1 / 2**bits)
 
 
@@ -226,8 +226,8 @@ def _narrow_export(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
     narrow = [p for p in plain if p.dtypes("export") and width(p, "export") < width(p, "storage")]
     if narrow:
         export, storage = narrow[0].cells["export"][0], narrow[0].dtypes("storage")[0]
-        what = f"Files have {export.dtype} of weights that are {storage}: what was trained is rounded."
-        do = "Write the weights as they are trained, and round where they are served."
+        what = f"Files have {export.dtype}, and the trained weights are {storage}: saving rounds them."
+        do = "Write weights in the dtype of training, and round them where they are served."
         yield RunFinding("narrow-export", "export", _names(narrow), what, do, export.line, 0.004)
 
 
@@ -239,16 +239,16 @@ def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
         kept = _own_of_ranks(processes, model)
         given["own"] = [name for name in given["own"] if name not in kept]
     ranks, micro_batches = len(processes), processes[0].micro_batches
-    what = "What the optimizer was given is the gradient of its own rank, not the average: each rank trains "
+    what = "The optimizer gets the gradient of its own rank, not the average: each rank trains "
     what += "on its part of the batch."
     yield from finding("not-averaged", "reduce", given.get("own", ()), what, advice(_AVERAGES, model))
-    what = f"What the optimizer was given is the sum of the gradients of {ranks} ranks, not their mean: "
+    what = f"The optimizer gets the sum of the gradients of {ranks} ranks, not their mean: "
     what += f"steps are {ranks} times as long, or clipped as often."
     do = "Divide by the number of ranks, unless the loss was divided by it."
     yield from finding("not-averaged", "reduce", given.get("sum", ()), what, do)
     lost = given.get("neither", ())
     if library(model) == "deepspeed" and micro_batches > 1 and 2 * len(lost) > len(model.parameters):
-        what = f"What the optimizer was given is no sum of the gradients of {micro_batches} micro-batches: "
+        what = f"The optimizer does not get the sum of the gradients of {micro_batches} micro-batches: "
         do = "Set `gradient_accumulation_steps` to the micro-batches of a step and call `engine.step()` "
         do += "after each, or mark the last with `engine.set_gradient_accumulation_boundary`."
         yield from finding("not-accumulated", "accumulate", lost, what + "some were dropped.", do)
@@ -312,7 +312,7 @@ def _rounded_gradients(processes: Sequence[ProcessRecord], model: ModelRecord) -
     for dtype, names in found.items():
         what = f"Gradients arrive in fp32, and what the optimizer is given has the {BITS[dtype]} bits of "
         what += f"{dtype}: the script rounds gradients, or adds them, in {dtype}."
-        do = "Keep gradients, and what micro-batches are added in, in fp32 until the optimizer's step."
+        do = "Keep gradients and their sum in fp32 until the optimizer's step."
         cost = wire_error(dtype, processes[0].micro_batches)
         yield from finding("gradients-rounded", "accumulate", dict.fromkeys(names), what, do, cost)
 
@@ -328,8 +328,8 @@ def _not_scaled(processes: Sequence[ProcessRecord], model: ModelRecord) -> Itera
     half = [p for p in model.parameters if p.has("compute", "float16")]
     sampled = [abs(value) for p in half for value in p.facts.get("own", ()) if value]
     share = sum(value < _SMALLEST for value in sampled) / max(len(sampled), 1)
-    what = "The model computes in float16, and the loss is not scaled: what is smaller than 6e-5 in the "
-    what += f"backward loses bits or becomes zero; {share:.0%} of the sampled gradients are."
+    what = "The model computes in float16, and the loss is not scaled: numbers below 6e-5 in the "
+    what += f"backward lose bits or become zero; {share:.0%} of the sampled gradients are that small."
     do = "Scale the loss with `torch.amp.GradScaler`, or compute in bfloat16."
     yield from finding("loss-not-scaled", "grad", _names(half), what, do, max(share, 2.0**-11))
 
@@ -396,7 +396,7 @@ def _ranks_differ(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
                 continue  # each rank reduces the part that it updates into another tensor
             cells = [(p.name, p.dtypes(column), q.dtypes(column)) for p, q in pairs]
             unlike = {name: (a, b) for name, a, b in cells if a and b and set(a) != set(b)}
-            do = "Build the model and its optimizer alike on every rank."
+            do = "Build the same model and optimizer on every rank."
             for a, b in [*unlike.values()][:1]:
                 what = f"Rank {rank} has {', '.join(a)}, rank {other.rank} {', '.join(b)}."
                 yield from finding("ranks-differ", column, unlike, what, do)

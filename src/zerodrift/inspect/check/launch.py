@@ -221,7 +221,7 @@ class Observation:
     def process(self) -> ProcessRecord:
         """The whole record."""
         if self._process is None:
-            raise ZerodriftError("observe", "must have ended", do="Read what was seen after the `with`.")
+            raise ZerodriftError("observe", "must have ended", do="Read the result after the `with`.")
         return self._process
 
     @property

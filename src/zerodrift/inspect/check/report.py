@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from zerodrift import report
-from zerodrift.inspect.check.mending import mending
+from zerodrift.inspect.check.fixes import fixes
 from zerodrift.inspect.check.table import ParameterGroup, RunFinding, cell, elements, folded, groups, short
 from zerodrift.inspect.trace import COLUMNS, Column, ModelRecord, ParameterRecord, ProcessRecord, Sighting
 
@@ -24,7 +24,7 @@ WIDTH = 80
 _GROUP_NAMES = 6  # printed of a group
 _FINDING_NAMES = 3  # printed of a finding
 
-_WHAT_TO_DO = operator.attrgetter("do")  # adjacent findings that one thing to do mends are shown together
+_WHAT_TO_DO = operator.attrgetter("do")  # adjacent findings that one thing to do fixes are shown together
 
 _STYLES = {"fp32": "green", "fp64": "green", "same": "", "bf16": "cyan", "fp16": "magenta"}
 
@@ -73,8 +73,8 @@ def run_text(
     for model in first.models:
         parts += _model(model, width)
     parts += _findings(findings, _trained(first), width)
-    blocks = mending(processes, findings)
-    parts += [report.section("config", "that mends them")] if blocks else []
+    blocks = fixes(processes, findings)
+    parts += [report.section("config", "that fixes them")] if blocks else []
     for library, code in blocks:
         code = code if width >= WIDTH else re.sub(" +# ", "  # ", code)
         parts += [Text(library, style="dim"), Padding(Text(code), (0, 0, 0, 2)), Text()]
@@ -152,7 +152,7 @@ def _sightings(made: Sequence[ParameterGroup], width: int) -> RenderableType:
 
 
 def _findings(findings: Sequence[RunFinding], trained: Sequence[str], width: int) -> list[RenderableType]:
-    """Return what to do, each with the findings that it mends; the first is what costs most."""
+    """Return what to do, each with the findings that it fixes; the first is what costs most."""
     causes = [list(alike) for _, alike in groupby(findings, key=_WHAT_TO_DO)]
     of = f", with {len(causes)} causes; the costliest first" if len(causes) > 1 else ""
     parts: list[RenderableType] = [report.section("findings", f"{len(findings)}{of}" if findings else "none")]
@@ -187,13 +187,13 @@ def run_page(
         report.PageSection("", "", [report.NoteList(listed)] if listed else ()),
         report.PageSection("Findings", "findings", [found]),
     ]
-    blocks = mending(processes, findings)
+    blocks = fixes(processes, findings)
     texts = [
         part
         for library, code in blocks
         for part in (report.Paragraph(library, ""), report.Preformatted(code))
     ]
-    sections += [report.PageSection("Config that mends them", "config", texts)] if blocks else []
+    sections += [report.PageSection("Config that fixes them", "config", texts)] if blocks else []
     for number, model in enumerate(first.models):
         title = " in ".join([model.name, *reversed(model.wrappers)])
         lines = [_row(parameter) for _, parameters in groups(model) for parameter in parameters]

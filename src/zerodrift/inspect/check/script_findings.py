@@ -43,7 +43,7 @@ def loss_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:
                 f"Whole numbers up to {event['greatest']:.0f} are cast to {dtype}, which holds those up to "
             )
             what += f"{most}: {event['share']:.0%} of the sampled ones change."
-            do = "Keep positions, timesteps and counts whole or in fp32, and cast what is computed from them."
+            do = "Keep positions, timesteps and counts whole or in fp32, and cast values computed from them."
             yield RunFinding("whole-numbers-rounded", "compute", (), what, do, line, 1 / most)
         if event["kind"] == "loss-statistic":
             what = f"A statistic is computed in {dtype}, by `{event['operation']}`: all that it scales or "
@@ -58,7 +58,7 @@ def _rounded_logits(processes: Sequence[ProcessRecord], events: Sequence[Any]) -
         error = _greatest(event) / 2 ** BITS[event["dtype"]]
         what = f"Logits are computed in more bits and cast to {event['dtype']} before the loss, which casts "
         what += f"them up again: up to {error:.2g} is lost of each."
-        do = "Leave that cast out: give the loss what the head computes."
+        do = "Remove that cast: pass the head's output to the loss."
         yield RunFinding("logits-rounded", "compute", (), what, do, event["line"], min(error, 1.0))
     products = [event for event in events if event["kind"] == "loss-product" and event["dtype"] in BITS]
     greatest = max((_greatest(event) for event in events if event["kind"] == "loss-widened"), default=0.0)

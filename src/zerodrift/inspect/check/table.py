@@ -201,7 +201,7 @@ class RunFinding:
     column: Column | None
     names: tuple[str, ...]  # names of parameters, or of buffers; empty for a fault of the whole run
     what: str  # the fault and its cost, in a sentence
-    do: str  # how to mend it with the library that runs
+    do: str  # how to fix it with the library that runs
     line: str = ""
     cost: float = 1.0
     """Share of an update or of a value that is lost, measured on a sample or estimated."""

@@ -113,7 +113,7 @@ def require_tokens(own: audit.Signals, sequences: audit.Ids, order: Sequence[Seq
         if bad:
             sequence = part[bad[0] // (len(sequences[part[0]]) - 1)]
             must = "must have finite log-probabilities on the trainer's side"
-            do = "Look at the trainer's mode: its values are beyond the range of what it computes in."
+            do = "Check the trainer's mode: its values are beyond the range of its compute dtype."
             raise NonFiniteError(f"tokens[{sequence}]", must, got=f"{len(bad):,} inf or nan", do=do)
 
 
@@ -284,7 +284,7 @@ def _activation_cells(replays: replay.SideReplays, cells: Sequence[DifferentCell
     for key, dtype in ((key, asked[key]) for key in ACTIVATIONS if key in asked):
         seen = {*replays.seen(()).seen.get(key, ()), *replays.seen(cells).seen.get(key, ())}
         if not seen:
-            must, got = "must be something that the model does where it can be seen", "its forward"
+            must, got = "must be a difference that the model's run shows", "its forward"
             do = "Leave the key out; docs/drift.md says where each is looked for."
             raise ConfigError(f"sampler.{key}", must, got=f"nothing of that kind in {got}", do=do)
         known = {from_torch(each) for each in seen}

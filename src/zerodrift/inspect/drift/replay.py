@@ -119,8 +119,8 @@ def different_dtypes(
         usual = DType.FP32 if after.autocast else after.dtype
         for name, dtype in compute.items():
             if dtype not in (DType.FP32, usual):
-                must = "must be fp32, or what `compute` says, beside a trainer under autocast"
-                do = "Say with `compute` what the sampler computes in: it has no autocast."
+                must = "must be fp32, or have `compute`, if the trainer is under autocast"
+                do = "Set `compute` to the sampler's dtype: it has no autocast."
                 raise UnsupportedError(f"sampler.{roles[name]}", must, got=dtype, do=do)
     changed: list[str] = []
     groups: dict[tuple[str, str], list[str]] = {}

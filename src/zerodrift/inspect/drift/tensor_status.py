@@ -87,7 +87,7 @@ def follow_tensors(
         found.append(TensorStatus(name, verdict, step, tensor.dtype, tuple(digests)))
     notes = []
     for step, side in read:
-        gone = TensorVerdict("missing", f"not among what was {step}", 0, float("nan"))
+        gone = TensorVerdict("missing", f"not among the tensors that were {step}", 0, float("nan"))
         known = {status.name for status in found}
         found += [TensorStatus(name, gone, step, "-", ()) for name in side.missing if name not in known]
         if side.unread:
@@ -109,7 +109,7 @@ def _judge_in_model(
     verdict = judge(mine, tensor.values, others, tensor.half_step)
     first = next((other for other in tied if other != name and other in held), "")
     if first and not verdict.is_as_trained:
-        told = f"no longer one with `{first}`, which the model ties it to; {verdict.told}"
+        told = f"no longer equal to `{first}`, which the model ties it to; {verdict.told}"
         return TensorVerdict("untied", told, verdict.differ, verdict.distance)
     return verdict
 
@@ -248,7 +248,7 @@ def _moved(
     factor = float((other.double() * trained.double()).sum() / trained.double().square().sum())
     made = (trained.double() * factor).to(other.dtype)
     if distance(other, made) < torch.finfo(other.dtype).eps / 2:
-        return "scaled", f"what was trained times {factor:.6g}"
+        return "scaled", f"the trained values times {factor:.6g}"
     return None
 
 

@@ -90,7 +90,7 @@ def _load_model(model: str | nn.Module, weights: str | os.PathLike[str] | None) 
         fill_module(module, Path(weights))
     bare = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if bare:
-        must = "must be given where the model has no values of its own"
+        must = "must be given if the model has no values"
         do = "Give the checkpoint or the folder that the trainer wrote."
         raise ModelError("--weights", must, got=f"none for {listed(bare[:3])}", do=do)
     for name, parameter in module.named_parameters():

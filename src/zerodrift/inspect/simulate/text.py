@@ -21,7 +21,7 @@ WIDTH = 80
 SHOWN = 12  # results of a sweep that are printed of each kind; JSON has all
 UNITS = 6  # lines of exposed communication
 
-_ORDERS = {"tree": "by the tree", "rank": "in the order of ranks", "native": "as the carrier adds them"}
+_ORDERS = {"tree": "by the tree", "rank": "in the order of ranks", "native": "in NCCL's own order"}
 
 
 def simulation_text(
@@ -66,7 +66,7 @@ def simulation_text(
         waited.append((f"{len(rest)} more", "", _seconds(total), percent(total / step)))
     fits = "fits" if memory.fits else "does not fit"
     uses = [
-        ("the plan's peak", size(memory.plan), "what `zerodrift plan` counts"),
+        ("the plan's peak", size(memory.plan), "counted by `zerodrift plan`"),
         ("activations", size(memory.activations), "what autograd keeps"),
         ("one operation", size(memory.workspace), "the result of the largest"),
         ("reserved", size(memory.reserve), "`reserve_gb` of the cluster"),

@@ -112,7 +112,7 @@ def sized_inputs(model: nn.Module, samples: int, length: int) -> Inputs:
     made: dict[str, Any] = {}
     for name, value in example.kwargs.items():
         if not isinstance(value, torch.Tensor) or value.dtype is not torch.int64 or value.dim() != 2:
-            must = "must be called with tokens alone, to be given some"
+            must = "must accept tokens as its only input"
             do = "Give `--inputs package.module:function`, which returns a micro-batch."
             raise UnsupportedError(type(model).__name__, must, got=f"`{name}`", do=do)
         repeated = value.reshape(-1).repeat(-(-samples * length // value.numel()))

@@ -156,7 +156,7 @@ class FakeRecorder(TorchFunctionMode):
         if len(mixed) > 1:
             first, *others = [tensor.dtype for tensor in given if tensor.is_floating_point()]
             if any(torch.promote_types(first, dtype) is not dtype for dtype in others):
-                self.refuse(name, mixed, "its parameters must not be narrower than what it norms")
+                self.refuse(name, mixed, "its parameters must not be narrower than its input")
         if "index" in name and len(args) > 1 and isinstance(args[1], (list, tuple)):
             indices: list[Any] = []
             for index in args[1]:  # replace a known mask by its places
@@ -399,10 +399,10 @@ class _DryRun:
         where = f"{path or 'model'} ({type(self._model.get_submodule(path)).__name__})"
         at = f"{' in its backward' if self._recorder.backward else ''}{f' at {line}' if line else ''}"
         must, got = "must run on tensors without values", said(error).rstrip(".")
-        do = "Is it what the model can be called with? `--inputs package.module:function` gives others."
+        do = "Can the model be called with these inputs? `--inputs package.module:function` passes others."
         if isinstance(error, VALUES_NEEDED):
             name = operations.name_of(error.func).strip("_")
-            must = "must not let values decide what runs, for a trace has none"
+            must = "must not depend on values, because a trace has none"
             got = _LOOKS.get(name, f"`{name}`")
             do = (
                 "Write it with operations of one shape (`torch.where`, a multiplication by the mask), or see "

@@ -105,7 +105,7 @@ class Watcher:
                     process.libraries[name] = str(getattr(whole, "__version__", "unknown"))
         if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
             untried = f"torch {torch.__version__} is not one of the tested versions ({', '.join(TRIED)})"
-            process.notes.append(f"{untried}: what it does in a new place is not seen.")
+            process.notes.append(f"{untried}: new uses of it are not observed.")
         if anything_compiled():
             state.note(COMPILED)
         for name, times in sorted(self._collectives.unknown.items()):

@@ -85,8 +85,8 @@ class Rows:
         except OSError as error:
             got = error.strerror or said(error)
         if got:
-            todo = "Start again to go on from the last checkpoint, if the tokens are the same."
-            raise ConfigError(str(self.file), "must stay as it is while a run reads it", got=got, do=todo)
+            todo = "Start again to resume from the last checkpoint, if the tokens are the same."
+            raise ConfigError(str(self.file), "must not change while a run reads it", got=got, do=todo)
         return np.frombuffer(data, self.dtype)
 
     def part(self, chosen: slice) -> Rows:

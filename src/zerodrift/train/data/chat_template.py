@@ -103,7 +103,7 @@ def _head(role: str) -> str:
 
 def _without_template(talk: Conversation, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
     if more := [*_other_keys(talk), *(["tools"] if talk.tools else [])]:
-        must = "must be `role` and `content` alone where the tokenizer has no chat template"
+        must = "must be only `role` and `content` if the tokenizer has no chat template"
         todo = "Leave it out, or use a tokenizer with one."
         raise ConfigError(talk.where, must, got=names(more), do=todo)
     parts: list[Tokens] = [np.array(tokenizer.start, np.int64)]

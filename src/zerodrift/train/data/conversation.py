@@ -134,7 +134,7 @@ def read_conversation(row: Mapping[str, Any], key: str, where: str) -> Conversat
         for mark in [name for name in _LEARNED if turn.get(name) is not None]:
             if turn[mark] not in (0, 1):
                 place = f"{where}: turn {number}: {mark}"
-                raise ConfigError(place, "must be 0 or 1, or not be there", got=repr(turn[mark]))
+                raise ConfigError(place, "must be 0 or 1, or left out", got=repr(turn[mark]))
             muted |= set() if turn[mark] else {number}
     messages = tuple({name: turn[name] for name in turn if name not in _LEARNED} for turn in turns)
     tools = _json(row.get("tools"), f"{where}: tools")
@@ -181,7 +181,7 @@ def _history(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     for number, pair in enumerate(earlier if isinstance(earlier, list) else [earlier]):
         place = f"{where}: history[{number}]"
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(p, str) for p in pair):
-            raise ConfigError(place, "must be pairs of what was asked and answered", got=type_name(pair))
+            raise ConfigError(place, "must be pairs of question and answer", got=type_name(pair))
         said = zip((USER, ASSISTANT), pair, strict=True)
         turns += [{"role": role, "content": unicode(text, place)} for role, text in said]
     return turns
@@ -228,7 +228,7 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
         elif key in _LEARNED:
             read[key] = value
         else:
-            must = "must be a text, or not be there"
+            must = "must be a text, or left out"
             raise ConfigError(place, must, got=type_name(value), do="Leave it out.")
     return read
 
@@ -301,7 +301,7 @@ def _json(value: Any, where: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise ConfigError(where, "must be JSON where it is a text", got=repr(value[:60])) from None
+        raise ConfigError(where, "must be JSON if it is a text", got=repr(value[:60])) from None
 
 
 def has_content(value: Any) -> bool:

@@ -74,7 +74,7 @@ def find(written: str | Sequence[str], data: Data, where: str, split: str = TRAI
         try:
             found, must = _named(text, data, split, where)
         except (OSError, RuntimeError, ValueError) as error:  # a name too long, a home that is not there
-            found, must = DataFiles(), f"must name files that are there ({first_line(error)[-80:]})"
+            found, must = DataFiles(), f"must name existing files ({first_line(error)[-80:]})"
         if not found.files:
             there = f", with {', '.join(found.left)}" if found.left else ""
             here = f" (looked for in {Path.cwd()})" if not there and text[:1] not in ("/", "~") else ""
@@ -100,7 +100,7 @@ def _named(text: str, data: Data, split: str, where: str) -> tuple[DataFiles, st
         return folder.data(split, data.format == "files"), "must name folders with files of a known kind"
     files = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
     other = kind(path)
-    must = f"must name files, not {other}" if other else "must name files that are there"
+    must = f"must name files, not {other}" if other else "must name existing files"
     return DataFiles(tuple(file for file in files if file.is_file())), must
 
 

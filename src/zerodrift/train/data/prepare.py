@@ -94,10 +94,10 @@ def require_validation(job: Job) -> None:
     for key in ("evaluate_every", "evaluate_blocks", "export_best", "patience"):
         if (value := getattr(run, key)) and job.data.validation == 0.0:
             got = f"{str(value).lower()}, and no `data.validation`"
-            problems.add(f"run.{key}", "must go with data to validate on", got=got, do=todo)
+            problems.add(f"run.{key}", "must come with `data.validation`", got=got, do=todo)
     if run.patience and not run.evaluate_every:
         todo = "Evaluate now and then, with `run.evaluate_every: 100` say."
-        problems.add("run.patience", "must go with evaluations on the way", got=run.patience, do=todo)
+        problems.add("run.patience", "must come with `run.evaluate_every`", got=run.patience, do=todo)
     problems.raise_as(ConfigError)
 
 
@@ -179,7 +179,7 @@ class _Maker:
                 now = _stamps(files)
                 problems = Problems()
                 for file in (file for file in now if now[file] != before[file]):
-                    must = "must stay as it is while it is read"
+                    must = "must not change while it is read"
                     problems.add(str(file), must, got="another size or time")
                 if problems:
                     shutil.rmtree(folder, ignore_errors=True)
@@ -197,7 +197,7 @@ class _Maker:
             # None of very few documents may have been drawn. Then the last blocks are held out.
             if len(train) == 1:
                 todo = SHORTER if packing_of(data, kind) == "stream" else "Name more files."
-                raise _too_little("data.validation", "one block in all, which is trained on", todo)
+                raise _too_little("data.validation", "one block in all, which is used for training", todo)
             train, held = train.split(share)
             labels, count = int(held.labels(np.arange(len(held))).sum()), len(held)
             tokens = min(count * data.block, labels + count)
@@ -221,7 +221,7 @@ class _Maker:
         if share:
             blocks, held = blocks.split(share)
             if not held:
-                raise _too_little("data.validation", "files of one block each, which are trained on")
+                raise _too_little("data.validation", "files of one block each, which are used for training")
         key = _digest([[_sampled(file) for file in found.files], length, share])
         sizes = len(blocks), len(held or ())
         parts = [PartCounts(0, size * length, size * length, size) for size in sizes]

@@ -98,7 +98,7 @@ def continue_prompt(session: Session, prompt: str) -> str:
 def overrides_to_evaluate(job: Job, overrides: Sequence[str]) -> list[str]:
     """Return overrides that keep an evaluation from writing into the folder of its run."""
     if not job.data.validation:
-        must = "must say what to evaluate on: a share of the documents, or files"
+        must = "must name data to evaluate on: a share of the documents, or files"
         raise ConfigError("data.validation", must, got=job.data.validation)
     folder = RunFolder.of(job)
     start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, folder)
@@ -112,7 +112,7 @@ def evaluate_here(session: Session, show: Display) -> None:
     # While a run trains, ranks that look up the newest checkpoint could find different ones.
     path = session.engine.comm.broadcast_object(own, 0)
     if path is None:
-        show.say(legible(f"no checkpoint: {job.model.source} as it is before its first step"))
+        show.say(legible(f"no checkpoint: {job.model.source} before its first step"))
     else:
         resumed, _ = session.load(path)
         show.say(legible(f"after step {resumed.step}, from {path}"))

@@ -38,9 +38,9 @@ IN_ORDER = 64
 The number is 0 if another rank got the signal."""
 
 STEP = "finishing this step, then saving"
-END = "the run is ending: finishing what it writes"
+END = "the run is ending: finishing its files"
 FIRST = "{name}: {what}\n{name} again: stop at once, without saving"
-SECOND = "{name}: stopped at once, without saving\nstart again to go on from the last checkpoint"
+SECOND = "{name}: stopped at once, without saving\nstart again to resume from the last checkpoint"
 EARLY = "{name}: stopped before the first step, with nothing to save"
 
 
@@ -309,8 +309,8 @@ def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
         rank = killed[0]
         name = signal.Signals(-rank.process.returncode).name
         cause = "The system may have run out of memory. " if name == "SIGKILL" else ""
-        todo = f"{cause}Start again to go on from the last checkpoint. What it printed is in {rank.log}."
-        must, got = f"all {count} ranks must live to the end", f"one that was ended by {name}"
+        todo = f"{cause}Start again to resume from the last checkpoint. The rank's output is in {rank.log}."
+        must, got = f"all {count} ranks must run to the end", f"one that was ended by {name}"
         return ZerodriftError(f"rank {rank.number}", must, got=got, do=todo)
     if failures:
         failure, rank = failures[0]

@@ -76,7 +76,7 @@ def source_of(written: Model) -> ModelSource:
     config = path / CONFIG if path.is_dir() else path
     if not config.is_file() or config.suffix != ".json":
         must = "must be a folder with a `config.json`, such a file, or `package.module:function`"
-        missing = f"which is not there (looked for in {Path.cwd()})"
+        missing = f"which does not exist (looked for in {Path.cwd()})"
         got = f"{written.source!r}, {'without one' if path.exists() else missing}"
         raise ModelError("model.source", must, got=got, do=advice(written.source, "model"))
     has_weights, cached = path.is_dir() and safetensors.holds(path), name_in_cache(path)

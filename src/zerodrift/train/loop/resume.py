@@ -30,7 +30,7 @@ _DECIDED = {
     "model.source": "the checkpoint's weights hold",
     "model.weights": "the checkpoint's weights hold",
     "model.seed": "the checkpoint's weights hold",
-    "config.fp16.initial_scale_power": "the checkpoint's scale goes on",
+    "config.fp16.initial_scale_power": "the checkpoint's scale continues",
 }
 """Keys without effect once a checkpoint is loaded."""
 _BY_KEYS = ("optimizer block", "scheduler block", "schedule", "loss_scale")
@@ -75,7 +75,7 @@ def checkpoint_to_resume(wanted: str, folder: RunFolder) -> Path | None:
     if wanted in own.tags() or not (path.exists() or "/" in wanted):
         return own.find(wanted)
     if not path.exists():
-        got = f"{wanted!r}, which is not there (looked for in {Path.cwd()})"
+        got = f"{wanted!r}, which does not exist (looked for in {Path.cwd()})"
         raise CheckpointError("run.resume", must, got=got, do=nearest_path(wanted))
     if (path / MANIFEST).is_file():
         there = path
@@ -126,7 +126,7 @@ def load(checkpoints: Checkpoints, path: Path, job: Job, engine: Engine) -> tupl
     except CheckpointError as error:
         if not error.problems:
             raise
-        another = "Set it as it was, or begin another run with another `run.folder`."
+        another = "Set it as it was, or start another run with another `run.folder`."
         optimizer = (
             "Set `config.optimizer.type` as it was. For a new optimizer, begin another run: another "
             "`run.folder`, and `model.source` the `export` of this one."

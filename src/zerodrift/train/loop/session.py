@@ -153,7 +153,7 @@ class Session:
             key = "run.epochs" if job.run.steps is None else "run.steps"
             lines = [
                 f"nothing to train: the run has had {step} of {steps} steps ({where}). To train on, raise "
-                f"`{key}`; to begin anew, use another `run.folder`."
+                f"`{key}`; to start over, use another `run.folder`."
             ]
             changes = ()
         elif early:

@@ -83,7 +83,7 @@ def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan
         show.say(head_text(plan, show, whole_plan))
         show.say(data_text(job, made.prepared, made.steps, plan, show))
         start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, made.folder)
-        begins = "would begin anew" if start is None else f"would go on from {start}"
+        begins = "would begin anew" if start is None else f"would resume from {start}"
         show.say(legible(f"dry run: {begins}, in {made.folder.path}; nothing was started"))
     finally:
         show.stop()
@@ -182,7 +182,7 @@ def refused_files() -> Iterator[None]:
     except BrokenPipeError as error:
         # Python flushes stdout once more at exit, which needs somewhere to write to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        must, todo = "must stay open while a run prints", "Start again to go on from the last checkpoint."
+        must, todo = "must stay open while a run prints", "Start again to resume from the last checkpoint."
         raise ZerodriftError("stdout", must, got="nobody who reads it", do=todo) from error
     except OSError as error:
         refused = refused_by_system(error)

@@ -211,9 +211,9 @@ def out_of_memory(plan: Plan, micro: int, checkpointing: bool) -> ZerodriftError
         (stage < 3 and plan.mesh.world > 1, f"`config.zero_optimization.stage: 3` instead of {stage}"),
         (is_large_state, "`config.precision.state: bf16-stochastic`, half of the optimizer's moments"),
         (bool(bill.rest.accumulate), "`config.sharding.accumulator: free`"),
-        (plan.mesh.world < 64, "more ranks: what is sharded is divided by them"),
+        (plan.mesh.world < 64, "more ranks, which divide the sharded columns"),
     )
     planned = f"{size(bill.peak.total)} per rank ({size(bill.rest.total)} of it at rest)"
     must = f"must hold the plan's {planned} and the model's activations"
-    todo = f"What helps, most first: {'; '.join(text for helps, text in keys if helps)}."
+    todo = f"To save memory, most first: {'; '.join(text for helps, text in keys if helps)}."
     return ZerodriftError("memory", must, got="less", do=todo)

@@ -215,7 +215,7 @@ def merge(
     floating = [(name, value) for name, value in merged.named_parameters() if value.is_floating_point()]
     if bad := [name for name, value in floating if not torch.isfinite(value).all()]:
         got = f"{first_of([f'`{name}`' for name in bad], 1)} with some that are not"
-        raise CheckpointError(str(source), "must come to finite weights", got=got, do="Merge an earlier one.")
+        raise CheckpointError(str(source), "must give finite weights", got=got, do="Merge an earlier one.")
     with checkpoint.new_folder(target, options.overwrite) as new, checkpoint.writing(target):
         merged.config.use_cache = True  # off in training
         with quiet():
@@ -261,7 +261,7 @@ def _base(found: TrainedModel, named: str | None) -> tuple[nn.Module, Model]:
     try:
         source = models.source_of(written)
     except ModelError as error:
-        must = "must be there, as it was in training"
+        must = "must exist, as it did in training"
         todo = f"Name it: `--model PATH`. {advice(written.source, 'model')}".rstrip()
         raise ModelError(where, must, got=error.got, do=todo) from None
     quantised: Any = None
@@ -286,7 +286,7 @@ def _require_untied(model: nn.Module) -> None:
             continue
         weight = getattr(module.get_base_layer(), "weight", None)
         if weight is not None and uses[id(weight)] > 1:
-            must = "must go with adapters on weights that nothing else uses"
+            must = "must have adapters only on weights that nothing else uses"
             got = f"one on `{name.removeprefix('base_model.model.')}`, whose weight is tied to another's"
             todo = "Untie them in the base's config (`tie_word_embeddings: false`), or keep the adapters."
             raise UnsupportedError("--merge", must, got=got, do=todo)

@@ -120,7 +120,7 @@ def _gpus(environment: Mapping[str, str]) -> Iterator[MachineFact]:
 def _why_there_is_none() -> str:
     """Return why torch finds no GPU: a driver that is missing or too old, in the words of torch."""
     if not (torch.version.cuda or torch.version.hip):
-        return "this torch is built for CPUs alone"
+        return "this torch is built only for CPUs"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -154,7 +154,7 @@ def _fp8_products(gpu: torch.device, why: str) -> tuple[str, str]:
         measured = products.deviation(gpu)
     except RuntimeError as error:  # of torch, its libraries or the driver
         return "no", f"config.precision.compute: fp8 fails here: {legible(first_line(error))}"
-    found = f"{measured.differing:.2%} of bf16 results have other bits than exact sums"
+    found = f"{measured.differing:.2%} of bf16 results have different bits than exact sums"
     return found, f"sums of {measured.length}: off by up to {measured.largest:.1e} of the sum of magnitudes"
 
 

@@ -147,7 +147,7 @@ def replay_here(source: str, overrides: Sequence[str], run: str, last: int, resu
             now = digests.line(step, tried.losses)
             if differences := compare_step(recorded[step], now):
                 changed = changed_circumstances(lines, step - 1, computed_by(engine.mesh.device))
-                text = [f"step {step}: other bits {where}"]
+                text = [f"step {step}: different bits {where}"]
                 text += difference_lines(differences, len(now["state"]), plan, changed)
                 if step - same > 1:
                     text.append(
@@ -156,7 +156,7 @@ def replay_here(source: str, overrides: Sequence[str], run: str, last: int, resu
                     )
             left = (time.perf_counter() - began) / (step - first) * (last - step)
             if rank == 0:
-                verdict = "other bits" if differences else "the same"
+                verdict = "different bits" if differences else "the same"
                 print(f"  step {step} of {last}  {verdict}  ({clock(left)} left)", flush=True)
             if engine.comm.broadcast_object(bool(differences), 0):
                 break
@@ -207,7 +207,7 @@ def difference_lines(
     if changed:
         lines.append(f"  {'computed':10} {'; '.join(changed)}")
     if found["losses"]:
-        lines.append("Look at the data of these micro-batches, what draws random numbers, and that rank.")
+        lines.append("Check the data of these micro-batches, random numbers, and that rank.")
     elif found["gradients"]:
         unit = found["gradients"][-1] or OUTSIDE
         lines.append(f"The backward comes to {unit} first: that is where bits begin to differ.")

@@ -113,7 +113,7 @@ def load(found: TrainedModel) -> nn.Module:
         written = Model(source=str(place), weights="load")
         return models.whole_model(models.source_of(written)).float()
     if job is None:
-        must = "must hold a `config.json`, carry the job that it was trained by, or lie in its run"
+        must = "must hold a `config.json` or its job, or be in the folder of its run"
         raise ConfigError(str(place), must, got="none of these")
     model = models.whole_model(models.source_of(job.model))
     fill_module(model, place)

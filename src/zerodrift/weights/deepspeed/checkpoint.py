@@ -41,7 +41,7 @@ def open_deepspeed(path: Path, tag: str = "", trust: bool = False, optimizer: st
     except ZerodriftError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        must = "must be laid out as DeepSpeed lays it out"
+        must = "must have DeepSpeed's layout"
         do = "It was saved by an untested version of DeepSpeed, or by another program."
         raise CheckpointError(folder, must, got=said(error), do=do) from error
 

@@ -1,6 +1,6 @@
-"""The config that mends the findings of a run: for the library that ran, and for zerodrift.
+"""The config that fixes the findings of a run: for the library that ran, and for zerodrift.
 
-Invariant: pure. Every line mends a finding.
+Invariant: pure. Every line fixes a finding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ENGINE = frozenset((*_WEIGHTS, *_SUMS, *_PINNED, "states-rounded", "weights-rou
 _COMMENT = 46  # column of the comment that names a finding
 
 
-def mending(processes: Sequence[ProcessRecord], findings: Sequence[RunFinding]) -> list[tuple[str, str]]:
+def fixes(processes: Sequence[ProcessRecord], findings: Sequence[RunFinding]) -> list[tuple[str, str]]:
     """Return (library, code or JSON) for the library that ran and for zerodrift, where it helps."""
     models = [model for model in processes[0].models if model.trained]
     if not models:
@@ -46,7 +46,7 @@ _TRAINERS = {
 
 
 def _theirs(process: ProcessRecord, model: ModelRecord, found: set[Kind]) -> tuple[str, str]:
-    """Return the name of the library that ran, and the code that mends the findings there."""
+    """Return the name of the library that ran, and the code that fixes the findings there."""
     kind, half = library(model), _half(process.models)
     if kind == "deepspeed":
         return "DeepSpeed", _deepspeed(model, found, half)
@@ -135,8 +135,8 @@ def _script(found: set[Kind]) -> list[str]:
 
 
 def _line(code: str, found: set[Kind], kinds: Sequence[Kind]) -> str:
-    mended = next((kind for kind in kinds if kind in found), "")
-    return f"{code:<{_COMMENT}}  # {mended}" if mended else code
+    fixed = next((kind for kind in kinds if kind in found), "")
+    return f"{code:<{_COMMENT}}  # {fixed}" if fixed else code
 
 
 def _deepspeed(model: ModelRecord, found: set[Kind], half: str) -> str:
