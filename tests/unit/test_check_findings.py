@@ -11,11 +11,11 @@ import pytest
 import zerodrift
 from zerodrift.config import load
 from zerodrift.errors import ConfigError
-from zerodrift.inspect.check.compare import unexpected
+from zerodrift.inspect.check import compare
 from zerodrift.inspect.check.findings import run_findings
 from zerodrift.inspect.check.mending import mending
 from zerodrift.inspect.check.report import run_page, run_text
-from zerodrift.inspect.check.table import Kind, RunFinding, encoded
+from zerodrift.inspect.check.table import Kind, RunFinding, encoded, read_declaration
 from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord, ProcessRecord
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
 from zerodrift.plan.bill import cost
@@ -125,6 +125,10 @@ def records(name: str = "head.weight", **cells: str) -> list[ProcessRecord]:
     for column, what in {**BF16, **cells}.items():
         parameter.add(column, what, "test")  # type: ignore[arg-type]
     return [ProcessRecord(0, 2, 3, [ModelRecord("Net", [parameter])], micro_batches=4)]
+
+
+def unexpected(file: Path, seen: list[ProcessRecord]) -> list[RunFinding]:
+    return compare.unexpected(read_declaration(file) or load(file), file.name, seen)
 
 
 def write_expected(folder: Path, text: str) -> Path:

@@ -113,14 +113,19 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
     """Return the tensors in lists, tuples and dicts. This is faster than torch's pytree."""
     if isinstance(values, torch.Tensor):
         return [values]
-    if not isinstance(values, (list, tuple, dict)):
-        return []
-    items = values.values() if isinstance(values, dict) else values
-    return [tensor for item in items for tensor in tensors_of(item)]
+    found: list[torch.Tensor] = []
+    if isinstance(values, (list, tuple, dict)):
+        for item in values.values() if isinstance(values, dict) else values:
+            if isinstance(item, torch.Tensor):  # without a call for each of an operation's arguments
+                found.append(item)
+            elif isinstance(item, (list, tuple, dict)):
+                found += tensors_of(item)
+    return found
 
 
-def floating(values: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_of(values) if tensor.is_floating_point()]
+def floating(values: Any, named: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
+    given = (*values, *named.values()) if named else values
+    return [tensor for tensor in tensors_of(given) if tensor.is_floating_point()]
 
 
 def flops_of(

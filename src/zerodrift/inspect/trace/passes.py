@@ -163,7 +163,7 @@ class ForwardWatch:
         if self._is_training and not state.looked:
             state.looked = True
             self._look(self._calls[-1][0], is_watched=True)
-        module, tensors = self._calls[-1][0], floating((args, kwargs))
+        module, tensors = self._calls[-1][0], floating(args, kwargs)
         path = next((model.paths[id(module)] for model in state.models if id(module) in model.paths), "")
         owners = (state.memory.of(tensor) for tensor in tensors if is_product(operation))
         weight = next((owner.record.name for owner in owners if owner is not None), None)

@@ -111,7 +111,7 @@ class LossWatch:
             made = LossOperation("product", name, dtype_name(results[0].dtype), module or "", "")
             self._put(results, frozenset((made,)))
             return
-        inputs = floating((args[1:] if name == "copy_" else args, kwargs))
+        inputs = floating(args[1:] if name == "copy_" else args, kwargs)
         carried = _NOTHING.union(*(self._carried.of(tensor) or _NOTHING for tensor in inputs))
         first, result = (inputs[0] if inputs else None), results[0]
         is_narrow = result.dtype in NARROW
