@@ -110,7 +110,8 @@ def _require_record(seen: RunRecord, command: list[str], steps: int, timeout: fl
         got = f"no Python process that imports torch left a record; {ended}"
         do = "Python must read PYTHONPATH: no `python -I`, `-E` or `-S`, no container of its own environment."
     elif any(model.parameters for process in seen.idle for model in process.models):
-        got, do = f"forwards, and no step of a torch optimizer; {ended}", _LET_IT_TRAIN
+        notes = [note for process in seen.idle for note in process.notes]
+        got, do = f"forwards, and no step of a torch optimizer; {ended}", [*notes, _LET_IT_TRAIN][0]
     else:
         got, do = f"torch was imported, and nothing was trained; {ended}", _LET_IT_TRAIN
     if seen.code > 0:

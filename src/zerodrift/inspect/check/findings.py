@@ -173,27 +173,45 @@ def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
     left_out = _names(p for p in trained if p.facts.get("optimized") is False)
     what = "Gradients arrive, and no optimizer that took a step has the parameter."
     do = "Build the optimizer from the parameters of the model that is trained, after it was wrapped, cast "
-    yield from finding("never-updated", "master", left_out, what, do + "or moved.")
+    do += "or moved."
+    for event in (event for event in processes[0].events if event["kind"] == "skipped"):
+        what, do = event["what"], event["do"]
+        left_out = left_out if event["is_for_good"] else ()  # a scale may have to shrink at first
+    yield from finding("never-updated", "master", left_out, what, do)
     events = (e for e in processes[0].events if e["kind"] == "rounded-between-steps" and not e["state"])
     rounded = {name for event in events for name in event["names"]}
-    still = _names(
+    least = _NOISE * max((_greatest(p) for p in trained), default=0.0)
+    still = [
         p
-        for p in trained
+        for p in (trained if steps > 1 else ())
         if p.facts.get("optimized")
         and p.facts.get("changed") is False
         and "follows" not in p.facts
         and p.name not in rounded
-        and any(p.facts.get("used") or ())
+        and _greatest(p) > least
         and not (_is_norm(p) and set(p.dtypes("storage")[:1]) & BITS.keys())
-    )
-    what = f"Not one bit changed in {steps} steps, though gradients arrived that are not zero."
+    ]
+    unchanged = f"Not one bit changed in {steps} steps, though gradients arrived that are not zero"
+    narrow = [p for p in still if set(p.dtypes("storage")[-1:]) & BITS.keys()]
+    what = f"{unchanged}: each update is smaller than 16 bits resolve, unless the learning rate is 0."
+    yield from finding("never-updated", "storage", _names(narrow), what, advice(_MASTERS, model))
     do = "Look at the learning rate of its group, at whether updates are smaller than its dtype resolves, "
     do += "and at whether the optimizer holds the tensors that the model computes with."
-    yield from finding("never-updated", "storage", still if steps > 1 else (), what, do)
+    wide = _names(p for p in still if p not in narrow)
+    yield from finding("never-updated", "storage", wide, f"{unchanged}.", do)
     apart = _names(p for p in trained if p.facts.get("follows") is False)
     what = "The optimizer updates copies, and the parameter has not their values after the step."
     do = "Copy each master into its parameter after every step: `parameter.copy_(master)`, without gradients."
     yield from finding("never-updated", "master", apart, what, do)
+
+
+_NOISE = 2.0**-20
+"""Share of a model's greatest gradient below which one is zero but for rounding, as of a bias before a norm."""
+
+
+def _greatest(parameter: ParameterRecord) -> float:
+    """Return the greatest sampled gradient that an optimizer was given."""
+    return max((abs(value) for value in parameter.facts.get("used") or () if value), default=0.0)
 
 
 def _untied(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:

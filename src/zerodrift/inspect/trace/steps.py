@@ -31,6 +31,7 @@ _WIDE = frozenset((torch.float32, torch.float64))
 _SAMPLED = 64  # elements of a tensor
 _LEAST = 4  # elements other than zero that show a rounding
 _STEPS = 2  # pairs of steps that are compared
+_SKIPPED = 32  # steps that a gradient scaler skips, one after the other, before it is said to skip all
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -85,6 +86,7 @@ class StepWatch:
     def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
         self._script = script
+        self._taken, self._skipped = 0, 0  # steps of optimizers; those a scaler has skipped since the last one
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._under_way: list[tuple[Any, list[Any]]] = []
         """Optimizers whose steps are under way, each inside the one before, and our hooks on each."""
@@ -93,11 +95,12 @@ class StepWatch:
         state.patches.callback(register_optimizer_step_pre_hook(self._begins).remove)
         state.patches.callback(register_optimizer_step_post_hook(self._ends).remove)
         state.patches.replace(torch.optim.Optimizer, "__init__", self._init)
+        state.patches.replace(torch.amp.GradScaler, "step", self._scaler_steps)
 
     def all_took(self, steps: int) -> bool:
         """Return True if every updated tensor was updated so many times."""
         counts = list(self.state.counts.values()) or [0]
-        if max(counts) >= 4 * steps:
+        if max(counts) >= 4 * steps or self._skipped >= _SKIPPED:
             return True
         idle = (tensor for made in self._made if made not in self._stepped for tensor in _tensors(made))
         return min(counts) >= steps and all(self.state.resting(tensor) is None for tensor in idle)
@@ -107,6 +110,12 @@ class StepWatch:
         if self.state.active:
             with contextlib.suppress(TypeError):
                 self._made.add(optimizer)
+        return out
+
+    def _scaler_steps(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        taken = self._taken
+        out = original(*args, **kwargs)
+        self._skipped = self._skipped + 1 if self._taken == taken else 0
         return out
 
     @guarded
@@ -185,7 +194,9 @@ class StepWatch:
         if is_step:
             self._stepped[optimizer] = state.passes
         skipped = getattr(optimizer, "found_inf", None)  # a gradient scaler's, where the step is fused
-        if is_step and not is_inside and not (skipped is not None and skipped):
+        is_taken = skipped is None or not skipped
+        self._taken += is_taken
+        if is_step and is_taken and not is_inside:
             what = parameters[0] if parameters else optimizer
             if parameters and optimizer in state.counts:  # steps before its masters were copied
                 state.counts[what] = state.counts.get(what, 0) + state.counts.pop(optimizer)
@@ -226,7 +237,14 @@ class StepWatch:
             record.add("master", "same", f"the parameter itself{how}")
 
     def record(self) -> None:
-        """Add roundings between steps to the record, and whether parameters follow their masters."""
+        """Add skipped steps, roundings between steps, and whether parameters follow their masters."""
+        if self._skipped and not self.state.process.steps:
+            what = f"The gradient scaler skipped all of {self._skipped} steps: gradients were infinite or NaN."
+            do = "Lower the loss scale until they are finite, and look for what overflows without it."
+            skipped = {"kind": "skipped", "line": "", "what": what, "do": do}
+            is_for_good = self._skipped >= _SKIPPED
+            self.state.process.events.append({**skipped, "is_for_good": is_for_good})
+            self.state.note(f"{what} {do}")
         optimized: list[_OptimizedTensor] = list(self.state.optimized.values())
         for key, dtype, names in _rounded(optimized):
             event = {"kind": "rounded-between-steps", "line": "", "state": key, "dtype": dtype}
