@@ -176,7 +176,7 @@ def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
     do += "or moved."
     for event in (event for event in processes[0].events if event["kind"] == "skipped"):
         what, do = event["what"], event["do"]
-        left_out = left_out if event["is_for_good"] else ()  # a scale may have to shrink at first
+        left_out = left_out if event["is_for_good"] else ()
     yield from finding("never-updated", "master", left_out, what, do)
     events = (e for e in processes[0].events if e["kind"] == "rounded-between-steps" and not e["state"])
     rounded = {name for event in events for name in event["names"]}

@@ -65,7 +65,7 @@ def _rounded_logits(processes: Sequence[ProcessRecord], events: Sequence[Any]) -
     for event in () if casts else products[:1]:
         names = _head(processes[0].models, event)
         error = greatest / 2 ** BITS[event["dtype"]]
-        is_alone = bool(names) and _is_narrower(processes[0].models, names, event["dtype"])
+        is_alone = bool(names) and event["is_alone"]
         if not is_alone and error < _FAR:
             continue
         why = "the rest of the model is wider" if is_alone else f"logits are as large as {greatest:.3g}"
@@ -83,16 +83,6 @@ def _head(models: Sequence[ModelRecord], event: dict[str, Any]) -> tuple[str, ..
     names = (p.name for model in models if model.trained for p in model.parameters)
     module = event["module"]
     return tuple(name for name in names if module and name.rpartition(".")[0] == module)
-
-
-def _is_narrower(models: Sequence[ModelRecord], names: Sequence[str], dtype: str) -> bool:
-    """Return True if no other matrix of the head's model computes in its dtype; a lookup computes nothing."""
-    for model in models:
-        matrices = [p for p in model.parameters if len(p.shape) > 1 and not p.kind.endswith("Embedding")]
-        others = [p for p in matrices if p.name not in names and p.dtypes("compute")]
-        if model.parameter(names[0]) is not None and others:
-            return all(not p.has("compute", dtype) for p in others)
-    return False
 
 
 def kept_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:

@@ -223,7 +223,7 @@ class StepWatch:
             values = local(tensor).detach()
             for key, state in states.items() if values.dtype in NARROW else ():
                 wide = local(state).detach() if isinstance(state, torch.Tensor) else values
-                is_wide = wide.dtype not in NARROW and wide.shape == values.shape
+                is_wide = wide.dtype in _WIDE and wide.shape == values.shape
                 if is_wide and values.any() and torch.equal(wide.to(values.dtype), values):
                     parameter.is_written = True
                     record.add("master", dtype_name(wide.dtype), f"the optimizer's state {key}")
@@ -241,10 +241,11 @@ class StepWatch:
         if self._skipped and not self.state.process.steps:
             what = f"The gradient scaler skipped all of {self._skipped} steps: gradients were infinite or NaN."
             do = "Lower the loss scale until they are finite, and look for what overflows without it."
-            skipped = {"kind": "skipped", "line": "", "what": what, "do": do}
-            is_for_good = self._skipped >= _SKIPPED
-            self.state.process.events.append({**skipped, "is_for_good": is_for_good})
-            self.state.note(f"{what} {do}")
+            is_for_good = self._skipped >= _SKIPPED  # else a scale may still have to shrink
+            skipped = {"kind": "skipped", "line": "", "what": what, "do": do, "is_for_good": is_for_good}
+            self.state.process.events.append(skipped)
+            if is_for_good:
+                self.state.note(f"{what} {do}")
         optimized: list[_OptimizedTensor] = list(self.state.optimized.values())
         for key, dtype, names in _rounded(optimized):
             event = {"kind": "rounded-between-steps", "line": "", "state": key, "dtype": dtype}

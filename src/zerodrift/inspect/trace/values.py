@@ -33,7 +33,8 @@ _LOSSES = frozenset((
 ))  # fmt: skip
 """Operations of losses: a result in 16 bits is a rounded loss."""
 
-_SUMS = frozenset(("sum", "mean", "std", "var", "linalg_vector_norm"))
+_DEVIATIONS = frozenset(("std", "std_mean"))
+_SUMS = frozenset(("sum", "mean", "var", "var_mean", "linalg_vector_norm", *_DEVIATIONS))
 """Reductions, which belong to a loss if they are outside of modules or return one number."""
 
 _ROOTS = frozenset(("sqrt", "rsqrt"))
@@ -47,7 +48,8 @@ _LONG = 64  # elements of a running sum from which its rounding is a finding
 _POINTWISE = frozenset(("add", "sub", "mul", "div"))
 """Operations that cast whole numbers to the dtype of their other operand."""
 
-_OF_WHOLE = frozenset((*CASTS, *_POINTWISE, "copy", "arange"))
+_RANGES = frozenset(("arange", "linspace"))
+_OF_WHOLE = frozenset((*CASTS, *_POINTWISE, *_RANGES, "copy"))
 
 _LOGARITHMS = frozenset(("log", "log1p", "log2", "xlogy", "nll_loss_forward"))
 """Operations after which a module's softmax, which may be a router's, is a part of a loss."""
@@ -94,6 +96,7 @@ class LossWatch:
         self._carried: Owners[Carried] = Owners()
         self._greatest: dict[LossOperation, torch.Tensor] = {}
         self._reached: dict[LossOperation, None] = {}
+        self._products: set[tuple[str, str]] = set()  # module and dtype of each product of matrices
         self._whole: Owners[bool] = Owners()  # memory of whole numbers in more than 16 bits
         self._rounded: dict[tuple[str, str, str], list[torch.Tensor]] = {}
         """Line, operation and dtype -> whole numbers that were cast to 16 bits, and the results."""
@@ -110,6 +113,8 @@ class LossWatch:
         if is_product(name):
             made = LossOperation("product", name, dtype_name(results[0].dtype), module or "", "")
             self._put(results, frozenset((made,)))
+            if "norm" not in name and "embedding" not in name:
+                self._products.add((made.module, made.dtype))
             return
         inputs = floating(args[1:] if name == "copy_" else args, kwargs)
         carried = _NOTHING.union(*(self._carried.of(tensor) or _NOTHING for tensor in inputs))
@@ -128,7 +133,7 @@ class LossWatch:
         elif name in _LOSSES and carried:
             carried |= {_WIDE}
         if is_narrow:
-            carried |= self._statistic(name, inputs, result, {e for e in carried if e.kind == "sum"})
+            carried |= self._statistic(name, args, inputs, result, {e for e in carried if e.kind == "sum"})
         if name in ("mul", "mul_") and not result.dim() and carried:
             carried |= {_SCALED} if any(map(self._is_scale, args[:2])) else _NOTHING
         if name in _LOGARITHMS:
@@ -149,7 +154,10 @@ class LossWatch:
         for each in self._reached:
             event = {"kind": f"loss-{each.kind}", "line": each.line, "operation": each.operation.strip("_")}
             greatest = float(self._greatest[each]) if each in self._greatest else None
-            yield {**event, "dtype": each.dtype, "module": each.module, "greatest": greatest}
+            others = {dtype for module, dtype in self._products if module != each.module}
+            is_alone = bool(others) and each.dtype not in others
+            event |= {"dtype": each.dtype, "module": each.module, "greatest": greatest}
+            yield {**event, "is_alone": is_alone}
         for (line, name, dtype), (numbers, rounded) in self._rounded.items():
             if not torch.equal(numbers, rounded):
                 share, greatest = float((numbers != rounded).double().mean()), float(numbers.abs().max())
@@ -166,10 +174,11 @@ class LossWatch:
         if name not in _OF_WHOLE:
             return
         source: Any = next((arg for arg in given if _is_whole(arg)), None)
-        if name == "arange" and all(float(arg).is_integer() for arg in args):
-            source = torch.arange(*args, dtype=torch.float64, device=result.device)
-        elif source is None and name not in (*_POINTWISE, "arange") and self._whole.of(given[0]):
-            source = given[0]
+        if name in _RANGES:
+            numbers = getattr(torch, name)(*args, dtype=torch.float64)
+            source = numbers if torch.equal(numbers, numbers.round()) else None
+        elif source is None and name not in _POINTWISE and self._whole.of(given[0]):
+            source = given[0] if given[0].dtype not in NARROW else None
         if source is None or source.numel() < 2:
             return
         key = line_of_script(), name, dtype_name(result.dtype)
@@ -180,14 +189,16 @@ class LossWatch:
             self._whole.put(result, True)
 
     def _statistic(
-        self, name: str, inputs: list[torch.Tensor], result: torch.Tensor, sums: set[LossOperation]
+        self, name: str, args: Any, inputs: list[torch.Tensor], result: torch.Tensor, sums: set[LossOperation]
     ) -> Carried:
         """Note a statistic in 16 bits: the root of a sum, or a running sum. Return what a sum carries."""
         dtype, is_long = dtype_name(result.dtype), max(result.shape, default=0) >= _LONG
-        if (name in _ROOTS and sums) or (name in _RUNNING and is_long):
+        is_sum = name in _SUMS and inputs and result.numel() < inputs[0].numel()
+        is_deviation = is_sum and name in _DEVIATIONS and result.dim() and torch.is_grad_enabled()
+        is_root = sums and (name in _ROOTS or (name == "pow" and args[1] in (0.5, -0.5)))
+        if is_root or is_deviation or (name in _RUNNING and is_long):
             made = "` and `".join([*sorted(each.operation for each in sums), name])
             self._reached.setdefault(LossOperation("statistic", made, dtype, "", line_of_script()))
-        is_sum = name in _SUMS and inputs and result.numel() < inputs[0].numel()
         return frozenset((LossOperation("sum", name, dtype, "", ""),)) if is_sum else _NOTHING
 
     def _is_scale(self, factor: Any) -> bool:
