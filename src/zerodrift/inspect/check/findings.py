@@ -137,7 +137,8 @@ def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
         is_rounded = any(p.has("gather", dtype) or p.has("storage", dtype) for p in found)
         do = advice(_ROUTERS, model) if is_rounded else _ROUTERS[""]
         yield from finding("router-in-16-bits", "compute", _names(found), what, do, 1 / 2**bits)
-        buffers = [name for name, held in model.buffers.items() if held == dtype]
+        averages = {name for e in processes[0].events if e["kind"] == "average" for name in e["names"]}
+        buffers = [name for name, held in model.buffers.items() if held == dtype and name not in averages]
         what = f"Buffers are {dtype}: constants such as frequencies of positions or running statistics were "
         what += "rounded with the weights."
         do = "Cast parameters alone, not the module, or restore the buffers after the cast."
@@ -154,7 +155,7 @@ def _is_norm(parameter: ParameterRecord) -> bool:
     return "norm" in parameter.kind.rpartition(".")[2].lower() and len(parameter.shape) <= 1
 
 
-_ROUTER = re.compile(r"(^|\.)(router|gate|gating|wg)(\.|$)")
+_ROUTER = re.compile(r"router|(^|\.)(gate|gating|wg)(\.|$)")
 _EXPERTS = re.compile(r"(^|\.)experts?(\.|$)|moe", re.IGNORECASE)
 
 
@@ -206,7 +207,7 @@ def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
 
 
 _NOISE = 2.0**-20
-"""Share of a model's greatest gradient below which one is zero but for rounding, as of a bias before a norm."""
+"""Share of a model's greatest gradient below which one is rounding noise, as of a bias in front of a norm."""
 
 
 def _greatest(parameter: ParameterRecord) -> float:

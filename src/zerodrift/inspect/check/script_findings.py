@@ -102,7 +102,8 @@ def kept_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:
     for (dtype, line), alike in averages.items():
         names = tuple(dict.fromkeys(name for event in alike for name in event["names"]))
         moves, still = (sum(event[key] for event in alike) for key in ("moves", "still"))
-        kept = "An average of these weights" if any(names) else "A running average or sum"
+        weights = {parameter.name for model in processes[0].models for parameter in model.parameters}
+        kept = "An average of these weights" if weights & {*names} else "A running average or sum"
         what = f"{kept} is kept in {dtype}, which rounds each update: one that is smaller than "
         what += f"1/{2 ** BITS[dtype]} of it is lost"
         if moves:

@@ -103,7 +103,7 @@ class AverageWatch:
             self._results[_place(result)] = _Result(result, name, source, is_average)
 
     def forget(self, tensors: Iterable[Any]) -> None:
-        """Leave out the states of an optimizer, and what is copied from them: they have their own findings."""
+        """Leave out the states of an optimizer, and copies of them, which have findings of their own."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 self._results.pop(_place(tensor), None)

@@ -201,8 +201,8 @@ class GradientWatch:
         self.state = state
         self._script = script
         self._hooked = WeakTensorKeyDictionary()  # leaves that are hooked on
-        self._events: dict[torch.nn.Module, dict[str, Any]] = {}
-        """Module with full backward hooks -> an event with samples of the gradients before and after them."""
+        self._events: dict[tuple[torch.nn.Module, bool], dict[str, Any]] = {}
+        """Module, and whether of its pre-hooks -> an event with gradients before and after backward hooks."""
         for name in ("backward", "grad"):
             state.patches.replace(torch.autograd, name, self._backward)
 
@@ -282,16 +282,21 @@ class GradientWatch:
     def hook_modules(self, model: LiveModel) -> None:
         """Sample gradients before and after the full backward hooks that a script has on its modules."""
         for module in model.root.modules():
-            hooks: Any = module._backward_hooks
-            if not hooks or not module._is_full_backward_hook or module in self._events:
-                continue
-            event = {"kind": "backward-hook", "line": operations.line_of_function(next(iter(hooks.values())))}
-            self._events[module] = {**event, "module": model.paths.get(id(module), "")}
-            for key in ("given", "returned"):
-                samples = self._events[module][key] = []
-                handle = module.register_full_backward_hook(functools.partial(self._passes, samples))
-                hooks.move_to_end(handle.id, last=key == "returned")
-                self.state.patches.callback(handle.remove)
+            after, before = module._backward_hooks, module._backward_pre_hooks
+            kinds: list[Any] = [(before, module.register_full_backward_pre_hook)]
+            kinds += [(after, module.register_full_backward_hook)] if module._is_full_backward_hook else []
+            for hooks, register in kinds:
+                if not hooks or (module, hooks is before) in self._events:
+                    continue
+                line = operations.line_of_function(next(iter(hooks.values())))
+                event: dict[str, Any] = {"kind": "backward-hook", "line": line}
+                self._events[module, hooks is before] = event
+                event["module"] = model.paths.get(id(module), "")
+                for key in ("given", "returned"):
+                    event[key] = []
+                    handle = register(functools.partial(self._passes, event[key]))
+                    hooks.move_to_end(handle.id, last=key == "returned")
+                    self.state.patches.callback(handle.remove)
 
     def _passes(self, samples: list[torch.Tensor], module: torch.nn.Module, gradients: Any, *_: Any) -> None:
         def take() -> None:

@@ -86,7 +86,7 @@ class StepWatch:
     def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
         self._script = script
-        self._taken, self._skipped = 0, 0  # steps of optimizers; those a scaler has skipped since the last one
+        self._taken, self._skipped = 0, 0  # steps of optimizers; those that a scaler skipped since the last
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._under_way: list[tuple[Any, list[Any]]] = []
         """Optimizers whose steps are under way, each inside the one before, and our hooks on each."""
@@ -239,7 +239,7 @@ class StepWatch:
     def record(self) -> None:
         """Add skipped steps, roundings between steps, and whether parameters follow their masters."""
         if self._skipped and not self.state.process.steps:
-            what = f"The gradient scaler skipped all of {self._skipped} steps: gradients were infinite or NaN."
+            what = f"The gradient scaler skipped all {self._skipped} steps: gradients were infinite or NaN."
             do = "Lower the loss scale until they are finite, and look for what overflows without it."
             is_for_good = self._skipped >= _SKIPPED  # else a scale may still have to shrink
             skipped = {"kind": "skipped", "line": "", "what": what, "do": do, "is_for_good": is_for_good}

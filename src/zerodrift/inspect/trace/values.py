@@ -152,11 +152,11 @@ class LossWatch:
     def events(self) -> Iterable[dict[str, Any]]:
         """Yield an event for each operation that reached a loss, with the greatest sampled magnitude."""
         for each in self._reached:
-            event = {"kind": f"loss-{each.kind}", "line": each.line, "operation": each.operation.strip("_")}
+            event: dict[str, Any] = {"kind": f"loss-{each.kind}", "line": each.line, "dtype": each.dtype}
             greatest = float(self._greatest[each]) if each in self._greatest else None
             others = {dtype for module, dtype in self._products if module != each.module}
             is_alone = bool(others) and each.dtype not in others
-            event |= {"dtype": each.dtype, "module": each.module, "greatest": greatest}
+            event |= {"operation": each.operation.strip("_"), "module": each.module, "greatest": greatest}
             yield {**event, "is_alone": is_alone}
         for (line, name, dtype), (numbers, rounded) in self._rounded.items():
             if not torch.equal(numbers, rounded):
