@@ -43,6 +43,44 @@ def by_hand(dtype: torch.dtype, parts: int = 2, seed: int = 0) -> Made:
     return model, average
 
 
+def gathered(dtype: torch.dtype) -> Made:
+    model = dense()
+
+    def average() -> None:
+        for gradient in (p.grad for p in model.parameters() if p.grad is not None):
+            parts = [torch.empty_like(gradient, dtype=dtype) for _ in range(2)]
+            dist.all_gather(parts, gradient.to(dtype))
+            gradient.copy_(torch.stack(parts).float().mean(0))
+
+    return model, average
+
+
+def stage() -> Made:
+    """Make a model of each rank's own, which sends activations to the next."""
+    torch.manual_seed(dist.get_rank())
+    activations = torch.ones(64)
+    return Dense(), lambda: dist.recv(activations, 0) if dist.get_rank() else dist.send(activations, 1)
+
+
+class Summed(torch.autograd.Function):
+    """The input of a layer that is cut over ranks: its gradient is the sum over them."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(gradient := gradient.clone())
+        return gradient
+
+
+def cut() -> Made:
+    model = dense()
+    model.norm.register_forward_pre_hook(lambda _, args: (Summed.apply(args[0].to(BF16)).float(),))
+    return DistributedDataParallel(model), nothing
+
+
 def sharded(**policy: torch.dtype) -> Made:
     model = dense()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy))
@@ -63,10 +101,15 @@ RUNS: dict[str, tuple[Callable[[], Made], str]] = {
     "by hand in bf16": (lambda: by_hand(BF16), WIRE),
     "fully_shard": (lambda: sharded(param_dtype=BF16), WIRE),
     "FSDP": (lambda: packed(param_dtype=BF16), WIRE),
+    "gathered in bf16": (lambda: gathered(BF16), WIRE),
+    "gathered in fp32": (lambda: gathered(FP32), NONE),
+    "stages of a pipeline": (stage, NONE),
+    "a layer that is cut": (cut, NONE),
     "by hand in fp32": (lambda: by_hand(FP32), NONE),
     "fully_shard in fp32": (lambda: sharded(param_dtype=BF16, reduce_dtype=FP32), NONE),
     "FSDP in fp32": (lambda: packed(param_dtype=BF16, reduce_dtype=FP32), NONE),
     "a sum": (lambda: by_hand(FP32, parts=1), "not-averaged"),
+    "no average": (lambda: (dense(), nothing), "not-averaged"),
     "no common seed": (lambda: by_hand(FP32, seed=dist.get_rank()), "ranks-differ"),
 }  # fmt: skip
 """Name of a run -> what it makes, and the kind of the finding, which names all parameters."""

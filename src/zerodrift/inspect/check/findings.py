@@ -80,7 +80,8 @@ _CLIPS = {
 _STEPS = "Take the step by `scaler.step(optimizer)`, which takes the loss scale out."
 
 _AVERAGES = {
-    "": "Average the gradients of all ranks before the optimizer's step.",
+    "": "Average the gradients of all ranks before the optimizer's step. DistributedDataParallel does if it is "
+    "called itself, not its module, and the last micro-batch is outside of `no_sync`.",
     "deepspeed": "Remove `data_types.grad_accum_dtype`, or use ZeRO stage 3: before DeepSpeed 0.19.8, "
     "stage 1 loses the average where it is not the model's dtype.",
 }
@@ -276,8 +277,9 @@ def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
 def _own_of_ranks(processes: Sequence[ProcessRecord], model: ModelRecord) -> set[str]:
     """Return the parameters that may differ between ranks.
 
-    The script averages their values over ranks, or each rank has its own module, such as an expert: it began
-    with other values, beside parameters whose gradients are averaged.
+    The script averages their values over ranks, or each rank has its own module, such as an expert or a stage
+    of a pipeline: it began with other values, beside parameters whose gradients are averaged, or on ranks
+    that send values to each other.
     """
     kept, apart = set[str](), set[str]()
     for parameter in model.parameters:
@@ -286,7 +288,9 @@ def _own_of_ranks(processes: Sequence[ProcessRecord], model: ModelRecord) -> set
             kept.add(parameter.name)
         if len({each.facts.get("began") for each in alike}) > 1:
             apart.add(parameter.name.rpartition(".")[0])
-    if apart:
+    if apart and any(event["kind"] == "sent-to-a-rank" for event in processes[0].events):
+        kept.update(_names(model.parameters))
+    elif apart:
         names = [p.name for p in model.parameters if p.name.rpartition(".")[0] in apart]
         others = (p.name for p in model.parameters if p.name.rpartition(".")[0] not in apart)
         if any(_kind_of_gradient(name, model, processes) in ("mean", "sum") for name in others):
@@ -363,7 +367,8 @@ def _with_gradients(
 
 def _on_ranks(name: str, model: ModelRecord, processes: Sequence[ProcessRecord]) -> list[ParameterRecord]:
     alike = [same_model(process, model, processes[0]) for process in processes]
-    return [p for one in alike if one is not None and (p := one.parameter(name)) is not None]
+    found = [p for one in alike if one is not None and (p := one.parameter(name)) is not None]
+    return [p for p in found if p.shape == found[0].shape]  # of another shape, it is another rank's own
 
 
 def _kind_of_gradient(name: str, model: ModelRecord, processes: Sequence[ProcessRecord]) -> str:
@@ -409,7 +414,7 @@ def _ranks_differ(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
         same = same_model(other, model, processes[0])
         if same is None:
             continue
-        pairs = [(p, q) for p in model.parameters if (q := same.parameter(p.name)) is not None]
+        pairs = [(p, q) for p in model.parameters if (q := same.parameter(p.name)) and q.shape == p.shape]
         for column in COLUMNS:
             if library(model) == "deepspeed" and column == "accumulate":
                 continue  # each rank reduces the part that it updates into another tensor
@@ -422,8 +427,10 @@ def _ranks_differ(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
         apart = []
         for p, q in pairs:
             digests = p.facts.get("digest"), q.facts.get("digest")
+            is_own = p.facts.get("began") == q.facts.get("began")  # and is then named by `_not_averaged`
+            is_own = is_own and _kind_of_gradient(p.name, model, processes) == "own"
             if p.facts.get("optimized") and None not in digests and digests[0] != digests[1]:
-                apart += [p.name] if p.name not in kept else []
+                apart += [p.name] if p.name not in kept and not is_own else []
         if apart:
             what = f"Values on rank {rank} and rank {other.rank} differ, and each has all of it: they train "
             do = "Begin with the same values on every rank (a seed before the model is built, or a "

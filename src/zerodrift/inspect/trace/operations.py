@@ -291,6 +291,13 @@ def _frames() -> Iterator[types.FrameType]:
         yield from (frame for frame, _ in traceback.walk_stack(waiting))
 
 
+def is_in_function() -> bool:
+    """Return True in the backward of a `torch.autograd.Function`, as of a layer that is cut over ranks."""
+    files = (frame.f_code.co_filename for frame in _frames())
+    around = (torch.autograd.graph.__file__, torch.autograd.function.__file__)
+    return next((file == around[1] for file in files if file in around), False)
+
+
 def _line(frame: types.FrameType, line: int | None = None) -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno if line is None else line}"
 

@@ -331,6 +331,8 @@ _SECOND_SENT = frozenset(("_reduce_scatter_base_", "reduce_scatter_", "reduce_sc
 _SECOND_SENT |= {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"}
 """Collectives of c10d, by the place of the argument that they send."""
 
+_SENT_TO_ONE = frozenset(("send",))
+
 _LEAST_PACKED = 64  # elements of a collective that may carry parameters; norms, losses and flags have fewer
 
 
@@ -345,7 +347,7 @@ class CollectiveWatch:
             operations = getattr(torch.ops, namespace)
             library = torch.library.Library(namespace, "IMPL")
             state.patches.callback(library._destroy)
-            for name in _FIRST_SENT | _SECOND_SENT:
+            for name in _FIRST_SENT | _SECOND_SENT | _SENT_TO_ONE:
                 if hasattr(operations, name):
                     operation = getattr(operations, name).default
                     library.impl(operation, self._kernel(name, operation), _KEY)
@@ -375,6 +377,13 @@ class CollectiveWatch:
             is_packed = "gather" in name and tensor.dtype in (torch.uint8, torch.int8)
             if not is_packed and not tensor.is_floating_point():
                 continue
+            is_gradient = bool(not self.state.packed and self.state.gradient_memory.all_of(tensor))
+            if operation in _SENT_TO_ONE:
+                if tensor.numel() >= _LEAST_PACKED and not is_gradient:
+                    self.state.event("sent-to-a-rank", "")
+                continue
+            if column == "gather" and is_gradient:
+                column = "reduce"  # by a script that adds what it gathers
             for parameter in self._carried(column, tensor):
                 dtype = dtype_name(tensor.dtype)
                 if column == "gather" and tensor.dtype is torch.uint8:
@@ -394,22 +403,22 @@ class CollectiveWatch:
         own = (state.gradient_memory if column == "reduce" else state.memory).all_of(tensor)
         if own:
             return own
-        if column == "reduce" and not state.in_backward:
-            weights = self._script.copies.weights_of(tensor)
-            for parameter in weights:
+        if not state.in_backward and (weights := self._script.copies.weights_of(tensor)):
+            for parameter in weights if column == "reduce" else ():
                 parameter.record.facts["averaged"] = True
-            if weights:
-                return ()
+            return list(weights) if column == "gather" else ()
         if tensor.numel() < 2 or not state.models:
             return ()
-        if column == "reduce" and state.in_backward and (trained := self._replicated()):
+        is_of_layer = column == "reduce" and state.in_backward and operations.is_in_function()
+        if column == "reduce" and state.in_backward and not is_of_layer and (trained := self._replicated()):
             # DDP's parameters of a bucket's dtype, or all of them if a hook cast the bucket.
             return [p for p in trained if p.record.has("grad", dtype_name(tensor.dtype))] or trained
         for adapter in state.adapters:
             carried = adapter.carried(column, tensor)
             if carried:
                 return carried
-        if tensor.dtype.is_floating_point and tensor.numel() >= _LEAST_PACKED:
+        is_followed = state.in_backward or self._script.is_entered
+        if is_followed and not is_of_layer and tensor.numel() >= _LEAST_PACKED and tensor.is_floating_point():
             name = "reductions" if column == "reduce" else "gathers"
             self.unknown[name] = self.unknown.get(name, 0) + 1
         return ()

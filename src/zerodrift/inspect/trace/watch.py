@@ -109,7 +109,7 @@ class Watcher:
         if anything_compiled():
             state.note(COMPILED)
         for name, times in sorted(self._collectives.unknown.items()):
-            process.notes.append(f"{times} {name} in the observed steps carried unknown parameters.")
+            process.notes.append(f"{times} {name} in the observed steps carried tensors of no known parameter.")
         self._exports.see(state.models)
         if not self._files_after:
             self._exports.end()
