@@ -201,7 +201,7 @@ class LiveParameter:
         """Whether it has a gradient, and no operation was seen to use it."""
         return self.arrived > 0 and not self.computed_in
 
-    def look(self) -> bool:
+    def look(self, may_be_tied: bool = False) -> bool:
         """Record the tensor between steps; return True if its dtype changed."""
         tensor = self.tensor()
         if tensor is None:
@@ -218,7 +218,8 @@ class LiveParameter:
             if not self.is_sliced and values.dim() > 1 and values.numel() and self._first_digest is not None:
                 least, greatest = values.aminmax()
                 if least < greatest:  # a constant identifies no tensor
-                    record.facts["began"] = self._first_digest
+                    rounded = values.bfloat16() if may_be_tied else values  # a cast may have untied it
+                    record.facts["began"] = _digest(rounded)
         return True
 
     def arrives(self, gradient: torch.Tensor, sample: bool) -> None:

@@ -79,6 +79,7 @@ class ForwardWatch:
             self._script.leave()
             self._compiles |= operations.anything_compiled() or any(map(is_compiled, module.modules()))
             if trains:
+                self._script.losses.given(args)
                 self._root_begins(module)
         kind: CallKind = ()
         if (self._is_training or not torch.is_grad_enabled()) and not self._compiles:

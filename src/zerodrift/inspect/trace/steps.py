@@ -282,6 +282,10 @@ class StepWatch:
         parameter = self.state.resting(tensor)
         if parameter is not None:
             return (OptimizedPart(parameter, parameter.begin),)
+        self.state.remember()
+        inside = self.state.memory.ranges_of(tensor)  # as in a flat buffer, of which the parameters are views
+        if whole := [OptimizedPart(p, 0, at, end - at) for at, end, p in inside if end - at == p.record.numel]:
+            return whole
         copies = (model.copied(tensor) for model in self.state.models)
         return [OptimizedPart(copied) for copied in copies if copied is not None][:1]
 

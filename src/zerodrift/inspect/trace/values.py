@@ -98,8 +98,8 @@ class LossWatch:
         self._reached: dict[LossOperation, None] = {}
         self._products: set[tuple[str, str]] = set()  # module and dtype of each product of matrices
         self._whole: Owners[bool] = Owners()  # memory of whole numbers in more than 16 bits
-        self._rounded: dict[tuple[str, str, str], list[torch.Tensor]] = {}
-        """Line, operation and dtype -> whole numbers that were cast to 16 bits, and the results."""
+        self._rounded: dict[tuple[str, str, str, int], list[torch.Tensor]] = {}
+        """Line, operation, dtype and elements -> numbers that were cast to 16 bits, and the results."""
 
     def computed(self, name: str, args: Any, kwargs: Any, out: Any, module: str | None) -> None:
         """Follow an operation; `module` is the path of the module that runs it, None outside of modules.
@@ -158,11 +158,20 @@ class LossWatch:
             is_alone = bool(others) and each.dtype not in others
             event |= {"operation": each.operation.strip("_"), "module": each.module, "greatest": greatest}
             yield {**event, "is_alone": is_alone}
-        for (line, name, dtype), (numbers, rounded) in self._rounded.items():
-            if not torch.equal(numbers, rounded):
-                share, greatest = float((numbers != rounded).double().mean()), float(numbers.abs().max())
-                event = {"kind": "whole-numbers", "line": line, "operation": name, "dtype": dtype}
-                yield {**event, "share": share, "greatest": greatest}
+        casts: dict[tuple[str, str, str], list[torch.Tensor]] = {}
+        for (line, name, dtype, _), (numbers, rounded) in self._rounded.items():
+            if torch.equal(numbers, numbers.round()) and not torch.equal(numbers, rounded):
+                casts.setdefault((line, name, dtype), [numbers, rounded])
+        for (line, name, dtype), (numbers, rounded) in casts.items():
+            share, greatest = float((numbers != rounded).double().mean()), float(numbers.abs().max())
+            event = {"kind": "whole-numbers", "line": line, "operation": name, "dtype": dtype}
+            yield {**event, "share": share, "greatest": greatest}
+
+    def given(self, args: Any) -> None:
+        """Follow what a model is given in more than 16 bits, which may be whole numbers."""
+        for tensor in floating(args):
+            if tensor.dtype not in NARROW and tensor.layout is torch.strided and not tensor.is_nested:
+                self._whole.put(tensor, True)
 
     def scales(self) -> None:
         """Note that a `GradScaler` scales the loss."""
@@ -175,13 +184,12 @@ class LossWatch:
             return
         source: Any = next((arg for arg in given if _is_whole(arg)), None)
         if name in _RANGES:
-            numbers = getattr(torch, name)(*args, dtype=torch.float64)
-            source = numbers if torch.equal(numbers, numbers.round()) else None
+            source = getattr(torch, name)(*args, dtype=torch.float64)
         elif source is None and name not in _POINTWISE and self._whole.of(given[0]):
             source = given[0] if given[0].dtype not in NARROW else None
         if source is None or source.numel() < 2:
             return
-        key = line_of_script(), name, dtype_name(result.dtype)
+        key = line_of_script(), name, dtype_name(result.dtype), source.numel()
         if result.dtype in NARROW and key not in self._rounded:
             numbers = sample(source, _LOGITS).double()
             self._rounded[key] = [numbers, numbers.to(result.dtype).double()]
