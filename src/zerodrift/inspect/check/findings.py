@@ -80,8 +80,8 @@ _CLIPS = {
 _STEPS = "Take the step by `scaler.step(optimizer)`, which takes the loss scale out."
 
 _AVERAGES = {
-    "": "Average the gradients of all ranks before the optimizer's step. DistributedDataParallel does if it is "
-    "called itself, not its module, and the last micro-batch is outside of `no_sync`.",
+    "": "Average the gradients of all ranks before the optimizer's step. DistributedDataParallel does, if "
+    "it is called in place of its module, and the last micro-batch is outside of `no_sync`.",
     "deepspeed": "Remove `data_types.grad_accum_dtype`, or use ZeRO stage 3: before DeepSpeed 0.19.8, "
     "stage 1 loses the average where it is not the model's dtype.",
 }
@@ -175,15 +175,11 @@ def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
     left_out = _names(p for p in trained if p.facts.get("optimized") is False)
     what = "Gradients arrive, and no optimizer that took a step has the parameter."
     do = "Build the optimizer from the parameters of the model that is trained, after it was wrapped, cast "
-    do += "or moved."
-    for event in (event for event in processes[0].events if event["kind"] == "skipped"):
-        what, do = event["what"], event["do"]
-        left_out = left_out if event["is_for_good"] else ()
-    yield from finding("never-updated", "master", left_out, what, do)
+    yield from finding("never-updated", "master", left_out if steps else (), what, do + "or moved.")
     events = (e for e in processes[0].events if e["kind"] == "rounded-between-steps" and not e["state"])
     rounded = {name for event in events for name in event["names"]}
     least = _NOISE * max((_greatest(p) for p in trained), default=0.0)
-    still = [
+    still = _names(
         p
         for p in (trained if steps > 1 else ())
         if p.facts.get("optimized")
@@ -191,16 +187,12 @@ def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
         and "follows" not in p.facts
         and p.name not in rounded
         and _greatest(p) > least
-        and not (_is_norm(p) and set(p.dtypes("storage")[:1]) & BITS.keys())
-    ]
-    unchanged = f"Not one bit changed in {steps} steps, though gradients arrived that are not zero"
-    narrow = [p for p in still if set(p.dtypes("storage")[-1:]) & BITS.keys()]
-    what = f"{unchanged}: each update is smaller than 16 bits resolve, unless the learning rate is 0."
-    yield from finding("never-updated", "storage", _names(narrow), what, advice(_MASTERS, model))
+        and not set(p.dtypes("storage")[-1:]) & BITS.keys()  # `_narrow` says what they lost
+    )
+    what = f"Not one bit changed in {steps} steps, though gradients arrived that are not zero."
     do = "Look at the learning rate of its group, at whether updates are smaller than its dtype resolves, "
     do += "and at whether the optimizer holds the tensors that the model computes with."
-    wide = _names(p for p in still if p not in narrow)
-    yield from finding("never-updated", "storage", wide, f"{unchanged}.", do)
+    yield from finding("never-updated", "storage", still, what, do)
     apart = _names(p for p in trained if p.facts.get("follows") is False)
     what = "The optimizer updates copies, and the parameter has not their values after the step."
     do = "Copy each master into its parameter after every step: `parameter.copy_(master)`, without gradients."

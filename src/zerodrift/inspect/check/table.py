@@ -110,13 +110,10 @@ _MUST = "must be a table that `check --save` wrote"
 
 
 def read(path: Path) -> list[ProcessRecord]:
-    try:
-        data = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(path.name, _MUST, got=error) from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ConfigError(path.name, _MUST, got="JSON of something else")
-    return _table(path, data)
+    found = read_declaration(path)
+    if not isinstance(found, list):
+        raise ConfigError(path.name, _MUST, got="a file of something else")
+    return found
 
 
 def _table(path: Path, data: dict[str, Any]) -> list[ProcessRecord]:

@@ -328,7 +328,7 @@ def _reasons(record: ParameterRecord, world: int, is_optimized: bool) -> dict[Co
         "compute": "no operation used it in the observed steps",
         "grad": no_gradient,
         "accumulate": no_gradient,
-        "reduce": frozen or alone or "no collective carried its gradient",
+        "reduce": frozen or alone or "no collective is known to have carried its gradient",
         "master": no_optimizer,
         "state": "none is kept" if is_optimized else no_optimizer,
         "export": "no file with it was written in the observed steps",

@@ -207,18 +207,11 @@ class GradientWatch:
         for name in ("backward", "grad"):
             state.patches.replace(torch.autograd, name, self._backward)
 
-        def clips(*args: Any, **kwargs: Any) -> None:
-            if state.scaled and threading.get_ident() == state.thread:
-                state.event("clipped_scaled", line_of_script())
-
         def scales(scaler: Any, *args: Any, **kwargs: Any) -> None:
             if scaler.is_enabled():
                 self._script.losses.scales()
                 state.is_scaled = True  # until the next backward has ended
 
-        for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-            for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-                state.before(module, name, clips)
         state.before(torch.amp.GradScaler, "scale", scales)
         for name in ("unscale_", "update"):
             state.before(torch.amp.GradScaler, name, lambda *args, **kwargs: state.scaled.clear())
@@ -326,15 +319,13 @@ class GradientWatch:
 
 _KEY = "ADInplaceOrView"  # of the dispatcher, between autograd and the backends
 
-_FIRST_SENT = frozenset(("allreduce_", "allreduce_coalesced_", "reduce_"))
+_FIRST_SENT = frozenset(("allreduce_", "allreduce_coalesced_", "reduce_", "send"))
 _FIRST_SENT |= {"all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
 _SECOND_SENT = frozenset(("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"))
 _SECOND_SENT |= {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"}
 """Collectives of c10d, by the place of the argument that they send."""
 
-_SENT_TO_ONE = frozenset(("send",))
-
-_LEAST_PACKED = 64  # elements of a collective that may carry parameters; norms, losses and flags have fewer
+_LEAST_SENT = 64  # elements of activations; norms, losses and flags have fewer
 
 
 class CollectiveWatch:
@@ -343,12 +334,11 @@ class CollectiveWatch:
     def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
         self._script = script
-        self.unknown: dict[str, int] = {}  # counts of reductions and gathers of unknown parameters
         for namespace in ("c10d", "_c10d_functional") if torch.distributed.is_available() else ():
             operations = getattr(torch.ops, namespace)
             library = torch.library.Library(namespace, "IMPL")
             state.patches.callback(library._destroy)
-            for name in _FIRST_SENT | _SECOND_SENT | _SENT_TO_ONE:
+            for name in _FIRST_SENT | _SECOND_SENT:
                 if hasattr(operations, name):
                     operation = getattr(operations, name).default
                     library.impl(operation, self._kernel(name, operation), _KEY)
@@ -379,13 +369,11 @@ class CollectiveWatch:
             if not is_packed and not tensor.is_floating_point():
                 continue
             is_gradient = bool(not self.state.packed and self.state.gradient_memory.all_of(tensor))
-            if operation in _SENT_TO_ONE:
-                if tensor.numel() >= _LEAST_PACKED and not is_gradient:
-                    self.state.event("sent-to-a-rank", "")
-                continue
+            if operation == "send" and tensor.numel() >= _LEAST_SENT and not is_gradient:
+                self.state.event("sent-to-a-rank", "")
             if column == "gather" and is_gradient:
                 column = "reduce"  # by a script that adds what it gathers
-            for parameter in self._carried(column, tensor):
+            for parameter in self._carried(column, tensor) if operation != "send" else ():
                 dtype = dtype_name(tensor.dtype)
                 if column == "gather" and tensor.dtype is torch.uint8:
                     dtype = parameter.gather_dtype or dtype
@@ -410,16 +398,10 @@ class CollectiveWatch:
             return list(weights) if column == "gather" else ()
         if tensor.numel() < 2 or not state.models:
             return ()
-        is_of_layer = column == "reduce" and state.in_backward and operations.is_in_function()
-        if column == "reduce" and state.in_backward and not is_of_layer and (trained := self._replicated()):
+        if column == "reduce" and state.in_backward and (trained := self._replicated()):
+            if operations.is_in_function():
+                return ()
             # DDP's parameters of a bucket's dtype, or all of them if a hook cast the bucket.
             return [p for p in trained if p.record.has("grad", dtype_name(tensor.dtype))] or trained
-        for adapter in state.adapters:
-            carried = adapter.carried(column, tensor)
-            if carried:
-                return carried
-        is_followed = state.in_backward or self._script.is_entered
-        if is_followed and not is_of_layer and tensor.numel() >= _LEAST_PACKED and tensor.is_floating_point():
-            name = "reductions" if column == "reduce" else "gathers"
-            self.unknown[name] = self.unknown.get(name, 0) + 1
-        return ()
+        carried = (adapter.carried(column, tensor) for adapter in state.adapters)
+        return next((parameters for parameters in carried if parameters), ())

@@ -263,7 +263,7 @@ class ScriptWatch:
         self.copies = CopyWatch(state)
         self.in_step = False  # whether an optimizer's step is under way
         self._mode = every_operation(self._called, compiled=False)
-        self.is_entered = False
+        self._is_entered = False
         self._scaled: Owners[Any] = Owners()
         """Memory of gradients that contain the loss scale after the last backward, and of copies of them."""
         self._scaled_copies: set[Any] = set()  # stand for copies that still contain the scale
@@ -271,20 +271,20 @@ class ScriptWatch:
 
     def enter(self) -> None:
         state = self.state
-        if self.is_entered or not state.active or state.in_backward or state.process.steps > _STEPS:
+        if self._is_entered or not state.active or state.in_backward or state.process.steps > _STEPS:
             return
         if anything_compiled() or _get_current_dispatch_mode_stack():
             return
         state.remember()
         self._mode.__enter__()
-        self.is_entered = True
+        self._is_entered = True
 
     def leave(self) -> bool:
         """Leave the mode; return True if it was on."""
-        is_on = self.is_entered and threading.get_ident() == self.state.thread
+        is_on = self._is_entered and threading.get_ident() == self.state.thread
         if not is_on or _get_current_dispatch_mode() is not self._mode:
             return False  # the script is inside a mode of its own
-        self.is_entered = False
+        self._is_entered = False
         self._mode.__exit__(None, None, None)
         return True
 

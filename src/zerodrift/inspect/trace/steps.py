@@ -237,15 +237,12 @@ class StepWatch:
             record.add("master", "same", f"the parameter itself{how}")
 
     def record(self) -> None:
-        """Add skipped steps, roundings between steps, and whether parameters follow their masters."""
-        if self._skipped and not self.state.process.steps:
-            what = f"The gradient scaler skipped all {self._skipped} steps: gradients were infinite or NaN."
-            do = "Lower the loss scale until they are finite, and look for what overflows without it."
-            is_for_good = self._skipped >= _SKIPPED  # else a scale may still have to shrink
-            skipped = {"kind": "skipped", "line": "", "what": what, "do": do, "is_for_good": is_for_good}
-            self.state.process.events.append(skipped)
-            if is_for_good:
-                self.state.note(f"{what} {do}")
+        """Add roundings between steps to the record, and whether parameters follow their masters."""
+        if (
+            self._skipped >= _SKIPPED and not self.state.process.steps
+        ):  # else the scale has to shrink at first
+            what = f"The gradient scaler skipped all {self._skipped} steps: gradients were infinite or NaN. "
+            self.state.note(what + "Lower the loss scale until they are finite, and look for what overflows.")
         optimized: list[_OptimizedTensor] = list(self.state.optimized.values())
         for key, dtype, names in _rounded(optimized):
             event = {"kind": "rounded-between-steps", "line": "", "state": key, "dtype": dtype}
@@ -283,11 +280,10 @@ class StepWatch:
         if parameter is not None:
             return (OptimizedPart(parameter, parameter.begin),)
         self.state.remember()
-        inside = self.state.memory.ranges_of(tensor)  # as in a flat buffer, of which the parameters are views
-        if whole := [OptimizedPart(p, 0, at, end - at) for at, end, p in inside if end - at == p.record.numel]:
-            return whole
+        views = ((at, end - at, p) for at, end, p in self.state.memory.ranges_of(tensor))  # of a flat buffer
+        inside = [OptimizedPart(p, 0, at, numel) for at, numel, p in views if numel == p.record.numel]
         copies = (model.copied(tensor) for model in self.state.models)
-        return [OptimizedPart(copied) for copied in copies if copied is not None][:1]
+        return inside or [OptimizedPart(copied) for copied in copies if copied is not None][:1]
 
 
 def _tensors(optimizer: Any) -> Iterator[torch.Tensor]:
