@@ -7,7 +7,7 @@ four steps in this process, observed by `zerodrift.observe`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -585,19 +585,6 @@ def closures() -> zerodrift.Observation:
 
 
 # --- values that rest --------------------------------------------------------------------------------
-
-
-def rest(keys: Iterable[str], cast: Callable[[torch.Tensor], torch.Tensor]) -> zerodrift.Observation:
-    """Take states away between steps, and bring them back."""
-    model = dense()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def after() -> None:
-        for state in optimizer.state.values():
-            for key in keys:
-                state[key] = cast(state[key])
-
-    return observed(model, optimizer, after=after)
 
 
 def parked(dtype: torch.dtype) -> zerodrift.Observation:

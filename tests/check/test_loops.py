@@ -17,7 +17,6 @@ from zerodrift.inspect.check.table import BITS
 from zerodrift.inspect.trace import narrowest
 
 Run = Callable[[], zerodrift.Observation]
-BOTH = ("exp_avg", "exp_avg_sq")
 
 
 def _(call: Callable[..., zerodrift.Observation], *arguments: object, **named: object) -> Run:
@@ -82,7 +81,6 @@ BUGS: dict[str, tuple[Run, str, str]] = {
         *("norm-of-scaled-gradients", "")),
     "a rate in bf16": (_(loops.numbers, "lr", BF16), "state-too-narrow", ""),
     "a counter in bf16": (_(loops.numbers, "step", BF16), "state-too-narrow", ""),
-    "states in bf16": (_(loops.rest, BOTH, through(BF16)), "states-rounded", "up.weight"),
     "states parked in bf16": (_(loops.parked, BF16), "states-rounded", "up.weight"),
     "weights, copy_": (
         _(loops.rounded_weights, lambda p: p.copy_(p.to(BF16))), "weights-rounded", "up.weight"),
@@ -136,7 +134,6 @@ HEALTHY: dict[str, Run] = {
     "a counter in fp32": _(loops.numbers, "step", FP32),
     "an optimizer in another": _(made, Dense, by=loops.Around),
     "an optimizer of closures": loops.closures,
-    "states that rest": _(loops.rest, BOTH, torch.clone),
     **{f"running, {kind}": _(loops.running, kind, FP32) for kind in loops.RUNNING},
     **{f"replaced, {kind}": _(loops.running, kind, BF16) for kind in loops.REPLACED},
     "gradients in a hook": _(loops.gradients_in_a_hook, lambda gradient: gradient * 0.5),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.check.loops import BF16, FP32, dense, nothing, observed_as_made
@@ -62,23 +63,27 @@ def stage() -> Made:
     return Dense(), lambda: dist.recv(activations, 0) if dist.get_rank() else dist.send(activations, 1)
 
 
-class Summed(torch.autograd.Function):
-    """The input of a layer that is cut over ranks: its gradient is the sum over them."""
-
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(gradient := gradient.clone())
-        return gradient
-
-
 def cut() -> Made:
+    """Make a model with a layer that is cut over ranks, which sums in 16 bits."""
     model = dense()
-    model.norm.register_forward_pre_hook(lambda _, args: (Summed.apply(args[0].to(BF16)).float(),))
+    model.norm.register_forward_pre_hook(lambda _, args: (all_reduce(args[0].to(BF16)).float(),))
     return DistributedDataParallel(model), nothing
+
+
+def own_part() -> Made:
+    """Average the gradients of all but a part that each rank has for itself, such as an expert."""
+    model, average = by_hand(FP32)
+    torch.manual_seed(10 + dist.get_rank())
+    part: Any = model.get_submodule("down")
+    part.reset_parameters()
+
+    def average_others() -> None:
+        own = [parameter.grad.clone() for parameter in part.parameters()]
+        average()
+        for parameter, gradient in zip(part.parameters(), own, strict=True):
+            parameter.grad = gradient
+
+    return model, average_others
 
 
 def sharded(**policy: torch.dtype) -> Made:
@@ -105,6 +110,7 @@ RUNS: dict[str, tuple[Callable[[], Made], str]] = {
     "gathered in fp32": (lambda: gathered(FP32), NONE),
     "stages of a pipeline": (stage, NONE),
     "a layer that is cut": (cut, NONE),
+    "a part of each rank's own": (own_part, NONE),
     "by hand in fp32": (lambda: by_hand(FP32), NONE),
     "fully_shard in fp32": (lambda: sharded(param_dtype=BF16, reduce_dtype=FP32), NONE),
     "FSDP in fp32": (lambda: packed(param_dtype=BF16, reduce_dtype=FP32), NONE),
