@@ -82,11 +82,7 @@ def digest(model: nn.Module) -> str:
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    kind.__name__: kind
-    for kind in (
-        *(ddp, ddp_autocast, ddp_no_sync, fsdp2, fsdp1),
-        averaged_updates,
-    )
+    kind.__name__: kind for kind in (ddp, ddp_autocast, ddp_no_sync, fsdp2, fsdp1, averaged_updates)
 }
 
 if __name__ == "__main__":

@@ -168,9 +168,7 @@ def unexpected(
         got = f"{len(trained)} models: {', '.join(model.name for model in trained)}"
         raise ConfigError(file, must, got=got)
     binds_all = isinstance(declaration, Plan)
-    plan = declaration
-    if isinstance(plan, Config):
-        plan = _planned(plan, trained[0], processes[0].world)
+    plan = _planned(declaration, trained[0], processes) if isinstance(declaration, Config) else declaration
     alike: dict[tuple[Kind, Column, str, str, str], list[str]] = {}
     for name, *cell in _differing(plan, trained[0], binds_all):
         alike.setdefault(tuple(cell), []).append(name)  # type: ignore[arg-type]
@@ -182,7 +180,7 @@ def unexpected(
     return found
 
 
-def _planned(config: Config, model: ModelRecord, world: int) -> Plan:
+def _planned(config: Config, model: ModelRecord, processes: Sequence[ProcessRecord]) -> Plan:
     specs = []
     for seen in model.parameters:
         names = (seen.name, *seen.also)
@@ -191,7 +189,7 @@ def _planned(config: Config, model: ModelRecord, world: int) -> Plan:
         owners = tuple(OwningModule(name.rpartition(".")[0], seen.kind) for name in names)
         specs.append(ParameterSpec(names, seen.shape, storage or DType.FP32, owners, seen.trained))
     config = without_torch_classes(config)
-    mesh = mesh_for(config, world)
+    mesh = mesh_for(config, processes[0].world)
     return build(resolve(config, mesh), ModelSpec(model.name, tuple(specs)), mesh)
 
 

@@ -178,7 +178,8 @@ def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
     yield from finding("never-updated", "master", left_out if steps else (), what, do + "or moved.")
     events = (e for e in processes[0].events if e["kind"] == "rounded-between-steps" and not e["state"])
     rounded = {name for event in events for name in event["names"]}
-    least = _NOISE * max((_greatest(p) for p in trained), default=0.0)
+    used = {p.name: [abs(value) for value in p.facts.get("used") or () if value] for p in trained}
+    noise = 2.0**-20 * max((max(values) for values in used.values() if values), default=0.0)
     still = _names(
         p
         for p in (trained if steps > 1 else ())
@@ -186,7 +187,7 @@ def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
         and p.facts.get("changed") is False
         and "follows" not in p.facts
         and p.name not in rounded
-        and _greatest(p) > least
+        and any(value > noise for value in used[p.name])  # else its gradient is zero, but for rounding
         and not set(p.dtypes("storage")[-1:]) & BITS.keys()  # `_narrow` says what they lost
     )
     what = f"Not one bit changed in {steps} steps, though gradients arrived that are not zero."
@@ -197,15 +198,6 @@ def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
     what = "The optimizer updates copies, and the parameter has not their values after the step."
     do = "Copy each master into its parameter after every step: `parameter.copy_(master)`, without gradients."
     yield from finding("never-updated", "master", apart, what, do)
-
-
-_NOISE = 2.0**-20
-"""Share of a model's greatest gradient below which one is rounding noise, as of a bias in front of a norm."""
-
-
-def _greatest(parameter: ParameterRecord) -> float:
-    """Return the greatest sampled gradient that an optimizer was given."""
-    return max((abs(value) for value in parameter.facts.get("used") or () if value), default=0.0)
 
 
 def _untied(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:

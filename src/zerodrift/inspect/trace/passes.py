@@ -202,8 +202,8 @@ class GradientWatch:
         self.state = state
         self._script = script
         self._hooked = WeakTensorKeyDictionary()  # leaves that are hooked on
-        self._events: dict[tuple[torch.nn.Module, bool], dict[str, Any]] = {}
-        """Module, and whether of its pre-hooks -> an event with gradients before and after backward hooks."""
+        self._events: dict[tuple[torch.nn.Module, str], dict[str, Any]] = {}
+        """Module and kind of its backward hooks -> an event with gradients before and after them."""
         for name in ("backward", "grad"):
             state.patches.replace(torch.autograd, name, self._backward)
 
@@ -213,8 +213,13 @@ class GradientWatch:
                 state.is_scaled = True  # until the next backward has ended
 
         state.before(torch.amp.GradScaler, "scale", scales)
-        for name in ("unscale_", "update"):
-            state.before(torch.amp.GradScaler, name, lambda *args, **kwargs: state.scaled.clear())
+
+        def updates(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            state.scaled.clear()
+            state.skipped += scaler.is_enabled()
+
+        state.before(torch.amp.GradScaler, "update", updates)
+        state.before(torch.amp.GradScaler, "unscale_", lambda *args, **kwargs: state.scaled.clear())
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
             state.before(torch.nn.parallel.DistributedDataParallel, name, self._registers_hook)
 
@@ -276,19 +281,17 @@ class GradientWatch:
     def hook_modules(self, model: LiveModel) -> None:
         """Sample gradients before and after the full backward hooks that a script has on its modules."""
         for module in model.root.modules():
-            after, before = module._backward_hooks, module._backward_pre_hooks
-            kinds: list[Any] = [(before, module.register_full_backward_pre_hook)]
-            kinds += [(after, module.register_full_backward_hook)] if module._is_full_backward_hook else []
-            for hooks, register in kinds:
-                if not hooks or (module, hooks is before) in self._events:
+            kinds: dict[str, Any] = {"full_backward_pre_hook": module._backward_pre_hooks}
+            kinds |= {"full_backward_hook": module._backward_hooks} if module._is_full_backward_hook else {}
+            for kind, hooks in kinds.items():
+                if not hooks or (module, kind) in self._events:
                     continue
-                line = operations.line_of_function(next(iter(hooks.values())))
-                event: dict[str, Any] = {"kind": "backward-hook", "line": line}
-                self._events[module, hooks is before] = event
+                event = self._events[module, kind] = {"kind": "backward-hook"}
+                event["line"] = operations.line_of_function(next(iter(hooks.values())))
                 event["module"] = model.paths.get(id(module), "")
                 for key in ("given", "returned"):
                     event[key] = []
-                    handle = register(functools.partial(self._passes, event[key]))
+                    handle = getattr(module, f"register_{kind}")(functools.partial(self._passes, event[key]))
                     hooks.move_to_end(handle.id, last=key == "returned")
                     self.state.patches.callback(handle.remove)
 

@@ -86,7 +86,6 @@ class StepWatch:
     def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
         self._script = script
-        self._taken, self._skipped = 0, 0  # steps of optimizers; those that a scaler skipped since the last
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._under_way: list[tuple[Any, list[Any]]] = []
         """Optimizers whose steps are under way, each inside the one before, and our hooks on each."""
@@ -95,12 +94,11 @@ class StepWatch:
         state.patches.callback(register_optimizer_step_pre_hook(self._begins).remove)
         state.patches.callback(register_optimizer_step_post_hook(self._ends).remove)
         state.patches.replace(torch.optim.Optimizer, "__init__", self._init)
-        state.patches.replace(torch.amp.GradScaler, "step", self._scaler_steps)
 
     def all_took(self, steps: int) -> bool:
         """Return True if every updated tensor was updated so many times."""
         counts = list(self.state.counts.values()) or [0]
-        if max(counts) >= 4 * steps or self._skipped >= _SKIPPED:
+        if max(counts) >= 4 * steps or self.state.skipped >= _SKIPPED:
             return True
         idle = (tensor for made in self._made if made not in self._stepped for tensor in _tensors(made))
         return min(counts) >= steps and all(self.state.resting(tensor) is None for tensor in idle)
@@ -110,12 +108,6 @@ class StepWatch:
         if self.state.active:
             with contextlib.suppress(TypeError):
                 self._made.add(optimizer)
-        return out
-
-    def _scaler_steps(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        taken = self._taken
-        out = original(*args, **kwargs)
-        self._skipped = self._skipped + 1 if self._taken == taken else 0
         return out
 
     @guarded
@@ -194,9 +186,8 @@ class StepWatch:
         if is_step:
             self._stepped[optimizer] = state.passes
         skipped = getattr(optimizer, "found_inf", None)  # a gradient scaler's, where the step is fused
-        is_taken = skipped is None or not skipped
-        self._taken += is_taken
-        if is_step and is_taken and not is_inside:
+        if is_step and not is_inside and not (skipped is not None and skipped):
+            state.skipped = 0
             what = parameters[0] if parameters else optimizer
             if parameters and optimizer in state.counts:  # steps before its masters were copied
                 state.counts[what] = state.counts.get(what, 0) + state.counts.pop(optimizer)
@@ -238,10 +229,9 @@ class StepWatch:
 
     def record(self) -> None:
         """Add roundings between steps to the record, and whether parameters follow their masters."""
-        if (
-            self._skipped >= _SKIPPED and not self.state.process.steps
-        ):  # else the scale has to shrink at first
-            what = f"The gradient scaler skipped all {self._skipped} steps: gradients were infinite or NaN. "
+        skipped = self.state.skipped
+        if skipped >= _SKIPPED and not self.state.process.steps:  # else a scale may have to shrink at first
+            what = f"The gradient scaler skipped all {skipped} steps: gradients were infinite or NaN. "
             self.state.note(what + "Lower the loss scale until they are finite, and look for what overflows.")
         optimized: list[_OptimizedTensor] = list(self.state.optimized.values())
         for key, dtype, names in _rounded(optimized):
