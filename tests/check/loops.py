@@ -443,9 +443,10 @@ class Counting(Dense):
 
 
 def given(autocast: bool) -> zerodrift.Observation:
-    """Train on whole numbers in fp32, with a bias in front of a norm, which no gradient moves."""
+    """Train on whole numbers, with weights of norms and directions, and a bias that a norm takes away."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    first = nn.utils.parametrizations.weight_norm(nn.Linear(1, 4))
+    model = nn.Sequential(first, nn.BatchNorm1d(4), nn.Linear(4, 1))
     numbers, optimizer = torch.arange(500.0)[:, None], torch.optim.SGD(model.parameters(), lr=1e-2)
 
     def step(*_: torch.Tensor) -> None:
@@ -456,14 +457,6 @@ def given(autocast: bool) -> zerodrift.Observation:
         optimizer.zero_grad()
 
     return observed_steps(step)
-
-
-def weights_by_parts() -> zerodrift.Observation:
-    """Compute weights from norms and directions, and products under autocast."""
-    model = dense()
-    for part in (model.up, model.down):
-        nn.utils.parametrizations.weight_norm(part)
-    return head(model, autocast=True)
 
 
 # --- loss scales ----------------------------------------------------------------------------------------

@@ -117,7 +117,6 @@ HEALTHY: dict[str, Run] = {
     **{f"loss, {kind}": loss(kind, FP32) for kind in loops.LOSSES},
     "loss inside": _(made, loops.WithLoss, FP32, loss=lambda x, t: x),
     "head": loops.head,
-    "weights by parts": loops.weights_by_parts,
     "whole numbers in fp32": _(loops.given, autocast=False),
     "states parked in fp32": _(loops.parked, FP32),
     "gradients of a buffer": _(loops.in_one_buffer, FP32),

@@ -28,7 +28,7 @@ def hooked(hook: Any, state: Any = None) -> Made:
     return model, nothing
 
 
-def by_hand(dtype: torch.dtype, parts: int = 2, seed: int = 0) -> Made:
+def by_hand(dtype: torch.dtype, parts: int = 2, seed: int = 0, gathers: bool = False) -> Made:
     """Make a model from a seed, whose gradients are summed in a dtype and divided into parts."""
     torch.manual_seed(seed)
     model = Dense()
@@ -36,22 +36,15 @@ def by_hand(dtype: torch.dtype, parts: int = 2, seed: int = 0) -> Made:
     def average() -> None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients]).to(dtype)
-        dist.all_reduce(flat)
+        if gathers:
+            every = [torch.empty_like(flat) for _ in range(2)]
+            dist.all_gather(every, flat)
+            flat = torch.stack(every).float().sum(0)
+        else:
+            dist.all_reduce(flat)
         sums = flat.split([gradient.numel() for gradient in gradients])
         for gradient, total in zip(gradients, sums, strict=True):
             gradient.copy_(total.view_as(gradient) / parts)
-
-    return model, average
-
-
-def gathered(dtype: torch.dtype) -> Made:
-    model = dense()
-
-    def average() -> None:
-        for gradient in (p.grad for p in model.parameters() if p.grad is not None):
-            parts = [torch.empty_like(gradient, dtype=dtype) for _ in range(2)]
-            dist.all_gather(parts, gradient.to(dtype))
-            gradient.copy_(torch.stack(parts).float().mean(0))
 
     return model, average
 
@@ -106,8 +99,8 @@ RUNS: dict[str, tuple[Callable[[], Made], str]] = {
     "by hand in bf16": (lambda: by_hand(BF16), WIRE),
     "fully_shard": (lambda: sharded(param_dtype=BF16), WIRE),
     "FSDP": (lambda: packed(param_dtype=BF16), WIRE),
-    "gathered in bf16": (lambda: gathered(BF16), WIRE),
-    "gathered in fp32": (lambda: gathered(FP32), NONE),
+    "gathered in bf16": (lambda: by_hand(BF16, gathers=True), WIRE),
+    "gathered in fp32": (lambda: by_hand(FP32, gathers=True), NONE),
     "stages of a pipeline": (stage, NONE),
     "a layer that is cut": (cut, NONE),
     "a part of each rank's own": (own_part, NONE),
