@@ -175,7 +175,8 @@ def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
     left_out = _names(p for p in trained if p.facts.get("optimized") is False)
     what = "Gradients arrive, and no optimizer that took a step has the parameter."
     do = "Build the optimizer from the parameters of the model that is trained, after it was wrapped, cast "
-    yield from finding("never-updated", "master", left_out if steps else (), what, do + "or moved.")
+    if not any(event["kind"] == "skipped-by-a-scaler" for event in processes[0].events):
+        yield from finding("never-updated", "master", left_out, what, do + "or moved.")
     events = (e for e in processes[0].events if e["kind"] == "rounded-between-steps" and not e["state"])
     rounded = {name for event in events for name in event["names"]}
     used = {p.name: [abs(value) for value in p.facts.get("used") or () if value] for p in trained}

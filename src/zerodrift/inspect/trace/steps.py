@@ -229,10 +229,11 @@ class StepWatch:
 
     def record(self) -> None:
         """Add roundings between steps to the record, and whether parameters follow their masters."""
-        skipped = self.state.skipped
-        if skipped >= _SKIPPED and not self.state.process.steps:  # else a scale may have to shrink at first
+        if (skipped := self.state.skipped) and not self.state.process.steps:
+            self.state.event("skipped-by-a-scaler", "")
             what = f"The gradient scaler skipped all {skipped} steps: gradients were infinite or NaN. "
-            self.state.note(what + "Lower the loss scale until they are finite, and look for what overflows.")
+            what += "Lower the loss scale until they are finite, and look for what overflows."
+            self.state.process.notes += [what] if skipped >= _SKIPPED else []  # at first a scale may shrink
         optimized: list[_OptimizedTensor] = list(self.state.optimized.values())
         for key, dtype, names in _rounded(optimized):
             event = {"kind": "rounded-between-steps", "line": "", "state": key, "dtype": dtype}

@@ -203,8 +203,8 @@ class LossWatch:
         dtype, is_long = dtype_name(result.dtype), max(result.shape, default=0) >= _LONG
         is_sum = name in _SUMS and inputs and result.numel() < inputs[0].numel()
         is_deviation = is_sum and name in _DEVIATIONS and result.dim() and torch.is_grad_enabled()
-        is_root = sums and (name in _ROOTS or (name == "pow" and args[1] in (0.5, -0.5)))
-        if is_root or is_deviation or (name in _RUNNING and is_long):
+        is_root = name in _ROOTS or (name == "pow" and isinstance(args[1], float) and abs(args[1]) == 0.5)
+        if (is_root and sums) or is_deviation or (name in _RUNNING and is_long):
             made = "` and `".join([*sorted(each.operation for each in sums), name])
             self._reached.setdefault(LossOperation("statistic", made, dtype, "", line_of_script()))
         return frozenset((LossOperation("sum", name, dtype, "", ""),)) if is_sum else _NOTHING
