@@ -28,13 +28,22 @@ def hooked(hook: Any, state: Any = None) -> Made:
     return model, nothing
 
 
-def by_hand(dtype: torch.dtype, parts: int = 2, seed: int = 0, gathers: bool = False) -> Made:
-    """Make a model from a seed, whose gradients are summed in a dtype and divided into parts."""
+def by_hand(
+    dtype: torch.dtype, parts: int = 2, seed: int = 0, gathers: bool = False, has_own: bool = False
+) -> Made:
+    """Make a model from a seed, whose gradients are summed in a dtype and divided into parts.
+
+    Each rank may have a part of its own, such as an expert, whose gradients are not averaged.
+    """
     torch.manual_seed(seed)
     model = Dense()
+    shared = [p for name, p in model.named_parameters() if not (has_own and name.startswith("down."))]
+    if has_own:
+        torch.manual_seed(dist.get_rank())
+        model.down.reset_parameters()
 
     def average() -> None:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in shared if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients]).to(dtype)
         if gathers:
             every = [torch.empty_like(flat) for _ in range(2)]
@@ -63,22 +72,6 @@ def cut() -> Made:
     return DistributedDataParallel(model), nothing
 
 
-def own_part() -> Made:
-    """Average the gradients of all but a part that each rank has for itself, such as an expert."""
-    model, average = by_hand(FP32)
-    torch.manual_seed(10 + dist.get_rank())
-    part: Any = model.get_submodule("down")
-    part.reset_parameters()
-
-    def average_others() -> None:
-        own = [parameter.grad.clone() for parameter in part.parameters()]
-        average()
-        for parameter, gradient in zip(part.parameters(), own, strict=True):
-            parameter.grad = gradient
-
-    return model, average_others
-
-
 def sharded(**policy: torch.dtype) -> Made:
     model = dense()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy))
@@ -103,7 +96,7 @@ RUNS: dict[str, tuple[Callable[[], Made], str]] = {
     "gathered in fp32": (lambda: by_hand(FP32, gathers=True), NONE),
     "stages of a pipeline": (stage, NONE),
     "a layer that is cut": (cut, NONE),
-    "a part of each rank's own": (own_part, NONE),
+    "a part of each rank's own": (lambda: by_hand(FP32, has_own=True), NONE),
     "by hand in fp32": (lambda: by_hand(FP32), NONE),
     "fully_shard in fp32": (lambda: sharded(param_dtype=BF16, reduce_dtype=FP32), NONE),
     "FSDP in fp32": (lambda: packed(param_dtype=BF16, reduce_dtype=FP32), NONE),
