@@ -190,8 +190,7 @@ def _zero(stage: int) -> Script:
 
 
 HEALTHY: tuple[Script, ...] = (
-    *map(_plain, ("ddp", "ddp_autocast", "ddp_no_sync", "fsdp2", "fsdp1")),
-    *map(_plain, ("averaged_updates", "own_expert")),
+    *map(_plain, ("ddp", "ddp_autocast", "ddp_no_sync", "fsdp2", "fsdp1", "averaged_updates")),
     *map(_zero, (1, 2, 3)),
     Script("accelerate", "accelerate", "healthy/accelerate_bf16.py", needs=("accelerate",)),
     Script("hf-trainer", "torchrun", "healthy/hf_trainer.py", needs=TRAINER),

@@ -7,7 +7,7 @@ four steps in this process, observed by `zerodrift.observe`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -190,6 +190,17 @@ class WithoutMasters(WithMasters):
     keeps = False
 
 
+class Halves(Rule):
+    """Keeps the lower half of each fp32 weight, of which the parameter is the upper half."""
+
+    def update(self, parameter: Any, state: dict[str, Any], rate: float) -> None:
+        low = state.setdefault("low", torch.zeros_like(parameter, dtype=torch.int16))
+        whole = (parameter.view(torch.int16).int() << 16) | (low.int() & 0xFFFF)
+        whole = (whole.view(torch.float32) - rate * parameter.grad.float()).view(torch.int32)
+        low.copy_((whole & 0xFFFF).to(torch.int16))
+        parameter.copy_((whole >> 16).to(torch.int16).view(BF16))
+
+
 class Compensated(Rule):
     """Adds what the rounding of an update to bf16 lost to the next update, as Kahan's summation does."""
 
@@ -257,6 +268,27 @@ def post_hook() -> zerodrift.Observation:
     optimizer = torch.optim.AdamW(made, lr=1e-6)
     optimizer.register_step_post_hook(lambda *_: at_once(model, made))
     return observed(model, optimizer, before=lambda: give(model, made))
+
+
+def in_one_buffer(dtype: torch.dtype) -> zerodrift.Observation:
+    """Update a buffer of which the parameters are views, by gradients that are cast."""
+    model = dense()
+    buffer = nn.Parameter(flat(model)[0])
+    vector_to_parameters(buffer.detach(), model.parameters())
+
+    def before() -> None:
+        give(model, [buffer])
+        assert buffer.grad is not None
+        buffer.grad = buffer.grad.to(dtype).float()
+
+    return observed(model, torch.optim.AdamW([buffer], lr=1e-3), before=before)
+
+
+def untied() -> zerodrift.Observation:
+    """Train a head that was tied until a cast."""
+    model = dense()
+    model.head.weight = nn.Parameter(model.embed.weight.detach().to(BF16).float())
+    return observed(model)
 
 
 def second_model() -> zerodrift.Observation:
@@ -377,6 +409,7 @@ SINES = torch.ones(16).div(64)
 
 POSITIONS: dict[str, In] = {
     "arange": lambda x, dtype: torch.arange(500, dtype=dtype)[-8:, None] * SINES.to(dtype),
+    "linspace": lambda x, dtype: torch.linspace(0, 499, 500, dtype=dtype)[-8:, None] * SINES.to(dtype),
     "cast": lambda x, dtype: torch.arange(500)[-8:, None].to(dtype) * SINES,
     "by way of fp32": lambda x, dtype: torch.arange(500)[-8:, None].float().to(dtype) * SINES,
 }
@@ -390,6 +423,8 @@ PARTS: dict[str, In] = {
 
 STATISTICS: dict[str, In] = {
     "root mean square": lambda x, dtype: x * x.to(dtype).square().mean(-1, keepdim=True).rsqrt(),
+    "variance": lambda x, dtype: x * torch.var_mean(x.to(dtype), -1, keepdim=True)[0] ** -0.5,
+    "deviation": lambda x, dtype: x / x.to(dtype).std(-1, keepdim=True),
     "running sum": lambda x, dtype: x + x.to(dtype).repeat(1, 9, 1).cumsum(1)[:, :8] / 64,
 }
 """Function of activations or of their positions that a model computes in a dtype."""
@@ -407,6 +442,23 @@ class Counting(Dense):
         return self.head(self.block(x + self.made(x, self.dtype).float()))
 
 
+def given(autocast: bool) -> zerodrift.Observation:
+    """Train on whole numbers, with weights of norms and directions, and a bias that a norm takes away."""
+    torch.manual_seed(0)
+    first = nn.utils.parametrizations.weight_norm(nn.Linear(1, 4))
+    model = nn.Sequential(first, nn.BatchNorm1d(4), nn.Linear(4, 1))
+    numbers, optimizer = torch.arange(500.0)[:, None], torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(*_: torch.Tensor) -> None:
+        with torch.autocast("cpu", BF16, enabled=autocast):
+            out = model(numbers)
+        (out.float() - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return observed_steps(step)
+
+
 # --- loss scales ----------------------------------------------------------------------------------------
 
 
@@ -418,7 +470,7 @@ def scaled(
 ) -> zerodrift.Observation:
     """Train under autocast to fp16; `before` is called before the step, which a `GradScaler` takes."""
     model, scaler = dense(), torch.amp.GradScaler("cpu", init_scale=2.0**power)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=power > 10)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=power == 60)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
         with torch.autocast("cpu", FP16):
@@ -528,17 +580,20 @@ def closures() -> zerodrift.Observation:
 # --- values that rest --------------------------------------------------------------------------------
 
 
-def rest(keys: Iterable[str], cast: Callable[[torch.Tensor], torch.Tensor]) -> zerodrift.Observation:
-    """Take states away between steps, and bring them back."""
-    model = dense()
+def parked(dtype: torch.dtype) -> zerodrift.Observation:
+    """Offload states between steps."""
+    model, copies = dense(), list[dict[str, torch.Tensor]]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def after() -> None:
-        for state in optimizer.state.values():
-            for key in keys:
-                state[key] = cast(state[key])
+    def before() -> None:
+        for state, held in zip(optimizer.state.values(), copies, strict=True):
+            state.update({key: value.float() for key, value in held.items()})
 
-    return observed(model, optimizer, after=after)
+    def after() -> None:
+        states = optimizer.state.values()
+        copies[:] = [{key: state[key].to(dtype) for key in ("exp_avg", "exp_avg_sq")} for state in states]
+
+    return observed(model, optimizer, before=before, after=after)
 
 
 def rounded_weights(write: Callable[[torch.Tensor], Any]) -> zerodrift.Observation:
@@ -565,9 +620,12 @@ def gradients_in_a_hook(round_: Callable[[torch.Tensor], torch.Tensor]) -> zerod
     return observed(model)
 
 
-def gradients_between_modules(round_: Callable[[torch.Tensor], torch.Tensor]) -> zerodrift.Observation:
+def gradients_between_modules(
+    round_: Callable[[torch.Tensor], torch.Tensor], when: str = "backward_hook"
+) -> zerodrift.Observation:
     model = dense()
-    model.down.register_full_backward_hook(lambda module, gradients, _: tuple(map(round_, gradients)))
+    hook = getattr(model.down, f"register_full_{when}")
+    hook(lambda module, gradients, *_: tuple(map(round_, gradients)))
     return observed(model)
 
 

@@ -17,7 +17,6 @@ from zerodrift.inspect.check.table import BITS
 from zerodrift.inspect.trace import narrowest
 
 Run = Callable[[], zerodrift.Observation]
-BOTH = ("exp_avg", "exp_avg_sq")
 
 
 def _(call: Callable[..., zerodrift.Observation], *arguments: object, **named: object) -> Run:
@@ -70,6 +69,8 @@ BUGS: dict[str, tuple[Run, str, str]] = {
         for kind, how in loops.POSITIONS.items()},
     **{f"statistic, {kind}": (_(made, loops.Counting, how, BF16), "statistic-in-16-bits", "")
         for kind, how in loops.STATISTICS.items()},
+    "whole numbers in fp32": (_(loops.given, autocast=True), "whole-numbers-rounded", ""),
+    "a head that a cast untied": (loops.untied, "untied", "head.weight"),
     "a loss without a scale": (_(loops.scaled, steps=False), "loss-not-scaled", "up.weight"),
     "clipped scaled": (
         _(loops.scaled, before=lambda _, __, model: loops.clip(model)), "norm-of-scaled-gradients", ""),
@@ -80,7 +81,7 @@ BUGS: dict[str, tuple[Run, str, str]] = {
         *("norm-of-scaled-gradients", "")),
     "a rate in bf16": (_(loops.numbers, "lr", BF16), "state-too-narrow", ""),
     "a counter in bf16": (_(loops.numbers, "step", BF16), "state-too-narrow", ""),
-    "states in bf16": (_(loops.rest, BOTH, through(BF16)), "states-rounded", "up.weight"),
+    "states parked in bf16": (_(loops.parked, BF16), "states-rounded", "up.weight"),
     "weights, copy_": (
         _(loops.rounded_weights, lambda p: p.copy_(p.to(BF16))), "weights-rounded", "up.weight"),
     "weights, fp16": (_(loops.rounded_weights, set_through(FP16)), "weights-rounded", "up.weight"),
@@ -91,8 +92,10 @@ BUGS: dict[str, tuple[Run, str, str]] = {
         for kind in loops.RUNNING},
     "gradients in a hook": (
         _(loops.gradients_in_a_hook, through(BF16)), "gradients-rounded", "up.weight"),
-    "gradients between modules": (
-        _(loops.gradients_between_modules, through(BF16)), "gradients-rounded", ""),
+    "gradients of a buffer": (_(loops.in_one_buffer, BF16), "gradients-rounded", "up.weight"),
+    **{f"gradients between modules, {when}": (
+        _(loops.gradients_between_modules, through(BF16), when), "gradients-rounded", "")
+        for when in ("backward_hook", "backward_pre_hook")},
 }  # fmt: skip
 """Name -> loop, the kind of its finding, and a parameter of the finding; none for a finding of the run."""
 
@@ -100,6 +103,7 @@ HEALTHY: dict[str, Run] = {
     **{f"masters, {kind}": _(loops.masters, kind) for kind in loops.MASTERS},
     "masters in an optimizer": by(loops.WithMasters, 1e-6),
     "what rounding lost": by(loops.Compensated, 1e-4),
+    "weights in halves": by(loops.Halves, 1e-4),
     "stochastic rounding": by(loops.Stochastic, 1e-4),
     **{f"by hand, {kind}": by_hand(update) for kind, update in loops.UPDATES.items()},
     "signs of gradients": _(loops.rounded_gradients, torch.sign),
@@ -113,6 +117,9 @@ HEALTHY: dict[str, Run] = {
     **{f"loss, {kind}": loss(kind, FP32) for kind in loops.LOSSES},
     "loss inside": _(made, loops.WithLoss, FP32, loss=lambda x, t: x),
     "head": loops.head,
+    "whole numbers in fp32": _(loops.given, autocast=False),
+    "states parked in fp32": _(loops.parked, FP32),
+    "gradients of a buffer": _(loops.in_one_buffer, FP32),
     "head under autocast": _(loops.head, autocast=True),
     "a rollout": _(loops.rollout, FP32),
     "a loss that is cast": _(made, Dense, loss=lambda x, t: loss_of(x, t) / 4),
@@ -126,7 +133,6 @@ HEALTHY: dict[str, Run] = {
     "a counter in fp32": _(loops.numbers, "step", FP32),
     "an optimizer in another": _(made, Dense, by=loops.Around),
     "an optimizer of closures": loops.closures,
-    "states that rest": _(loops.rest, BOTH, torch.clone),
     **{f"running, {kind}": _(loops.running, kind, FP32) for kind in loops.RUNNING},
     **{f"replaced, {kind}": _(loops.running, kind, BF16) for kind in loops.REPLACED},
     "gradients in a hook": _(loops.gradients_in_a_hook, lambda gradient: gradient * 0.5),
@@ -160,13 +166,13 @@ class Narrow(Dense):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("frequencies", torch.arange(16) / 16)
-        self.router = torch.nn.Linear(16, 2)
+        self.w_router = torch.nn.Linear(16, 2)
         self.decay = torch.nn.Parameter(torch.full((16,), 0.1))
         self.head.weight = torch.nn.Parameter(self.embed.weight.detach().clone())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        gate = self.router(x).softmax(-1)[..., :1]
+        gate = self.w_router(x).softmax(-1)[..., :1]
         return self.head(self.block(x * gate * self.frequencies) * self.decay.float().exp().to(x.dtype))
 
 
@@ -174,10 +180,10 @@ def test_a_model_in_bf16_is_named_part_by_part() -> None:
     seen = made(lambda: Narrow().bfloat16())
     found = {finding.kind: finding.names for finding in seen.findings()}
     assert {"embed.weight", "decay", "up.weight"} < {*found["no-master"]}
-    assert {"norm.weight", "router.weight", "up.bias"} < {*found["state-too-narrow"]}
+    assert {"norm.weight", "w_router.weight", "up.bias"} < {*found["state-too-narrow"]}
     assert found["norm-in-16-bits"] == ("norm.weight", "norm.bias")
     assert found["upcast-without-effect"] == ("decay",)
-    assert found["router-in-16-bits"] == ("router.weight", "router.bias")
+    assert found["router-in-16-bits"] == ("w_router.weight", "w_router.bias")
     assert found["buffer-rounded"] == ("frequencies",)
     assert found["untied"] == ("embed.weight", "head.weight")
     assert len(found) == 7
@@ -203,6 +209,12 @@ def test_what_a_narrow_dtype_holds_is_what_torch_says(dtype: torch.dtype) -> Non
 def test_watching_ends_after_its_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerodrift.inspect.check.launch._FOREVER", 3)
     assert HEALTHY[case]().process.steps == 3
+
+
+def test_steps_that_a_scaler_skips_for_good_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zerodrift.inspect.trace.steps._SKIPPED", 4)
+    seen = loops.scaled(power=100)
+    assert "skipped all 4 steps" in seen.process.notes[0] and not seen.findings()
 
 
 def test_moments_of_one_element_are_no_counters() -> None:

@@ -45,15 +45,17 @@ def test_the_page_shows_what_is_printed_saved_expected_and_compared(tmp_path: Pa
     assert plain(done.stdout) == "\n" + plain(shown)
     assert "<html" in files[2].read_text() and "no-master" in files[2].read_text()
     wider = tmp_path / "fp32.py"
-    wider.write_text(EXAMPLE.read_text().replace(".to(torch.bfloat16)", "") + "raise SystemExit(5)\n")
+    kept = tmp_path / "kept.json"  # where the run moves the table that it is expected to be like
+    moved = f"import os\nos.rename({str(files[0])!r}, {str(kept)!r})\n" + EXAMPLE.read_text()
+    wider.write_text(moved.replace(".to(torch.bfloat16)", "") + "raise SystemExit(5)\n")
     held = ("--json", "--expect", files[0], "--save", files[1])
     done = run("check", *held, "--", sys.executable, wider, folder=tmp_path)
     assert done.returncode == 3, done.stderr
     kinds = {(item["kind"], item["column"]) for item in json.loads(done.stdout)["findings"]}
     assert ("not-as-expected", "master") not in kinds and ("not-as-expected", "state") in kinds
-    done = run("diff", *files[:2], folder=tmp_path)
+    done = run("diff", kept, files[1], folder=tmp_path)
     assert done.returncode == 3 and "storage was bf16, is fp32" in done.stdout
-    done = run("diff", files[0], files[0], folder=tmp_path)
+    done = run("diff", kept, kept, folder=tmp_path)
     assert done.returncode == 0 and "the same" in done.stdout
 
 

@@ -60,12 +60,11 @@ def check(
         from zerodrift.config import load
         from zerodrift.inspect.check import completed, encoded, run, run_findings, run_text, table, unexpected
 
-        if expect is not None and table.read_declaration(expect) is None:
-            load(expect)  # its mistakes come before the command is run
+        declared = None if expect is None else table.read_declaration(expect) or load(expect)
         seen = run(command, steps, keep_going, sys.stderr.fileno() if json else None, timeout)
         _require_record(seen, command, steps, timeout)
         processes = completed(seen.processes) if seen.processes[0].world > 1 else seen.processes[:1]
-        others = [] if expect is None else unexpected(expect, processes)
+        others = [] if expect is None or declared is None else unexpected(declared, expect.name, processes)
         findings = [*others, *run_findings(processes)]
         if save is not None:
             write_file(save, encoded(processes, findings), "--save")
@@ -111,7 +110,9 @@ def _require_record(seen: RunRecord, command: list[str], steps: int, timeout: fl
         got = f"no Python process that imports torch left a record; {ended}"
         do = "Python must read PYTHONPATH: use no `python -I`, `-E` or `-S`, and no container without it."
     elif any(model.parameters for process in seen.idle for model in process.models):
-        got, do = f"forwards, but no step of a torch optimizer; {ended}", _LET_IT_TRAIN
+        notes = [note for process in seen.idle for note in process.notes]
+        got = f"forwards, but no step of a torch optimizer; {ended}"
+        do = notes[0] if notes else _LET_IT_TRAIN
     else:
         got, do = f"an import of torch, but no training; {ended}", _LET_IT_TRAIN
     if seen.code > 0:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tiny import WIDTH, Dense, Tiny, fit, rank, start
+from tiny import Dense, Tiny, fit, rank, start
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -71,33 +71,6 @@ def averaged_updates() -> nn.Module:
     return fit(model, after=average)
 
 
-class OwnExpert(Dense):
-    """A dense model with an expert that is this rank's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(10 + rank())
-        self.expert = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        return self.head(x + self.expert(self.norm(x)) + self.down(torch.relu(self.up(x))))
-
-
-def own_expert() -> nn.Module:
-    """Average the gradients of all but the rank's own expert."""
-    model = OwnExpert()
-    shared = [parameter for name, parameter in model.named_parameters() if not name.startswith("expert.")]
-
-    def average() -> None:
-        for parameter in shared:
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-
-    return fit(model, before=average)
-
-
 def digest(model: nn.Module) -> str:
     """Return a SHA-256 of every bit of this rank's parameters."""
     total = hashlib.sha256()
@@ -109,11 +82,7 @@ def digest(model: nn.Module) -> str:
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    kind.__name__: kind
-    for kind in (
-        *(ddp, ddp_autocast, ddp_no_sync, fsdp2, fsdp1),
-        *(averaged_updates, own_expert),
-    )
+    kind.__name__: kind for kind in (ddp, ddp_autocast, ddp_no_sync, fsdp2, fsdp1, averaged_updates)
 }
 
 if __name__ == "__main__":

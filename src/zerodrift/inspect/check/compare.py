@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
 
-from zerodrift.config import load, without_torch_classes
+from zerodrift.config import Config, without_torch_classes
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ConfigError, PrecisionError, Problem
 from zerodrift.inspect.check import table as tables
@@ -153,9 +152,10 @@ def require_declared(plan: Plan, observed: EngineRecord) -> None:
         raise PrecisionError.of(wrong, "the run and its plan differ")
 
 
-def unexpected(path: Path, processes: Sequence[ProcessRecord]) -> list[RunFinding]:
+def unexpected(
+    declaration: list[ProcessRecord] | Plan | Config, file: str, processes: Sequence[ProcessRecord]
+) -> list[RunFinding]:
     """Return every cell that is not as a file says: a saved table, a plan, or a config in either dialect."""
-    declaration = tables.read_declaration(path)
     if isinstance(declaration, list):
         do = "If the change is intended, save the table again."
         return [
@@ -166,9 +166,9 @@ def unexpected(path: Path, processes: Sequence[ProcessRecord]) -> list[RunFindin
     if len(trained) != 1:
         must = "must be a table that `check --save` wrote, where several models are trained"
         got = f"{len(trained)} models: {', '.join(model.name for model in trained)}"
-        raise ConfigError(path.name, must, got=got)
-    binds_all = declaration is not None
-    plan = declaration or _planned(path, trained[0], processes[0].world)
+        raise ConfigError(file, must, got=got)
+    binds_all = isinstance(declaration, Plan)
+    plan = _planned(declaration, trained[0], processes) if isinstance(declaration, Config) else declaration
     alike: dict[tuple[Kind, Column, str, str, str], list[str]] = {}
     for name, *cell in _differing(plan, trained[0], binds_all):
         alike.setdefault(tuple(cell), []).append(name)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def unexpected(path: Path, processes: Sequence[ProcessRecord]) -> list[RunFindin
     return found
 
 
-def _planned(path: Path, model: ModelRecord, world: int) -> Plan:
+def _planned(config: Config, model: ModelRecord, processes: Sequence[ProcessRecord]) -> Plan:
     specs = []
     for seen in model.parameters:
         names = (seen.name, *seen.also)
@@ -188,8 +188,8 @@ def _planned(path: Path, model: ModelRecord, world: int) -> Plan:
         storage = from_torch(getattr(torch, word, torch.bfloat16))  # quantised weights decode to bf16
         owners = tuple(OwningModule(name.rpartition(".")[0], seen.kind) for name in names)
         specs.append(ParameterSpec(names, seen.shape, storage or DType.FP32, owners, seen.trained))
-    config = without_torch_classes(load(path))
-    mesh = mesh_for(config, world)
+    config = without_torch_classes(config)
+    mesh = mesh_for(config, processes[0].world)
     return build(resolve(config, mesh), ModelSpec(model.name, tuple(specs)), mesh)
 
 

@@ -80,7 +80,8 @@ _CLIPS = {
 _STEPS = "Take the step by `scaler.step(optimizer)`, which takes the loss scale out."
 
 _AVERAGES = {
-    "": "Average the gradients of all ranks before the optimizer's step.",
+    "": "Average the gradients of all ranks before the optimizer's step. DistributedDataParallel does, if "
+    "it is called in place of its module, and the last micro-batch is outside of `no_sync`.",
     "deepspeed": "Remove `data_types.grad_accum_dtype`, or use ZeRO stage 3: before DeepSpeed 0.19.8, "
     "stage 1 loses the average where it is not the model's dtype.",
 }
@@ -137,7 +138,8 @@ def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
         is_rounded = any(p.has("gather", dtype) or p.has("storage", dtype) for p in found)
         do = advice(_ROUTERS, model) if is_rounded else _ROUTERS[""]
         yield from finding("router-in-16-bits", "compute", _names(found), what, do, 1 / 2**bits)
-        buffers = [name for name, held in model.buffers.items() if held == dtype]
+        averages = {name for e in processes[0].events if e["kind"] == "average" for name in e["names"]}
+        buffers = [name for name, held in model.buffers.items() if held == dtype and name not in averages]
         what = f"Buffers are {dtype}: constants such as frequencies of positions or running statistics were "
         what += "rounded with the weights."
         do = "Cast only parameters, not the module, or restore the buffers after the cast."
@@ -154,7 +156,7 @@ def _is_norm(parameter: ParameterRecord) -> bool:
     return "norm" in parameter.kind.rpartition(".")[2].lower() and len(parameter.shape) <= 1
 
 
-_ROUTER = re.compile(r"(^|\.)(router|gate|gating|wg)(\.|$)")
+_ROUTER = re.compile(r"router|(^|\.)(gate|gating|wg)(\.|$)")
 _EXPERTS = re.compile(r"(^|\.)experts?(\.|$)|moe", re.IGNORECASE)
 
 
@@ -173,23 +175,26 @@ def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
     left_out = _names(p for p in trained if p.facts.get("optimized") is False)
     what = "Gradients arrive, and no optimizer that took a step has the parameter."
     do = "Build the optimizer from the parameters of the model that is trained, after it was wrapped, cast "
-    yield from finding("never-updated", "master", left_out, what, do + "or moved.")
+    if not any(event["kind"] == "skipped-by-a-scaler" for event in processes[0].events):
+        yield from finding("never-updated", "master", left_out, what, do + "or moved.")
     events = (e for e in processes[0].events if e["kind"] == "rounded-between-steps" and not e["state"])
     rounded = {name for event in events for name in event["names"]}
+    used = {p.name: [abs(value) for value in p.facts.get("used") or () if value] for p in trained}
+    noise = 2.0**-20 * max((max(values) for values in used.values() if values), default=0.0)
     still = _names(
         p
-        for p in trained
+        for p in (trained if steps > 1 else ())
         if p.facts.get("optimized")
         and p.facts.get("changed") is False
         and "follows" not in p.facts
         and p.name not in rounded
-        and any(p.facts.get("used") or ())
-        and not (_is_norm(p) and set(p.dtypes("storage")[:1]) & BITS.keys())
+        and any(value > noise for value in used[p.name])  # else its gradient is zero, but for rounding
+        and not set(p.dtypes("storage")[-1:]) & BITS.keys()  # `_narrow` says what they lost
     )
     what = f"Not one bit changed in {steps} steps, though gradients arrived that are not zero."
     do = "Look at the learning rate of its group, at whether updates are smaller than its dtype resolves, "
     do += "and at whether the optimizer holds the tensors that the model computes with."
-    yield from finding("never-updated", "storage", still if steps > 1 else (), what, do)
+    yield from finding("never-updated", "storage", still, what, do)
     apart = _names(p for p in trained if p.facts.get("follows") is False)
     what = "The optimizer updates copies, and the parameter has not their values after the step."
     do = "Copy each master into its parameter after every step: `parameter.copy_(master)`, without gradients."
@@ -257,8 +262,9 @@ def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
 def _own_of_ranks(processes: Sequence[ProcessRecord], model: ModelRecord) -> set[str]:
     """Return the parameters that may differ between ranks.
 
-    The script averages their values over ranks, or each rank has its own module, such as an expert: it began
-    with other values, beside parameters whose gradients are averaged.
+    The script averages their values over ranks, or each rank has its own module, such as an expert or a stage
+    of a pipeline: it began with other values, beside parameters whose gradients are averaged, or on ranks
+    that send values to each other.
     """
     kept, apart = set[str](), set[str]()
     for parameter in model.parameters:
@@ -267,7 +273,9 @@ def _own_of_ranks(processes: Sequence[ProcessRecord], model: ModelRecord) -> set
             kept.add(parameter.name)
         if len({each.facts.get("began") for each in alike}) > 1:
             apart.add(parameter.name.rpartition(".")[0])
-    if apart:
+    if apart and any(event["kind"] == "sent-to-a-rank" for event in processes[0].events):
+        kept.update(_names(model.parameters))
+    elif apart:
         names = [p.name for p in model.parameters if p.name.rpartition(".")[0] in apart]
         others = (p.name for p in model.parameters if p.name.rpartition(".")[0] not in apart)
         if any(_kind_of_gradient(name, model, processes) in ("mean", "sum") for name in others):
@@ -344,7 +352,8 @@ def _with_gradients(
 
 def _on_ranks(name: str, model: ModelRecord, processes: Sequence[ProcessRecord]) -> list[ParameterRecord]:
     alike = [same_model(process, model, processes[0]) for process in processes]
-    return [p for one in alike if one is not None and (p := one.parameter(name)) is not None]
+    found = [p for one in alike if one is not None and (p := one.parameter(name)) is not None]
+    return [p for p in found if p.shape == found[0].shape]  # of another shape, it is another rank's own
 
 
 def _kind_of_gradient(name: str, model: ModelRecord, processes: Sequence[ProcessRecord]) -> str:
@@ -390,7 +399,7 @@ def _ranks_differ(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
         same = same_model(other, model, processes[0])
         if same is None:
             continue
-        pairs = [(p, q) for p in model.parameters if (q := same.parameter(p.name)) is not None]
+        pairs = [(p, q) for p in model.parameters if (q := same.parameter(p.name)) and q.shape == p.shape]
         for column in COLUMNS:
             if library(model) == "deepspeed" and column == "accumulate":
                 continue  # each rank reduces the part that it updates into another tensor
@@ -403,8 +412,10 @@ def _ranks_differ(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
         apart = []
         for p, q in pairs:
             digests = p.facts.get("digest"), q.facts.get("digest")
+            is_own = p.facts.get("began") == q.facts.get("began")  # and is then named by `_not_averaged`
+            is_own = is_own and _kind_of_gradient(p.name, model, processes) == "own"
             if p.facts.get("optimized") and None not in digests and digests[0] != digests[1]:
-                apart += [p.name] if p.name not in kept else []
+                apart += [p.name] if p.name not in kept and not is_own else []
         if apart:
             what = f"Values on rank {rank} and rank {other.rank} differ, and each has all of it: they train "
             do = "Begin with the same values on every rank (a seed before the model is built, or a "

@@ -65,7 +65,7 @@ def _rounded_logits(processes: Sequence[ProcessRecord], events: Sequence[Any]) -
     for event in () if casts else products[:1]:
         names = _head(processes[0].models, event)
         error = greatest / 2 ** BITS[event["dtype"]]
-        is_alone = bool(names) and _is_narrower(processes[0].models, names, event["dtype"])
+        is_alone = bool(names) and event["is_alone"]
         if not is_alone and error < _FAR:
             continue
         why = "the rest of the model is wider" if is_alone else f"logits are as large as {greatest:.3g}"
@@ -85,16 +85,6 @@ def _head(models: Sequence[ModelRecord], event: dict[str, Any]) -> tuple[str, ..
     return tuple(name for name in names if module and name.rpartition(".")[0] == module)
 
 
-def _is_narrower(models: Sequence[ModelRecord], names: Sequence[str], dtype: str) -> bool:
-    """Return True if no other matrix of the head's model computes in its dtype; a lookup computes nothing."""
-    for model in models:
-        matrices = [p for p in model.parameters if len(p.shape) > 1 and not p.kind.endswith("Embedding")]
-        others = [p for p in matrices if p.name not in names and p.dtypes("compute")]
-        if model.parameter(names[0]) is not None and others:
-            return all(not p.has("compute", dtype) for p in others)
-    return False
-
-
 def kept_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:
     """Find averages that are kept in 16 bits, and weights and states that the script rounds between steps."""
     averages: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -112,7 +102,8 @@ def kept_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:
     for (dtype, line), alike in averages.items():
         names = tuple(dict.fromkeys(name for event in alike for name in event["names"]))
         moves, still = (sum(event[key] for event in alike) for key in ("moves", "still"))
-        kept = "An average of these weights" if any(names) else "A running average or sum"
+        weights = {parameter.name for model in processes[0].models for parameter in model.parameters}
+        kept = "An average of these weights" if weights & {*names} else "A running average or sum"
         what = f"{kept} is kept in {dtype}, which rounds each update: one that is smaller than "
         what += f"1/{2 ** BITS[dtype]} of it is lost"
         if moves:

@@ -97,7 +97,7 @@ def read_declaration(path: Path) -> list[ProcessRecord] | Plan | None:
     except (OSError, ValueError, RecursionError):
         return None
     if isinstance(data, dict) and data.get("format") == FORMAT:
-        return read(path)
+        return _table(path, data)
     if not isinstance(data, dict) or not {"rows", "segments", "digest"} <= data.keys():
         return None
     try:
@@ -106,21 +106,24 @@ def read_declaration(path: Path) -> list[ProcessRecord] | Plan | None:
         raise ConfigError(path.name, "must be a plan that `plan --json` wrote", got=said(error)) from None
 
 
+_MUST = "must be a table that `check --save` wrote"
+
+
 def read(path: Path) -> list[ProcessRecord]:
-    must = "must be a table that `check --save` wrote"
-    try:
-        data = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(path.name, must, got=error) from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ConfigError(path.name, must, got="JSON of something else")
+    found = read_declaration(path)
+    if not isinstance(found, list):
+        raise ConfigError(path.name, _MUST, got="a file of something else")
+    return found
+
+
+def _table(path: Path, data: dict[str, Any]) -> list[ProcessRecord]:
     version = data.get("version")
     if version != VERSION:
         raise ConfigError(path.name, f"must be of version {VERSION}", got=repr(version), do="Save it again.")
     try:
         processes = [ProcessRecord.from_json(rank) for rank in data["ranks"]]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ConfigError(path.name, must, got=repr(error)) from None
+        raise ConfigError(path.name, _MUST, got=repr(error)) from None
     if not processes:
         raise ConfigError(path.name, "must have a rank", got="none")
     return processes

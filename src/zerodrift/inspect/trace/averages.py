@@ -103,10 +103,12 @@ class AverageWatch:
             self._results[_place(result)] = _Result(result, name, source, is_average)
 
     def forget(self, tensors: Iterable[Any]) -> None:
-        """Leave out the states of an optimizer, which have findings of their own."""
+        """Leave out the states of an optimizer, and copies of them, which have findings of their own."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 self._results.pop(_place(tensor), None)
+                if held := self._sources.of(tensor):
+                    self._sources.put(tensor, replace(held, lines=frozenset()))
 
     def end_step(self) -> None:
         """Sample the averages that are there between two steps.

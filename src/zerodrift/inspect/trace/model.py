@@ -145,8 +145,9 @@ class LiveModel:
         changed = _identities(self.root) != self._scanned
         if changed:
             self.scan()
+        tables = {p.record.shape for p in self.parameters if p.record.kind.endswith("Embedding")}
         for parameter in self.parameters:
-            changed |= parameter.look()
+            changed |= parameter.look(may_be_tied=parameter.record.shape in tables)
         return changed
 
     def held(self, module: torch.nn.Module) -> Iterator[tuple[LiveParameter, torch.Tensor]]:

@@ -113,14 +113,19 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
     """Return the tensors in lists, tuples and dicts. This is faster than torch's pytree."""
     if isinstance(values, torch.Tensor):
         return [values]
-    if not isinstance(values, (list, tuple, dict)):
-        return []
-    items = values.values() if isinstance(values, dict) else values
-    return [tensor for item in items for tensor in tensors_of(item)]
+    found: list[torch.Tensor] = []
+    if isinstance(values, (list, tuple, dict)):
+        for item in values.values() if isinstance(values, dict) else values:
+            if isinstance(item, torch.Tensor):  # without a call for each of an operation's arguments
+                found.append(item)
+            elif isinstance(item, (list, tuple, dict)):
+                found += tensors_of(item)
+    return found
 
 
-def floating(values: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_of(values) if tensor.is_floating_point()]
+def floating(values: Any, named: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
+    given = (*values, *named.values()) if named else values
+    return [tensor for tensor in tensors_of(given) if tensor.is_floating_point()]
 
 
 def flops_of(
@@ -284,6 +289,13 @@ def _frames() -> Iterator[types.FrameType]:
     waiting = sys._current_frames().get(threading.main_thread().ident or 0)
     if waiting is not None and waiting.f_code.co_filename == torch.autograd.graph.__file__:
         yield from (frame for frame, _ in traceback.walk_stack(waiting))
+
+
+def is_in_function() -> bool:
+    """Return True in the backward of a `torch.autograd.Function`, as of a layer that is cut over ranks."""
+    files = (frame.f_code.co_filename for frame in _frames())
+    around = (torch.autograd.graph.__file__, torch.autograd.function.__file__)
+    return next((file == around[1] for file in files if file in around), False)
 
 
 def _line(frame: types.FrameType, line: int | None = None) -> str:

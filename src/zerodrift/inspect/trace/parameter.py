@@ -201,7 +201,7 @@ class LiveParameter:
         """Whether it has a gradient, and no operation was seen to use it."""
         return self.arrived > 0 and not self.computed_in
 
-    def look(self) -> bool:
+    def look(self, may_be_tied: bool = False) -> bool:
         """Record the tensor between steps; return True if its dtype changed."""
         tensor = self.tensor()
         if tensor is None:
@@ -218,7 +218,8 @@ class LiveParameter:
             if not self.is_sliced and values.dim() > 1 and values.numel() and self._first_digest is not None:
                 least, greatest = values.aminmax()
                 if least < greatest:  # a constant identifies no tensor
-                    record.facts["began"] = self._first_digest
+                    rounded = values.bfloat16() if may_be_tied else values  # a cast may have untied it
+                    record.facts["began"] = _digest(rounded)
         return True
 
     def arrives(self, gradient: torch.Tensor, sample: bool) -> None:
@@ -327,7 +328,7 @@ def _reasons(record: ParameterRecord, world: int, is_optimized: bool) -> dict[Co
         "compute": "no operation used it in the observed steps",
         "grad": no_gradient,
         "accumulate": no_gradient,
-        "reduce": frozen or alone or "no collective carried its gradient",
+        "reduce": frozen or alone or "no collective is known to have carried its gradient",
         "master": no_optimizer,
         "state": "none is kept" if is_optimized else no_optimizer,
         "export": "no file with it was written in the observed steps",

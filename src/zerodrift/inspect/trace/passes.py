@@ -79,6 +79,7 @@ class ForwardWatch:
             self._script.leave()
             self._compiles |= operations.anything_compiled() or any(map(is_compiled, module.modules()))
             if trains:
+                self._script.losses.given(args)
                 self._root_begins(module)
         kind: CallKind = ()
         if (self._is_training or not torch.is_grad_enabled()) and not self._compiles:
@@ -163,7 +164,7 @@ class ForwardWatch:
         if self._is_training and not state.looked:
             state.looked = True
             self._look(self._calls[-1][0], is_watched=True)
-        module, tensors = self._calls[-1][0], floating((args, kwargs))
+        module, tensors = self._calls[-1][0], floating(args, kwargs)
         path = next((model.paths[id(module)] for model in state.models if id(module) in model.paths), "")
         owners = (state.memory.of(tensor) for tensor in tensors if is_product(operation))
         weight = next((owner.record.name for owner in owners if owner is not None), None)
@@ -201,26 +202,24 @@ class GradientWatch:
         self.state = state
         self._script = script
         self._hooked = WeakTensorKeyDictionary()  # leaves that are hooked on
-        self._events: dict[torch.nn.Module, dict[str, Any]] = {}
-        """Module with full backward hooks -> an event with samples of the gradients before and after them."""
+        self._events: dict[tuple[torch.nn.Module, str], dict[str, Any]] = {}
+        """Module and kind of its backward hooks -> an event with gradients before and after them."""
         for name in ("backward", "grad"):
             state.patches.replace(torch.autograd, name, self._backward)
-
-        def clips(*args: Any, **kwargs: Any) -> None:
-            if state.scaled and threading.get_ident() == state.thread:
-                state.event("clipped_scaled", line_of_script())
 
         def scales(scaler: Any, *args: Any, **kwargs: Any) -> None:
             if scaler.is_enabled():
                 self._script.losses.scales()
                 state.is_scaled = True  # until the next backward has ended
 
-        for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-            for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-                state.before(module, name, clips)
         state.before(torch.amp.GradScaler, "scale", scales)
-        for name in ("unscale_", "update"):
-            state.before(torch.amp.GradScaler, name, lambda *args, **kwargs: state.scaled.clear())
+
+        def updates(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            state.scaled.clear()
+            state.skipped += scaler.is_enabled()
+
+        state.before(torch.amp.GradScaler, "update", updates)
+        state.before(torch.amp.GradScaler, "unscale_", lambda *args, **kwargs: state.scaled.clear())
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
             state.before(torch.nn.parallel.DistributedDataParallel, name, self._registers_hook)
 
@@ -282,16 +281,19 @@ class GradientWatch:
     def hook_modules(self, model: LiveModel) -> None:
         """Sample gradients before and after the full backward hooks that a script has on its modules."""
         for module in model.root.modules():
-            hooks: Any = module._backward_hooks
-            if not hooks or not module._is_full_backward_hook or module in self._events:
-                continue
-            event = {"kind": "backward-hook", "line": operations.line_of_function(next(iter(hooks.values())))}
-            self._events[module] = {**event, "module": model.paths.get(id(module), "")}
-            for key in ("given", "returned"):
-                samples = self._events[module][key] = []
-                handle = module.register_full_backward_hook(functools.partial(self._passes, samples))
-                hooks.move_to_end(handle.id, last=key == "returned")
-                self.state.patches.callback(handle.remove)
+            kinds: dict[str, Any] = {"full_backward_pre_hook": module._backward_pre_hooks}
+            kinds |= {"full_backward_hook": module._backward_hooks} if module._is_full_backward_hook else {}
+            for kind, hooks in kinds.items():
+                if not hooks or (module, kind) in self._events:
+                    continue
+                event = self._events[module, kind] = {"kind": "backward-hook"}
+                event["line"] = operations.line_of_function(next(iter(hooks.values())))
+                event["module"] = model.paths.get(id(module), "")
+                for key in ("given", "returned"):
+                    event[key] = []
+                    handle = getattr(module, f"register_{kind}")(functools.partial(self._passes, event[key]))
+                    hooks.move_to_end(handle.id, last=key == "returned")
+                    self.state.patches.callback(handle.remove)
 
     def _passes(self, samples: list[torch.Tensor], module: torch.nn.Module, gradients: Any, *_: Any) -> None:
         def take() -> None:
@@ -320,13 +322,13 @@ class GradientWatch:
 
 _KEY = "ADInplaceOrView"  # of the dispatcher, between autograd and the backends
 
-_FIRST_SENT = frozenset(("allreduce_", "allreduce_coalesced_", "reduce_"))
+_FIRST_SENT = frozenset(("allreduce_", "allreduce_coalesced_", "reduce_", "send"))
 _FIRST_SENT |= {"all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
 _SECOND_SENT = frozenset(("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"))
 _SECOND_SENT |= {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"}
 """Collectives of c10d, by the place of the argument that they send."""
 
-_LEAST_PACKED = 64  # elements of a collective that may carry parameters; norms, losses and flags have fewer
+_LEAST_SENT = 64  # elements of activations; norms, losses and flags have fewer
 
 
 class CollectiveWatch:
@@ -335,7 +337,6 @@ class CollectiveWatch:
     def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
         self._script = script
-        self.unknown: dict[str, int] = {}  # counts of reductions and gathers of unknown parameters
         for namespace in ("c10d", "_c10d_functional") if torch.distributed.is_available() else ():
             operations = getattr(torch.ops, namespace)
             library = torch.library.Library(namespace, "IMPL")
@@ -370,7 +371,12 @@ class CollectiveWatch:
             is_packed = "gather" in name and tensor.dtype in (torch.uint8, torch.int8)
             if not is_packed and not tensor.is_floating_point():
                 continue
-            for parameter in self._carried(column, tensor):
+            is_gradient = bool(not self.state.packed and self.state.gradient_memory.all_of(tensor))
+            if operation == "send" and tensor.numel() >= _LEAST_SENT and not is_gradient:
+                self.state.event("sent-to-a-rank", "")
+            if column == "gather" and is_gradient:
+                column = "reduce"  # by a script that adds what it gathers
+            for parameter in self._carried(column, tensor) if operation != "send" else ():
                 dtype = dtype_name(tensor.dtype)
                 if column == "gather" and tensor.dtype is torch.uint8:
                     dtype = parameter.gather_dtype or dtype
@@ -389,22 +395,16 @@ class CollectiveWatch:
         own = (state.gradient_memory if column == "reduce" else state.memory).all_of(tensor)
         if own:
             return own
-        if column == "reduce" and not state.in_backward:
-            weights = self._script.copies.weights_of(tensor)
-            for parameter in weights:
+        if not state.in_backward and (weights := self._script.copies.weights_of(tensor)):
+            for parameter in weights if column == "reduce" else ():
                 parameter.record.facts["averaged"] = True
-            if weights:
-                return ()
+            return list(weights) if column == "gather" else ()
         if tensor.numel() < 2 or not state.models:
             return ()
         if column == "reduce" and state.in_backward and (trained := self._replicated()):
+            if operations.is_in_function():
+                return ()
             # DDP's parameters of a bucket's dtype, or all of them if a hook cast the bucket.
             return [p for p in trained if p.record.has("grad", dtype_name(tensor.dtype))] or trained
-        for adapter in state.adapters:
-            carried = adapter.carried(column, tensor)
-            if carried:
-                return carried
-        if tensor.dtype.is_floating_point and tensor.numel() >= _LEAST_PACKED:
-            name = "reductions" if column == "reduce" else "gathers"
-            self.unknown[name] = self.unknown.get(name, 0) + 1
-        return ()
+        carried = (adapter.carried(column, tensor) for adapter in state.adapters)
+        return next((parameters for parameters in carried if parameters), ())

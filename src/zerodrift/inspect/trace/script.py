@@ -35,6 +35,8 @@ from zerodrift.inspect.trace.state import OptimizedPart, WatchState, guarded
 from zerodrift.inspect.trace.values import NARROW, LossWatch
 
 _NOTHING = Source()
+_LOWER_BITS = (torch.int16, torch.uint16)
+"""Dtypes of a state that keeps the lower half of fp32, of which a bf16 weight is the upper half."""
 
 _DRAWS = frozenset(("randint", "randint_like", "random", "random_"))
 """Operations that draw whole numbers, by which weights are rounded at random."""
@@ -107,12 +109,15 @@ class CopyWatch:
         if weight is None or weight.dtype not in NARROW:
             return ""
         for key, state in states.items():
-            if isinstance(state, torch.Tensor) and self._residues.of(state) is parameter:
-                lost, values = local(state).detach(), local(weight).detach()
-                if lost.shape == values.shape:
-                    is_rest = lost.abs() <= torch.finfo(values.dtype).eps * values.abs()
-                    if is_rest.float().mean() > 0.9:
-                        return str(key)
+            if not isinstance(state, torch.Tensor) or local(state).shape != local(weight).shape:
+                continue
+            lost, values = local(state).detach(), local(weight).detach()
+            if lost.dtype in _LOWER_BITS and values.dtype is torch.bfloat16:
+                return str(key)
+            if self._residues.of(state) is parameter:
+                is_rest = lost.abs() <= torch.finfo(values.dtype).eps * values.abs()
+                if is_rest.float().mean() > 0.9:
+                    return str(key)
         return ""
 
     @guarded

@@ -108,6 +108,7 @@ class WatchState:
         self.passes = 0
         self.counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """Engine, or first parameter of an optimizer, which a run may replace -> its steps."""
+        self.skipped = 0  # times that a `GradScaler` was updated since the last step of an optimizer
         self.is_scaled = False  # whether a `GradScaler` scaled the loss of the backward under way
         self.scaled: set[LiveParameter] = set()  # parameters whose gradients have a loss scale in them
         self.optimized: dict[int, Any] = {}

@@ -31,6 +31,7 @@ _WIDE = frozenset((torch.float32, torch.float64))
 _SAMPLED = 64  # elements of a tensor
 _LEAST = 4  # elements other than zero that show a rounding
 _STEPS = 2  # pairs of steps that are compared
+_SKIPPED = 32  # steps that a gradient scaler skips, one after the other, before it is said to skip all
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -97,7 +98,7 @@ class StepWatch:
     def all_took(self, steps: int) -> bool:
         """Return True if every updated tensor was updated so many times."""
         counts = list(self.state.counts.values()) or [0]
-        if max(counts) >= 4 * steps:
+        if max(counts) >= 4 * steps or self.state.skipped >= _SKIPPED:
             return True
         idle = (tensor for made in self._made if made not in self._stepped for tensor in _tensors(made))
         return min(counts) >= steps and all(self.state.resting(tensor) is None for tensor in idle)
@@ -186,6 +187,7 @@ class StepWatch:
             self._stepped[optimizer] = state.passes
         skipped = getattr(optimizer, "found_inf", None)  # a gradient scaler's, where the step is fused
         if is_step and not is_inside and not (skipped is not None and skipped):
+            state.skipped = 0
             what = parameters[0] if parameters else optimizer
             if parameters and optimizer in state.counts:  # steps before its masters were copied
                 state.counts[what] = state.counts.get(what, 0) + state.counts.pop(optimizer)
@@ -212,7 +214,7 @@ class StepWatch:
             values = local(tensor).detach()
             for key, state in states.items() if values.dtype in NARROW else ():
                 wide = local(state).detach() if isinstance(state, torch.Tensor) else values
-                is_wide = wide.dtype not in NARROW and wide.shape == values.shape
+                is_wide = wide.dtype in _WIDE and wide.shape == values.shape
                 if is_wide and values.any() and torch.equal(wide.to(values.dtype), values):
                     parameter.is_written = True
                     record.add("master", dtype_name(wide.dtype), f"the optimizer's state {key}")
@@ -227,6 +229,11 @@ class StepWatch:
 
     def record(self) -> None:
         """Add roundings between steps to the record, and whether parameters follow their masters."""
+        if (skipped := self.state.skipped) and not self.state.process.steps:
+            self.state.event("skipped-by-a-scaler", "")
+            what = f"The gradient scaler skipped all {skipped} steps: gradients were infinite or NaN. "
+            what += "Lower the loss scale until they are finite, and look for what overflows."
+            self.state.process.notes += [what] if skipped >= _SKIPPED else []  # at first a scale may shrink
         optimized: list[_OptimizedTensor] = list(self.state.optimized.values())
         for key, dtype, names in _rounded(optimized):
             event = {"kind": "rounded-between-steps", "line": "", "state": key, "dtype": dtype}
@@ -263,8 +270,11 @@ class StepWatch:
         parameter = self.state.resting(tensor)
         if parameter is not None:
             return (OptimizedPart(parameter, parameter.begin),)
+        self.state.remember()
+        views = ((at, end - at, p) for at, end, p in self.state.memory.ranges_of(tensor))  # of a flat buffer
+        inside = [OptimizedPart(p, 0, at, numel) for at, numel, p in views if numel == p.record.numel]
         copies = (model.copied(tensor) for model in self.state.models)
-        return [OptimizedPart(copied) for copied in copies if copied is not None][:1]
+        return inside or [OptimizedPart(copied) for copied in copies if copied is not None][:1]
 
 
 def _tensors(optimizer: Any) -> Iterator[torch.Tensor]:

@@ -33,7 +33,8 @@ _LOSSES = frozenset((
 ))  # fmt: skip
 """Operations of losses: a result in 16 bits is a rounded loss."""
 
-_SUMS = frozenset(("sum", "mean", "std", "var", "linalg_vector_norm"))
+_DEVIATIONS = frozenset(("std", "std_mean"))
+_SUMS = frozenset(("sum", "mean", "var", "var_mean", "linalg_vector_norm", *_DEVIATIONS))
 """Reductions, which belong to a loss if they are outside of modules or return one number."""
 
 _ROOTS = frozenset(("sqrt", "rsqrt"))
@@ -47,7 +48,8 @@ _LONG = 64  # elements of a running sum from which its rounding is a finding
 _POINTWISE = frozenset(("add", "sub", "mul", "div"))
 """Operations that cast whole numbers to the dtype of their other operand."""
 
-_OF_WHOLE = frozenset((*CASTS, *_POINTWISE, "copy", "arange"))
+_RANGES = frozenset(("arange", "linspace"))
+_OF_WHOLE = frozenset((*CASTS, *_POINTWISE, *_RANGES, "copy"))
 
 _LOGARITHMS = frozenset(("log", "log1p", "log2", "xlogy", "nll_loss_forward"))
 """Operations after which a module's softmax, which may be a router's, is a part of a loss."""
@@ -94,9 +96,10 @@ class LossWatch:
         self._carried: Owners[Carried] = Owners()
         self._greatest: dict[LossOperation, torch.Tensor] = {}
         self._reached: dict[LossOperation, None] = {}
+        self._products: set[tuple[str, str]] = set()  # module and dtype of each product of matrices
         self._whole: Owners[bool] = Owners()  # memory of whole numbers in more than 16 bits
-        self._rounded: dict[tuple[str, str, str], list[torch.Tensor]] = {}
-        """Line, operation and dtype -> whole numbers that were cast to 16 bits, and the results."""
+        self._rounded: dict[tuple[str, str, str, int], list[torch.Tensor]] = {}
+        """Line, operation, dtype and elements -> numbers that were cast to 16 bits, and the results."""
 
     def computed(self, name: str, args: Any, kwargs: Any, out: Any, module: str | None) -> None:
         """Follow an operation; `module` is the path of the module that runs it, None outside of modules.
@@ -110,8 +113,10 @@ class LossWatch:
         if is_product(name):
             made = LossOperation("product", name, dtype_name(results[0].dtype), module or "", "")
             self._put(results, frozenset((made,)))
+            if "norm" not in name and "embedding" not in name:
+                self._products.add((made.module, made.dtype))
             return
-        inputs = floating((args[1:] if name == "copy_" else args, kwargs))
+        inputs = floating(args[1:] if name == "copy_" else args, kwargs)
         carried = _NOTHING.union(*(self._carried.of(tensor) or _NOTHING for tensor in inputs))
         first, result = (inputs[0] if inputs else None), results[0]
         is_narrow = result.dtype in NARROW
@@ -128,7 +133,7 @@ class LossWatch:
         elif name in _LOSSES and carried:
             carried |= {_WIDE}
         if is_narrow:
-            carried |= self._statistic(name, inputs, result, {e for e in carried if e.kind == "sum"})
+            carried |= self._statistic(name, args, inputs, result, {e for e in carried if e.kind == "sum"})
         if name in ("mul", "mul_") and not result.dim() and carried:
             carried |= {_SCALED} if any(map(self._is_scale, args[:2])) else _NOTHING
         if name in _LOGARITHMS:
@@ -147,14 +152,26 @@ class LossWatch:
     def events(self) -> Iterable[dict[str, Any]]:
         """Yield an event for each operation that reached a loss, with the greatest sampled magnitude."""
         for each in self._reached:
-            event = {"kind": f"loss-{each.kind}", "line": each.line, "operation": each.operation.strip("_")}
+            event: dict[str, Any] = {"kind": f"loss-{each.kind}", "line": each.line, "dtype": each.dtype}
             greatest = float(self._greatest[each]) if each in self._greatest else None
-            yield {**event, "dtype": each.dtype, "module": each.module, "greatest": greatest}
-        for (line, name, dtype), (numbers, rounded) in self._rounded.items():
-            if not torch.equal(numbers, rounded):
-                share, greatest = float((numbers != rounded).double().mean()), float(numbers.abs().max())
-                event = {"kind": "whole-numbers", "line": line, "operation": name, "dtype": dtype}
-                yield {**event, "share": share, "greatest": greatest}
+            others = {dtype for module, dtype in self._products if module != each.module}
+            is_alone = bool(others) and each.dtype not in others
+            event |= {"operation": each.operation.strip("_"), "module": each.module, "greatest": greatest}
+            yield {**event, "is_alone": is_alone}
+        casts: dict[tuple[str, str, str], list[torch.Tensor]] = {}
+        for (line, name, dtype, _), (numbers, rounded) in self._rounded.items():
+            if torch.equal(numbers, numbers.round()) and not torch.equal(numbers, rounded):
+                casts.setdefault((line, name, dtype), [numbers, rounded])
+        for (line, name, dtype), (numbers, rounded) in casts.items():
+            share, greatest = float((numbers != rounded).double().mean()), float(numbers.abs().max())
+            event = {"kind": "whole-numbers", "line": line, "operation": name, "dtype": dtype}
+            yield {**event, "share": share, "greatest": greatest}
+
+    def given(self, args: Any) -> None:
+        """Follow what a model is given in more than 16 bits, which may be whole numbers."""
+        for tensor in floating(args):
+            if tensor.dtype not in NARROW and tensor.layout is torch.strided and not tensor.is_nested:
+                self._whole.put(tensor, True)
 
     def scales(self) -> None:
         """Note that a `GradScaler` scales the loss."""
@@ -166,13 +183,13 @@ class LossWatch:
         if name not in _OF_WHOLE:
             return
         source: Any = next((arg for arg in given if _is_whole(arg)), None)
-        if name == "arange" and all(float(arg).is_integer() for arg in args):
-            source = torch.arange(*args, dtype=torch.float64, device=result.device)
-        elif source is None and name not in (*_POINTWISE, "arange") and self._whole.of(given[0]):
-            source = given[0]
+        if name in _RANGES:
+            source = getattr(torch, name)(*args, dtype=torch.float64)
+        elif source is None and name not in _POINTWISE and self._whole.of(given[0]):
+            source = given[0] if given[0].dtype not in NARROW else None
         if source is None or source.numel() < 2:
             return
-        key = line_of_script(), name, dtype_name(result.dtype)
+        key = line_of_script(), name, dtype_name(result.dtype), source.numel()
         if result.dtype in NARROW and key not in self._rounded:
             numbers = sample(source, _LOGITS).double()
             self._rounded[key] = [numbers, numbers.to(result.dtype).double()]
@@ -180,14 +197,16 @@ class LossWatch:
             self._whole.put(result, True)
 
     def _statistic(
-        self, name: str, inputs: list[torch.Tensor], result: torch.Tensor, sums: set[LossOperation]
+        self, name: str, args: Any, inputs: list[torch.Tensor], result: torch.Tensor, sums: set[LossOperation]
     ) -> Carried:
         """Note a statistic in 16 bits: the root of a sum, or a running sum. Return what a sum carries."""
         dtype, is_long = dtype_name(result.dtype), max(result.shape, default=0) >= _LONG
-        if (name in _ROOTS and sums) or (name in _RUNNING and is_long):
+        is_sum = name in _SUMS and inputs and result.numel() < inputs[0].numel()
+        is_deviation = is_sum and name in _DEVIATIONS and result.dim() and torch.is_grad_enabled()
+        is_root = name in _ROOTS or (name == "pow" and isinstance(args[1], float) and abs(args[1]) == 0.5)
+        if (is_root and sums) or is_deviation or (name in _RUNNING and is_long):
             made = "` and `".join([*sorted(each.operation for each in sums), name])
             self._reached.setdefault(LossOperation("statistic", made, dtype, "", line_of_script()))
-        is_sum = name in _SUMS and inputs and result.numel() < inputs[0].numel()
         return frozenset((LossOperation("sum", name, dtype, "", ""),)) if is_sum else _NOTHING
 
     def _is_scale(self, factor: Any) -> bool:

@@ -54,7 +54,7 @@ class Watcher:
         self._files_after, self.ended = files_after, False
         self._script = ScriptWatch(self.state)
         self._steps = StepWatch(self.state, self._script)
-        self._collectives = CollectiveWatch(self.state, self._script)
+        CollectiveWatch(self.state, self._script)
         self._gradients = GradientWatch(self.state, self._script)
         self.forwards = ForwardWatch(self.state, self._gradients, self._script)
         self._exports = ExportWatch()
@@ -108,8 +108,6 @@ class Watcher:
             process.notes.append(f"{untried}: new uses of it are not observed.")
         if anything_compiled():
             state.note(COMPILED)
-        for name, times in sorted(self._collectives.unknown.items()):
-            process.notes.append(f"{times} {name} in the observed steps carried unknown parameters.")
         self._exports.see(state.models)
         if not self._files_after:
             self._exports.end()
