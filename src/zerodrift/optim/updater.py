@@ -138,7 +138,7 @@ class GroupMembers:
         for number, (now, before) in enumerate(both):
             if len(now) != len(before) or any(map(operator.is_not, now, before)):
                 kept = sum(map(operator.is_, now[1:], before[1:]))
-                must = "must be the group of when the engine was made, with the same parameters in their order"
+                must = "must be the group that the engine was made with, with the same parameters in order"
                 got = f"{len(now[1:])}, of which {kept} are in the place of one of {len(before[1:])}"
                 do = "Build a new engine, or set the group's `lr` to 0 to keep its parameters unchanged."
                 raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
