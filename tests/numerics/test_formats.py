@@ -12,18 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.numerics.test_fused import compiled, generator
 from zerodrift.dtypes import BLOCK, NARROW, DType, Element, Format, ScaleRule
 from zerodrift.kernels import block_keys, build, narrow, native, parameter_key
 from zerodrift.kernels.native import contraction
 
 FLAT = [dtype for dtype, form in NARROW.items() if form.is_flat]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-compiled = pytest.mark.skipif(native.library() is None, reason="no compiled kernels on this machine")
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def block_of(dtype: DType) -> int:
