@@ -238,18 +238,10 @@ def test_the_optimizer_is_live() -> None:
         optimizer.param_groups  # noqa: B018
 
 
-def test_schedules_come_as_objects_functions_or_blocks() -> None:
-    params = {"warmup_max_lr": 0.5, "warmup_num_steps": 2, "warmup_type": "linear"}
-    engine, *_, schedule = make({**CONFIG, "scheduler": {"type": "WarmupLR", "params": params}})
-    rates = []
-    for _ in range(5):
-        rates += engine.get_lr()
-        step(engine)
-    assert rates == [0.0, 0.0, 0.25, 0.5, 0.5] and schedule is engine.lr_scheduler
-    engine.destroy()
+def test_schedules_come_as_objects_or_functions() -> None:
     engine, *_, schedule = make(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
     step(engine)
-    assert engine.get_lr() == [pytest.approx(1e-3)]
+    assert engine.get_lr() == [pytest.approx(1e-3)] and schedule is engine.lr_scheduler
     engine.destroy()
     increments: list[int] = []
     engine, *_ = make(lr_scheduler=SimpleNamespace(step=lambda increment=1: increments.append(increment)))
