@@ -36,31 +36,20 @@ WIDTH, WARM = 64, 5
 """Width of the network, and the number of first steps that are not counted."""
 
 
-class Block(nn.Module):
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        for layer in self.layers:
-            y = layer(y)
-        return x + y
-
-
 class Network(nn.Module):
     """A network in which each block is a segment with two parameters for each of its layers, and two more."""
 
     def __init__(self, blocks: int, layers: int) -> None:
         super().__init__()
         self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.blocks = nn.ModuleList(Block(layers) for _ in range(blocks))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH)) for _ in range(blocks))
+        for block in self.blocks:
+            block.extend(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.enter(x)
         for block in self.blocks:
-            x = block(x)
+            x = x + block(x)
         return self.leave(x).mean()
 
 

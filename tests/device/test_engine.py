@@ -81,11 +81,17 @@ def _with_fault(device: torch.device, name: str | None, rest: dict[str, Any]) ->
         stack.enter_context(mock.patch.object(GradientDownloads, "__getitem__", read))
         try:
             _train(device, 4 if rest == {} else 2, rest)
-        except (Race, StrictError) as error:
-            return str(error)
-        except RankError as error:  # where the host was still issuing the operation
-            return str(error.__cause__)
+        except (Race, StrictError, RankError) as error:
+            return _fault_behind(error)
     return ""
+
+
+def _fault_behind(error: BaseException | None) -> str:
+    """Return the text of a fault. A host that was still issuing the operation raises an error of its own
+    because of it, and if another rank's error has come by then, that one because of its own."""
+    while error is not None and not isinstance(error, (Race, StrictError)):
+        error = error.__cause__
+    return str(error or "")
 
 
 @pytest.mark.parametrize("fault", FAULTS)

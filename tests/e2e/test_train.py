@@ -11,6 +11,7 @@ import torch
 
 from tests.e2e.jobs import TEXT, exported, job, kinds, losses, on_a_rank, trained
 from tests.ranks.harness import run_ranks
+from tests.unit.refusals import error_of
 from zerodrift.checkpoint.manifest import read_manifest
 from zerodrift.errors import ConfigError, NonFiniteError, PrecisionError, ZerodriftError
 from zerodrift.train.data.conversation import read_conversation
@@ -116,10 +117,9 @@ def test_an_evaluation_is_of_all_that_is_held_out_however_it_is_cut(tmp_path: Pa
 def test_what_is_asked_for_on_the_way_lies_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "positions", lambda model: 40)
     run = {"samples": ["a prompt", "a prompt that is too long for the model's 40"]}
-    with pytest.raises(ConfigError) as caught:
-        trained(tmp_path, steps=1, run=run, audit={"at": [1, 7]})
-    assert "`audit.at`: must be steps of the run, which has 1; got 7" in str(caught.value)
-    assert "`run.samples`: must leave room in the model's 40 positions; got 4" in str(caught.value)
+    told = error_of(ConfigError, trained, tmp_path, steps=1, run=run, audit={"at": [1, 7]})
+    assert "`audit.at`: must be steps of the run, which has 1; got 7" in told
+    assert "`run.samples`: must leave room in the model's 40 positions; got 4" in told
 
 
 REFUSED: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -141,9 +141,8 @@ def test_what_cannot_be_is_refused_at_the_start(
 ) -> None:
     if "run.wandb=project" in overrides:  # as where it is not installed
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
-    with pytest.raises(ZerodriftError) as caught:
-        trained(tmp_path, overrides=overrides)
-    assert all(word in str(caught.value) for word in REFUSED[overrides])
+    told = error_of(ZerodriftError, trained, tmp_path, overrides=overrides)
+    assert all(word in told for word in REFUSED[overrides])
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

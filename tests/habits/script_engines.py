@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
-import importlib.util
-import json
-import random
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -113,21 +107,6 @@ def an_optimizer_that_goes_back(loop: Loop) -> None:
     fit(loop, engine, seed=4)
 
 
-def what_is_in_client_state(loop: Loop) -> None:
-    """Save a script's arguments, paths, numbers of numpy, and random states."""
-    engine = loop.train(Seeded())
-    fit(loop, engine, steps=1)
-    state = {
-        "args": argparse.Namespace(lr=0.1, out=Path("/out")),
-        "best": np.float64(0.5),
-        "history": np.arange(3.0),
-        "random": [random.Random(1).getstate(), np.random.RandomState(1).get_state()],
-    }
-    engine.save_checkpoint(str(loop.folder), client_state=state)
-    found = engine.load_checkpoint(str(loop.folder))[1]
-    assert {key: repr(found[key]) for key in state} == {key: repr(value) for key, value in state.items()}
-
-
 # --- saving in the middle -----------------------------------------------------------------------------------
 
 
@@ -191,32 +170,6 @@ def what_is_asserted(loop: Loop) -> None:
         pass
 
 
-# --- configs ------------------------------------------------------------------------------------------------
-
-
-HJSON = """{
-  // a line, and a key without quotes or comma
-  train_micro_batch_size_per_gpu: 4
-  /* and
-     several */
-  "gradient_clipping": 0.0,
-  'zero_allow_untested_optimizer': true, # another
-  "optimizer": {"type": "SGD", "params": {"lr": 1e-1,}},
-  "zero_optimization": {"stage": STAGE, "stage3_param_persistence_threshold": 0,},
-}"""
-
-
-def files(loop: Loop) -> None:
-    """Read a config of JSON, and of Hjson, with comments and trailing commas."""
-    others = (HJSON,) if importlib.util.find_spec("hjson") else ()
-    for number, text in enumerate((json.dumps(loop.config()), *others)):
-        path = loop.folder / f"config-{number}.json"
-        if loop.rank == 0:
-            path.write_text(text.replace("STAGE", str(loop.stage)))
-        torch.distributed.barrier()
-        fit(loop, loop.train(Seeded(), **({} if loop.plain else {"config": str(path)})))
-
-
 # --- names --------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +208,6 @@ HABITS = habits_of(
     ),
     Habit(a_state_dict_that_does_not_fit, alike=ZERO, why=REVERTS),
     Habit(an_optimizer_that_goes_back, stages=ZERO),
-    Habit(what_is_in_client_state, stages=(0, 3), own=True),
     Habit(weights_from_a_checkpoint, alike=(1, 2), why="stage 0 saves none, stage 3 loads into no slices"),
     Habit(parameters_with_names, alike=(1, 2, 3), why="stage 0 clips by the norm of the whole model"),
     Habit(what_is_asserted, alike=BELOW_3[:2], why="`no_sync` itself is asserted", own=True),

@@ -12,18 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.numerics.test_fused import GRADIENTS, compiled, generator
 from zerodrift.dtypes import BLOCK, NARROW, DType, Element, Format, ScaleRule
 from zerodrift.kernels import block_keys, build, narrow, native, parameter_key
 from zerodrift.kernels.native import contraction
 
 FLAT = [dtype for dtype, form in NARROW.items() if form.is_flat]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-compiled = pytest.mark.skipif(native.library() is None, reason="no compiled kernels on this machine")
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def block_of(dtype: DType) -> int:
@@ -114,11 +108,11 @@ def require_definition(
 
 
 @compiled
-@pytest.mark.parametrize("kind", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", GRADIENTS, ids=str)
 @pytest.mark.parametrize("dtype", FLAT, ids=str)
 def test_compiled_equals_the_definition(dtype: DType, kind: torch.dtype) -> None:
     for number, values in enumerate(batches(dtype, kind)):
-        require_definition(dtype, values, number, DTYPES)
+        require_definition(dtype, values, number, GRADIENTS)
 
 
 @compiled

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 
-from tests.numerics.networks import GPT, WIDTH, Attention
+from tests.numerics.networks import GPT
 from tests.numerics.pieces import Values, flat, gathered, owned
 from tests.numerics.runs import config
+from tests.numerics.test_products import stacked
 from zerodrift.api import make_plan
 from zerodrift.optim import learning_rates, muon
 from zerodrift.optim.muon import MuonHyper
@@ -22,38 +22,9 @@ from zerodrift.plan.table import Plan
 PARAMS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "adam_lr": 3e-3, "betas": [0.9, 0.95]}
 
 
-class Stacked(nn.Module):
-    """Stacked experts, all of them used. Shape [experts, out, in]."""
-
-    def __init__(self, width: int, experts: int = 4) -> None:
-        super().__init__()
-        self.router = nn.Linear(width, experts, bias=False)
-        self.up = nn.Parameter(torch.empty(experts, 24, width).normal_(std=0.2))
-        self.down = nn.Parameter(torch.empty(experts, width, 24).normal_(std=0.2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self.router(x).softmax(-1).to(x.dtype)
-        inside = F.gelu(torch.einsum("bld,ehd->bleh", x, self.up))
-        return torch.einsum("bleh,edh,ble->bld", inside, self.down, weights)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.mlp = Attention(width), Stacked(width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
 def network() -> GPT:
     """Return a GPT with stacked experts and an untied head."""
-    model = GPT(layers=0, tied=False)
-    torch.manual_seed(1)
-    model.layers = nn.ModuleList(Block(WIDTH) for _ in range(2))
-    return model
+    return stacked(layers=2, tied=False)
 
 
 def config_of(stage: int, mode: str, **rest: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, diff, make, masters
 from tests.ranks.harness import on_ranks, run_ranks
+from tests.unit.test_order import level_by_level
 from zerodrift.comm import collectives
 from zerodrift.comm.collectives import Carrier
 from zerodrift.engine import accumulation
@@ -159,13 +160,6 @@ def test_a_step_that_has_no_place_in_the_tree_leaves_it_by_default(world: int, s
         found.append(masters(engine))
     for name, one in found[0].items():
         torch.testing.assert_close(one, found[1][name], rtol=1e-5, atol=1e-7, msg=name)
-
-
-def level_by_level(leaves: list[Tensor]) -> Tensor:
-    while len(leaves) > 1:
-        pairs = [leaves[start : start + 2] for start in range(0, len(leaves), 2)]
-        leaves = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
-    return leaves[0]
 
 
 def plain(total: int, model: str, seed: int) -> dict[str, Tensor]:

@@ -279,7 +279,7 @@ class Stack(nn.Module):
 class Mixture(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.router, self.experts = nn.Linear(width, 4), Stack(width)
+        self.router, self.experts = nn.Linear(width, 4, bias=False), Stack(width)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
@@ -287,10 +287,11 @@ class Mixture(nn.Module):
         return (self.experts(flat, chosen) * weights[:, None].to(x.dtype)).view_as(x)
 
 
-def stacked() -> GPT:
-    model = GPT(layers=1)
+def stacked(layers: int = 1, tied: bool = True) -> GPT:
+    model = GPT(layers, tied=tied)
     torch.manual_seed(1)
-    model.layers[0].mlp = Mixture(32)
+    for layer in model.layers:
+        layer.mlp = Mixture(32)
     return model
 
 

@@ -24,6 +24,7 @@ from tests.checkpoint_files import seal
 from tests.numerics.networks import GPT
 from tests.numerics.runs import config, diff, finish, make, train
 from tests.ranks.harness import on_ranks, run_ranks
+from tests.unit.refusals import error_of
 from zerodrift.api import make_plan
 from zerodrift.checkpoint import save as saving
 from zerodrift.checkpoint.checkpoints import Checkpoints
@@ -52,10 +53,7 @@ def two(folder: str) -> tuple[Engine, Checkpoints]:
     return engine, checkpoints
 
 
-def refusal(call: Callable[[], Any]) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    return str(caught.value)
+refusal = partial(error_of, CheckpointError)
 
 
 def alone(engine: Engine, change: Callable[[], Any]) -> None:

@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ import torch
 
 from tests.numerics.runs import config
 from tests.ranks.harness import on_ranks, run_ranks
+from tests.unit.test_squares import one_by_one, same_bits
 from zerodrift.api import make_plan
 from zerodrift.comm import collectives, pairs, shared
 from zerodrift.comm.collectives import Carrier, Collectives
@@ -56,29 +57,12 @@ def values_of(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch
     return torch.ldexp(mantissa, exponent).to(dtype)
 
 
-def expected(parts: Iterable[torch.Tensor], how: Sum, before: torch.Tensor) -> torch.Tensor:
-    """Sum in rank order or by the tree, in the dtype of the sum; every step is one rounding of an fp64
-    result."""
-    first, *others = parts
-    total = by_tree([first, *others], how.dtype) if how.order == "tree" else first.to(how.dtype)
-    for part in others if how.order != "tree" else ():
-        total = (total.to(FP64) + part.to(FP64)).to(how.dtype)
+def expected(parts: Sequence[torch.Tensor], how: Sum, before: torch.Tensor) -> torch.Tensor:
+    """Sum in rank order or by the tree, in the dtype of the sum."""
+    total = one_by_one(parts, how.dtype, how.order)
     if not how.add:
         return total.to(before.dtype)
     return (before.to(FP64) + total.to(FP64)).to(before.dtype)
-
-
-def by_tree(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Sum neighbours first; a missing right half is skipped."""
-    sums = [part.to(dtype) for part in parts]
-    while len(sums) > 1:
-        pairs_of_sums = (sums[start : start + 2] for start in range(0, len(sums), 2))
-        sums = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs_of_sums]
-    return sums[0]
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype is b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def small_messages() -> None:

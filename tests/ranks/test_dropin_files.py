@@ -226,12 +226,7 @@ def test_what_a_state_dict_takes_between_uses_has_no_values(tmp_path: Path) -> N
     assert not plain.any() and not there.any()
 
 
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.1}},
-}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.1}}
 
 
 def csv_block(folder: str) -> dict[str, Any]:
@@ -242,24 +237,13 @@ def curves(folder: str) -> dict[str, list[str]]:
     return {path.name: path.read_text().splitlines() for path in sorted(Path(folder, "job").glob("*.csv"))}
 
 
-def engine_of(**keys: Any) -> Any:
-    torch.manual_seed(1)
-    return deepspeed.initialize(model=nn.Linear(4, 1), config={**CONFIG, **keys})[0]
-
-
-def steps(engine: Any, count: int) -> list[float]:
-    losses = []
-    for index in range(2 * count):
-        loss = engine(torch.full((2, 4), 1.0 + index, dtype=engine.module.weight.dtype)).float().pow(2).mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return losses
+def engine_of(stage: int = 0, **keys: Any) -> Any:
+    return make(stage, gradient_accumulation_steps=2, scheduler=WARMUP, **keys)
 
 
 def write_curves(folder: str, stage: int) -> tuple[list[float], float]:
-    engine = engine_of(zero_optimization={"stage": stage}, **csv_block(folder))
-    losses = steps(engine, 3)
+    engine = engine_of(stage, **csv_block(folder))
+    losses = train(engine, 6)
     engine.monitor.write_events([("Own/a name", 3, 1)])
     return losses, engine.get_lr()[0]
 
@@ -270,10 +254,10 @@ def test_curves_are_of_all_samples_and_written_once(tmp_path: Path, stage: int) 
     found = curves(str(tmp_path))
     assert found.pop("Own_a_name.csv") == ["step,a name", "1,3"]
     head, *rates = found.pop("Train_Samples_lr.csv")
-    assert head == "step,lr" and [row.split(",")[0] for row in rates] == ["8", "16", "24"]
+    assert head == "step,lr" and [row.split(",")[0] for row in rates] == ["16", "32", "48"]
     assert float(rates[-1].split(",")[1]) == rate
     means = [(first + second) / 2 for first, second in zip(losses[::2], losses[1::2], strict=True)]
-    curve = ["step,train_loss", *(f"{8 * number},{mean}" for number, mean in enumerate(means, 1))]
+    curve = ["step,train_loss", *(f"{16 * number},{mean}" for number, mean in enumerate(means, 1))]
     assert found == {"Train_Samples_train_loss.csv": curve}
 
 
@@ -282,15 +266,15 @@ def test_a_second_run_adds_to_the_files_and_training_goes_on_without(tmp_path: P
     folder = str(tmp_path / "curves")
     for _ in range(2):
         engine = engine_of(fp16={"enabled": True, "initial_scale_power": 4}, **csv_block(folder))
-        steps(engine, 1)
+        train(engine, 2)
     found = curves(folder)
-    assert found["Train_Samples_loss_scale.csv"][:2] == ["step,loss_scale", "4,16.0"]
-    assert [row.split(",")[0] for row in found["Train_Samples_lr.csv"]] == ["step", "4", "4"]
+    assert found["Train_Samples_loss_scale.csv"][:2] == ["step,loss_scale", "8,16.0"]
+    assert [row.split(",")[0] for row in found["Train_Samples_lr.csv"]] == ["step", "8", "8"]
     shutil.rmtree(folder)
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
         patch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-        steps(engine, 2)
+        train(engine, 4)
     assert engine.global_steps == 3
     (line,) = [each for each in said if "csvMonitor" in each]
     assert "is switched off" in line and "lr.csv" in line
@@ -333,7 +317,7 @@ def init(**options):
 def trained_with_wandb(folder: str) -> float:
     sys.path.insert(0, folder)
     engine = engine_of(wandb={"enabled": True, "project": "mine", "team": "ours"})
-    steps(engine, 1)
+    train(engine, 2)
     return float(engine.get_lr()[0])
 
 
@@ -342,4 +326,4 @@ def test_a_run_of_wandb_gets_them_from_rank_0(tmp_path: Path) -> None:
     rate, _ = run_ranks(trained_with_wandb, 2, str(tmp_path))
     options, first, second = json.loads((tmp_path / "wandb.json").read_text())
     assert options == {"project": "mine", "group": None, "entity": "ours"}
-    assert first == [{"Train/Samples/lr": rate}, 8] and list(second[0]) == ["Train/Samples/train_loss"]
+    assert first == [{"Train/Samples/lr": rate}, 16] and list(second[0]) == ["Train/Samples/train_loss"]

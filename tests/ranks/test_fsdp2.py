@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,18 +67,6 @@ class Wide(GPT):
         return self.head(self.norm(self.layers[0](x)))
 
 
-class Recomputed(GPT):
-    """A GPT with activation checkpointing of its blocks."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__(layers=1, moe=True)
-        self.reentrant = reentrant
-
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = checkpoint(self.layers[0], self.embed(tokens), use_reentrant=self.reentrant)
-        return self.head(self.norm(x))
-
-
 def lora() -> GPT:
     model = GPT(layers=2).requires_grad_(False)
     for layer in model.layers:
@@ -89,8 +77,8 @@ def lora() -> GPT:
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[dict[str, Any]]]] = {
     "a tied weight of its own kind in one group": (Wide, [{"match": "embed.weight", "pin": "fp32"}]),
     "frozen parameters": (lora, []),
-    "recomputed blocks": (partial(Recomputed, False), ROUTERS),
-    "reentrantly recomputed blocks": (partial(Recomputed, True), ROUTERS),
+    "recomputed blocks": (partial(GPT, layers=1, moe=True, recompute=False), ROUTERS),
+    "reentrantly recomputed blocks": (partial(GPT, layers=1, moe=True, recompute=True), ROUTERS),
 }
 
 
@@ -211,9 +199,8 @@ def test_what_travels_is_the_plans() -> None:
 class Skipping(GPT):
     """A GPT whose two blocks run in different orders on two ranks."""
 
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        first, second = self.layers if torch.distributed.get_rank() else reversed(self.layers)
-        return self.head(self.norm(second(first(self.embed(tokens)))))
+    def blocks(self) -> Iterable[nn.Module]:
+        return self.layers if torch.distributed.get_rank() else reversed(self.layers)
 
 
 @on_ranks(2)

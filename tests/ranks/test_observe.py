@@ -234,21 +234,12 @@ def test_a_pipeline_is_seen_on_every_stage() -> None:
     assert not whole.seen("layers.0.attention.qkv.weight", "grad"), "formed in the dtype that it is added in"
 
 
-class Recomputing(GPT):
-    """A GPT with activation checkpointing around every block, or inside it around its MLP."""
-
-    def __init__(self, reentrant: bool, inside: bool = False) -> None:
-        super().__init__()
-        self.reentrant, self.inside = reentrant, inside
-        for layer in self.layers if inside else ():
-            whole = layer.mlp.forward
-            layer.mlp.forward = lambda x, whole=whole: checkpoint(whole, x, use_reentrant=reentrant)
-
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x) if self.inside else checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.head(self.norm(x))
+def recomputed_inside(reentrant: bool) -> GPT:
+    """Return a GPT with activation checkpointing inside every block, around its MLP."""
+    model = GPT()
+    for layer in model.layers:
+        layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=reentrant)
+    return model
 
 
 def difference(written: dict[str, Any], model: nn.Module) -> str:
@@ -298,9 +289,10 @@ def shaped() -> dict[str, Case]:
         cases[f"pins, stage {stage}"] = config(stage, "bf16", 2, **PINS), GPT
         cases[f"nested, stage {stage}"] = config(stage, "bf16", 2, sharding=NESTED), GPT
         cases[f"frozen block, stage {stage}"] = config(stage, "bf16", 2), frozen_block
-    for reentrant, inside in itertools.product((False, True), (False, True)):
-        recomputing = partial(Recomputing, reentrant, inside)
-        cases[f"reentrant {reentrant}, inside {inside}"] = config(3, "bf16", 2), recomputing
+    for reentrant in (False, True):
+        cases[f"recomputed, reentrant {reentrant}"] = config(3, "bf16", 2), partial(GPT, recompute=reentrant)
+        recomputing = partial(recomputed_inside, reentrant)
+        cases[f"recomputed inside, reentrant {reentrant}"] = config(3, "bf16", 2), recomputing
     for room in (1, 1 << 15):
         near_and_far = config(3, "bf16", 2, sharding={"prefetch": room, **NESTED})
         cases[f"{room} bytes"] = near_and_far, partial(GPT, 4)
@@ -320,7 +312,7 @@ def copied() -> dict[str, Case]:
         "replicas, stage 3": (config(3, "bf16", 2, **replicas), GPT),
         "gathered in fp8": (config(3, "bf16", precision={"gather": "fp8"}, **pairs), GPT),
         "frozen in nf4": (config(3, "bf16", 2, precision={"frozen": "nf4"}, **pairs), adapted),
-        "nested, recomputed": (config(3, "bf16", 2, **nested), partial(Recomputing, False)),
+        "nested, recomputed": (config(3, "bf16", 2, **nested), partial(GPT, recompute=False)),
         "a frozen block": (config(3, "autocast-bf16", 2, **pairs), frozen_block),
     }
 

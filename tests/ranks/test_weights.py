@@ -22,6 +22,7 @@ from tests.numerics import runs
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, diff, masters
 from tests.ranks.harness import on_ranks, run_ranks
+from tests.unit.refusals import error_of
 from zerodrift import empty, initialize, load_weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError
@@ -235,9 +236,7 @@ def refused(broken: Path, fails: bool) -> str:
 
     if alone and fails:
         os.preadv = read
-    with pytest.raises(ModelError) as error:
-        make(3, weights=broken if alone else broken.parent / "sound")
-    return str(error.value)
+    return error_of(ModelError, make, 3, weights=broken if alone else broken.parent / "sound")
 
 
 BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {

@@ -1,8 +1,9 @@
-"""Refusals of `load`, for the tests of the config room."""
+"""Refusals by their messages: of any call, and of `load` for the tests of the config room."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,18 @@ from zerodrift.config.loader import load
 from zerodrift.errors import ConfigError
 
 
+def error_of(
+    kind: type[Exception] | tuple[type[Exception], ...], call: Callable[..., Any], *given: Any, **named: Any
+) -> str:
+    """Return the message of the error that a call raises."""
+    with pytest.raises(kind) as caught:
+        call(*given, **named)
+    return str(caught.value)
+
+
 def refusal(source: Any, *overrides: str) -> str:
     """Return the message with which `source` is refused."""
-    with pytest.raises(ConfigError) as caught:
-        load(source, overrides)
-    return str(caught.value)
+    return error_of(ConfigError, load, source, overrides)
 
 
 def problems(source: Any, *overrides: str) -> list[str]:

@@ -6,15 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.numerics.test_fused import generator
 from zerodrift.dtypes import BLOCK
 from zerodrift.kernels import block_keys, random_words
 from zerodrift.optim.rounding import LARGEST_SCALE, LEAST_SCALE, LEVELS, Code, decode, encode, tables
 
 CPU = torch.device("cpu")
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def values_of(code: Code) -> Tensor:

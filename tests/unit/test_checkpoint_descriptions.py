@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint_files import runs, save_as_ranks, seal, value
+from tests.unit.refusals import error_of
 from zerodrift.api import make_plan
 from zerodrift.checkpoint import tensors as lookup
 from zerodrift.checkpoint.inspection import inspect
@@ -58,9 +59,8 @@ def tag(of_8: Path, tmp_path: Path) -> Path:
 
 def require_refused(tag: Path, *match: str) -> None:
     """Require one error from a full check, and one from a read without it."""
-    with pytest.raises(CheckpointError) as caught:
-        verified(tag)
-    assert all(text in str(caught.value) for text in match), str(caught.value)
+    told = error_of(CheckpointError, verified, tag)
+    assert all(text in told for text in match), told
     assert not inspect(tag, verify=True).complete
 
 

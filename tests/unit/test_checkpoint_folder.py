@@ -236,7 +236,7 @@ def test_a_lock_is_held_until_it_is_left_and_stops_nobody_where_there_are_none(
 
 VALUES: dict[str, Any] = {
     "arguments": [argparse.Namespace(lr=0.1, files=[Path("b")]), types.SimpleNamespace(b={"c": (1, None)})],
-    "numbers": [np.int64(3), np.bool_(True), np.float16(0.5), 1j],
+    "numbers": [np.int64(3), np.bool_(True), np.float16(0.5), np.float64(0.5), 1j],
     "random": [np.random.RandomState(1).get_state(), random.Random(1).getstate()],
     "generator": np.random.default_rng(1).bit_generator.state,
     "when": [datetime.datetime(2026, 1, 2, 3), datetime.date(2026, 1, 2), datetime.timedelta(seconds=3)],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.refusals import refusal
 from zerodrift.config import deepspeed
 from zerodrift.config.deepspeed import ENTRIES, Entry
 from zerodrift.config.loader import load
@@ -64,9 +65,7 @@ def asking(entry: Entry) -> Any:
 @pytest.mark.parametrize("entry", REFUSED, ids=lambda entry: entry.key)
 def test_a_refused_key_is_refused_where_it_asks_for_something_and_ignored_elsewhere(entry: Entry) -> None:
     value = asking(entry)
-    with pytest.raises(ConfigError) as caught:
-        load(nested(entry.key, value))
-    message = str(caught.value)
+    message = refusal(nested(entry.key, value))
     assert message.startswith(f"config: `{entry.key}`: must be ")
     assert entry.text in message and entry.instead in message
     assert f"got {json.dumps(value)}" in message.replace("'", '"')

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.models.planted_sides import PlantedSide, head_in_fp32, lively, named_first, token_ids
+from tests.unit.refusals import error_of
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError, UnsupportedError, ZerodriftError
 from zerodrift.inspect.audit.tokens import parse_recorded as recorded
@@ -321,9 +322,7 @@ REFUSED: list[tuple[type[ZerodriftError], Callable[[Path], SideComparison], str]
 def test_what_cannot_be_compared_is_refused(
     error: type[ZerodriftError], run: Callable[[Path], SideComparison], says: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(error) as caught:
-        run(tmp_path)
-    assert says in str(caught.value)
+    assert says in error_of(error, run, tmp_path)
 
 
 # --- text and JSON ------------------------------------------------------------------------------------------

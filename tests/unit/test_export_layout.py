@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -202,13 +201,3 @@ def test_what_does_not_fit_fp16_is_named(tmp_path: Path) -> None:
     pour(tmp_path, [saved("a", 2, dtype=DType.FP16)], infinite, 10)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
-
-
-def test_space_is_taken_before_anything_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    writer = SafetensorsWriter(tmp_path, pack([saved("a", 8)], 100))
-    with pytest.raises(OSError, match="No space"):
-        writer.create()

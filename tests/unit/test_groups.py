@@ -3,6 +3,7 @@ each with a twin that is accepted."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from tests.numerics.networks import GPT
 from tests.numerics.runs import config
+from tests.unit.refusals import error_of
 from zerodrift import ConfigError, make_plan
 from zerodrift.plan.groups import find_groups
 from zerodrift.plan.table import Plan
@@ -52,10 +54,7 @@ def test_a_group_is_what_is_gathered_alike(model: nn.Module, written: Any, expec
 # --- refused ------------------------------------------------------------------------------------------
 
 
-def refusal(model: nn.Module, **rest: Any) -> str:
-    with pytest.raises(ConfigError) as raised:
-        plan(model, **rest)
-    return str(raised.value)
+refusal = partial(error_of, ConfigError, plan)
 
 
 def test_two_kinds_in_one_module_and_a_parameter_without_dimensions() -> None:

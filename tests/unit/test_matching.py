@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.unit.refusals import error_of
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.model.module import from_module
@@ -53,9 +54,7 @@ def open_(folder: Path, strict: Strict = True, model: nn.Module | None = None) -
 
 
 def refusal(folder: Path, strict: Strict = True, model: nn.Module | None = None) -> str:
-    with pytest.raises(ModelError) as caught:
-        open_(folder, strict, model)
-    return str(caught.value)
+    return error_of(ModelError, open_, folder, strict, model)
 
 
 def filled(files: SafetensorsWeights, name: str, numel: int, **like: torch.dtype) -> torch.Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.unit.refusals import error_of
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ModelError
 from zerodrift.model import describe, huggingface
@@ -45,10 +47,7 @@ def folder(path: Path, model_type: str, **changed: Any) -> Path:
     return path
 
 
-def refusal(path: Path) -> str:
-    with pytest.raises(ModelError) as caught:
-        from_hf(path)
-    return str(caught.value)
+refusal = partial(error_of, ModelError, from_hf)
 
 
 def dtypes(spec: ModelSpec) -> dict[str, DType]:

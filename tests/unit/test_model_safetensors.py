@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.refusals import error_of
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.model.safetensors import from_safetensors, natural
@@ -44,10 +46,7 @@ def index(folder: Path, weight_map: Any) -> Path:
     return path
 
 
-def refusal(path: Path) -> str:
-    with pytest.raises(ModelError) as caught:
-        from_safetensors(path)
-    return str(caught.value)
+refusal = partial(error_of, ModelError, from_safetensors)
 
 
 def test_a_file_gives_names_shapes_dtypes_and_owners(tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.unit.refusals import error_of
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.model.module import from_module
@@ -53,10 +55,7 @@ def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
         sys.modules.pop(module, None)
 
 
-def refusal(model: object) -> str:
-    with pytest.raises(ModelError) as caught:
-        describe(model)  # type: ignore[arg-type]
-    return str(caught.value)
+refusal = partial(error_of, ModelError, describe)
 
 
 def test_a_module_is_read_and_a_factory_is_called_on_the_meta_device(factory: str) -> None:

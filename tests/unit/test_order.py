@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from tests.unit.models import at, moe
+from tests.unit.refusals import error_of
 from tests.unit.test_squares import one_by_one
 from zerodrift.api import make_plan
 from zerodrift.comm.fold import halving_exchanges
@@ -97,12 +99,7 @@ def plan(ranks: int, accumulation: int, precision: dict[str, Any], **rest: Any) 
 
 TREE = {"reduce": {"order": "tree"}}
 ZBV = {"stages": 2, "schedule": "zbv"}
-
-
-def refusal(ranks: int, accumulation: int, precision: dict[str, Any], **rest: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        plan(ranks, accumulation, precision, **rest)
-    return str(caught.value)
+refusal = partial(error_of, ConfigError, plan)
 
 
 def test_numbers_of_ranks_that_make_no_tree_are_refused_with_those_that_do() -> None:

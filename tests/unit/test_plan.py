@@ -8,16 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.models import EMBEDDING, NORM, moe, parameter, plan, tied
+from tests.unit.models import EMBEDDING, NORM, at, moe, parameter, plan, tied
 from zerodrift import ConfigError, ModelError, ModelSpec, Plan, cost
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.plan import check
 from zerodrift.plan.schedule import Collective, Computation, collectives, events
 from zerodrift.policy.decisions import Master
-
-
-def at(stage: int, mode: str = "bf16", **rest: Any) -> dict[str, Any]:
-    return {"precision": {"mode": mode}, "zero_optimization": {"stage": stage}, **rest}
 
 
 def units(made: Plan) -> list[str]:
@@ -40,7 +36,7 @@ def test_small_segments_of_blocks_are_gathered_with_the_root_on_many_ranks() -> 
     model = spec(*parameters)
 
     def made(world: int, **rest: Any) -> Plan:
-        return plan(at(3, precision={"mode": "bf16", "rules": rules}, **rest), model, world)
+        return plan(at(3, rules=rules) | rest, model, world)
 
     few, many = made(128), made(1024)
     assert all(few.units[row.unit].name.startswith("layers.") for row in few.rows if row.name in norms)
@@ -72,20 +68,20 @@ def test_the_root_and_blocks_of_a_model_and_of_a_pipeline() -> None:
     assert units(made) == ["", *(f"model.layers.{i}" for i in range(3))]
     root = [made.rows[i].name for i in made.units[0].rows]
     assert root == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-    made = plan(at(3, pipeline={"stages": 2}), moe(layers=4), world=4)
+    made = plan(at(3) | {"pipeline": {"stages": 2}}, moe(layers=4), world=4)
     blocks = [(stage, f"model.layers.{2 * stage + n}") for stage in (0, 1) for n in (0, 1)]
     assert [(u.stage, u.name) for u in made.units] == [(0, ""), *blocks[:2], (1, ""), *blocks[2:]]
     with pytest.raises(ConfigError, match=r"pipeline\.stages"):
-        plan(at(3, pipeline={"stages": 8}), moe(layers=3), world=8)
+        plan(at(3) | {"pipeline": {"stages": 8}}, moe(layers=3), world=8)
 
 
 def test_units_can_be_named_and_the_innermost_wins() -> None:
     experts = "model.layers.*.mlp.experts.*"
-    made = plan(at(3, sharding={"units": ["model.layers.*", experts]}), moe(layers=2, experts=2))
+    made = plan(at(3) | {"sharding": {"units": ["model.layers.*", experts]}}, moe(layers=2, experts=2))
     inside = [f"model.layers.0.mlp.experts.{n}" for n in (0, 1)]
     assert units(made)[1:4] == ["model.layers.0", *inside]
     with pytest.raises(ConfigError, match=r"sharding\.units\[0\].*model\.layers"):
-        plan(at(3, sharding={"units": ["model.layer.*"]}))
+        plan(at(3) | {"sharding": {"units": ["model.layer.*"]}})
 
 
 def test_a_parameter_tied_across_units_lives_in_the_root() -> None:
@@ -101,7 +97,7 @@ def test_a_parameter_tied_across_units_lives_in_the_root() -> None:
 
 def pinned_plan() -> Plan:
     rules = [{"match": "*.gate.weight", "pin": "fp32"}]
-    return plan(at(3, precision={"mode": "bf16", "rules": rules}))
+    return plan(at(3, rules=rules))
 
 
 def test_rows_with_the_same_columns_share_a_segment() -> None:
@@ -112,7 +108,7 @@ def test_rows_with_the_same_columns_share_a_segment() -> None:
     assert [made.rows[i].name for i in pinned.rows] == ["model.layers.0.mlp.gate.weight"]
     frozen = spec(parameter("a", (4,)), parameter("b", (4,), trained=False))
     assert len(plan(at(3), frozen).segments) == 2
-    every = plan(at(1, precision={"mode": "bf16", "reduce": {"when": "every"}}))
+    every = plan(at(1, reduce={"when": "every"}))
     assert every.rows[0].columns.cells()["accumulate"] == "fp32/"
 
 
@@ -151,7 +147,7 @@ def longer(made: Plan, number: int, more: int) -> Plan:
 def muon_plan() -> Plan:
     """Return a plan of whole rows, and of a stack of eight small matrices, on two ranks."""
     stack = parameter("model.layers.0.mlp.experts.up", (8, 16, 48), "models.Experts")
-    return plan(at(3, optimizer={"type": "Muon", "params": {}}), spec(*moe(layers=1).parameters, stack))
+    return plan(at(3) | {"optimizer": {"type": "Muon", "params": {}}}, spec(*moe(layers=1).parameters, stack))
 
 
 GATE = next(i for i, row in enumerate(pinned_plan().rows) if row.columns.pinned)
@@ -216,7 +212,7 @@ def test_the_order_of_a_stage_3_step() -> None:
         "reduce reduce_scatter fp32 0",
         "norm all_reduce int64 -1",
     ]
-    made = plan(at(3, sharding={"replicate": 2}), moe(layers=2), world=4)
+    made = plan(at(3) | {"sharding": {"replicate": 2}}, moe(layers=2), world=4)
     calls = [c for c in collectives(made, 0, 4) if c.axis == "replicate"]
     assert [c.segment for c in calls] == [2, 1, 0], "replicas are summed once per step"
     assert all(c.numel == made.segments[c.segment].padded // 2 for c in calls)
@@ -225,7 +221,7 @@ def test_the_order_of_a_stage_3_step() -> None:
 def test_a_nested_unit_is_gathered_once_and_before_it_computes() -> None:
     blocks = [parameter(f"layers.{n}.{name}.w", (8, 8)) for n in range(3) for name in ("a", "inner.b", "c")]
     model = spec(parameter("embed.w", (8, 8)), *blocks)
-    made = plan(at(3, sharding={"units": ["layers.*", "layers.*.inner"]}), model)
+    made = plan(at(3) | {"sharding": {"units": ["layers.*", "layers.*.inner"]}}, model)
     held: set[tuple[str, int]] = set()
     for event in events(made, 0, 1):
         if isinstance(event, Computation) and event.work != "update":
@@ -281,7 +277,7 @@ def test_the_peak_holds_two_units_and_two_gradients() -> None:
     waiting = cost(plan(at(1) | in_turn, model, world=4), 2)
     assert waiting.peak.accumulate == 4 * 4 * 2**20 + 4 * 2**20
     assert cost(plan(at(0) | in_turn, model, world=4), 2).peak.accumulate == 4 * 4 * 2**20
-    kept = cost(plan(at(3, sharding={"keep_gathered": "step"}), model, world=4))
+    kept = cost(plan(at(3) | {"sharding": {"keep_gathered": "step"}}, model, world=4))
     assert kept.peak.gathered == 4 * 2 * 2**20
     # Whole fp32 storage pays for its low copy under autocast.
     assert cost(plan(at(1, "autocast-bf16"), model)).peak.gathered == 2 * 2 * 2**20
@@ -299,7 +295,7 @@ def test_json_round_trip_and_digest(stage: int) -> None:
     assert plan(at(stage), moe(tie=True)).digest == made.digest
     assert made.row("lm_head.weight") is made.row("model.embed_tokens.weight") is not None
     assert made.row("nothing") is None
-    named = at(stage, sharding={"units": ["model.layers"]})
-    changes = (at(stage, "fp32"), at(stage, gradient_clipping=0.5), named)
+    named = at(stage) | {"sharding": {"units": ["model.layers"]}}
+    changes = (at(stage, "fp32"), at(stage) | {"gradient_clipping": 0.5}, named)
     digests = {plan(written).digest for written in (at(stage), *changes)} | {plan(at(stage), world=4).digest}
     assert len(digests) == 5, "every decision changes it"

@@ -18,6 +18,7 @@ import zerodrift as zd
 import zerodrift.deepspeed as deepspeed
 from tests.checkpoint_files import seal
 from tests.unit.deepspeed_layout import lay_out, values
+from tests.unit.test_foreign_files import network
 from zerodrift.api import initialize
 from zerodrift.errors import CheckpointError
 from zerodrift.optim.schedules import make_schedule
@@ -48,10 +49,6 @@ OWN: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "WarmupLR of one's own": lambda groups: of_block("WarmupLR", groups),
 }
 """Schedules for `initialize`."""
-
-
-def network() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.GELU(), torch.nn.Linear(5, 3, bias=False))
 
 
 def config(kind: str = "") -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Literal
 
@@ -124,7 +125,7 @@ def parts_of(count: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.ldexp(values, torch.randint(-6, 7, values.shape, generator=generator)).to(dtype)
 
 
-def one_by_one(parts: torch.Tensor, dtype: torch.dtype, order: Order) -> torch.Tensor:
+def one_by_one(parts: Iterable[torch.Tensor], dtype: torch.dtype, order: str) -> torch.Tensor:
     sums = [part.to(dtype) for part in parts]
     while order == "tree" and len(sums) > 1:
         pairs = (sums[start : start + 2] for start in range(0, len(sums), 2))
