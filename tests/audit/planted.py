@@ -43,6 +43,8 @@ class Healthy:
 
     def config(self, mode: str, *more: Mapping[str, Any]) -> dict[str, Any]:
         given: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+        if mode == "fp16":  # a dynamic scale that begins where gradients overflow
+            given["fp16"] = {"enabled": True, "initial_scale_power": 24}
         rules = [{"match": self.routers, "pin": "fp32"}] if self.routers else []
         for each in more:
             rules = [] if "unpinned" in each else rules + each.get("rules", [])

@@ -15,7 +15,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from zerodrift.inspect.audit.variants import Choice, has_narrow_formats, narrow_
 from zerodrift.kernels import narrow
 from zerodrift.mesh import MeshShape
 from zerodrift.plan import Plan, Row
-from zerodrift.policy import Policy
+from zerodrift.policy import LossScale, Policy
 
 Values = Callable[[str], Tensor]  # parameter -> its values before they are rounded
 
@@ -75,6 +75,21 @@ class AuditSetup:
         with running(subject, policy, self.mesh) as engine:
             around = (lambda path: Widener(path, widened)) if widened else None
             return runs.forward_signals(engine, self.batches, around)
+
+
+def settle_loss_scale(setup: AuditSetup, scale: LossScale) -> LossScale:
+    """Return a dynamic loss scale that begins where no gradient of the micro-batches overflows, as a run
+    reaches it by skipping steps."""
+    with running(setup.subject, setup.policy, setup.mesh) as engine:
+        trained = [row.name for row in engine.plan.rows if row.trained]
+        while engine.scaler.scale > scale.minimum:
+            seen = runs.backward_signals(engine, setup.batches)
+            finite = all(bool(engine.parameter(name).gradient.isfinite().all()) for name in trained)
+            if finite or not all(map(math.isfinite, seen.losses)):
+                break
+            engine.zero_grad()
+            engine.scaler.scale = max(engine.scaler.scale / 2, scale.minimum)
+        return replace(scale, initial=engine.scaler.scale)
 
 
 def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from zerodrift.dtypes import DType
 from zerodrift.inspect.audit.advice import pattern_of
 from zerodrift.inspect.audit.estimates import PassResults
 from zerodrift.inspect.audit.results import AuditFinding, CellReplay, FindingKind, GradientLine, UpdateCost
 from zerodrift.inspect.audit.rounding import NARROW, Rounding
 from zerodrift.inspect.audit.runs import Subject
-from zerodrift.inspect.audit.variants import narrowest
+from zerodrift.inspect.audit.variants import Cell, Choice, narrowest
 from zerodrift.plan import Plan, Row
 from zerodrift.policy import Reduction, is_by_rule
 from zerodrift.report import percent
@@ -129,22 +130,25 @@ def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
         what += f"those of {whole} other parameters were not"
         do = "Load the values in fp32: casting back does not restore what a cast has lost."
         yield AuditFinding("rounded", name, what, do, 90.0, (name,))
-    for (cells, why), names in narrowed_groups(plan).items():
-        runs = [each.alone for each in replayed if set(each.choice.names) & set(names)]
-        worth = [e.rms for e in results.estimates if set(e.choice.names) & set(names)]
-        alone = max([run.rms for run in runs] or worth, default=0.0)
+    for (cells, why), choices in narrowed_choices(plan).items():
+        names, kinds = choices[0].names, [choice.cell for choice in choices]
+        runs = [each.alone for each in replayed if each.choice in choices]
+        same = [e for e in results.estimates if e.choice.cell in kinds and set(e.choice.names) & set(names)]
+        alone = max([run.rms for run in runs] or [e.rms for e in same], default=0.0)
         by_rule = is_by_rule(why)
         if by_rule or alone > NOISE or any(run.flips for run in runs):
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            what = f"{cells} where the mode has {plan.policy.mode.dtype}{more}, by `{why}`: "
+            where = f", in {len(names)} parameters" if len(names) > 1 else ""
+            what = f"{cells}, by `{why}`{where}: "
             what += f"{'' if runs else 'an estimated '}{alone:.2g} of a log-probability"
             more_bits = "Leave the column out of the rule" if by_rule else "Give it more bits by a rule"
             do = f"{more_bits}, unless that is meant, or pin the parameter."
-            yield AuditFinding("rounded", names[0], what, do, 100.0 + alone, tuple(names))
+            yield AuditFinding("rounded", names[0], what, do, 100.0 + alone, names)
     numel, square = sum(row.whole_numel for row in plan.rows), results.total.square
     for each in replayed if square else ():
+        if each.widened is None:
+            continue
         name = each.choice.names[0]
-        size = next((row.whole_numel for row in plan.rows if row.name == name), numel) / numel
+        size = sum(row.whole_numel for row in plan.rows if row.name in each.choice.names) / numel
         removed, share = 1 - each.widened.square / square, each.alone.square / square
         if size <= SMALL and removed > LARGE and share > LARGE and each.alone.rms > NOISE:
             what = f"`{each.choice.cell}` is worth {percent(min(1.0, share))} of the squared drift, with "
@@ -152,22 +156,39 @@ def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
             yield AuditFinding("rounded", name, what, _pin(plan, name), 20.0 + removed, (name,))
 
 
-def narrowed_groups(plan: Plan) -> dict[tuple[str, str], list[str]]:
-    """Group the parameters whose forward is narrower than the mode by (narrow cells, their reason)."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    mode = plan.policy.mode.dtype
+def narrowed_choices(plan: Plan) -> dict[tuple[str, str], list[Choice]]:
+    """Group the parameters whose forward is narrower than the mode by (narrow columns, their reason). A group
+    is a choice of its `storage` cell, one of its `compute` cell, or both."""
+    groups: dict[tuple[str, str, tuple[Cell, ...]], list[str]] = {}
+    mode = plan.policy.mode
     for row in plan.rows:
-        columns, why = row.columns, row.columns.reasons()
+        columns, why, asked = row.columns, row.columns.reasons(), dict(row.columns.asked)
         dtypes = {"storage": columns.storage.dtype, "gather": columns.gather, "compute": columns.compute}
-        rounds = {cell: dtype.is_floating and not dtype.holds(mode) for cell, dtype in dtypes.items()}
-        narrow = {cell: str(dtype) for cell, dtype in dtypes.items() if rounds[cell]}
+        usual = dict.fromkeys(dtypes, mode.dtype)
+        if mode.autocast and "storage" in asked:
+            usual["storage"] = DType.FP32
+        narrow = {
+            cell: dtype
+            for cell, dtype in dtypes.items()
+            if dtype.is_floating and not dtype.holds(usual[cell])
+        }
+        text = {cell: f"`{cell}` {dtype}" for cell, dtype in narrow.items()}
         if columns.products is not None:
-            narrow["products"] = columns.products.describe(columns.trained)
-        if narrow:
-            cells = ", ".join(f"`{cell}` {dtype}" for cell, dtype in narrow.items())
-            asked = [why[cell] for cell in narrow if why[cell].startswith("precision.")]
-            groups.setdefault((cells, (asked or [why[next(iter(narrow))]])[0]), []).append(row.name)
-    return groups
+            text["products"] = f"`products` {columns.products.describe(columns.trained)}"
+        if not text:
+            continue
+        reason = next((asked[cell] for cell in text if cell in asked), why[next(iter(text))])
+        shown = f"{', '.join(text.values())} where the mode has {usual[next(iter(narrow), 'compute')]}"
+        cells: dict[Cell, bool] = {
+            "storage": any(dtype is not narrow.get("compute") for dtype in narrow.values()),
+            "compute": "compute" in text or "products" in text,
+        }
+        key = shown, reason, tuple(cell for cell, is_narrow in cells.items() if is_narrow)
+        groups.setdefault(key, []).append(row.name)
+    return {
+        (shown, reason): [Choice(pattern_of(plan, names), cell, tuple(names)) for cell in cells]
+        for (shown, reason, cells), names in groups.items()
+    }
 
 
 def _routing(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
@@ -237,27 +258,34 @@ def _narrowed_by_rules(
         "accumulate": {line.name: line.accumulate for line in gradients},
         "reduce": {line.name: line.reduce for line in gradients},
         "stuck state": {cost.name: cost.underflow for cost in updates},
+        "lost updates": {cost.name: cost.lost for cost in updates},
+    }
+    unit = {
+        "stuck state": "elements have a moment that is stored as zero",
+        "lost updates": "the elements to change keep their values",
     }
     groups: dict[tuple[FindingKind, str, str, str], list[str]] = {}
     for row in plan.rows:
         update, asked = row.columns.update, dict(row.columns.asked)
         if update is None:
             continue
+        master = "fp32" if row.columns.storage.dtype is DType.FP32 else update.master
         cells: tuple[tuple[FindingKind, str, str, object], ...] = (
             ("accumulate", "accumulate", "accumulate", update.accumulate.dtype),
             ("reduce", "reduce.wire", "reduce", update.reduce.wire),
             ("stuck state", "state", "state", update.state),
+            ("lost updates", "master", "master", master),
         )
         for kind, key, column, value in cells:
-            if str(value) != "fp32" and is_by_rule(asked.get(key, "")):
+            if str(value) not in ("fp32", "split") and is_by_rule(asked.get(key, "")):
                 groups.setdefault((kind, column, str(value), asked[key]), []).append(row.name)
     for (kind, column, value, rule), names in groups.items():
         worth = {name: costs[kind][name] for name in names if name in costs[kind]}
-        of = "elements have a moment that is stored as zero" if column == "state" else "the gradient's norm"
+        of = unit.get(kind, "the gradient's norm")
         what = f"`{column}` {value} by `{rule}`: "
         what += f"{{}} of {of}" if worth else "what it costs was not measured"
         do = "Leave the column out of the rule, unless that is meant."
-        yield from _together(kind, worth or dict.fromkeys(names, 0.0), what, do, 100.0)
+        yield from _together(kind, worth or dict.fromkeys(names, 0.0), what, do, 99.0)
 
 
 def _rounding_once(reduce: Reduction) -> float:

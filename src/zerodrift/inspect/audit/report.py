@@ -192,7 +192,8 @@ def _sections(audit: Audit, width: int, most: int) -> list[PageSection]:
     replayed, estimated = [], []
     for each in audit.replayed[:SHOWN]:
         alone, flips = each.alone, f"{each.alone.flips:,}" if each.alone.choices else ""
-        shares = _share(alone.square, whole), _share(whole - each.widened.square, whole)
+        removed = whole - each.widened.square if each.widened is not None else math.nan
+        shares = _share(alone.square, whole), _share(removed, whole)
         replayed.append(row(each.choice.pattern, each.choice.cell, *shares, f"{alone.loss:+.1e}", flips))
     for one in [one for one in audit.shortlist if one.choice not in done and one.square > 0][:SHOWN]:
         figures = _share(one.square, whole), f"{one.loss:+.1e}"

@@ -56,7 +56,7 @@ class CellReplay:
 
     choice: Choice
     alone: Drift  # the reference with the cell as planned
-    widened: Drift  # the plan with the cell in fp32
+    widened: Drift | None  # the plan with the cell in fp32; None if the model cannot run so
 
 
 @dataclass(frozen=True, slots=True)
