@@ -216,8 +216,12 @@ def test_only_what_is_chosen_differs(
     assert found.keys() == {row.name for row in base.rows}
 
 
+class Decays(nn.Module):
+    """A module whose own code computes, which may mix dtypes."""
+
+
 def test_a_cell_alone_has_the_rest_of_its_module_as_planned() -> None:
-    model = nn.Module()
+    model: Any = Decays()
     model.first, model.second = (nn.Parameter(torch.ones(8)) for _ in range(2))
     outer = nn.ModuleDict({"mixer": model})
     base = plan("fp32", outer, rules=[{"match": "mixer.first", "compute": "bf16"}])

@@ -1,7 +1,7 @@
 """Encode values into a narrow format and decode them: the definition in plain PyTorch, and its fast forms.
 
 A block of values becomes a code per element and one scale. The scale comes from the block's largest
-magnitude `amax` by the format's rule, and is rounded to its own dtype before it divides. A code is the
+magnitude `amax`, and is rounded to its own dtype before it divides. A code is the
 element's nearest number to `value / scale`, ties to even (NF4: ties to the lower), or one of the two numbers
 around it by random bits. A quotient beyond the largest number becomes that number. Decoding is
 `number * scale` in fp32, rounded once more if the result has 16 bits. All arithmetic is in fp32.
@@ -139,7 +139,6 @@ _ENCODE, _DECODE, _DECODE_AND_ADD = range(3)
 """The three things that a fast form does with a run, as `narrow.h` and `narrow_programs.py` number them."""
 
 _ELEMENTS = (Element.E4M3, Element.E5M2, Element.E2M1, Element.INT8, Element.INT4, Element.NF4)
-_RULES = ("exact", "floor", "ceil")
 _SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.uint8}
 """The dtypes of scales in memory, in the order of their numbers; e8m0 as bytes."""
 
@@ -168,7 +167,7 @@ def _execute(
         numbers = numbers_of(form.element, values.device)
         device.narrow(codes, scales, values, numbers, keys, number, way=way, **words)
         return True
-    described = (ctypes.c_int32 * 4)(*(words[name] for name in ("element", "block", "rule", "scale")))
+    described = (ctypes.c_int32 * 3)(*(words[name] for name in ("element", "block", "scale")))
     run = values.data_ptr(), native.TYPES[values.dtype], codes.data_ptr(), scales.data_ptr()
     keys_at = None if keys is None else keys.data_ptr()
     built.narrow(values.numel(), described, way, *run, keys_at, number, threads)
@@ -183,7 +182,6 @@ def choices(form: Format) -> dict[str, Any]:
         "largest": form.element.largest,
         "exponent": math.floor(math.log2(form.element.largest)),
         "block": form.block,
-        "rule": _RULES.index(form.rule),
         "scale": [*_SCALE_DTYPES].index(form.scale),
     }
 
@@ -218,14 +216,12 @@ def reference_decode(form: Format, codes: Tensor, scales: Tensor) -> Tensor:
 def scales_of(form: Format, amax: Tensor) -> Tensor:
     """Return the scale of blocks from their largest magnitudes: zero, normal or NaN. fp32."""
     capped = amax.clamp(max=MOST)
-    if form.rule == "floor":
+    if form.scale == "e8m0":
         shift = math.floor(math.log2(form.element.largest))
         bits = (capped.view(torch.int32) & 0x7F800000) - (shift << 23)
         scales = bits.view(torch.float32)
     else:
         scales = capped / form.element.largest
-        if form.rule == "ceil":
-            scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     if form.scale == "bf16":
         scales = scales.bfloat16().float()
     scales = torch.where(amax < LEAST, 0.0, scales)
