@@ -184,17 +184,18 @@ def _cells_to_replay(plan: Plan, results: PassResults, confirm: int) -> list[Cho
 
 def _replay(setup: AuditSetup, plan: Plan, results: PassResults, choice: Choice) -> CellReplay | None:
     """Replay a cell. Return None if the model cannot run with it alone, whatever dtype its modules return."""
-    alone = wide = None
+    alone = widened = returned = None
     outputs: tuple[Output | None, ...] = (None, "input")
     for output in outputs:
         with contextlib.suppress(*runs.REFUSED):
             alone = alone or setup.signals(variants.isolated_policy(plan, choice, output), results.narrowed)
         with contextlib.suppress(*runs.REFUSED):
-            wide = wide or setup.signals(variants.widened_policy(plan, choice, output))
-    if alone is None:
-        return None
-    widened = None if wide is None else runs.drift(wide, results.reference)
-    return CellReplay(choice, runs.drift(alone, results.reference), widened)
+            if widened is None:
+                wide = setup.signals(variants.widened_policy(plan, choice, output))
+                widened, returned = runs.drift(wide, results.reference), output
+    return (
+        None if alone is None else CellReplay(choice, runs.drift(alone, results.reference), widened, returned)
+    )
 
 
 def _worth(results: PassResults, replayed: Sequence[CellReplay]) -> dict[str, float]:

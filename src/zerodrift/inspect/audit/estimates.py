@@ -28,7 +28,7 @@ from zerodrift.inspect.audit.results import Estimate, GradientLine, Place
 from zerodrift.inspect.audit.rounding import Key, Rounding, RoundingRecorder, Roundings, Widener
 from zerodrift.inspect.audit.runs import Around, Drift, Signals, Subject, running
 from zerodrift.inspect.audit.tokens import Batch
-from zerodrift.inspect.audit.variants import Choice, has_narrow_formats, narrow_cells, reference_policy
+from zerodrift.inspect.audit.variants import Choice, narrow_cells, reference_policy
 from zerodrift.kernels import narrow
 from zerodrift.mesh import MeshShape
 from zerodrift.plan import Plan, Row
@@ -67,12 +67,8 @@ class AuditSetup:
     batches: Sequence[Batch]
 
     def signals(self, policy: Policy, widened: frozenset[tuple[str, str]] = frozenset()) -> Signals:
-        """Run forwards under a policy, without the model's own casts at `widened`.
-
-        All parameters are frozen, to save memory, unless that would change their dtypes.
-        """
-        subject = self.subject if has_narrow_formats(policy) else self.subject.frozen()
-        with running(subject, policy, self.mesh) as engine:
+        """Run forwards under a policy, without the model's own casts at `widened`."""
+        with running(self.subject, policy, self.mesh) as engine:
             around = (lambda path: Widener(path, widened)) if widened else None
             return runs.forward_signals(engine, self.batches, around)
 

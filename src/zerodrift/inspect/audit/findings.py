@@ -153,7 +153,7 @@ def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
         if size <= SMALL and removed > LARGE and share > LARGE and each.alone.rms > NOISE:
             what = f"`{each.choice.cell}` is worth {percent(min(1.0, share))} of the squared drift, with "
             what += f"{percent(size)} of the elements; in fp32 {percent(removed)} is gone"
-            yield AuditFinding("rounded", name, what, _pin(plan, name), 20.0 + removed, (name,))
+            yield AuditFinding("rounded", name, what, _pin(plan, each), 20.0 + removed, (name,))
 
 
 def narrowed_choices(plan: Plan) -> dict[tuple[str, str], list[Choice]]:
@@ -202,16 +202,19 @@ def _routing(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
             share = alone.flips / max(1, alone.choices)
             what = f"`{each.choice.cell}` in 16 bits alone sends {alone.flips} of {alone.choices} choices to "
             what += f"other experts ({percent(share)})"
-            yield AuditFinding("routing", name, what, _pin(plan, name), 50.0 + share, (name,))
+            yield AuditFinding("routing", name, what, _pin(plan, each), 50.0 + share, (name,))
 
 
-def _pin(plan: Plan, name: str) -> str:
+def _pin(plan: Plan, replayed: CellReplay) -> str:
     """Write the rule that pins a parameter and all others of its module, which computes in one dtype."""
-    path = name.rpartition(".")[0]
+    if replayed.widened is None:
+        return "Pin it together with what its results meet: the model does not run with it alone in fp32."
+    name = replayed.choice.names[0]
+    path, output = name.rpartition(".")[0], "" if replayed.output is None else f", output: {replayed.output}"
     floating = (row.name for row in plan.rows if row.columns.compute.is_floating)
     beside = [other for other in floating if other.rpartition(".")[0] == path]
     pattern = pattern_of(plan, beside) if len(beside) > 1 else name
-    return f'Pin it: `{{match: "{pattern}", pin: fp32}}`.'
+    return f'Pin it: `{{match: "{pattern}", pin: fp32{output}}}`.'
 
 
 def _together(kind: FindingKind, worth: Mapping[str, float], what: str, do: str, weight: float) -> Findings:

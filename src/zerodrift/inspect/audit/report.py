@@ -149,6 +149,8 @@ def _facts(audit: Audit) -> list[tuple[str, str]]:
     if math.isfinite(cosine):
         beside = f"1 - {1 - cosine:.2g}" if cosine < 1 else "1"
     rows.append(("gradients", f"cosine with those in fp32: {beside}"))
+    if not audit.updates:
+        rows.append(("updates", "not measured: the plan has no optimizer, or each of its steps is skipped"))
     cells = {each.choice.cell for each in audit.shortlist}
     losses = [each.loss for each in audit.shortlist if each.choice.cell == "compute" or len(cells) == 1]
     losses += [place.loss for place in audit.places]

@@ -57,6 +57,7 @@ class CellReplay:
     choice: Choice
     alone: Drift  # the reference with the cell as planned
     widened: Drift | None  # the plan with the cell in fp32; None if the model cannot run so
+    output: Output | None = None  # what its modules return there; None for the default
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zerodrift.comm import Collectives, start, started
-from zerodrift.config import ConfigSource, load
+from zerodrift.config import ConfigSource, load, without_torch_classes
 from zerodrift.engine import Engine, NativeExecutor, batch_on
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError
 from zerodrift.inspect.audit.tokens import Batch, draw_batches, read_batches
@@ -68,10 +68,6 @@ class Subject:
 
         return Subject(make, weights)
 
-    def frozen(self) -> Subject:
-        """Return the same model with frozen parameters, for forwards alone."""
-        return Subject(lambda: self.make().requires_grad_(False), self.weights)
-
 
 def this_rank() -> int:
     return started()[0]
@@ -96,7 +92,7 @@ def load_subject(
         return build_runnable(model)
 
     built = make()
-    loaded = load(config, overrides)
+    loaded = without_torch_classes(load(config, overrides))
     mesh = mesh_for(loaded, ranks)
     plan = build(resolve(loaded, mesh), describe(built), mesh)
     batches = draw_batches(built, count, rank) if tokens is None else read_batches(tokens, count, rank, ranks)

@@ -80,21 +80,10 @@ def without_update(policy: Policy) -> Policy:
     return replace(policy, optimizer=None, schedule=None, statistics=False)
 
 
-def has_narrow_formats(policy: Policy) -> bool:
-    """Return True if a policy names a narrow format. Then freezing a parameter changes its dtypes."""
-    named = [value for _, value, _ in policy.demands]
-    named += [value for rule in policy.rules for _, value in rule.sets]
-    return any(_is_narrow_format(value) for value in named)
-
-
-def _is_narrow_format(value: str) -> bool:
-    return any(value == str(dtype) for dtype in NARROW)
-
-
 def autocast_policy(policy: Policy, mode: Mode) -> Policy:
     """Return a policy under autocast. Narrow formats stay."""
-    forward = ("storage", "gather", "compute", "master")
-    demands = tuple(each for each in policy.demands if each[0] not in forward or _is_narrow_format(each[1]))
+    forward, narrow = ("storage", "gather", "compute", "master"), tuple(map(str, NARROW))
+    demands = tuple(each for each in policy.demands if each[0] not in forward or each[1] in narrow)
     return replace(policy, mode=mode, demands=demands, safe=SAFE_MODULES)
 
 
