@@ -134,6 +134,14 @@ class _BoundaryFinder:
         return "keep", "one matrix, as a router or a head"
 
 
+def note_unused_outputs(policy: Policy, found: Sequence[Boundary]) -> Iterator[str]:
+    """Name the rules whose `output` decides nothing."""
+    used = {dict(boundary.why)["output"] for boundary in found}
+    for rule in policy.rules:
+        if rule.output is not None and rule.why not in used:
+            yield f"{rule.why}: `output: {rule.output}` has no effect: no boundary depends on it"
+
+
 def note_missing_classes(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> Iterator[str]:
     if model.has_classes or not any(has_own_dtype(cells, policy.mode) for cells in columns):
         return
