@@ -180,7 +180,14 @@ class AxisLayout:
     stride: int  # distance between neighbours of the axis, in ranks
 
     def on_host(self, cluster: Cluster) -> int:
-        return max(1, min(self.ranks, cluster.devices_per_host // self.stride))
+        """Return the number of ranks on the host that has fewest of them, whose ranks send most to others."""
+        whole = max(1, cluster.devices_per_host // self.stride)
+        return self.ranks % whole or whole
+
+    def pairs_on_host(self, cluster: Cluster, distance: int) -> bool:
+        """Return True if every two ranks at a distance, a power of two, that exchange halves share a host."""
+        whole = cluster.devices_per_host // self.stride
+        return self.ranks <= whole or (whole > 0 and whole % (2 * distance) == 0)
 
 
 def axis_layout(mesh: MeshShape, axis: str) -> AxisLayout:
@@ -222,7 +229,7 @@ def _reduce_scatter(
     if order == "tree" and total is call.dtype and power_of_two and ranks >= HALVING[cluster.carrier]:
         seconds, distance, part, added = 0.0, 1, size // 2, 0
         while distance < ranks:
-            inside = distance < layout.on_host(cluster)
+            inside = layout.pairs_on_host(cluster, distance)
             seconds += (cluster.host if inside else _network(cluster)).seconds(part)
             added += 3 * part
             distance, part = 2 * distance, part // 2
