@@ -30,7 +30,7 @@ which changes nothing."""
 
 NOISE = 2e-6  # rms drift of fp32 itself
 GRADIENT = 1e-3  # largest share of a gradient's norm that `accumulate` may lose; it is fp32 in every mode
-FAINT = 1e-4  # share of the norm of all gradients below which a gradient is noise, as of the bias of keys
+FAINT = 0.01  # share of the norm of all gradients below which a gradient may be noise, as of the bias of keys
 LOST = 0.05  # largest share of changing elements whose updates may be lost
 STUCK = 0.5  # largest share of a moment's elements that may not decay
 SMALL = 0.05  # largest share of the model's elements that a small tensor has

@@ -152,8 +152,9 @@ def call_model(engine: Engine, batch: Batch) -> Any:
         return engine(**batch_on(batch, engine.mesh.device, lambda tensor: tensor))
     except (TypeError, RuntimeError, ValueError, IndexError) as error:
         shapes = ", ".join(f"{key} {list(getattr(value, 'shape', ()))}" for key, value in batch.items())
-        must = "must be what the model can be called with"
-        raise ModelError("batch", must, got=f"{shapes}: {error}") from error
+        must = "must be what the model can be called with, in the dtypes of the plan"
+        do = "Where dtypes do not fit, `zerodrift plan --trace` names the line of the model's code."
+        raise ModelError("batch", must, got=f"{shapes}: {error}", do=do) from error
 
 
 def check_batches(batches: Sequence[Any]) -> list[Batch]:
