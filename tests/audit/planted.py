@@ -247,6 +247,7 @@ PLANTED: tuple[Planted, ...] = (
         fault={"unpinned": True}),
     Planted("router-values-rounded", "deepseek-v3", "bf16", ("rounded",), f"{GATE}.weight",
         valued(f"{GATE}.weight", lambda values: values.bfloat16())),
+    by_rule("one-of-a-module", "gpt-oss", "model.layers.0.mlp.experts.down_proj_bias", compute="bf16"),
     by_rule("norm-by-rule", "llama", "model.norm.weight", storage="bf16", compute="bf16"),
     by_code("embedding-in-code", "decoder", "fp32", "words", left_in_bf16),
     by_rule("head-by-rule", "deepseek-v3", "lm_head.weight", compute="bf16"),

@@ -149,14 +149,9 @@ def test_a_defect_is_found_and_its_healthy_twin_is_not(
 
 def test_the_cost_of_a_rule_is_that_of_its_column() -> None:
     names = tuple(f"blocks.{number}.up.weight" for number in range(2))
-    costs: dict[variants.Cell, float] = {"compute": 2e-3, "storage": 1e-4}
-    replayed = [
-        CellReplay(Choice("blocks.*.up.weight", cell, names), replace(NONE, rms=rms), None)
-        for cell, rms in costs.items()
-    ]
-    (found,) = told(CODED, replayed=replayed)
-    assert found.what.endswith("`, in 2 parameters: 0.0001 of a log-probability")
-    assert found.parameters == names
+    other, mine = (Choice("blocks.*.up.weight", cell, names) for cell in ("compute", "storage"))
+    (found,) = told(CODED, replayed=[CellReplay(other, SOME, None), CellReplay(mine, NONE, None)])
+    assert found.what.endswith("`, in 2 parameters: 0 of a log-probability") and found.parameters == names
 
 
 def test_what_values_tell_of_their_dtype() -> None:
@@ -216,20 +211,6 @@ def test_only_what_is_chosen_differs(
     assert found.keys() == {row.name for row in base.rows}
 
 
-class Decays(nn.Module):
-    """A module whose own code computes, which may mix dtypes."""
-
-
-def test_a_cell_alone_has_the_rest_of_its_module_as_planned() -> None:
-    model: Any = Decays()
-    model.first, model.second = (nn.Parameter(torch.ones(8)) for _ in range(2))
-    outer = nn.ModuleDict({"mixer": model})
-    base = plan("fp32", outer, rules=[{"match": "mixer.first", "compute": "bf16"}])
-    alone = variants.isolated_policy(base, Choice("mixer.first", "compute", ("mixer.first",)))
-    made = plan_for(Subject.of(outer, None), alone, base.mesh)
-    assert [str(row.columns.compute) for row in made.rows] == ["bf16", "fp32"]
-
-
 def test_candidates_are_unpinned_modules_in_the_order_of_what_an_element_is_worth() -> None:
     worth = {"norm.weight": 1.0, "head.weight": 2.0, "blocks.0.up.weight": 0.5, "blocks.1.up.weight": 0.5}
     found = candidates(plan(), worth)
@@ -267,15 +248,15 @@ def audited(folder: Path, *more: str, model: str = "small") -> Result:
 
 @pytest.mark.second
 def test_what_is_printed_is_what_the_json_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page, run = tmp_path / "audit.html", entry.audit_subject
+    page, run = tmp_path / "audit.html", entry.audit
     found: list[Audit] = []
 
-    def run_once(*given: Any) -> Audit:
+    def run_once(*given: Any, **more: Any) -> Audit:
         if not found:
-            found.append(run(*given))
+            found.append(run(*given, **more))
         return found[0]
 
-    monkeypatch.setattr("zerodrift.inspect.audit.audit_subject", run_once)
+    monkeypatch.setattr("zerodrift.inspect.audit.audit", run_once)
     done = audited(tmp_path, "--html", str(page))
     assert done.exit_code == 0, done.output
     assert max(map(len, done.stdout.splitlines())) <= 80

@@ -91,7 +91,7 @@ def test_what_is_one_too_but_not_under_autocast() -> None:
     assert boundaries(two, {**rule, "compute": "bf16"}, mode="fp32") == {"gate": ("bf16", "input", "fp32")}
     assert boundaries(two, rule, mode="autocast-bf16") == {}
     unused = {"match": "gate.*", "output": "keep"}
-    assert f"precision.rules[0]: 'gate.*': `output: keep` has no effect" in str(pinned(two, unused).notes)
+    assert "precision.rules[0]: 'gate.*': `output: keep` has no effect" in str(pinned(two, unused).notes)
     assert "no effect" not in str(pinned(two, unused | rule).notes)
     table = parameter("gate.table", (4, 4), dtype=DType.INT64, trained=False)
     model = ModelSpec("m", (*two.parameters, table))

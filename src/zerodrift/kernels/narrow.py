@@ -74,7 +74,7 @@ def encode(dtype: DType, values: Tensor, packed: Tensor, draws: Draws | None = N
     form, codes, scales = _split(dtype, values.numel(), packed)
     if _execute(_ENCODE, form, values, codes, scales, draws):
         return
-    blocks = values.reshape(-1, _flat_block(form))
+    blocks = values.reshape(-1, form.run)
     words = None if draws is None else draws.words(values.numel()).view(blocks.shape)
     made, steps = reference_encode(form, blocks, words)
     codes.copy_(pack(form.element, made.view(-1)))
@@ -95,7 +95,7 @@ def decode(dtype: DType, packed: Tensor, out: Tensor, add: bool = False) -> None
     form, codes, scales = _split(dtype, out.numel(), packed)
     if _execute(_DECODE_AND_ADD if add else _DECODE, form, out, codes, scales):
         return
-    unpacked = unpack(form.element, codes).view(-1, _flat_block(form))
+    unpacked = unpack(form.element, codes).view(-1, form.run)
     decoded = reference_decode(form, unpacked, scales).view(-1)
     if add:
         out += decoded
@@ -106,7 +106,7 @@ def decode(dtype: DType, packed: Tensor, out: Tensor, add: bool = False) -> None
 def round_trip(dtype: DType, values: Tensor, to: torch.dtype | None = None) -> Tensor:
     """Return values after encoding and decoding, in another or their own dtype. Any shape; the first element
     begins a block."""
-    whole = torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % _flat_block(form_of(dtype))))
+    whole = torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % form_of(dtype).run))
     out = torch.empty_like(whole, dtype=to)
     decode_runs(dtype, encode_runs(dtype, whole, 1), out, 1)
     return out[: values.numel()].view(values.shape)
@@ -127,12 +127,6 @@ def decode_runs(dtype: DType, packed: Tensor, out: Tensor, runs: int) -> None:
         decode(dtype, run, part)
 
 
-def _flat_block(form: Format) -> int:
-    if not isinstance(form.block, int):
-        raise AssertionError(f"{form.describe()} is not packed in runs")
-    return form.block
-
-
 # --- the fast forms ---------------------------------------------------------------------------------------
 
 _ENCODE, _DECODE, _DECODE_AND_ADD = range(3)
@@ -146,7 +140,7 @@ _SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.ui
 def _split(dtype: DType, numel: int, packed: Tensor) -> tuple[Format, Tensor, Tensor]:
     """Return the format of a packed run, its codes and its scales."""
     form = form_of(dtype)
-    if numel % _flat_block(form) or packed.numel() != dtype.nbytes(numel) or packed.dtype is not torch.uint8:
+    if numel % form.run or packed.numel() != dtype.nbytes(numel) or packed.dtype is not torch.uint8:
         raise AssertionError(f"{packed.numel()} bytes are no run of {numel} values in {dtype}")
     codes, scales = packed.tensor_split([numel * form.element.bits // 8])
     return form, codes, scales.view(_SCALE_DTYPES[form.scale])

@@ -30,7 +30,6 @@ from zerodrift.inspect.audit.report import Audit
 from zerodrift.inspect.audit.results import (
     ByteKind,
     CellReplay,
-    FormatGoal,
     FormatPoint,
     GradientLine,
     UpdateCost,
@@ -47,7 +46,7 @@ REPLAYED = 8  # cells of the shortlist that are replayed by default
 
 def audit(
     plan: Plan,
-    model: nn.Module | Callable[[], nn.Module],
+    model: nn.Module | Callable[[], nn.Module] | Subject,
     batches: Sequence[Batch],
     *,
     weights: str | os.PathLike[str] | None = None,
@@ -67,19 +66,7 @@ def audit(
     another limit, as in `bytes:2x` or `bytes:0.01`.
     """
     goal = None if narrow is None else advice.parse_goal(narrow)
-    return audit_subject(plan, Subject.of(model, weights), batches, budget, of, confirm, told, goal)
-
-
-def audit_subject(
-    plan: Plan,
-    subject: Subject,
-    batches: Sequence[Batch],
-    budget: float | None,
-    of: ByteKind,
-    confirm: int,
-    told: Progress | None,
-    goal: FormatGoal | None,
-) -> Audit:
+    subject = model if isinstance(model, Subject) else Subject.of(model, weights)
     if budget is not None and not 0 <= budget < float("inf"):
         raise ConfigError("budget", "must be a share of at least 0, such as 0.01", got=budget)
     if confirm < 0:

@@ -37,6 +37,9 @@ SMALL = 0.05  # largest share of the model's elements that a small tensor has
 LARGE = 0.25  # smallest share of the squared drift, or of the flips, that counts as large
 ROUTED = 0.002  # largest share of all routing choices that one cell may flip
 
+CELLS: Mapping[Cell, set[str]] = {"storage": {"storage", "gather"}, "compute": {"compute", "products"}}
+"""Cell of the forward -> its columns."""
+
 Findings = Iterator[AuditFinding]
 
 
@@ -159,35 +162,27 @@ def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
 def narrowed_choices(plan: Plan) -> dict[tuple[str, str], list[Choice]]:
     """Group the parameters whose forward is narrower than the mode by (narrow columns, their reason). A group
     is a choice of its `storage` cell, one of its `compute` cell, or both."""
-    groups: dict[tuple[str, str, tuple[Cell, ...]], list[str]] = {}
+    groups: dict[tuple[str, str], tuple[list[Cell], list[str]]] = {}
     mode = plan.policy.mode
     for row in plan.rows:
         columns, why, asked = row.columns, row.columns.reasons(), dict(row.columns.asked)
-        dtypes = {"storage": columns.storage.dtype, "gather": columns.gather, "compute": columns.compute}
-        usual = dict.fromkeys(dtypes, mode.dtype)
-        if mode.autocast and "storage" in asked:
-            usual["storage"] = DType.FP32
-        narrow = {
-            cell: dtype
-            for cell, dtype in dtypes.items()
-            if dtype.is_floating and not dtype.holds(usual[cell])
-        }
-        text = {cell: f"`{cell}` {dtype}" for cell, dtype in narrow.items()}
+        usual = DType.FP32 if mode.autocast and "storage" in asked else mode.dtype
+        dtypes = {"storage": (columns.storage.dtype, usual), "gather": (columns.gather, mode.dtype)}
+        dtypes["compute"] = columns.compute, mode.dtype
+        pairs = ((cell, *pair) for cell, pair in dtypes.items())
+        narrow = {cell: (dtype, of) for cell, dtype, of in pairs if dtype.is_floating and not dtype.holds(of)}
+        text = {cell: f"`{cell}` {dtype}" for cell, (dtype, _) in narrow.items()}
         if columns.products is not None:
             text["products"] = f"`products` {columns.products.describe(columns.trained)}"
-        if not text:
-            continue
-        reason = next((asked[cell] for cell in text if cell in asked), why[next(iter(text))])
-        shown = f"{', '.join(text.values())} where the mode has {usual[next(iter(narrow), 'compute')]}"
-        cells: dict[Cell, bool] = {
-            "storage": any(dtype is not narrow.get("compute") for dtype in narrow.values()),
-            "compute": "compute" in text or "products" in text,
-        }
-        key = shown, reason, tuple(cell for cell, is_narrow in cells.items() if is_narrow)
-        groups.setdefault(key, []).append(row.name)
+        if text:
+            reason = next((asked[cell] for cell in text if cell in asked), why[next(iter(text))])
+            has = next((wanted for _, wanted in narrow.values()), mode.dtype)
+            cells = [cell for cell, of in CELLS.items() if of & {*text}]
+            shown = f"{', '.join(text.values())} where the mode has {has}"
+            groups.setdefault((shown, reason), (cells, []))[1].append(row.name)
     return {
-        (shown, reason): [Choice(pattern_of(plan, names), cell, tuple(names)) for cell in cells]
-        for (shown, reason, cells), names in groups.items()
+        key: [Choice(pattern_of(plan, names), cell, tuple(names)) for cell in cells]
+        for key, (cells, names) in groups.items()
     }
 
 
