@@ -248,15 +248,15 @@ def audited(folder: Path, *more: str, model: str = "small") -> Result:
 
 @pytest.mark.second
 def test_what_is_printed_is_what_the_json_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page, run = tmp_path / "audit.html", entry.audit
+    page, run = tmp_path / "audit.html", entry.audit_subject
     found: list[Audit] = []
 
-    def run_once(*given: Any, **more: Any) -> Audit:
+    def run_once(*given: Any) -> Audit:
         if not found:
-            found.append(run(*given, **more))
+            found.append(run(*given))
         return found[0]
 
-    monkeypatch.setattr("zerodrift.inspect.audit.audit", run_once)
+    monkeypatch.setattr("zerodrift.inspect.audit.audit_subject", run_once)
     done = audited(tmp_path, "--html", str(page))
     assert done.exit_code == 0, done.output
     assert max(map(len, done.stdout.splitlines())) <= 80

@@ -10,7 +10,7 @@ import json as json_module
 import shlex
 import sys
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -257,19 +257,17 @@ def audit(
         if of not in ("rest", "peak", "wire"):
             raise typer.BadParameter("must be rest, peak or wire", param_hint="--of")
         share = _parse_share(budget)
-        from zerodrift.inspect.audit import audit, load_subject, parse_goal, this_rank
+        from zerodrift.inspect.audit import audit_subject, load_subject, parse_goal, this_rank
         from zerodrift.train import is_job
 
-        if narrow is not None:
-            parse_goal(narrow, "--narrow")  # its mistakes come first
+        goal = None if narrow is None else parse_goal(narrow, "--narrow")
         rank = this_rank()
         with nullcontext() if rank else streams.progress(f"auditing {source}") as report:
             if is_job(source):
                 subject = _load_job(source, set_ or [], batches, (model, weights, tokens))
             else:
                 subject = load_subject(source, require_model(model), weights, tokens, batches, set_ or [])
-            told: dict[str, Any] = {"of": of, "told": report, "narrow": narrow}
-            found = audit(*subject, budget=share, confirm=confirm, **told)
+            found = audit_subject(*subject, share, cast(Any, of), confirm, report, goal)
         if rank:
             return
         if html is not None:

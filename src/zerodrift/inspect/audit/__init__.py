@@ -6,7 +6,7 @@ from zerodrift.faces import face
 
 if TYPE_CHECKING:
     from zerodrift.inspect.audit.advice import parse_goal
-    from zerodrift.inspect.audit.entry import audit
+    from zerodrift.inspect.audit.entry import audit, audit_subject
     from zerodrift.inspect.audit.estimates import probe, require_probe
     from zerodrift.inspect.audit.report import Audit, audit_page
     from zerodrift.inspect.audit.runs import (

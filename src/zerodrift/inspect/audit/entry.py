@@ -30,6 +30,7 @@ from zerodrift.inspect.audit.report import Audit
 from zerodrift.inspect.audit.results import (
     ByteKind,
     CellReplay,
+    FormatGoal,
     FormatPoint,
     GradientLine,
     UpdateCost,
@@ -46,7 +47,7 @@ REPLAYED = 8  # cells of the shortlist that are replayed by default
 
 def audit(
     plan: Plan,
-    model: nn.Module | Callable[[], nn.Module] | Subject,
+    model: nn.Module | Callable[[], nn.Module],
     batches: Sequence[Batch],
     *,
     weights: str | os.PathLike[str] | None = None,
@@ -66,7 +67,19 @@ def audit(
     another limit, as in `bytes:2x` or `bytes:0.01`.
     """
     goal = None if narrow is None else advice.parse_goal(narrow)
-    subject = model if isinstance(model, Subject) else Subject.of(model, weights)
+    return audit_subject(plan, Subject.of(model, weights), batches, budget, of, confirm, told, goal)
+
+
+def audit_subject(
+    plan: Plan,
+    subject: Subject,
+    batches: Sequence[Batch],
+    budget: float | None,
+    of: ByteKind,
+    confirm: int,
+    told: Progress | None,
+    goal: FormatGoal | None,
+) -> Audit:
     if budget is not None and not 0 <= budget < float("inf"):
         raise ConfigError("budget", "must be a share of at least 0, such as 0.01", got=budget)
     if confirm < 0:
