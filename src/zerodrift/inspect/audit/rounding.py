@@ -134,8 +134,7 @@ class RoundingRecorder(TorchFunctionMode):
         """`names` has the names of parameters by id, `constants` the exact values of buffers by id."""
         super().__init__()
         self._names, self._path, self._found = names, path, found
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._generators = generators(device)
+        self._generators = generators(next(model.parameters()).device)
         self._shadows: dict[int, tuple[Any, Tensor, Rounding]] = {}
         for name, buffer in model.named_buffers():
             exact = constants.get(id(buffer))

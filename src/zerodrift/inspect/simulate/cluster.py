@@ -184,11 +184,6 @@ class AxisLayout:
         whole = max(1, cluster.devices_per_host // self.stride)
         return self.ranks % whole or whole
 
-    def pairs_on_host(self, cluster: Cluster, distance: int) -> bool:
-        """Return True if every two ranks at a distance, a power of two, that exchange halves share a host."""
-        whole = cluster.devices_per_host // self.stride
-        return self.ranks <= whole or (whole > 0 and whole % (2 * distance) == 0)
-
 
 def axis_layout(mesh: MeshShape, axis: str) -> AxisLayout:
     shard = mesh.tensor * mesh.shard
@@ -228,8 +223,9 @@ def _reduce_scatter(
     power_of_two = not ranks & (ranks - 1)
     if order == "tree" and total is call.dtype and power_of_two and ranks >= HALVING[cluster.carrier]:
         seconds, distance, part, added = 0.0, 1, size // 2, 0
+        whole = cluster.devices_per_host // layout.stride or 1
         while distance < ranks:
-            inside = layout.pairs_on_host(cluster, distance)
+            inside = ranks <= whole or whole % (2 * distance) == 0  # for every pair that exchanges halves
             seconds += (cluster.host if inside else _network(cluster)).seconds(part)
             added += 3 * part
             distance, part = 2 * distance, part // 2
