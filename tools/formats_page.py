@@ -48,7 +48,7 @@ def _definition(dtype: DType, form: Format) -> list[str]:
     bytes_ = f"{size:g}, and the scales"
     if isinstance(form.block, int):
         bytes_ = f"{size + form.scale_bytes / form.block:.7g}"
-    rule = form.scale if form.rule == "exact" else f"{form.scale}, {form.rule}"
+    rule = f"{form.scale}, floor" if form.scale == "e8m0" else form.scale
     largest = f"{form.element.largest:g}"
     return [
         *(f"`{dtype}`{short}", NUMBERS[form.element], largest, block, rule, bytes_),

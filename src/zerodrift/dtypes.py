@@ -69,14 +69,10 @@ NF4 = (
 )
 """The numbers of NF4's codes, as fp32 values (Dettmers et al., QLoRA, 2023)."""
 
-ScaleRule = Literal["exact", "floor", "ceil"]
-"""The scale of a block with largest magnitude `amax`: `amax / largest` in fp32; or a power of two, either the
-one of the OCP's microscaling formats, `2^(floor(log2 amax) - floor(log2 largest))`, or the least that is not
-below `amax / largest`."""
-
-
 Scale = Literal["fp32", "bf16", "e8m0"]
-"""The dtype of a scale. One in bf16 is the exact one rounded to nearest, ties to even, before it divides."""
+"""The dtype of the scale of a block with largest magnitude `amax`: `amax / largest` in fp32, or that rounded
+to bf16, ties to even, before it divides; or the power of two of the OCP's microscaling formats,
+`2^(floor(log2 amax) - floor(log2 largest))`."""
 
 Block = int | tuple[int, int] | Literal["row", "tensor"]
 
@@ -90,7 +86,6 @@ class Format:
     """Consecutive elements of the flattened parameter; or (rows, columns) of the last two dimensions, cut at
     the edges; or a row of the last dimension; or all of it."""
     scale: Scale = "fp32"
-    rule: ScaleRule = "exact"
 
     @property
     def is_flat(self) -> bool:
@@ -151,9 +146,8 @@ class Format:
             blocks = f"tiles of {block[0]}x{block[1]}"
         else:
             blocks = {"row": "rows", "tensor": "one block"}[block]
-        exact = {"fp32": "an fp32 scale", "bf16": "a bf16 scale"}.get(self.scale, "")
-        scale = exact if self.rule == "exact" else f"a power of two ({self.rule})"
-        return f"{element} in {blocks} with {scale}"
+        scales = {"fp32": "an fp32 scale", "bf16": "a bf16 scale", "e8m0": "a power of two (floor)"}
+        return f"{element} in {blocks} with {scales[self.scale]}"
 
 
 # --- dtypes -----------------------------------------------------------------------------------------------
@@ -284,8 +278,8 @@ NARROW: Mapping[DType, Format] = {
     DType.INT4_64_BF16: Format(Element.INT4, 64, "bf16"),
     DType.NF4_64: Format(Element.NF4, 64),
     DType.NF4_64_BF16: Format(Element.NF4, 64, "bf16"),
-    DType.MXFP8: Format(Element.E4M3, 32, "e8m0", "floor"),
-    DType.MXFP4: Format(Element.E2M1, 32, "e8m0", "floor"),
+    DType.MXFP8: Format(Element.E4M3, 32, "e8m0"),
+    DType.MXFP4: Format(Element.E2M1, 32, "e8m0"),
     DType.FP8_ROW: Format(Element.E4M3, "row"),
     DType.FP8_TENSOR: Format(Element.E4M3, "tensor"),
     DType.FP8_1X128: Format(Element.E4M3, (1, 128)),

@@ -43,6 +43,8 @@ class Healthy:
 
     def config(self, mode: str, *more: Mapping[str, Any]) -> dict[str, Any]:
         given: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+        if mode == "fp16":  # a dynamic scale that begins where gradients overflow
+            given["fp16"] = {"enabled": True, "initial_scale_power": 24}
         rules = [{"match": self.routers, "pin": "fp32"}] if self.routers else []
         for each in more:
             rules = [] if "unpinned" in each else rules + each.get("rules", [])
@@ -245,6 +247,7 @@ PLANTED: tuple[Planted, ...] = (
         fault={"unpinned": True}),
     Planted("router-values-rounded", "deepseek-v3", "bf16", ("rounded",), f"{GATE}.weight",
         valued(f"{GATE}.weight", lambda values: values.bfloat16())),
+    by_rule("one-of-a-module", "gpt-oss", "model.layers.0.mlp.experts.down_proj_bias", compute="bf16"),
     by_rule("norm-by-rule", "llama", "model.norm.weight", storage="bf16", compute="bf16"),
     by_code("embedding-in-code", "decoder", "fp32", "words", left_in_bf16),
     by_rule("head-by-rule", "deepseek-v3", "lm_head.weight", compute="bf16"),

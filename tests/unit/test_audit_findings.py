@@ -80,6 +80,9 @@ def replay(name: str, cell: Any, alone: float, left: float, flips: int = 0) -> C
 AT = "blocks.0 at a.py:7"
 COARSE = {"norm.weight": "bf16", "head.weight": "", "words.weight": ""}
 RULED = plan("fp32", rules=[{"match": "head.weight", "storage": "bf16", "compute": "fp32"}])
+HALF = plan("autocast-bf16", rules=[{"match": "head.weight", "storage": "bf16"}])
+MASTERLESS = plan(rules=[{"match": "head.weight", "master": "same"}])
+CODED = plan(rules=[{"match": "blocks.*.up.weight", "gather": "int8"}])
 WORTH = [Estimate(Choice("head.weight", "storage", ("head.weight",)), 1e-8)]
 FLIPPED = {"total": replace(SOME, flips=20, choices=1000)}
 ROUTED = {**FLIPPED, "routes": [{"blocks.0.up#0": torch.zeros(1000, 2)}]}
@@ -115,6 +118,8 @@ HELD.register_buffer("table", HELD.table.bfloat16())
         (plan(), {"own_places": [(place(size=1.0), 0.0)]}, None),
         (RULED, {"estimates": WORTH}, ("rounded", "head.weight")),
         (RULED, {}, ("rounded", "head.weight")),  # a rule is listed, however little its cell is worth
+        (HALF, {}, ("rounded", "head.weight")),  # under autocast, parameters rest in fp32
+        (MASTERLESS, {"updates": cost(lost=0.01)}, ("lost updates", "head.weight")),
         (plan("bf16"), {"estimates": WORTH}, None),  # a cell that the mode has so
         (plan(), {"replayed": [replay("norm.weight", "storage", 8e-4, 4e-4)]}, ("rounded", "norm.weight")),
         (plan(), {"replayed": [replay("norm.weight", "storage", 8e-4, 9.9e-4)]}, None),
@@ -140,6 +145,13 @@ def test_a_defect_is_found_and_its_healthy_twin_is_not(
     of: Plan, seen: dict[str, Any], found: tuple[str, str] | None
 ) -> None:
     assert kinds(told(of, **seen)) == ([] if found is None else [found])
+
+
+def test_the_cost_of_a_rule_is_that_of_its_column() -> None:
+    names = tuple(f"blocks.{number}.up.weight" for number in range(2))
+    other, mine = (Choice("blocks.*.up.weight", cell, names) for cell in ("compute", "storage"))
+    (found,) = told(CODED, replayed=[CellReplay(other, SOME, None), CellReplay(mine, NONE, None)])
+    assert found.what.endswith("`, in 2 parameters: 0 of a log-probability") and found.parameters == names
 
 
 def test_what_values_tell_of_their_dtype() -> None:

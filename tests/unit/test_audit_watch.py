@@ -60,6 +60,14 @@ def sets(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return held.float().square().sum()
 
 
+def drops(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Draw twice: a repetition of the first would change what the second draws."""
+    torch.manual_seed(3)
+    narrow = weight.bfloat16()[None]
+    mixed = functional.scaled_dot_product_attention(narrow, narrow, narrow, dropout_p=0.5)
+    return functional.dropout(mixed.float(), 0.5).square().sum()
+
+
 def lost(weight: torch.Tensor, dtype: torch.dtype) -> float:
     return float((weight.to(dtype).double() - weight.double()).square().sum())
 
@@ -68,6 +76,7 @@ Code = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 CODES: dict[str, tuple[Code, str, Callable[[torch.Tensor], float] | None]] = {
     "a product": (product, "linear", None),
     "a cast": (product, "to", lambda weight: lost(weight, torch.bfloat16)),
+    "draws": (drops, "bfloat16", lambda weight: lost(weight, torch.bfloat16)),
     "half": (halves, "half", lambda weight: lost(weight, torch.half)),
     "a write": (sets, "__setitem__", lambda weight: lost(weight[3:], torch.bfloat16)),
 }

@@ -30,8 +30,9 @@ def boundaries(model: ModelSpec, *patterns: Any, mode: str = "bf16") -> dict[str
 
 
 def of(*names: str, klass: str = "models.Layer", **known: Any) -> ModelSpec:
-    """Return a model of these parameters: vectors have `norm` or `bias` in their name, matrices not."""
-    made = [parameter(n, (8,) if re.search("norm|bias", n) else (8, 8), klass) for n in names]
+    """Return a model of these parameters: vectors have `norm` or `bias` in their name, stacks `conv`."""
+    shapes = [(8,) if re.search("norm|bias", n) else (8, 8, 3) if "conv" in n else (8, 8) for n in names]
+    made = [parameter(n, shape, klass) for n, shape in zip(names, shapes, strict=True)]
     return ModelSpec("m", tuple(made), **known)
 
 
@@ -87,7 +88,11 @@ def test_what_is_one_too_but_not_under_autocast() -> None:
     """A compute dtype without a pin makes one; an integer parameter decides nothing."""
     rule, two = {"match": "gate.*", "compute": "fp32"}, of("gate.weight", "head.weight")
     assert boundaries(two, rule) == {"gate": ("fp32", "keep", "bf16")}
+    assert boundaries(two, {**rule, "compute": "bf16"}, mode="fp32") == {"gate": ("bf16", "input", "fp32")}
     assert boundaries(two, rule, mode="autocast-bf16") == {}
+    unused = {"match": "gate.*", "output": "keep"}
+    assert "precision.rules[0]: 'gate.*': `output: keep` has no effect" in str(pinned(two, unused).notes)
+    assert "no effect" not in str(pinned(two, unused | rule).notes)
     table = parameter("gate.table", (4, 4), dtype=DType.INT64, trained=False)
     model = ModelSpec("m", (*two.parameters, table))
     assert boundaries(model, "gate.weight") == {"gate": ("fp32", "input", "bf16")}  # two matrices
@@ -105,6 +110,7 @@ DOWN = {"match": "m.down.*", "output": "input"}
     ("names", "rules", "path", "output", "why"),
     [
         (("m.weight",), (), "m", "keep", "one matrix"),
+        (("m.conv_weight",), (), "m", "input", "a stack of matrices"),
         (("m.norm_scale", "m.bias"), (), "m", "input", "no matrix"),
         (("m.up.weight", "m.down.weight"), (), "m", "input", "several matrices"),
         (("m.up.weight",), (KEEP,), "m", "keep", "precision.rules[1]: 'm.up.*'"),

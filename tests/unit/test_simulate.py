@@ -81,19 +81,24 @@ SIZE = 4 << 20
 
 
 @pytest.mark.parametrize(
-    ("ranks", "op", "order", "seconds"),
+    ("ranks", "hosts", "op", "order", "seconds"),
     [
-        (8, "all_gather", "rank", SIZE * 7 / 8 / 1e9),
-        (8, "reduce_scatter", "rank", SIZE * 7 / 8 / 1e9),
-        (16, "all_gather", "rank", SIZE * 15 / 16 / 1e9),  # a ring: 8 cards of 0.5 GB/s
-        (16, "reduce_scatter", "rank", SIZE * 8 / 16 / 0.5e9),  # from all to all
-        (16, "reduce_scatter", "native", SIZE * 15 / 16 / 1e9),
-        (16, "reduce_scatter", "tree", SIZE * 7 / 8 / 1e9 + SIZE / 16 / 0.5e9),
+        (8, 8, "all_gather", "rank", SIZE * 7 / 8 / 1e9),
+        (8, 8, "reduce_scatter", "rank", SIZE * 7 / 8 / 1e9),
+        (16, 8, "all_gather", "rank", SIZE * 15 / 16 / 1e9),  # a ring: 8 cards of 0.5 GB/s
+        (16, 8, "reduce_scatter", "rank", SIZE * 8 / 16 / 0.5e9),  # from all to all
+        (16, 8, "reduce_scatter", "native", SIZE * 15 / 16 / 1e9),
+        (16, 8, "reduce_scatter", "tree", SIZE * 7 / 8 / 1e9 + SIZE / 16 / 0.5e9),
+        (16, 6, "reduce_scatter", "rank", SIZE * 12 / 16 / 0.5e9),  # from the four on the last host
+        (16, 6, "reduce_scatter", "tree", SIZE / 2 / 1e9 + SIZE * 7 / 16 / 0.5e9),  # pairs alone share a host
     ],
 )
-def test_a_collective_takes_what_its_way_takes(ranks: int, op: str, order: str, seconds: float) -> None:
+def test_a_collective_takes_what_its_way_takes(
+    ranks: int, hosts: int, op: str, order: str, seconds: float
+) -> None:
     made = plan(ranks, precision={"reduce": {"order": order}})
-    assert collective_time(call(op), made, cluster())[0] == pytest.approx(seconds)
+    found = collective_time(call(op), made, cluster(devices_per_host=hosts))
+    assert found[0] == pytest.approx(seconds)
 
 
 # --- a step -------------------------------------------------------------------------------------------------

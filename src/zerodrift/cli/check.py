@@ -16,7 +16,7 @@ import typer
 
 from zerodrift.cli import options, streams
 from zerodrift.cli.plan import numbers, require_model, write_file
-from zerodrift.errors import ConfigError, ZerodriftError
+from zerodrift.errors import ConfigError, ZerodriftError, several
 
 if TYPE_CHECKING:
     from zerodrift.inspect.audit import Batch, Subject
@@ -217,7 +217,7 @@ def drift(
             facts = [
                 ("trainer", f"{config}, {weights or model}"),
                 ("other side", ", ".join(there)),
-                ("tokens", f"{count:,} in {len(sequences):,} sequences, {tokens}"),
+                ("tokens", f"{count:,} in {several(len(sequences), 'sequence')}, {tokens}"),
             ]
             streams.emit(comparison_text(found, facts, **streams.layout()))
     if not found.within:

@@ -22,13 +22,11 @@
 namespace {
 
 enum Element : int32_t { E4M3 = 0, E5M2 = 1, E2M1 = 2, INT8 = 3, INT4 = 4, NF4 = 5 };
-enum Rule : int32_t { EXACT = 0, FLOOR = 1, CEIL = 2 };
 enum Scale : int32_t { SCALE_FP32 = 0, SCALE_BF16 = 1, SCALE_E8M0 = 2 };
 
 struct Format {
   int32_t element;
   int32_t block;      // elements
-  int32_t rule;       // of the scale
   int32_t scale;      // its dtype
 };
 
@@ -240,9 +238,8 @@ INLINE float scale_of(const Format& format, uint32_t most, float largest) {
   if (most < LEAST_SCALE) return 0.0f;
   if (most >= INFINITY_BITS) return value(QUIET << 16);
   most = most < LARGEST_SCALE ? most : LARGEST_SCALE;
-  if (format.rule == FLOOR) return value((most & INFINITY_BITS) - ((bits(largest) & INFINITY_BITS) - (127u << 23)));
+  if (format.scale == SCALE_E8M0) return value((most & INFINITY_BITS) - ((bits(largest) & INFINITY_BITS) - (127u << 23)));
   const float exact = value(most) / largest;
-  if (format.rule == CEIL) return value((bits(exact) + 0x7FFFFFu) & INFINITY_BITS);
   return format.scale == SCALE_BF16 ? value(static_cast<uint32_t>(bf16_even(exact)) << 16) : exact;
 }
 
@@ -287,7 +284,7 @@ INLINE void divide(float* __restrict quotients, float* __restrict scales, const 
     scales[block] = scale;
     if (!(scale > 0.0f)) {
       std::memset(quotients, 0, sizeof(float) * N);
-    } else if (format.rule == EXACT) {
+    } else if (format.scale != SCALE_E8M0) {
       for (int i = 0; i < N; ++i) quotients[i] = in[i] / scale;
     } else {
       const float inverse = 1.0f / scale;  // a power of two: the product is the quotient

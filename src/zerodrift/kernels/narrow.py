@@ -1,7 +1,7 @@
 """Encode values into a narrow format and decode them: the definition in plain PyTorch, and its fast forms.
 
 A block of values becomes a code per element and one scale. The scale comes from the block's largest
-magnitude `amax` by the format's rule, and is rounded to its own dtype before it divides. A code is the
+magnitude `amax`, and is rounded to its own dtype before it divides. A code is the
 element's nearest number to `value / scale`, ties to even (NF4: ties to the lower), or one of the two numbers
 around it by random bits. A quotient beyond the largest number becomes that number. Decoding is
 `number * scale` in fp32, rounded once more if the result has 16 bits. All arithmetic is in fp32.
@@ -73,7 +73,7 @@ def encode(dtype: DType, values: Tensor, packed: Tensor, draws: Draws | None = N
     form, codes, scales = _split(dtype, values.numel(), packed)
     if _execute(_ENCODE, form, values, codes, scales, draws):
         return
-    blocks = values.reshape(-1, _flat_block(form))
+    blocks = values.reshape(-1, form.run)
     words = None if draws is None else draws.words(values.numel()).view(blocks.shape)
     made, steps = reference_encode(form, blocks, words)
     codes.copy_(pack(form.element, made.view(-1)))
@@ -94,7 +94,7 @@ def decode(dtype: DType, packed: Tensor, out: Tensor, add: bool = False) -> None
     form, codes, scales = _split(dtype, out.numel(), packed)
     if _execute(_DECODE_AND_ADD if add else _DECODE, form, out, codes, scales):
         return
-    unpacked = unpack(form.element, codes).view(-1, _flat_block(form))
+    unpacked = unpack(form.element, codes).view(-1, form.run)
     decoded = reference_decode(form, unpacked, scales).view(-1)
     if add:
         out += decoded
@@ -105,7 +105,7 @@ def decode(dtype: DType, packed: Tensor, out: Tensor, add: bool = False) -> None
 def round_trip(dtype: DType, values: Tensor, to: torch.dtype | None = None) -> Tensor:
     """Return values after encoding and decoding, in another or their own dtype. Any shape; the first element
     begins a block."""
-    whole = torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % _flat_block(form_of(dtype))))
+    whole = torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % form_of(dtype).run))
     out = torch.empty_like(whole, dtype=to)
     decode_runs(dtype, encode_runs(dtype, whole, 1), out, 1)
     return out[: values.numel()].view(values.shape)
@@ -126,18 +126,12 @@ def decode_runs(dtype: DType, packed: Tensor, out: Tensor, runs: int) -> None:
         decode(dtype, run, part)
 
 
-def _flat_block(form: Format) -> int:
-    assert isinstance(form.block, int), f"{form.describe()} is not packed in runs"
-    return form.block
-
-
 # --- the fast forms ---------------------------------------------------------------------------------------
 
 _ENCODE, _DECODE, _DECODE_AND_ADD = range(3)
 """Operations of a fast form, as `narrow.h` and `narrow_programs.py` number them."""
 
 _ELEMENTS = (Element.E4M3, Element.E5M2, Element.E2M1, Element.INT8, Element.INT4, Element.NF4)
-_RULES = ("exact", "floor", "ceil")
 _SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.uint8}
 """The dtypes of scales in memory, in the order of their numbers; e8m0 as bytes."""
 
@@ -145,7 +139,7 @@ _SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.ui
 def _split(dtype: DType, numel: int, packed: Tensor) -> tuple[Format, Tensor, Tensor]:
     """Return the format of a packed run, its codes and its scales."""
     form = form_of(dtype)
-    if numel % _flat_block(form) or packed.numel() != dtype.nbytes(numel) or packed.dtype is not torch.uint8:
+    if numel % form.run or packed.numel() != dtype.nbytes(numel) or packed.dtype is not torch.uint8:
         raise AssertionError(f"{packed.numel()} bytes are no run of {numel} values in {dtype}")
     codes, scales = packed.tensor_split([numel * form.element.bits // 8])
     return form, codes, scales.view(_SCALE_DTYPES[form.scale])
@@ -166,7 +160,7 @@ def _execute(
         numbers = numbers_of(form.element, values.device)
         device.narrow(codes, scales, values, numbers, keys, number, way=way, **words)
         return True
-    described = (ctypes.c_int32 * 4)(*(words[name] for name in ("element", "block", "rule", "scale")))
+    described = (ctypes.c_int32 * 3)(*(words[name] for name in ("element", "block", "scale")))
     run = values.data_ptr(), native.TYPES[values.dtype], codes.data_ptr(), scales.data_ptr()
     keys_at = None if keys is None else keys.data_ptr()
     built.narrow(values.numel(), described, way, *run, keys_at, number, threads)
@@ -181,7 +175,6 @@ def choices(form: Format) -> dict[str, Any]:
         "largest": form.element.largest,
         "exponent": math.floor(math.log2(form.element.largest)),
         "block": form.block,
-        "rule": _RULES.index(form.rule),
         "scale": [*_SCALE_DTYPES].index(form.scale),
     }
 
@@ -216,14 +209,12 @@ def reference_decode(form: Format, codes: Tensor, scales: Tensor) -> Tensor:
 def scales_of(form: Format, amax: Tensor) -> Tensor:
     """Return the scale of blocks from their largest magnitudes: zero, normal or NaN. fp32."""
     capped = amax.clamp(max=MOST)
-    if form.rule == "floor":
+    if form.scale == "e8m0":
         shift = math.floor(math.log2(form.element.largest))
         bits = (capped.view(torch.int32) & 0x7F800000) - (shift << 23)
         scales = bits.view(torch.float32)
     else:
         scales = capped / form.element.largest
-        if form.rule == "ceil":
-            scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     if form.scale == "bf16":
         scales = scales.bfloat16().float()
     scales = torch.where(amax < LEAST, 0.0, scales)

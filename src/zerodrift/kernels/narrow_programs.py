@@ -17,7 +17,6 @@ import triton.language as tl
 from zerodrift.kernels.programs import BLOCK, bf16_even, bits_of, load_wide, random_words, value_of, wide_bf16
 
 E4M3, E5M2, E2M1, INT8, INT4, NF4 = (tl.constexpr(element) for element in range(6))
-EXACT, FLOOR = tl.constexpr(0), tl.constexpr(1)
 SCALE_BF16, SCALE_E8M0 = tl.constexpr(1), tl.constexpr(2)
 ENCODE, DECODE_AND_ADD = tl.constexpr(0), tl.constexpr(2)
 
@@ -28,16 +27,14 @@ INTEGERS = tl.constexpr(12582912.0)  # 1.5 * 2^23: an fp32 value whose last bit 
 
 
 @triton.jit
-def _scales(most, largest: tl.constexpr, exponent: tl.constexpr, rule: tl.constexpr, dtype: tl.constexpr):
+def _scales(most, largest: tl.constexpr, exponent: tl.constexpr, dtype: tl.constexpr):
     """Return the scale of blocks from the bits of their largest magnitudes: zero, a normal number, or NaN."""
     capped = tl.minimum(most, MOST)
-    if rule == FLOOR:
+    if dtype == SCALE_E8M0:
         scale = value_of((capped & INFINITY) - (exponent << 23))
     else:
         scale = tl.div_rn(value_of(capped), value_of(capped) * 0.0 + largest)
-        if rule != EXACT:
-            scale = value_of((bits_of(scale) + 0x7FFFFF) & INFINITY)
-        elif dtype == SCALE_BF16:
+        if dtype == SCALE_BF16:
             scale = wide_bf16(bf16_even(scale))
     return tl.where(most < LEAST, 0.0, tl.where(most >= INFINITY, float("nan"), scale))
 
@@ -109,7 +106,6 @@ def narrow(
     element: tl.constexpr,
     bits: tl.constexpr,  # of a code
     block: tl.constexpr,  # elements
-    rule: tl.constexpr,
     scale: tl.constexpr,  # its dtype
     tile: tl.constexpr,  # blocks per program
 ):
@@ -129,13 +125,13 @@ def narrow(
         wide = load_wide(values, at, mask)
         most = tl.max(bits_of(wide) & MAGNITUDE, 1)
         limit = tl.zeros_like(wide) + largest
-        step = _scales(most, largest, exponent, rule, scale)
+        step = _scales(most, largest, exponent, scale)
         usable = step > 0.0
         divisor = tl.where(usable, step, 1.0)
-        if rule == EXACT:
-            quotients = tl.div_rn(wide, tl.zeros_like(wide) + divisor[:, None])
-        else:  # a power of two: the product with its inverse is the quotient
+        if scale == SCALE_E8M0:  # a power of two: the product with its inverse is the quotient
             quotients = wide * tl.div_rn(tl.zeros_like(divisor) + 1.0, divisor)[:, None]
+        else:
+            quotients = tl.div_rn(wide, tl.zeros_like(wide) + divisor[:, None])
         quotients = tl.where(usable[:, None], quotients, 0.0)
         if keys is None:
             code = _codes(quotients, limit, numbers, None, element)

@@ -12,10 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from zerodrift.dtypes import DType
 from zerodrift.model import ModelSpec
 from zerodrift.plan.stages import names_of
 from zerodrift.plan.table import Boundary, Plan
-from zerodrift.policy import Columns, Mode, Output, Policy, matches
+from zerodrift.policy import HEADS, Columns, Mode, Output, Policy, matches
 
 PROJECTIONS = re.compile(
     r"(.*_)?(proj|projection|query|key|value|qkv|kv|dense|attn|fc\d*)|w?[qkvo]|w[123]|up|down|out|c_fc|lin\d*"
@@ -90,7 +91,7 @@ class _BoundaryFinder:
         if len(dtypes) != 1 or not self._is_called(path, inside):
             return None
         by_rule = self._by_rule(inside)
-        output, why = by_rule or self._by_default(path, inside)
+        output, why = by_rule or self._by_default(path, inside, floating[0].compute)
         mode = self._policy.mode
         lookup = None if mode.autocast or (by_rule and output == "keep") else mode.dtype
         reasons = (("dtype", floating[0].reasons()["compute"]), ("output", why))
@@ -113,19 +114,32 @@ class _BoundaryFinder:
         rules = (rule for rule in reversed(self._policy.rules) if rule.output == output)
         return output, next(rule.why for rule in rules if any(matches(rule, *name) for name in names))
 
-    def _by_default(self, path: str, inside: Sequence[int]) -> tuple[Output, str]:
+    def _by_default(self, path: str, inside: Sequence[int], dtype: DType) -> tuple[Output, str]:
         """Return the default output and its reason.
 
         A router or a head keeps its dtype: it holds one matrix and is not named as a projection. A norm holds
-        no matrix and a block several; they return the dtype of their input.
+        no matrix, a block several, and a convolution a stack; they return the dtype of their input.
         """
-        matrices = sum(len(self._model.parameters[index].shape) > 1 for index in inside)
-        if matrices != 1:
+        shapes = [self._model.parameters[index].shape for index in inside]
+        matrices = [shape for shape in shapes if len(shape) > 1]
+        if len(matrices) != 1:
             return "input", "several matrices, as a block" if matrices else "no matrix, as a norm"
         name = self._first_path.get(path, path).rpartition(".")[2]
         if PROJECTIONS.fullmatch(name):
             return "input", "a projection, by its name"
+        if len(matrices[0]) > 2 and name not in HEADS:
+            return "input", "a stack of matrices, as a convolution"
+        if not dtype.holds(self._policy.mode.dtype):
+            return "input", "narrower than the mode"
         return "keep", "one matrix, as a router or a head"
+
+
+def note_unused_outputs(policy: Policy, found: Sequence[Boundary]) -> Iterator[str]:
+    """Name the rules whose `output` decides nothing."""
+    used = {dict(boundary.why)["output"] for boundary in found}
+    for rule in policy.rules:
+        if rule.output is not None and rule.why not in used:
+            yield f"{rule.why}: `output: {rule.output}` has no effect: no boundary depends on it"
 
 
 def note_missing_classes(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> Iterator[str]:

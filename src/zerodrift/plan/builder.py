@@ -73,6 +73,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
                 refuse_order(TIED, KEY, problems, got=got)
         problems.raise_as(ConfigError)
         _add_unit(members, model, columns, mesh, rows, units, segments)
+    limits = boundaries.find_boundaries(policy, model, columns)
     plan = Plan(
         source=model.source,
         policy=policy,
@@ -81,10 +82,11 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
         buffers=tuple(_buffer(buffer, policy) for buffer in model.buffers),
         units=tuple(units),
         segments=tuple(segments),
-        boundaries=boundaries.find_boundaries(policy, model, columns),
+        boundaries=limits,
         notes=(
             *_notes(policy, model, rows, segments, units, mesh.shard),
             *boundaries.note_missing_classes(policy, model, columns),
+            *boundaries.note_unused_outputs(policy, limits),
             *((_MOVED.format(moved),) if moved else ()),
         ),
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         TIED, When, accumulators, assignment, for_parameters, micro_batches_of_rank, need_of, rank_levels,
         refuse_order, refuse_ranks, remedy,
     )  # fmt: skip
-    from zerodrift.policy.parameters import cut_tiles, decide_columns, exported_as
+    from zerodrift.policy.parameters import HEADS, cut_tiles, decide_columns, exported_as
     from zerodrift.policy.pipelining import SINGLE, SPLIT, V_SHAPED, most_unfinished, queues
     from zerodrift.policy.resolver import SAFE_MODULES, mesh_for, resolve
     from zerodrift.policy.rules import PIN, PRODUCTS, glob, is_by_rule, matches

@@ -162,12 +162,15 @@ class ColumnsOf:
         for owner in parameter.owners:
             path = owner.path.partition(".parametrizations.")[0]
             held = self._statistics.get(path)
-            if path in self._refused or held is None or not columns.compute.is_floating:
+            rule = f"match: '{path}.*'"
+            if owner.klass.startswith("torch.nn.modules.batchnorm."):  # one rule, and one error, for all
+                rule = f"class: torch.nn.{owner.klass.rpartition('.')[2]}"
+            if rule in self._refused or held is None or not columns.compute.is_floating:
                 continue
             if held.size > columns.compute.size:
-                self._refused.add(path)
+                self._refused.add(rule)
                 must = f"must compute in the dtype of its buffers, {held}: torch mixes no dtypes in it"
-                do = f"Write the rule `{{match: '{path}.*', pin: fp32, output: input}}`."
+                do = f"Write the rule `{{{rule}, pin: fp32, output: input}}`."
                 self.problems.add(path, must, got=columns.compute, do=do)
 
     def _checkpoint_dtype(self, parameter: ParameterSpec) -> DType | None:

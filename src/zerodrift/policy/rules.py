@@ -226,7 +226,8 @@ def _hint(rule: ResolvedRule, model: ModelSpec) -> str:
     if rule.klass and not classes:
         return "This source has no module classes: plan from the module or an HF config instead."
     if rule.klass and not any(is_class(klass, rule.klass) for klass in classes):
-        near = nearest(rule.klass, classes) or nearest(rule.klass.rpartition(".")[2], classes)
+        by_name = {klass.rpartition(".")[2]: klass for klass in classes}
+        near = [by_name[name] for name in nearest(rule.klass.rpartition(".")[2], by_name)]
         return f"Classes here: {', '.join(near or classes[:4])}."
     names = [name for parameter in model.parameters for name in parameter.names]
     shapes = {re.sub(r"\d+", "*", name): None for name in names}
@@ -237,4 +238,5 @@ def _hint(rule: ResolvedRule, model: ModelSpec) -> str:
     odd = next((near for word in reversed(words) if word not in parts if (near := nearest(word, parts))), [])
     by_word = [name for name in shapes if any(part in name.split(".") for part in odd)]
     close = inside or nearest(rule.pattern.strip("*"), shapes, count=3) or by_word or list(shapes)
-    return "Nearest: " + ", ".join(f"`{name}`" for name in close[:3]) + "."
+    glob_only = "`match` is a glob, no regular expression. " if set(rule.pattern) & set("\\^$|(){}+") else ""
+    return f"{glob_only}Nearest: " + ", ".join(f"`{name}`" for name in close[:3]) + "."

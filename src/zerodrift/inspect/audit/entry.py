@@ -25,7 +25,7 @@ from zerodrift.errors import ConfigError, MeshError
 from zerodrift.inspect.audit import advice, estimates, runs, variants
 from zerodrift.inspect.audit.advice import Progress
 from zerodrift.inspect.audit.estimates import AuditSetup, PassResults
-from zerodrift.inspect.audit.findings import find_defects, narrowed_groups
+from zerodrift.inspect.audit.findings import find_defects, narrowed_choices
 from zerodrift.inspect.audit.report import Audit
 from zerodrift.inspect.audit.results import (
     ByteKind,
@@ -40,7 +40,7 @@ from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.optimizers import of_type
 from zerodrift.plan import Plan
-from zerodrift.policy import ComponentSpec, Output, Policy, State, is_by_rule
+from zerodrift.policy import ComponentSpec, Output, Policy, State
 
 REPLAYED = 8  # cells of the shortlist that are replayed by default
 
@@ -98,6 +98,9 @@ def audit_subject(
     recommended, replayed = None, []
     with torch.random.fork_rng(devices, device_type=kind):
         progress("shortlist", 0, 1)
+        if whole.loss_scale is not None and whole.loss_scale.dynamic:
+            whole = replace(whole, loss_scale=estimates.settle_loss_scale(setup, whole.loss_scale))
+            setup = replace(setup, policy=variants.without_update(whole))
         results, ran = estimates.run_three_passes(setup)
         ran = replace(ran, policy=setup.policy)
         gradients = _with_columns(setup, ran, results)
@@ -165,7 +168,7 @@ def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[G
 
 def _cells_to_replay(plan: Plan, results: PassResults, confirm: int) -> list[Choice]:
     """Choose the cells with the largest estimates, and cells for which an estimate is not enough: those of
-    routers, those that a rule made narrower than the mode, and fp8 products."""
+    routers, and those that are narrower than the mode."""
     if not confirm:
         return []
     chosen = [estimate.choice for estimate in results.estimates[:confirm] if estimate.square > 0]
@@ -175,37 +178,34 @@ def _cells_to_replay(plan: Plan, results: PassResults, confirm: int) -> list[Cho
         routes = any(module == path or module.startswith(f"{path}.gate") for path in routers)
         if routes and estimate.choice not in chosen and len(chosen) < 2 * confirm:
             chosen.append(estimate.choice)
-    for (cells, why), names in narrowed_groups(plan).items():
-        worth = [each.choice for each in results.estimates if set(each.choice.names) & set(names)]
-        has_products = "`products`" in cells
-        if has_products:
-            worth = [choice for choice in worth if choice.cell == "compute"]
-        asked = has_products or is_by_rule(why)
-        if worth and asked and (has_products or not set(worth) & set(chosen)):
-            together = replace(worth[0], pattern=names[0], names=tuple(names))
-            chosen.append(together if len(names) > 1 else worth[0])
-    return chosen
+    narrowed = (choice for choices in narrowed_choices(plan).values() for choice in choices)
+    return [*chosen, *(choice for choice in narrowed if choice not in chosen)]
 
 
 def _replay(setup: AuditSetup, plan: Plan, results: PassResults, choice: Choice) -> CellReplay | None:
-    """Replay a cell. Return None if the model cannot run so, whatever dtype its modules return."""
-    alone = wide = None
+    """Replay a cell. Return None if the model cannot run with it alone, whatever dtype its modules return."""
+    alone = widened = returned = None
     outputs: tuple[Output | None, ...] = (None, "input")
     for output in outputs:
         with contextlib.suppress(*runs.REFUSED):
             alone = alone or setup.signals(variants.isolated_policy(plan, choice, output), results.narrowed)
         with contextlib.suppress(*runs.REFUSED):
-            wide = wide or setup.signals(variants.widened_policy(plan, choice, output))
-    if alone is None or wide is None:
-        return None
-    return CellReplay(choice, *(runs.drift(run, results.reference) for run in (alone, wide)))
+            if widened is None:
+                wide = setup.signals(variants.widened_policy(plan, choice, output))
+                widened, returned = runs.drift(wide, results.reference), output
+    return (
+        None if alone is None else CellReplay(choice, runs.drift(alone, results.reference), widened, returned)
+    )
 
 
 def _worth(results: PassResults, replayed: Sequence[CellReplay]) -> dict[str, float]:
     """Return by parameter the largest squared drift of its forward cells, as replayed or else estimated."""
     worth: dict[str, float] = {}
     whole = results.total.square
-    known = {each.choice: max(each.alone.square, whole - each.widened.square) for each in replayed}
+    known: dict[Choice, float] = {}
+    for each in replayed:
+        removed = 0.0 if each.widened is None else whole - each.widened.square
+        known[each.choice] = max(each.alone.square, removed)
     for estimate in results.estimates:
         name = estimate.choice.names[0]
         worth[name] = max(worth.get(name, 0.0), known.get(estimate.choice, estimate.square))

@@ -15,7 +15,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,11 +28,11 @@ from zerodrift.inspect.audit.results import Estimate, GradientLine, Place
 from zerodrift.inspect.audit.rounding import Key, Rounding, RoundingRecorder, Roundings, Widener
 from zerodrift.inspect.audit.runs import Around, Drift, Signals, Subject, running
 from zerodrift.inspect.audit.tokens import Batch
-from zerodrift.inspect.audit.variants import Choice, has_narrow_formats, narrow_cells, reference_policy
+from zerodrift.inspect.audit.variants import Choice, narrow_cells, reference_policy
 from zerodrift.kernels import narrow
 from zerodrift.mesh import MeshShape
 from zerodrift.plan import Plan, Row
-from zerodrift.policy import Policy
+from zerodrift.policy import LossScale, Policy
 
 Values = Callable[[str], Tensor]  # parameter -> its values before they are rounded
 
@@ -67,14 +67,25 @@ class AuditSetup:
     batches: Sequence[Batch]
 
     def signals(self, policy: Policy, widened: frozenset[tuple[str, str]] = frozenset()) -> Signals:
-        """Run forwards under a policy, without the model's own casts at `widened`.
-
-        All parameters are frozen, to save memory, unless that would change their dtypes.
-        """
-        subject = self.subject if has_narrow_formats(policy) else self.subject.frozen()
-        with running(subject, policy, self.mesh) as engine:
+        """Run forwards under a policy, without the model's own casts at `widened`."""
+        with running(self.subject, policy, self.mesh) as engine:
             around = (lambda path: Widener(path, widened)) if widened else None
             return runs.forward_signals(engine, self.batches, around)
+
+
+def settle_loss_scale(setup: AuditSetup, scale: LossScale) -> LossScale:
+    """Return a dynamic loss scale that begins where no gradient of the micro-batches overflows, as a run
+    reaches it by skipping steps."""
+    with running(setup.subject, setup.policy, setup.mesh) as engine:
+        trained = [row.name for row in engine.plan.rows if row.trained]
+        while engine.scaler.scale > scale.minimum:
+            seen = runs.backward_signals(engine, setup.batches)
+            finite = all(bool(engine.parameter(name).gradient.isfinite().all()) for name in trained)
+            if finite or not all(map(math.isfinite, seen.losses)):
+                break
+            engine.zero_grad()
+            engine.scaler.scale = max(engine.scaler.scale / 2, scale.minimum)
+        return replace(scale, initial=engine.scaler.scale)
 
 
 def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from zerodrift.dtypes import DType
 from zerodrift.inspect.audit.advice import pattern_of
 from zerodrift.inspect.audit.estimates import PassResults
 from zerodrift.inspect.audit.results import AuditFinding, CellReplay, FindingKind, GradientLine, UpdateCost
 from zerodrift.inspect.audit.rounding import NARROW, Rounding
 from zerodrift.inspect.audit.runs import Subject
-from zerodrift.inspect.audit.variants import narrowest
+from zerodrift.inspect.audit.variants import Cell, Choice, narrowest
 from zerodrift.plan import Plan, Row
 from zerodrift.policy import Reduction, is_by_rule
 from zerodrift.report import percent
@@ -29,12 +30,15 @@ which changes nothing."""
 
 NOISE = 2e-6  # rms drift of fp32 itself
 GRADIENT = 1e-3  # largest share of a gradient's norm that `accumulate` may lose; it is fp32 in every mode
-FAINT = 1e-4  # share of the norm of all gradients below which a gradient is noise, as of the bias of keys
+FAINT = 0.01  # share of the norm of all gradients below which a gradient may be noise, as of the bias of keys
 LOST = 0.05  # largest share of changing elements whose updates may be lost
 STUCK = 0.5  # largest share of a moment's elements that may not decay
 SMALL = 0.05  # largest share of the model's elements that a small tensor has
 LARGE = 0.25  # smallest share of the squared drift, or of the flips, that counts as large
 ROUTED = 0.002  # largest share of all routing choices that one cell may flip
+
+CELLS: Mapping[Cell, set[str]] = {"storage": {"storage", "gather"}, "compute": {"compute", "products"}}
+"""Cell of the forward -> its columns."""
 
 Findings = Iterator[AuditFinding]
 
@@ -129,45 +133,57 @@ def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
         what += f"those of {whole} other parameters were not"
         do = "Load the values in fp32: casting back does not restore lost bits."
         yield AuditFinding("rounded", name, what, do, 90.0, (name,))
-    for (cells, why), names in narrowed_groups(plan).items():
-        runs = [each.alone for each in replayed if set(each.choice.names) & set(names)]
-        worth = [e.rms for e in results.estimates if set(e.choice.names) & set(names)]
-        alone = max([run.rms for run in runs] or worth, default=0.0)
+    for (cells, why), choices in narrowed_choices(plan).items():
+        names, kinds = choices[0].names, [choice.cell for choice in choices]
+        runs = [each.alone for each in replayed if each.choice in choices]
+        same = [e for e in results.estimates if e.choice.cell in kinds and set(e.choice.names) & set(names)]
+        alone = max([run.rms for run in runs] or [e.rms for e in same], default=0.0)
         by_rule = is_by_rule(why)
         if by_rule or alone > NOISE or any(run.flips for run in runs):
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            what = f"{cells} where the mode has {plan.policy.mode.dtype}{more}, by `{why}`: "
+            where = f", in {len(names)} parameters" if len(names) > 1 else ""
+            what = f"{cells}, by `{why}`{where}: "
             what += f"{'' if runs else 'an estimated '}{alone:.2g} of a log-probability"
             more_bits = "Leave the column out of the rule" if by_rule else "Give it more bits by a rule"
             do = f"{more_bits}, unless that is meant, or pin the parameter."
-            yield AuditFinding("rounded", names[0], what, do, 100.0 + alone, tuple(names))
+            yield AuditFinding("rounded", names[0], what, do, 100.0 + alone, names)
     numel, square = sum(row.whole_numel for row in plan.rows), results.total.square
     for each in replayed if square else ():
+        if each.widened is None:
+            continue
         name = each.choice.names[0]
-        size = next((row.whole_numel for row in plan.rows if row.name == name), numel) / numel
+        size = sum(row.whole_numel for row in plan.rows if row.name in each.choice.names) / numel
         removed, share = 1 - each.widened.square / square, each.alone.square / square
         if size <= SMALL and removed > LARGE and share > LARGE and each.alone.rms > NOISE:
             what = f"`{each.choice.cell}` is worth {percent(min(1.0, share))} of the squared drift, with "
             what += f"{percent(size)} of the elements; in fp32 {percent(removed)} is gone"
-            yield AuditFinding("rounded", name, what, _pin(plan, name), 20.0 + removed, (name,))
+            yield AuditFinding("rounded", name, what, _pin(plan, each), 20.0 + removed, (name,))
 
 
-def narrowed_groups(plan: Plan) -> dict[tuple[str, str], list[str]]:
-    """Group the parameters whose forward is narrower than the mode by (narrow cells, their reason)."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    mode = plan.policy.mode.dtype
+def narrowed_choices(plan: Plan) -> dict[tuple[str, str], list[Choice]]:
+    """Group the parameters whose forward is narrower than the mode by (narrow columns, their reason). A group
+    is a choice of its `storage` cell, one of its `compute` cell, or both."""
+    groups: dict[tuple[str, str], tuple[list[Cell], list[str]]] = {}
+    mode = plan.policy.mode
     for row in plan.rows:
-        columns, why = row.columns, row.columns.reasons()
-        dtypes = {"storage": columns.storage.dtype, "gather": columns.gather, "compute": columns.compute}
-        rounds = {cell: dtype.is_floating and not dtype.holds(mode) for cell, dtype in dtypes.items()}
-        narrow = {cell: str(dtype) for cell, dtype in dtypes.items() if rounds[cell]}
+        columns, why, asked = row.columns, row.columns.reasons(), dict(row.columns.asked)
+        usual = DType.FP32 if mode.autocast and "storage" in asked else mode.dtype
+        dtypes = {"storage": (columns.storage.dtype, usual), "gather": (columns.gather, mode.dtype)}
+        dtypes["compute"] = columns.compute, mode.dtype
+        pairs = ((cell, *pair) for cell, pair in dtypes.items())
+        narrow = {cell: (dtype, of) for cell, dtype, of in pairs if dtype.is_floating and not dtype.holds(of)}
+        text = {cell: f"`{cell}` {dtype}" for cell, (dtype, _) in narrow.items()}
         if columns.products is not None:
-            narrow["products"] = columns.products.describe(columns.trained)
-        if narrow:
-            cells = ", ".join(f"`{cell}` {dtype}" for cell, dtype in narrow.items())
-            asked = [why[cell] for cell in narrow if why[cell].startswith("precision.")]
-            groups.setdefault((cells, (asked or [why[next(iter(narrow))]])[0]), []).append(row.name)
-    return groups
+            text["products"] = f"`products` {columns.products.describe(columns.trained)}"
+        if text:
+            reason = next((asked[cell] for cell in text if cell in asked), why[next(iter(text))])
+            has = next((wanted for _, wanted in narrow.values()), mode.dtype)
+            cells = [cell for cell, of in CELLS.items() if of & {*text}]
+            shown = f"{', '.join(text.values())} where the mode has {has}"
+            groups.setdefault((shown, reason), (cells, []))[1].append(row.name)
+    return {
+        key: [Choice(pattern_of(plan, names), cell, tuple(names)) for cell in cells]
+        for key, (cells, names) in groups.items()
+    }
 
 
 def _routing(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
@@ -181,16 +197,19 @@ def _routing(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
             share = alone.flips / max(1, alone.choices)
             what = f"`{each.choice.cell}` in 16 bits alone sends {alone.flips} of {alone.choices} choices to "
             what += f"other experts ({percent(share)})"
-            yield AuditFinding("routing", name, what, _pin(plan, name), 50.0 + share, (name,))
+            yield AuditFinding("routing", name, what, _pin(plan, each), 50.0 + share, (name,))
 
 
-def _pin(plan: Plan, name: str) -> str:
+def _pin(plan: Plan, replayed: CellReplay) -> str:
     """Write the rule that pins a parameter and all others of its module, which computes in one dtype."""
-    path = name.rpartition(".")[0]
+    if replayed.widened is None:
+        return "Pin it together with what its results meet: the model does not run with it alone in fp32."
+    name = replayed.choice.names[0]
+    path, output = name.rpartition(".")[0], "" if replayed.output is None else f", output: {replayed.output}"
     floating = (row.name for row in plan.rows if row.columns.compute.is_floating)
     beside = [other for other in floating if other.rpartition(".")[0] == path]
     pattern = pattern_of(plan, beside) if len(beside) > 1 else name
-    return f'Pin it: `{{match: "{pattern}", pin: fp32}}`.'
+    return f'Pin it: `{{match: "{pattern}", pin: fp32{output}}}`.'
 
 
 def _together(kind: FindingKind, worth: Mapping[str, float], what: str, do: str, weight: float) -> Findings:
@@ -237,27 +256,34 @@ def _narrowed_by_rules(
         "accumulate": {line.name: line.accumulate for line in gradients},
         "reduce": {line.name: line.reduce for line in gradients},
         "stuck state": {cost.name: cost.underflow for cost in updates},
+        "lost updates": {cost.name: cost.lost for cost in updates},
+    }
+    unit = {
+        "stuck state": "elements have a moment that is stored as zero",
+        "lost updates": "the elements to change keep their values",
     }
     groups: dict[tuple[FindingKind, str, str, str], list[str]] = {}
     for row in plan.rows:
         update, asked = row.columns.update, dict(row.columns.asked)
         if update is None:
             continue
+        master = "fp32" if row.columns.storage.dtype is DType.FP32 else update.master
         cells: tuple[tuple[FindingKind, str, str, object], ...] = (
             ("accumulate", "accumulate", "accumulate", update.accumulate.dtype),
             ("reduce", "reduce.wire", "reduce", update.reduce.wire),
             ("stuck state", "state", "state", update.state),
+            ("lost updates", "master", "master", master),
         )
         for kind, key, column, value in cells:
-            if str(value) != "fp32" and is_by_rule(asked.get(key, "")):
+            if str(value) not in ("fp32", "split") and is_by_rule(asked.get(key, "")):
                 groups.setdefault((kind, column, str(value), asked[key]), []).append(row.name)
     for (kind, column, value, rule), names in groups.items():
         worth = {name: costs[kind][name] for name in names if name in costs[kind]}
-        of = "elements have a moment that is stored as zero" if column == "state" else "the gradient's norm"
+        of = unit.get(kind, "the gradient's norm")
         what = f"`{column}` {value} by `{rule}`: "
         what += f"{{}} of {of}" if worth else "its cost was not measured"
         do = "Leave the column out of the rule, unless that is meant."
-        yield from _together(kind, worth or dict.fromkeys(names, 0.0), what, do, 100.0)
+        yield from _together(kind, worth or dict.fromkeys(names, 0.0), what, do, 99.0)
 
 
 def _rounding_once(reduce: Reduction) -> float:

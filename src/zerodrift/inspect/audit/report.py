@@ -149,6 +149,8 @@ def _facts(audit: Audit) -> list[tuple[str, str]]:
     if math.isfinite(cosine):
         beside = f"1 - {1 - cosine:.2g}" if cosine < 1 else "1"
     rows.append(("gradients", f"cosine with those in fp32: {beside}"))
+    if not audit.updates:
+        rows.append(("updates", "not measured: the plan has no optimizer, or each of its steps is skipped"))
     cells = {each.choice.cell for each in audit.shortlist}
     losses = [each.loss for each in audit.shortlist if each.choice.cell == "compute" or len(cells) == 1]
     losses += [place.loss for place in audit.places]
@@ -192,7 +194,8 @@ def _sections(audit: Audit, width: int, most: int) -> list[PageSection]:
     replayed, estimated = [], []
     for each in audit.replayed[:SHOWN]:
         alone, flips = each.alone, f"{each.alone.flips:,}" if each.alone.choices else ""
-        shares = _share(alone.square, whole), _share(whole - each.widened.square, whole)
+        removed = whole - each.widened.square if each.widened is not None else math.nan
+        shares = _share(alone.square, whole), _share(removed, whole)
         replayed.append(row(each.choice.pattern, each.choice.cell, *shares, f"{alone.loss:+.1e}", flips))
     for one in [one for one in audit.shortlist if one.choice not in done and one.square > 0][:SHOWN]:
         figures = _share(one.square, whole), f"{one.loss:+.1e}"

@@ -56,7 +56,8 @@ class CellReplay:
 
     choice: Choice
     alone: Drift  # the reference with the cell as planned
-    widened: Drift  # the plan with the cell in fp32
+    widened: Drift | None  # the plan with the cell in fp32; None if the model cannot run so
+    output: Output | None = None  # what its modules return there; None for the default
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ The error times the gradient of the loss is, to first order, the part of the dri
 operation. Tensors without a gradient, such as a table of angles, have a shadow instead: the values that they
 would have without any rounding.
 
-Invariant: the forward keeps its bits. The repeated operations reach no tensor of the model and draw no random
-number.
+Invariant: the forward keeps its bits. The repeated operations reach no tensor of the model, and operations
+that draw random numbers are not repeated.
 """
 
 from __future__ import annotations
@@ -21,16 +21,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from zerodrift.engine import generators
 from zerodrift.inspect.trace import ModulePaths, place_of_code, tensors_of
 
-NOT_REPEATABLE = frozenset((
-    "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d",
-    "dropout3d", "rrelu", "gumbel_softmax", "bernoulli", "bernoulli_", "multinomial", "normal", "normal_",
-    "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_", "randn_like", "rand_like",
-    "randint_like", "rand", "randn", "randint", "randperm", "poisson", "binomial", "dropout_",
-    "native_dropout", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided",
-))  # fmt: skip
-"""Operations whose result differs when they run again."""
+NOT_REPEATABLE = frozenset(("empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"))
+"""Operations whose result differs when they run again, though they draw no random number."""
 
 NOT_ARITHMETIC = frozenset((
     "requires_grad_", "register_hook", "retain_grad", "backward", "set_", "resize_", "detach_",
@@ -139,6 +134,7 @@ class RoundingRecorder(TorchFunctionMode):
         """`names` has the names of parameters by id, `constants` the exact values of buffers by id."""
         super().__init__()
         self._names, self._path, self._found = names, path, found
+        self._generators = generators(next(model.parameters()).device)
         self._shadows: dict[int, tuple[Any, Tensor, Rounding]] = {}
         for name, buffer in model.named_buffers():
             exact = constants.get(id(buffer))
@@ -158,13 +154,19 @@ class RoundingRecorder(TorchFunctionMode):
         # A parameter that is not here has no elements.
         is_absent = any(type(t) is nn.Parameter and t.is_floating_point() and not t.numel() for t in given)
         inputs = self._copied((args, kwargs)) if _writes(name) and not is_absent else (args, kwargs)
+        before = [generator.get_state() for generator in self._generators]
         result = func(*args, **kwargs)
+        # Dropout, by itself or within attention, draws other numbers when it runs again.
+        draws = kwargs.get("generator") is not None or not all(
+            torch.equal(generator.get_state(), state)
+            for generator, state in zip(self._generators, before, strict=True)
+        )
         self._found.ran.add(self._path.current)
         outputs = tensors_of(result)
         if any(out.requires_grad for out in outputs):
             self._found.used.update(self._names[id(one)] for one in given if id(one) in self._names)
         for number, out in enumerate(tensors_of(args[0]) if name == "__setitem__" else outputs):
-            if out.is_floating_point() and not is_absent:
+            if out.is_floating_point() and not (is_absent or draws):
                 self._measure(func, line, inputs, given, out, number)
         return result
 

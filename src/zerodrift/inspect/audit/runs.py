@@ -26,7 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zerodrift.comm import Collectives, start, started
-from zerodrift.config import ConfigSource, load
+from zerodrift.config import ConfigSource, load, without_torch_classes
 from zerodrift.engine import Engine, NativeExecutor, batch_on
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError
 from zerodrift.inspect.audit.tokens import Batch, draw_batches, read_batches
@@ -68,10 +68,6 @@ class Subject:
 
         return Subject(make, weights)
 
-    def frozen(self) -> Subject:
-        """Return the same model with frozen parameters, for forwards alone."""
-        return Subject(lambda: self.make().requires_grad_(False), self.weights)
-
 
 def this_rank() -> int:
     return started()[0]
@@ -96,7 +92,7 @@ def load_subject(
         return build_runnable(model)
 
     built = make()
-    loaded = load(config, overrides)
+    loaded = without_torch_classes(load(config, overrides))
     mesh = mesh_for(loaded, ranks)
     plan = build(resolve(loaded, mesh), describe(built), mesh)
     batches = draw_batches(built, count, rank) if tokens is None else read_batches(tokens, count, rank, ranks)
@@ -156,8 +152,9 @@ def call_model(engine: Engine, batch: Batch) -> Any:
         return engine(**batch_on(batch, engine.mesh.device, lambda tensor: tensor))
     except (TypeError, RuntimeError, ValueError, IndexError) as error:
         shapes = ", ".join(f"{key} {list(getattr(value, 'shape', ()))}" for key, value in batch.items())
-        must = "must be inputs that the model accepts"
-        raise ModelError("batch", must, got=f"{shapes}: {error}") from error
+        must = "must be inputs that the model accepts, in the dtypes of the plan"
+        do = "If dtypes do not match, `zerodrift plan --trace` names the line of the model's code."
+        raise ModelError("batch", must, got=f"{shapes}: {error}", do=do) from error
 
 
 def check_batches(batches: Sequence[Any]) -> list[Batch]:

@@ -80,21 +80,10 @@ def without_update(policy: Policy) -> Policy:
     return replace(policy, optimizer=None, schedule=None, statistics=False)
 
 
-def has_narrow_formats(policy: Policy) -> bool:
-    """Return True if a policy names a narrow format. Then freezing a parameter changes its dtypes."""
-    named = [value for _, value, _ in policy.demands]
-    named += [value for rule in policy.rules for _, value in rule.sets]
-    return any(_is_narrow_format(value) for value in named)
-
-
-def _is_narrow_format(value: str) -> bool:
-    return any(value == str(dtype) for dtype in NARROW)
-
-
 def autocast_policy(policy: Policy, mode: Mode) -> Policy:
     """Return a policy under autocast. Narrow formats stay."""
-    forward = ("storage", "gather", "compute", "master")
-    demands = tuple(each for each in policy.demands if each[0] not in forward or _is_narrow_format(each[1]))
+    forward, narrow = ("storage", "gather", "compute", "master"), tuple(map(str, NARROW))
+    demands = tuple(each for each in policy.demands if each[0] not in forward or each[1] in narrow)
     return replace(policy, mode=mode, demands=demands, safe=SAFE_MODULES)
 
 
@@ -112,7 +101,7 @@ def widened_policy(plan: Plan, choice: Choice, output: Output | None = None) -> 
     sets = dict.fromkeys(_WIDENED.get(choice.cell, (choice.cell,)), _WIDE)
     beside = _siblings(plan, choice) if "compute" in sets else []
     rules = [make_rule(name, sets, output=output) for name in choice.names]
-    rules += [make_rule(name, {"compute": _WIDE}, output=output) for name in beside]
+    rules += [make_rule(row.name, {"compute": _WIDE}, output=output) for row in beside]
     return with_rules(plan.policy, rules)
 
 
@@ -121,17 +110,17 @@ def isolated_policy(plan: Plan, choice: Choice, output: Output | None = None) ->
     rows = [row for name in choice.names if (row := plan.row(name)) is not None]
     rules = [make_rule(row.name, _planned_cell(row, choice.cell), output=output) for row in rows]
     if choice.cell == "compute":
-        narrow = next(iter(rules[-1].sets))[1]
-        rules += [make_rule(name, {"compute": narrow}, output=output) for name in _siblings(plan, choice)]
+        beside = ((row.name, str(row.columns.compute)) for row in _siblings(plan, choice))
+        rules += [make_rule(name, {"compute": planned}, output=output) for name, planned in beside]
     return with_rules(reference_policy(plan.policy), rules)
 
 
-def _siblings(plan: Plan, choice: Choice) -> list[str]:
+def _siblings(plan: Plan, choice: Choice) -> list[Row]:
     """Return the other parameters of the same modules, because a module computes in one dtype."""
     chosen = [row for name in choice.names if (row := plan.row(name)) is not None]
     modules = {name.rpartition(".")[0] for row in chosen for name in row.names}
     floating = [row for row in plan.rows if row.columns.compute.is_floating and row.name not in choice.names]
-    return [row.name for row in floating if modules & {name.rpartition(".")[0] for name in row.names}]
+    return [row for row in floating if modules & {name.rpartition(".")[0] for name in row.names}]
 
 
 def _planned_cell(row: Row, cell: Cell) -> dict[str, str]:

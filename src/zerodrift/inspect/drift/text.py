@@ -81,13 +81,8 @@ def verdict(found: SideComparison) -> str:
         words.append(f"{whole.not_finite:,} of {tokens} without a finite log-probability")
     if not math.isnan(whole.mean_abs):
         side = "within" if whole.mean_abs <= found.bar else "above"
-        words.append(f"{side} the bar: mean |difference| {figure(whole.mean_abs)}, bar {found.bar:g}")
+        words.append(f"{side} the bar: mean |difference| {whole.mean_abs:.3g}, bar {found.bar:g}")
     return "; ".join(words)
-
-
-def figure(value: float) -> str:
-    """Format three significant digits. Only zero is `0`."""
-    return "0" if value == 0 else f"{value:.3g}"
 
 
 def percent(value: float) -> str:
@@ -100,10 +95,10 @@ def _statistics(whole: TokenDrift) -> list[tuple[str, str]]:
     finite = whole.tokens - whole.not_finite
     rows = [("tokens", f"{whole.tokens:,}" + (f", {finite:,} of them finite" if whole.not_finite else ""))]
     if finite:
-        tails = f"median {figure(whole.median)}, 99% {figure(whole.p99)}, largest {figure(whole.largest)}"
+        tails = f"median {whole.median:.3g}, 99% {whole.p99:.3g}, largest {whole.largest:.3g}"
         rows += [
-            ("mean |d|", f"{figure(whole.mean_abs)}, mean {figure(whole.mean)}, rms {figure(whole.rms)}"),
-            ("k3", figure(whole.k3)),
+            ("mean |d|", f"{whole.mean_abs:.3g}, mean {whole.mean:.3g}, rms {whole.rms:.3g}"),
+            ("k3", f"{whole.k3:.3g}"),
             ("tails", f"{tails}; {percent(whole.clipped)} of ratios beyond 1 +- {CLIPPED}"),
         ]
     return rows

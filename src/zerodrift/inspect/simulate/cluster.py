@@ -180,7 +180,9 @@ class AxisLayout:
     stride: int  # distance between neighbours of the axis, in ranks
 
     def on_host(self, cluster: Cluster) -> int:
-        return max(1, min(self.ranks, cluster.devices_per_host // self.stride))
+        """Return the number of ranks on the host that has fewest of them, whose ranks send most to others."""
+        whole = max(1, cluster.devices_per_host // self.stride)
+        return self.ranks % whole or whole
 
 
 def axis_layout(mesh: MeshShape, axis: str) -> AxisLayout:
@@ -221,8 +223,9 @@ def _reduce_scatter(
     is_exact = order == "tree" and total is call.dtype
     if is_exact and travels_by_halves(ranks, size, cluster.carrier):
         seconds, distance, part, added = 0.0, 1, size // 2, 0
+        whole = cluster.devices_per_host // layout.stride or 1
         while distance < ranks:
-            inside = distance < layout.on_host(cluster)
+            inside = ranks <= whole or whole % (2 * distance) == 0  # for every pair that exchanges halves
             seconds += (cluster.host if inside else _network(cluster)).seconds(part)
             added += 3 * part
             distance, part = 2 * distance, part // 2
