@@ -37,7 +37,8 @@ PINNED = "zero_optimization.fp32_pinned_parameters"
     ("override", "expected"),
     [
         ("zero_optimization.stage=4", "`zero_optimization.stage`: must be 0, 1, 2 or 3; got 4."),
-        ("zero_optimization.stage='3'", "must be 0, 1, 2 or 3; got '3'. Write it without quotes."),
+        ("zero_optimization.stage='3'", "must be 0, 1, 2 or 3; got '3'. Write 3 without quotes."),
+        ("train_batch_size=1_000", "above 0 or \"auto\"; got '1_000'. Write 1000 without quotes."),
         ("bf16.enabled=1", '`bf16.enabled`: must be true, false or "auto"; got 1.'),
         ("precision.master=splitt", '"split" or "same"; got \'splitt\'. Did you mean `split`?'),
         ("precision.accumulate=bflat16", "bf16 or fp16; got 'bflat16'. Did you mean `bfloat16`"),

@@ -151,10 +151,9 @@ precision:
     - &pin {match: "*.router.*", pin: fp32}
     - {<<: *pin, match: "*.norm.*"}
     - <<: [*pin, {output: input, match: x}]
-      match: "*.head.*"
 """
     rules = load(write(tmp_path, "a.yaml", text)).precision.rules
-    assert [rule.match for rule in rules] == ["*.router.*", "*.norm.*", "*.head.*"]
+    assert [rule.match for rule in rules] == ["*.router.*", "*.norm.*", "*.router.*"]
     assert [rule.pin for rule in rules] == [DType.FP32] * 3
     assert [rule.output for rule in rules] == [None, None, "input"]
 
@@ -207,6 +206,7 @@ def test_a_number_that_no_machine_word_holds() -> None:
         ({"gradient_clipping": {1.0}}, "`gradient_clipping`: must be a string, a number"),
         ({"sharding": {"units": [Path("x")]}}, "`sharding.units[0]`: must be a string, a number"),
         ({"\ud800": 1}, "`['\\ud800']`: must be valid Unicode"),
+        ({"backend": "a\0"}, "`backend`: must be valid Unicode without NUL; got 'a\\x00'"),
         ({"": 1}, "`['']`: must be a key"),
     ],
 )

@@ -30,9 +30,9 @@ def test_what_is_written_and_what_is_not() -> None:
     assert (job.run.folder, job.run.keep, job.model.lora) == ("runs/job", 2, None)
     assert config.optimizer is None
     assert read_job(least(model={"source": "x", "lora": {}}))[0].model.lora == Lora()
-    overrides = ["run.steps=7", "config.zero_optimization.stage=2", "model.lora.rank=4"]
+    overrides = ["run.steps=7", "data.block=1e2", "config.zero_optimization.stage=2", "model.lora.rank=4"]
     job, config = read_job(least(config={"precision": {"mode": "bf16"}}), overrides)
-    assert job.run.steps == 7 and job.model.lora is not None and job.model.lora.rank == 4
+    assert (job.run.steps, job.data.block, job.model.lora) == (7, 100, Lora(rank=4))
     assert (config.zero_optimization.stage, config.precision.mode) == (2, "bf16")
 
 
@@ -55,7 +55,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
             "`model.source`: must be a string; got 3.",
             "`model.compile`: must be true or false; got 'yes'. Write true without quotes.",
             "`data.train`: must be given: a string",
-            "`data.block`: must be a whole number of at least 2; got '16'. Write it without quotes.",
+            "`data.block`: must be a whole number of at least 2; got '16'. Write 16 without quotes.",
             '"tokens" or "files"; got \'txt\'. Did you mean `text`?',
             "`config`: must be a block of keys or a string; got 7.",
         ],

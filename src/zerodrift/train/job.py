@@ -102,7 +102,7 @@ class Data(Block):
     folder, else bytes."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Dtype of a `.bin` file of tokens; a `.npy` file says its own."""
-    block: Annotated[int, Field(ge=2, le=1 << 24, strict=True)] = 512
+    block: Annotated[Natural, Field(ge=2, le=1 << 24)] = 512
     """Tokens of a sample."""
     pack: Flag | None = None
     """Put several documents into a block: texts are concatenated and cut, conversations stay whole. If false,

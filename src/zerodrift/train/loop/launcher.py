@@ -70,17 +70,18 @@ class Stop:
         self._prints, self._launched = prints, launched
 
     def ask(self, number: int, frame: FrameType | None = None) -> None:
+        self.by = signal.Signals(number).name
         if not self.doing:
             if not self._launched:
                 self._announce(EARLY, number)
-            sys.exit(128 + number)
+            # Not SystemExit: that of a model's own code is an error of the model.
+            raise KeyboardInterrupt
         if self.asked:
             self._announce(SECOND, number)
             # A normal exit would wait for threads of torch and gloo.
             os._exit(128 + number)
         self._announce(FIRST, number)
         self.asked = True
-        self.by = signal.Signals(number).name
 
     def _announce(self, text: str, number: int) -> None:
         if self._prints:
@@ -89,10 +90,16 @@ class Stop:
 
 @contextlib.contextmanager
 def listen(prints: bool = True, launched: bool = False) -> Iterator[Stop]:
-    """Send signals to the `Stop` that is yielded, and restore their handlers at the end."""
+    """Send signals to the `Stop` that is yielded, and restore their handlers at the end.
+
+    A signal before the first step raises SystemExit at the end.
+    """
     stop = Stop(prints, launched)
-    with _signals_to(stop.ask):
-        yield stop
+    try:
+        with _signals_to(stop.ask):
+            yield stop
+    except KeyboardInterrupt:
+        sys.exit(exit_code(stop.by))
 
 
 @contextlib.contextmanager
