@@ -130,7 +130,7 @@ def test_what_an_editor_adds_is_no_token(suffix: str, tmp_path: Path) -> None:
         assert found[: len(text.encode())].tolist() == [*text.encode()]
 
 
-@pytest.mark.parametrize("name", ["", "x" * 5000, "a\0b", "/dev/zero"])
+@pytest.mark.parametrize("name", ["", "x" * 5000, "/dev/zero"])
 @pytest.mark.timeout(30)
 def test_a_name_of_no_files_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.train.*must name files"):

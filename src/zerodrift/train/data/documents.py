@@ -35,6 +35,7 @@ TEXT_COLUMNS = ("content", "document", "body", "article", "story", "passage", "c
 CONTINUED = ("prompt", "completion")
 PIECE = 1 << 16
 _NAME_IT = "Name a column of texts in `data.field`, or one of turns in `data.messages`."
+_BY_TRL = "TRL trains on preferences: see docs/recipes.md."
 NO_ANSWER, EMPTY = "without a turn of the assistant to learn", "empty"
 """Reasons why a document is left out."""
 SILENT = "with an answer of nothing, which is not learned"
@@ -161,7 +162,8 @@ def _text_columns(row: Row, field: str, where: str) -> tuple[str, ...]:
     known = texts if len(texts) == 1 else [key for key in TEXT_COLUMNS if key in texts]
     if len(known) != 1 or known[0] in chat.ASKED:
         must = "must have a text in `text`, or in one column"
-        raise ConfigError(where, must, got=names(row) or "nothing", do=_NAME_IT)
+        todo = _BY_TRL if row.keys() >= {"chosen", "rejected"} else _NAME_IT
+        raise ConfigError(where, must, got=names(row) or "nothing", do=todo)
     return (known[0],)
 
 
@@ -184,7 +186,7 @@ def _check_others(row: Row, read: Collection[str], where: str, counts: DataCount
     if "completion" in read and (isinstance(label, bool) or str(label).lower() in ("true", "false")):
         must = "must be texts or conversations"
         got = "preferences: `completion` with a `label` of true or false"
-        raise ConfigError(where, must, got=got, do="TRL trains on preferences: see docs/migrating.md.")
+        raise ConfigError(where, must, got=got, do=_BY_TRL)
     others = [key for key in row if key not in read and key not in counts.unread]
     counts.unread += [key for key in others if chat.has_content(row[key])]
 

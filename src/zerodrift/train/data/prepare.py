@@ -68,7 +68,7 @@ class PreparedData:
         facts = []
         for each in self.sets:
             of_training = f", {self._share(each)} of training" if each.weight else ""
-            facts.append((each.name, f"{each.counts.kind}{of_training}"))
+            facts.append(("set", f"{each.name}: {each.counts.kind}{of_training}"))
             facts += [(f"  {name}", fact) for name, fact in each.counts.facts()]
         return facts
 

@@ -51,6 +51,8 @@ from zerodrift.weights import fill_module
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size")
 """Names that configs have for the most positions of a text."""
+_OTHER_WEIGHTS = ("pytorch_model*", "consolidated*", "*.gguf", "tf_model.h5", "flax_model*")
+"""Files of weights that are not read."""
 LEAK = 0.02
 """The most that another document may change a loss, relative to the document itself: rounding."""
 
@@ -83,10 +85,11 @@ def source_of(written: Model) -> ModelSource:
     if written.weights == "load" and not has_weights:
         must, todo = "must be a folder with safetensors to load", "Set `model.weights: random`."
         raise ModelError("model.source", must, got=repr(written.source), do=todo)
-    if cached is not None and not has_weights and written.weights == "auto":
-        must, got = "must have its weights in safetensors", f"only other files of {cached[1]}, in {path}"
-        todo = f"Run `hf download {cached[1]}`, or set `model.weights: random`."
-        raise ModelError("model.source", must, got=got, do=todo)
+    others = [file.name for glob in _OTHER_WEIGHTS for file in path.glob(glob)]
+    if written.weights == "auto" and not has_weights and (others or cached is not None):
+        must, got = "must have its weights in safetensors", f"{others[0] if others else 'none'} in {path}"
+        todo = f"Run `hf download {cached[1]}`" if cached else "Save it by `save_pretrained` of `transformers`"
+        raise ModelError("model.source", must, got=got, do=f"{todo}, or set `model.weights: random`.")
     return ModelSource(written, config, path if has_weights and written.weights != "random" else None)
 
 
