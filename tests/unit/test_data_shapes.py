@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[File, str]] = {
     "an unknown role": (row(messages=[turn("boss", "Hi"), YO]), r"messages\[0\]: role.*got 'boss'"),
     "a key that no template writes": (row(messages=[HI, {**YO, "mood": "glad"}]),
         r"a\.jsonl:1.*chat template.*`mood` of a turn, which it leaves out"),
-    "preferences": (row(prompt="a", chosen="b", rejected="c"), "got `prompt`, `chosen`, `rejected`. TRL trains on"),
+    "preferences": (row(prompt="a", chosen="b", rejected="c"), "`chosen`, `rejected`. TRL trains on"),
     "a pointer": (File("a.parquet", POINTER), "a pointer of Git LFS"),
     "an open quote": (File("a.csv", b'prompt,completion\na,"b\n'), "must be CSV"),
     "a cell too many": (File("a.csv", b"prompt,completion\na,b,c\n"), "got 3. Put a cell in quotes"),
