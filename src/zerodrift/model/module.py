@@ -136,7 +136,7 @@ def _check_plain(tensors: Iterable[tuple[str, torch.Tensor]], problems: Problems
     for kind, names in found.items():
         do = (
             f"Load the model without a `quantization_config` (`load_in_4bit`, `bnb_4bit_...`), and set "
-            f"`precision.frozen: {QUANTISED[kind]}`; in a job, `model.base: {QUANTISED[kind]}`."
+            f"`precision.frozen: {QUANTISED[kind]}`."
         )
         got = f"{kind} of bitsandbytes in {listed(names)}"
         problems.add(names[0], "must be a plain tensor, to be sharded and quantised here", got=got, do=do)
