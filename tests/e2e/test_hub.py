@@ -78,7 +78,7 @@ def test_a_cache_without_weights_is_no_random_model(
     with pytest.raises(ZerodriftError, match=r"must have its weights in safetensors.*hf download some/model"):
         train(path)
     train(path, ["model.weights=random"])
-    assert "epochs, from random weights\n" in capsys.readouterr().out
+    assert "epochs, begun with random weights\n" in capsys.readouterr().out
 
 
 MISSING = {

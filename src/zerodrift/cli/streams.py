@@ -26,6 +26,8 @@ USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 IN_A_SHELL = (
     ("`overrides`: ", "`--set`: "),
+    ("`dtype`: ", "`--dtype`: "),
+    ("say `overwrite`", "say `--overwrite`"),
     ("`device='cpu'`", "`--set run.device=cpu`"),
     ("`parts=zerodrift.Parts(...)`", "`--set model.parts=package.module:function`"),
     ("allow it: `strict=[...]` with globs", "load it in `model.source: package.module:function`"),

@@ -115,7 +115,7 @@ class Data(Block):
     document, whose positions then start at 0."""
     loss_on: Literal["answers", "everything"] = "answers"
     """The tokens of a conversation that are learned: those of the assistant, or all."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
     """The share of each label that is spread over the vocabulary, in training and not in evaluations."""
     cache: str = ""
     """Folder for packed blocks, which are found again by their content. Default `cache` next to the run's
