@@ -124,8 +124,10 @@ def join() -> int:
 
     SLURM's variables are translated into torchrun's.
     """
+    from zerodrift.comm import started  # imports torch
+
     os.environ.update(slurm(os.environ) or {})
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 0
+    return started()[1] if "RANK" in os.environ else 0
 
 
 def slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -133,7 +135,7 @@ def slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
     names = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
     if "RANK" in environment or any(name not in environment for name in names):
         return None
-    if int(environment["SLURM_NTASKS"]) < 2:
+    if environment["SLURM_NTASKS"] == "1":
         return None
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
     job = int(environment.get("SLURM_JOB_ID", "0"))
