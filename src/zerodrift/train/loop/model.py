@@ -88,8 +88,7 @@ def source_of(written: Model) -> ModelSource:
     others = [file.name for glob in _OTHER_WEIGHTS for file in path.glob(glob)]
     if written.weights == "auto" and not has_weights and (others or cached is not None):
         must, got = "must have its weights in safetensors", f"{others[0] if others else 'none'} in {path}"
-        todo = "Save it by `save_pretrained` of `transformers`"
-        todo = f"Run `hf download {cached[1]}`" if cached else todo
+        todo = f"Run `hf download {cached[1]}`" if cached else "Save it by `save_pretrained`"
         raise ModelError("model.source", must, got=got, do=f"{todo}, or set `model.weights: random`.")
     return ModelSource(written, config, path if has_weights and written.weights != "random" else None)
 

@@ -50,7 +50,7 @@ def run_step(
     mesh, layout = engine.mesh, feed.layout
     # Dropout and the like depend on the step and the rank, so a checkpoint keeps no random state.
     rank = mesh.rank("data") + mesh.size("data") * mesh.rank("pipeline")
-    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
+    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**64)
     batches = list(feed.step(step))
     with around:
         inputs = [batch.inputs() for batch in batches]
