@@ -96,7 +96,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
 
 REFUSED = {
     "empty out": "got a folder with none of them",
-    "run out --to pickle": "must be one of 'safetensors', 'checkpoint'",
+    "run out --to pickle": "is not one of 'safetensors', 'checkpoint'",
     "run out --dtype int3": "`--dtype`: must be fp32, bf16, fp16, fp8-128x128",
     "run out --model llama": "is not of a LlamaForCausalLM",
     "run full": "say `--overwrite`",
