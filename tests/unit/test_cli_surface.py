@@ -160,14 +160,12 @@ def test_a_refusal_is_a_message_and_our_own_mistakes_are_not_hidden(
         raise AssertionError("a broken promise")
 
 
-@pytest.mark.parametrize(("of_python", "of_shell"), streams.IN_A_SHELL)
-def test_an_error_names_what_a_shell_has(
-    of_python: str, of_shell: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert any(of_python.strip("`: ") in source(path) for path in PATHS if path.name != "streams.py")
+@pytest.mark.parametrize(("python", "shell"), streams.IN_A_SHELL)
+def test_an_error_names_flags(python: str, shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert any(python.strip("`: ") in source(path) for path in PATHS if path.name != "streams.py")
     with pytest.raises(typer.Exit), streams.errors(debug=False):
-        raise UnsupportedError("model", "must", do=f"Or {of_python}.")
-    assert f"Or {of_shell}." in capsys.readouterr().err
+        raise UnsupportedError("model", "must", do=f"Or {python}.")
+    assert f"Or {shell}." in capsys.readouterr().err
 
 
 def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:

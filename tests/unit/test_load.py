@@ -62,6 +62,7 @@ def test_a_wrong_value_is_told_in_our_words(override: str, expected: str) -> Non
     ("path", "written", "expected"),
     [
         ("train_batch_size", 2e3, 2000),
+        ("steps_per_print", float("inf"), 0),
         ("gradient_clipping", 0, 0.0),
         ("precision.accumulate", "torch.float32", DType.FP32),
         ("precision.reduce", "bfloat16", DType.BF16),
