@@ -28,6 +28,7 @@ IN_A_SHELL = (
     ("`overrides`: ", "`--set`: "),
     ("`dtype`: ", "`--dtype`: "),
     ("say `overwrite`", "say `--overwrite`"),
+    ("it with `trust`", "it with `--trust`"),
     ("`device='cpu'`", "`--set run.device=cpu`"),
     ("`parts=zerodrift.Parts(...)`", "`--set model.parts=package.module:function`"),
     ("allow it: `strict=[...]` with globs", "load it in `model.source: package.module:function`"),

@@ -95,9 +95,9 @@ def kind_of(files: Sequence[Path], data: Data) -> str:
         if row is None:
             continue
         is_named_text = data.field and (data.field in row or len(data.sets()) == 1)
-        if is_named_text or not chat.is_conversation(row, data.messages):
-            return "text"
         pair = chat.pair_columns(row)
+        if is_named_text or (pair is None and row.keys().isdisjoint((data.messages, *chat.TURNS))):
+            return "text"
         turns = chat.turns_column(row, data.messages)
         is_text = pair == CONTINUED and all(isinstance(row[column], str) for column in CONTINUED)
         if is_text and turns is None and "text" not in row and data.messages == chat.MESSAGES:

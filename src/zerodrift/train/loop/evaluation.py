@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 
+from zerodrift.engine import item_in
 from zerodrift.errors import ConfigError, several
 from zerodrift.legible import legible
 from zerodrift.train.data.chat_template import prompt_tokens
 from zerodrift.train.data.sampling import validation_batches
 from zerodrift.train.job import Job
-from zerodrift.train.loop.model import logits_in, positions
+from zerodrift.train.loop.model import positions
 from zerodrift.train.loop.resume import checkpoint_to_resume
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.session import Session
@@ -85,7 +86,7 @@ def continue_prompt(session: Session, prompt: str) -> str:
             ahead = torch.tensor([[*given, *written]], device=engine.mesh.device)
             with torch.no_grad():
                 out = engine(input_ids=ahead)
-            likeliest = int(logits_in(out)[0, -1].argmax())
+            likeliest = int(item_in(out, "logits")[0, -1].argmax())
             token = engine.comm.broadcast_object(likeliest, 0)
             if token in ends:
                 break

@@ -90,15 +90,12 @@ class Stop:
 
 @contextlib.contextmanager
 def listen(prints: bool = True, launched: bool = False) -> Iterator[Stop]:
-    """Send signals to the `Stop` that is yielded, and restore their handlers at the end.
-
-    A signal before the first step raises SystemExit at the end.
-    """
+    """Send signals to the `Stop` that is yielded, and restore their handlers at the end."""
     stop = Stop(prints, launched)
     try:
         with _signals_to(stop.ask):
             yield stop
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # before the first step
         sys.exit(exit_code(stop.by))
 
 

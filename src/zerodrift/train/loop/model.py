@@ -284,31 +284,9 @@ class SmoothedLoss:
 
 def check_model(model: nn.Module, job: Job, tokenizer: Tokenizer) -> None:
     """Refuse a model that does not fit the job's tokenizer and blocks, or is no causal language model."""
-    if not job.model.parts:  # their functions take the inputs
-        check_inputs(model)
     check_causal(model, job.model.source)
     check_vocabulary(model, tokenizer.vocabulary, tokenizer.name)
     check_positions(model, job.data.block)
-
-
-def check_inputs(model: nn.Module) -> None:
-    """Refuse a model of the user's own that cannot be called with tokens and labels."""
-    arguments = inspect.signature(model.forward).parameters.values()
-    names = [each.name for each in arguments if each.kind is not each.VAR_KEYWORD]
-    if len(names) == len(arguments) and not {*names} >= {"input_ids", "labels"}:
-        must = "must have a `forward` that takes `input_ids` and `labels`"
-        raise ModelError("model.source", must, got=", ".join(names) or "no arguments")
-
-
-def logits_in(output: Any) -> torch.Tensor:
-    """Return the logits in the output of a model without labels. Shape [samples, tokens, vocabulary]."""
-    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
-    if isinstance(found, (tuple, list)):
-        found = next((each for each in found if isinstance(each, torch.Tensor) and each.dim() == 3), None)
-    if not isinstance(found, torch.Tensor) or found.dim() != 3:
-        must = "must return logits without labels: a tensor, or `logits` in what it returns"
-        raise ModelError("model.source", must, got=type(output).__name__)
-    return found
 
 
 def check_vocabulary(model: nn.Module, tokens: int, name: str) -> None:

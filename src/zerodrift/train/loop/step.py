@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.engine import Digest, Engine, StepResult, loss_in
+from zerodrift.engine import Digest, Engine, StepResult, item_in
 from zerodrift.errors import ZerodriftError
 from zerodrift.plan import Plan, cost
 from zerodrift.report import size
@@ -78,7 +78,7 @@ def has_finite_gradient(engine: Engine, batch: MicroBatch, name: str) -> bool:
     """Return True if a micro-batch alone gives a parameter a finite gradient. Leaves gradients zeroed."""
     policy = engine.plan.policy
     if policy.pipeline is None and not policy.tree:
-        loss = loss_in(engine(**batch.inputs()))
+        loss = item_in(engine(**batch.inputs()), "loss")
         engine.backward(loss * batch.weight)
     else:  # a pipeline runs as many micro-batches as a step has, and a tree needs all of them
         count = engine.accumulation
