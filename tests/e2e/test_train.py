@@ -128,7 +128,7 @@ REFUSED: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     ("run.tensorboard=true", "run.wandb=project"): ("pip install tensorboard", "pip install wandb"),
     ("model.freeze=['token.*']",): ("must match parameters of the model; got 'token.*'",),
-    ("model.source=torch.nn:Identity",): ("`model.source`: must leave parameters to train",),
+    ("model.source=torch.nn:Identity",): ("`model`: must leave parameters to train",),
     ("run.patience=2", "run.evaluate_every=1"): ("must go with data to validate on",),
     ("run.evaluate_every=5",): ("run.evaluate_every`: must go with data to validate on; got 5",),
     ("run.profile={from: 5, steps: 3}",): ("`run.profile`: must lie within the 6 steps", "got steps 5 to 7"),

@@ -54,7 +54,6 @@ def test_several_problems_are_one_error_that_has_them_all() -> None:
         ("must stay frozen, as planned", "parameter-changed"),
         ("must stay as it is while it is read", "config"),
         ("must be there when the engine is made", "config"),
-        ("must be known to be elementwise", "config"),
     ],
 )
 def test_an_error_leads_to_the_page_about_its_kind(must: str, kind: str) -> None:

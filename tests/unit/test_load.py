@@ -37,7 +37,6 @@ PINNED = "zero_optimization.fp32_pinned_parameters"
     ("override", "expected"),
     [
         ("zero_optimization.stage=4", "`zero_optimization.stage`: must be 0, 1, 2 or 3; got 4."),
-        ("zero_optimization.stage='3'", "must be 0, 1, 2 or 3; got '3'. Write 3 without quotes."),
         ("train_batch_size=1_000", "above 0 or \"auto\"; got '1_000'. Write 1000 without quotes."),
         ("bf16.enabled=1", '`bf16.enabled`: must be true, false or "auto"; got 1.'),
         ("precision.master=splitt", '"split" or "same"; got \'splitt\'. Did you mean `split`?'),
@@ -226,7 +225,6 @@ def test_overrides_are_yaml_values_at_dotted_paths() -> None:
     ("override", "expected"),
     [
         ("foo", "must be `dotted.path=value`; got 'foo'"),
-        ("a..b=3", "must be `dotted.path=value`"),
         ("bf16.enabled=!!python/none x", "must have a YAML value"),
         ("gradient_clipping.x=3", "`gradient_clipping`: must be a block to have keys set; got 1.0"),
         ("precision[0]=3", "`precision`: must be a list to have items set"),

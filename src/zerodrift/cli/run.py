@@ -30,7 +30,7 @@ _PYTHON_ADVICE = (
 
 def run(
     command: options.Command,
-    as_: options.StandInFor = "deepspeed",
+    as_: options.StandInFor = alias.NAME,
     pin: options.PinnedPatterns = None,
     set_: options.AddedKeys = None,
     config: options.AddedFile = None,
@@ -55,6 +55,8 @@ def run(
         -- llamafactory-cli train sft.yaml
     """
     with streams.errors(debug):
+        if as_ != alias.NAME:
+            raise ZerodriftError("--as", f"must be {alias.NAME}", got=repr(as_))
         _require_reachable(command)
         if plan and quiet:
             raise typer.BadParameter("give --plan or --quiet, not both")

@@ -122,14 +122,13 @@ def _read(path: Path, problems: Problems) -> tuple[dict[str, Any], int, int] | N
     try:
         with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
-            first = file.read(LENGTH_BYTES)
-            length = int.from_bytes(first, "little")
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if size < LENGTH_BYTES:
                 must, got = "must open with a header length of 8 bytes", f"{size} bytes"
             elif length > HEADER_LIMIT:
                 must = f"must be a safetensors file, with a header of at most {HEADER_LIMIT:,} bytes"
                 got, do = f"a header length of {length:,}", ""
-                if first == b"version ":
+                if length == int.from_bytes(b"version ", "little"):
                     got, do = "a pointer of Git LFS", "Run `git lfs pull` where it was cloned."
             elif length > size - LENGTH_BYTES:
                 must, got = f"must hold its header of {length:,} bytes", f"{size:,} bytes"

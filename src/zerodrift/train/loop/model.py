@@ -51,8 +51,6 @@ from zerodrift.weights import fill_module
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size")
 """Names that configs have for the most positions of a text."""
-_OTHER_WEIGHTS = ("pytorch_model*", "consolidated*", "*.gguf", "tf_model.h5", "flax_model*")
-"""Files of weights that are not read."""
 LEAK = 0.02
 """The most that another document may change a loss, relative to the document itself: rounding."""
 
@@ -82,11 +80,9 @@ def source_of(written: Model) -> ModelSource:
         got = f"{written.source!r}, {'without one' if path.exists() else missing}"
         raise ModelError("model.source", must, got=got, do=advice(written.source, "model"))
     has_weights, cached = path.is_dir() and safetensors.holds(path), name_in_cache(path)
-    if written.weights == "load" and not has_weights:
-        must, todo = "must be a folder with safetensors to load", "Set `model.weights: random`."
-        raise ModelError("model.source", must, got=repr(written.source), do=todo)
-    others = [file.name for glob in _OTHER_WEIGHTS for file in path.glob(glob)]
-    if written.weights == "auto" and not has_weights and (others or cached is not None):
+    others = [file.name for glob in ("pytorch_model*", "consolidated*", "*.gguf") for file in path.glob(glob)]
+    is_meant = written.weights == "load" or (written.weights == "auto" and (others or cached is not None))
+    if is_meant and not has_weights:
         must, got = "must have its weights in safetensors", f"{others[0] if others else 'none'} in {path}"
         todo = f"Run `hf download {cached[1]}`" if cached else "Save it by `save_pretrained`"
         raise ModelError("model.source", must, got=got, do=f"{todo}, or set `model.weights: random`.")
@@ -112,8 +108,7 @@ def build(source: ModelSource) -> nn.Module:
             model = add_adapters(model, written.lora)
     _freeze(model, written)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        where = "model.freeze" if written.freeze else "model.source"
-        raise ModelError(where, "must leave parameters to train", got="all of them frozen, or none")
+        raise ModelError("model", "must leave parameters to train", got="all of them frozen, or none")
     model.train()
     return model
 
