@@ -31,7 +31,7 @@ IN_A_SHELL = (
     ("it with `trust`", "it with `--trust`"),
     ("`device='cpu'`", "`--set run.device=cpu`"),
     ("`parts=zerodrift.Parts(...)`", "`--set model.parts=package.module:function`"),
-    ("allow it: `strict=[...]` with globs", "load it in `model.source: package.module:function`"),
+    ("allow it: `strict=[...]` with globs", "load them by `model.source: package.module:function`"),
 )
 """Words for an argument in Python -> words for the reader of a command, who has flags and keys of a job."""
 
