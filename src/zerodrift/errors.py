@@ -54,20 +54,20 @@ class Problem:
 
 
 KINDS = (
-    ("unknown-key", r"must be a key of|must be known"),
+    ("unknown-key", r"must be a key of|must be known$"),
     ("no-match", r"must match"),
     (
         "not-gathered",
-        r"must be (gathered|loaded inside|copied or saved inside)|must have a gradient|must be written",
+        r"must be (gathered|loaded inside|copied or saved inside|written inside)|must have a gradient",
     ),
-    ("parameter-changed", r"must stay"),
+    ("parameter-changed", r"must stay (?!as it is|locked|open)"),
     ("ranks-disagree", r"on every rank|on all ranks|the same bits|in the same order|alike on"),
     (
         "not-the-same-model",
         r"as when it was saved|must hold (every|no) parameter|must have shape|the parameters that",
     ),
     ("no-values", r"must hold values|must have values|must be readable from the files"),
-    ("file", r"must be (usable|readable|a file|there)|that can be (read|written)|must exist"),
+    ("file", r"must be (usable|readable|a file|there(?! when))|that can be (read|written)|must exist"),
 )
 """Kind -> how a requirement of that kind is written."""
 

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Bigram(nn.Module):
-    """A model of the next byte; returns the loss, or logits without labels."""
+    """A model of the next byte; returns the loss, or a dict of logits without labels."""
 
     calls = 0
 
@@ -45,11 +45,11 @@ class Bigram(nn.Module):
         self.head = nn.Linear(width, 257)
         self.fault = fault
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         x = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x)
-        return self.logits(x) if labels is None else self.loss(x, input_ids, labels)
+        return {"loss": None, "logits": self.logits(x)} if labels is None else self.loss(x, input_ids, labels)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(x)

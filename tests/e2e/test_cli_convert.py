@@ -96,10 +96,10 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
 
 REFUSED = {
     "empty out": "got a folder with none of them",
-    "run out --to pickle": "must be safetensors or checkpoint",
-    "run out --dtype int8": "must be fp32, bf16, fp16, fp8-128x128",
+    "run out --to pickle": "is not one of 'safetensors', 'checkpoint'",
+    "run out --dtype int3": "`--dtype`: must be fp32, bf16, fp16, fp8-128x128",
     "run out --model llama": "is not of a LlamaForCausalLM",
-    "run full": "say `overwrite`",
+    "run full": "say `--overwrite`",
     "cut out": "bytes that were written",
 }
 """Arguments, in a folder with a checkpoint in `run` and one that is cut off in `cut` -> the error."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,10 @@ def test_models_and_data_are_read_from_the_cache(
 
 
 def test_a_cache_without_weights_is_no_random_model(tmp_path: Path, tiny: dict[str, bytes]) -> None:
-    cached("some/model", "model", {"config.json": tiny["config.json"], "pytorch_model.bin": b"."})
+    folder = cached("some/model", "model", {"config.json": tiny["config.json"], "pytorch_model.bin": b"."})
     path = of_the_hub(tmp_path, data=str(ROOT / "README.md"))
+    with pytest.raises(ZerodriftError, match=r"got pytorch_model\.bin in .*Save it by `save_pretrained`"):
+        train(path, [f"model.source={shutil.copytree(folder, tmp_path / 'copied')}"])
     with pytest.raises(ZerodriftError, match=r"must have its weights in safetensors.*hf download some/model"):
         train(path)
     train(path, ["model.weights=random"])

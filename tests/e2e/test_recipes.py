@@ -141,14 +141,6 @@ def test_what_the_recipes_say_without_a_job_is_followed(
     assert "512 ranks" in capfd.readouterr().out
 
 
-def test_keys_of_the_tables_are_keys() -> None:
-    text = (ROOT / "docs" / "recipes.md").read_text().partition("## Key for key")[2]
-    known = (ROOT / "docs" / "job.md").read_text() + (ROOT / "docs" / "config.md").read_text()
-    named = set(re.findall(r"`(?:config|model|data|run)\.([a-z_.]+)", text))
-    assert len(named) > 25
-    assert all(f"`{part}`" in known for name in named for part in name.split("."))
-
-
 # --- the page of checkpoints --------------------------------------------------------------------------------
 
 

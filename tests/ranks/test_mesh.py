@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ from zerodrift.comm import rendezvous
 from zerodrift.comm.mesh import AXES, start
 from zerodrift.errors import MeshError, RankError
 from zerodrift.mesh import MeshShape, fit
+from zerodrift.train.loop import launcher
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -60,6 +62,8 @@ def test_variables_that_contradict_each_other_are_refused_before_anybody_joins(
     launch(monkeypatch, launched)
     with pytest.raises(MeshError, match=re.escape(shown)):
         start(MeshShape(shard=2, replicate=2), device="cpu")
+    with contextlib.nullcontext() if launched is THREE else pytest.raises(MeshError, match=re.escape(shown)):
+        launcher.join()
     assert not dist.is_initialized()
 
 

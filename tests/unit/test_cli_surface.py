@@ -17,6 +17,7 @@ import pytest
 import typer
 from typer.main import get_command
 
+from tests.unit.sources import PATHS, source
 from zerodrift import __version__, cli
 from zerodrift.cli import streams
 from zerodrift.errors import UnsupportedError
@@ -157,6 +158,14 @@ def test_a_refusal_is_a_message_and_our_own_mistakes_are_not_hidden(
     assert err.endswith(message) and err.startswith("Traceback" if debug else message)
     with pytest.raises(AssertionError), streams.errors(debug=debug):
         raise AssertionError("a broken promise")
+
+
+@pytest.mark.parametrize(("python", "shell"), streams.IN_A_SHELL)
+def test_an_error_names_flags(python: str, shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert any(python.strip("`: ") in source(path) for path in PATHS if path.name != "streams.py")
+    with pytest.raises(typer.Exit), streams.errors(debug=False):
+        raise UnsupportedError("model", "must", do=f"Or {python}.")
+    assert f"Or {shell}." in capsys.readouterr().err
 
 
 def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:

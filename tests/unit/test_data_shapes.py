@@ -188,9 +188,12 @@ REFUSED: dict[str, tuple[File, str]] = {
     "an unknown role": (row(messages=[turn("boss", "Hi"), YO]), r"messages\[0\]: role.*got 'boss'"),
     "a key that no template writes": (row(messages=[HI, {**YO, "mood": "glad"}]),
         r"a\.jsonl:1.*chat template.*`mood` of a turn, which it leaves out"),
-    "preferences": (row(prompt="a", chosen="b", rejected="c"), "must have a text in"),
+    "preferences": (row(prompt="a", chosen="b", rejected="c"), "`chosen`, `rejected`. TRL trains on"),
     "a pointer": (File("a.parquet", POINTER), "a pointer of Git LFS"),
+    "a second value": (File("a.json", b'{"text": 1} {"text": 2}'), r"line 1, column 13 on\. Run `jq -c \. "),
+    "a comma": (File("a.json", b'{"text": 1,}'), "must be JSON; got [^`]*$"),
     "an open quote": (File("a.csv", b'prompt,completion\na,"b\n'), "must be CSV"),
+    "a cell too many": (File("a.csv", b"prompt,completion\na,b,c\n"), "got 3. Put a cell in quotes"),
 }  # fmt: skip
 
 

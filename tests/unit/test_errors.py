@@ -46,6 +46,20 @@ def test_several_problems_are_one_error_that_has_them_all() -> None:
         assert [problem.where for problem in error.problems] == ["a", "d"] and error.got == "c"
 
 
+@pytest.mark.parametrize(
+    ("must", "kind"),
+    [
+        ("must be written inside `engine.gathered(write=True)`", "not-gathered"),
+        ("must be written", "config"),
+        ("must stay frozen, as planned", "parameter-changed"),
+        ("must stay as it is while it is read", "config"),
+        ("must be there when the engine is made", "config"),
+    ],
+)
+def test_an_error_leads_to_the_page_about_its_kind(must: str, kind: str) -> None:
+    assert ConfigError("a", must).kinds == [kind]
+
+
 # --- texts of others --------------------------------------------------------------------------------------
 
 

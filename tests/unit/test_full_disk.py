@@ -23,6 +23,8 @@ from zerodrift.api import initialize
 from zerodrift.checkpoint.folder import CheckpointFolder
 from zerodrift.checkpoint.manifest import verified
 from zerodrift.errors import ZerodriftError
+from zerodrift.train.job_file import read_job
+from zerodrift.train.loop.session import prepared_data
 from zerodrift.train.loop.start import train
 from zerodrift.weights.converter import convert
 
@@ -161,6 +163,9 @@ def test_a_trainer(small: Path, tmp_path: Path) -> None:
         (small / "big").write_bytes(b"\0" * (shutil.disk_usage(small).free - leave))
         with pytest.raises(ZerodriftError, match=r"No space left on device.* GB are free in"):
             train(str(file), (f"run.folder={small}/run", "run.device=cpu"), 1)
+        if not leave:
+            with pytest.raises(ZerodriftError, match=r"GB are free in .*cache"):  # by `data` and `plan`
+                prepared_data(read_job(file, [f"run.folder={small}/run"])[0])
         for tag in CheckpointFolder(small / "run" / "checkpoints").tags():
             verified(small / "run" / "checkpoints" / tag)
         assert [path for path in (small / "cache").glob("*.*") if path.is_dir()] == []

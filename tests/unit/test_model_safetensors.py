@@ -111,6 +111,7 @@ def test_a_file_that_is_cut_or_no_safetensors(tmp_path: Path) -> None:
     for data, said in (
         (b"\x10\x00", "must open with a header length of 8 bytes; got 2 bytes"),
         ((2**63).to_bytes(8, "little") + b"{}", "a header length of 9,223,372,036,854,775,808"),
+        (b"version https://git-lfs.github.com/spec/v1", "got a pointer of Git LFS. Run `git lfs pull`"),
         ((500).to_bytes(8, "little") + b"{}", "must hold its header of 500 bytes; got 10 bytes"),
     ):
         (tmp_path / "a.safetensors").write_bytes(data)

@@ -14,7 +14,7 @@ from tests.unit.refusals import error_of
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.model.module import from_module
-from zerodrift.model.sources import ACCEPTED, describe, from_factory
+from zerodrift.model.sources import ACCEPTED, describe, make
 from zerodrift.model.spec import OwningModule
 
 torch = pytest.importorskip("torch")
@@ -65,7 +65,7 @@ def test_a_module_is_read_and_a_factory_is_called_on_the_meta_device(factory: st
     spec = describe(f"{factory}:build")
     assert (spec.source, spec.numel) == (f"{factory}:build", 7 * 2**40)
     assert sys.path == path
-    assert from_factory(f"{factory}:real").numel == 16
+    assert describe(f"{factory}:real").numel == 16
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_what_fits_no_form_lists_the_forms(tmp_path: Path) -> None:
         assert got in text and all(form in text for form in ACCEPTED), text
     for text in ("build", "a:b:c", ":c"):
         with pytest.raises(ModelError, match=r"must be written `package.module:callable`"):
-            from_factory(text)
+            make(text)
 
 
 # --- modules ----------------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ import pytest
 
 from tests.unit.refusals import error_of
 from zerodrift.api import empty
+from zerodrift.config.fields import every_key
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError, ZerodriftError
-from zerodrift.train.job import Lora, Model
-from zerodrift.train.job_file import every_path, read_job
+from zerodrift.train.job import Job, Lora, Model
+from zerodrift.train.job_file import read_job
 from zerodrift.train.loop.model import build, check_causal, source_of
 from zerodrift.train.loop.run_folder import require_writable
 
@@ -31,9 +32,9 @@ def test_what_is_written_and_what_is_not() -> None:
     assert (job.run.folder, job.run.keep, job.model.lora) == ("runs/job", 2, None)
     assert config.optimizer is None
     assert read_job(least(model={"source": "x", "lora": {}}))[0].model.lora == Lora()
-    overrides = ["run.steps=7", "config.zero_optimization.stage=2", "model.lora.rank=4"]
+    overrides = ["run.steps=7", "data.block=1e2", "config.zero_optimization.stage=2", "model.lora.rank=4"]
     job, config = read_job(least(config={"precision": {"mode": "bf16"}}), overrides)
-    assert job.run.steps == 7 and job.model.lora is not None and job.model.lora.rank == 4
+    assert (job.run.steps, job.data.block, job.model.lora) == (7, 100, Lora(rank=4))
     assert (config.zero_optimization.stage, config.precision.mode) == (2, "bf16")
 
 
@@ -56,7 +57,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
             "`model.source`: must be a string; got 3.",
             "`model.compile`: must be true or false; got 'yes'. Write true without quotes.",
             "`data.train`: must be given: a string",
-            "`data.block`: must be a whole number of at least 2; got '16'. Write it without quotes.",
+            "`data.block`: must be a whole number of at least 2; got '16'. Write 16 without quotes.",
             '"tokens" or "files"; got \'txt\'. Did you mean `text`?',
             "`config`: must be a block of keys or a string; got 7.",
         ],
@@ -108,10 +109,11 @@ ODD = (
     *(0, -1, 2**63, 10**400, math.nan, math.inf, 1e308, True, None, "", "no", "1e-5"),
     *({}, [], {1: 2}, {1}, [["a"]], b"x", object(), "\ud800", "\0", "\x1b[31m" * 900),
 )
+PATHS = [key.path for key in every_key(Job)]
 ENDLESS = ("x" * 10**6, ["a"] * 10**5, functools.reduce(lambda made, _: [made], range(10_000), []))
 
 
-@pytest.mark.parametrize("key", ["config", "config.gradient_clipping", "auto", *every_path()])
+@pytest.mark.parametrize("key", ["config", "config.gradient_clipping", "auto", *PATHS])
 def test_odd_values_are_read_or_refused_at_once(key: str) -> None:
     """Every key of a job gets its value, or one short error that a terminal can show."""
     for value in (*ODD, *(ENDLESS if key in ("config", "auto", "data.train", "run.steps") else ())):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from zerodrift.errors import ConfigError, RankError, ZerodriftError
+from zerodrift.model import attempt
 from zerodrift.train.loop import launcher as launch
 from zerodrift.train.loop.launcher import IN_ORDER, RankFailedError, exit_code, listen, slurm
 
@@ -90,7 +91,7 @@ def test_the_first_signal_asks_and_handlers_come_back(capfd: pytest.CaptureFixtu
 
 def test_before_the_first_step_a_signal_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended, listen():
-        signal.raise_signal(signal.SIGTERM)
+        attempt(lambda: signal.raise_signal(signal.SIGTERM), "model", "must be built")
     assert ended.value.code == 143
     assert "stopped before the first step, with nothing to save" in capfd.readouterr().out
 

@@ -16,7 +16,7 @@ from tests.unit.test_cli_surface import SURFACE
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.deepspeed import ENTRIES
 from zerodrift.config.schema import Config
-from zerodrift.train.job_file import every_path
+from zerodrift.train.job import Job
 
 ROOT = Path(__file__).parents[2]
 ALL = [*PATHS, *sorted(path for name in ("bench", "tools", "tests") for path in (ROOT / name).rglob("*.py"))]
@@ -96,7 +96,7 @@ def test_names_in_backticks_exist() -> None:
 VERB = re.compile(r"(?:^\s*(?:\$ |> )?|`|-m )zerodrift ([a-z]+)([^`\n]*)")
 BLOCKS = ("precision", "sharding", "pipeline", "zero_optimization", "torch_autocast", "data_types")
 KEY = re.compile(rf"`((?:{'|'.join((*BLOCKS, 'bf16', 'fp16'))})(?:\.[a-z_0-9]+(?:\[\])?)+)(?=[`:=])")
-JOB_KEY = re.compile(r"`((?:run|data|model)\.[a-z_0-9]+(?:\.[a-z_]+)?)(?=[`:=])")
+JOB_KEY = re.compile(r"`((?:run|data|model|audit)\.[a-z_0-9]+(?:\.[a-z_]+)?)(?=[`:=])")
 
 
 def texts(*folders: str) -> Iterator[tuple[str, str]]:
@@ -155,8 +155,8 @@ def test_every_key_exists() -> None:
     known = keys()
     for name, text in texts("src", "docs", "examples"):
         assert not named_in(text) - known, f"{name} names {named_in(text) - known}"
-    known = {key for path in every_path() for key in (path, path.rpartition(".")[0])}
-    for name in ("train.md", "job.md"):
+    known = {key for path in fields.every_key(Job) for key in (path.path, path.path.rpartition(".")[0])}
+    for name in ("train.md", "job.md", "recipes.md", "errors.md"):
         found = set(JOB_KEY.findall((ROOT / "docs" / name).read_text(encoding="utf-8"))) - known
         assert not found, f"{name} names {found}"
 

@@ -132,7 +132,7 @@ Verify = Annotated[bool, _option("--verify", "Check every file against its check
 Source = Annotated[Path, _argument("SOURCE", "A checkpoint of zerodrift or DeepSpeed, or safetensors files.")]
 Target = Annotated[Path, _argument("TARGET", "The folder to write.")]
 To = Annotated[
-    Text,
+    Literal["safetensors", "checkpoint"] | None,
     _option(
         "--to KIND",
         "safetensors or checkpoint. Default: safetensors for zerodrift checkpoints, else checkpoint.",
@@ -171,7 +171,8 @@ Run = Annotated[Path, _argument("RUN", "The folder of a run.")]
 Prompt = Annotated[str, _option("--prompt TEXT", "The text to continue.")]
 Tokens = Annotated[int, _option("--tokens N", "Largest number of tokens to generate.", min=1)]
 Temperature = Annotated[
-    float, _option("--temperature T", "Sampling temperature; 0 always takes the likeliest token.", min=0.0)
+    float,
+    _option("--temperature T", "Sampling temperature; 0 always takes the likeliest token.", min=0, max=100),
 ]
 Top = Annotated[int, _option("--top K", "Sample from the K likeliest tokens; 0 means from all.", min=0)]
 Seed = Annotated[int, _option("--seed S", "Seed for sampling.", min=0, max=2**63 - 1)]

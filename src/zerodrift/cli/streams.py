@@ -24,6 +24,17 @@ from zerodrift.legible import encodable, legible
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 """Exit codes. The last two are those of a shell for SIGINT and SIGPIPE."""
 
+IN_A_SHELL = (
+    ("`overrides`: ", "`--set`: "),
+    ("`dtype`: ", "`--dtype`: "),
+    ("say `overwrite`", "say `--overwrite`"),
+    ("it with `trust`", "it with `--trust`"),
+    ("`device='cpu'`", "`--set run.device=cpu`"),
+    ("`parts=zerodrift.Parts(...)`", "`--set model.parts=package.module:function`"),
+    ("allow it: `strict=[...]` with globs", "load them by `model.source: package.module:function`"),
+)
+"""Words for an argument in Python -> words for the reader of a command, who has flags and keys of a job."""
+
 
 @contextmanager
 def errors(debug: bool) -> Iterator[None]:
@@ -36,8 +47,9 @@ def errors(debug: bool) -> Iterator[None]:
             raise
         if debug:
             traceback.print_exc()
-        # The name of a Python argument becomes the flag.
-        text = str(refused).replace("`overrides`: ", "`--set`: ")
+        text = str(refused)
+        for of_python, of_shell in IN_A_SHELL:
+            text = text.replace(of_python, of_shell)
         print(f"zerodrift: error: {text}\n{refused.see()}", file=sys.stderr)
         raise typer.Exit(USAGE) from None
     except KeyboardInterrupt:

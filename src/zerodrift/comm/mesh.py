@@ -301,8 +301,7 @@ def _device(process: _Process, asked: torch.device | str | None) -> torch.device
         must = "must fit the backend of the running process group"
         got = f"a {device.type} device and {dist.get_backend()!r}"
         backend = dist.get_default_backend_for_device(device.type)
-        do = f"Initialize torch.distributed with `{backend}`, or pass `device='cpu'` (in a job `run.device: "
-        do += "cpu`)."
+        do = f"Initialize torch.distributed with `{backend}`, or pass `device='cpu'`."
     elif device.type == "cuda" and not torch.cuda.is_available():
         must, got = "must be one that this machine has", "`cuda`, where torch finds no GPU"
         do = "Use `cpu`; or install a build of torch for CUDA, and a driver."

@@ -208,7 +208,7 @@ def _number(option: type, extras: tuple[Any, ...]) -> list[str]:
     noun = "a whole number" if option is int else "a number"
     bounds = _bounds(extras)
     above = next((bound.gt for bound in bounds if isinstance(bound, Gt)), None)
-    least: Any = next((bound.ge for bound in bounds if isinstance(bound, Ge)), None)
+    least: Any = next((bound.ge for bound in reversed(bounds) if isinstance(bound, Ge)), None)
     upper: list[Any] = [bound.le for bound in bounds if isinstance(bound, Le)]
     most = upper[0] if upper and upper[0] < SANITY_BOUND else None
     if least is not None and most is not None:

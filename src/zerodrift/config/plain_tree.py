@@ -141,13 +141,14 @@ class _Copier:
         return None
 
     def _is_text(self, text: str, path: str) -> bool:
-        """Return False for half of a surrogate pair, which JSON may spell and no file can hold."""
+        """Refuse half of a surrogate pair and NUL, which JSON may spell and no path can hold."""
         try:
-            text.encode()
+            is_text = b"\0" not in text.encode()
         except UnicodeEncodeError:
-            self._problems.add(path, "must be valid Unicode", got=shown(text))
-            return False
-        return True
+            is_text = False
+        if not is_text:
+            self._problems.add(path, "must be valid Unicode without NUL", got=shown(text))
+        return is_text
 
 
 def override(tree: Tree, texts: Sequence[str], problems: Problems) -> None:

@@ -331,7 +331,7 @@ def _remedy(kind: Any, value: Any) -> str:
     if "number" in admitted or admitted[:1].isdigit():
         with contextlib.suppress(ValueError):
             float(value)
-            return "Write it without quotes."
+            return f"Write {value.replace('_', '').strip()} without quotes."
         return ""
     return did_you_mean(value, [*fields.choices(kind), *dtypes.spellings(fields.dtypes(kind))])
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from zerodrift.engine.digest import Digest, MOMENTS, computed_by, tensor_digest
     from zerodrift.engine.engine import Engine
     from zerodrift.engine.executor import (
-        BatchResult, Executor, batch_on, loss_in, numbers_of, one_number, wrong_number,
+        BatchResult, Executor, batch_on, item_in, numbers_of, one_number, wrong_number,
     )  # fmt: skip
     from zerodrift.engine.habits import pins, products, saved_views
     from zerodrift.engine.habits.absent_parameter import (

@@ -172,7 +172,7 @@ class SequentialRunner:
 
     def _loss(self, batch: Any) -> torch.Tensor:
         if self.loss_of is None:
-            return one_number(loss_in(self.engine(**batch)))
+            return one_number(item_in(self.engine(**batch), "loss"))
         # Replace the model's forward, so that the hooks around it run.
         model, loss_of = self.engine.module, self.loss_of
         before = model.__dict__.get("forward")
@@ -185,14 +185,14 @@ class SequentialRunner:
                 model.forward = before
 
 
-def loss_in(output: Any) -> Any:
-    """Return the loss in a model's output: `.loss`, the item "loss", the first of several, or the output."""
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
-    if loss is None and isinstance(output, (tuple, list)) and output:
-        loss = output[0]
-    return output if loss is None else loss
+def item_in(output: Any, name: str) -> Any:
+    """Return what a model's output has as attribute or item `name`, the first of several, or the output."""
+    found = getattr(output, name, None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get(name)
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    return output if found is None else found
 
 
 def one_number(loss: Any) -> torch.Tensor:

@@ -128,6 +128,8 @@ def _read(path: Path, problems: Problems) -> tuple[dict[str, Any], int, int] | N
             elif length > HEADER_LIMIT:
                 must = f"must be a safetensors file, with a header of at most {HEADER_LIMIT:,} bytes"
                 got, do = f"a header length of {length:,}", ""
+                if length == int.from_bytes(b"version ", "little"):
+                    got, do = "a pointer of Git LFS", "Run `git lfs pull` where it was cloned."
             elif length > size - LENGTH_BYTES:
                 must, got = f"must hold its header of {length:,} bytes", f"{size:,} bytes"
             else:

@@ -141,10 +141,8 @@ def _check_plain(tensors: Iterable[tuple[str, torch.Tensor]], problems: Problems
         if type(tensor).__name__ in QUANTISED:
             found.setdefault(type(tensor).__name__, []).append(name)
     for kind, names in found.items():
-        do = (
-            f"Load the model without a `quantization_config` (`load_in_4bit`, `bnb_4bit_...`), and set "
-            f"`precision.frozen: {QUANTISED[kind]}`; in a job, `model.base: {QUANTISED[kind]}`."
-        )
+        do = "Load the model without a `quantization_config` (`load_in_4bit`, `bnb_4bit_...`), and set "
+        do += f"`precision.frozen: {QUANTISED[kind]}`."
         got = f"{kind} of bitsandbytes in {listed(names)}"
         problems.add(names[0], "must be a plain tensor, to be sharded and quantised here", got=got, do=do)
 

@@ -80,7 +80,7 @@ def _from_text(text: str | os.PathLike[str]) -> ModelSpec:
             return from_hf(text)
         raise _refused(str(text), f"a file that ends in {path.suffix!r}")
     if isinstance(text, str) and is_factory(text):
-        return from_factory(text)
+        return from_module(make(text, on_meta), text)
     todo = nearest_path(text)
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(text)) and not path.parent.exists():
         command = f"hf download {text} --local-dir {path.name}"
@@ -122,11 +122,6 @@ _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 def is_factory(text: str) -> bool:
     return _FORM.fullmatch(text) is not None
-
-
-def from_factory(text: str) -> ModelSpec:
-    """Describe the model that the callable returns, which is built without memory."""
-    return from_module(make(text, on_meta), text)
 
 
 def make(text: str, run: Callable[..., Any] = attempt) -> nn.Module:

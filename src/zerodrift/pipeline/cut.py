@@ -118,7 +118,7 @@ class Causal:
         if known is None or not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
             must = f"must be a causal language model of transformers of type {', '.join(CAUSAL)}, or "
             must += "come with `parts`, to be cut into a pipeline"
-            do = "Pass `parts=zerodrift.Parts(...)`, in a job `model.parts`: it names its list of layers."
+            do = "Pass `parts=zerodrift.Parts(...)`: it names its list of layers."
             raise UnsupportedError("model", must, got=type(model).__name__, do=do)
         _require_the_librarys(model, known)
         for key in ELSEWHERE:
@@ -249,14 +249,13 @@ def _require_the_librarys(model: nn.Module, cut: Causal) -> None:
         if not str(getattr(forward, "__module__", "")).startswith(("transformers.", "torch.")):
             must = "must have the forward of transformers to be cut into a pipeline as it is"
             got = f"one of {type(part).__name__}'s own"
-            do = "Pass `parts=zerodrift.Parts(...)`, in a job `model.parts`: it says what comes before, "
-            do += "in and after its layers."
+            do = "Pass `parts=zerodrift.Parts(...)`: it says what comes before, in and after its layers."
             raise UnsupportedError(path or "model", must, got=got, do=do)
     version = str(getattr(sys.modules.get("transformers"), "__version__", TESTED_SINCE))
     kind = str(getattr(model.config, "model_type", ""))
     if kind not in OLDER and numbers(version, TESTED_SINCE) < numbers(TESTED_SINCE):
         must = f"must come from transformers {TESTED_SINCE} or later to be cut into a pipeline, being of "
-        do = "Update it, or pass `parts=zerodrift.Parts(...)`, in a job `model.parts`."
+        do = "Update it, or pass `parts=zerodrift.Parts(...)`."
         raise UnsupportedError("model", f"{must}type {kind}", got=f"transformers {version}", do=do)
 
 

@@ -296,5 +296,5 @@ class AutoNumbers:
         for key in self._numbers:
             if key not in self._auto_keys:
                 must = "must be 'auto' in the config to take a passed value"
-                do = did_you_mean(key, self._auto_keys) or f"To override the config: --set {key}=..."
+                do = did_you_mean(key, self._auto_keys) or "Or write the number in the config."
                 self._problems.add(key, must, got=f"{shown(self._numbers[key])} passed", do=do)

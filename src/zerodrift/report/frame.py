@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerodrift.legible import legible
-from zerodrift.report.blocks import FactList, PageCell, PageSection, PageTable, Paragraph, Preformatted
+from zerodrift.report.blocks import FactList, PageSection, PageTable, Paragraph, Preformatted
 
 WIDTH = 100  # columns of a text report outside a terminal
 NARROWEST, WIDEST = 50, 120  # limits of its columns elsewhere
@@ -176,8 +176,9 @@ def fitted_table(table: PageTable, width: int) -> RenderableType:
     """
     left_out = table.wide_only if width < 80 else ()
     kept = [number for number, head in enumerate(table.heads) if head not in left_out]
-    lines = [table.heads, *(row.cells for row in table.page_rows())]
-    texts = [[_text_of(line[number]) for number in kept] for line in lines]
+    every = [table.heads, *(row.cells for row in table.page_rows())]
+    lines = [[line[number] for number in kept] for line in every]
+    texts = [[cell if isinstance(cell, str) else cell.text for cell in line] for line in lines]
     words = [at for at, number in enumerate(kept) if table.heads[number] not in table.figures]
     widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
     gap = "  " if sum(widths) + 2 * len(widths) - 2 <= width else " "
@@ -194,10 +195,6 @@ def fitted_table(table: PageTable, width: int) -> RenderableType:
         text.append(("\n" if number else "") + gap.join(cells).rstrip(), style=style)
     note = Text(f"80 columns also show: {', '.join(left_out)}", style="dim")
     return Group(text, *([note] if left_out else []))
-
-
-def _text_of(cell: str | PageCell) -> str:
-    return cell if isinstance(cell, str) else cell.text
 
 
 def sections_text(sections: Iterable[PageSection], width: int) -> list[RenderableType]:

@@ -101,7 +101,7 @@ class Data(Block):
     model's folder, or bytes if there is none."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Dtype of a `.bin` file of tokens; a `.npy` file says its own."""
-    block: Annotated[int, Field(ge=2, le=1 << 24, strict=True)] = 512
+    block: Annotated[Natural, Field(ge=2, le=1 << 24)] = 512
     """Tokens of a sample."""
     pack: Flag | None = None
     """Put several documents into a block: texts are concatenated and cut, conversations stay whole. If false,
@@ -114,7 +114,7 @@ class Data(Block):
     `document`, whose positions then start at 0."""
     loss_on: Literal["answers", "everything"] = "answers"
     """The tokens of a conversation that are learned: those of the assistant, or all."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
     """The share of each label that is spread over the vocabulary, in training and not in evaluations."""
     cache: str = ""
     """Folder of the cache of packed blocks. Default `cache` next to the run's folder."""

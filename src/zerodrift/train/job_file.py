@@ -6,7 +6,7 @@ A job is read like a config (`config/tree.py`), and its `config` block is checke
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +115,6 @@ def read_back(path: Path) -> Job:
 def _validated(tree: dict[str, Any], problems: Problems) -> Job | None:
     used = TreeReader(KEYS, problems).select_used(tree)
     return None if problems else Job.model_validate(used)
-
-
-def every_path() -> Iterator[str]:
-    for key in fields.every_key(Job):
-        yield key.path
 
 
 _OF_CONFIG = tuple(UNDER_CONFIG + key for key in fields.fields(Config))

@@ -14,7 +14,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -126,12 +126,14 @@ def export(
 
 def exported_dtype(text: str | None) -> DType | None:
     """Parse a dtype that replaces the `export` column."""
+    if text is None:
+        return None
     admitted = ADMITTED["export"]
-    dtype = None if text is None else parse_among(text, admitted)
-    if dtype is not None and dtype not in admitted:
-        words = [word(known, admitted) for known in admitted]
-        raise ConfigError("dtype", f"must be {listed(words, 'or')}", got=repr(text))
-    return dtype
+    with suppress(ConfigError):
+        if (dtype := parse_among(text, admitted)) in admitted:
+            return dtype
+    words = [word(known, admitted) for known in admitted]
+    raise ConfigError("dtype", f"must be {listed(words, 'or')}", got=repr(text))
 
 
 def contents(plan: Plan, model: nn.Module, dtype: DType | None) -> tuple[dict[str, Shape], dict[str, DType]]:

@@ -31,7 +31,7 @@ SPEAKERS = {
 """ShareGPT's speakers -> roles. Its `function_call` is a tool call of the assistant."""
 
 MESSAGES = "messages"
-_TURNS = (MESSAGES, "conversations", "conversation")
+TURNS = (MESSAGES, "conversations", "conversation")
 PAIRS = (
     ("prompt", "completion"),
     ("instruction", "output"),
@@ -92,13 +92,8 @@ class Conversation:
         return [number for number, turn in later if turn["role"] == ASSISTANT and number not in self.muted]
 
 
-def is_conversation(row: Mapping[str, Any], key: str) -> bool:
-    """Return True if a row is meant as a conversation."""
-    return any(column in row for column in (key, *_TURNS)) or pair_columns(row) is not None
-
-
 def turns_column(row: Mapping[str, Any], key: str) -> str | None:
-    for column in (key, *_TURNS):
+    for column in (key, *TURNS):
         value = row.get(column)
         if isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[")):
             return column
@@ -112,9 +107,9 @@ def pair_columns(row: Mapping[str, Any]) -> tuple[str, str] | None:
 def read_conversation(row: Mapping[str, Any], key: str, where: str) -> Conversation:
     """Return the conversation of a row in any of the formats; `key` is `data.messages`."""
     got = names(row) or "nothing"
-    if key != _TURNS[0] and key not in row:
+    if key != TURNS[0] and key not in row:
         raise ConfigError(where, f"must have `{key}`, which `data.messages` names", got=got)
-    column = turns_column(row, key) or next((name for name in (key, *_TURNS) if name in row), None)
+    column = turns_column(row, key) or next((name for name in (key, *TURNS) if name in row), None)
     pair = pair_columns(row)
     if column is not None:
         turns, given, columns = _turns(row, column, where), 0, {column}

@@ -35,6 +35,7 @@ TEXT_COLUMNS = ("content", "document", "body", "article", "story", "passage", "c
 CONTINUED = ("prompt", "completion")
 PIECE = 1 << 16
 _NAME_IT = "Name a column of texts in `data.field`, or one of turns in `data.messages`."
+_BY_TRL = "TRL trains on preferences: see docs/recipes.md."
 NO_ANSWER, EMPTY = "without a turn of the assistant to learn", "empty"
 """Reasons why a document is left out."""
 SILENT = "with an answer of nothing, which is not learned"
@@ -94,9 +95,9 @@ def kind_of(files: Sequence[Path], data: Data) -> str:
         if row is None:
             continue
         is_named_text = data.field and (data.field in row or len(data.sets()) == 1)
-        if is_named_text or not chat.is_conversation(row, data.messages):
-            return "text"
         pair = chat.pair_columns(row)
+        if is_named_text or (pair is None and row.keys().isdisjoint((data.messages, *chat.TURNS))):
+            return "text"
         turns = chat.turns_column(row, data.messages)
         is_text = pair == CONTINUED and all(isinstance(row[column], str) for column in CONTINUED)
         if is_text and turns is None and "text" not in row and data.messages == chat.MESSAGES:
@@ -161,7 +162,8 @@ def _text_columns(row: Row, field: str, where: str) -> tuple[str, ...]:
     known = texts if len(texts) == 1 else [key for key in TEXT_COLUMNS if key in texts]
     if len(known) != 1 or known[0] in chat.ASKED:
         must = "must have a text in `text`, or in one column"
-        raise ConfigError(where, must, got=names(row) or "nothing", do=_NAME_IT)
+        todo = _BY_TRL if row.keys() >= {"chosen", "rejected"} else _NAME_IT
+        raise ConfigError(where, must, got=names(row) or "nothing", do=todo)
     return (known[0],)
 
 
@@ -184,7 +186,7 @@ def _check_others(row: Row, read: Collection[str], where: str, counts: DataCount
     if "completion" in read and (isinstance(label, bool) or str(label).lower() in ("true", "false")):
         must = "must be texts or conversations"
         got = "preferences: `completion` with a `label` of true or false"
-        raise ConfigError(where, must, got=got, do="TRL trains on preferences: see docs/migrating.md.")
+        raise ConfigError(where, must, got=got, do=_BY_TRL)
     others = [key for key in row if key not in read and key not in counts.unread]
     counts.unread += [key for key in others if chat.has_content(row[key])]
 

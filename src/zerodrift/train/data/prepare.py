@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from zerodrift import record
+from zerodrift.checkpoint import full_disk_named
 from zerodrift.errors import ConfigError, Problems
 from zerodrift.files import locked, opened
 from zerodrift.train.data import chat_template, documents, formats
@@ -68,7 +69,7 @@ class PreparedData:
         facts = []
         for each in self.sets:
             of_training = f", {self._share(each)} of training" if each.weight else ""
-            facts.append((each.name, f"{each.counts.kind}{of_training}"))
+            facts.append(("set", f"{each.name}: {each.counts.kind}{of_training}"))
             facts += [(f"  {name}", fact) for name, fact in each.counts.facts()]
         return facts
 
@@ -110,17 +111,19 @@ def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> PreparedData:
     if not isinstance(data.validation, float):
         held_files = find(data.validation, data, "data.validation", VALIDATION)
     maker = _Maker(data, tokenizer, cache)
-    trained = [
-        maker.source(files, share, weight if len(named) > 1 else None, "data.train")
-        for files, (_, weight) in zip(found, named, strict=True)
-    ]
+    with full_disk_named(cache):
+        trained = [
+            maker.source(files, share, weight if len(named) > 1 else None, "data.train")
+            for files, (_, weight) in zip(found, named, strict=True)
+        ]
     sets, held = trained, [each.held for each in trained if each.held is not None]
     if held_files is not None:
         every = {path.resolve() for files in found for path in files.files}
         if both := every & {path.resolve() for path in held_files.files}:
             must, got = "must name other files than `data.train`", f"{min(both)} in both"
             raise ConfigError("data.validation", must, got=got)
-        other = maker.source(held_files, 0.0, None, "data.validation")
+        with full_disk_named(cache):
+            other = maker.source(held_files, 0.0, None, "data.validation")
         if other.counts.kind not in [each.counts.kind for each in trained]:
             must = f"must be {trained[0].counts.kind}, as `data.train` is"
             raise ConfigError("data.validation", must, got=other.counts.kind)

@@ -27,6 +27,7 @@ Row = dict[str, Any]
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 _LARGEST_CELL = 1 << 30
 """Characters. Python's default limit is shorter than a document."""
+_QUOTE = "Put a cell in quotes if it holds a quote (doubled), a line end or a delimiter."
 
 
 def read_rows(file: Path, holds: str) -> Generator[tuple[int, Row]]:
@@ -109,15 +110,14 @@ def _table(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
             where = f"{file}:{reader.line_num}"
             if len(cells) != len(names):
                 must = f"must have {several(len(names), 'cell')}, as the first line has"
-                raise ConfigError(where, must, got=len(cells))
+                raise ConfigError(where, must, got=len(cells), do=_QUOTE)
             cells = [without_zeros(cell, where) for cell in cells]
             yield reader.line_num, dict(zip(names, cells, strict=True))
     except UnicodeDecodeError as error:
         raise not_utf8(error, str(file)) from None
     except csv.Error as error:
-        todo = "Put a cell in quotes if it holds a quote (doubled), a line end or a delimiter."
         where = f"{file}:{reader.line_num}"
-        raise ConfigError(where, "must be CSV", got=first_line(error), do=todo) from None
+        raise ConfigError(where, "must be CSV", got=first_line(error), do=_QUOTE) from None
     finally:
         lines.detach()
 

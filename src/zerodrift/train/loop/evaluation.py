@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from zerodrift.engine import item_in
 from zerodrift.errors import ConfigError, several
 from zerodrift.legible import legible
 from zerodrift.train.data.chat_template import prompt_tokens
@@ -85,7 +86,7 @@ def continue_prompt(session: Session, prompt: str) -> str:
             ahead = torch.tensor([[*given, *written]], device=engine.mesh.device)
             with torch.no_grad():
                 out = engine(input_ids=ahead)
-            likeliest = int(getattr(out, "logits", out)[0, -1].argmax())
+            likeliest = int(item_in(out, "logits")[0, -1].argmax())
             token = engine.comm.broadcast_object(likeliest, 0)
             if token in ends:
                 break

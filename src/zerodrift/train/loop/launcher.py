@@ -70,17 +70,18 @@ class Stop:
         self._prints, self._launched = prints, launched
 
     def ask(self, number: int, frame: FrameType | None = None) -> None:
+        self.by = signal.Signals(number).name
         if not self.doing:
             if not self._launched:
                 self._announce(EARLY, number)
-            sys.exit(128 + number)
+            # Not SystemExit: that of a model's own code is an error of the model.
+            raise KeyboardInterrupt
         if self.asked:
             self._announce(SECOND, number)
             # A normal exit would wait for threads of torch and gloo.
             os._exit(128 + number)
         self._announce(FIRST, number)
         self.asked = True
-        self.by = signal.Signals(number).name
 
     def _announce(self, text: str, number: int) -> None:
         if self._prints:
@@ -91,8 +92,11 @@ class Stop:
 def listen(prints: bool = True, launched: bool = False) -> Iterator[Stop]:
     """Send signals to the `Stop` that is yielded, and restore their handlers at the end."""
     stop = Stop(prints, launched)
-    with _signals_to(stop.ask):
-        yield stop
+    try:
+        with _signals_to(stop.ask):
+            yield stop
+    except KeyboardInterrupt:  # before the first step
+        sys.exit(exit_code(stop.by))
 
 
 @contextlib.contextmanager
@@ -117,8 +121,10 @@ def join() -> int:
 
     SLURM's variables are translated into torchrun's.
     """
+    from zerodrift.comm import started  # imports torch
+
     os.environ.update(slurm(os.environ) or {})
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 0
+    return started()[1] if "RANK" in os.environ else 0
 
 
 def slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -126,7 +132,7 @@ def slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
     names = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
     if "RANK" in environment or any(name not in environment for name in names):
         return None
-    if int(environment["SLURM_NTASKS"]) < 2:
+    if environment["SLURM_NTASKS"] == "1":
         return None
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
     job = int(environment.get("SLURM_JOB_ID", "0"))

@@ -80,13 +80,12 @@ def source_of(written: Model) -> ModelSource:
         got = f"{written.source!r}, {'without one' if path.exists() else missing}"
         raise ModelError("model.source", must, got=got, do=advice(written.source, "model"))
     has_weights, cached = path.is_dir() and safetensors.holds(path), name_in_cache(path)
-    if written.weights == "load" and not has_weights:
-        must, todo = "must be a folder with safetensors to load", "Set `model.weights: random`."
-        raise ModelError("model.source", must, got=repr(written.source), do=todo)
-    if cached is not None and not has_weights and written.weights == "auto":
-        must, got = "must have its weights in safetensors", f"only other files of {cached[1]}, in {path}"
-        todo = f"Run `hf download {cached[1]}`, or set `model.weights: random`."
-        raise ModelError("model.source", must, got=got, do=todo)
+    others = [file.name for glob in ("pytorch_model*", "consolidated*", "*.gguf") for file in path.glob(glob)]
+    is_meant = written.weights == "load" or (written.weights == "auto" and (others or cached is not None))
+    if is_meant and not has_weights:
+        must, got = "must have its weights in safetensors", f"{others[0] if others else 'none'} in {path}"
+        todo = f"Run `hf download {cached[1]}`" if cached else "Save it by `save_pretrained`"
+        raise ModelError("model.source", must, got=got, do=f"{todo}, or set `model.weights: random`.")
     return ModelSource(written, config, path if has_weights and written.weights != "random" else None)
 
 
@@ -108,6 +107,8 @@ def build(source: ModelSource) -> nn.Module:
         with contextlib.nullcontext() if is_whole else empty():
             model = add_adapters(model, written.lora)
     _freeze(model, written)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError("model", "must leave parameters to train", got="all of them frozen, or none")
     model.train()
     return model
 
@@ -150,8 +151,6 @@ def _freeze(model: nn.Module, written: Model) -> None:
             problems.add("model.freeze", "must match parameters of the model", got=repr(glob), do=todo)
         for parameter in found:
             parameter.requires_grad_(False)
-    if named and not any(parameter.requires_grad for _, parameter in named):
-        problems.add("model.freeze", "must leave parameters to train", got="all of them")
     problems.raise_as(ModelError)
 
 

@@ -127,10 +127,8 @@ def load(checkpoints: Checkpoints, path: Path, job: Job, engine: Engine) -> tupl
         if not error.problems:
             raise
         another = "Set it as it was, or start another run with another `run.folder`."
-        optimizer = (
-            "Set `config.optimizer.type` as it was. For a new optimizer, begin another run: another "
-            "`run.folder`, and `model.source` the `export` of this one."
-        )
+        optimizer = "Set `config.optimizer.type` as it was. For a new optimizer, begin another run: another "
+        optimizer += "`run.folder`, and `model.source` the `export` of this one."
         problems = [
             replace(problem, do=optimizer if problem.where == "optimizer" else another)
             if "allow=" in problem.do

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zerodrift.api import initialize, make_plan
-from zerodrift.checkpoint import LATEST, CheckpointFolder, Checkpoints, Lock, full_disk_named
+from zerodrift.checkpoint import LATEST, CheckpointFolder, Checkpoints, Lock
 from zerodrift.comm import raise_on_all_ranks, started
 from zerodrift.config import Config, Pipeline
 from zerodrift.engine import Engine, computed_by
@@ -218,7 +218,7 @@ def outline(job: Job, config: Config, display: Display, world: int) -> tuple[Out
     models.check_model(model, job, tokenizer)
     smoothing = job.data.label_smoothing
     smoothed = models.SmoothedLoss(model, smoothing) if smoothing else None
-    with display.doing("reading the data"), full_disk_named(cache):
+    with display.doing("reading the data"):
         prepared = prepare(job.data, tokenizer, cache)
     policy, steps = _length_of(job, config, prepared, world)
     problems = Problems()

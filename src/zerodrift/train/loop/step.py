@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.engine import Digest, Engine, StepResult, loss_in
+from zerodrift.engine import Digest, Engine, StepResult, item_in
 from zerodrift.errors import ZerodriftError
 from zerodrift.plan import Plan, cost
 from zerodrift.report import size
@@ -50,7 +50,7 @@ def run_step(
     mesh, layout = engine.mesh, feed.layout
     # Dropout and the like depend on the step and the rank, so a checkpoint keeps no random state.
     rank = mesh.rank("data") + mesh.size("data") * mesh.rank("pipeline")
-    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
+    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**64)
     batches = list(feed.step(step))
     with around:
         inputs = [batch.inputs() for batch in batches]
@@ -78,7 +78,7 @@ def has_finite_gradient(engine: Engine, batch: MicroBatch, name: str) -> bool:
     """Return True if a micro-batch alone gives a parameter a finite gradient. Leaves gradients zeroed."""
     policy = engine.plan.policy
     if policy.pipeline is None and not policy.tree:
-        loss = loss_in(engine(**batch.inputs()))
+        loss = item_in(engine(**batch.inputs()), "loss")
         engine.backward(loss * batch.weight)
     else:  # a pipeline runs as many micro-batches as a step has, and a tree needs all of them
         count = engine.accumulation

@@ -60,6 +60,9 @@ def data_text(job: Job, prepared: PreparedData, steps: int, plan: Plan, display:
     """Return the data and the length of the run in a few lines."""
     samples = plan.policy.batch.train
     training = f"{steps:,} steps of {samples} blocks, {steps * samples / len(prepared.train):.2f} epochs"
+    source = models.source_of(job.model)
+    if source.config is not None and source.weights is None:
+        training += ", begun with random weights"
     if job.run.steps is not None and job.run.epochs != Run().epochs:
         training += f"; `run.epochs` {job.run.epochs:g} is not used, as `run.steps` is given"
     facts = [*prepared.lines(), ("training", training), *_padding(job, prepared, steps, plan)]

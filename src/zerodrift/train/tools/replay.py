@@ -150,10 +150,8 @@ def replay_here(source: str, overrides: Sequence[str], run: str, last: int, resu
                 text = [f"step {step}: different bits {where}"]
                 text += difference_lines(differences, len(now["state"]), plan, changed)
                 if step - same > 1:
-                    text.append(
-                        f"It may have begun after step {same}: the steps between have no digest. A run with "
-                        "`run.digest_every: 1` has all digests."
-                    )
+                    text.append(f"It may have begun after step {same}: the steps between have no digest.")
+                    text[-1] += " A run with `run.digest_every: 1` has all digests."
             left = (time.perf_counter() - began) / (step - first) * (last - step)
             if rank == 0:
                 verdict = "different bits" if differences else "the same"

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zerodrift.comm import usable_accelerator
+from zerodrift.engine import item_in
 from zerodrift.errors import ConfigError, NonFiniteError
 from zerodrift.model import CONFIG, importable
 from zerodrift.train.data import chat_template
@@ -64,7 +65,7 @@ class TextGenerator:
             with_cache = {"use_cache": True, self._cache: cache} if self._cache else {}
             out = self._model(input_ids=torch.tensor([ahead], device=self._device), **with_cache)
             cache = getattr(out, self._cache) if self._cache else None
-            token = choose(getattr(out, "logits", out)[0, -1].float().cpu())
+            token = choose(item_in(out, "logits")[0, -1].float().cpu())
             if token in ends:
                 break
             written.append(token)

@@ -223,7 +223,7 @@ def _load(path: Path, trust: bool) -> dict[str, Any]:
             raise _damaged(path, said(error)[:180]) from error
         must = "must hold tensors, numbers, text and containers of them"
         got = f"an object of `{klass[1]}`, which only its own code can read"
-        do = "If you trust who wrote the file, read it with `trust` (`--trust`)."
+        do = "If you trust who wrote the file, read it with `trust`."
         raise CheckpointError(path, must, got=got, do=do) from error
     if not isinstance(state, dict) or not ({"module", "optimizer_state_dict"} & state.keys()):
         raise CheckpointError(path, "must be a file that DeepSpeed saved", got=type(state).__name__)
