@@ -258,7 +258,7 @@ def test_between_steps_its_groups_hold_the_models_parameters() -> None:
     held.pop()
     for change in (list, optimizer.param_groups.pop):
         change()
-        with pytest.raises(UnsupportedError, match=r"param_groups\[0\]`: must be the group, with its param"):
+        with pytest.raises(UnsupportedError, match=r"param_groups\[0\]`: must be the group that the engine"):
             engine.step()
 
 

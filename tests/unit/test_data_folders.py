@@ -140,7 +140,7 @@ ASKED = {"prompt": "Hi", "completion": "Yo"}
         ([ASKED], {"field": "prompt", "format": "chat"}, r"data\.field.*conversations"),
         ([ASKED], {"messages": "dialog"}, "must have `dialog`, which `data.messages` names; got `prompt`"),
         ([ASKED], {"format": "tokens"}, r"a\.jsonl.*must be a map of token numbers"),
-        *(([], {"train": name}, "data.train.*must name (existing )?files") for name in ("", "x" * 5000, "/dev/zero")),
+        *(([], {"train": name}, "data.train.*must name") for name in ("", "x" * 5000, "/dev/zero")),
     ],
 )
 @pytest.mark.timeout(30)

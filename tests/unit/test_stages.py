@@ -13,8 +13,7 @@ from torch import nn
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.test_pipelines import PARTS
-from tests.unit.models import moe, parameter, plan
-from tests.unit.test_plan import at
+from tests.unit.models import at, moe, parameter, plan
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.mesh import MeshShape
@@ -53,8 +52,8 @@ def tied(layers: int = 4, names: tuple[str, ...] = ("embed.weight", "head.weight
 
 
 def cut(schedule: str, model: ModelSpec | None = None, stages: int = 2, **block: Any) -> Plan:
-    written = at(2, pipeline={"stages": stages, "schedule": schedule, "micro_batches": 2 * stages, **block})
-    return plan(written, tied(4 * stages) if model is None else model, world=2 * stages)
+    pipeline = {"stages": stages, "schedule": schedule, "micro_batches": 2 * stages, **block}
+    return plan({**at(2), "pipeline": pipeline}, model or tied(4 * stages), world=2 * stages)
 
 
 # --- pieces ------------------------------------------------------------------------------------------------
