@@ -83,7 +83,7 @@ BAD = {
     "killed": (STEPS.replace("for", "import os; os.kill(os.getpid(), 9)\nfor"), 2, "signal 9"),
     "becomes another": (AGAIN + STEPS, 0, "3 optimizer steps"),
     "forks": (LOOP.format(then="import os; os.fork() or os._exit(0)"), 0, "3 optimizer steps"),
-    "takes too long": ("import time, torch\ntime.sleep(1000)\n", 2, "is given; got fewer in 5 seconds"),
+    "takes too long": ("import time, torch\ntime.sleep(1000)\n", 2, "time limit; got fewer in 5 seconds"),
     "ignores its environment": (STEPS, 2, "PYTHONPATH"),
 }  # fmt: skip
 """A script, the exit code, and what must be printed."""
