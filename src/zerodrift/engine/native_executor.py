@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zerodrift.comm import Collectives, raise_on_all_ranks
+from zerodrift.dtypes import BLOCK
 from zerodrift.engine import shards
 from zerodrift.engine.accumulation import GradientBuffers
 from zerodrift.engine.executor import Executor
@@ -204,7 +205,8 @@ class NativeExecutor(Executor):
 
     def _updated_gradients(self, segment: TrainedSegment) -> Iterator[torch.Tensor]:
         """Yield this rank's reduced gradient of a segment, without parameters that no group of the optimizer
-        holds, which neither count nor are clipped."""
+        holds, which neither count nor are clipped. Each part begins with a block of the norm, so that no
+        slicing cuts a block."""
         flat, end = segment.reduced, 0
         if flat is None or self.updater is None:
             return
@@ -212,7 +214,7 @@ class NativeExecutor(Executor):
             if row.name not in self.updater.group_of:
                 span = row.within(segment.start_of(flat), flat.numel())
                 yield flat[end : span.start]
-                end = span.stop
+                end = -(-span.stop // BLOCK) * BLOCK
         yield flat[end:]
 
     def _visible_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
